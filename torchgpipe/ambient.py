@@ -1,0 +1,143 @@
+"""The thread-local state around a forward pass, captured once and entered again elsewhere.
+
+PyTorch keeps much of what decides a result in thread-local variables: grad mode, autocast,
+saved-tensor hooks, and more. A worker is another thread, and a recomputation happens in backward,
+later and often in yet another thread. :class:`Ambient` carries that state to both::
+
+    caller      Ambient.capture() ──┐
+    worker                          ├──▶ ambient.run(cells)
+    backward                        └──▶ ambient.rerun(cell)
+"""
+import contextvars
+import threading
+from contextlib import ExitStack, contextmanager
+from typing import Any, Callable, Iterator, NamedTuple, Optional, Tuple, TypeVar
+
+import torch
+
+__all__ = ['Ambient', 'checkpoint_state']
+
+T = TypeVar('T')
+
+_AUTOCAST_TYPES = tuple(type for type in ('cpu', 'cuda', 'xpu', 'mps')
+                        if torch.amp.is_autocast_available(type))
+
+
+class _CheckpointState(threading.local):
+    """Which pass over a checkpointed cell this thread is in."""
+
+    checkpointing = False
+    recomputing = False
+
+
+#: Read by ``is_checkpointing`` and ``is_recomputing``.
+checkpoint_state = _CheckpointState()
+
+
+class _Autocast(NamedTuple):
+    """Autocast as one thread sees it: ``(enabled, dtype)`` per device type, and the weight cache.
+    """
+
+    devices: Tuple[Tuple[bool, torch.dtype], ...]
+    cache: bool
+
+    @staticmethod
+    def capture() -> '_Autocast':
+        devices = tuple((torch.is_autocast_enabled(type), torch.get_autocast_dtype(type))
+                        for type in _AUTOCAST_TYPES)
+        return _Autocast(devices, torch.is_autocast_cache_enabled())
+
+    def set(self) -> None:
+        """Set this thread's flags, without the nesting count that ``torch.autocast`` keeps.
+
+        PyTorch's cache of cast weights is shared by all threads, and whoever leaves the outermost
+        ``torch.autocast`` empties it. A worker that only sets flags shares the caller's casts and
+        leaves the emptying to the caller: one cast per weight, not one per micro-batch.
+        """
+        for type, (enabled, dtype) in zip(_AUTOCAST_TYPES, self.devices):
+            torch.set_autocast_enabled(type, enabled)
+            torch.set_autocast_dtype(type, dtype)
+        torch.set_autocast_cache_enabled(self.cache)
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """Be a region of ``torch.autocast``, which empties the cache when it is left."""
+        before = _Autocast.capture()
+        torch.autocast_increment_nesting()
+        self.set()
+        try:
+            yield
+        finally:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+            before.set()
+
+
+class Ambient(NamedTuple):
+    """A snapshot of the calling thread's state."""
+
+    grad: bool
+    inference: bool
+    autocast: _Autocast
+    #: The innermost ``(pack, unpack)`` of ``torch.autograd.graph.saved_tensors_hooks``.
+    hooks: Optional[Tuple[Callable[..., Any], Callable[..., Any]]]
+    context: contextvars.Context
+    #: OpenMP gives each thread its own number of threads, so a change must follow to the workers.
+    num_threads: int
+    checkpointing: bool
+    recomputing: bool
+
+    @staticmethod
+    def capture() -> 'Ambient':
+        """Take a snapshot of the calling thread's state."""
+        return Ambient(torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+                       _Autocast.capture(),
+                       torch._C._autograd._top_saved_tensors_default_hooks(True),
+                       contextvars.copy_context(), torch.get_num_threads(),
+                       checkpoint_state.checkpointing, checkpoint_state.recomputing)
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Run a function in this state on a worker thread.
+
+        Context variables that the function sets stay with that call: one
+        :class:`contextvars.Context` can't be entered by two threads at once.
+        """
+        return self.context.copy().run(self._run, function)
+
+    def _run(self, function: Callable[[], T]) -> T:
+        with self._entered():
+            return function()
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        autocast = _Autocast.capture()
+        state = checkpoint_state.checkpointing, checkpoint_state.recomputing
+        if torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            if self.hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))
+            try:
+                self.autocast.set()
+                checkpoint_state.checkpointing = self.checkpointing
+                checkpoint_state.recomputing = self.recomputing
+                yield
+            finally:
+                autocast.set()
+                checkpoint_state.checkpointing, checkpoint_state.recomputing = state
+
+    def rerun(self, function: Callable[[], T]) -> T:
+        """Run a function in this state again, in backward.
+
+        Grad mode, saved-tensor hooks and the pass belong to the recomputation, which sets them
+        itself.
+        """
+        return self.context.copy().run(self._rerun, function)
+
+    def _rerun(self, function: Callable[[], T]) -> T:
+        if _Autocast.capture() == self.autocast:
+            return function()
+        with self.autocast.region():
+            return function()

@@ -1,0 +1,176 @@
+"""Batch normalization whose running statistics see the mini-batch, not the micro-batches.
+
+Each micro-batch is normalised by its own statistics, there is no way around that; but its mean and
+variance are merged with those of the other micro-batches, and the running statistics move
+once per mini-batch, to where plain batch normalization on the whole mini-batch would move them::
+
+    micro-batch     0          1          2  (last)          0, recomputed
+    normalise by    own        own        own                own
+    merge           start      merge      merge, commit      nothing
+"""
+from typing import Any, Dict, NamedTuple, Optional, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from torchgpipe.checkpoint import is_recomputing
+from torchgpipe.microbatch import place
+
+__all__ = ['DeferredBatchNorm']
+
+TModule = TypeVar('TModule', bound=nn.Module)
+
+
+class _Moments(NamedTuple):
+    """Count, mean and sum of squared deviations of the values seen, per channel.
+
+    Merged as in Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing
+    Sample Variances" (1979): without E[x²] - E[x]², which cancels where the mean is large.
+    """
+
+    count: int
+    mean: Tensor
+    deviation: Tensor
+
+    def merge(self, other: '_Moments') -> '_Moments':
+        count = self.count + other.count
+        delta = other.mean - self.mean
+        return _Moments(count, self.mean + delta * (other.count / count),
+                        self.deviation + other.deviation
+                        + delta.square() * (self.count * other.count / count))
+
+
+class DeferredBatchNorm(_BatchNorm):
+    """Batch normalization for micro-batches: running statistics once per mini-batch.
+
+    In a :class:`~torchgpipe.GPipe` the pipeline says which micro-batch is the last. Elsewhere,
+    every ``chunks`` calls make a mini-batch.
+
+    >>> import torch
+    >>> bn = DeferredBatchNorm(3, chunks=2)
+    >>> for micro_batch in torch.randn(8, 3, 5).chunk(2):
+    ...     output = bn(micro_batch)
+    >>> bn.num_batches_tracked
+    tensor(1)
+
+    Args:
+        num_features: Number of channels ``C`` of an input of shape ``(N, C)`` or ``(N, C, …)``.
+        eps: Added to the variance.
+        momentum: Weight of the newest mini-batch in the running statistics; ``None`` for their
+            cumulative average.
+        affine: Whether to have a weight and a bias.
+        chunks: Number of micro-batches in a mini-batch, outside of a pipeline.
+    """
+
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: Optional[float] = 0.1,
+                 affine: bool = True, chunks: int = 1, device: Any = None, dtype: Any = None
+                 ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats=True,
+                         device=device, dtype=dtype)
+        self.chunks = chunks
+        self._start()
+
+    def _start(self) -> None:
+        self._seen = 0  # micro-batches, outside of a pipeline
+        self._cell: object = None
+        self._call = 0
+        # One entry per call within a cell: a layer that is called twice moves twice.
+        self._moments: Dict[int, _Moments] = {}
+
+    def __getstate__(self) -> Dict[str, Any]:
+        # What an interrupted mini-batch left behind does not travel.
+        unused = {'_seen': 0, '_cell': None, '_call': 0, '_moments': {}}
+        return {**self.__dict__, **unused}
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f'expected an input of shape (N, C) or (N, C, …), got '
+                             f'{tuple(input.shape)}')
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise a micro-batch of shape ``(N, C)`` or ``(N, C, …)``."""
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)
+        # With momentum 1, PyTorch's own kernel leaves the statistics of this micro-batch in what it
+        # takes for the running ones: no second pass over the input.
+        mean = torch.zeros_like(cast(Tensor, self.running_mean))
+        var = torch.zeros_like(cast(Tensor, self.running_var))
+        output = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
+        if not is_recomputing():
+            self._track(input.numel() // input.size(1), mean, var)
+        return output
+
+    def _track(self, count: int, mean: Tensor, var: Tensor) -> None:
+        index, last = self._next_place()
+        dtype = torch.promote_types(mean.dtype, torch.float32)
+        moments = _Moments(count, mean.to(dtype), var.to(dtype) * (count - 1))
+        if index > 0 and self._call in self._moments:
+            moments = self._moments[self._call].merge(moments)
+        self._moments[self._call] = moments
+        if last:
+            self._commit(self._moments.pop(self._call))
+
+    def _next_place(self) -> 'tuple[int, bool]':
+        """Give this call's micro-batch, and whether it is the mini-batch's last."""
+        here = place.place
+        if here is None:
+            index = self._seen % self.chunks
+            self._seen = index + 1
+            return index, index == self.chunks - 1
+        self._call = self._call + 1 if here.cell is self._cell else 0
+        self._cell = here.cell
+        return here.index, here.index == here.count - 1
+
+    @torch.no_grad()
+    def _commit(self, moments: _Moments) -> None:
+        cast(Tensor, self.num_batches_tracked).add_(1)
+        factor = self.momentum
+        if factor is None:
+            factor = 1 / float(cast(Tensor, self.num_batches_tracked))
+        var = moments.deviation / (moments.count - 1)
+        for running, new in ((self.running_mean, moments.mean), (self.running_var, var)):
+            tensor = cast(Tensor, running)
+            tensor.lerp_(new.to(tensor.dtype), factor)
+
+    @classmethod
+    def convert_deferred_batch_norm(cls, module: TModule, chunks: int = 1) -> TModule:
+        """Replace every batch normalization in a module by a deferred one, in place.
+
+        Weights, biases and running statistics are shared with the layer that is replaced. Layers
+        without running statistics have nothing to defer and stay, and so do those with a forward
+        of their own, such as :class:`torch.nn.SyncBatchNorm`.
+
+        Args:
+            module: A module, itself a batch normalization or not.
+            chunks: Number of micro-batches in a mini-batch, outside of a pipeline.
+
+        Returns:
+            The module, or what replaces it.
+
+        Raises:
+            ValueError: A lazy layer has not seen its first input.
+        """
+        if isinstance(module, _BatchNorm):
+            return cast(TModule, cls._convert(module, chunks))
+        for name, child in list(module.named_children()):
+            module.add_module(name, cls.convert_deferred_batch_norm(child, chunks))
+        return module
+
+    @classmethod
+    def _convert(cls, module: _BatchNorm, chunks: int) -> _BatchNorm:
+        if isinstance(module, LazyModuleMixin):
+            raise ValueError(f'{type(module).__name__} does not know its number of channels yet; '
+                             'call the module once before it is converted')
+        known = isinstance(module, cls) and module.chunks != chunks
+        plain = type(module).forward is _BatchNorm.forward and module.track_running_stats
+        if not known and not plain:
+            return module
+        deferred = cls(module.num_features, module.eps, module.momentum, module.affine, chunks,
+                       device='meta')
+        for tensors in ('_parameters', '_buffers'):
+            getattr(deferred, tensors).update(getattr(module, tensors))
+        return deferred.train(module.training)

@@ -1,0 +1,79 @@
+"""Autograd functions that copy tensors between streams, and that let one stream wait for another.
+
+Between partition ``j-1`` on device A and partition ``j`` on device B, one micro-batch travels over
+a copy stream on each side, so that the compute streams go on computing::
+
+    compute A ──Wait──▶ copy A ──Copy──▶ copy B ──Wait──▶ compute B        forward
+    compute A ◀──Wait── copy A ◀──Copy── copy B ◀──Wait── compute B        backward
+
+Who owns what: the copy is allocated on copy stream B and read on compute stream B; its source is
+allocated on compute stream A and read on the copy streams. Either may lose its last reference while
+the other stream still reads it, so both uses are recorded with the allocator.
+"""
+from typing import Any, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from torchgpipe.stream import (AbstractStream, current_stream, get_device, record_stream,
+                               use_stream, wait_stream)
+
+__all__ = ['Copy', 'Wait']
+
+Grads = Tuple[Optional[Tensor], ...]
+
+
+def _copy(tensor: Tensor, source: AbstractStream, target: AbstractStream,
+          compute: AbstractStream) -> Tensor:
+    """Copy a tensor to the device of ``target``, whose compute stream will read it."""
+    # Between two GPUs the copy runs on the source's current stream, and the target's current stream
+    # waits for it. To or from the CPU it is over when `to` returns.
+    with use_stream(source), use_stream(target):
+        copied = tensor.to(get_device(target))
+    record_stream(tensor, source)
+    record_stream(copied, compute)
+    return copied
+
+
+class Copy(torch.autograd.Function):
+    """Copy tensors from one stream's device to another's: ``Copy.apply(prev, next, *tensors)``."""
+
+    @staticmethod
+    def forward(ctx: Any, prev_stream: AbstractStream,  # type: ignore[override]
+                next_stream: AbstractStream, *input: Tensor) -> Tuple[Tensor, ...]:
+        ctx.streams = prev_stream, next_stream
+        # In backward, autograd's threads have current streams of their own.
+        ctx.prev_compute = current_stream(get_device(prev_stream))
+        ctx.set_materialize_grads(False)
+        compute = current_stream(get_device(next_stream))
+        # A tensor that is there already is handed on: [Note: Identity without a view].
+        return tuple(_copy(x, prev_stream, next_stream, compute).detach() for x in input)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Optional[Tensor]) -> Grads:  # type: ignore[override]
+        prev_stream, next_stream = ctx.streams
+        return (None, None, *(
+            None if grad is None else _copy(grad, next_stream, prev_stream, ctx.prev_compute)
+            for grad in grads))
+
+
+class Wait(torch.autograd.Function):
+    """Let one stream wait for another: ``Wait.apply(prev, next, *tensors)``.
+
+    In forward ``next`` waits for ``prev``, in backward ``prev`` waits for ``next``. The tensors
+    only mark the place in the graph.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, prev_stream: AbstractStream,  # type: ignore[override]
+                next_stream: AbstractStream, *input: Tensor) -> Tuple[Tensor, ...]:
+        ctx.streams = prev_stream, next_stream
+        ctx.set_materialize_grads(False)
+        wait_stream(next_stream, prev_stream)
+        return tuple(x.detach() for x in input)  # [Note: Identity without a view]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Optional[Tensor]) -> Grads:  # type: ignore[override]
+        prev_stream, next_stream = ctx.streams
+        wait_stream(prev_stream, next_stream)
+        return (None, None, *grads)

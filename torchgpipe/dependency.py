@@ -1,0 +1,70 @@
+"""Edges in the autograd graph that carry no data.
+
+``fork`` takes a phony off a tensor, ``join`` puts it onto another one. In backward, whatever comes
+before the fork waits until whatever comes after the join has been started::
+
+    forward    a ──Fork──▶ a'          backward    a ◀──Fork◀── a'
+                    └phony┐                              ▲phony (no gradient)
+               b ─────────Join──▶ b'               b ◀───┴─Join◀── b'
+
+    1. Join runs as soon as the gradient of b' is there.
+    2. Fork has to wait for Join, also when the gradient of a' came first.
+"""
+from typing import Any, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from torchgpipe.phony import get_phony
+
+__all__ = ['Fork', 'Join', 'fork', 'join']
+
+# [Note: Identity without a view]
+# The functions of this package that hand a tensor on return `tensor.detach()`. Autograd treats
+# that as a new tensor, not as a view, so that the next layer may change it in place; and it shares
+# its version counter with the input, so that autograd notices if such a change spoils what
+# an earlier layer has saved. Returning the input itself would forbid the change; `.data` would
+# hide it.
+
+
+def fork(input: Tensor) -> Tuple[Tensor, Tensor]:
+    """Branch a phony off a tensor: ``(tensor, phony)``."""
+    if torch.is_grad_enabled() and input.requires_grad:
+        return Fork.apply(input)  # type: ignore[no-any-return]
+    return input, get_phony(input.device, requires_grad=False)
+
+
+def join(input: Tensor, phony: Tensor) -> Tensor:
+    """Merge a phony into a tensor, which requires grad then if the phony does."""
+    if torch.is_grad_enabled() and (input.requires_grad or phony.requires_grad):
+        return Join.apply(input, phony)  # type: ignore[no-any-return]
+    return input
+
+
+class Fork(torch.autograd.Function):
+    """The function behind :func:`fork`."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor) -> Tuple[Tensor, Tensor]:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        phony = get_phony(input.device, requires_grad=False)
+        return input.detach(), phony.detach()  # [Note: Identity without a view]
+
+    @staticmethod
+    def backward(ctx: Any, grad_input: Optional[Tensor],  # type: ignore[override]
+                 grad_phony: Optional[Tensor]) -> Optional[Tensor]:
+        return grad_input
+
+
+class Join(torch.autograd.Function):
+    """The function behind :func:`join`."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, phony: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        return input.detach()  # [Note: Identity without a view]
+
+    @staticmethod
+    def backward(ctx: Any, grad_input: Optional[Tensor]  # type: ignore[override]
+                 ) -> Tuple[Optional[Tensor], None]:
+        return grad_input, None

@@ -1,0 +1,214 @@
+"""What the user holds: a module that runs a sequential model on several devices."""
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Set, Tuple, Union
+
+import torch
+from torch import nn
+
+from torchgpipe.aliases import TensorOrTensors
+from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.microbatch import check, gather, scatter
+from torchgpipe.partition import Device, split, take_balance, take_devices, verify_module
+from torchgpipe.pipeline import Pipeline
+from torchgpipe.randomness import Quiet
+from torchgpipe.worker import Workers
+
+__all__ = ['GPipe']
+
+_MODES = ('always', 'except_last', 'never')
+
+
+class GPipe(nn.Module):
+    """Run a sequential module on several devices, micro-batch by micro-batch (GPipe, 2019).
+
+    Outputs, gradients, running statistics and ``state_dict`` are those of the module itself.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> model = GPipe(model, balance=[2, 1], devices=['cpu:0', 'cpu:1'], chunks=4)
+    >>> output = model(torch.randn(16, 4))
+    >>> output.sum().backward()
+    >>> output.shape
+    torch.Size([16, 2])
+
+    Args:
+        module: The model. Its layers move to the devices; it shares its parameters with this module.
+        balance: The number of layers in each partition.
+        devices: Where each partition lives and runs, by default all CUDA devices. The input belongs on
+            the first one, the output will be on the last one. ``'cpu:0'``, ``'cpu:1'``, … run at
+            the same time in one memory.
+        chunks: Into how many micro-batches a mini-batch is split; a batch of fewer samples makes
+            fewer.
+        checkpoint: Which micro-batches give up their activations in training, to compute them again
+            in backward: ``'always'``, ``'except_last'`` (all but the last one, whose backward
+            follows at once) or ``'never'``.
+        deferred_batch_norm: Whether batch normalization updates its running statistics once per
+            mini-batch, as without micro-batches, by converting ``module`` to
+            :class:`~torchgpipe.batchnorm.DeferredBatchNorm` layers in place.
+
+    Attributes:
+        balance (list[int]): As given.
+        devices (list[torch.device]): One per partition.
+        chunks (int): As given.
+        checkpoint (str): As given.
+        partitions (nn.ModuleList): One :class:`torch.nn.Sequential` per device, whose children have
+            the names that they have in the module.
+
+    Raises:
+        TypeError: The module is not sequential, or the balance is not made of integers.
+        ValueError: The balance, ``chunks`` or ``checkpoint`` is wrong, a device is unknown, or a child
+            or a parameter appears twice.
+        IndexError: There are fewer devices than partitions.
+    """
+
+    balance: List[int]
+    devices: List[torch.device]
+    chunks: int
+    checkpoint: str
+    partitions: nn.ModuleList
+
+    def __init__(self, module: nn.Sequential, balance: Optional[Iterable[int]] = None, *,
+                 devices: Optional[Iterable[Device]] = None, chunks: int = 1,
+                 checkpoint: str = 'except_last', deferred_batch_norm: bool = False) -> None:
+        super().__init__()
+        self.chunks = _take_chunks(chunks)
+        self.checkpoint = str(checkpoint)
+        if self.checkpoint not in _MODES:
+            raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never': "
+                             f'{checkpoint!r}')
+        verify_module(module)
+        self.balance = take_balance(balance, len(module))
+        self.devices = take_devices(devices, len(self.balance))
+        if deferred_batch_norm:
+            module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
+
+        # [Note: Two views of the layers]
+        # The layers are registered as children under their own names, so that `state_dict` and all
+        # that stands on it speak these names, whatever the balance. Partitions are a second view of
+        # the same layers; through `named_modules` they give the names of torchgpipe 0.0.7.
+        self._modules.update(module._modules)
+        partitions = split(module, self.balance, self.devices)
+        self.__dict__['partitions'] = nn.ModuleList(partitions).train(module.training)
+        self.training = module.training
+        self._workers = Workers()
+        self._quiet = Quiet()
+
+    def forward(self, input: TensorOrTensors) -> TensorOrTensors:
+        """Run the model on a mini-batch.
+
+        Args:
+            input: A tensor of shape ``(batch, …)``, or a tuple of tensors of one batch size.
+
+        Returns:
+            What the last layer returns, a tensor or a tuple of tensors, on ``devices[-1]``.
+
+        Raises:
+            TypeError: The input, or what a partition returned, is made of something else.
+            ValueError: Batch sizes disagree or are zero, or the output has another one.
+        """
+        check(input)
+        if not self.devices:
+            return input
+        batches = scatter(input, self.chunks)
+        sizes = [len(batch[0]) for batch in batches]
+        Pipeline(batches, self.partitions, self.devices,  # type: ignore[arg-type]
+                 checkpoint_stop=self._checkpoint_stop(len(batches)),
+                 workers=self._workers, quiet=self._quiet).run()
+        return gather(batches, sizes)
+
+    def _checkpoint_stop(self, m: int) -> int:
+        if not self.training:
+            return 0
+        return {'always': m, 'except_last': m - 1, 'never': 0}[self.checkpoint]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._layers())
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return self._layers()[index]
+
+    def _layers(self) -> List[nn.Module]:
+        return [layer for partition in self.partitions for layer in partition.children()]
+
+    def __getattr__(self, name: str) -> Any:
+        # As in 0.0.7. Otherwise which layers can be reached by name would depend on which names this
+        # class takes for itself.
+        if name in self.__dict__.get('_modules', ()):
+            raise AttributeError(f"a layer of a GPipe is reached by its index, not as '{name}'")
+        return super().__getattr__(name)
+
+    def named_modules(self, memo: Optional[Set[nn.Module]] = None, prefix: str = '',
+                      remove_duplicate: bool = True) -> Iterator[Tuple[str, nn.Module]]:
+        """Yield this module, its partitions and all within: [Note: Two views of the layers]."""
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        yield from self.partitions.named_modules(memo, f'{prefix}.partitions'.lstrip('.'),
+                                                 remove_duplicate)
+
+    def train(self, mode: bool = True) -> 'GPipe':
+        """Set training or evaluation mode."""
+        super().train(mode)
+        self.partitions.train(mode)
+        return self
+
+    def extra_repr(self) -> str:
+        """Say how the layers below are distributed."""
+        devices = [str(device) for device in self.devices]
+        return (f'balance={self.balance}, devices={devices}, chunks={self.chunks}, '
+                f'checkpoint={self.checkpoint!r}')
+
+    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *args: Any) -> None:
+        # Keys of 0.0.7 are `partitions.<j>.<layer>.…`, from any balance.
+        old = prefix + 'partitions.'
+        if 'partitions' not in self._modules:
+            for key in [key for key in state_dict if key.startswith(old)]:
+                name = key[len(old):].partition('.')[2]
+                if name.partition('.')[0] in self._modules:
+                    state_dict.setdefault(prefix + name, state_dict.pop(key))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def cuda(self, device: Any = None) -> 'GPipe':
+        """Raise :exc:`TypeError`: the devices were chosen at construction."""
+        raise _denied()
+
+    def cpu(self) -> 'GPipe':
+        """Raise :exc:`TypeError`: the devices were chosen at construction."""
+        raise _denied()
+
+    def to(self, *args: Any, **kwargs: Any) -> 'GPipe':
+        """Change the dtype of parameters and buffers; to move them is a :exc:`TypeError`."""
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        if device is not None:
+            raise _denied()
+        return super().to(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> 'GPipe':
+        # A module that has this one as its child moves it without asking any method above.
+        for device in {'cpu' if d.type == 'cpu' else d for d in self.devices}:
+            probe = torch.empty(1, device=device)
+            if fn(probe).device != probe.device:
+                raise _denied()
+        return super()._apply(fn, recurse)
+
+
+def _denied() -> TypeError:
+    return TypeError('denied to move parameters and buffers, because GPipe should manage device '
+                     'placement; name the devices when you make it: GPipe(module, balance, '
+                     'devices=…)')
+
+
+def _take_chunks(chunks: Union[int, str, Any]) -> int:
+    try:
+        number = int(chunks)
+    except (TypeError, ValueError):
+        raise ValueError(f'number of chunks must be a positive integer, but got {chunks!r}') from None
+    if number < 1:
+        raise ValueError(f'number of chunks must be a positive integer, but got {number}')
+    return number

@@ -1,0 +1,137 @@
+"""Verify a sequential module, and split it over devices."""
+from collections import OrderedDict
+from typing import Any, Iterable, List, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import nn
+
+__all__ = ['Device', 'split', 'take_balance', 'take_devices', 'verify_module']
+
+Device = Union[torch.device, int, str]
+
+_RECOMMENDATION = '''
+
+Let torchgpipe.balance find a balance that fits:
+
+    from torchgpipe import GPipe
+    from torchgpipe.balance import balance_by_time
+
+    sample = torch.empty(...)  # one mini-batch
+    balance = balance_by_time(torch.cuda.device_count(), model, sample)
+    model = GPipe(model, balance, chunks=...)
+'''
+
+
+def verify_module(module: nn.Module) -> None:
+    """Check that a module can be partitioned.
+
+    Raises:
+        TypeError: It is not an :class:`torch.nn.Sequential`.
+        ValueError: A child appears twice, or a parameter in two children.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise TypeError('module must be nn.Sequential to be partitioned, but got '
+                        f'{type(module).__name__}')
+    layers = list(module._modules.items())
+    _verify_children(layers)
+    _verify_parameters(layers)
+
+
+def _verify_children(layers: Sequence[Tuple[str, Any]]) -> None:
+    names: 'dict[int, str]' = {}
+    for name, layer in layers:
+        first = names.setdefault(id(layer), name)
+        if first != name:
+            raise ValueError('module with duplicate children is not supported: layers '
+                             f"'{first}' and '{name}' are the same {type(layer).__name__}; "
+                             'give each place a module of its own')
+
+
+def _verify_parameters(layers: Sequence[Tuple[str, Any]]) -> None:
+    owners: 'dict[int, str]' = {}
+    for name, layer in layers:
+        for parameter_name, parameter in layer.named_parameters():
+            owner = owners.setdefault(id(parameter), name)
+            if owner != name:
+                raise ValueError('module with duplicate parameters in distinct children is not '
+                                 f"supported: '{name}.{parameter_name}' also belongs to layer "
+                                 f"'{owner}'; merge both layers into one child, or untie them")
+
+
+def take_balance(balance: Optional[Iterable[int]], layers: int) -> List[int]:
+    """Check a balance against the number of layers.
+
+    Raises:
+        ValueError: It is missing, does not add up to ``layers``, or has a number below 1.
+        TypeError: It is not made of integers.
+    """
+    if balance is None:
+        raise ValueError('balance is required: the number of layers in each partition, which add '
+                         f'up to {layers}' + _RECOMMENDATION)
+    try:
+        numbers = list(balance)
+    except TypeError:
+        raise TypeError('balance must be an iterable of integers, one per partition, but got '
+                        f'{balance!r}') from None
+    for j, number in enumerate(numbers):
+        if isinstance(number, bool) or not hasattr(number, '__index__'):
+            raise TypeError(f'balance must be made of integers, but partition {j} has {number!r} '
+                            f'layers (balance: {numbers})')
+    numbers = [number.__index__() for number in numbers]
+    if sum(numbers) != layers:
+        raise ValueError(f'module and sum of balance have different length: {layers} layers, but '
+                         f'the balance {numbers} adds up to {sum(numbers)}' + _RECOMMENDATION)
+    if any(number < 1 for number in numbers):
+        raise ValueError('all balance numbers must be positive integers: each partition has at '
+                         f'least one layer (balance: {numbers})' + _RECOMMENDATION)
+    return numbers
+
+
+def take_devices(devices: Optional[Iterable[Device]], partitions: int) -> List[torch.device]:
+    """Resolve one device per partition; by default all CUDA devices.
+
+    Raises:
+        IndexError: There are fewer devices than partitions.
+        ValueError: A device is unknown or not on this machine.
+    """
+    if devices is None:
+        devices = range(torch.cuda.device_count())
+    elif isinstance(devices, (str, int, torch.device)):
+        raise TypeError(f'devices must be an iterable of devices, one per partition: [{devices!r}]')
+    given = list(devices)
+    if len(given) < partitions:
+        raise IndexError('too few devices to hold given partitions '
+                         f'(devices: {len(given)}, partitions: {partitions}); name one per '
+                         "partition, the same one more than once if need be: devices=['cpu', 'cpu']")
+    return [_resolve(device) for device in given[:partitions]]
+
+
+def _resolve(device: Device) -> torch.device:
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f'unknown device {device!r}: {reason}') from None
+    if resolved.type != 'cuda':
+        return resolved
+    count = torch.cuda.device_count()
+    if count == 0 or (resolved.index or 0) >= count:
+        raise ValueError(f"device '{resolved}' is not on this machine, which has {count} CUDA "
+                         'devices')
+    # 'cuda' means the device that is current now, not the one that will be at each call.
+    return torch.device('cuda', torch.cuda.current_device()) if resolved.index is None else resolved
+
+
+def split(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
+          ) -> List[nn.Sequential]:
+    """Split a verified module by a checked balance, and move each partition to its device.
+
+    Layers keep their names. All CPU devices share one memory, so ``cpu:1`` moves nothing.
+    """
+    layers = iter(module._modules.items())
+    partitions = []
+    for number, device in zip(balance, devices):
+        partition: Any = nn.Sequential(OrderedDict(next(layers) for _ in range(number)))
+        partition.training = module.training
+        partitions.append(partition.to('cpu' if device.type == 'cpu' else device))
+    return partitions

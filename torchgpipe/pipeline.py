@@ -1,0 +1,204 @@
+"""The clock: which cell runs when, and on which worker.
+
+Clock ``k`` runs the cells ``(i, j)`` with ``i + j = k``, each on its partition's device, at the same
+time. With ``m = 4`` micro-batches and ``n = 3`` partitions::
+
+    clock          0     1     2     3     4     5
+    partition 0   0,0   1,0   2,0   3,0
+    partition 1         0,1   1,1   2,1   3,1
+    partition 2               0,2   1,2   2,2   3,2
+
+A clock starts when all cells of the clock before were handed back, so whoever runs a cell is the only
+one to touch its micro-batch.
+"""
+import math
+from functools import partial
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+from torch import nn
+
+from torchgpipe.cell import Cells
+from torchgpipe.copy import Copy
+from torchgpipe.microbatch import Batch
+from torchgpipe.randomness import Quiet, cpu_state
+from torchgpipe.stream import AbstractStream, current_stream
+from torchgpipe.worker import Result, Task, Worker, Workers, device_key
+
+__all__ = ['Pipeline', 'clock_cycles']
+
+Cell = Tuple[int, int]
+Failure = Tuple[int, BaseException]
+
+
+def clock_cycles(m: int, n: int) -> Iterator[List[Cell]]:
+    """Yield, clock by clock, the cells ``(i, j)`` that run at the same time.
+
+    >>> list(clock_cycles(m=3, n=2))
+    [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1)], [(2, 1)]]
+
+    Args:
+        m: Number of micro-batches.
+        n: Number of partitions.
+
+    Yields:
+        ``m + n - 1`` lists, partitions ascending within each (Huang et al., "GPipe", 2019).
+    """
+    for k in range(m + n - 1):
+        yield [(k - j, j) for j in range(max(0, k - m + 1), min(k + 1, n))]
+
+
+class Pipeline:
+    """One pass of micro-batches through partitions.
+
+    Args:
+        batches: The micro-batches; :meth:`run` replaces each by its output.
+        partitions: One after the other.
+        devices: One per partition; all on the CPU by default.
+        copy_streams: ``copy_streams[j][i]`` carries micro-batch ``i`` into or out of partition ``j``'s
+            device; made by the workers if missing.
+        skip_layout: Must be ``None``.
+        checkpoint_stop: The first ``checkpoint_stop`` micro-batches are checkpointed.
+        workers: Threads to use; by default the pipeline's own, which end with :meth:`run`.
+        quiet: What is known about partitions that draw random numbers.
+    """
+
+    def __init__(self, batches: List[Batch], partitions: Iterable[nn.Sequential],
+                 devices: Optional[Sequence[torch.device]] = None,
+                 copy_streams: Optional[Sequence[Sequence[AbstractStream]]] = None,
+                 skip_layout: None = None, checkpoint_stop: int = 0, *,
+                 workers: Optional[Workers] = None, quiet: Optional[Quiet] = None) -> None:
+        if skip_layout is not None:
+            raise ValueError('this version has no skip connections, so skip_layout must be None')
+        self._batches = batches
+        self._partitions = list(partitions)
+        self._devices = list(devices or [torch.device('cpu')] * len(self._partitions))
+        self._keys = [device_key(device) for device in self._devices]
+        self._workers = workers or Workers()
+        self._owns_workers = workers is None
+        self._quiet = quiet or Quiet()
+        self._failed_at: float = math.inf
+        self._crosses = [False, *(a != b and not a[0] == b[0] == 'cpu'
+                                  for a, b in zip(self._keys, self._keys[1:])), False]
+        if copy_streams is None and any(self._crosses):
+            copy_streams = [self._workers.copy_streams(device, len(batches))
+                            for device in self._devices]
+        self._copy_streams = copy_streams or []
+        self._cells = [self._make_cells(j, checkpoint_stop) for j in range(len(self._partitions))]
+        self._alone = len(set(self._keys)) <= 1
+        self._modes = [] if self._alone else [
+            Quiet.key(j, partition) for j, partition in enumerate(self._partitions)]
+
+    def _make_cells(self, j: int, checkpoint_stop: int) -> Cells:
+        arrive, depart = self._crosses[j], self._crosses[j + 1]
+        return Cells(j, self._partitions[j], self._devices[j], len(self._batches), checkpoint_stop,
+                     current_stream(self._devices[j]),
+                     self._copy_streams[j] if arrive else None,
+                     self._copy_streams[j] if depart else None)
+
+    def run(self) -> None:
+        """Run all cells; afterwards the batches hold the outputs.
+
+        Raises:
+            BaseException: What a cell raised, the first in clock order. Cells after it are not
+                started; those that ran beside it have ended.
+        """
+        try:
+            for schedule in clock_cycles(len(self._batches), len(self._partitions)):
+                self.fence(schedule)
+                self.compute(schedule)
+        finally:
+            if self._owns_workers:
+                self._workers.stop()
+
+    def fence(self, schedule: Sequence[Cell]) -> None:
+        """Copy the batches that enter another memory; see :mod:`torchgpipe.cell` for the waits."""
+        for i, j in schedule:
+            if self._crosses[j]:
+                batch = self._batches[i]
+                prev_stream, next_stream = self._copy_streams[j - 1][i], self._copy_streams[j][i]
+                batch[:] = Copy.apply(prev_stream, next_stream, *batch)
+
+    def compute(self, schedule: Sequence[Cell]) -> None:
+        """Run the cells of one clock."""
+        # On one device nothing can run at the same time, so a thread would only make its caller
+        # wait, and cost as much as several small layers.
+        if self._alone:
+            for i, j in schedule:
+                self._batches[i] = self._cells[j].run(i, self._batches[i])
+        elif len(schedule) == 1:
+            self._dispatch([schedule])
+        elif all(self._modes[j] in self._quiet for _, j in schedule):
+            self._compute_at_once(schedule)
+        else:
+            self._compute_in_turn(schedule)
+
+    def _compute_at_once(self, schedule: Sequence[Cell]) -> None:
+        groups: Dict[Any, List[Cell]] = {}
+        for i, j in schedule:
+            groups.setdefault(self._keys[j], []).append((i, j))
+        before = cpu_state()
+        self._dispatch(list(groups.values()))
+        if not torch.equal(before, cpu_state()):
+            for _, j in schedule:
+                self._quiet.forget(self._modes[j])
+            raise RuntimeError(
+                f'the partitions {[j for _, j in schedule]} ran at the same time, and one of them '
+                "drew from the CPU's random generator, which none had done before in this mode: "
+                'the numbers would differ from run to run, and from those that a recomputation '
+                'draws. From now on they run in turn, so call the model again; or put all '
+                "partitions on one device, as in devices=['cpu', 'cpu'].")
+
+    def _compute_in_turn(self, schedule: Sequence[Cell]) -> None:
+        for i, j in schedule:
+            before = cpu_state()
+            self._dispatch([[(i, j)]])
+            if torch.equal(before, cpu_state()):
+                self._quiet.learn(self._modes[j])
+
+    def _dispatch(self, groups: Sequence[Sequence[Cell]]) -> None:
+        """Give each worker its cells, and wait for all of them."""
+        results: List[Result] = []
+        try:
+            workers: List[Worker] = []
+            for group in groups:
+                j = group[0][1]
+                worker = self._workers.worker(self._devices[j])
+                worker.in_queue.put(Task(self._cells[j].stream, finalize=None,
+                                         compute=partial(self._run_group, group)))
+                workers.append(worker)
+            for worker in workers:
+                results.append(worker.out_queue.get())
+        except BaseException:
+            # KeyboardInterrupt, most likely. The queues are in no known state, so nothing of them
+            # is kept.
+            self._failed_at = -1
+            self._workers.stop()
+            raise
+        self._raise_first(results)
+
+    def _run_group(self, group: Sequence[Cell]) -> Any:
+        """Run the cells of one worker in a clock, up to the first failure."""
+        for i, j in group:
+            if self._failed_at < j:
+                break
+            try:
+                self._batches[i] = self._cells[j].run(i, self._batches[i])
+            except BaseException as error:
+                self._failed_at = min(self._failed_at, j)
+                return j, error
+        return None
+
+    @staticmethod
+    def _raise_first(results: Sequence[Result]) -> None:
+        failures: List[Failure] = []
+        for ok, result in results:
+            if not ok:
+                raise result[1]
+            if result[1] is not None:
+                failures.append(result[1])
+        if failures:
+            try:
+                raise min(failures, key=lambda failure: failure[0])[1]
+            finally:
+                failures.clear()  # lest the error's own traceback refer to it

@@ -1,0 +1,101 @@
+"""Random states: what a recomputation restores, and who may draw at the same time.
+
+A recomputation has to draw the numbers that the first pass drew. A CUDA device has a generator of
+its own and one worker, so saving and restoring its state is enough. The CPU's generator is shared
+by all workers and by all threads of backward, which takes more care:
+
+1. Partitions that draw from it never run at the same time as another one (:class:`Quiet`), so each
+   cell draws one unbroken piece of its sequence, always in the same order.
+2. A recomputation touches it only if the first pass did, and then under a lock.
+"""
+import threading
+from contextlib import contextmanager
+from typing import Any, ContextManager, Iterator, Optional, Set, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.stream import _nothing
+
+__all__ = ['Quiet', 'RandomState', 'cpu_state']
+
+_cpu = torch.default_generator
+
+# Rule 2. Reentrant, since a cell may hold a pipeline of its own.
+_cpu_lock = threading.RLock()
+
+
+def cpu_state() -> Tensor:
+    """Give a copy of the CPU generator's state."""
+    return _cpu.get_state()
+
+
+class RandomState:
+    """The random states of a cell's device and of the CPU, as they were before the cell ran."""
+
+    __slots__ = ('cpu', 'device', 'own')
+
+    def __init__(self, device: torch.device) -> None:
+        self.cpu: Optional[Tensor] = cpu_state()
+        self.device = device
+        self.own: Optional[Tensor] = None
+        if device.type not in ('cpu', 'meta'):
+            self.own = torch.get_device_module(device).get_rng_state(device)
+
+    def settle(self) -> None:
+        """Forget the CPU's state if nothing was drawn from it since."""
+        if self.cpu is not None and torch.equal(self.cpu, cpu_state()):
+            self.cpu = None
+
+    def restored(self) -> ContextManager[Any]:
+        """Put these states back within the context."""
+        return _nothing if self.cpu is None and self.own is None else self._restored()
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        module = torch.get_device_module(self.device)
+        with _nothing if self.cpu is None else _cpu_lock:
+            cpu = None if self.cpu is None else cpu_state()
+            own = None if self.own is None else module.get_rng_state(self.device)
+            try:
+                if self.cpu is not None:
+                    _cpu.set_state(self.cpu)
+                if self.own is not None:
+                    module.set_rng_state(self.own, self.device)
+                yield
+            finally:
+                if cpu is not None:
+                    _cpu.set_state(cpu)
+                if own is not None:
+                    module.set_rng_state(own, self.device)
+
+
+class Quiet:
+    """The partitions that are known not to draw from the CPU's generator.
+
+    Nobody can tell from a module whether it will draw. So a partition first runs alone, and its
+    effect on the generator is looked at. Those found quiet run at the same time from then on,
+    and the generator is looked at after each clock, lest one changed its mind.
+
+    A partition is known by its index and by the training flags of its modules, since dropout draws
+    in training only.
+    """
+
+    def __init__(self) -> None:
+        self._known: Set[Tuple[Any, ...]] = set()
+
+    @staticmethod
+    def key(j: int, partition: nn.Module) -> Tuple[Any, ...]:
+        """Name a partition in its present mode."""
+        return (j, *(module.training for module in partition.modules()))
+
+    def __contains__(self, key: Tuple[Any, ...]) -> bool:
+        return key in self._known
+
+    def learn(self, key: Tuple[Any, ...]) -> None:
+        """Remember a partition that ran alone and drew nothing."""
+        self._known.add(key)
+
+    def forget(self, key: Tuple[Any, ...]) -> None:
+        """Let a partition run alone from now on."""
+        self._known.discard(key)
