@@ -43,8 +43,8 @@ class _Autocast(NamedTuple):
 
     @staticmethod
     def capture() -> '_Autocast':
-        devices = tuple((torch.is_autocast_enabled(type), torch.get_autocast_dtype(type))
-                        for type in _AUTOCAST_TYPES)
+        devices = tuple([(torch.is_autocast_enabled(type), torch.get_autocast_dtype(type))
+                         for type in _AUTOCAST_TYPES])
         return _Autocast(devices, torch.is_autocast_cache_enabled())
 
     def set(self) -> None:
@@ -120,12 +120,14 @@ class Ambient(NamedTuple):
             if self.hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))
             try:
-                self.autocast.set()
+                if autocast != self.autocast:
+                    self.autocast.set()
                 checkpoint_state.checkpointing = self.checkpointing
                 checkpoint_state.recomputing = self.recomputing
                 yield
             finally:
-                autocast.set()
+                if autocast != self.autocast:
+                    autocast.set()
                 checkpoint_state.checkpointing, checkpoint_state.recomputing = state
 
     def rerun(self, function: Callable[[], T]) -> T:

@@ -102,13 +102,20 @@ class Checkpointing:
     """One checkpointed call of a function on a batch: [Note: How checkpointing works].
 
     The two halves are apart so that a ``Wait`` can stand between them.
+
+    Args:
+        function: What to call, twice.
+        batch: What to call it with.
+        ambient: The thread's state, if the caller has it at hand.
     """
 
-    __slots__ = ('_batch', '_function', '_recomputation')
+    __slots__ = ('_ambient', '_batch', '_function', '_recomputation')
 
-    def __init__(self, function: Function, batch: Batch) -> None:
+    def __init__(self, function: Function, batch: Batch, ambient: Optional[Ambient] = None
+                 ) -> None:
         self._function = function
         self._batch = batch
+        self._ambient = ambient
         self._recomputation: Optional[_Recomputation] = None
 
     def checkpoint(self) -> Batch:
@@ -118,7 +125,8 @@ class Checkpointing:
             with enable_checkpointing():
                 return batch.call(function)
 
-        self._recomputation = recomputation = _Recomputation(function, batch)
+        self._recomputation = recomputation = _Recomputation(
+            function, batch, self._ambient or Ambient.capture())
         with enable_checkpointing(), \
                 saved_tensors_hooks(recomputation.number, recomputation.unpack):
             output = batch.call(function)
@@ -150,27 +158,27 @@ class Checkpointing:
 class _Recomputation:
     """What the nodes of one checkpointed call share: how to run it again, and what that gave."""
 
-    __slots__ = ('_ambient', '_atomic', '_ctx', '_function', '_held', '_holder', '_input',
-                 '_needs_grad', '_next', '_saved', '_tensors', 'filled', 'random', '__weakref__')
+    __slots__ = ('_ambient', '_atomic', '_ctx', '_function', '_held', '_holder', '_input', '_next',
+                 '_saved', '_tensors', 'filled', 'random', '__weakref__')
 
-    def __init__(self, function: Function, batch: Batch) -> None:
+    def __init__(self, function: Function, batch: Batch, ambient: Ambient) -> None:
         self._function = function
         self._atomic = batch.atomic
         self._input: Tuple[Tensor, ...] = tuple(batch)
-        self._needs_grad = [x.requires_grad for x in batch]
         self._ctx: Callable[[], Any] = _gone
-        self._saved: List[Tuple[torch.Size, torch.dtype]] = []
+        self._saved: List[int] = []
         self._next = 0
         self._tensors: Dict[int, Tuple[Any, Optional[int]]] = {}
         self._holder: Callable[[], Any] = _gone
         self._held: Dict[int, Tensor] = {}
         self.filled = False
-        self._ambient = Ambient.capture()
+        self._ambient = ambient
         self.random = RandomState(batch.device)
 
     def number(self, tensor: Tensor) -> int:
-        """Pack hook of the first pass: keep a number and the tensor's shape, not the tensor."""
-        self._saved.append((tensor.shape, tensor.dtype))
+        """Pack hook of the first pass: keep a number and a fingerprint, not the tensor."""
+        # An integer, since Python's garbage collector goes through whatever else a graph holds.
+        self._saved.append(hash((tensor.shape, tensor.dtype)))
         return len(self._saved) - 1
 
     def save_input(self, ctx: Any) -> None:
@@ -186,8 +194,7 @@ class _Recomputation:
         if ctx is None:
             raise RuntimeError('a micro-batch can not be recomputed, because its graph is freed')
         # Where an earlier backward has freed the input, PyTorch raises its usual error here.
-        leaves = tuple(x.detach().requires_grad_(needs_grad)
-                       for x, needs_grad in zip(ctx.saved_tensors, self._needs_grad))
+        leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors)
         self._next = 0
         with self.random.restored(), enable_recomputing(), torch.enable_grad(), \
                 saved_tensors_hooks(self._keep, self.unpack):
@@ -203,11 +210,9 @@ class _Recomputation:
         """Pack hook of the recomputation: keep the tensor under its number."""
         k = self._next
         self._next += 1
-        if k < len(self._saved) and self._saved[k] != (tensor.shape, tensor.dtype):
-            shape, dtype = self._saved[k]
-            raise RuntimeError(_other_path(
-                f'saved tensor {k} is {tensor.dtype} of shape {tuple(tensor.shape)}, '
-                f'in the first pass {dtype} of shape {tuple(shape)}'))
+        if k < len(self._saved) and self._saved[k] != hash((tensor.shape, tensor.dtype)):
+            raise RuntimeError(_other_path(f'saved tensor {k} is now {tensor.dtype} of shape '
+                                           f'{tuple(tensor.shape)}, which it was not'))
         # Detached, lest the recomputation's own graph, of no use, live as long as its tensors.
         alias = tensor.detach()
         hooks = self._ambient.hooks

@@ -1,0 +1,116 @@
+"""Run a partition's layers, and name the culprit when one fails.
+
+An error keeps its type and its traceback, which leads into the layer. What it lacks is which of
+the many cells it came from, so it gains a note (PEP 678)::
+
+    RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x8 and 9x9)
+    in partition 1 on cuda:1, micro-batch 0 of 4, layer '3'
+"""
+from functools import partial
+from types import TracebackType
+from typing import Any, List, Optional
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.aliases import Function, TensorOrTensors
+from torchgpipe.checkpoint import is_recomputing
+from torchgpipe.microbatch import Batch, check
+
+__all__ = ['Compute']
+
+
+class Compute:
+    """The layers of a partition as a function, for a first pass and for its recomputation.
+
+    The autograd graph holds it, through checkpoints, so it must not hold any tensor of the graph.
+
+    Args:
+        j: Index of the partition.
+        partition: Its layers.
+        device: Its device.
+        m: Number of micro-batches.
+    """
+
+    __slots__ = ('device', 'j', 'm', 'partition')
+
+    def __init__(self, j: int, partition: nn.Sequential, device: torch.device, m: int) -> None:
+        self.j = j
+        self.partition = partition
+        self.device = device
+        self.m = m
+
+    def of(self, i: int) -> Function:
+        """Give the function that computes micro-batch ``i``."""
+        return partial(self.__call__, i)
+
+    def __call__(self, i: int, value: TensorOrTensors) -> TensorOrTensors:
+        """Compute micro-batch ``i``."""
+        try:
+            output = self._recompute(value) if is_recomputing() else self.partition(value)
+        except Exception as error:
+            layer = _failing_layer(self.partition, error.__traceback__)
+            _add_note(error, self._where(i, layer))
+            raise
+        try:
+            check(output)
+        except TypeError as error:
+            _add_note(error, self._where(i, next(reversed(self.partition._modules))))
+            raise
+        return output
+
+    def _recompute(self, value: TensorOrTensors) -> TensorOrTensors:
+        """Run the partition again, and see that it leaves its input alone.
+
+        Where the input requires grad, autograd sees to it. Where it does not, a second pass
+        would get what the first one has changed.
+        """
+        input = tuple(Batch(value))
+        versions = [x._version for x in input]
+        output: TensorOrTensors = self.partition(value)
+        if [x._version for x in input] != versions:
+            layer = _changing_layer(self.partition, value)
+            name = 'a layer' if layer is None else f"layer '{layer}'"
+            raise RuntimeError(
+                f'{name} of partition {self.j} on {self.device} changed the input of the partition '
+                'in place, and the partition is checkpointed: its recomputation started from the '
+                'changed input, so gradients would be wrong. Use an operation that is not in '
+                "place there, or checkpoint='never'.")
+        return output
+
+    def _where(self, i: int, layer: Optional[str]) -> str:
+        where = f'in partition {self.j} on {self.device}, micro-batch {i} of {self.m}'
+        return where if layer is None else f"{where}, layer '{layer}'"
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    # PEP 678 came with Python 3.11; before, the attribute is there for those who look.
+    notes: List[str] = getattr(error, '__notes__', [])
+    error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
+
+
+def _failing_layer(partition: nn.Module, traceback: Optional[TracebackType]) -> Optional[str]:
+    """Find the layer that was running, in the frames of the error: free while all goes well."""
+    forward: Any = nn.Sequential.forward
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if frame.f_code is forward.__code__ and frame.f_locals.get('self') is partition:
+            return _name(partition, frame.f_locals.get('module'))
+        traceback = traceback.tb_next
+    return None
+
+
+def _name(partition: nn.Module, layer: Any) -> Optional[str]:
+    return next((name for name, child in partition.named_children() if child is layer), None)
+
+
+def _changing_layer(partition: nn.Sequential, value: TensorOrTensors) -> Optional[str]:
+    """Find the layer that changes the partition's input in place, by running them on a copy."""
+    tensors = tuple(x.detach().clone() for x in Batch(value))
+    current: Any = tensors[0] if isinstance(value, Tensor) else tensors
+    with torch.no_grad():
+        for name, layer in partition.named_children():
+            current = layer(current)
+            if any(x._version for x in tensors):
+                return name
+    return None
