@@ -8,7 +8,7 @@ once per mini-batch, to where plain batch normalization on the whole mini-batch 
     normalise by    own        own        own                own
     merge           start      merge      merge, commit      nothing
 """
-from typing import Any, Dict, NamedTuple, Optional, TypeVar, cast
+from typing import Any, Dict, NamedTuple, Optional, Tuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,22 +25,22 @@ TModule = TypeVar('TModule', bound=nn.Module)
 
 
 class _Moments(NamedTuple):
-    """Count, mean and sum of squared deviations of the values seen, per channel.
+    """Number, mean and sum of squared deviations of the values seen, per channel.
 
     Merged as in Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing
     Sample Variances" (1979): without E[x²] - E[x]², which cancels where the mean is large.
     """
 
-    count: int
+    number: int
     mean: Tensor
     deviation: Tensor
 
     def merge(self, other: '_Moments') -> '_Moments':
-        count = self.count + other.count
+        number = self.number + other.number
         delta = other.mean - self.mean
-        return _Moments(count, self.mean + delta * (other.count / count),
+        return _Moments(number, self.mean + delta * (other.number / number),
                         self.deviation + other.deviation
-                        + delta.square() * (self.count * other.count / count))
+                        + delta.square() * (self.number * other.number / number))
 
 
 class DeferredBatchNorm(_BatchNorm):
@@ -75,14 +75,14 @@ class DeferredBatchNorm(_BatchNorm):
 
     def _start(self) -> None:
         self._seen = 0  # micro-batches, outside of a pipeline
-        self._cell: object = None
+        self._cell: Optional[int] = None
         self._call = 0
         # One entry per call within a cell: a layer that is called twice moves twice.
         self._moments: Dict[int, _Moments] = {}
 
     def __getstate__(self) -> Dict[str, Any]:
         # What an interrupted mini-batch left behind does not travel.
-        unused = {'_seen': 0, '_cell': None, '_call': 0, '_moments': {}}
+        unused: Dict[str, Any] = {'_seen': 0, '_cell': None, '_call': 0, '_moments': {}}
         return {**self.__dict__, **unused}
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -95,8 +95,8 @@ class DeferredBatchNorm(_BatchNorm):
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
-        # With momentum 1, PyTorch's own kernel leaves the statistics of this micro-batch in what it
-        # takes for the running ones: no second pass over the input.
+        # With momentum 1, PyTorch's own kernel leaves the statistics of this micro-batch in what
+        # it takes for the running ones: no second pass over the input.
         mean = torch.zeros_like(cast(Tensor, self.running_mean))
         var = torch.zeros_like(cast(Tensor, self.running_var))
         output = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
@@ -104,26 +104,26 @@ class DeferredBatchNorm(_BatchNorm):
             self._track(input.numel() // input.size(1), mean, var)
         return output
 
-    def _track(self, count: int, mean: Tensor, var: Tensor) -> None:
-        index, last = self._next_place()
+    def _track(self, number: int, mean: Tensor, var: Tensor) -> None:
+        i, last = self._next_place()
         dtype = torch.promote_types(mean.dtype, torch.float32)
-        moments = _Moments(count, mean.to(dtype), var.to(dtype) * (count - 1))
-        if index > 0 and self._call in self._moments:
+        moments = _Moments(number, mean.to(dtype), var.to(dtype) * (number - 1))
+        if i > 0 and self._call in self._moments:
             moments = self._moments[self._call].merge(moments)
         self._moments[self._call] = moments
         if last:
             self._commit(self._moments.pop(self._call))
 
-    def _next_place(self) -> 'tuple[int, bool]':
+    def _next_place(self) -> Tuple[int, bool]:
         """Give this call's micro-batch, and whether it is the mini-batch's last."""
         here = place.place
         if here is None:
-            index = self._seen % self.chunks
-            self._seen = index + 1
-            return index, index == self.chunks - 1
+            i = self._seen % self.chunks
+            self._seen = i + 1
+            return i, i == self.chunks - 1
         self._call = self._call + 1 if here.cell is self._cell else 0
         self._cell = here.cell
-        return here.index, here.index == here.count - 1
+        return here.i, here.i == here.m - 1
 
     @torch.no_grad()
     def _commit(self, moments: _Moments) -> None:
@@ -131,7 +131,7 @@ class DeferredBatchNorm(_BatchNorm):
         factor = self.momentum
         if factor is None:
             factor = 1 / float(cast(Tensor, self.num_batches_tracked))
-        var = moments.deviation / (moments.count - 1)
+        var = moments.deviation / (moments.number - 1)
         for running, new in ((self.running_mean, moments.mean), (self.running_var, var)):
             tensor = cast(Tensor, running)
             tensor.lerp_(new.to(tensor.dtype), factor)

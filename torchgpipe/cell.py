@@ -12,17 +12,17 @@
 5. An edge to the micro-batch before: [Note: Order of backward].
 
 [Note: Order of backward]
-Nothing in the graph alone keeps autograd from going through all micro-batches of a partition side by
-side, which would hold the recomputed activations of all of them at once. So each output carries an edge
-to the output of the micro-batch before::
+Nothing in the graph alone keeps autograd from going through all micro-batches of a partition side
+by side, which would hold the recomputed activations of all of them at once. So each output carries
+an edge to the output of the micro-batch before::
 
     forward     output 0 ◀──phony── output 1 ◀──phony── output 2
     backward    3. last             2.                  1. first
 
 Micro-batch ``i`` thus starts no earlier than ``i+1`` has started, and it does not overtake it:
-autograd takes the ready node that was made last, and the nodes of one partition are all made by one
-thread, in order. The edge hangs on outputs, not on inputs, because a join makes its tensor require
-grad, and the first partition would go on to compute a gradient for data that needs none.
+autograd takes the ready node that was made last, and the nodes of one partition are all made by
+one thread, in order. The edge hangs on outputs, not on inputs, because a join makes its tensor
+require grad, and the first partition would go on to compute a gradient for data that needs none.
 """
 import itertools
 from typing import Optional, Sequence
@@ -79,7 +79,7 @@ class Cells:
         place.place = Place(i, self.m, next(_serial))
         try:
             if self._arrivals is not None:
-                batch[:] = Wait.apply(self._arrivals[i], self.stream, *batch)  # 1
+                batch = _wait(self._arrivals[i], self.stream, batch)  # 1
             output = self._run(i, batch)
             if self._grad and self.m > 1:
                 self._chain(i, output)  # 5
@@ -102,7 +102,7 @@ class Cells:
 
     def _depart(self, i: int, batch: Batch) -> Batch:
         if self._departures is not None:
-            batch[:] = Wait.apply(self.stream, self._departures[i], *batch)
+            batch = _wait(self.stream, self._departures[i], batch)
         return batch
 
     def _chain(self, i: int, output: Batch) -> None:
@@ -115,3 +115,8 @@ class Cells:
         if i < self.m - 1:
             tensor, self._order = fork(tensor)
         output[k] = tensor
+
+
+def _wait(prev_stream: AbstractStream, next_stream: AbstractStream, batch: Batch) -> Batch:
+    batch[:] = Wait.apply(prev_stream, next_stream, *batch)  # type: ignore[no-untyped-call]
+    return batch

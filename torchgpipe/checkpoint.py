@@ -3,7 +3,7 @@
 [Note: How checkpointing works]
 The cell runs once, in grad mode, so its autograd graph is the one that the unwrapped model
 would have, only hollow: each tensor that a node would save is replaced by its number, through
-saved-tensor hooks, and freed. In backward the cell runs once more just to make these tensors again::
+saved-tensor hooks, and freed. In backward the cell runs once more, to make these tensors again::
 
     forward     x ──▶ [ layers, hollow ] ──▶ y ──Checkpoint──▶ (Wait) ──▶ Join ──▶ y'
                                                                 Recompute ──┘
@@ -24,8 +24,8 @@ This is the non-reentrant variant of Chen et al., "Training Deep Nets with Subli
 [Note: Lifetime of a recomputed tensor]
     fill ──keep──▶ tensors[k] ──unpack──▶ the node that saved it ──▶ freed
 A node of PyTorch's own unpacks a tensor exactly once. A `torch.autograd.Function` unpacks all
-its tensors whenever its author says `ctx.saved_tensors`, so these stay until another node's turn. What
-no node asked for is dropped at the end of backward.
+its tensors whenever its author says `ctx.saved_tensors`, so these stay until another node's turn.
+What no node asked for is dropped at the end of backward.
 """
 import weakref
 from contextlib import contextmanager
@@ -139,7 +139,8 @@ class Checkpointing:
             or [k for k, y in enumerate(tensors) if y.is_floating_point()]
         if where:
             phony = get_phony(tensors[where[0]].device, requires_grad=True)
-            marked = Checkpoint.apply(phony, recomputation, *[tensors[k] for k in where])
+            marked = Checkpoint.apply(  # type: ignore[no-untyped-call]
+                phony, recomputation, *[tensors[k] for k in where])
             for k, y in zip(where, marked):
                 output[k] = y
         return output
@@ -152,7 +153,8 @@ class Checkpointing:
         if k is None:
             return
         phony = get_phony(batch[k].device, requires_grad=True)
-        batch[k] = join(batch[k], Recompute.apply(phony, self._recomputation))
+        phony = Recompute.apply(phony, self._recomputation)  # type: ignore[no-untyped-call]
+        batch[k] = join(batch[k], phony)
 
 
 class _Recomputation:
@@ -221,7 +223,7 @@ class _Recomputation:
 
     def unpack(self, k: int) -> Tensor:
         """Unpack hook of both passes: [Note: Lifetime of a recomputed tensor]."""
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if self._held and self._holder() is not node:
             self._held = {}
         if k in self._held:
@@ -261,7 +263,7 @@ def _gone() -> None:
 
 def _other_path(difference: str) -> str:
     return ('the recomputation of a checkpointed micro-batch took another path than its first '
-            f'pass: {difference}. Gradients would be wrong. Let the layers do the same work in both '
+            f'pass: {difference}. Gradients would be wrong. Let the layers do the same in both '
             "passes (torchgpipe.is_recomputing() tells them apart), or use checkpoint='never'.")
 
 
@@ -269,7 +271,7 @@ class Checkpoint(torch.autograd.Function):
     """Mark the output of a checkpointed call; in backward, see that its graph is filled."""
 
     @staticmethod
-    def forward(ctx: Any, phony: Tensor, recomputation: _Recomputation,  # type: ignore[override]
+    def forward(ctx: Any, phony: Tensor, recomputation: _Recomputation,
                 *output: Tensor) -> Tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.recomputation = recomputation
@@ -277,7 +279,7 @@ class Checkpoint(torch.autograd.Function):
         return tuple(y.detach() for y in output)  # [Note: Identity without a view]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Optional[Tensor]  # type: ignore[override]
+    def backward(ctx: Any, *grads: Optional[Tensor]
                  ) -> Tuple[Optional[Tensor], ...]:
         if not ctx.recomputation.filled:
             ctx.recomputation.fill()
@@ -289,13 +291,13 @@ class Recompute(torch.autograd.Function):
     """Run a checkpointed call again, before its gradient is there."""
 
     @staticmethod
-    def forward(ctx: Any, phony: Tensor,  # type: ignore[override]
+    def forward(ctx: Any, phony: Tensor,
                 recomputation: _Recomputation) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.recomputation = recomputation
         return phony.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Optional[Tensor]) -> Tuple[None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Optional[Tensor]) -> Tuple[None, None]:
         ctx.recomputation.fill()
         return None, None

@@ -72,10 +72,10 @@ class Compute:
             layer = _changing_layer(self.partition, value)
             name = 'a layer' if layer is None else f"layer '{layer}'"
             raise RuntimeError(
-                f'{name} of partition {self.j} on {self.device} changed the input of the partition '
-                'in place, and the partition is checkpointed: its recomputation started from the '
-                'changed input, so gradients would be wrong. Use an operation that is not in '
-                "place there, or checkpoint='never'.")
+                f'{name} of partition {self.j} on {self.device} changed the input of the '
+                'partition in place, and the partition is checkpointed: its recomputation started '
+                'from the changed input, so gradients would be wrong. Use an operation that is '
+                "not in place there, or checkpoint='never'.")
         return output
 
     def _where(self, i: int, layer: Optional[str]) -> str:

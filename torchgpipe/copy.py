@@ -7,8 +7,8 @@ a copy stream on each side, so that the compute streams go on computing::
     compute A ◀──Wait── copy A ◀──Copy── copy B ◀──Wait── compute B        backward
 
 Who owns what: the copy is allocated on copy stream B and read on compute stream B; its source is
-allocated on compute stream A and read on the copy streams. Either may lose its last reference while
-the other stream still reads it, so both uses are recorded with the allocator.
+allocated on compute stream A and read on the copy streams. Either may lose its last reference
+while the other stream still reads it, so both uses are recorded with the allocator.
 """
 from typing import Any, Optional, Tuple
 
@@ -26,8 +26,8 @@ Grads = Tuple[Optional[Tensor], ...]
 def _copy(tensor: Tensor, source: AbstractStream, target: AbstractStream,
           compute: AbstractStream) -> Tensor:
     """Copy a tensor to the device of ``target``, whose compute stream will read it."""
-    # Between two GPUs the copy runs on the source's current stream, and the target's current stream
-    # waits for it. To or from the CPU it is over when `to` returns.
+    # Between two GPUs the copy runs on the source's current stream, and the target's current
+    # stream waits for it. To or from the CPU it is over when `to` returns.
     with use_stream(source), use_stream(target):
         copied = tensor.to(get_device(target))
     record_stream(tensor, source)
@@ -39,7 +39,7 @@ class Copy(torch.autograd.Function):
     """Copy tensors from one stream's device to another's: ``Copy.apply(prev, next, *tensors)``."""
 
     @staticmethod
-    def forward(ctx: Any, prev_stream: AbstractStream,  # type: ignore[override]
+    def forward(ctx: Any, prev_stream: AbstractStream,
                 next_stream: AbstractStream, *input: Tensor) -> Tuple[Tensor, ...]:
         ctx.streams = prev_stream, next_stream
         # In backward, autograd's threads have current streams of their own.
@@ -50,7 +50,7 @@ class Copy(torch.autograd.Function):
         return tuple(_copy(x, prev_stream, next_stream, compute).detach() for x in input)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Optional[Tensor]) -> Grads:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Optional[Tensor]) -> Grads:
         prev_stream, next_stream = ctx.streams
         return (None, None, *(
             None if grad is None else _copy(grad, next_stream, prev_stream, ctx.prev_compute)
@@ -65,7 +65,7 @@ class Wait(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, prev_stream: AbstractStream,  # type: ignore[override]
+    def forward(ctx: Any, prev_stream: AbstractStream,
                 next_stream: AbstractStream, *input: Tensor) -> Tuple[Tensor, ...]:
         ctx.streams = prev_stream, next_stream
         ctx.set_materialize_grads(False)
@@ -73,7 +73,7 @@ class Wait(torch.autograd.Function):
         return tuple(x.detach() for x in input)  # [Note: Identity without a view]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Optional[Tensor]) -> Grads:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Optional[Tensor]) -> Grads:
         prev_stream, next_stream = ctx.streams
         wait_stream(prev_stream, next_stream)
         return (None, None, *grads)

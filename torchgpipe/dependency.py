@@ -30,14 +30,14 @@ __all__ = ['Fork', 'Join', 'fork', 'join']
 def fork(input: Tensor) -> Tuple[Tensor, Tensor]:
     """Branch a phony off a tensor: ``(tensor, phony)``."""
     if torch.is_grad_enabled() and input.requires_grad:
-        return Fork.apply(input)  # type: ignore[no-any-return]
+        return Fork.apply(input)  # type: ignore[no-any-return,no-untyped-call]
     return input, get_phony(input.device, requires_grad=False)
 
 
 def join(input: Tensor, phony: Tensor) -> Tensor:
     """Merge a phony into a tensor, which requires grad then if the phony does."""
     if torch.is_grad_enabled() and (input.requires_grad or phony.requires_grad):
-        return Join.apply(input, phony)  # type: ignore[no-any-return]
+        return Join.apply(input, phony)  # type: ignore[no-any-return,no-untyped-call]
     return input
 
 
@@ -45,13 +45,13 @@ class Fork(torch.autograd.Function):
     """The function behind :func:`fork`."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor) -> Tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(ctx: Any, input: Tensor) -> Tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         phony = get_phony(input.device, requires_grad=False)
         return input.detach(), phony.detach()  # [Note: Identity without a view]
 
     @staticmethod
-    def backward(ctx: Any, grad_input: Optional[Tensor],  # type: ignore[override]
+    def backward(ctx: Any, grad_input: Optional[Tensor],
                  grad_phony: Optional[Tensor]) -> Optional[Tensor]:
         return grad_input
 
@@ -60,11 +60,11 @@ class Join(torch.autograd.Function):
     """The function behind :func:`join`."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, phony: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, input: Tensor, phony: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         return input.detach()  # [Note: Identity without a view]
 
     @staticmethod
-    def backward(ctx: Any, grad_input: Optional[Tensor]  # type: ignore[override]
+    def backward(ctx: Any, grad_input: Optional[Tensor]
                  ) -> Tuple[Optional[Tensor], None]:
         return grad_input, None

@@ -32,15 +32,15 @@ class GPipe(nn.Module):
     torch.Size([16, 2])
 
     Args:
-        module: The model. Its layers move to the devices; it shares its parameters with this module.
+        module: The model. Its layers move to the devices, and are shared with this module.
         balance: The number of layers in each partition.
-        devices: Where each partition lives and runs, by default all CUDA devices. The input belongs on
-            the first one, the output will be on the last one. ``'cpu:0'``, ``'cpu:1'``, … run at
-            the same time in one memory.
+        devices: Where each partition lives and runs, by default all CUDA devices. The input
+            belongs on the first one, the output will be on the last one. ``'cpu:0'`` and
+            ``'cpu:1'`` run at the same time, in one memory.
         chunks: Into how many micro-batches a mini-batch is split; a batch of fewer samples makes
             fewer.
-        checkpoint: Which micro-batches give up their activations in training, to compute them again
-            in backward: ``'always'``, ``'except_last'`` (all but the last one, whose backward
+        checkpoint: Which micro-batches give up their activations in training, to compute them
+            again in backward: ``'always'``, ``'except_last'`` (not the last one, whose backward
             follows at once) or ``'never'``.
         deferred_batch_norm: Whether batch normalization updates its running statistics once per
             mini-batch, as without micro-batches, by converting ``module`` to
@@ -51,13 +51,13 @@ class GPipe(nn.Module):
         devices (list[torch.device]): One per partition.
         chunks (int): As given.
         checkpoint (str): As given.
-        partitions (nn.ModuleList): One :class:`torch.nn.Sequential` per device, whose children have
-            the names that they have in the module.
+        partitions (nn.ModuleList): One :class:`torch.nn.Sequential` per device, whose children
+            have the names that they have in the module.
 
     Raises:
         TypeError: The module is not sequential, or the balance is not made of integers.
-        ValueError: The balance, ``chunks`` or ``checkpoint`` is wrong, a device is unknown, or a child
-            or a parameter appears twice.
+        ValueError: The balance, ``chunks`` or ``checkpoint`` is wrong, a device is unknown, or a
+            child or a parameter appears twice.
         IndexError: There are fewer devices than partitions.
     """
 
@@ -84,8 +84,8 @@ class GPipe(nn.Module):
 
         # [Note: Two views of the layers]
         # The layers are registered as children under their own names, so that `state_dict` and all
-        # that stands on it speak these names, whatever the balance. Partitions are a second view of
-        # the same layers; through `named_modules` they give the names of torchgpipe 0.0.7.
+        # that stands on it speak these names, whatever the balance. Partitions are a second view
+        # of the same layers; through `named_modules` they give the names of torchgpipe 0.0.7.
         self._modules.update(module._modules)
         partitions = split(module, self.balance, self.devices)
         self.__dict__['partitions'] = nn.ModuleList(partitions).train(module.training)
@@ -134,8 +134,8 @@ class GPipe(nn.Module):
         return [layer for partition in self.partitions for layer in partition.children()]
 
     def __getattr__(self, name: str) -> Any:
-        # As in 0.0.7. Otherwise which layers can be reached by name would depend on which names this
-        # class takes for itself.
+        # As in 0.0.7. Otherwise which layers can be reached by name would depend on which names
+        # this class takes for itself.
         if name in self.__dict__.get('_modules', ()):
             raise AttributeError(f"a layer of a GPipe is reached by its index, not as '{name}'")
         return super().__getattr__(name)
@@ -184,7 +184,7 @@ class GPipe(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> 'GPipe':
         """Change the dtype of parameters and buffers; to move them is a :exc:`TypeError`."""
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        device: Any = torch._C._nn._parse_to(*args, **kwargs)[0]
         if device is not None:
             raise _denied()
         return super().to(*args, **kwargs)
@@ -195,7 +195,8 @@ class GPipe(nn.Module):
             probe = torch.empty(1, device=device)
             if fn(probe).device != probe.device:
                 raise _denied()
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
 
 def _denied() -> TypeError:
@@ -208,7 +209,8 @@ def _take_chunks(chunks: Union[int, str, Any]) -> int:
     try:
         number = int(chunks)
     except (TypeError, ValueError):
-        raise ValueError(f'number of chunks must be a positive integer, but got {chunks!r}') from None
+        raise ValueError('number of chunks must be a positive integer, but got '
+                         f'{chunks!r}') from None
     if number < 1:
         raise ValueError(f'number of chunks must be a positive integer, but got {number}')
     return number

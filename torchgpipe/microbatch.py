@@ -106,14 +106,14 @@ class Batch:
 
 
 class Place(NamedTuple):
-    """Where in a mini-batch a cell is at work: micro-batch ``index`` of ``count``.
+    """Where in a mini-batch a cell is at work: micro-batch ``i`` of ``m``.
 
-    ``cell`` is an object that no other cell has, for layers that are called more than once in one.
+    ``cell`` is a number that no other cell has, for layers that are called twice in one.
     """
 
-    index: int
-    count: int
-    cell: object
+    i: int
+    m: int
+    cell: int
 
 
 class _Current(threading.local):
@@ -177,8 +177,8 @@ def _batch_size(tensors: Sequence[Tensor]) -> int:
                              f'{[tuple(x.shape) for x in tensors]})')
     sizes = [len(x) for x in tensors]
     if len(set(sizes)) > 1:
-        raise ValueError(f'the tensors of the input disagree in batch size (dimension 0): {sizes}; '
-                         'every one must hold the same samples')
+        raise ValueError('the tensors of the input disagree in batch size (dimension 0): '
+                         f'{sizes}; every one must hold the same samples')
     if sizes[0] == 0:
         raise ValueError('the batch is empty: dimension 0 of the input has size 0, at least 1 is '
                          f'needed (shapes: {[tuple(x.shape) for x in tensors]})')
@@ -220,5 +220,3 @@ def _check_sizes(batches: Sequence[Batch], sizes: Sequence[int]) -> None:
                     f'with shape {tuple(x.shape)}: outputs are gathered along dimension 0, which '
                     'must stay the batch dimension. Reduce over the batch after the pipeline, not '
                     'in it.')
-
-

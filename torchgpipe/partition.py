@@ -97,12 +97,13 @@ def take_devices(devices: Optional[Iterable[Device]], partitions: int) -> List[t
     if devices is None:
         devices = range(torch.cuda.device_count())
     elif isinstance(devices, (str, int, torch.device)):
-        raise TypeError(f'devices must be an iterable of devices, one per partition: [{devices!r}]')
+        raise TypeError('devices must be an iterable of devices, one per partition: '
+                        f'[{devices!r}]')
     given = list(devices)
     if len(given) < partitions:
         raise IndexError('too few devices to hold given partitions '
                          f'(devices: {len(given)}, partitions: {partitions}); name one per '
-                         "partition, the same one more than once if need be: devices=['cpu', 'cpu']")
+                         "partition, one of them twice if need be: devices=['cpu', 'cpu']")
     return [_resolve(device) for device in given[:partitions]]
 
 
@@ -119,7 +120,8 @@ def _resolve(device: Device) -> torch.device:
         raise ValueError(f"device '{resolved}' is not on this machine, which has {count} CUDA "
                          'devices')
     # 'cuda' means the device that is current now, not the one that will be at each call.
-    return torch.device('cuda', torch.cuda.current_device()) if resolved.index is None else resolved
+    index = torch.cuda.current_device() if resolved.index is None else resolved.index
+    return torch.device('cuda', index)
 
 
 def split(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]

@@ -1,15 +1,15 @@
 """The clock: which cell runs when, and on which worker.
 
-Clock ``k`` runs the cells ``(i, j)`` with ``i + j = k``, each on its partition's device, at the same
-time. With ``m = 4`` micro-batches and ``n = 3`` partitions::
+Clock ``k`` runs the cells ``(i, j)`` with ``i + j = k``, each on its partition's device, at the
+same time. With ``m = 4`` micro-batches and ``n = 3`` partitions::
 
     clock          0     1     2     3     4     5
     partition 0   0,0   1,0   2,0   3,0
     partition 1         0,1   1,1   2,1   3,1
     partition 2               0,2   1,2   2,2   3,2
 
-A clock starts when all cells of the clock before were handed back, so whoever runs a cell is the only
-one to touch its micro-batch.
+A clock starts when all cells of the clock before were handed back, so whoever runs a cell is the
+only one to touch its micro-batch.
 """
 import math
 from functools import partial
@@ -55,8 +55,8 @@ class Pipeline:
         batches: The micro-batches; :meth:`run` replaces each by its output.
         partitions: One after the other.
         devices: One per partition; all on the CPU by default.
-        copy_streams: ``copy_streams[j][i]`` carries micro-batch ``i`` into or out of partition ``j``'s
-            device; made by the workers if missing.
+        copy_streams: ``copy_streams[j][i]`` carries micro-batch ``i`` into or out of partition
+            ``j``; made by the workers if missing.
         skip_layout: Must be ``None``.
         checkpoint_stop: The first ``checkpoint_stop`` micro-batches are checkpointed.
         workers: Threads to use; by default the pipeline's own, which end with :meth:`run`.
@@ -117,7 +117,8 @@ class Pipeline:
             if self._crosses[j]:
                 batch = self._batches[i]
                 prev_stream, next_stream = self._copy_streams[j - 1][i], self._copy_streams[j][i]
-                batch[:] = Copy.apply(prev_stream, next_stream, *batch)
+                batch[:] = Copy.apply(  # type: ignore[no-untyped-call]
+                    prev_stream, next_stream, *batch)
 
     def compute(self, schedule: Sequence[Cell]) -> None:
         """Run the cells of one clock."""

@@ -99,8 +99,8 @@ class Worker:
 class Workers:
     """What a pipeline keeps from one forward pass to the next: threads and copy streams.
 
-    Threads start when they are first asked for, and end when this object is collected. A copy, also a
-    pickled one, starts with none of its own.
+    Threads start when they are first asked for, and end when this object is collected. A copy,
+    also a pickled one, starts with none of its own.
     """
 
     def __init__(self) -> None:
@@ -158,8 +158,8 @@ def spawn_workers(devices: Sequence[Union[torch.device, Any]]
     (True, tensor([1.]))
 
     Args:
-        devices: One per partition; equal ones share a worker. Any object with the attributes ``type`` and
-            ``index`` will do.
+        devices: One per partition; equal ones share a worker. Any object with the attributes
+            ``type`` and ``index`` will do.
 
     Yields:
         Lists of queues, one pair per device: tasks go in, ``(True, (task, batch))`` or
