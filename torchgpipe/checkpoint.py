@@ -21,6 +21,16 @@ works; and a recomputation that took another path than the first pass is found o
 This is the non-reentrant variant of Chen et al., "Training Deep Nets with Sublinear Memory Cost"
 (2016), with the recomputation split off as in Kim et al., "torchgpipe" (2020).
 
+[Note: Who owns a recomputation]
+Nodes of PyTorch's own are invisible to Python's garbage collector, so no cycle may lead through
+the graph. An arrow is a strong reference::
+
+    Checkpoint, layers' nodes ──▶ _Recomputation ──▶ Recompute ──▶ input ──▶ earlier nodes
+                                        ▲ ─ ─ ─ weak ─ ─ ─ ┘
+
+So the input can be recomputed from as long as any hollow node lives, even if only a gradient of a
+gradient still refers to it; and autograd frees it when Recompute has run for the last time.
+
 [Note: Lifetime of a recomputed tensor]
     fill ──keep──▶ tensors[k] ──unpack──▶ the node that saved it ──▶ freed
 A node of PyTorch's own unpacks a tensor exactly once. A `torch.autograd.Function` unpacks all
@@ -153,21 +163,20 @@ class Checkpointing:
         if k is None:
             return
         phony = get_phony(batch[k].device, requires_grad=True)
-        phony = Recompute.apply(phony, self._recomputation)  # type: ignore[no-untyped-call]
-        batch[k] = join(batch[k], phony)
+        batch[k] = join(batch[k], self._recomputation.hand_over(phony))
 
 
 class _Recomputation:
     """What the nodes of one checkpointed call share: how to run it again, and what that gave."""
 
-    __slots__ = ('_ambient', '_atomic', '_ctx', '_function', '_held', '_holder', '_input', '_next',
-                 '_saved', '_tensors', 'filled', 'random', '__weakref__')
+    __slots__ = ('_ambient', '_atomic', '_function', '_held', '_holder', '_input', '_next',
+                 '_recompute', '_saved', '_tensors', 'filled', 'random', '__weakref__')
 
     def __init__(self, function: Function, batch: Batch, ambient: Ambient) -> None:
         self._function = function
         self._atomic = batch.atomic
         self._input: Tuple[Tensor, ...] = tuple(batch)
-        self._ctx: Callable[[], Any] = _gone
+        self._recompute: Optional[Tensor] = None
         self._saved: List[int] = []
         self._next = 0
         self._tensors: Dict[int, Tuple[Any, Optional[int]]] = {}
@@ -183,20 +192,19 @@ class _Recomputation:
         self._saved.append(hash((tensor.shape, tensor.dtype)))
         return len(self._saved) - 1
 
-    def save_input(self, ctx: Any) -> None:
-        """Leave the input with an autograd node, which checks its version and frees it in time."""
-        ctx.save_for_backward(*self._input)
+    def hand_over(self, phony: Tensor) -> Tensor:
+        """Leave the input with a ``Recompute`` node, which checks its version and frees it."""
+        self._recompute = Recompute.apply(  # type: ignore[no-untyped-call]
+            phony, weakref.ref(self), self._input)
         self._input = ()
-        # The node's `ctx` owns this object, so the other direction must not own.
-        self._ctx = weakref.ref(ctx)
+        return self._recompute
 
     def fill(self) -> None:
         """Run the function again and keep what its nodes save."""
-        ctx = self._ctx()
-        if ctx is None:
-            raise RuntimeError('a micro-batch can not be recomputed, because its graph is freed')
+        node: Any = None if self._recompute is None else self._recompute.grad_fn
         # Where an earlier backward has freed the input, PyTorch raises its usual error here.
-        leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors)
+        input = self._input if node is None else node.saved_tensors
+        leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in input)
         self._next = 0
         with self.random.restored(), enable_recomputing(), torch.enable_grad(), \
                 saved_tensors_hooks(self._keep, self.unpack):
@@ -275,7 +283,6 @@ class Checkpoint(torch.autograd.Function):
                 *output: Tensor) -> Tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.recomputation = recomputation
-        recomputation.save_input(ctx)
         return tuple(y.detach() for y in output)  # [Note: Identity without a view]
 
     @staticmethod
@@ -292,12 +299,16 @@ class Recompute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, phony: Tensor,
-                recomputation: _Recomputation) -> Tensor:
+                recomputation: Callable[[], Optional[_Recomputation]], input: Tuple[Tensor, ...]
+                ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.recomputation = recomputation
+        ctx.recomputation = recomputation  # [Note: Who owns a recomputation]
+        ctx.save_for_backward(*input)
         return phony.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Optional[Tensor]) -> Tuple[None, None]:
-        ctx.recomputation.fill()
-        return None, None
+    def backward(ctx: Any, grad: Optional[Tensor]) -> Tuple[None, ...]:
+        recomputation = ctx.recomputation()
+        assert recomputation is not None, 'Checkpoint, which runs next, owns it'
+        recomputation.fill()
+        return None, None, None

@@ -1,0 +1,104 @@
+"""Oracles and test doubles that several test files share."""
+from contextlib import contextmanager
+import copy
+import gc
+import weakref
+
+import torch
+from torch import nn
+
+#: One worker for all partitions, and one for each.
+DEVICES = {'one worker': lambda n: ['cpu'] * n,
+           'a worker each': lambda n: [f'cpu:{j}' for j in range(n)]}
+MODES = ['always', 'except_last', 'never']
+
+
+def tensors_of(value):
+    """Give the tensors of a tensor or a tuple."""
+    return (value,) if isinstance(value, torch.Tensor) else value
+
+
+def micro_batches(x, chunks):
+    """Split as the library promises to: sizes that differ by one at most, larger ones first."""
+    m = min(chunks, len(x))
+    return x.tensor_split(m)
+
+
+def gradients(module):
+    """Give a copy of all gradients."""
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def assert_same(actual, expected, tolerance=1e-12):
+    """Compare two lists of tensors or Nones."""
+    actual, expected = list(actual), list(expected)
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.dtype == b.dtype and a.shape == b.shape
+            assert (a - b).abs().max().item() <= tolerance
+
+
+def train_both(model, gpipe, x, *, context=None):
+    """Run forward and backward on both, and compare outputs and gradients."""
+    reference = copy.deepcopy(model)
+    a, b = x.detach().clone().requires_grad_(), x.detach().clone().requires_grad_()
+    with context() if context else nothing():
+        expected = reference(a)
+    expected.square().sum().backward()
+    with context() if context else nothing():
+        actual = gpipe(b)
+    actual.square().sum().backward()
+    assert_same([actual, b.grad, *gradients(gpipe)], [expected, a.grad, *gradients(reference)])
+
+
+@contextmanager
+def nothing():
+    """Do nothing, as a context."""
+    yield
+
+
+def small_model(n=4, width=4):
+    """Give a sequential module in float64."""
+    layers = []
+    for _ in range(n):
+        layers += [nn.Linear(width, width), nn.Tanh()]
+    return nn.Sequential(*layers).double()
+
+
+class Spy(nn.Module):
+    """An identity that calls a function with its input."""
+
+    def __init__(self, see):
+        super().__init__()
+        self.see = see
+
+    def forward(self, input):
+        """Pass the input through."""
+        self.see(input)
+        return input
+
+
+class WeakLog:
+    """Weak references to every tensor that passes a module."""
+
+    def __init__(self, *modules):
+        self.refs = []
+        for module in modules:
+            module.register_forward_hook(self._see)
+
+    def _see(self, module, args, output):
+        for value in (*args, output):
+            self.refs += [weakref.ref(x) for x in tensors_of(value)]
+
+    def alive(self):
+        """Count the tensors that are still alive, without any help of the garbage collector."""
+        assert self.refs
+        gc_was_on = gc.isenabled()
+        gc.disable()
+        try:
+            return sum(ref() is not None for ref in self.refs)
+        finally:
+            if gc_was_on:
+                gc.enable()

@@ -1,0 +1,91 @@
+"""Copies and waits between streams."""
+import pytest
+import torch
+
+from torchgpipe.copy import Copy, Wait
+from torchgpipe.stream import (CPUStream, current_stream, default_stream, get_device, is_cuda,
+                               new_stream, record_stream, use_device, use_stream, wait_stream)
+
+cpu = torch.device('cpu')
+
+
+def streams():
+    """Give pairs of streams between which this machine can copy."""
+    pairs = [(CPUStream, CPUStream)]
+    if torch.cuda.is_available():
+        cuda = torch.device('cuda', torch.cuda.device_count() - 1)
+        a, b = new_stream(torch.device('cuda', 0)), new_stream(cuda)
+        pairs += [(CPUStream, b), (a, CPUStream), (a, b)]
+    return pairs
+
+
+@pytest.mark.parametrize('function', [Copy, Wait])
+@pytest.mark.parametrize('prev_stream, next_stream', streams())
+def test_backward_is_the_adjoint_and_goes_the_other_way(function, prev_stream, next_stream):
+    x = torch.randn(100, device=get_device(prev_stream), requires_grad=True)
+    y, = function.apply(prev_stream, next_stream, x)
+    where = get_device(next_stream) if function is Copy else x.device
+    v = torch.randn(100).to(where)
+    wait_stream(current_stream(where), next_stream)
+    forward = (y * v).sum()
+    assert y.device == where
+    assert y.detach().cpu().equal(x.detach().cpu())
+    forward.backward()
+    wait_stream(current_stream(x.device), prev_stream)
+    assert x.grad.device == x.device and x.grad.cpu().equal(v.cpu())
+
+
+def test_several_tensors_share_a_node():
+    a, b = torch.rand(1, requires_grad=True), torch.rand(1, requires_grad=True)
+    a, b = Wait.apply(CPUStream, CPUStream, a, b)
+    assert a.grad_fn is b.grad_fn and isinstance(a.grad_fn, Wait._backward_cls)
+
+
+def test_a_tensor_without_gradient_gets_none():
+    a, b = torch.rand(1, requires_grad=True), torch.rand(1, requires_grad=True)
+    c, d = Copy.apply(CPUStream, CPUStream, a, b)
+    c.backward()
+    assert a.grad is not None and b.grad is None
+
+
+def test_integers_pass():
+    k, = Copy.apply(CPUStream, CPUStream, torch.tensor([1, 2]))
+    assert k.tolist() == [1, 2] and not k.requires_grad
+
+
+def test_the_cpu_has_one_placeholder_for_a_stream():
+    assert new_stream(cpu) is current_stream(cpu) is default_stream(cpu) is CPUStream
+    assert get_device(CPUStream) == cpu and not is_cuda(CPUStream)
+    assert repr(CPUStream) == 'CPUStream'
+    with use_device(cpu), use_stream(CPUStream):
+        wait_stream(CPUStream, CPUStream)
+        record_stream(torch.rand(1), CPUStream)
+
+
+@pytest.mark.cuda
+def test_a_stream_is_current_within_the_context():
+    device = torch.device('cuda', 0)
+    stream = new_stream(device)
+    assert is_cuda(stream) and get_device(stream) == device
+    with use_stream(stream):
+        assert current_stream(device) == stream
+    assert current_stream(device) == default_stream(device)
+
+
+@pytest.mark.cuda
+def test_a_recorded_tensor_is_not_overwritten_while_another_stream_reads_it():
+    device = torch.device('cuda', 0)
+    stream = new_stream(device)
+    source = torch.ones(1 << 20, device=device)
+    shifted = source[1:]  # a view that does not start where its memory starts
+    wait_stream(stream, current_stream(device))
+    with use_stream(stream):
+        torch.cuda._sleep(200_000_000)
+        total = shifted.sum()
+    record_stream(shifted, stream)
+    pointer = source.data_ptr()
+    del source, shifted
+    other = torch.zeros(1 << 20, device=device)
+    assert other.data_ptr() != pointer
+    torch.cuda.synchronize()
+    assert total.item() == (1 << 20) - 1
