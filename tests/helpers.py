@@ -1,11 +1,10 @@
 """Oracles and test doubles that several test files share."""
-from contextlib import contextmanager
 import copy
-import gc
-import weakref
+from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 #: One worker for all partitions, and one for each.
 DEVICES = {'one worker': lambda n: ['cpu'] * n,
@@ -81,7 +80,10 @@ class Spy(nn.Module):
 
 
 class WeakLog:
-    """Weak references to every tensor that passes a module."""
+    """Weak references to the memory of every tensor that passes a module.
+
+    To the memory, because what autograd saves may be another tensor over the same memory.
+    """
 
     def __init__(self, *modules):
         self.refs = []
@@ -90,15 +92,9 @@ class WeakLog:
 
     def _see(self, module, args, output):
         for value in (*args, output):
-            self.refs += [weakref.ref(x) for x in tensors_of(value)]
+            self.refs += [StorageWeakRef(x.untyped_storage()) for x in tensors_of(value)]
 
     def alive(self):
-        """Count the tensors that are still alive, without any help of the garbage collector."""
+        """Count what is still alive, without any help of the garbage collector."""
         assert self.refs
-        gc_was_on = gc.isenabled()
-        gc.disable()
-        try:
-            return sum(ref() is not None for ref in self.refs)
-        finally:
-            if gc_was_on:
-                gc.enable()
+        return sum(not ref.expired() for ref in self.refs)

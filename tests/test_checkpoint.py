@@ -1,6 +1,6 @@
 """Checkpointing by itself: what is kept, what is computed again, and when."""
-from functools import partial
 import weakref
+from functools import partial
 
 import pytest
 import torch

@@ -126,6 +126,7 @@ def test_workers_start_when_asked_for_and_end_with_their_owner():
 
 
 def test_workers_end_with_their_owner_also_by_the_garbage_collector():
+    gc.collect()
     before = set(threading.enumerate())
     workers = Workers()
     workers.worker(cpu)

@@ -15,9 +15,12 @@ from typing import Any, Callable, Iterator, NamedTuple, Optional, Tuple, TypeVar
 
 import torch
 
-__all__ = ['Ambient', 'checkpoint_state']
+__all__ = ['Ambient', 'Hooks', 'checkpoint_state']
 
 T = TypeVar('T')
+
+#: Pack and unpack.
+Hooks = Tuple[Callable[..., Any], Callable[..., Any]]
 
 _AUTOCAST_TYPES = tuple(type for type in ('cpu', 'cuda', 'xpu', 'mps')
                         if torch.amp.is_autocast_available(type))
@@ -80,7 +83,7 @@ class Ambient(NamedTuple):
     inference: bool
     autocast: _Autocast
     #: The innermost ``(pack, unpack)`` of ``torch.autograd.graph.saved_tensors_hooks``.
-    hooks: Optional[Tuple[Callable[..., Any], Callable[..., Any]]]
+    hooks: Optional[Hooks]
     context: contextvars.Context
     #: OpenMP gives each thread its own number of threads, so a change must follow to the workers.
     num_threads: int

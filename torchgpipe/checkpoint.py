@@ -37,6 +37,7 @@ A node of PyTorch's own unpacks a tensor exactly once. A `torch.autograd.Functio
 its tensors whenever its author says `ctx.saved_tensors`, so these stay until another node's turn.
 What no node asked for is dropped at the end of backward.
 """
+import threading
 import weakref
 from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
@@ -47,7 +48,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.aliases import Function, TensorOrTensors
-from torchgpipe.ambient import Ambient, checkpoint_state
+from torchgpipe.ambient import Ambient, Hooks, checkpoint_state
 from torchgpipe.dependency import join
 from torchgpipe.microbatch import Batch
 from torchgpipe.phony import get_phony
@@ -169,8 +170,9 @@ class Checkpointing:
 class _Recomputation:
     """What the nodes of one checkpointed call share: how to run it again, and what that gave."""
 
-    __slots__ = ('_ambient', '_atomic', '_function', '_held', '_holder', '_input', '_next',
-                 '_recompute', '_saved', '_tensors', 'filled', 'random', '__weakref__')
+    __slots__ = ('_ambient', '_atomic', '_function', '_held', '_holder', '_hooks', '_input',
+                 '_next', '_recompute', '_saved', '_tensors', '_thread', 'filled', 'random',
+                 '__weakref__')
 
     def __init__(self, function: Function, batch: Batch, ambient: Ambient) -> None:
         self._function = function
@@ -184,10 +186,13 @@ class _Recomputation:
         self._held: Dict[int, Tensor] = {}
         self.filled = False
         self._ambient = ambient
+        self._hooks = _users_hooks(ambient)
+        self._thread = threading.get_ident()
         self.random = RandomState(batch.device)
 
     def number(self, tensor: Tensor) -> int:
         """Pack hook of the first pass: keep a number and a fingerprint, not the tensor."""
+        self._check_thread()
         # An integer, since Python's garbage collector goes through whatever else a graph holds.
         self._saved.append(hash((tensor.shape, tensor.dtype)))
         return len(self._saved) - 1
@@ -206,6 +211,7 @@ class _Recomputation:
         input = self._input if node is None else node.saved_tensors
         leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in input)
         self._next = 0
+        self._thread = threading.get_ident()
         with self.random.restored(), enable_recomputing(), torch.enable_grad(), \
                 saved_tensors_hooks(self._keep, self.unpack):
             self._ambient.rerun(lambda: self._function(leaves[0] if self._atomic else leaves))
@@ -218,6 +224,7 @@ class _Recomputation:
 
     def _keep(self, tensor: Tensor) -> int:
         """Pack hook of the recomputation: keep the tensor under its number."""
+        self._check_thread()
         k = self._next
         self._next += 1
         if k < len(self._saved) and self._saved[k] != hash((tensor.shape, tensor.dtype)):
@@ -225,7 +232,7 @@ class _Recomputation:
                                            f'{tuple(tensor.shape)}, which it was not'))
         # Detached, lest the recomputation's own graph, of no use, live as long as its tensors.
         alias = tensor.detach()
-        hooks = self._ambient.hooks
+        hooks = self._hooks
         self._tensors[k] = (alias, alias._version) if hooks is None else (hooks[0](alias), None)
         return k
 
@@ -246,7 +253,7 @@ class _Recomputation:
 
     def _take(self, k: int) -> Tensor:
         packed, version = self._tensors.pop(k)
-        hooks = self._ambient.hooks
+        hooks = self._hooks
         if hooks is not None:
             return hooks[1](packed)  # type: ignore[no-any-return]
         tensor: Tensor = packed
@@ -258,11 +265,26 @@ class _Recomputation:
                 f'{tensor._version}; expected version {version} instead')
         return tensor
 
+    def _check_thread(self) -> None:
+        # In the first pass and in the recomputation, tensors are told apart by their order.
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(
+                'a checkpointed micro-batch saved tensors for backward from more than one thread, '
+                'so their order may differ in the recomputation. If a layer is itself a GPipe on '
+                "several devices, use checkpoint='never' for the outer one.")
+
     def drop(self) -> None:
         """Free what no node asked for."""
         self._tensors.clear()
         self._held = {}
         self.filled = False
+
+
+def _users_hooks(ambient: Ambient) -> Optional[Hooks]:
+    """Give the saved-tensor hooks of the user, beneath those of calls that this one is in."""
+    hooks = ambient.hooks
+    outer = getattr(hooks[0], '__self__', None) if hooks is not None else None
+    return outer._hooks if isinstance(outer, _Recomputation) else hooks
 
 
 def _gone() -> None:

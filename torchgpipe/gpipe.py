@@ -184,7 +184,10 @@ class GPipe(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> 'GPipe':
         """Change the dtype of parameters and buffers; to move them is a :exc:`TypeError`."""
-        device: Any = torch._C._nn._parse_to(*args, **kwargs)[0]
+        try:
+            device: Any = torch._C._nn._parse_to(*args, **kwargs)[0]
+        except RuntimeError as error:  # a device that this machine does not have
+            raise _denied() from error
         if device is not None:
             raise _denied()
         return super().to(*args, **kwargs)

@@ -13,6 +13,7 @@ only one to touch its micro-batch.
 """
 import math
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
@@ -23,7 +24,7 @@ from torchgpipe.copy import Copy
 from torchgpipe.microbatch import Batch
 from torchgpipe.randomness import Quiet, cpu_state
 from torchgpipe.stream import AbstractStream, current_stream
-from torchgpipe.worker import Result, Task, Worker, Workers, device_key
+from torchgpipe.worker import Result, Task, Workers, device_key
 
 __all__ = ['Pipeline', 'clock_cycles']
 
@@ -159,24 +160,24 @@ class Pipeline:
 
     def _dispatch(self, groups: Sequence[Sequence[Cell]]) -> None:
         """Give each worker its cells, and wait for all of them."""
-        results: List[Result] = []
+        replies: SimpleQueue[Result] = SimpleQueue()
         try:
-            workers: List[Worker] = []
             for group in groups:
                 j = group[0][1]
-                worker = self._workers.worker(self._devices[j])
-                worker.in_queue.put(Task(self._cells[j].stream, finalize=None,
-                                         compute=partial(self._run_group, group)))
-                workers.append(worker)
-            for worker in workers:
-                results.append(worker.out_queue.get())
+                self._workers.submit(self._devices[j], Task(
+                    self._cells[j].stream, compute=partial(self._run_group, group), finalize=None,
+                    reply=replies))
+            error = _first_error([replies.get() for _ in groups])
         except BaseException:
-            # KeyboardInterrupt, most likely. The queues are in no known state, so nothing of them
-            # is kept.
+            # KeyboardInterrupt, most likely: what is under way has to end before anyone goes on.
             self._failed_at = -1
             self._workers.stop()
             raise
-        self._raise_first(results)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # or its traceback, this frame and the error would be a cycle
 
     def _run_group(self, group: Sequence[Cell]) -> Any:
         """Run the cells of one worker in a clock, up to the first failure."""
@@ -190,16 +191,11 @@ class Pipeline:
                 return j, error
         return None
 
-    @staticmethod
-    def _raise_first(results: Sequence[Result]) -> None:
-        failures: List[Failure] = []
-        for ok, result in results:
-            if not ok:
-                raise result[1]
-            if result[1] is not None:
-                failures.append(result[1])
-        if failures:
-            try:
-                raise min(failures, key=lambda failure: failure[0])[1]
-            finally:
-                failures.clear()  # lest the error's own traceback refer to it
+
+def _first_error(results: Sequence[Result]) -> Optional[BaseException]:
+    """Give the error of the cell that comes first in clock order, if any failed."""
+    failures: List[Failure] = [
+        # A task that failed outside of its cells has a fault of the library's own.
+        (-1, result[1]) if not ok else result[1] for ok, result in results
+        if not ok or result[1] is not None]
+    return min(failures, key=lambda failure: failure[0])[1] if failures else None

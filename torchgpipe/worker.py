@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections import deque
 from contextlib import contextmanager
+from itertools import repeat, starmap
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Type, Union
@@ -41,13 +42,17 @@ class Task:
         stream: The stream that is current while the task computes or finalizes.
         compute: What the worker calls.
         finalize: What whoever gets the result calls with it, if anything.
+        reply: Where the result goes, if not to the worker's own queue. Two threads may use the
+            same workers, so each has to get its own results.
     """
 
-    __slots__ = ('_ambient', '_compute', '_finalize', 'stream')
+    __slots__ = ('_ambient', '_compute', '_finalize', 'reply', 'stream')
 
     def __init__(self, stream: AbstractStream, *, compute: Callable[[], Batch],
-                 finalize: Optional[Callable[[Batch], None]]) -> None:
+                 finalize: Optional[Callable[[Batch], None]], reply: Optional['OutQueue'] = None
+                 ) -> None:
         self.stream = stream
+        self.reply = reply
         self._compute = compute
         self._finalize = finalize
         self._ambient = Ambient.capture()
@@ -65,17 +70,19 @@ class Task:
             self._finalize(batch)
 
 
-def _compute(task: Task) -> Result:
+def _answer(task: Task, out_queue: OutQueue) -> Tuple[OutQueue, Result]:
+    queue = out_queue if task.reply is None else task.reply
     try:
-        return True, (task, task.compute())
+        return queue, (True, (task, task.compute()))
     except BaseException:
-        return False, sys.exc_info()
+        return queue, (False, sys.exc_info())
 
 
 def _work(in_queue: InQueue, out_queue: OutQueue) -> None:
     # A deque of no length drains the iterators without binding a task or a result to a name: what
     # the thread held on to while it waits for the next task would stay alive.
-    deque(map(out_queue.put, map(_compute, iter(in_queue.get, None))), maxlen=0)
+    answers = map(_answer, iter(in_queue.get, None), repeat(out_queue))
+    deque(starmap(SimpleQueue.put, answers), maxlen=0)
 
 
 def device_key(device: Any) -> Tuple[str, int]:
@@ -105,8 +112,9 @@ class Workers:
 
     def __init__(self) -> None:
         self._workers: Dict[Tuple[str, int], Worker] = {}
+        self._lock = threading.RLock()
         self._copy_streams: Dict[Tuple[str, int], List[AbstractStream]] = {}
-        weakref.finalize(self, _stop, self._workers)
+        weakref.finalize(self, _stop, self._workers, self._lock)
 
     def __reduce__(self) -> Tuple[Type['Workers'], Tuple[()]]:
         return Workers, ()
@@ -114,10 +122,16 @@ class Workers:
     def worker(self, device: Any) -> Worker:
         """Give the worker of a device; start it if there is none, as after a fork."""
         key = device_key(device)
-        worker = self._workers.get(key)
-        if worker is None or not worker.thread.is_alive():
-            worker = self._workers[key] = Worker(key)
+        with self._lock:
+            worker = self._workers.get(key)
+            if worker is None or not worker.thread.is_alive():
+                worker = self._workers[key] = Worker(key)
         return worker
+
+    def submit(self, device: Any, task: Task) -> None:
+        """Hand a task to the worker of a device, and never to one that has been told to end."""
+        with self._lock:
+            self.worker(device).in_queue.put(task)
 
     def copy_streams(self, device: torch.device, m: int) -> List[AbstractStream]:
         """Give ``m`` streams of a device to copy micro-batches on."""
@@ -128,16 +142,17 @@ class Workers:
 
     def stop(self) -> None:
         """Let the tasks in flight end, then the threads; new ones start when needed."""
-        _stop(self._workers)
+        _stop(self._workers, self._lock)
 
 
-def _stop(workers: Dict[Tuple[str, int], Worker]) -> None:
-    stopped = list(workers.values())
-    # Forgotten first: if an interrupt cuts the waiting short, the next forward starts with new
-    # threads, and these end by themselves.
-    workers.clear()
-    for worker in stopped:
-        worker.in_queue.put(None)
+def _stop(workers: Dict[Tuple[str, int], Worker], lock: threading.RLock) -> None:
+    with lock:
+        stopped = list(workers.values())
+        # Forgotten first: if an interrupt cuts the waiting short, the next forward starts with new
+        # threads, and these end by themselves.
+        workers.clear()
+        for worker in stopped:
+            worker.in_queue.put(None)
     for worker in stopped:
         # The garbage collector may run this in the very thread that it ends.
         if worker.thread is not threading.current_thread():

@@ -1,0 +1,195 @@
+"""Deferred batch normalization against plain batch normalization on whole mini-batches."""
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import MODES, micro_batches
+from torchgpipe import GPipe
+from torchgpipe.batchnorm import DeferredBatchNorm
+
+
+def assert_same_statistics(deferred, plain, rtol=1e-12):
+    """Compare all buffers."""
+    assert deferred.num_batches_tracked == plain.num_batches_tracked
+    for name in ('running_mean', 'running_var'):
+        actual, expected = getattr(deferred, name), getattr(plain, name)
+        assert actual.dtype == expected.dtype
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol)
+
+
+def piped(layer, chunks, mode='never', devices=('cpu',)):
+    """Give the layer in a pipeline, with deferred batch norm."""
+    return GPipe(nn.Sequential(copy.deepcopy(layer)), [1], devices=devices, chunks=chunks,
+                 checkpoint=mode, deferred_batch_norm=True)
+
+
+@pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize('momentum', [0.1, 0.7, None])
+@pytest.mark.parametrize('layer, shape', [(nn.BatchNorm1d, (3,)), (nn.BatchNorm1d, (3, 5)),
+                                          (nn.BatchNorm2d, (3, 4, 4)),
+                                          (nn.BatchNorm3d, (3, 2, 2, 2))])
+def test_running_statistics_with_a_varying_number_of_micro_batches(layer, shape, momentum, mode):
+    plain = layer(3, momentum=momentum).double()
+    gpipe = piped(plain, 4, mode)
+    for size in (16, 9, 3 if len(shape) > 1 else 8, 16):
+        x = torch.randn(size, *shape, dtype=torch.double, requires_grad=True) * 2 + 3
+        plain(x)
+        gpipe(x).sum().backward()
+        assert_same_statistics(gpipe[0], plain)
+    gpipe.eval(), plain.eval()
+    assert torch.allclose(gpipe(x), plain(x), rtol=0, atol=1e-12)
+
+
+def test_each_micro_batch_is_normalised_by_itself():
+    plain = nn.BatchNorm2d(3).double()
+    gpipe = piped(plain, 4)
+    x = torch.randn(8, 3, 4, 4, dtype=torch.double)
+    expected = torch.cat([copy.deepcopy(plain)(c) for c in micro_batches(x, 4)])
+    assert torch.equal(gpipe(x), expected)
+
+
+@pytest.mark.parametrize('dtype, rtol', [(torch.float64, 1e-12), (torch.float32, 1e-5),
+                                         (torch.bfloat16, 2e-2), (torch.float16, 4e-3)])
+def test_float_types(dtype, rtol):
+    plain = nn.BatchNorm2d(3).to(dtype)
+    gpipe = piped(plain, 4)
+    x = torch.randn(8, 3, 4, 4).to(dtype)
+    for _ in range(3):
+        assert gpipe(x).dtype == plain(x).dtype
+    assert_same_statistics(gpipe[0], plain, rtol)
+
+
+def test_low_precision_input_with_float32_statistics():
+    plain = nn.BatchNorm2d(3)
+    gpipe = piped(plain, 4)
+    x = torch.randn(8, 3, 4, 4).bfloat16()
+    plain(x), gpipe(x)
+    assert_same_statistics(gpipe[0], plain, 1e-5)
+
+
+def test_a_large_mean_does_not_cancel_the_variance():
+    plain = nn.BatchNorm1d(1)
+    gpipe = piped(plain, 8)
+    x = torch.randn(64, 1) * 0.01 + 1000
+    plain(x), gpipe(x)
+    true = 0.9 + 0.1 * x.double().var().item()
+    assert gpipe[0].running_var.item() == pytest.approx(true, rel=1e-5)
+    naive = x.square().mean() - x.mean().square()  # what it must not be
+    assert naive.item() != pytest.approx(x.double().var().item(), rel=0.5)
+
+
+@pytest.mark.parametrize('mode', MODES)
+def test_a_layer_in_evaluation_mode_stays_as_it_is(mode):
+    plain = nn.BatchNorm1d(3).double()
+    gpipe = piped(plain, 4, mode)
+    gpipe[0].eval(), plain.eval()
+    x = torch.randn(8, 3, dtype=torch.double) + 5
+    assert torch.allclose(gpipe(x), plain(x), rtol=0, atol=1e-12)
+    assert_same_statistics(gpipe[0], plain)
+    assert gpipe[0].num_batches_tracked == 0
+
+
+@pytest.mark.parametrize('mode', MODES)
+def test_a_layer_with_frozen_parameters_tracks(mode):
+    plain = nn.BatchNorm1d(3).double().requires_grad_(False)
+    gpipe = piped(plain, 4, mode)
+    x = torch.randn(8, 3, dtype=torch.double)
+    plain(x), gpipe(x)
+    assert_same_statistics(gpipe[0], plain)
+    assert not gpipe(x).requires_grad
+
+
+def test_a_failed_mini_batch_leaves_nothing_for_the_next():
+    def fail(module, args):
+        if args[0][0, 0] > 50:
+            raise ZeroDivisionError
+
+    plain = nn.BatchNorm1d(2).double()
+    gpipe = piped(plain, 4)
+    gpipe[0].register_forward_pre_hook(fail)
+    x = torch.randn(8, 2, dtype=torch.double)
+    bad = torch.cat([x[:4], x[4:] + 100])
+    with pytest.raises(ZeroDivisionError):
+        gpipe(bad)
+    assert gpipe[0].num_batches_tracked == 0
+    plain(x), gpipe(x)
+    assert_same_statistics(gpipe[0], plain)
+
+
+def test_a_layer_that_is_called_twice_moves_twice():
+    class Twice(nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.norm = norm
+
+        def forward(self, x):
+            self.norm(x)
+            self.norm(x * 3 + 1)
+            return x
+
+    plain = Twice(nn.BatchNorm1d(3).double())
+    gpipe = piped(plain, 4)
+    for _ in range(2):
+        x = torch.randn(8, 3, dtype=torch.double)
+        plain(x), gpipe(x)
+    assert gpipe[0].norm.num_batches_tracked == 4
+    assert_same_statistics(gpipe[0].norm, plain.norm)
+
+
+def test_outside_of_a_pipeline_every_so_many_calls_make_a_mini_batch():
+    plain = nn.BatchNorm2d(3).double()
+    deferred = DeferredBatchNorm.convert_deferred_batch_norm(copy.deepcopy(plain), chunks=4)
+    assert isinstance(deferred, DeferredBatchNorm)
+    for _ in range(2):
+        x = torch.randn(8, 3, 4, 4, dtype=torch.double)
+        plain(x)
+        for chunk in x.chunk(4):
+            deferred(chunk)
+        assert_same_statistics(deferred, plain)
+
+
+def test_conversion_shares_parameters_and_keeps_the_rest():
+    norm = nn.BatchNorm2d(3, eps=1e-3, momentum=0.3).eval()
+    module = nn.Sequential(nn.Linear(1, 1), nn.Sequential(norm),
+                           nn.BatchNorm1d(2, track_running_stats=False), nn.SyncBatchNorm(2))
+    same = DeferredBatchNorm.convert_deferred_batch_norm(module, chunks=4)
+    assert same is module
+    deferred = module[1][0]
+    assert type(deferred) is DeferredBatchNorm
+    assert deferred.weight is norm.weight and deferred.running_var is norm.running_var
+    assert (deferred.eps, deferred.momentum, deferred.training) == (1e-3, 0.3, False)
+    assert type(module[2]) is nn.BatchNorm1d and type(module[3]) is nn.SyncBatchNorm
+    again = DeferredBatchNorm.convert_deferred_batch_norm(deferred, chunks=4)
+    assert again is deferred
+    assert DeferredBatchNorm.convert_deferred_batch_norm(deferred, chunks=2).chunks == 2
+
+
+def test_without_affine_parameters():
+    plain = nn.BatchNorm1d(3, affine=False).double()
+    gpipe = piped(plain, 2)
+    x = torch.randn(8, 3, dtype=torch.double)
+    plain(x), gpipe(x)
+    assert_same_statistics(gpipe[0], plain)
+    assert not list(gpipe.parameters())
+
+
+def test_a_lazy_layer_is_refused():
+    with pytest.raises(ValueError, match='LazyBatchNorm1d does not know'):
+        DeferredBatchNorm.convert_deferred_batch_norm(nn.Sequential(nn.LazyBatchNorm1d()))
+
+
+def test_an_input_without_channels_is_refused():
+    with pytest.raises(ValueError, match=r'\(N, C\).*got \(3,\)'):
+        DeferredBatchNorm(3)(torch.rand(3))
+
+
+def test_without_deferring_the_statistics_differ():
+    """The twin of the tests above: they can fail."""
+    plain = nn.BatchNorm1d(3).double()
+    gpipe = GPipe(nn.Sequential(copy.deepcopy(plain)), [1], devices=['cpu'], chunks=4)
+    x = torch.randn(8, 3, dtype=torch.double)
+    plain(x), gpipe(x)
+    with pytest.raises(AssertionError):
+        assert_same_statistics(gpipe[0], plain)

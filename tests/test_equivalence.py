@@ -1,0 +1,245 @@
+"""The promise: the numbers of the unwrapped model, whatever the balance, chunks and mode."""
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.helpers import DEVICES, MODES, assert_same, gradients, micro_batches, train_both
+from torchgpipe import GPipe
+from torchgpipe.stream import CPUStream, new_stream
+
+
+class Pair(nn.Module):
+    """Tensor to tuple, with an integer tensor and one that needs no gradient on the way."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        """Branch."""
+        return self.a(x), x.detach().argmax(1), self.b(x).tanh(), x.detach() * 2
+
+
+class Unpair(nn.Module):
+    """What takes the tuple of a Pair."""
+
+    def forward(self, input):
+        """Merge."""
+        a, index, b, constant = input
+        return (a * b + constant + index[:, None]).tanh()
+
+
+def layers(kinds, width=3):
+    """Make layers by name."""
+    make = {'linear': lambda: nn.Linear(width, width), 'tanh': nn.Tanh,
+            'inplace': lambda: nn.Sequential(nn.Linear(width, width), nn.LeakyReLU(inplace=True)),
+            'norm': lambda: nn.LayerNorm(width), 'identity': nn.Identity,
+            'frozen': lambda: nn.Linear(width, width).requires_grad_(False),
+            'pair': lambda: nn.Sequential(Pair(width), Unpair())}
+    return [make[kind]() for kind in kinds]
+
+
+@st.composite
+def cases(draw):
+    """Draw a model, a balance and everything else that must not matter."""
+    n = draw(st.integers(1, 4))
+    balance = draw(st.lists(st.integers(1, 3), min_size=n, max_size=n))
+    kinds = draw(st.lists(st.sampled_from(
+        ['linear', 'tanh', 'inplace', 'norm', 'identity', 'frozen', 'pair']),
+        min_size=sum(balance), max_size=sum(balance)))
+    return balance, kinds
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(case=cases(), chunks=st.sampled_from([1, 2, 3, 8]), size=st.integers(1, 9),
+       mode=st.sampled_from(MODES), devices=st.sampled_from(list(DEVICES)),
+       input_grad=st.booleans())
+def test_outputs_and_gradients(case, chunks, size, mode, devices, input_grad):
+    balance, kinds = case
+    torch.manual_seed(size * 31 + chunks)
+    model = nn.Sequential(*layers(kinds)).double()
+    reference = copy.deepcopy(model)
+    gpipe = GPipe(model, balance, devices=DEVICES[devices](len(balance)), chunks=chunks,
+                  checkpoint=mode)
+    a = torch.randn(size, 3, dtype=torch.double)
+    b = a.clone()
+    if input_grad:
+        a.requires_grad_(), b.requires_grad_()
+    for _ in range(2):
+        expected, actual = reference(a), gpipe(b)
+        assert actual.requires_grad == expected.requires_grad
+        if expected.requires_grad:
+            expected.square().sum().backward()
+            actual.square().sum().backward()
+    with torch.no_grad():
+        assert_same([gpipe(b)], [reference(a)])
+    assert_same([actual, b.grad, *gradients(gpipe)], [expected, a.grad, *gradients(reference)])
+
+
+@pytest.mark.parametrize('n', [1, 2, 3, 4])
+@pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize('chunks', [1, 2, 3, 8])
+@pytest.mark.parametrize('devices', list(DEVICES))
+def test_every_combination(n, mode, chunks, devices):
+    """The grid of the same promise: every batch size from 1 to 9."""
+    model = nn.Sequential(*layers(['linear', 'tanh', 'pair', 'linear'])).double()
+    balance = {1: [4], 2: [1, 3], 3: [1, 2, 1], 4: [1, 1, 1, 1]}[n]
+    for size in range(1, 10):
+        train_both(model, GPipe(copy.deepcopy(model), balance, devices=DEVICES[devices](n),
+                                chunks=chunks, checkpoint=mode),
+                   torch.randn(size, 3, dtype=torch.double))
+
+
+@pytest.mark.parametrize('devices', list(DEVICES))
+@pytest.mark.parametrize('mode', MODES)
+def test_five_steps_with_momentum_and_dropout(mode, devices):
+    """Float32, against the same micro-batches run unwrapped, in the order of the clock."""
+    def make():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 16),
+                             nn.Dropout(0.3), nn.Linear(16, 2))
+
+    def cells(model, x, chunks):
+        values = list(micro_batches(x, chunks))
+        m = len(values)
+        for k in range(m + 1):
+            for i, part in ((k, model[:3]), (k - 1, model[3:])):
+                if 0 <= i < m:
+                    values[i] = part(values[i])
+        return torch.cat(values)
+
+    reference, model = make(), make()
+    gpipe = GPipe(model, [3, 3], devices=DEVICES[devices](2), chunks=4, checkpoint=mode)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+                  for net in (reference, gpipe)]
+    data = torch.randn(5, 10, 6)
+    for run, net, optimizer in ((lambda x: cells(reference, x, 4), reference, optimizers[0]),
+                                (gpipe, gpipe, optimizers[1])):
+        torch.manual_seed(7)
+        for x in data:
+            optimizer.zero_grad()
+            run(x).square().mean().backward()
+            optimizer.step()
+    assert_same(gpipe.parameters(), reference.parameters(), 1e-6)
+    assert_same(gradients(gpipe), gradients(reference), 1e-6)
+
+
+@pytest.mark.parametrize('devices', list(DEVICES))
+def test_layers_with_state_of_their_own(devices):
+    class Last(nn.Module):
+        def forward(self, input):
+            return input[0]
+
+    model = nn.Sequential(nn.LSTM(3, 4, batch_first=True), Last(),
+                          nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True),
+                          nn.Flatten(), nn.Linear(20, 2)).double()
+    gpipe = GPipe(copy.deepcopy(model), [2, 3], devices=DEVICES[devices](2), chunks=3,
+                  checkpoint='always')
+    train_both(model, gpipe, torch.randn(7, 5, 3, dtype=torch.double))
+
+
+def test_integer_input():
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2)).double()
+    reference = copy.deepcopy(model)
+    gpipe = GPipe(model, [1, 1], devices=['cpu:0', 'cpu:1'], chunks=3, checkpoint='always')
+    x = torch.randint(10, (7, 3))
+    expected, actual = reference(x), gpipe(x)
+    expected.square().sum().backward()
+    actual.square().sum().backward()
+    assert_same([actual, *gradients(gpipe)], [expected, *gradients(reference)])
+
+
+def test_gradients_accumulate():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    reference = copy.deepcopy(model)
+    gpipe = GPipe(model, [1, 1], devices=['cpu:0', 'cpu:1'], chunks=2)
+    for _ in range(3):
+        x = torch.randn(5, 3, dtype=torch.double)
+        gpipe(x).square().sum().backward()
+        reference(x).square().sum().backward()
+    assert_same(gradients(gpipe), gradients(reference))
+
+
+@pytest.mark.parametrize('mode', MODES)
+def test_no_gradient_is_computed_for_data_that_needs_none(mode):
+    asked = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            asked.append(ctx.needs_input_grad[0])
+            return None, (grad * ctx.saved_tensors[0]).sum(0)
+
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(2))
+
+        def forward(self, x):
+            return Product.apply(x, self.weight)
+
+    gpipe = GPipe(nn.Sequential(First(), nn.Linear(2, 2)), [1, 1], devices=['cpu', 'cpu'],
+                  chunks=3, checkpoint=mode)
+    gpipe(torch.rand(3, 2)).sum().backward()
+    assert asked == [False] * 3
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize('where', [['cuda'] * 3, ['cpu', 'cuda', 'cpu'], ['cuda', 'cpu', 'cuda']])
+def test_cuda_and_mixed_devices(mode, where):
+    """With one GPU, copies go to the CPU and back; with several, between them too."""
+    count = torch.cuda.device_count()
+    devices = [f'cuda:{j % count}' if d == 'cuda' else d for j, d in enumerate(where)]
+    model = nn.Sequential(*layers(['linear', 'tanh', 'pair', 'linear'])).double()
+    reference = copy.deepcopy(model)
+    gpipe = GPipe(model, [1, 2, 1], devices=devices, chunks=4, checkpoint=mode)
+    for size in (1, 4, 9):
+        x = torch.randn(size, 3, dtype=torch.double)
+        expected = reference(x)
+        actual = gpipe(x.to(gpipe.devices[0]))
+        assert actual.device == gpipe.devices[-1]
+        expected.square().sum().backward()
+        actual.square().sum().backward()
+        assert_same([actual.cpu(), *(g.cpu() for g in gradients(gpipe))],
+                    [expected, *gradients(reference)], 1e-10)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize('mode', MODES)
+def test_cuda_streams_do_not_race(mode, monkeypatch):
+    """Two partitions on one GPU, made to copy as if they were on two, behind slow kernels."""
+    from torchgpipe import pipeline, worker
+
+    keys = iter(range(1 << 30))
+    real = worker.device_key
+    monkeypatch.setattr(pipeline, 'device_key', lambda device: ('cuda', next(keys) % 2))
+    assert real(torch.device('cuda:0')) == ('cuda', 0)
+    assert new_stream(torch.device('cuda')) is not CPUStream
+
+    class Slow(nn.Module):
+        def forward(self, x):
+            torch.cuda._sleep(2_000_000)
+            return x * 1
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).double()
+    reference = copy.deepcopy(model)
+    slow = nn.Sequential(Slow(), model[0], Slow(), model[1], Slow(), model[2])
+    gpipe = GPipe(slow, [3, 3], devices=['cuda', 'cuda'], chunks=8, checkpoint=mode)
+    for _ in range(10):
+        x = torch.randn(64, 64, dtype=torch.double)
+        reference.zero_grad(), gpipe.zero_grad()
+        expected, actual = reference(x), gpipe(x.cuda())
+        expected.square().sum().backward()
+        actual.square().sum().backward()
+        assert_same([actual.cpu(), *(g.cpu() for g in gradients(gpipe))],
+                    [expected, *gradients(reference)], 1e-9)

@@ -1,0 +1,278 @@
+"""Errors: they keep type and traceback, name the culprit, hang nothing and spoil nothing."""
+import signal
+import threading
+import traceback
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import DEVICES, MODES, Spy, WeakLog, small_model
+from torchgpipe import GPipe, is_recomputing
+
+devices = pytest.mark.parametrize('devices', list(DEVICES.values()), ids=list(DEVICES))
+
+
+class Oops(Exception):
+    """What the layers here raise."""
+
+
+class Fail(nn.Module):
+    """An identity that raises when told to."""
+
+    def __init__(self, when=lambda x: True):
+        super().__init__()
+        self.when = when
+
+    def forward(self, x):
+        """Raise, or pass the input through."""
+        if self.when(x):
+            raise Oops('from the layer')
+        return x
+
+
+@devices
+def test_type_traceback_and_note(devices):
+    model = nn.Sequential(nn.Identity(), nn.Identity(), nn.Identity(),
+                          nn.Sequential(Fail(lambda x: int(x[0]) == 1)))
+    gpipe = GPipe(model, [1, 1, 2], devices=devices(3), chunks=4)
+    with pytest.raises(Oops, match='from the layer') as error:
+        gpipe(torch.arange(4.))
+    device = gpipe.devices[2]
+    assert error.value.__notes__ == [f"in partition 2 on {device}, micro-batch 1 of 4, layer '3'"]
+    frames = traceback.extract_tb(error.value.__traceback__)
+    assert frames[-1].line == "raise Oops('from the layer')"
+    assert frames[0].name == 'test_type_traceback_and_note'
+    del error
+
+
+@pytest.mark.parametrize('mode', ['always', 'never'])
+def test_an_error_in_backward_is_named_too(mode):
+    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Fail(lambda x: is_recomputing())), [1, 1],
+                  devices=['cpu', 'cpu'], chunks=3, checkpoint=mode)
+    output = gpipe(torch.rand(3, 2))
+    if mode == 'never':
+        output.sum().backward()
+        return
+    with pytest.raises(Oops) as error:
+        output.sum().backward()
+    assert "in partition 1 on cpu, micro-batch 2 of 3, layer '1'" in error.value.__notes__
+    del error
+
+
+@devices
+def test_the_first_failure_in_clock_order_wins_and_nothing_later_starts(devices):
+    log = []
+    lock = threading.Lock()
+
+    def fail(j):
+        def when(x):
+            with lock:
+                log.append((int(x[0]), j))
+            return (int(x[0]), j) in [(2, 0), (1, 1), (0, 2)]  # all of clock 2
+        return when
+
+    gpipe = GPipe(nn.Sequential(*[Fail(fail(j)) for j in range(3)]), [1] * 3, devices=devices(3),
+                  chunks=5)
+    for _ in range(30):
+        log.clear()
+        with pytest.raises(Oops) as error:
+            gpipe(torch.arange(5.))
+        assert 'partition 0 ' in error.value.__notes__[0]
+        assert max(i + j for i, j in log) == 2
+    del error
+
+
+def test_on_one_worker_later_cells_of_the_clock_do_not_start():
+    log = []
+    gpipe = GPipe(nn.Sequential(Spy(lambda x: None), Fail(lambda x: int(x[0]) == 0),
+                                Spy(lambda x: log.append(int(x[0])))), [1] * 3,
+                  devices=['cpu:0', 'cpu:1', 'cpu:1'], chunks=3)
+    with pytest.raises(Oops):
+        gpipe(torch.arange(3.))
+    assert log == []
+
+
+@devices
+def test_a_thousand_failures_then_a_success(devices):
+    model = small_model()
+    state = {'at': None}
+    generator = torch.Generator().manual_seed(0)
+
+    def when(j):
+        def matches(x):
+            return state['at'] is not None and state['at'] == (int(x[0, 4]), j)
+        return matches
+
+    class Layer(nn.Module):
+        def __init__(self, j):
+            super().__init__()
+            self.fail = Fail(when(j))
+
+        def forward(self, x):
+            return self.fail(x)
+
+    gpipe = GPipe(nn.Sequential(*[Layer(j) for j in range(3)]), [1] * 3, devices=devices(3),
+                  chunks=4)
+    x = torch.cat([torch.rand(4, 4), torch.arange(4.)[:, None]], 1)
+    assert torch.equal(gpipe(x), x)
+    before = set(threading.enumerate())
+    for _ in range(1000):
+        i, j = (int(torch.randint(n, (), generator=generator)) for n in (4, 3))
+        state['at'] = i, j
+        with pytest.raises(Oops) as error:
+            gpipe(x)
+        assert f'partition {j} ' in error.value.__notes__[0]
+        assert f'micro-batch {i} ' in error.value.__notes__[0]
+    del error
+    state['at'] = None
+    assert torch.equal(gpipe(x), x)
+    assert set(threading.enumerate()) == before
+    assert model is not None
+
+
+@devices
+def test_a_failure_keeps_no_tensor_alive(devices):
+    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), Fail(lambda x: len(x) == 1)), [1, 2],
+                  devices=devices(2), chunks=2, checkpoint='always')
+    log = WeakLog(*list(gpipe)[:2])
+    try:
+        gpipe(torch.rand(3, 2))
+    except Oops:
+        pass
+    assert log.alive() == 0
+
+
+@devices
+def test_keyboard_interrupt_while_cells_run(devices):
+    """Ctrl-C reaches the caller, whichever thread runs the cell; then the model works again."""
+    interrupt = threading.Event()
+
+    def see(x):
+        if interrupt.is_set() and int(x[0]) == 1:
+            interrupt.clear()
+            signal.raise_signal(signal.SIGINT)
+
+    gpipe = GPipe(nn.Sequential(Spy(see), nn.Identity()), [1, 1], devices=devices(2), chunks=4)
+    x = torch.arange(4.)
+    assert torch.equal(gpipe(x), x)
+    before = len(threading.enumerate())
+    for _ in range(50):
+        interrupt.set()
+        with pytest.raises(KeyboardInterrupt):
+            gpipe(x)
+        assert torch.equal(gpipe(x), x)
+    assert len(threading.enumerate()) == before
+
+
+def test_keyboard_interrupt_waits_for_the_cells_under_way():
+    started, ended = threading.Event(), []
+
+    def slow(x):
+        if int(x[0]) == 2:
+            signal.raise_signal(signal.SIGINT)
+            ended.append('partition 0')
+
+    gpipe = GPipe(nn.Sequential(Spy(slow), Spy(lambda x: started.set())), [1, 1],
+                  devices=['cpu:0', 'cpu:1'], chunks=4)
+    with pytest.raises(KeyboardInterrupt):
+        gpipe(torch.arange(4.))
+    assert ended == ['partition 0']
+    ended.clear()
+
+
+@pytest.mark.parametrize('error', [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration])
+@devices
+def test_other_exceptions_pass_too(devices, error):
+    def see(x):
+        raise error
+
+    gpipe = GPipe(nn.Sequential(nn.Identity(), Spy(see)), [1, 1], devices=devices(2), chunks=2)
+    with pytest.raises(error):
+        gpipe(torch.rand(2))
+
+
+class AddOne(nn.Module):
+    """A layer that works on its input in place."""
+
+    def forward(self, x):
+        """Add one."""
+        return x.add_(1)
+
+
+@pytest.mark.parametrize('layers, culprit', [
+    ([AddOne(), nn.Linear(2, 2)], '0'),
+    ([nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(2, 2)], '1'),
+    ([nn.Identity(), nn.Unflatten(1, (1, 2)), nn.Sequential(AddOne()), nn.Linear(2, 2)], '2')])
+@devices
+def test_an_in_place_change_that_autograd_would_not_catch(layers, culprit, devices):
+    gpipe = GPipe(nn.Sequential(*layers, nn.Linear(2, 2)), [len(layers), 1], devices=devices(2),
+                  chunks=2, checkpoint='always')
+    output = gpipe(torch.rand(4, 2))
+    with pytest.raises(RuntimeError, match=f"layer '{culprit}' of partition 0 on cpu.*changed the "
+                                           "input of the partition in place.*'never'"):
+        output.sum().backward()
+
+
+def test_an_in_place_change_of_one_of_two_inputs():
+    class Multiply(nn.Module):
+        def forward(self, input):
+            a, b = input
+            b.add_(1)
+            return a * b
+
+    gpipe = GPipe(nn.Sequential(Multiply()), [1], devices=['cpu'], checkpoint='always')
+    a = torch.tensor([1.], requires_grad=True)
+    output = gpipe((a, torch.tensor([1.])))
+    with pytest.raises(RuntimeError, match="layer '0' of partition 0"):
+        output.backward()
+    assert a.grad is None
+
+
+def test_an_in_place_change_behind_the_back_of_autograd():
+    class Sneaky(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                x.mul_(2)
+            return super().forward(x)
+
+    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Sneaky(2, 2)), [1, 1], devices=['cpu', 'cpu'],
+                  checkpoint='always')
+    with pytest.raises(RuntimeError, match="layer '1' of partition 1"):
+        gpipe(torch.rand(4, 2)).sum().backward()
+
+
+def test_an_in_place_change_of_an_input_that_requires_grad():
+    gpipe = GPipe(nn.Sequential(nn.Linear(1, 1), nn.ReLU(inplace=True)), [1, 1],
+                  devices=['cpu', 'cpu'], checkpoint='always')
+    output = gpipe(torch.rand(1, 1))
+    with pytest.raises(RuntimeError, match='a leaf Variable that requires grad .* in-place'):
+        output.backward()
+
+
+@pytest.mark.parametrize('chunks', [1, 3])
+def test_an_in_place_change_without_checkpointing_is_as_without_a_pipeline(chunks):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2)).double()
+    gpipe = GPipe(model, [1, 2], devices=['cpu:0', 'cpu:1'], chunks=chunks, checkpoint='never')
+    x = torch.randn(5, 2, dtype=torch.double)
+    gpipe(x).sum().backward()
+    actual = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(x).sum().backward()
+    assert all(torch.allclose(a, p.grad) for a, p in zip(actual, model.parameters()))
+
+
+@pytest.mark.parametrize('mode', MODES)
+def test_an_in_place_change_that_spoils_the_partition_before_is_caught(mode):
+    class Exp(nn.Module):
+        def forward(self, x):
+            return x.exp()  # saves its result
+
+    class Double(nn.Module):
+        def forward(self, x):
+            return x.mul_(2)
+
+    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Exp(), Double()), [2, 1],
+                  devices=['cpu', 'cpu'], checkpoint=mode)
+    with pytest.raises(RuntimeError, match='inplace operation|in-place operation'):
+        gpipe(torch.rand(3, 2)).sum().backward()

@@ -1,0 +1,66 @@
+"""The floors: a file imports only from floors below it, also within functions."""
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torchgpipe
+
+ROOT = Path(torchgpipe.__file__).parent
+
+FLOORS = [
+    {'__version__', 'aliases'},
+    {'ambient', 'microbatch', 'stream'},
+    {'phony', 'randomness'},
+    {'copy', 'dependency', 'partition', 'worker'},
+    {'checkpoint'},
+    {'batchnorm', 'compute'},
+    {'cell'},
+    {'pipeline'},
+    {'gpipe'},
+    {'__init__'}]
+
+
+def imports(path):
+    """Give the rooms of this package that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('torchgpipe'):
+            found.add(node.module.partition('.')[2])
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.partition('.')[2] for alias in node.names
+                      if alias.name.startswith('torchgpipe')}
+        assert not (isinstance(node, ast.ImportFrom) and node.level), 'a relative import'
+    return found
+
+
+def climbs(room, imported):
+    """Give the imports that do not go downwards."""
+    floor = {name: k for k, names in enumerate(FLOORS) for name in names}
+    return [name for name in imported if floor[name] >= floor[room]]
+
+
+@pytest.mark.parametrize('path', sorted(ROOT.glob('*.py')), ids=lambda path: path.stem)
+def test_imports_go_down(path):
+    assert climbs(path.stem, imports(path)) == []
+
+
+def test_an_import_that_climbs_would_be_found():
+    assert climbs('copy', {'stream', 'pipeline', 'worker'}) == ['pipeline', 'worker'] \
+        or set(climbs('copy', {'stream', 'pipeline', 'worker'})) == {'pipeline', 'worker'}
+
+
+def test_every_file_says_its_idea_in_its_first_line():
+    for path in ROOT.glob('*.py'):
+        assert path.read_text().startswith('"""'), path
+
+
+def test_importing_needs_torch_only():
+    code = ('import sys, torch; before = set(sys.modules); import torchgpipe; '
+            'print({m.partition(".")[0] for m in set(sys.modules) - before} '
+            '- sys.stdlib_module_names - {"torchgpipe", "torch"})')
+    output = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True,
+                            check=True, cwd=ROOT.parent).stdout
+    assert output.strip() == 'set()'

@@ -1,0 +1,347 @@
+"""The module that the user holds: construction, protocol, copies, names, moves."""
+import copy
+import io
+import os
+import pickle
+import threading
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+import torchgpipe
+from tests.helpers import assert_same, gradients, nothing, small_model
+from torchgpipe import GPipe
+
+
+def pipe(model=None, balance=(4, 4), devices=('cpu:0', 'cpu:1'), **kwargs):
+    """Wrap a model in two partitions."""
+    return GPipe(small_model() if model is None else model, balance, devices=devices, **kwargs)
+
+
+def test_the_public_names():
+    assert torchgpipe.__all__ == ['GPipe', '__version__', 'is_checkpointing', 'is_recomputing']
+    assert all(hasattr(torchgpipe, name) for name in torchgpipe.__all__)
+    assert not torchgpipe.is_checkpointing() and not torchgpipe.is_recomputing()
+
+
+def test_attributes():
+    class Text:
+        def __str__(self):
+            return 'always'
+
+    model = pipe(balance=iter([3, 5]), chunks=42.0, checkpoint=Text())
+    assert model.balance == [3, 5] and isinstance(model.balance, list)
+    assert model.devices == [torch.device('cpu', 0), torch.device('cpu', 1)]
+    assert model.chunks == 42 and isinstance(model.chunks, int)
+    assert model.checkpoint == 'always' and isinstance(model.checkpoint, str)
+    assert isinstance(model.partitions, nn.ModuleList)
+    assert [len(partition) for partition in model.partitions] == [3, 5]
+    assert all(isinstance(partition, nn.Sequential) for partition in model.partitions)
+    assert 'chunks=42' in repr(model) and "'cpu:1'" in repr(model)
+
+
+def test_the_sequence_protocol():
+    layers = list(small_model())
+    model = pipe(nn.Sequential(*layers))
+    assert len(model) == 8 and list(model) == layers
+    assert model[0] is layers[0] and model[-1] is layers[-1] and model[-8] is layers[0]
+    for index in (8, -9):
+        with pytest.raises(IndexError):
+            model[index]
+
+
+def test_names_of_modules():
+    a, b = nn.Linear(1, 1), nn.Linear(1, 1)
+    model = pipe(nn.Sequential(OrderedDict([('a', a), ('b', b)])), [1, 1])
+    named = dict(model.named_modules())
+    assert list(named) == ['', 'partitions', 'partitions.0', 'partitions.0.a', 'partitions.1',
+                           'partitions.1.b']
+    assert named['partitions.0.a'] is a and model.get_submodule('partitions.1.b') is b
+    assert [name for name, _ in nn.Sequential(model).named_modules()][2] == '0.partitions'
+    assert [name for name, _ in model.named_parameters()][0] == 'partitions.0.a.weight'
+    assert model.get_parameter('partitions.0.a.weight') is a.weight
+    with pytest.raises(AttributeError, match='index'):
+        model.a
+
+
+def test_the_mode_is_that_of_all_modules():
+    model = pipe(small_model().eval())
+    assert not any(module.training for module in model.modules())
+    assert all(module.training for module in model.train().modules())
+    assert not any(module.training for module in model.eval().modules())
+
+
+@pytest.mark.parametrize('module', [nn.ModuleList([nn.Linear(1, 1)]), nn.Linear(1, 1), 'text'])
+def test_not_a_sequential(module):
+    with pytest.raises(TypeError, match='module must be nn.Sequential to be partitioned'):
+        GPipe(module, [1], devices=['cpu'])
+
+
+def test_duplicate_children():
+    layer = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match='module with duplicate children is not supported.*0.*1'):
+        pipe(nn.Sequential(layer, layer), [1, 1])
+
+
+def test_duplicate_parameters():
+    a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+    b.weight = a.weight
+    with pytest.raises(ValueError, match='module with duplicate parameters in distinct children '
+                                         "is not supported: '1.weight'"):
+        pipe(nn.Sequential(a, b), [1, 1])
+
+
+def test_a_missing_balance_recommends_how_to_find_one():
+    with pytest.raises(ValueError) as error:
+        GPipe(small_model())
+    assert 'torchgpipe.balance' in str(error.value) and 'balance_by_time(' in str(error.value)
+
+
+@pytest.mark.parametrize('balance, numbers', [
+    ([8, 1], r'8 layers.*\[8, 1\] adds up to 9'), ([], 'adds up to 0'), ([-1], 'up to -1'),
+    ([8, 0], r'positive.*\[8, 0\]'), ([9, -1], r'positive.*\[9, -1\]')])
+def test_a_wrong_balance(balance, numbers):
+    with pytest.raises(ValueError, match=numbers) as error:
+        pipe(balance=balance)
+    assert 'torchgpipe.balance' in str(error.value)
+
+
+@pytest.mark.parametrize('balance', [[4.0, 4.0], ['4', '4'], [True] * 8, 8, [[4], [4]], 'four'])
+def test_a_balance_that_is_not_made_of_integers(balance):
+    with pytest.raises(TypeError, match='integers'):
+        pipe(balance=balance)
+
+
+def test_a_balance_of_integers_of_another_type():
+    assert pipe(balance=torch.tensor([3, 5])).balance == [3, 5]
+
+
+@pytest.mark.parametrize('devices', [[], ['cpu']])
+def test_too_few_devices(devices):
+    with pytest.raises(IndexError, match=rf'too few devices.*devices: {len(devices)}, '
+                                         'partitions: 2'):
+        pipe(devices=devices)
+
+
+def test_devices_that_are_not_needed_are_dropped():
+    assert len(pipe(devices=['cpu'] * 5).devices) == 2
+
+
+@pytest.mark.parametrize('device', ['gpu', 'cpu:x', 'cuda:99', None, 3.5])
+def test_an_unknown_device(device):
+    with pytest.raises(ValueError, match='device'):
+        pipe(devices=['cpu', device])
+
+
+def test_one_device_instead_of_several():
+    with pytest.raises(TypeError, match=r"\['cpu'\]"):
+        pipe(devices='cpu')
+
+
+@pytest.mark.parametrize('chunks', [0, -1, 'x', None])
+def test_wrong_chunks(chunks):
+    with pytest.raises(ValueError, match='number of chunks must be a positive integer'):
+        pipe(chunks=chunks)
+
+
+@pytest.mark.parametrize('checkpoint', ['sometimes', None, 'ALWAYS'])
+def test_an_unknown_checkpoint_mode(checkpoint):
+    with pytest.raises(ValueError, match="checkpoint is not one of 'always', 'except_last', or "
+                                         "'never'"):
+        pipe(checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize('mode, count', [('always', 3), ('except_last', 2), ('never', 0)])
+def test_checkpoint_nodes_in_the_graph(mode, count):
+    model = GPipe(nn.Sequential(nn.Linear(1, 1)), [1], devices=['cpu'], chunks=3, checkpoint=mode)
+
+    def nodes(output):
+        found, todo = set(), [output.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is not None and node not in found:
+                found.add(node)
+                todo += [next for next, _ in node.next_functions]
+        names = [node.name() for node in found]
+        return names.count('CheckpointBackward'), names.count('RecomputeBackward')
+
+    assert nodes(model(torch.rand(3, 1))) == (count, count)
+    assert nodes(model.eval()(torch.rand(3, 1))) == (0, 0)
+
+
+@pytest.mark.parametrize('input, error, text', [
+    ([torch.rand(2, 4)], TypeError, 'expected Tensor, but got list'),
+    ({'x': torch.rand(2, 4)}, TypeError, 'expected Tensor, but got dict'),
+    ('text', TypeError, 'expected Tensor, but got str'),
+    (None, TypeError, 'expected Tensor, but got NoneType'),
+    ((torch.rand(2, 4), 1), TypeError, 'expected Tensor, but got int'),
+    ((torch.rand(2, 4), torch.rand(3, 4)), ValueError, r'\[2, 3\]'),
+    (torch.rand(()), ValueError, r'no dimensions'),
+    (torch.rand(0, 4), ValueError, r'empty.*\(0, 4\)')])
+def test_input_that_is_refused(input, error, text):
+    with pytest.raises(error, match=text):
+        pipe()(input)
+
+
+def test_two_positional_inputs():
+    with pytest.raises(TypeError, match='positional'):
+        pipe()(torch.rand(2, 4), torch.rand(2, 4))
+
+
+@pytest.mark.parametrize('returned, text', [
+    (None, 'NoneType'), ([1], 'list'), ('x', 'str'), ({}, 'dict'),
+    ((torch.rand(1), None), 'NoneType')])
+@pytest.mark.parametrize('where', [0, 1])
+def test_a_partition_that_returns_something_else(returned, text, where):
+    class Return(nn.Module):
+        def forward(self, x):
+            return returned
+
+    layers = [nn.Identity(), nn.Identity()]
+    layers[where] = Return()
+    with pytest.raises(TypeError, match=f'expected Tensor, but got {text}') as error:
+        pipe(nn.Sequential(*layers), [1, 1])(torch.rand(2, 4))
+    assert f"partition {where} on cpu:{where}" in error.value.__notes__[0]
+    assert f"layer '{where}'" in error.value.__notes__[0]
+
+
+@pytest.mark.parametrize('function', [torch.sum, torch.Tensor.t, lambda x: x[:1],
+                                      lambda x: torch.cat([x, x])])
+@pytest.mark.parametrize('chunks', [1, 2])
+def test_an_output_of_another_batch_size(function, chunks):
+    class Change(nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    with pytest.raises(ValueError, match='samples and came out with shape'):
+        pipe(nn.Sequential(nn.Identity(), Change()), [1, 1], chunks=chunks)(torch.rand(8, 3))
+
+
+def test_a_batch_size_that_changes_and_changes_back():
+    model = nn.Sequential(nn.Flatten(0, 1), nn.Linear(3, 3), nn.Unflatten(0, (-1, 2))).double()
+    x = torch.rand(5, 2, 3, dtype=torch.double)
+    assert_same([pipe(model, [1, 2], chunks=3)(x)], [model(x)])
+
+
+def test_an_empty_sequential_returns_its_input():
+    model = GPipe(nn.Sequential(), [])
+    x = torch.rand(42)
+    assert model(x) is x and len(model) == 0 and list(model) == []
+    with pytest.raises(TypeError):
+        model('text')
+
+
+def test_moving_is_denied():
+    model = pipe()
+    for move in (model.cuda, model.cpu, lambda: model.to('cpu'), lambda: model.to(device='cpu'),
+                 lambda: model.to(0), lambda: model.to(torch.rand(1)),
+                 lambda: model.to(torch.device('cpu')), lambda: model.to('cpu', torch.half),
+                 lambda: nn.Sequential(model).to('meta'), lambda: model.to_empty(device='meta')):
+        with pytest.raises(TypeError, match='denied to move parameters and buffers, because '
+                                            'GPipe should manage device placement'):
+            move()
+    assert {parameter.device.type for parameter in model.parameters()} == {'cpu'}
+
+
+def test_changing_the_dtype_is_not():
+    model = pipe()
+    for change, dtype in ((model.half, torch.half), (model.double, torch.double),
+                          (lambda: model.to(torch.float), torch.float),
+                          (lambda: model.to(dtype=torch.double), torch.double)):
+        assert change() is model
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+
+
+def test_copies_work():
+    model = pipe(chunks=2, checkpoint='always')
+    x = torch.rand(4, 4, dtype=torch.double)
+    expected = model(x)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)),
+                  torch.load(buffer, weights_only=False)):
+        output = other(x)
+        assert torch.equal(output, expected)
+        output.sum().backward()
+        assert all(p.grad is not None for p in other.parameters())
+        assert all(p.grad is None for p in model.parameters())
+        assert [m for m in other.partitions[1]] == list(other)[4:]
+
+
+def test_workers_are_reused_lazy_and_end_with_the_model():
+    before = set(threading.enumerate())
+    model = pipe(devices=['cpu:0', 'cpu:1'])
+    assert set(threading.enumerate()) == before
+    model(torch.rand(2, 4, dtype=torch.double))
+    workers = set(threading.enumerate()) - before
+    assert {thread.name for thread in workers} == {'torchgpipe-cpu:0', 'torchgpipe-cpu:1'}
+    for _ in range(3):
+        model(torch.rand(2, 4, dtype=torch.double)).sum().backward()
+    assert set(threading.enumerate()) - before == workers
+    del model
+    assert set(threading.enumerate()) == before
+
+
+@pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+def test_a_forked_process_starts_workers_of_its_own():
+    model = pipe(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1])
+    x = torch.ones(2, 1)
+    model(x)
+    child = os.fork()
+    if child == 0:
+        ok = False
+        try:
+            ok = model(x).equal(x)
+        finally:
+            os._exit(0 if ok else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_two_threads_may_call_the_same_model():
+    model = pipe(chunks=4)
+    xs = [torch.rand(4, 4, dtype=torch.double) for _ in range(2)]
+    expected = [model(x) for x in xs]
+    wrong = []
+
+    def call(k):
+        for _ in range(50):
+            if not torch.equal(model(xs[k]), expected[k]):
+                wrong.append(k)
+
+    threads = [threading.Thread(target=call, args=(k,)) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize('outer_mode', ['always', 'never'])
+@pytest.mark.parametrize('inner_mode', ['always', 'never'])
+@pytest.mark.parametrize('hooks', [False, True])
+def test_a_pipeline_in_a_pipeline(inner_mode, outer_mode, hooks):
+    model = small_model()
+    x = torch.rand(6, 4, dtype=torch.double)
+    expected = model(x)
+    # An inner pipeline with workers of its own would save tensors from several threads.
+    workers = ['cpu', 'cpu'] if outer_mode == 'always' else ['cpu:0', 'cpu:1']
+    inner = pipe(model[2:], [3, 3], devices=workers, chunks=2, checkpoint=inner_mode)
+    outer = pipe(nn.Sequential(*model[:2], inner), [2, 1], chunks=3, checkpoint=outer_mode)
+    with torch.autograd.graph.save_on_cpu() if hooks else nothing():
+        output = outer(x)
+    assert_same([output], [expected])
+    output.sum().backward()
+    actual = gradients(model)
+    model.zero_grad()
+    expected.sum().backward()
+    assert_same(actual, gradients(model))
+
+
+def test_a_checkpointed_layer_that_saves_tensors_from_several_threads():
+    inner = pipe(small_model(), [4, 4], chunks=2, checkpoint='never')
+    outer = GPipe(nn.Sequential(inner), [1], devices=['cpu'], checkpoint='always')
+    with pytest.raises(RuntimeError, match="from more than one thread.*checkpoint='never'"):
+        outer(torch.rand(4, 4, dtype=torch.double))
