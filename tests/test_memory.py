@@ -3,6 +3,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.live import LiveTensors
 from tests.helpers import DEVICES, MODES, WeakLog
 from torchgpipe import GPipe
 
@@ -82,3 +83,44 @@ def test_gradients_of_a_failed_backward_hold_nothing(devices):
         output.sum().backward()
     del output
     assert log.alive() == 0
+
+
+@pytest.mark.parametrize('n', [1, 2, 4])
+@devices
+def test_the_peak_of_a_training_step(devices, n):
+    """No more than the inputs of all cells, the output, and what one cell needs by itself."""
+    m, size, width, depth = 16, 32, 64, 6
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh())
+                            for _ in range(n * depth)])
+    gpipe = GPipe(model, [depth] * n, devices=devices(n), chunks=m, checkpoint='always')
+    partition = gpipe.partitions[0]
+    parameters = sum(p.numel() * p.element_size() for p in gpipe.parameters())
+    boundary = size * width * 4
+
+    def step(module, x):
+        output = module(x)
+        output.backward(torch.ones_like(output))
+        return output
+
+    x = torch.rand(m * size, width)
+    step(gpipe, x)  # starts workers and learns which partitions draw random numbers
+    with LiveTensors().watched() as cell:  # while the parameters have their gradients
+        step(partition, x[:size].clone().requires_grad_())
+    gpipe.zero_grad()
+    with LiveTensors().watched(*gpipe.partitions) as live:
+        step(gpipe, x)
+    inputs = (n - 1) * m * boundary  # those of the first partition are the caller's mini-batch
+    output_and_gradient = 2 * m * boundary  # in which that of the one cell is contained
+    expected = inputs + output_and_gradient + cell.peak - boundary + parameters
+    print(n, live.peak, expected, live.peak/expected)
+    assert 0.8 * expected <= live.peak <= 1.1 * expected
+    assert live.now == parameters  # and nothing is left but gradients
+
+    # The twin: without checkpointing it takes far more.
+    gpipe.zero_grad()
+    gpipe.checkpoint = 'never'
+    with LiveTensors().watched(*gpipe.partitions) as live:
+        step(gpipe, x)
+    print(live.peak/expected)
+    assert live.peak > 1.5 * expected

@@ -1,0 +1,37 @@
+"""The command line of the benchmarks."""
+import sys
+from typing import NoReturn
+
+import click
+
+from benchmarks.concurrency import concurrency
+from benchmarks.digits import digits
+from benchmarks.overhead import overhead
+
+
+@click.group(context_settings={'help_option_names': ['-h', '--help']})
+def cli() -> None:
+    """Measure torchgpipe on this machine, and train with it on real data."""
+
+
+for command in (digits, overhead, concurrency):
+    cli.add_command(command)
+
+
+def main() -> NoReturn:
+    """Run a command; what is wrong with its options takes one line."""
+    try:
+        cli(prog_name='python -m benchmarks', standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+    except click.ClickException as error:
+        click.echo(f'Error: {error.format_message()}', err=True)
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo('Stopped.', err=True)
+        sys.exit(130)
+    sys.exit(0)
+
+
+if __name__ == '__main__':
+    main()

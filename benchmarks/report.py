@@ -1,0 +1,63 @@
+"""What all benchmarks print and write: tables, and files that say where they were measured."""
+import json
+import platform
+from datetime import date
+from pathlib import Path
+from typing import Any, Dict, List, Sequence
+
+import click
+import torch
+
+import torchgpipe
+
+
+def output_folder(path: str) -> Path:
+    """Make the folder for results; a :exc:`click.ClickException` if that can't be."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / '.writable').touch()
+        (folder / '.writable').unlink()
+    except OSError as error:
+        raise click.ClickException(f'cannot write to the output folder {path!r}: '
+                                   f'{error.strerror or error}') from None
+    return folder
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Align columns: the first to the left, numbers to the right."""
+    cells: List[List[str]] = [list(header), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[k]) for row in cells) for k in range(len(header))]
+    lines = ['  '.join(cell.ljust(width) if k == 0 else cell.rjust(width)
+                       for k, (cell, width) in enumerate(zip(row, widths))) for row in cells]
+    return '\n'.join([lines[0], '  '.join('─' * width for width in widths), *lines[1:]])
+
+
+def machine() -> Dict[str, Any]:
+    """Say what was measured where and when."""
+    gpus = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
+    return {'date': date.today().isoformat(), 'torchgpipe': torchgpipe.__version__,
+            'torch': torch.__version__, 'python': platform.python_version(),
+            'cpu': _cpu_name(), 'cores': len(_cores()), 'gpus': gpus}
+
+
+def _cores() -> List[int]:
+    import os
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') \
+        else list(range(os.cpu_count() or 1))
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path('/proc/cpuinfo').read_text().splitlines()
+        return next(line.partition(':')[2].strip() for line in lines
+                    if line.startswith('model name'))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def write_json(folder: Path, name: str, results: Any) -> Path:
+    """Write results together with the machine that they come from."""
+    path = folder / f'{name}.json'
+    path.write_text(json.dumps({'machine': machine(), 'results': results}, indent=1) + '\n')
+    return path
