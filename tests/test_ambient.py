@@ -172,6 +172,25 @@ def test_context_variables(devices, mode):
 
 
 @devices
+@pytest.mark.parametrize('mode', ['always', 'never'])
+def test_the_default_device(devices, mode):
+    seen = []
+
+    class Make(nn.Module):
+        def forward(self, x):
+            seen.append(torch.empty(1).device.type)
+            return x * 1
+
+    gpipe = pipe(nn.Sequential(Make(), Make()), devices, mode)
+    x = torch.rand(4, 1, requires_grad=True)
+    with torch.device('meta'):
+        output = gpipe(x)
+    output.sum().backward()
+    gpipe(x)
+    assert seen == ['meta'] * (16 if mode == 'always' else 8) + ['cpu'] * 8
+
+
+@devices
 def test_the_number_of_intra_op_threads(devices):
     seen = []
     model = nn.Sequential(*[Spy(lambda _: seen.append(torch.get_num_threads()))

@@ -175,6 +175,31 @@ def test_without_affine_parameters():
     assert not list(gpipe.parameters())
 
 
+def test_conversion_of_a_layer_in_two_places_and_of_hooks():
+    norm = nn.BatchNorm1d(3)
+    calls = []
+    norm.register_forward_hook(lambda *args: calls.append(1))
+    module = nn.Module()
+    module.a = module.b = norm
+    DeferredBatchNorm.convert_deferred_batch_norm(module)
+    assert module.a is module.b and type(module.a) is DeferredBatchNorm
+    module.a(torch.rand(2, 3))
+    assert calls == [1]
+
+
+def test_a_layer_with_parametrizations_is_refused():
+    norm = nn.BatchNorm1d(3)
+    nn.utils.parametrize.register_parametrization(norm, 'weight', nn.Identity())
+    with pytest.raises(ValueError, match='parametrizations'):
+        DeferredBatchNorm.convert_deferred_batch_norm(nn.Sequential(norm))
+
+
+def test_in_v007_an_unfinished_mini_batch_was_saved():
+    state = nn.BatchNorm1d(3).state_dict()
+    state.update(sum=torch.zeros(3), sum_squares=torch.zeros(3))
+    DeferredBatchNorm(3).load_state_dict(state)
+
+
 def test_a_lazy_layer_is_refused():
     with pytest.raises(ValueError, match='LazyBatchNorm1d does not know'):
         DeferredBatchNorm.convert_deferred_batch_norm(nn.Sequential(nn.LazyBatchNorm1d()))

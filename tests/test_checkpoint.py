@@ -89,6 +89,11 @@ def test_a_function_that_requires_no_grad():
     batch.tensor.backward()
 
 
+def test_an_output_that_requires_no_grad_may_be_left_alone():
+    checkpointing = Checkpointing(lambda x: x.detach() * 2, Batch(torch.rand(1)))
+    assert not checkpointing.checkpoint(always=False).tensor.requires_grad
+
+
 def test_a_parameter_that_the_function_closes_over():
     x, a = torch.rand(1), torch.rand(1, requires_grad=True)
     checkpoint(lambda x: x * a, x).backward()

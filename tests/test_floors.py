@@ -13,7 +13,7 @@ ROOT = Path(torchgpipe.__file__).parent
 FLOORS = [
     {'__version__', 'aliases'},
     {'ambient', 'microbatch', 'stream'},
-    {'phony', 'randomness'},
+    {'phony', 'randomness', 'snapshot'},
     {'copy', 'dependency', 'partition', 'worker'},
     {'checkpoint'},
     {'batchnorm', 'compute'},

@@ -66,6 +66,47 @@ def test_names_of_modules():
         model.a
 
 
+def test_layers_keep_the_modes_that_they_had():
+    model = small_model()
+    model[1].eval()
+    gpipe = pipe(model)
+    assert gpipe.training and gpipe.partitions[0].training and not gpipe[1].training
+
+
+def test_a_replaced_layer_is_noticed():
+    for replace in (lambda model: model.partitions[0].__setattr__('0', nn.Identity()),
+                    lambda model: model._modules.update({'0': nn.Identity()})):
+        model = pipe()
+        replace(model)
+        with pytest.raises(RuntimeError, match='has been replaced'):
+            model(torch.rand(2, 4, dtype=torch.double))
+
+
+def test_a_sequential_that_is_more_than_its_layers():
+    class Residual(nn.Sequential):
+        def forward(self, x):
+            return x + super().forward(x)
+
+    with pytest.raises(TypeError, match='Residual has a forward of its own'):
+        pipe(Residual(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1])
+    model = small_model()
+    model.register_buffer('mine', torch.zeros(1))
+    with pytest.raises(ValueError, match="'mine'"):
+        pipe(model)
+    model = small_model()
+    model.register_forward_hook(lambda *args: None)
+    with pytest.raises(ValueError, match='hooks'):
+        pipe(model)
+
+
+def test_layers_with_names_of_its_own():
+    names = ['_workers', '_quiet', 'partitions', 'balance', 'chunks', 'devices', 'checkpoint']
+    model = nn.Sequential(OrderedDict((name, nn.Linear(2, 2)) for name in names))
+    gpipe = pipe(model, [3, 4], chunks=2)
+    gpipe(torch.rand(4, 2)).sum().backward()
+    assert list(gpipe.state_dict())[0] == '_workers.weight' and gpipe.chunks == 2
+
+
 def test_the_mode_is_that_of_all_modules():
     model = pipe(small_model().eval())
     assert not any(module.training for module in model.modules())
@@ -129,7 +170,7 @@ def test_devices_that_are_not_needed_are_dropped():
     assert len(pipe(devices=['cpu'] * 5).devices) == 2
 
 
-@pytest.mark.parametrize('device', ['gpu', 'cpu:x', 'cuda:99', None, 3.5])
+@pytest.mark.parametrize('device', ['gpu', 'cpu:x', 'cuda:99', 'meta', None, 3.5])
 def test_an_unknown_device(device):
     with pytest.raises(ValueError, match='device'):
         pipe(devices=['cpu', device])
@@ -140,7 +181,7 @@ def test_one_device_instead_of_several():
         pipe(devices='cpu')
 
 
-@pytest.mark.parametrize('chunks', [0, -1, 'x', None])
+@pytest.mark.parametrize('chunks', [0, -1, 'x', None, float('inf')])
 def test_wrong_chunks(chunks):
     with pytest.raises(ValueError, match='number of chunks must be a positive integer'):
         pipe(chunks=chunks)

@@ -1,4 +1,6 @@
 """Random numbers: exact in recomputation, the same from run to run, or an error."""
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -80,9 +82,10 @@ def test_dropout_in_evaluation_does_not_keep_training_from_being_exact():
 def test_a_partition_is_known_by_its_mode():
     quiet, partition = Quiet(), nn.Sequential(nn.Dropout())
     key = Quiet.key(0, partition.eval())
-    quiet.learn(key)
+    quiet.learn(key, True)
     assert key in quiet and Quiet.key(0, partition.train()) not in quiet
-    quiet.forget(key)
+    quiet.distrust(key)
+    quiet.learn(key, True)
     assert key not in quiet
 
 
@@ -108,3 +111,43 @@ def test_dropout_on_cuda(mode):
     output = gpipe(x)
     output.sum().backward()
     assert torch.allclose(output.cuda(), x * x.grad)
+
+
+def test_two_workers_at_the_generator_do_not_wait_for_each_other_for_ever():
+    """Saving a state may start the garbage collector, which lets go of the GIL."""
+    class Cyclic(nn.Module):
+        def forward(self, x):
+            for _ in range(20):  # garbage that only the collector can free, with tensors in it
+                cycle = [x * 1, None]
+                cycle[1] = cycle
+            return x
+
+    gpipe = GPipe(nn.Sequential(*[nn.Sequential(Cyclic(), nn.Linear(2, 2)) for _ in range(3)]),
+                  [1] * 3, devices=['cpu:0', 'cpu:1', 'cpu:2'], chunks=8, checkpoint='always')
+    before = gc.get_threshold()
+    gc.set_threshold(7)
+    try:
+        for _ in range(150):
+            gpipe(torch.rand(8, 2)).sum().backward()
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_drawing_without_checkpoints_is_no_error_but_never_at_the_same_time_again():
+    class Maybe(nn.Module):
+        on = False
+
+        def forward(self, x):
+            return x + torch.rand(1) if self.on else x
+
+    gpipe = GPipe(nn.Sequential(Maybe(), Maybe()), [1, 1], devices=['cpu:0', 'cpu:1'], chunks=3,
+                  checkpoint='never')
+    x = torch.rand(3, 1)
+    gpipe(x)
+    Maybe.on = True
+    gpipe(x)
+    results = []
+    for _ in range(20):
+        torch.manual_seed(5)
+        results.append(gpipe(x))
+    assert all(torch.equal(result, results[0]) for result in results)

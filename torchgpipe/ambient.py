@@ -87,6 +87,8 @@ class Ambient(NamedTuple):
     context: contextvars.Context
     #: OpenMP gives each thread its own number of threads, so a change must follow to the workers.
     num_threads: int
+    #: Of ``torch.device(…)`` as a context and ``torch.set_default_device``, if set.
+    device: Optional[torch.device]
     checkpointing: bool
     recomputing: bool
 
@@ -96,7 +98,7 @@ class Ambient(NamedTuple):
         return Ambient(torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
                        _Autocast.capture(),
                        torch._C._autograd._top_saved_tensors_default_hooks(True),
-                       contextvars.copy_context(), torch.get_num_threads(),
+                       contextvars.copy_context(), torch.get_num_threads(), _default_device(),
                        checkpoint_state.checkpointing, checkpoint_state.recomputing)
 
     def run(self, function: Callable[[], T]) -> T:
@@ -120,6 +122,8 @@ class Ambient(NamedTuple):
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
+            if self.device is not None:
+                stack.enter_context(self.device)
             if self.hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))
             try:
@@ -142,7 +146,17 @@ class Ambient(NamedTuple):
         return self.context.copy().run(self._rerun, function)
 
     def _rerun(self, function: Callable[[], T]) -> T:
-        if _Autocast.capture() == self.autocast:
+        device = _default_device()
+        if device == self.device and _Autocast.capture() == self.autocast:
             return function()
-        with self.autocast.region():
+        with ExitStack() as stack:
+            if _Autocast.capture() != self.autocast:
+                stack.enter_context(self.autocast.region())
+            if device != self.device:
+                stack.enter_context(self.device or torch.device('cpu'))
             return function()
+
+
+def _default_device() -> Optional[torch.device]:
+    # Asked only where some mode is on, for the answer takes as long as a small layer.
+    return torch.get_default_device() if torch._C._is_torch_function_mode_enabled() else None

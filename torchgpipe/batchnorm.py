@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
 
 from torchgpipe.checkpoint import is_recomputing
 from torchgpipe.microbatch import place
@@ -136,6 +137,12 @@ class DeferredBatchNorm(_BatchNorm):
             tensor = cast(Tensor, running)
             tensor.lerp_(new.to(tensor.dtype), factor)
 
+    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *args: Any) -> None:
+        # Buffers of 0.0.7 in which it kept an unfinished mini-batch.
+        for name in ('sum', 'sum_squares'):
+            state_dict.pop(prefix + name, None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     @classmethod
     def convert_deferred_batch_norm(cls, module: TModule, chunks: int = 1) -> TModule:
         """Replace every batch normalization in a module by a deferred one, in place.
@@ -152,13 +159,23 @@ class DeferredBatchNorm(_BatchNorm):
             The module, or what replaces it.
 
         Raises:
-            ValueError: A lazy layer has not seen its first input.
+            ValueError: A lazy layer has not seen its first input, or a layer has
+                parametrizations.
         """
-        if isinstance(module, _BatchNorm):
-            return cast(TModule, cls._convert(module, chunks))
-        for name, child in list(module.named_children()):
-            module.add_module(name, cls.convert_deferred_batch_norm(child, chunks))
-        return module
+        return cast(TModule, cls._convert_all(module, chunks, {}))
+
+    @classmethod
+    def _convert_all(cls, module: nn.Module, chunks: int, done: Dict[nn.Module, nn.Module]
+                     ) -> nn.Module:
+        # A layer that stands in two places is replaced by one layer in both.
+        if module not in done:
+            done[module] = module
+            if isinstance(module, _BatchNorm):
+                done[module] = cls._convert(module, chunks)
+            for name, child in module._modules.items():
+                if child is not None:
+                    module._modules[name] = cls._convert_all(child, chunks, done)
+        return done[module]
 
     @classmethod
     def _convert(cls, module: _BatchNorm, chunks: int) -> _BatchNorm:
@@ -169,8 +186,13 @@ class DeferredBatchNorm(_BatchNorm):
         plain = type(module).forward is _BatchNorm.forward and module.track_running_stats
         if not known and not plain:
             return module
+        if is_parametrized(module):
+            raise ValueError('a batch normalization with parametrizations can not be converted')
         deferred = cls(module.num_features, module.eps, module.momentum, module.affine, chunks,
                        device='meta')
-        for tensors in ('_parameters', '_buffers'):
-            getattr(deferred, tensors).update(getattr(module, tensors))
+        for kind in ('_parameters', '_buffers', '_forward_hooks', '_forward_pre_hooks',
+                     '_forward_hooks_with_kwargs', '_forward_pre_hooks_with_kwargs',
+                     '_forward_hooks_always_called', '_backward_hooks', '_backward_pre_hooks'):
+            getattr(deferred, kind).update(getattr(module, kind))
+        deferred._is_full_backward_hook = module._is_full_backward_hook
         return deferred.train(module.training)

@@ -25,18 +25,20 @@ one thread, in order. The edge hangs on outputs, not on inputs, because a join m
 require grad, and the first partition would go on to compute a gradient for data that needs none.
 """
 import itertools
-from typing import Optional, Sequence
+from typing import Callable, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient import Ambient
+from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.checkpoint import Checkpointing
 from torchgpipe.compute import Compute
 from torchgpipe.copy import Wait
 from torchgpipe.dependency import fork, join
 from torchgpipe.microbatch import Batch, Place, place
-from torchgpipe.stream import AbstractStream
+from torchgpipe.snapshot import Contents, Snapshot
+from torchgpipe.stream import AbstractStream, CPUStream, use_stream
 
 __all__ = ['Cells']
 
@@ -72,38 +74,60 @@ class Cells:
             parameter.requires_grad for parameter in partition.parameters())
         self._order: Optional[Tensor] = None
         self._ambient: Optional[Ambient] = None
+        self._contents: Optional[Contents] = None
 
-    def run(self, i: int, batch: Batch) -> Batch:
-        """Take micro-batch ``i`` through the partition."""
+    def run(self, i: int, batch: Batch, quiet: bool = False) -> Batch:
+        """Take micro-batch ``i`` through the partition.
+
+        Args:
+            i: Index of the micro-batch.
+            batch: Its value.
+            quiet: Whether the partition is known not to draw from the CPU's random generator.
+        """
         outside = place.place
         place.place = Place(i, self.m, next(_serial))
         try:
             if self._arrivals is not None:
                 batch = _wait(self._arrivals[i], self.stream, batch)  # 1
-            output = self._run(i, batch)
-            if self._grad and self.m > 1:
-                self._chain(i, output)  # 5
+            output, recompute = self._run(i, batch, quiet)  # 2
+            if self._grad or self._departures is not None:
+                self._finish(i, output, recompute)
             return output
         finally:
             place.place = outside
 
-    def _run(self, i: int, batch: Batch) -> Batch:
+    def _run(self, i: int, batch: Batch, quiet: bool
+             ) -> Tuple[Batch, Optional[Callable[[Batch], None]]]:
         # A cell without anything to train has no graph, so there is nothing to save memory on.
         checkpointed = i < self._checkpoint_stop and (
             self._trainable or batch.find_grad() is not None)
         if not checkpointed:
-            return self._depart(i, Batch(self._compute(i, batch.value)))  # 2, 3
+            return Batch(self._compute(i, batch.value)), None
         if self._ambient is None:
             self._ambient = Ambient.capture()
-        checkpointing = Checkpointing(self._compute.of(i), batch, self._ambient)
-        output = self._depart(i, checkpointing.checkpoint())  # 2, 3
-        checkpointing.recompute(output)  # 4
-        return output
+        if self._contents is None:
+            self._contents = Contents(self._compute.partition, aware=(DeferredBatchNorm,))
+        checkpointing = Checkpointing(
+            self._compute.checkpointed(i), batch, ambient=self._ambient, quiet=quiet,
+            snapshot=Snapshot(self._contents))
+        return checkpointing.checkpoint(always=False), checkpointing.recompute
 
-    def _depart(self, i: int, batch: Batch) -> Batch:
-        if self._departures is not None:
-            batch = _wait(self.stream, self._departures[i], batch)
-        return batch
+    def _finish(self, i: int, output: Batch, recompute: Optional[Callable[[Batch], None]]) -> None:
+        """Hang onto the output what backward has to meet before it meets the layers."""
+        departure = CPUStream if self._departures is None else self._departures[i]
+        # [Note: Stream of the nodes behind a cell]
+        # When autograd hands a gradient on, it lets the stream of the next node wait for it at
+        # once. These nodes belong to the copy stream, so that the compute stream does not wait
+        # until `Wait` says so, and the recomputation, queued before, overlaps with the copy.
+        with use_stream(departure):
+            if self._departures is not None:
+                _wait(self.stream, departure, output)  # 3
+            if recompute is not None:
+                recompute(output)  # 4
+            if self._grad and self.m > 1:
+                self._chain(i, output)  # 5
+        if self._contents is not None and i == self.m - 1:
+            self._contents.settle()
 
     def _chain(self, i: int, output: Batch) -> None:
         k = output.find_grad()

@@ -53,6 +53,8 @@ from torchgpipe.dependency import join
 from torchgpipe.microbatch import Batch
 from torchgpipe.phony import get_phony
 from torchgpipe.randomness import RandomState
+from torchgpipe.snapshot import Snapshot
+from torchgpipe.stream import current_stream, no_context, use_stream
 
 __all__ = ['Checkpoint', 'Checkpointing', 'Recompute', 'checkpoint', 'enable_checkpointing',
            'enable_recomputing', 'is_checkpointing', 'is_recomputing']
@@ -118,36 +120,44 @@ class Checkpointing:
         function: What to call, twice.
         batch: What to call it with.
         ambient: The thread's state, if the caller has it at hand.
+        snapshot: What the function is made of, if it changes.
+        quiet: Whether the function is known not to draw from the CPU's random generator.
     """
 
-    __slots__ = ('_ambient', '_batch', '_function', '_recomputation')
+    __slots__ = ('_ambient', '_batch', '_function', '_quiet', '_recomputation', '_snapshot')
 
-    def __init__(self, function: Function, batch: Batch, ambient: Optional[Ambient] = None
-                 ) -> None:
+    def __init__(self, function: Function, batch: Batch, *, ambient: Optional[Ambient] = None,
+                 snapshot: Optional[Snapshot] = None, quiet: bool = False) -> None:
         self._function = function
         self._batch = batch
         self._ambient = ambient
+        self._snapshot = snapshot
+        self._quiet = quiet
         self._recomputation: Optional[_Recomputation] = None
 
-    def checkpoint(self) -> Batch:
-        """Run the function, and hang ``Checkpoint`` on its output."""
+    def checkpoint(self, always: bool = True) -> Batch:
+        """Run the function, and hang ``Checkpoint`` on its output.
+
+        Args:
+            always: Whether to do so, and so make it require grad, if nothing in it does.
+        """
         function, batch = self._function, self._batch
         if not torch.is_grad_enabled():
             with enable_checkpointing():
                 return batch.call(function)
 
         self._recomputation = recomputation = _Recomputation(
-            function, batch, self._ambient or Ambient.capture())
-        with enable_checkpointing(), \
+            function, batch, self._ambient or Ambient.capture(), self._snapshot, self._quiet)
+        with enable_checkpointing(), self._snapshot.taken() if self._snapshot else no_context, \
                 saved_tensors_hooks(recomputation.number, recomputation.unpack):
             output = batch.call(function)
         recomputation.random.settle()
 
         # Outputs that need no gradient stay out of the graph, as they do without checkpointing.
-        # Where none needs one, there has to be a node nonetheless for Recompute to hang on.
         tensors = list(output)
-        where = [k for k, y in enumerate(tensors) if y.requires_grad] \
-            or [k for k, y in enumerate(tensors) if y.is_floating_point()]
+        where = [k for k, y in enumerate(tensors) if y.requires_grad]
+        if always and not where:
+            where = [k for k, y in enumerate(tensors) if y.is_floating_point()]
         if where:
             phony = get_phony(tensors[where[0]].device, requires_grad=True)
             marked = Checkpoint.apply(  # type: ignore[no-untyped-call]
@@ -171,10 +181,11 @@ class _Recomputation:
     """What the nodes of one checkpointed call share: how to run it again, and what that gave."""
 
     __slots__ = ('_ambient', '_atomic', '_function', '_held', '_holder', '_hooks', '_input',
-                 '_next', '_recompute', '_saved', '_tensors', '_thread', 'filled', 'random',
-                 '__weakref__')
+                 '_next', '_recompute', '_saved', '_snapshot', '_stream', '_tensors', '_thread',
+                 'filled', 'random', '__weakref__')
 
-    def __init__(self, function: Function, batch: Batch, ambient: Ambient) -> None:
+    def __init__(self, function: Function, batch: Batch, ambient: Ambient,
+                 snapshot: Optional[Snapshot], quiet: bool) -> None:
         self._function = function
         self._atomic = batch.atomic
         self._input: Tuple[Tensor, ...] = tuple(batch)
@@ -188,7 +199,9 @@ class _Recomputation:
         self._ambient = ambient
         self._hooks = _users_hooks(ambient)
         self._thread = threading.get_ident()
-        self.random = RandomState(batch.device)
+        self._snapshot = snapshot
+        self._stream = current_stream(batch.device)
+        self.random = RandomState(batch.device, quiet)
 
     def number(self, tensor: Tensor) -> int:
         """Pack hook of the first pass: keep a number and a fingerprint, not the tensor."""
@@ -212,8 +225,10 @@ class _Recomputation:
         leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in input)
         self._next = 0
         self._thread = threading.get_ident()
-        with self.random.restored(), enable_recomputing(), torch.enable_grad(), \
-                saved_tensors_hooks(self._keep, self.unpack):
+        # Autograd may call this on another stream than the one whose nodes take the tensors.
+        with use_stream(self._stream), self.random.restored(), enable_recomputing(), \
+                self._snapshot.restored() if self._snapshot else no_context, \
+                torch.enable_grad(), saved_tensors_hooks(self._keep, self.unpack):
             self._ambient.rerun(lambda: self._function(leaves[0] if self._atomic else leaves))
         if self._next != len(self._saved):
             raise RuntimeError(_other_path(f'it saved {self._next} tensors for backward, '

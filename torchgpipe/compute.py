@@ -40,14 +40,15 @@ class Compute:
         self.device = device
         self.m = m
 
-    def of(self, i: int) -> Function:
-        """Give the function that computes micro-batch ``i``."""
-        return partial(self.__call__, i)
+    def checkpointed(self, i: int) -> Function:
+        """Give the function that computes micro-batch ``i``, and may do so again."""
+        return partial(self.__call__, i, again=True)
 
-    def __call__(self, i: int, value: TensorOrTensors) -> TensorOrTensors:
+    def __call__(self, i: int, value: TensorOrTensors, again: bool = False) -> TensorOrTensors:
         """Compute micro-batch ``i``."""
         try:
-            output = self._recompute(value) if is_recomputing() else self.partition(value)
+            output = self._recompute(value) if again and is_recomputing() \
+                else self.partition(value)
         except Exception as error:
             layer = _failing_layer(self.partition, error.__traceback__)
             _add_note(error, self._where(i, layer))

@@ -86,12 +86,13 @@ class GPipe(nn.Module):
         # The layers are registered as children under their own names, so that `state_dict` and all
         # that stands on it speak these names, whatever the balance. Partitions are a second view
         # of the same layers; through `named_modules` they give the names of torchgpipe 0.0.7.
-        self._modules.update(module._modules)
-        partitions = split(module, self.balance, self.devices)
-        self.__dict__['partitions'] = nn.ModuleList(partitions).train(module.training)
         self.training = module.training
         self._workers = Workers()
         self._quiet = Quiet()
+        partitions = nn.ModuleList(split(module, self.balance, self.devices))
+        partitions.training = module.training
+        self.__dict__['partitions'] = partitions
+        self._modules.update(module._modules)
 
     def forward(self, input: TensorOrTensors) -> TensorOrTensors:
         """Run the model on a mini-batch.
@@ -107,6 +108,7 @@ class GPipe(nn.Module):
             ValueError: Batch sizes disagree or are zero, or the output has another one.
         """
         check(input)
+        self._check_views()
         if not self.devices:
             return input
         batches = scatter(input, self.chunks)
@@ -115,6 +117,14 @@ class GPipe(nn.Module):
                  checkpoint_stop=self._checkpoint_stop(len(batches)),
                  workers=self._workers, quiet=self._quiet).run()
         return gather(batches, sizes)
+
+    def _check_views(self) -> None:
+        mine = list(self._modules.items())
+        theirs = [item for part in self.partitions for item in part._modules.items()]
+        if mine != theirs:
+            raise RuntimeError('a layer of this GPipe has been replaced, in its partition or '
+                               'among its children but not in both; replace layers in the '
+                               'sequential module before GPipe wraps it')
 
     def _checkpoint_stop(self, m: int) -> int:
         if not self.training:
@@ -211,7 +221,7 @@ def _denied() -> TypeError:
 def _take_chunks(chunks: Union[int, str, Any]) -> int:
     try:
         number = int(chunks)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         raise ValueError('number of chunks must be a positive integer, but got '
                          f'{chunks!r}') from None
     if number < 1:

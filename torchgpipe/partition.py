@@ -26,15 +26,33 @@ def verify_module(module: nn.Module) -> None:
     """Check that a module can be partitioned.
 
     Raises:
-        TypeError: It is not an :class:`torch.nn.Sequential`.
+        TypeError: It is not an :class:`torch.nn.Sequential`, or has a forward of its own.
         ValueError: A child appears twice, or a parameter in two children.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError('module must be nn.Sequential to be partitioned, but got '
                         f'{type(module).__name__}')
+    _verify_plain(module)
     layers = list(module._modules.items())
     _verify_children(layers)
     _verify_parameters(layers)
+
+
+def _verify_plain(module: nn.Sequential) -> None:
+    """Refuse what the layers alone would not do, since only they are run."""
+    if type(module).forward is not nn.Sequential.forward:
+        raise TypeError(f'module must be nn.Sequential to be partitioned, but '
+                        f'{type(module).__name__} has a forward of its own')
+    if module._parameters or module._buffers:
+        names = [*module._parameters, *module._buffers]
+        raise ValueError('a sequential module to be partitioned has its parameters and buffers in '
+                         f'its layers, but this one has some of its own: {names}')
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        raise ValueError('a sequential module to be partitioned can not have hooks of its own; '
+                         'register them on its layers, or on the GPipe')
+    for name, layer in module._modules.items():
+        if layer is None:
+            raise ValueError(f"layer '{name}' is None")
 
 
 def _verify_children(layers: Sequence[Tuple[str, Any]]) -> None:
@@ -77,7 +95,10 @@ def take_balance(balance: Optional[Iterable[int]], layers: int) -> List[int]:
         if isinstance(number, bool) or not hasattr(number, '__index__'):
             raise TypeError(f'balance must be made of integers, but partition {j} has {number!r} '
                             f'layers (balance: {numbers})')
-    numbers = [number.__index__() for number in numbers]
+    try:
+        numbers = [number.__index__() for number in numbers]
+    except TypeError:
+        raise TypeError(f'balance must be made of integers, but is {numbers}') from None
     if sum(numbers) != layers:
         raise ValueError(f'module and sum of balance have different length: {layers} layers, but '
                          f'the balance {numbers} adds up to {sum(numbers)}' + _RECOMMENDATION)
@@ -113,8 +134,10 @@ def _resolve(device: Device) -> torch.device:
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f'unknown device {device!r}: {reason}') from None
-    if resolved.type != 'cuda':
+    if resolved.type == 'cpu':
         return resolved
+    if resolved.type != 'cuda':
+        raise ValueError(f"a pipeline runs on 'cpu' and 'cuda' devices, not on '{resolved}'")
     count = torch.cuda.device_count()
     if count == 0 or (resolved.index or 0) >= count:
         raise ValueError(f"device '{resolved}' is not on this machine, which has {count} CUDA "

@@ -79,6 +79,7 @@ class Pipeline:
         self._owns_workers = workers is None
         self._quiet = quiet or Quiet()
         self._failed_at: float = math.inf
+        self._checkpoint_stop = checkpoint_stop if torch.is_grad_enabled() else 0
         self._crosses = [False, *(a != b and not a[0] == b[0] == 'cpu'
                                   for a, b in zip(self._keys, self._keys[1:])), False]
         if copy_streams is None and any(self._crosses):
@@ -140,33 +141,38 @@ class Pipeline:
         for i, j in schedule:
             groups.setdefault(self._keys[j], []).append((i, j))
         before = cpu_state()
-        self._dispatch(list(groups.values()))
+        self._dispatch(list(groups.values()), quiet=True)
         if not torch.equal(before, cpu_state()):
-            for _, j in schedule:
-                self._quiet.forget(self._modes[j])
-            raise RuntimeError(
-                f'the partitions {[j for _, j in schedule]} ran at the same time, and one of them '
-                "drew from the CPU's random generator, which none had done before in this mode: "
-                'the numbers would differ from run to run, and from those that a recomputation '
-                'draws. From now on they run in turn, so call the model again; or put all '
-                "partitions on one device, as in devices=['cpu', 'cpu'].")
+            self._distrust(schedule)
+
+    def _distrust(self, schedule: Sequence[Cell]) -> None:
+        """Deal with a partition that was thought not to draw random numbers, and did."""
+        for _, j in schedule:
+            self._quiet.distrust(self._modes[j])
+        if not any(i < self._checkpoint_stop for i, _ in schedule):
+            return  # Nothing will be recomputed; from now on the order is the same in each run.
+        raise RuntimeError(
+            f'the partitions {[j for _, j in schedule]} ran at the same time, and one of them '
+            "drew from the CPU's random generator, which none had done before in this mode, so a "
+            'recomputation could not draw the same numbers. From now on they run in turn: call '
+            "the model again; or put all partitions on one device, as in devices=['cpu', 'cpu']. "
+            'If it was another thread of your program that drew, give it a torch.Generator.')
 
     def _compute_in_turn(self, schedule: Sequence[Cell]) -> None:
         for i, j in schedule:
             before = cpu_state()
             self._dispatch([[(i, j)]])
-            if torch.equal(before, cpu_state()):
-                self._quiet.learn(self._modes[j])
+            self._quiet.learn(self._modes[j], quiet=torch.equal(before, cpu_state()))
 
-    def _dispatch(self, groups: Sequence[Sequence[Cell]]) -> None:
+    def _dispatch(self, groups: Sequence[Sequence[Cell]], quiet: bool = False) -> None:
         """Give each worker its cells, and wait for all of them."""
         replies: SimpleQueue[Result] = SimpleQueue()
         try:
             for group in groups:
                 j = group[0][1]
                 self._workers.submit(self._devices[j], Task(
-                    self._cells[j].stream, compute=partial(self._run_group, group), finalize=None,
-                    reply=replies))
+                    self._cells[j].stream, compute=partial(self._run_group, group, quiet),
+                    finalize=None, reply=replies))
             error = _first_error([replies.get() for _ in groups])
         except BaseException:
             # KeyboardInterrupt, most likely: what is under way has to end before anyone goes on.
@@ -179,13 +185,13 @@ class Pipeline:
             finally:
                 del error  # or its traceback, this frame and the error would be a cycle
 
-    def _run_group(self, group: Sequence[Cell]) -> Any:
+    def _run_group(self, group: Sequence[Cell], quiet: bool) -> Any:
         """Run the cells of one worker in a clock, up to the first failure."""
         for i, j in group:
             if self._failed_at < j:
                 break
             try:
-                self._batches[i] = self._cells[j].run(i, self._batches[i])
+                self._batches[i] = self._cells[j].run(i, self._batches[i], quiet)
             except BaseException as error:
                 self._failed_at = min(self._failed_at, j)
                 return j, error

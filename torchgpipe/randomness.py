@@ -7,6 +7,10 @@ by all workers and by all threads of backward, which takes more care:
 1. Partitions that draw from it never run at the same time as another one (:class:`Quiet`), so each
    cell draws one unbroken piece of its sequence, always in the same order.
 2. A recomputation touches it only if the first pass did, and then under a lock.
+3. Its state is read and written under that lock only. PyTorch guards a generator with a mutex,
+   which it takes while it holds the GIL; making the tensor for the state may start Python's
+   garbage collector, which may let go of the GIL. Two threads could then wait for each other for
+   ever. Who waits for a lock of Python's own lets go of the GIL.
 """
 import threading
 from contextlib import contextmanager
@@ -15,28 +19,34 @@ from typing import Any, ContextManager, Iterator, Optional, Set, Tuple
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.stream import _nothing
+from torchgpipe.stream import no_context
 
 __all__ = ['Quiet', 'RandomState', 'cpu_state']
 
 _cpu = torch.default_generator
 
-# Rule 2. Reentrant, since a cell may hold a pipeline of its own.
+# Rules 2 and 3. Reentrant, since a cell may hold a pipeline of its own.
 _cpu_lock = threading.RLock()
 
 
 def cpu_state() -> Tensor:
     """Give a copy of the CPU generator's state."""
-    return _cpu.get_state()
+    with _cpu_lock:
+        return _cpu.get_state()
 
 
 class RandomState:
-    """The random states of a cell's device and of the CPU, as they were before the cell ran."""
+    """The random states of a cell's device and of the CPU, as they were before the cell ran.
+
+    Args:
+        device: The cell's device.
+        quiet: Whether the cell is known not to draw from the CPU's generator.
+    """
 
     __slots__ = ('cpu', 'device', 'own')
 
-    def __init__(self, device: torch.device) -> None:
-        self.cpu: Optional[Tensor] = cpu_state()
+    def __init__(self, device: torch.device, quiet: bool = False) -> None:
+        self.cpu: Optional[Tensor] = None if quiet else cpu_state()
         self.device = device
         self.own: Optional[Tensor] = None
         if device.type not in ('cpu', 'meta'):
@@ -49,12 +59,12 @@ class RandomState:
 
     def restored(self) -> ContextManager[Any]:
         """Put these states back within the context."""
-        return _nothing if self.cpu is None and self.own is None else self._restored()
+        return no_context if self.cpu is None and self.own is None else self._restored()
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
         module = torch.get_device_module(self.device)
-        with _nothing if self.cpu is None else _cpu_lock:
+        with no_context if self.cpu is None else _cpu_lock:
             cpu = None if self.cpu is None else cpu_state()
             own = None if self.own is None else module.get_rng_state(self.device)
             try:
@@ -74,15 +84,18 @@ class Quiet:
     """The partitions that are known not to draw from the CPU's generator.
 
     Nobody can tell from a module whether it will draw. So a partition first runs alone, and its
-    effect on the generator is looked at. Those found quiet run at the same time from then on,
-    and the generator is looked at after each clock, lest one changed its mind.
+    effect on the generator is looked at. Those found quiet run at the same time from then on, and
+    the generator is looked at after each clock; if one of them drew after all, they are never
+    taken for quiet again. (A layer that seeds the generator and then puts its state back is not
+    found out.)
 
     A partition is known by its index and by the training flags of its modules, since dropout draws
     in training only.
     """
 
     def __init__(self) -> None:
-        self._known: Set[Tuple[Any, ...]] = set()
+        self._quiet: Set[Tuple[Any, ...]] = set()
+        self._loud: Set[Tuple[Any, ...]] = set()
 
     @staticmethod
     def key(j: int, partition: nn.Module) -> Tuple[Any, ...]:
@@ -90,12 +103,14 @@ class Quiet:
         return (j, *(module.training for module in partition.modules()))
 
     def __contains__(self, key: Tuple[Any, ...]) -> bool:
-        return key in self._known
+        return key in self._quiet
 
-    def learn(self, key: Tuple[Any, ...]) -> None:
-        """Remember a partition that ran alone and drew nothing."""
-        self._known.add(key)
+    def learn(self, key: Tuple[Any, ...], quiet: bool) -> None:
+        """Remember whether a partition that ran alone drew nothing."""
+        if quiet and key not in self._loud:
+            self._quiet.add(key)
 
-    def forget(self, key: Tuple[Any, ...]) -> None:
+    def distrust(self, key: Tuple[Any, ...]) -> None:
         """Let a partition run alone from now on."""
-        self._known.discard(key)
+        self._quiet.discard(key)
+        self._loud.add(key)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 __all__ = ['AbstractStream', 'CPUStream', 'CPUStreamType', 'as_cuda', 'current_stream',
-           'default_stream', 'get_device', 'is_cuda', 'new_stream', 'record_stream', 'use_device',
-           'use_stream', 'wait_stream']
+           'default_stream', 'get_device', 'is_cuda', 'new_stream', 'no_context',
+           'record_stream', 'use_device', 'use_stream', 'wait_stream']
 
 
 class CPUStreamType:
@@ -26,7 +26,8 @@ CPUStream = CPUStreamType()
 
 AbstractStream = Union[torch.cuda.Stream, CPUStreamType]
 
-_nothing: ContextManager[Any] = nullcontext()
+#: A context that does nothing, and takes no time to make.
+no_context: ContextManager[Any] = nullcontext()
 
 
 def is_cuda(stream: AbstractStream) -> bool:
@@ -56,12 +57,12 @@ def default_stream(device: torch.device) -> AbstractStream:
 
 def use_device(device: torch.device) -> ContextManager[Any]:
     """Make a CUDA device current within the context."""
-    return torch.cuda.device(device) if device.type == 'cuda' else _nothing
+    return torch.cuda.device(device) if device.type == 'cuda' else no_context
 
 
 def use_stream(stream: AbstractStream) -> ContextManager[Any]:
     """Make a CUDA stream, and its device, current within the context."""
-    return torch.cuda.stream(as_cuda(stream)) if is_cuda(stream) else _nothing
+    return torch.cuda.stream(as_cuda(stream)) if is_cuda(stream) else no_context
 
 
 def get_device(stream: AbstractStream) -> torch.device:

@@ -96,6 +96,9 @@ class Worker:
     def __init__(self, key: Tuple[str, int]) -> None:
         self.in_queue: InQueue = SimpleQueue()
         self.out_queue: OutQueue = SimpleQueue()
+        # Whatever happens between here and the moment when someone keeps this object: a thread
+        # whose worker nobody has ends.
+        weakref.finalize(self, self.in_queue.put, None)
         # A daemon, so that the interpreter does not wait for it before it runs exit handlers, of
         # which `Workers` has one that stops it.
         self.thread = threading.Thread(target=_work, args=(self.in_queue, self.out_queue),
