@@ -1,1 +1,5 @@
 """Benchmarks: ``python -m benchmarks --help``."""
+from tqdm import tqdm
+
+# No thread beside those that are measured.
+tqdm.monitor_interval = 0

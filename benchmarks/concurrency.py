@@ -1,7 +1,7 @@
 """Two equal partitions on cpu:0 and cpu:1: do they run at the same time?"""
 import time
 from statistics import median
-from typing import Callable, List
+from typing import Callable, Dict
 
 import click
 import torch
@@ -11,25 +11,25 @@ from benchmarks.report import machine, output_folder, table, write_json
 from torchgpipe import GPipe
 
 CHUNKS = 8
+ROWS = 256
 
 
-def measure(milliseconds: float, rounds: int) -> List[float]:
-    """Give the serial and the pipelined time of a forward pass, in seconds: medians."""
-    width = 64
-    x = torch.rand(CHUNKS * 64, width)
+def measure(width: int, milliseconds: float, rounds: int) -> Dict[str, float]:
+    """Time a forward pass, serial and pipelined: medians over interleaved rounds."""
+    x = torch.rand(CHUNKS * ROWS, width)
 
     def partition(depth: int) -> nn.Sequential:
-        return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh())
-                               for _ in range(depth)])
+        return nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)])
 
     def seconds(call: Callable[[], object]) -> float:
         start = time.perf_counter()
         call()
         return time.perf_counter() - start
 
-    probe = partition(50)
-    depth = int(50 * milliseconds / 1e3 / min(seconds(lambda: probe(x[:64])) for _ in range(20)))
-    halves = [nn.Sequential(*partition(depth + 1)), nn.Sequential(*partition(depth + 1))]
+    probe = partition(10)
+    layer = median(seconds(lambda: probe(x[:ROWS])) for _ in range(20)) / 10
+    depth = max(1, round(milliseconds / 1e3 / layer))
+    halves = [partition(depth), partition(depth)]
     model = GPipe(nn.Sequential(*halves), [1, 1], devices=['cpu:0', 'cpu:1'], chunks=CHUNKS)
 
     def serial() -> None:
@@ -39,8 +39,10 @@ def measure(milliseconds: float, rounds: int) -> List[float]:
     calls = [serial, lambda: model(x)]
     for call in calls:
         call()
-    times = [[seconds(call) for call in calls] for _ in range(rounds)]
-    return [median(column) for column in zip(*times)]
+    one, two = zip(*([seconds(call) for call in calls] for _ in range(rounds)))
+    return {'layer_ms': layer * 1e3, 'cell_ms': median(one) / CHUNKS / 2 * 1e3,
+            'serial_ms': median(one) * 1e3, 'gpipe_ms': median(two) * 1e3,
+            'speed_up': median(one) / median(two)}
 
 
 @click.command()
@@ -52,19 +54,19 @@ def concurrency(rounds: int, output: str) -> None:
     """Time two equal partitions on cpu:0 and cpu:1 against one after the other.
 
     Forward only, 8 micro-batches, one intra-op thread each. Two partitions can be at most
-    16/9 = 1.78 times as fast: the pipeline fills for one clock and drains for one.
+    16/9 = 1.78 times as fast: the pipeline fills for one clock and drains for one. The last row
+    has layers that take no longer than the Python code around them, of which one thread at a time
+    can run.
     """
     folder = output_folder(output)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    results = []
     with torch.no_grad():
-        for milliseconds in (1, 5, 20):
-            serial, piped = measure(milliseconds, rounds)
-            results.append({'cell_ms': serial / CHUNKS / 2 * 1e3, 'serial_ms': serial * 1e3,
-                            'gpipe_ms': piped * 1e3, 'speed_up': serial / piped})
+        results = [measure(width, milliseconds, rounds)
+                   for width, milliseconds in ((256, 5), (256, 20), (512, 20), (32, 5))]
     torch.set_num_threads(threads)
     click.echo(f"{machine()['cores']} cores, torch {machine()['torch']}\n")
-    click.echo(table(['ms per cell', 'serial, ms', 'GPipe, ms', 'speed-up'], [
-        [f'{value:.2f}' for value in row.values()] for row in results]))
+    click.echo(table(['ms per layer', 'ms per cell', 'serial, ms', 'GPipe, ms', 'speed-up'], [
+        [f'{value:.3f}' if name == 'layer_ms' else f'{value:.2f}' for name, value in row.items()]
+        for row in results]))
     click.echo(f"\n{write_json(folder, 'concurrency', results)}")

@@ -1,5 +1,6 @@
 """The floors: a file imports only from floors below it, also within functions."""
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,3 +65,30 @@ def test_importing_needs_torch_only():
     output = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True,
                             check=True, cwd=ROOT.parent).stdout
     assert output.strip() == 'set()'
+
+
+def test_the_table_in_the_documentation_is_this_one():
+    rows = re.findall(r'^\| (\d) \| (.*) \|$', (ROOT.parent / 'docs/design.md').read_text(), re.M)
+    documented = {int(floor): set(re.findall(r'`(\w+)`', text.replace('`gpipe`:', '`gpipe`')))
+                  for floor, text in rows}
+    assert [documented[k] | ({'__version__'} if k == 0 else set()) for k in range(len(FLOORS) - 1)
+            ] == FLOORS[:-1]
+
+
+def test_the_changelog_is_up_to_date():
+    newest = re.search(r'^## ([\d.]+) ', (ROOT.parent / 'docs/changelog.md').read_text(), re.M)
+    assert newest.group(1) == torchgpipe.__version__
+
+
+def test_both_readmes_have_the_same_code_and_figures():
+    english, korean = ((ROOT.parent / name).read_text() for name in ('README.md', 'README.ko.md'))
+    blocks = r'```(\w*)\n(.*?)```'
+    assert re.findall(blocks, english, re.S) == re.findall(blocks, korean, re.S)
+    figures = r'\d+\.\d+ ×'
+    assert re.findall(figures, english) == re.findall(figures, korean)
+    assert english.count('\n## ') == korean.count('\n## ')
+
+
+def test_the_example_of_the_readme_runs():
+    readme = (ROOT.parent / 'README.md').read_text()
+    exec(re.findall(r'```python\n(.*?)```', readme, re.S)[1], {})
