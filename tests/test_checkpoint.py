@@ -315,3 +315,30 @@ def test_the_input_is_freed_by_backward():
     del x
     y.sum().backward()
     assert ref() is None
+
+
+def test_a_layer_that_asks_for_gradients_within_its_forward():
+    def force(x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(x.exp().sum(), x, create_graph=True)[0]
+
+    with pytest.raises(RuntimeError, match="within its own forward.*checkpoint='never'"):
+        checkpoint(force, torch.rand(3, requires_grad=True))
+
+
+def test_a_recomputation_that_failed_can_be_tried_again():
+    state = {'fail': True}
+
+    def function(x):
+        if is_recomputing() and state['fail']:
+            raise ZeroDivisionError
+        return x.exp()
+
+    x = torch.rand(3, requires_grad=True)
+    y = checkpoint(function, x)
+    with pytest.raises(ZeroDivisionError):
+        y.sum().backward(retain_graph=True)
+    state['fail'] = False
+    y.sum().backward()
+    assert torch.allclose(x.grad, x.exp())

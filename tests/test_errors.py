@@ -143,8 +143,16 @@ def test_a_failure_keeps_no_tensor_alive(devices):
     assert log.alive() == 0
 
 
+@pytest.fixture
+def ctrl_c():
+    """See that SIGINT raises, as it does not where the tests run in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @devices
-def test_keyboard_interrupt_while_cells_run(devices):
+def test_keyboard_interrupt_while_cells_run(devices, ctrl_c):
     """Ctrl-C reaches the caller, whichever thread runs the cell; then the model works again."""
     interrupt = threading.Event()
 
@@ -165,7 +173,7 @@ def test_keyboard_interrupt_while_cells_run(devices):
     assert len(threading.enumerate()) == before
 
 
-def test_keyboard_interrupt_waits_for_the_cells_under_way():
+def test_keyboard_interrupt_waits_for_the_cells_under_way(ctrl_c):
     started, ended = threading.Event(), []
 
     def slow(x):

@@ -151,7 +151,7 @@ class Checkpointing:
         with enable_checkpointing(), self._snapshot.taken() if self._snapshot else no_context, \
                 saved_tensors_hooks(recomputation.number, recomputation.unpack):
             output = batch.call(function)
-        recomputation.random.settle()
+        recomputation.settle()
 
         # Outputs that need no gradient stay out of the graph, as they do without checkpointing.
         tensors = list(output)
@@ -181,8 +181,8 @@ class _Recomputation:
     """What the nodes of one checkpointed call share: how to run it again, and what that gave."""
 
     __slots__ = ('_ambient', '_atomic', '_function', '_held', '_holder', '_hooks', '_input',
-                 '_next', '_recompute', '_saved', '_snapshot', '_stream', '_tensors', '_thread',
-                 'filled', 'random', '__weakref__')
+                 '_next', '_passing', '_recompute', '_saved', '_snapshot', '_stream', '_tensors',
+                 '_random', '_thread', 'filled', '__weakref__')
 
     def __init__(self, function: Function, batch: Batch, ambient: Ambient,
                  snapshot: Optional[Snapshot], quiet: bool) -> None:
@@ -192,6 +192,7 @@ class _Recomputation:
         self._recompute: Optional[Tensor] = None
         self._saved: List[int] = []
         self._next = 0
+        self._passing = True
         self._tensors: Dict[int, Tuple[Any, Optional[int]]] = {}
         self._holder: Callable[[], Any] = _gone
         self._held: Dict[int, Tensor] = {}
@@ -201,7 +202,12 @@ class _Recomputation:
         self._thread = threading.get_ident()
         self._snapshot = snapshot
         self._stream = current_stream(batch.device)
-        self.random = RandomState(batch.device, quiet)
+        self._random = RandomState(batch.device, quiet)
+
+    def settle(self) -> None:
+        """Close the first pass."""
+        self._passing = False
+        self._random.settle()
 
     def number(self, tensor: Tensor) -> int:
         """Pack hook of the first pass: keep a number and a fingerprint, not the tensor."""
@@ -224,12 +230,14 @@ class _Recomputation:
         input = self._input if node is None else node.saved_tensors
         leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in input)
         self._next = 0
+        self._passing = True
         self._thread = threading.get_ident()
         # Autograd may call this on another stream than the one whose nodes take the tensors.
-        with use_stream(self._stream), self.random.restored(), enable_recomputing(), \
+        with use_stream(self._stream), self._random.restored(), enable_recomputing(), \
                 self._snapshot.restored() if self._snapshot else no_context, \
                 torch.enable_grad(), saved_tensors_hooks(self._keep, self.unpack):
             self._ambient.rerun(lambda: self._function(leaves[0] if self._atomic else leaves))
+        self._passing = False
         if self._next != len(self._saved):
             raise RuntimeError(_other_path(f'it saved {self._next} tensors for backward, '
                                            f'the first pass {len(self._saved)}'))
@@ -258,6 +266,10 @@ class _Recomputation:
             self._held = {}
         if k in self._held:
             return self._held[k]
+        if self._passing:
+            raise RuntimeError(
+                'a layer asked for gradients within its own forward, from which checkpointing '
+                "has taken the tensors; use checkpoint='never' for such a model")
         if k not in self._tensors:
             self.fill()
         tensor = self._take(k)
