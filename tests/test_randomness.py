@@ -12,13 +12,16 @@ from torchgpipe.randomness import Quiet, RandomState
 devices = pytest.mark.parametrize('devices', list(DEVICES.values()), ids=list(DEVICES))
 
 
-class Dropouts(nn.Module):
+class Dropouts(nn.Dropout):
     """A layer that draws often, so that a race would show."""
+
+    def __init__(self):
+        super().__init__(0.01)
 
     def forward(self, x):
         """Drop out twenty times."""
         for _ in range(20):
-            x = nn.functional.dropout(x, 0.01, self.training)
+            x = super().forward(x)
         return x
 
 
@@ -79,11 +82,22 @@ def test_dropout_in_evaluation_does_not_keep_training_from_being_exact():
     assert torch.allclose(output, x * x.grad)
 
 
-def test_a_partition_is_known_by_its_mode():
-    quiet, partition = Quiet(), nn.Sequential(nn.Dropout())
-    key = Quiet.key(0, partition.eval())
+@pytest.mark.parametrize('layer', [
+    lambda p: nn.Dropout2d(p), lambda p: nn.LSTM(1, 1, 2, dropout=p), lambda p: nn.RReLU(),
+    lambda p: nn.MultiheadAttention(2, 1, dropout=p),
+    lambda p: nn.Sequential(nn.TransformerEncoderLayer(2, 1, 2, dropout=p))])
+def test_layers_that_are_known_to_draw_do_so_in_training_only(layer):
+    quiet, partition = Quiet(), nn.Sequential(nn.Linear(1, 1), layer(0.5))
+    assert quiet.key(0, partition) not in quiet
+    assert quiet.key(0, partition.eval()) in quiet
+    assert quiet.key(0, partition[:1].train()) in quiet
+
+
+def test_what_was_seen_counts_more_than_what_is_known():
+    quiet = Quiet()
+    key = quiet.key(0, nn.Sequential(nn.Dropout(0.)))
     quiet.learn(key, True)
-    assert key in quiet and Quiet.key(0, partition.train()) not in quiet
+    assert key in quiet
     quiet.distrust(key)
     quiet.learn(key, True)
     assert key not in quiet

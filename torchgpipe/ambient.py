@@ -76,6 +76,16 @@ class _Autocast(NamedTuple):
             before.set()
 
 
+class _FreshThread(threading.local):
+    """Autocast as each thread finds it when it first asks, for a worker before its first task."""
+
+    def __init__(self) -> None:
+        self.autocast = _Autocast.capture()
+
+
+_fresh_thread = _FreshThread()
+
+
 class Ambient(NamedTuple):
     """A snapshot of the calling thread's state."""
 
@@ -91,15 +101,19 @@ class Ambient(NamedTuple):
     device: Optional[torch.device]
     checkpointing: bool
     recomputing: bool
+    #: Whether a thread that does nothing else is in this state, but for grad mode and autocast.
+    plain: bool
 
     @staticmethod
     def capture() -> 'Ambient':
         """Take a snapshot of the calling thread's state."""
-        return Ambient(torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
-                       _Autocast.capture(),
-                       torch._C._autograd._top_saved_tensors_default_hooks(True),
-                       contextvars.copy_context(), torch.get_num_threads(), _default_device(),
-                       checkpoint_state.checkpointing, checkpoint_state.recomputing)
+        inference = torch.is_inference_mode_enabled()
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        device = _default_device()
+        passes = checkpoint_state.checkpointing, checkpoint_state.recomputing
+        return Ambient(torch.is_grad_enabled(), inference, _Autocast.capture(), hooks,
+                       contextvars.copy_context(), torch.get_num_threads(), device, *passes,
+                       plain=not any((inference, hooks, device, *passes)))
 
     def run(self, function: Callable[[], T]) -> T:
         """Run a function in this state on a worker thread.
@@ -110,6 +124,11 @@ class Ambient(NamedTuple):
         return self.context.copy().run(self._run, function)
 
     def _run(self, function: Callable[[], T]) -> T:
+        if torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
+        if self.plain and self.autocast == _fresh_thread.autocast:
+            with torch.set_grad_enabled(self.grad):
+                return function()
         with self._entered():
             return function()
 
@@ -117,8 +136,6 @@ class Ambient(NamedTuple):
     def _entered(self) -> Iterator[None]:
         autocast = _Autocast.capture()
         state = checkpoint_state.checkpointing, checkpoint_state.recomputing
-        if torch.get_num_threads() != self.num_threads:
-            torch.set_num_threads(self.num_threads)
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))

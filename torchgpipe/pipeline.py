@@ -19,6 +19,7 @@ from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tupl
 import torch
 from torch import nn
 
+from torchgpipe.ambient import Ambient
 from torchgpipe.cell import Cells
 from torchgpipe.copy import Copy
 from torchgpipe.microbatch import Batch
@@ -79,6 +80,7 @@ class Pipeline:
         self._owns_workers = workers is None
         self._quiet = quiet or Quiet()
         self._failed_at: float = math.inf
+        self._ambient = Ambient.capture()
         self._checkpoint_stop = checkpoint_stop if torch.is_grad_enabled() else 0
         self._crosses = [False, *(a != b and not a[0] == b[0] == 'cpu'
                                   for a, b in zip(self._keys, self._keys[1:])), False]
@@ -89,7 +91,8 @@ class Pipeline:
         self._cells = [self._make_cells(j, checkpoint_stop) for j in range(len(self._partitions))]
         self._alone = len(set(self._keys)) <= 1
         self._modes = [] if self._alone else [
-            Quiet.key(j, partition) for j, partition in enumerate(self._partitions)]
+            self._quiet.key(j, partition) for j, partition in enumerate(self._partitions)]
+        self._is_quiet = [mode in self._quiet for mode in self._modes]
 
     def _make_cells(self, j: int, checkpoint_stop: int) -> Cells:
         arrive, depart = self._crosses[j], self._crosses[j + 1]
@@ -131,7 +134,7 @@ class Pipeline:
                 self._batches[i] = self._cells[j].run(i, self._batches[i])
         elif len(schedule) == 1:
             self._dispatch([schedule])
-        elif all(self._modes[j] in self._quiet for _, j in schedule):
+        elif all(self._is_quiet[j] for _, j in schedule):
             self._compute_at_once(schedule)
         else:
             self._compute_in_turn(schedule)
@@ -149,6 +152,7 @@ class Pipeline:
         """Deal with a partition that was thought not to draw random numbers, and did."""
         for _, j in schedule:
             self._quiet.distrust(self._modes[j])
+            self._is_quiet[j] = False
         if not any(i < self._checkpoint_stop for i, _ in schedule):
             return  # Nothing will be recomputed; from now on the order is the same in each run.
         raise RuntimeError(
@@ -163,17 +167,21 @@ class Pipeline:
             before = cpu_state()
             self._dispatch([[(i, j)]])
             self._quiet.learn(self._modes[j], quiet=torch.equal(before, cpu_state()))
+            self._is_quiet[j] = self._modes[j] in self._quiet
 
     def _dispatch(self, groups: Sequence[Sequence[Cell]], quiet: bool = False) -> None:
         """Give each worker its cells, and wait for all of them."""
-        replies: SimpleQueue[Result] = SimpleQueue()
+        replies: List[SimpleQueue[Result]] = []
         try:
             for group in groups:
                 j = group[0][1]
+                replies.append(SimpleQueue())
                 self._workers.submit(self._devices[j], Task(
                     self._cells[j].stream, compute=partial(self._run_group, group, quiet),
-                    finalize=None, reply=replies))
-            error = _first_error([replies.get() for _ in groups])
+                    finalize=None, reply=replies[-1], ambient=self._ambient))
+            # The last to start is most likely the last to end: to wait for it first is to be woken
+            # up once, not once for each worker, and a wake-up costs as much as a small layer.
+            error = _first_error([reply.get() for reply in reversed(replies)])
         except BaseException:
             # KeyboardInterrupt, most likely: what is under way has to end before anyone goes on.
             self._failed_at = -1

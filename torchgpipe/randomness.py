@@ -14,10 +14,11 @@ by all workers and by all threads of backward, which takes more care:
 """
 import threading
 from contextlib import contextmanager
-from typing import Any, ContextManager, Iterator, Optional, Set, Tuple
+from typing import Any, ContextManager, Dict, Iterator, Optional, Set, Tuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from torchgpipe.stream import no_context
 
@@ -81,36 +82,45 @@ class RandomState:
 
 
 class Quiet:
-    """The partitions that are known not to draw from the CPU's generator.
+    """Which partitions may run at the same time, since they don't draw from the CPU's generator.
 
-    Nobody can tell from a module whether it will draw. So a partition first runs alone, and its
-    effect on the generator is looked at. Those found quiet run at the same time from then on, and
-    the generator is looked at after each clock; if one of them drew after all, they are never
-    taken for quiet again. (A layer that seeds the generator and then puts its state back is not
-    found out.)
+    Nobody can tell from a module whether it will draw. Partitions with a layer that is known for
+    it, such as dropout in training, run alone until one such run is seen to draw nothing. The
+    others run at the same time, and the generator is looked at after each clock; if one of them
+    drew after all, they run alone from then on. (A layer that seeds the generator and then puts
+    its state back is not found out.)
 
-    A partition is known by its index and by the training flags of its modules, since dropout draws
-    in training only.
+    A partition is known by its index and by the training flags of its modules.
     """
 
     def __init__(self) -> None:
-        self._quiet: Set[Tuple[Any, ...]] = set()
+        self._quiet: Dict[Tuple[Any, ...], bool] = {}
         self._loud: Set[Tuple[Any, ...]] = set()
 
-    @staticmethod
-    def key(j: int, partition: nn.Module) -> Tuple[Any, ...]:
+    def key(self, j: int, partition: nn.Module) -> Tuple[Any, ...]:
         """Name a partition in its present mode."""
-        return (j, *(module.training for module in partition.modules()))
+        modules = list(partition.modules())
+        key = (j, *(module.training for module in modules))
+        if key not in self._quiet:
+            self._quiet[key] = not any(_may_draw(module) for module in modules)
+        return key
 
     def __contains__(self, key: Tuple[Any, ...]) -> bool:
-        return key in self._quiet
+        return self._quiet[key]
 
     def learn(self, key: Tuple[Any, ...], quiet: bool) -> None:
         """Remember whether a partition that ran alone drew nothing."""
-        if quiet and key not in self._loud:
-            self._quiet.add(key)
+        self._quiet[key] = quiet and key not in self._loud
 
     def distrust(self, key: Tuple[Any, ...]) -> None:
         """Let a partition run alone from now on."""
-        self._quiet.discard(key)
+        self._quiet[key] = False
         self._loud.add(key)
+
+
+def _may_draw(module: nn.Module) -> bool:
+    # Recurrent layers, attention and many others keep a probability in `dropout`.
+    rate = getattr(module, 'dropout', 0)
+    return module.training and (
+        isinstance(module, (_DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d))
+        or (isinstance(rate, float) and rate > 0))

@@ -44,18 +44,19 @@ class Task:
         finalize: What whoever gets the result calls with it, if anything.
         reply: Where the result goes, if not to the worker's own queue. Two threads may use the
             same workers, so each has to get its own results.
+        ambient: The state, if it has been captured already.
     """
 
     __slots__ = ('_ambient', '_compute', '_finalize', 'reply', 'stream')
 
     def __init__(self, stream: AbstractStream, *, compute: Callable[[], Batch],
-                 finalize: Optional[Callable[[Batch], None]], reply: Optional['OutQueue'] = None
-                 ) -> None:
+                 finalize: Optional[Callable[[Batch], None]], reply: Optional['OutQueue'] = None,
+                 ambient: Optional[Ambient] = None) -> None:
         self.stream = stream
         self.reply = reply
         self._compute = compute
         self._finalize = finalize
-        self._ambient = Ambient.capture()
+        self._ambient = ambient or Ambient.capture()
 
     def compute(self) -> Batch:
         """Run the work in the maker's state."""
