@@ -225,6 +225,13 @@ class _Recomputation:
 
     def fill(self) -> None:
         """Run the function again and keep what its nodes save."""
+        # Autograd may call this on another stream than the one whose nodes take the tensors.
+        with use_stream(self._stream):
+            self._fill()
+        if torch._C._current_graph_task_id() != -1:
+            torch.autograd.Variable._execution_engine.queue_callback(self.drop)
+
+    def _fill(self) -> None:
         node: Any = None if self._recompute is None else self._recompute.grad_fn
         # Where an earlier backward has freed the input, PyTorch raises its usual error here.
         input = self._input if node is None else node.saved_tensors
@@ -232,18 +239,15 @@ class _Recomputation:
         self._next = 0
         self._passing = True
         self._thread = threading.get_ident()
-        # Autograd may call this on another stream than the one whose nodes take the tensors.
-        with use_stream(self._stream), self._random.restored(), enable_recomputing(), \
+        with self._random.restored(), enable_recomputing(), torch.enable_grad(), \
                 self._snapshot.restored() if self._snapshot else no_context, \
-                torch.enable_grad(), saved_tensors_hooks(self._keep, self.unpack):
+                saved_tensors_hooks(self._keep, self.unpack):
             self._ambient.rerun(lambda: self._function(leaves[0] if self._atomic else leaves))
         self._passing = False
         if self._next != len(self._saved):
             raise RuntimeError(_other_path(f'it saved {self._next} tensors for backward, '
                                            f'the first pass {len(self._saved)}'))
         self.filled = True
-        if torch._C._current_graph_task_id() != -1:
-            torch.autograd.Variable._execution_engine.queue_callback(self.drop)
 
     def _keep(self, tensor: Tensor) -> int:
         """Pack hook of the recomputation: keep the tensor under its number."""

@@ -24,7 +24,7 @@ from torchgpipe.cell import Cells
 from torchgpipe.copy import Copy
 from torchgpipe.microbatch import Batch
 from torchgpipe.randomness import Quiet, cpu_state
-from torchgpipe.stream import AbstractStream, current_stream
+from torchgpipe.stream import AbstractStream, current_stream, use_device
 from torchgpipe.worker import Result, Task, Workers, device_key
 
 __all__ = ['Pipeline', 'clock_cycles']
@@ -130,8 +130,9 @@ class Pipeline:
         # On one device nothing can run at the same time, so a thread would only make its caller
         # wait, and cost as much as several small layers.
         if self._alone:
-            for i, j in schedule:
-                self._batches[i] = self._cells[j].run(i, self._batches[i])
+            with use_device(self._devices[0]):
+                for i, j in schedule:
+                    self._batches[i] = self._cells[j].run(i, self._batches[i])
         elif len(schedule) == 1:
             self._dispatch([schedule])
         elif all(self._is_quiet[j] for _, j in schedule):
