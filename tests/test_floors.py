@@ -12,12 +12,11 @@ import torchgpipe
 ROOT = Path(torchgpipe.__file__).parent
 
 FLOORS = [
-    {'__version__', 'aliases'},
+    {'__version__', 'aliases', 'passes'},
     {'ambient', 'microbatch', 'stream'},
-    {'phony', 'randomness', 'snapshot'},
-    {'copy', 'dependency', 'partition', 'worker'},
+    {'batchnorm', 'compute', 'phony', 'randomness', 'snapshot'},
+    {'copy', 'dependency', 'partition', 'recompute', 'worker'},
     {'checkpoint'},
-    {'batchnorm', 'compute'},
     {'cell'},
     {'pipeline'},
     {'gpipe'},

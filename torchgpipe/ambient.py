@@ -15,7 +15,9 @@ from typing import Any, Callable, Iterator, NamedTuple, Optional, Tuple, TypeVar
 
 import torch
 
-__all__ = ['Ambient', 'Hooks', 'checkpoint_state']
+from torchgpipe.passes import pass_state
+
+__all__ = ['Ambient', 'Hooks']
 
 T = TypeVar('T')
 
@@ -24,17 +26,6 @@ Hooks = Tuple[Callable[..., Any], Callable[..., Any]]
 
 _AUTOCAST_TYPES = tuple(type for type in ('cpu', 'cuda', 'xpu', 'mps')
                         if torch.amp.is_autocast_available(type))
-
-
-class _CheckpointState(threading.local):
-    """Which pass over a checkpointed cell this thread is in."""
-
-    checkpointing = False
-    recomputing = False
-
-
-#: Read by ``is_checkpointing`` and ``is_recomputing``.
-checkpoint_state = _CheckpointState()
 
 
 class _Autocast(NamedTuple):
@@ -110,7 +101,7 @@ class Ambient(NamedTuple):
         inference = torch.is_inference_mode_enabled()
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         device = _default_device()
-        passes = checkpoint_state.checkpointing, checkpoint_state.recomputing
+        passes = pass_state.checkpointing, pass_state.recomputing
         return Ambient(torch.is_grad_enabled(), inference, _Autocast.capture(), hooks,
                        contextvars.copy_context(), torch.get_num_threads(), device, *passes,
                        plain=not any((inference, hooks, device, *passes)))
@@ -135,7 +126,7 @@ class Ambient(NamedTuple):
     @contextmanager
     def _entered(self) -> Iterator[None]:
         autocast = _Autocast.capture()
-        state = checkpoint_state.checkpointing, checkpoint_state.recomputing
+        state = pass_state.checkpointing, pass_state.recomputing
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
@@ -146,13 +137,13 @@ class Ambient(NamedTuple):
             try:
                 if autocast != self.autocast:
                     self.autocast.set()
-                checkpoint_state.checkpointing = self.checkpointing
-                checkpoint_state.recomputing = self.recomputing
+                pass_state.checkpointing = self.checkpointing
+                pass_state.recomputing = self.recomputing
                 yield
             finally:
                 if autocast != self.autocast:
                     autocast.set()
-                checkpoint_state.checkpointing, checkpoint_state.recomputing = state
+                pass_state.checkpointing, pass_state.recomputing = state
 
     def rerun(self, function: Callable[[], T]) -> T:
         """Run a function in this state again, in backward.

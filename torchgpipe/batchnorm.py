@@ -17,8 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from torchgpipe.checkpoint import is_recomputing
 from torchgpipe.microbatch import place
+from torchgpipe.passes import is_recomputing
 
 __all__ = ['DeferredBatchNorm']
 

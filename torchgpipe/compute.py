@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.aliases import Function, TensorOrTensors
-from torchgpipe.checkpoint import is_recomputing
 from torchgpipe.microbatch import Batch, check
+from torchgpipe.passes import is_recomputing
 
 __all__ = ['Compute']
 
