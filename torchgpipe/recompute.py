@@ -6,8 +6,8 @@ See [Note: How checkpointing works] in :mod:`torchgpipe.checkpoint`.
 Nodes of PyTorch's own are invisible to Python's garbage collector, so no cycle may lead through
 the graph. An arrow is a strong reference::
 
-    Checkpoint, layers' nodes ──▶ _Recomputation ──▶ Recompute ──▶ input ──▶ earlier nodes
-                                        ▲ ─ ─ ─ weak ─ ─ ─ ┘
+    Checkpoint, layers' nodes ──▶ Recomputation ──▶ Recompute ──▶ input ──▶ earlier nodes
+                                        ▲ ─ ─ ─ weak ─ ─ ┘
 
 So the input can be recomputed from as long as any hollow node lives, even if only a gradient of a
 gradient still refers to it; and autograd frees it when Recompute has run for the last time.
@@ -42,8 +42,8 @@ class Recomputation:
     """What the nodes of one checkpointed call share: how to run it again, and what that gave."""
 
     __slots__ = ('_ambient', '_atomic', '_function', '_held', '_holder', '_hooks', '_input',
-                 '_next', '_passing', '_recompute', '_saved', '_snapshot', '_stream', '_tensors',
-                 '_random', '_thread', 'filled', '__weakref__')
+                 '_next', '_passing', '_random', '_recompute', '_saved', '_snapshot', '_stream',
+                 '_tensors', '_thread', 'filled', '__weakref__')
 
     def __init__(self, function: Function, batch: Batch, ambient: Ambient,
                  snapshot: Optional[Snapshot], quiet: bool) -> None:
@@ -100,11 +100,13 @@ class Recomputation:
         self._next = 0
         self._passing = True
         self._thread = threading.get_ident()
-        with self._random.restored(), enable_recomputing(), torch.enable_grad(), \
-                self._snapshot.restored() if self._snapshot else no_context, \
-                saved_tensors_hooks(self._keep, self.unpack):
-            self._ambient.rerun(lambda: self._function(leaves[0] if self._atomic else leaves))
-        self._passing = False
+        try:
+            with self._random.restored(), enable_recomputing(), torch.enable_grad(), \
+                    self._snapshot.restored() if self._snapshot else no_context, \
+                    saved_tensors_hooks(self._keep, self.unpack):
+                self._ambient.rerun(lambda: self._function(leaves[0] if self._atomic else leaves))
+        finally:
+            self._passing = False
         if self._next != len(self._saved):
             raise RuntimeError(_other_path(f'it saved {self._next} tensors for backward, '
                                            f'the first pass {len(self._saved)}'))
