@@ -211,6 +211,17 @@ def test_a_pipeline_within_a_recomputation_knows_that_it_is_in_one():
     assert seen == [False, True]
 
 
+def test_hooks_that_an_interrupt_left_behind_are_dropped():
+    mine = saved_tensors_hooks(lambda x: x, lambda x: x)
+    with mine:
+        ambient = Ambient.capture()
+        for _ in range(3):
+            torch._C._autograd._push_saved_tensors_default_hooks(id, id)
+        ambient.repair()
+        assert Ambient.capture().hooks == ambient.hooks
+    assert Ambient.capture().hooks is None
+
+
 def test_a_captured_state_is_taken_back_afterwards():
     with torch.no_grad(), torch.autocast('cpu', torch.float16, cache_enabled=False):
         ambient = Ambient.capture()

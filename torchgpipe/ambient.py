@@ -17,7 +17,7 @@ import torch
 
 from torchgpipe.passes import pass_state
 
-__all__ = ['Ambient', 'Hooks']
+__all__ = ['Ambient', 'Hooks', 'drop_hooks_above', 'innermost_hooks']
 
 T = TypeVar('T')
 
@@ -99,12 +99,17 @@ class Ambient(NamedTuple):
     def capture() -> 'Ambient':
         """Take a snapshot of the calling thread's state."""
         inference = torch.is_inference_mode_enabled()
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        hooks = innermost_hooks()
         device = _default_device()
         passes = pass_state.checkpointing, pass_state.recomputing
         return Ambient(torch.is_grad_enabled(), inference, _Autocast.capture(), hooks,
                        contextvars.copy_context(), torch.get_num_threads(), device, *passes,
                        plain=not any((inference, hooks, device, *passes)))
+
+    def repair(self) -> None:
+        """Put the calling thread back into this state: see :func:`drop_hooks_above`."""
+        drop_hooks_above(self.hooks)
+        pass_state.checkpointing, pass_state.recomputing = self.checkpointing, self.recomputing
 
     def run(self, function: Callable[[], T]) -> T:
         """Run a function in this state on a worker thread.
@@ -163,6 +168,22 @@ class Ambient(NamedTuple):
             if device != self.device:
                 stack.enter_context(self.device or torch.device('cpu'))
             return function()
+
+
+def innermost_hooks() -> Optional[Hooks]:
+    """Give this thread's saved-tensor hooks that are in force, if any."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def drop_hooks_above(hooks: Optional[Hooks]) -> None:
+    """Let these saved-tensor hooks be in force again.
+
+    A KeyboardInterrupt can hit a context manager when it has taken effect and before it counts as
+    entered, so that it is never left. Hooks that stay behind would spoil all that the thread does
+    from then on.
+    """
+    while (top := innermost_hooks()) is not None and top != hooks:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def _default_device() -> Optional[torch.device]:

@@ -113,6 +113,7 @@ class Pipeline:
                 self.fence(schedule)
                 self.compute(schedule)
         finally:
+            self._ambient.repair()
             if self._owns_workers:
                 self._workers.stop()
 

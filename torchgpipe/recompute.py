@@ -28,7 +28,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.aliases import Function
-from torchgpipe.ambient import Ambient, Hooks
+from torchgpipe.ambient import Ambient, Hooks, drop_hooks_above, innermost_hooks
 from torchgpipe.microbatch import Batch
 from torchgpipe.passes import enable_recomputing
 from torchgpipe.randomness import RandomState
@@ -86,9 +86,13 @@ class Recomputation:
 
     def fill(self) -> None:
         """Run the function again and keep what its nodes save."""
-        # Autograd may call this on another stream than the one whose nodes take the tensors.
-        with use_stream(self._stream):
-            self._fill()
+        hooks = innermost_hooks()
+        try:
+            # Autograd may call this on another stream than the one whose nodes take the tensors.
+            with use_stream(self._stream):
+                self._fill()
+        finally:
+            drop_hooks_above(hooks)
         if torch._C._current_graph_task_id() != -1:
             torch.autograd.Variable._execution_engine.queue_callback(self.drop)
 
