@@ -99,6 +99,15 @@ def test_a_sequential_that_is_more_than_its_layers():
         pipe(model)
 
 
+def test_modules_that_are_added_later():
+    gpipe = pipe(chunks=2)
+    gpipe.criterion = nn.Linear(1, 1)
+    gpipe(torch.rand(4, 4, dtype=torch.double)).sum().backward()
+    assert len(gpipe) == 8 and gpipe.criterion.weight.shape == (1, 1)
+    assert 'criterion' in dict(gpipe.named_modules())
+    assert 'criterion.weight' in gpipe.state_dict() and len(list(gpipe.parameters())) == 10
+
+
 def test_layers_with_names_of_its_own():
     names = ['_workers', '_quiet', 'partitions', 'balance', 'chunks', 'devices', 'checkpoint']
     model = nn.Sequential(OrderedDict((name, nn.Linear(2, 2)) for name in names))

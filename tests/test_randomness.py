@@ -147,7 +147,7 @@ def test_two_workers_at_the_generator_do_not_wait_for_each_other_for_ever():
         gc.set_threshold(*before)
 
 
-def test_drawing_without_checkpoints_is_no_error_but_never_at_the_same_time_again():
+def test_drawing_without_checkpoints_is_an_error_once_and_then_the_same_in_each_run():
     class Maybe(nn.Module):
         on = False
 
@@ -159,7 +159,8 @@ def test_drawing_without_checkpoints_is_no_error_but_never_at_the_same_time_agai
     x = torch.rand(3, 1)
     gpipe(x)
     Maybe.on = True
-    gpipe(x)
+    with pytest.raises(RuntimeError, match='ran at the same time'):
+        gpipe(x)
     results = []
     for _ in range(20):
         torch.manual_seed(5)

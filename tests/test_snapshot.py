@@ -1,13 +1,15 @@
 """Recomputation sees the parameters and buffers of the first pass, and changes neither."""
 import copy
+import itertools
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
+from benchmarks.live import LiveTensors
 from tests.helpers import DEVICES, assert_same, gradients
-from torchgpipe import GPipe
+from torchgpipe import GPipe, is_recomputing
 
 devices = pytest.mark.parametrize('devices', list(DEVICES.values()), ids=list(DEVICES))
 
@@ -101,3 +103,84 @@ def test_a_layer_may_write_to_its_own_parameters():
     gpipe(x).square().sum().backward()
     reference(x).square().sum().backward()
     assert_same(gradients(gpipe), gradients(reference))
+
+
+class Late(nn.Module):
+    """A layer that changes a buffer in its last micro-batch, after its use in the others."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+        self.register_buffer('scale', torch.ones(1, dtype=torch.double))
+        self.register_buffer('late', None)
+
+    def forward(self, x):
+        """Scale, and double the scale for the next mini-batch."""
+        y = (x * self.scale.clone()).tanh()
+        if len(x) == 2 and not is_recomputing():
+            self.change(self)
+            self.late = torch.ones(1)
+        return y
+
+
+def replace(layer):
+    """Put another tensor there."""
+    layer.scale = layer.scale * 2
+
+
+@pytest.mark.parametrize('change', [replace, lambda layer: layer.scale.mul_(2)])
+def test_a_buffer_that_another_cell_changes_is_put_back_too(change):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Late(change)).double()
+    results = []
+    for mode in ('never', 'always'):
+        gpipe = GPipe(copy.deepcopy(model), [2], devices=['cpu'], chunks=3, checkpoint=mode)
+        torch.manual_seed(1)
+        for _ in range(2):
+            gpipe(torch.randn(8, 4, dtype=torch.double)).square().sum().backward()
+        results.append([*gradients(gpipe), gpipe[1].scale])
+    assert_same(results[1], results[0])
+
+
+def test_a_large_buffer_is_copied_once_per_forward_not_per_cell():
+    class Mask(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.register_buffer('mask', torch.ones(256, 1024))
+
+    gpipe = GPipe(nn.Sequential(Mask()), [1], devices=['cpu'], chunks=8, checkpoint='always')
+    with LiveTensors().watched() as live:
+        output = gpipe(torch.rand(8, 4))
+    assert live.peak < 2 * gpipe[0].mask.nbytes
+    assert output is not None
+
+
+@pytest.mark.parametrize('layer', [
+    lambda: (lambda self, x: (self.ema.data.mul_(2), x * self.ema)[1]),
+    lambda: (lambda self, x: x * next(self.random)),
+    lambda: (lambda self, x: (x.data.mul_(2), x * 1)[1])],
+    ids=['behind the version', 'a state of its own', 'input behind the version'])
+def test_what_no_snapshot_sees_is_found_out_by_its_result(layer):
+    forward = layer()
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer('ema', torch.ones(1))
+            self.random = itertools.count(1)
+
+        def forward(self, x):
+            return forward(self, x)
+
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Layer()), [1, 1], devices=['cpu', 'cpu'],
+                  chunks=2, checkpoint='always')
+    output = gpipe(torch.rand(4, 4))
+    with pytest.raises(RuntimeError, match='its output has other values'):
+        output.sum().backward()
+
+
+def test_a_lazy_layer_works():
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d()), [2], devices=['cpu'],
+                  chunks=2, checkpoint='always')
+    gpipe(torch.rand(4, 4)).sum().backward()
+    assert gpipe[1].num_batches_tracked == 2

@@ -109,7 +109,7 @@ class Cells:
             self._contents = Contents(self._compute.partition, aware=(DeferredBatchNorm,))
         checkpointing = Checkpointing(
             self._compute.checkpointed(i), batch, ambient=self._ambient, quiet=quiet,
-            snapshot=Snapshot(self._contents))
+            snapshot=Snapshot(self._contents), device=self._compute.device)
         return checkpointing.checkpoint(always=False), checkpointing.recompute
 
     def _finish(self, i: int, output: Batch, recompute: Optional[Callable[[Batch], None]]) -> None:

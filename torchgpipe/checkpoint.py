@@ -35,7 +35,6 @@ from torchgpipe.passes import (enable_checkpointing, enable_recomputing, is_chec
 from torchgpipe.phony import get_phony
 from torchgpipe.recompute import Checkpoint, Recomputation, Recompute
 from torchgpipe.snapshot import Snapshot
-from torchgpipe.stream import no_context
 
 __all__ = ['Checkpoint', 'Checkpointing', 'Recompute', 'checkpoint', 'enable_checkpointing',
            'enable_recomputing', 'is_checkpointing', 'is_recomputing']
@@ -61,17 +60,21 @@ class Checkpointing:
         ambient: The thread's state, if the caller has it at hand.
         snapshot: What the function is made of, if it changes.
         quiet: Whether the function is known not to draw from the CPU's random generator.
+        device: Where it runs, if not where the batch is.
     """
 
-    __slots__ = ('_ambient', '_batch', '_function', '_quiet', '_recomputation', '_snapshot')
+    __slots__ = ('_ambient', '_batch', '_device', '_function', '_quiet', '_recomputation',
+                 '_snapshot')
 
     def __init__(self, function: Function, batch: Batch, *, ambient: Optional[Ambient] = None,
-                 snapshot: Optional[Snapshot] = None, quiet: bool = False) -> None:
+                 snapshot: Optional[Snapshot] = None, quiet: bool = False,
+                 device: Optional[torch.device] = None) -> None:
         self._function = function
         self._batch = batch
         self._ambient = ambient
         self._snapshot = snapshot
         self._quiet = quiet
+        self._device = device
         self._recomputation: Optional[Recomputation] = None
 
     def checkpoint(self, always: bool = True) -> Batch:
@@ -86,11 +89,12 @@ class Checkpointing:
                 return batch.call(function)
 
         self._recomputation = recomputation = Recomputation(
-            function, batch, self._ambient or Ambient.capture(), self._snapshot, self._quiet)
-        with enable_checkpointing(), self._snapshot.taken() if self._snapshot else no_context, \
+            function, batch, self._ambient or Ambient.capture(), self._snapshot, self._quiet,
+            self._device or batch.device)
+        with enable_checkpointing(), \
                 saved_tensors_hooks(recomputation.number, recomputation.unpack):
             output = batch.call(function)
-        recomputation.settle()
+        recomputation.settle(output)
 
         # Outputs that need no gradient stay out of the graph, as they do without checkpointing.
         tensors = list(output)

@@ -66,6 +66,7 @@ class GPipe(nn.Module):
     chunks: int
     checkpoint: str
     partitions: nn.ModuleList
+    _names: Tuple[str, ...]
 
     def __init__(self, module: nn.Sequential, balance: Optional[Iterable[int]] = None, *,
                  devices: Optional[Iterable[Device]] = None, chunks: int = 1,
@@ -92,6 +93,7 @@ class GPipe(nn.Module):
         partitions = nn.ModuleList(split(module, self.balance, self.devices))
         partitions.training = module.training
         self.__dict__['partitions'] = partitions
+        self.__dict__['_names'] = tuple(module._modules)
         self._modules.update(module._modules)
 
     def forward(self, input: TensorOrTensors) -> TensorOrTensors:
@@ -119,7 +121,7 @@ class GPipe(nn.Module):
         return gather(batches, sizes)
 
     def _check_views(self) -> None:
-        mine = list(self._modules.items())
+        mine = [(name, self._modules.get(name)) for name in self._names]
         theirs = [item for part in self.partitions for item in part._modules.items()]
         if mine != theirs:
             raise RuntimeError('a layer of this GPipe has been replaced, in its partition or '
@@ -132,7 +134,7 @@ class GPipe(nn.Module):
         return {'always': m, 'except_last': m - 1, 'never': 0}[self.checkpoint]
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(self._names)
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._layers())
@@ -146,7 +148,7 @@ class GPipe(nn.Module):
     def __getattr__(self, name: str) -> Any:
         # As in 0.0.7. Otherwise which layers can be reached by name would depend on which names
         # this class takes for itself.
-        if name in self.__dict__.get('_modules', ()):
+        if name in self.__dict__.get('_names', ()):
             raise AttributeError(f"a layer of a GPipe is reached by its index, not as '{name}'")
         return super().__getattr__(name)
 
@@ -159,8 +161,11 @@ class GPipe(nn.Module):
         if remove_duplicate:
             memo.add(self)
         yield prefix, self
-        yield from self.partitions.named_modules(memo, f'{prefix}.partitions'.lstrip('.'),
-                                                 remove_duplicate)
+        start = prefix + '.' if prefix else ''
+        yield from self.partitions.named_modules(memo, start + 'partitions', remove_duplicate)
+        for name, module in self._modules.items():  # those that were added later
+            if module is not None and name not in self._names:
+                yield from module.named_modules(memo, start + name, remove_duplicate)
 
     def train(self, mode: bool = True) -> 'GPipe':
         """Set training or evaluation mode."""
@@ -177,10 +182,10 @@ class GPipe(nn.Module):
     def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *args: Any) -> None:
         # Keys of 0.0.7 are `partitions.<j>.<layer>.…`, from any balance.
         old = prefix + 'partitions.'
-        if 'partitions' not in self._modules:
+        if 'partitions' not in self._names:
             for key in [key for key in state_dict if key.startswith(old)]:
                 name = key[len(old):].partition('.')[2]
-                if name.partition('.')[0] in self._modules:
+                if name.partition('.')[0] in self._names:
                     state_dict.setdefault(prefix + name, state_dict.pop(key))
         super()._load_from_state_dict(state_dict, prefix, *args)
 

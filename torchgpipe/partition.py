@@ -40,14 +40,15 @@ def verify_module(module: nn.Module) -> None:
 
 def _verify_plain(module: nn.Sequential) -> None:
     """Refuse what the layers alone would not do, since only they are run."""
-    if type(module).forward is not nn.Sequential.forward:
+    if type(module).forward is not nn.Sequential.forward or 'forward' in module.__dict__:
         raise TypeError(f'module must be nn.Sequential to be partitioned, but '
                         f'{type(module).__name__} has a forward of its own')
     if module._parameters or module._buffers:
         names = [*module._parameters, *module._buffers]
         raise ValueError('a sequential module to be partitioned has its parameters and buffers in '
                          f'its layers, but this one has some of its own: {names}')
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks \
+            or module._backward_pre_hooks:
         raise ValueError('a sequential module to be partitioned can not have hooks of its own; '
                          'register them on its layers, or on the GPipe')
     for name, layer in module._modules.items():

@@ -81,7 +81,6 @@ class Pipeline:
         self._quiet = quiet or Quiet()
         self._failed_at: float = math.inf
         self._ambient = Ambient.capture()
-        self._checkpoint_stop = checkpoint_stop if torch.is_grad_enabled() else 0
         self._crosses = [False, *(a != b and not a[0] == b[0] == 'cpu'
                                   for a, b in zip(self._keys, self._keys[1:])), False]
         if copy_streams is None and any(self._crosses):
@@ -155,14 +154,13 @@ class Pipeline:
         for _, j in schedule:
             self._quiet.distrust(self._modes[j])
             self._is_quiet[j] = False
-        if not any(i < self._checkpoint_stop for i, _ in schedule):
-            return  # Nothing will be recomputed; from now on the order is the same in each run.
         raise RuntimeError(
             f'the partitions {[j for _, j in schedule]} ran at the same time, and one of them '
-            "drew from the CPU's random generator, which none had done before in this mode, so a "
-            'recomputation could not draw the same numbers. From now on they run in turn: call '
-            "the model again; or put all partitions on one device, as in devices=['cpu', 'cpu']. "
-            'If it was another thread of your program that drew, give it a torch.Generator.')
+            "drew from the CPU's random generator, which none had done before in this mode: the "
+            'numbers would differ from run to run, and from those that a recomputation draws. '
+            'From now on they run in turn: call the model again; or put all partitions on one '
+            "device, as in devices=['cpu', 'cpu']. If it was another thread of your program that "
+            'drew, give it a torch.Generator.')
 
     def _compute_in_turn(self, schedule: Sequence[Cell]) -> None:
         for i, j in schedule:

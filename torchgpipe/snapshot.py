@@ -8,14 +8,25 @@ A recomputation is exact only if it finds what the first pass found::
                   statistics, counters and power iterations move once
 """
 from contextlib import contextmanager
-from typing import Any, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-
-from torchgpipe.stream import no_context
+from torch.nn.parameter import is_lazy
 
 __all__ = ['Contents', 'Snapshot']
+
+
+class Seen(NamedTuple):
+    """A buffer as it was: the tensor, its version and a copy of its value."""
+
+    buffer: Any
+    version: int
+    clone: Any
+
+    def is_still(self, buffer: Any) -> bool:
+        """Tell whether that is what is there now."""
+        return buffer is self.buffer and (buffer is None or buffer._version == self.version)
 
 
 class Slot(NamedTuple):
@@ -31,8 +42,8 @@ class Slot(NamedTuple):
 
     @property
     def buffer(self) -> Any:
-        """The buffer that is there now."""
-        return self.buffers[self.name]
+        """The buffer that is there now, if any."""
+        return self.buffers.get(self.name)
 
 
 class Contents:
@@ -43,15 +54,26 @@ class Contents:
         aware: Types of modules that by themselves leave their buffers alone in a recomputation.
     """
 
-    __slots__ = ('_parameters', '_versions', 'buffers')
+    __slots__ = ('_clones', '_parameters', '_versions', 'slots')
 
     def __init__(self, partition: nn.Module, aware: Tuple[type, ...] = ()) -> None:
         self._parameters: List[Tuple[str, Tensor]] = list(partition.named_parameters())
         self._versions: Optional[List[int]] = None
-        self.buffers: List[Slot] = [
+        self._clones: Dict[int, Seen] = {}
+        self.slots: List[Slot] = [
             Slot(module._buffers, name, silent=isinstance(module, _NormBase) and module.training)
             for module in partition.modules() if not isinstance(module, aware)
-            for name, buffer in module._buffers.items() if buffer is not None]
+            for name, buffer in module._buffers.items()
+            if not is_lazy(cast(Tensor, buffer))]
+
+    def see(self, k: int) -> 'Seen':
+        """Keep the value of a buffer; cells that find the same version share a copy."""
+        slot, seen = self.slots[k], self._clones.get(k)
+        buffer = slot.buffer
+        if slot.silent or seen is None or not seen.is_still(buffer):
+            clone = None if buffer is None else buffer.detach().clone()
+            seen = self._clones[k] = Seen(buffer, 0 if buffer is None else buffer._version, clone)
+        return seen
 
     def settle(self) -> None:
         """Take the parameters as they are now: forward is over, or a recomputation is.
@@ -72,37 +94,23 @@ class Contents:
 
 
 class Snapshot:
-    """The buffers of a partition that one cell changed, with their values from before."""
+    """The buffers of a partition as one cell found them."""
 
-    __slots__ = ('_changed', '_contents')
+    __slots__ = ('_contents', '_seen')
 
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
-        self._changed: List[Tuple[Slot, Tensor]] = []
-
-    def taken(self) -> ContextManager[None]:
-        """Watch the first pass."""
-        return self._taken() if self._contents.buffers else no_context
-
-    @contextmanager
-    def _taken(self) -> Iterator[None]:
-        before = [slot.buffer for slot in self._contents.buffers]
-        versions = [buffer._version for buffer in before]
-        clones = [buffer.clone() for buffer in before]
-        yield
-        self._changed = [
-            (slot, clone) for slot, buffer, version, clone
-            in zip(self._contents.buffers, before, versions, clones)
-            if slot.silent or slot.buffer is not buffer or buffer._version != version]
+        self._seen = [contents.see(k) for k in range(len(contents.slots))]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Let a recomputation see what the first pass saw, and write where nobody will look."""
         self._contents.check()
-        now = [(slot, slot.buffer) for slot, _ in self._changed]
+        now = [(slot, slot.buffer) for slot in self._contents.slots]
         try:
-            for slot, old in self._changed:
-                slot.buffers[slot.name] = old.clone()
+            for (slot, buffer), seen in zip(now, self._seen):
+                if slot.silent or not seen.is_still(buffer):
+                    slot.buffers[slot.name] = None if seen.clone is None else seen.clone.clone()
             yield
         finally:
             for slot, buffer in now:
