@@ -1,7 +1,6 @@
 """Which pass over a checkpointed cell a thread is in: the first one, or a recomputation."""
 import threading
-from contextlib import contextmanager
-from typing import Iterator
+from typing import ContextManager
 
 __all__ = ['enable_checkpointing', 'enable_recomputing', 'is_checkpointing', 'is_recomputing',
            'pass_state']
@@ -36,23 +35,27 @@ def is_recomputing() -> bool:
     return pass_state.recomputing
 
 
-@contextmanager
-def enable_checkpointing() -> Iterator[None]:
+class _Pass:
+    """A context that sets this thread's answers; by hand, as each cell enters it twice."""
+
+    __slots__ = ('_answers', '_before')
+
+    def __init__(self, checkpointing: bool, recomputing: bool) -> None:
+        self._answers = checkpointing, recomputing
+
+    def __enter__(self) -> None:
+        self._before = pass_state.checkpointing, pass_state.recomputing
+        pass_state.checkpointing, pass_state.recomputing = self._answers
+
+    def __exit__(self, *args: object) -> None:
+        pass_state.checkpointing, pass_state.recomputing = self._before
+
+
+def enable_checkpointing() -> ContextManager[None]:
     """Make :func:`is_checkpointing` true within the context."""
-    before = pass_state.checkpointing
-    pass_state.checkpointing = True
-    try:
-        yield
-    finally:
-        pass_state.checkpointing = before
+    return _Pass(True, pass_state.recomputing)
 
 
-@contextmanager
-def enable_recomputing() -> Iterator[None]:
+def enable_recomputing() -> ContextManager[None]:
     """Make :func:`is_recomputing` true within the context."""
-    before = pass_state.checkpointing, pass_state.recomputing
-    pass_state.checkpointing, pass_state.recomputing = False, True
-    try:
-        yield
-    finally:
-        pass_state.checkpointing, pass_state.recomputing = before
+    return _Pass(False, True)

@@ -73,7 +73,7 @@ class Recomputation:
         """Close the first pass."""
         self._passing = False
         self._random.settle()
-        self._samples = _samples(output)
+        self._samples = [sample.clone() for sample in _samples(output)]
 
     def number(self, tensor: Tensor) -> int:
         """Pack hook of the first pass: keep a number and a fingerprint, not the tensor."""
@@ -206,8 +206,13 @@ def _samples(output: Batch) -> List[Tensor]:
 
     Not on CUDA, where to look at a number is to wait for it.
     """
-    return [x.detach().flatten()[::max(1, x.numel() // SAMPLES)].clone() for x in output
+    return [_sample(x.detach()) for x in output
             if x.device.type == 'cpu' and x.is_floating_point()]
+
+
+def _sample(x: Tensor) -> Tensor:
+    number = x.numel()
+    return x if number <= SAMPLES else x.flatten()[::number // SAMPLES]
 
 
 def _gone() -> None:
