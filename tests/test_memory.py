@@ -124,3 +124,23 @@ def test_the_peak_of_a_training_step(devices, n):
         step(gpipe, x)
     print(live.peak/expected)
     assert live.peak > 1.5 * expected
+
+
+def test_a_buffer_that_carries_a_graph_keeps_nothing_alive():
+    class Carry(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.register_buffer('last', torch.zeros(4))
+
+        def forward(self, x):
+            y = super().forward(x)
+            self.last = y.sum(0)
+            return y
+
+    gpipe = GPipe(nn.Sequential(Carry(), nn.Tanh()), [2], devices=['cpu'], chunks=2,
+                  checkpoint='always')
+    log = WeakLog(*gpipe)
+    output = gpipe(torch.rand(4, 4))
+    gpipe[0].last = torch.zeros(4)
+    del output
+    assert log.alive() == 0

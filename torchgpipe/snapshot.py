@@ -7,6 +7,7 @@ A recomputation is exact only if it finds what the first pass found::
     buffers       are put back for the recomputation, and what it does to them is dropped: running
                   statistics, counters and power iterations move once
 """
+import weakref
 from contextlib import contextmanager
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple, cast
 
@@ -18,15 +19,27 @@ __all__ = ['Contents', 'Snapshot']
 
 
 class Seen(NamedTuple):
-    """A buffer as it was: the tensor, its version and a copy of its value."""
+    """A buffer as it was: the tensor, its version and a copy of its value.
 
-    buffer: Any
+    The tensor is not owned: it may carry a graph, and the graph owns this object.
+    """
+
+    buffer: Optional['weakref.ref[Tensor]']
     version: int
-    clone: Any
+    clone: Optional[Tensor]
 
-    def is_still(self, buffer: Any) -> bool:
+    @staticmethod
+    def of(buffer: Optional[Tensor]) -> 'Seen':
+        """Look at a buffer, or at the empty place of one."""
+        if buffer is None:
+            return Seen(None, 0, None)
+        return Seen(weakref.ref(buffer), buffer._version, buffer.detach().clone())
+
+    def is_still(self, buffer: Optional[Tensor]) -> bool:
         """Tell whether that is what is there now."""
-        return buffer is self.buffer and (buffer is None or buffer._version == self.version)
+        if buffer is None or self.buffer is None:
+            return buffer is None and self.buffer is None
+        return self.buffer() is buffer and buffer._version == self.version
 
 
 class Slot(NamedTuple):
@@ -66,13 +79,12 @@ class Contents:
             for name, buffer in module._buffers.items()
             if not is_lazy(cast(Tensor, buffer))]
 
-    def see(self, k: int) -> 'Seen':
+    def see(self, k: int) -> Seen:
         """Keep the value of a buffer; cells that find the same version share a copy."""
         slot, seen = self.slots[k], self._clones.get(k)
         buffer = slot.buffer
         if slot.silent or seen is None or not seen.is_still(buffer):
-            clone = None if buffer is None else buffer.detach().clone()
-            seen = self._clones[k] = Seen(buffer, 0 if buffer is None else buffer._version, clone)
+            seen = self._clones[k] = Seen.of(buffer)
         return seen
 
     def settle(self) -> None:
