@@ -133,10 +133,16 @@ def check(input: Any) -> None:
     if isinstance(input, Tensor):
         return
     if not isinstance(input, tuple):
-        raise TypeError(f'expected Tensor, but got {type(input).__name__}')
-    for element in input:
+        raise _not_a_tensor(input, 'the value')
+    for k, element in enumerate(input):
         if not isinstance(element, Tensor):
-            raise TypeError(f'expected Tensor, but got {type(element).__name__}')
+            raise _not_a_tensor(element, f'element {k} of the tuple')
+
+
+def _not_a_tensor(value: Any, what: str) -> TypeError:
+    return TypeError(f'expected Tensor, but got {type(value).__name__} as {what}; between '
+                     'partitions, and into and out of a pipeline, go a tensor or a tuple of '
+                     'tensors')
 
 
 def scatter(input: TensorOrTensors, chunks: int) -> List[Batch]:
