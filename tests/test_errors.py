@@ -212,11 +212,12 @@ class AddOne(nn.Module):
     ([AddOne(), nn.Linear(2, 2)], '0'),
     ([nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(2, 2)], '1'),
     ([nn.Identity(), nn.Unflatten(1, (1, 2)), nn.Sequential(AddOne()), nn.Linear(2, 2)], '2')])
+@pytest.mark.parametrize('mode, chunks', [('always', 1), ('always', 4), ('except_last', 4)])
 @devices
-def test_an_in_place_change_that_autograd_would_not_catch(layers, culprit, devices):
+def test_an_in_place_change_that_autograd_would_not_catch(layers, culprit, devices, mode, chunks):
     gpipe = GPipe(nn.Sequential(*layers, nn.Linear(2, 2)), [len(layers), 1], devices=devices(2),
-                  chunks=2, checkpoint='always')
-    output = gpipe(torch.rand(4, 2))
+                  chunks=chunks, checkpoint=mode)
+    output = gpipe(torch.rand(8, 2))
     with pytest.raises(RuntimeError, match=f"layer '{culprit}' of partition 0 on cpu.*changed the "
                                            "input of the partition in place.*'never'"):
         output.sum().backward()

@@ -44,15 +44,17 @@ SAMPLES = 64
 class Recomputation:
     """What the nodes of one checkpointed call share: how to run it again, and what that gave."""
 
-    __slots__ = ('_ambient', '_atomic', '_function', '_held', '_holder', '_hooks', '_input',
-                 '_next', '_passing', '_random', '_recompute', '_samples', '_saved', '_snapshot',
-                 '_stream', '_tensors', '_thread', 'filled', '__weakref__')
+    __slots__ = ('_ambient', '_atomic', '_changed', '_function', '_held', '_holder', '_hooks',
+                 '_input', '_next', '_passing', '_random', '_recompute', '_samples', '_saved',
+                 '_snapshot', '_stream', '_tensors', '_thread', '_versions', 'filled',
+                 '__weakref__')
 
     def __init__(self, function: Function, batch: Batch, ambient: Ambient,
                  snapshot: Optional[Snapshot], quiet: bool, device: torch.device) -> None:
         self._function = function
         self._atomic = batch.atomic
         self._input: Tuple[Tensor, ...] = tuple(batch)
+        self._versions = _versions(self._input)
         self._recompute: Optional[Tensor] = None
         self._saved: List[int] = []
         self._next = 0
@@ -61,6 +63,7 @@ class Recomputation:
         self._holder: Callable[[], Any] = _gone
         self._held: Dict[int, Tensor] = {}
         self.filled = False
+        self._changed = False
         self._ambient = ambient
         self._hooks = _users_hooks(ambient)
         self._thread = threading.get_ident()
@@ -73,6 +76,7 @@ class Recomputation:
         """Close the first pass."""
         self._passing = False
         self._random.settle()
+        self._changed = _versions(self._input) != self._versions
         self._samples = [sample.clone() for sample in _samples(output)]
 
     def number(self, tensor: Tensor) -> int:
@@ -83,10 +87,16 @@ class Recomputation:
         return len(self._saved) - 1
 
     def hand_over(self, phony: Tensor) -> Tensor:
-        """Leave the input with a ``Recompute`` node, which checks its version and frees it."""
+        """Leave the input with a ``Recompute`` node, which checks its version and frees it.
+
+        An input that the first pass changed stays here: :meth:`fill` has to raise, and says more
+        than the check of versions would.
+        """
+        kept = () if self._changed else self._input
         self._recompute = Recompute.apply(  # type: ignore[no-untyped-call]
-            phony, weakref.ref(self), self._input)
-        self._input = ()
+            phony, weakref.ref(self), kept)
+        if kept:
+            self._input = ()
         return self._recompute
 
     def fill(self) -> None:
@@ -104,7 +114,7 @@ class Recomputation:
     def _fill(self) -> None:
         node: Any = None if self._recompute is None else self._recompute.grad_fn
         # Where an earlier backward has freed the input, PyTorch raises its usual error here.
-        input = self._input if node is None else node.saved_tensors
+        input = self._input if node is None or self._changed else node.saved_tensors
         leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in input)
         self._next = 0
         self._passing = True
@@ -117,6 +127,9 @@ class Recomputation:
                     lambda: self._function(leaves[0] if self._atomic else leaves))
         finally:
             self._passing = False
+        if self._changed:
+            raise RuntimeError('the input of a checkpointed micro-batch was changed in place; '
+                               "change a copy instead, or use checkpoint='never'")
         if self._next != len(self._saved):
             raise RuntimeError(_other_path(f'it saved {self._next} tensors for backward, '
                                            f'the first pass {len(self._saved)}'))
@@ -201,6 +214,10 @@ def _users_hooks(ambient: Ambient) -> Optional[Hooks]:
     hooks = ambient.hooks
     outer = getattr(hooks[0], '__self__', None) if hooks is not None else None
     return outer._hooks if isinstance(outer, Recomputation) else hooks
+
+
+def _versions(tensors: Tuple[Tensor, ...]) -> List[int]:
+    return [0 if x.is_inference() else x._version for x in tensors]
 
 
 def _samples(output: Batch) -> List[Tensor]:
