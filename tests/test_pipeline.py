@@ -6,9 +6,11 @@ import torch
 from torch import nn
 
 from tests.helpers import Spy, assert_same
+from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe
 from torchgpipe.microbatch import Batch, gather, scatter
 from torchgpipe.pipeline import Pipeline, clock_cycles
+from torchgpipe.skip.layout import SkipLayout
 
 
 @pytest.mark.parametrize('m, n, expected', [
@@ -32,9 +34,12 @@ def test_a_pipeline_by_itself():
     assert set(threading.enumerate()) == before
 
 
-def test_skips_are_refused():
-    with pytest.raises(ValueError, match='skip_layout'):
-        Pipeline([], [], skip_layout=object())
+@pytest.mark.parametrize('layout', [None, SkipLayout(2, {(None, 'skip'): (0, 1)})])
+def test_skips_are_found_in_the_layers_or_given(layout):
+    partitions = [nn.Sequential(Stash()), nn.Sequential(Pop())]
+    batches = scatter(torch.ones(2, 1), 2)
+    Pipeline(batches, partitions, skip_layout=layout).run()
+    assert gather(batches).tolist() == [[2], [2]]
 
 
 def test_micro_batches_are_in_lockstep():

@@ -5,6 +5,9 @@
     batch ─(Wait)─▶ partition, or Checkpoint ─(Wait)─▶ Recompute ─▶ order ─▶ batch
              1               2                   3         4           5
 
+Skips that come from another partition, or go to one, pass through all of this beside the batch,
+see :mod:`torchgpipe.skip.tracker`.
+
 1. The compute stream waits for the copy stream that brought the batch from another memory.
 2. The layers run on the compute stream.
 3. The copy stream that takes the batch to another memory waits for the compute stream.
@@ -25,18 +28,24 @@ one thread, in order. The edge hangs on outputs, not on inputs, because a join m
 require grad, and the first partition would go on to compute a gradient for data that needs none.
 """
 import itertools
+from functools import partial
 from typing import Callable, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.aliases import Function
 from torchgpipe.ambient import Ambient
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.checkpoint import Checkpointing
 from torchgpipe.compute import Compute
 from torchgpipe.copy import Wait
 from torchgpipe.dependency import fork, join
-from torchgpipe.microbatch import Batch, Place, place
+from torchgpipe.microbatch import Batch, Place, place, versions
+from torchgpipe.skip.crossing import Crossing, share_memory
+from torchgpipe.skip.layout import SkipLayout
+from torchgpipe.skip.portal import changed_in_place
+from torchgpipe.skip.tracker import SkipTrackerThroughPortals
 from torchgpipe.snapshot import Contents, Snapshot
 from torchgpipe.stream import AbstractStream, CPUStream, use_stream
 
@@ -52,20 +61,26 @@ class Cells:
         j: Index of the partition.
         partition: Its layers.
         device: Its device.
-        m: Number of micro-batches.
+        trackers: The skip tracker of each of the ``m`` micro-batches.
+        skip_layout: Where skips come from and go to.
         checkpoint_stop: The first ``checkpoint_stop`` micro-batches are checkpointed.
         stream: The compute stream.
         arrivals: The copy streams on which batches arrive, if they come from another memory.
         departures: The copy streams on which they leave, if they go to another memory.
     """
 
-    def __init__(self, j: int, partition: nn.Sequential, device: torch.device, m: int,
+    def __init__(self, j: int, partition: nn.Sequential, device: torch.device,
+                 trackers: Sequence[SkipTrackerThroughPortals], skip_layout: SkipLayout,
                  checkpoint_stop: int, stream: AbstractStream,
                  arrivals: Optional[Sequence[AbstractStream]] = None,
                  departures: Optional[Sequence[AbstractStream]] = None) -> None:
-        self.m = m
+        self.j = j
+        self.m = m = len(trackers)
         self.stream = stream
         self._compute = Compute(j, partition, device, m)
+        self._trackers = trackers
+        self._incoming = [key for _, key in skip_layout.incoming(j)]
+        self._outgoing = [key for _, key in skip_layout.outgoing(j)]
         self._arrivals = arrivals
         self._departures = departures
         self._grad = torch.is_grad_enabled()
@@ -87,28 +102,57 @@ class Cells:
         outside = place.place
         place.place = Place(i, self.m, next(_serial))
         try:
-            if self._arrivals is not None:
-                batch = _wait(self._arrivals[i], self.stream, batch)  # 1
-            output, recompute = self._run(i, batch, quiet)  # 2
-            if self._grad or self._departures is not None:
-                self._finish(i, output, recompute)
-            return output
+            if self._trackers[i].shared:
+                return self._run_watched(i, batch, quiet)
+            return self._run(i, batch, quiet)
         finally:
             place.place = outside
 
-    def _run(self, i: int, batch: Batch, quiet: bool
-             ) -> Tuple[Batch, Optional[Callable[[Batch], None]]]:
+    def _run_watched(self, i: int, batch: Batch, quiet: bool) -> Batch:
+        """Run a cell on a batch that lies in the memory of skips: [Note: Changes in place]."""
+        shared = self._trackers[i].shared
+        watched = set(shared)
+        before = versions(batch)
+        output = self._run(i, batch, quiet)
+        if versions(batch) != before:
+            names = ', '.join(sorted(f"'{name}'" for _, name in watched))
+            raise RuntimeError(changed_in_place(
+                f'the input of partition {self.j}, which is also the skip tensor {names},'))
+        shared.difference_update(
+            self._incoming if share_memory(batch, output) else watched)
+        return output
+
+    def _run(self, i: int, batch: Batch, quiet: bool) -> Batch:
+        function = partial(self._compute, i, self._trackers[i], i < self._checkpoint_stop)
+        if not self._incoming and not self._outgoing:
+            return self._through(i, function, batch, quiet, None)
+        crossing = Crossing(function, self._trackers[i], self._incoming, self._outgoing)
+        batch = crossing.enter(batch)
+        return crossing.leave(self._through(i, crossing, batch, quiet, crossing))
+
+    def _through(self, i: int, function: Function, batch: Batch, quiet: bool,
+                 crossing: Optional[Crossing]) -> Batch:
+        if self._arrivals is not None:
+            batch = _wait(self._arrivals[i], self.stream, batch)  # 1
         # A cell without anything to train has no graph, so there is nothing to save memory on.
-        checkpointed = i < self._checkpoint_stop and (
-            self._trainable or batch.find_grad() is not None)
-        if not checkpointed:
-            return Batch(self._compute(i, batch.value)), None
+        recompute = None
+        if i < self._checkpoint_stop and (self._trainable or batch.find_grad() is not None):
+            kept = batch if crossing is None else crossing.keep(batch)
+            output, recompute = self._checkpoint(function, kept, quiet)  # 2
+        else:
+            output = Batch(function(batch.value))  # 2
+        if self._grad or self._departures is not None:
+            self._finish(i, output, recompute)
+        return output
+
+    def _checkpoint(self, function: Function, batch: Batch, quiet: bool
+                    ) -> Tuple[Batch, Callable[[Batch], None]]:
         if self._ambient is None:
             self._ambient = Ambient.capture()
         if self._contents is None:
             self._contents = Contents(self._compute.partition, aware=(DeferredBatchNorm,))
         checkpointing = Checkpointing(
-            self._compute.checkpointed(i), batch, ambient=self._ambient, quiet=quiet,
+            function, batch, ambient=self._ambient, quiet=quiet,
             snapshot=Snapshot(self._contents), device=self._compute.device)
         return checkpointing.checkpoint(always=False), checkpointing.recompute
 

@@ -6,16 +6,17 @@ the many cells it came from, so it gains a note (PEP 678)::
     RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x8 and 9x9)
     in partition 1 on cuda:1, micro-batch 0 of 4, layer '3'
 """
-from functools import partial
 from types import TracebackType
-from typing import Any, List, Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.aliases import Function, TensorOrTensors
-from torchgpipe.microbatch import Batch, check
+from torchgpipe.aliases import TensorOrTensors
+from torchgpipe.microbatch import Batch, check, versions
+from torchgpipe.notes import add_note
 from torchgpipe.passes import is_recomputing
+from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 
 __all__ = ['Compute']
 
@@ -40,23 +41,30 @@ class Compute:
         self.device = device
         self.m = m
 
-    def checkpointed(self, i: int) -> Function:
-        """Give the function that computes micro-batch ``i``, and may do so again."""
-        return partial(self.__call__, i, again=True)
+    def __call__(self, i: int, tracker: SkipTracker, again: bool, value: TensorOrTensors
+                 ) -> TensorOrTensors:
+        """Compute micro-batch ``i``.
 
-    def __call__(self, i: int, value: TensorOrTensors, again: bool = False) -> TensorOrTensors:
-        """Compute micro-batch ``i``."""
+        Args:
+            i: Its index.
+            tracker: Where its skips are.
+            again: Whether this may be called again, under a checkpoint.
+            value: Its value.
+        """
         try:
-            output = self._recompute(value) if again and is_recomputing() \
-                else self.partition(value)
+            with use_skip_tracker(tracker):
+                output = self._recompute(value) if again and is_recomputing() \
+                    else self.partition(value)
         except Exception as error:
             layer = _failing_layer(self.partition, error.__traceback__)
-            _add_note(error, self._where(i, layer))
+            add_note(error, self._where(i, layer))
             raise
+        finally:
+            tracker.tensors.clear()
         try:
             check(output)
         except TypeError as error:
-            _add_note(error, self._where(i, next(reversed(self.partition._modules))))
+            add_note(error, self._where(i, next(reversed(self.partition._modules))))
             raise
         return output
 
@@ -67,9 +75,9 @@ class Compute:
         would get what the first one has changed.
         """
         input = tuple(Batch(value))
-        versions = [x._version for x in input]
+        before = versions(input)
         output: TensorOrTensors = self.partition(value)
-        if [x._version for x in input] != versions:
+        if versions(input) != before:
             layer = _changing_layer(self.partition, value)
             name = 'a layer' if layer is None else f"layer '{layer}'"
             raise RuntimeError(
@@ -82,12 +90,6 @@ class Compute:
     def _where(self, i: int, layer: Optional[str]) -> str:
         where = f'in partition {self.j} on {self.device}, micro-batch {i} of {self.m}'
         return where if layer is None else f"{where}, layer '{layer}'"
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    # PEP 678 came with Python 3.11; before, the attribute is there for those who look.
-    notes: List[str] = getattr(error, '__notes__', [])
-    error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
 
 
 def _failing_layer(partition: nn.Module, traceback: Optional[TracebackType]) -> Optional[str]:
@@ -109,9 +111,12 @@ def _changing_layer(partition: nn.Sequential, value: TensorOrTensors) -> Optiona
     """Find the layer that changes the partition's input in place, by running them on a copy."""
     tensors = tuple(x.detach().clone() for x in Batch(value))
     current: Any = tensors[0] if isinstance(value, Tensor) else tensors
-    with torch.no_grad():
+    with torch.no_grad(), use_skip_tracker(SkipTracker()):
         for name, layer in partition.named_children():
-            current = layer(current)
+            try:
+                current = layer(current)
+            except RuntimeError:  # It pops what another partition stashed.
+                return None
             if any(x._version for x in tensors):
                 return name
     return None

@@ -18,13 +18,13 @@ from torch import Tensor
 from torchgpipe.stream import (AbstractStream, current_stream, get_device, record_stream,
                                use_stream, wait_stream)
 
-__all__ = ['Copy', 'Wait']
+__all__ = ['Copy', 'Wait', 'copy_tensor']
 
 Grads = Tuple[Optional[Tensor], ...]
 
 
-def _copy(tensor: Tensor, source: AbstractStream, target: AbstractStream,
-          compute: AbstractStream) -> Tensor:
+def copy_tensor(tensor: Tensor, source: AbstractStream, target: AbstractStream,
+                compute: AbstractStream) -> Tensor:
     """Copy a tensor to the device of ``target``, whose compute stream will read it."""
     # Between two GPUs the copy runs on the source's current stream, and the target's current
     # stream waits for it. To or from the CPU it is over when `to` returns.
@@ -47,13 +47,13 @@ class Copy(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         compute = current_stream(get_device(next_stream))
         # A tensor that is there already is handed on: [Note: Identity without a view].
-        return tuple(_copy(x, prev_stream, next_stream, compute).detach() for x in input)
+        return tuple(copy_tensor(x, prev_stream, next_stream, compute).detach() for x in input)
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Grads:
         prev_stream, next_stream = ctx.streams
         return (None, None, *(
-            None if grad is None else _copy(grad, next_stream, prev_stream, ctx.prev_compute)
+            None if grad is None else copy_tensor(grad, next_stream, prev_stream, ctx.prev_compute)
             for grad in grads))
 
 

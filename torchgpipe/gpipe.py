@@ -10,6 +10,8 @@ from torchgpipe.microbatch import check, gather, scatter
 from torchgpipe.partition import Device, split, take_balance, take_devices, verify_module
 from torchgpipe.pipeline import Pipeline
 from torchgpipe.randomness import Quiet
+from torchgpipe.skip.layout import inspect_skip_layout
+from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.worker import Workers
 
 __all__ = ['GPipe']
@@ -55,7 +57,8 @@ class GPipe(nn.Module):
             have the names that they have in the module.
 
     Raises:
-        TypeError: The module is not sequential, or the balance is not made of integers.
+        TypeError: The module is not sequential, the balance is not made of integers, or stashes
+            and pops of its layers do not match.
         ValueError: The balance, ``chunks`` or ``checkpoint`` is wrong, a device is unknown, or a
             child or a parameter appears twice.
         IndexError: There are fewer devices than partitions.
@@ -78,6 +81,7 @@ class GPipe(nn.Module):
             raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never': "
                              f'{checkpoint!r}')
         verify_module(module)
+        verify_skippables(module)
         self.balance = take_balance(balance, len(module))
         self.devices = take_devices(devices, len(self.balance))
         if deferred_batch_norm:
@@ -92,6 +96,7 @@ class GPipe(nn.Module):
         self._quiet = Quiet()
         partitions = nn.ModuleList(split(module, self.balance, self.devices))
         partitions.training = module.training
+        self._skip_layout = inspect_skip_layout(partitions.children())
         self.__dict__['partitions'] = partitions
         self.__dict__['_names'] = tuple(module._modules)
         self._modules.update(module._modules)
@@ -116,6 +121,7 @@ class GPipe(nn.Module):
         batches = scatter(input, self.chunks)
         sizes = [len(batch[0]) for batch in batches]
         Pipeline(batches, self.partitions, self.devices,  # type: ignore[arg-type]
+                 skip_layout=self._skip_layout,
                  checkpoint_stop=self._checkpoint_stop(len(batches)),
                  workers=self._workers, quiet=self._quiet).run()
         return gather(batches, sizes)

@@ -1,13 +1,13 @@
 """Micro-batches: check a mini-batch, scatter it, gather it again."""
 import threading
-from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Union
+from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 from torch import Tensor
 
 from torchgpipe.aliases import Function, TensorOrTensors, Tensors
 
-__all__ = ['Batch', 'Place', 'check', 'gather', 'place', 'scatter']
+__all__ = ['Batch', 'Place', 'check', 'gather', 'place', 'scatter', 'versions']
 
 
 class Batch:
@@ -137,6 +137,11 @@ def check(input: Any) -> None:
     for k, element in enumerate(input):
         if not isinstance(element, Tensor):
             raise _not_a_tensor(element, f'element {k} of the tuple')
+
+
+def versions(tensors: Iterable[Tensor]) -> List[int]:
+    """Count the changes in place that were made to tensors, or to their memory through others."""
+    return [0 if x.is_inference() else x._version for x in tensors]
 
 
 def _not_a_tensor(value: Any, what: str) -> TypeError:

@@ -24,6 +24,8 @@ from torchgpipe.cell import Cells
 from torchgpipe.copy import Copy
 from torchgpipe.microbatch import Batch
 from torchgpipe.randomness import Quiet, cpu_state
+from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
+from torchgpipe.skip.tracker import SkipTrackerThroughPortals
 from torchgpipe.stream import AbstractStream, current_stream, use_device
 from torchgpipe.worker import Result, Task, Workers, device_key
 
@@ -59,7 +61,8 @@ class Pipeline:
         devices: One per partition; all on the CPU by default.
         copy_streams: ``copy_streams[j][i]`` carries micro-batch ``i`` into or out of partition
             ``j``; made by the workers if missing.
-        skip_layout: Must be ``None``.
+        skip_layout: Which skips go from which partition to which; looked up in the layers if
+            missing.
         checkpoint_stop: The first ``checkpoint_stop`` micro-batches are checkpointed.
         workers: Threads to use; by default the pipeline's own, which end with :meth:`run`.
         quiet: What is known about partitions that draw random numbers.
@@ -68,12 +71,14 @@ class Pipeline:
     def __init__(self, batches: List[Batch], partitions: Iterable[nn.Sequential],
                  devices: Optional[Sequence[torch.device]] = None,
                  copy_streams: Optional[Sequence[Sequence[AbstractStream]]] = None,
-                 skip_layout: None = None, checkpoint_stop: int = 0, *,
+                 skip_layout: Optional[SkipLayout] = None, checkpoint_stop: int = 0, *,
                  workers: Optional[Workers] = None, quiet: Optional[Quiet] = None) -> None:
-        if skip_layout is not None:
-            raise ValueError('this version has no skip connections, so skip_layout must be None')
         self._batches = batches
         self._partitions = list(partitions)
+        if skip_layout is None:
+            skip_layout = inspect_skip_layout(self._partitions)
+        self._skip_layout = skip_layout
+        self._trackers = [SkipTrackerThroughPortals(skip_layout) for _ in batches]
         self._devices = list(devices or [torch.device('cpu')] * len(self._partitions))
         self._keys = [device_key(device) for device in self._devices]
         self._workers = workers or Workers()
@@ -81,22 +86,30 @@ class Pipeline:
         self._quiet = quiet or Quiet()
         self._failed_at: float = math.inf
         self._ambient = Ambient.capture()
-        self._crosses = [False, *(a != b and not a[0] == b[0] == 'cpu'
-                                  for a, b in zip(self._keys, self._keys[1:])), False]
-        if copy_streams is None and any(self._crosses):
+        n = len(self._partitions)
+        self._memories = ['cpu' if key[0] == 'cpu' else key for key in self._keys]
+        self._moves = [j > 0 and self._apart(j - 1, j) for j in range(n)]
+        if copy_streams is None and len(set(self._memories)) > 1:
             copy_streams = [self._workers.copy_streams(device, len(batches))
                             for device in self._devices]
         self._copy_streams = copy_streams or []
-        self._cells = [self._make_cells(j, checkpoint_stop) for j in range(len(self._partitions))]
+        self._cells = [self._make_cells(j, checkpoint_stop) for j in range(n)]
         self._alone = len(set(self._keys)) <= 1
         self._modes = [] if self._alone else [
             self._quiet.key(j, partition) for j, partition in enumerate(self._partitions)]
         self._is_quiet = [mode in self._quiet for mode in self._modes]
 
+    def _apart(self, j: int, k: int) -> bool:
+        """Tell whether two partitions are in different memories."""
+        return self._memories[j] != self._memories[k]
+
     def _make_cells(self, j: int, checkpoint_stop: int) -> Cells:
-        arrive, depart = self._crosses[j], self._crosses[j + 1]
-        return Cells(j, self._partitions[j], self._devices[j], len(self._batches), checkpoint_stop,
-                     current_stream(self._devices[j]),
+        arrive = self._moves[j] or any(
+            self._apart(prev_j, j) for prev_j, _ in self._skip_layout.incoming(j))
+        depart = any(self._moves[j + 1:j + 2]) or any(
+            self._apart(j, next_j) for next_j, _ in self._skip_layout.outgoing(j))
+        return Cells(j, self._partitions[j], self._devices[j], self._trackers, self._skip_layout,
+                     checkpoint_stop, current_stream(self._devices[j]),
                      self._copy_streams[j] if arrive else None,
                      self._copy_streams[j] if depart else None)
 
@@ -113,17 +126,30 @@ class Pipeline:
                 self.compute(schedule)
         finally:
             self._ambient.repair()
+            for tracker in self._trackers:
+                tracker.clear()
             if self._owns_workers:
                 self._workers.stop()
 
     def fence(self, schedule: Sequence[Cell]) -> None:
-        """Copy the batches that enter another memory; see :mod:`torchgpipe.cell` for the waits."""
+        """Copy skips and batches into the partitions that need them.
+
+        See :mod:`torchgpipe.cell` for the waits. A batch that stays in its memory is left as it
+        is. A skip is handed on once, from its source straight to its destination.
+        """
         for i, j in schedule:
-            if self._crosses[j]:
-                batch = self._batches[i]
-                prev_stream, next_stream = self._copy_streams[j - 1][i], self._copy_streams[j][i]
+            batch = self._batches[i]
+            for prev_j, ns, name in self._skip_layout.copy_policy(j):
+                self._trackers[i].copy(batch, *self._streams(i, prev_j, j), ns, name)
+            if self._moves[j]:
                 batch[:] = Copy.apply(  # type: ignore[no-untyped-call]
-                    prev_stream, next_stream, *batch)
+                    *self._streams(i, j - 1, j), *batch)
+
+    def _streams(self, i: int, prev_j: int, next_j: int) -> Tuple[AbstractStream, AbstractStream]:
+        """Give the streams on which micro-batch ``i`` goes from one partition to another."""
+        if self._apart(prev_j, next_j):
+            return self._copy_streams[prev_j][i], self._copy_streams[next_j][i]
+        return self._cells[prev_j].stream, self._cells[next_j].stream
 
     def compute(self, schedule: Sequence[Cell]) -> None:
         """Run the cells of one clock."""

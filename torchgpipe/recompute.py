@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.aliases import Function
 from torchgpipe.ambient import Ambient, Hooks, drop_hooks_above, innermost_hooks
-from torchgpipe.microbatch import Batch
+from torchgpipe.microbatch import Batch, versions
 from torchgpipe.passes import enable_recomputing
 from torchgpipe.randomness import RandomState
 from torchgpipe.snapshot import Snapshot
@@ -54,7 +54,7 @@ class Recomputation:
         self._function = function
         self._atomic = batch.atomic
         self._input: Tuple[Tensor, ...] = tuple(batch)
-        self._versions = _versions(self._input)
+        self._versions = versions(self._input)
         self._recompute: Optional[Tensor] = None
         self._saved: List[int] = []
         self._next = 0
@@ -76,7 +76,7 @@ class Recomputation:
         """Close the first pass."""
         self._passing = False
         self._random.settle()
-        self._changed = _versions(self._input) != self._versions
+        self._changed = versions(self._input) != self._versions
         self._samples = [sample.clone() for sample in _samples(output)]
 
     def number(self, tensor: Tensor) -> int:
@@ -128,8 +128,9 @@ class Recomputation:
         finally:
             self._passing = False
         if self._changed:
-            raise RuntimeError('the input of a checkpointed micro-batch was changed in place; '
-                               "change a copy instead, or use checkpoint='never'")
+            raise RuntimeError('the input of a checkpointed micro-batch, or a skip tensor that it '
+                               'popped, was changed in place; change a copy instead, or use '
+                               "checkpoint='never'")
         if self._next != len(self._saved):
             raise RuntimeError(_other_path(f'it saved {self._next} tensors for backward, '
                                            f'the first pass {len(self._saved)}'))
@@ -214,10 +215,6 @@ def _users_hooks(ambient: Ambient) -> Optional[Hooks]:
     hooks = ambient.hooks
     outer = getattr(hooks[0], '__self__', None) if hooks is not None else None
     return outer._hooks if isinstance(outer, Recomputation) else hooks
-
-
-def _versions(tensors: Tuple[Tensor, ...]) -> List[int]:
-    return [0 if x.is_inference() else x._version for x in tensors]
 
 
 def _samples(output: Batch) -> List[Tensor]:

@@ -1,0 +1,60 @@
+"""Skippable layers that several test files share."""
+from torch import nn
+
+from torchgpipe.skip import pop, skippable, stash
+
+
+@skippable(stash=['skip'])
+class Stash(nn.Module):
+    """Stash the input and pass it on."""
+
+    def forward(self, input):
+        """Stash."""
+        yield stash('skip', input)
+        return input
+
+
+@skippable(pop=['skip'])
+class Pop(nn.Module):
+    """Add what was stashed."""
+
+    def forward(self, input):
+        """Pop."""
+        skip = yield pop('skip')
+        return input if skip is None else input + skip
+
+
+@skippable(stash=['skip'])
+class StashLinear(nn.Module):
+    """Stash what a linear layer makes of the input."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.fc = nn.Linear(width, width)
+
+    def forward(self, input):
+        """Stash."""
+        yield stash('skip', self.fc(input))
+        return input
+
+
+def stashing(*names):
+    """Give a class that stashes its input under some names."""
+    @skippable(stash=names)
+    class StashNames(nn.Module):
+        def forward(self, input):
+            for name in names:
+                yield stash(name, input)
+            return input
+    return StashNames
+
+
+def popping(*names):
+    """Give a class that pops some names."""
+    @skippable(pop=names)
+    class PopNames(nn.Module):
+        def forward(self, input):
+            for name in names:
+                input = input + (yield pop(name))
+            return input
+    return PopNames

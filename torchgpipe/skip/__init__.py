@@ -1,0 +1,7 @@
+"""Skip connections that go straight from the layer that stashes to the layer that pops."""
+from torchgpipe.skip.namespace import Namespace
+from torchgpipe.skip.skippable import (SkipGenerator, Skippable, pop, skippable, stash,
+                                       verify_skippables)
+
+__all__ = ['Namespace', 'SkipGenerator', 'Skippable', 'pop', 'skippable', 'stash',
+           'verify_skippables']

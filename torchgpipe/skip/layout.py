@@ -1,0 +1,87 @@
+"""The layout of skips: from which partition to which partition each one goes.
+
+::
+
+    partition      0            1          2            3
+    layers      stash a      stash b     pop b       pop a, stash c, pop c
+                   a ───────────────────────────────▶ a             copied once, from 0 to 3
+                                b ──────▶ b                         copied once, from 1 to 2
+                                                       c            not copied
+"""
+from typing import Dict, Iterable, Iterator, List, Optional, Protocol, Tuple, runtime_checkable
+
+from torch import nn
+
+from torchgpipe.skip.namespace import Key, Namespace
+
+__all__ = ['DeclaresSkips', 'SkipLayout', 'inspect_skip_layout']
+
+
+@runtime_checkable
+class DeclaresSkips(Protocol):
+    """A layer that says which skips it stashes and which it pops."""
+
+    def stashable(self) -> Iterable[Key]:
+        """Give the skips that it stashes."""
+
+    def poppable(self) -> Iterable[Key]:
+        """Give the skips that it pops."""
+
+
+class SkipLayout:
+    """Where skips start and end.
+
+    Args:
+        num_partitions: Number of partitions.
+        skip_routes: For each skip ``(namespace, name)`` the partitions ``(source, destination)``.
+    """
+
+    def __init__(self, num_partitions: int, skip_routes: Dict[Key, Tuple[int, int]]) -> None:
+        self._routes = dict(skip_routes)
+        self._incoming: List[List[Tuple[int, Key]]] = [[] for _ in range(num_partitions)]
+        self._outgoing: List[List[Tuple[int, Key]]] = [[] for _ in range(num_partitions)]
+        for key, (prev_j, next_j) in skip_routes.items():
+            if prev_j != next_j:
+                self._incoming[next_j].append((prev_j, key))
+                self._outgoing[prev_j].append((next_j, key))
+        for incoming in self._incoming:
+            incoming.sort(key=lambda route: route[0])
+
+    def requires_copy(self, ns: Optional[Namespace], name: str) -> bool:
+        """Tell whether a skip goes from one partition to another."""
+        prev_j, next_j = self._routes.get((ns, name), (-1, -1))
+        return prev_j != next_j
+
+    def copy_policy(self, next_j: int) -> Iterator[Tuple[int, Optional[Namespace], str]]:
+        """Yield ``(source, namespace, name)`` of what comes into a partition, sources ascending.
+        """
+        for prev_j, (ns, name) in self._incoming[next_j]:
+            yield prev_j, ns, name
+
+    def incoming(self, j: int) -> List[Tuple[int, Key]]:
+        """Give the skips that come into a partition, each with its source."""
+        return self._incoming[j]
+
+    def outgoing(self, j: int) -> List[Tuple[int, Key]]:
+        """Give the skips that leave a partition, each with its destination."""
+        return self._outgoing[j]
+
+
+def inspect_skip_layout(partitions: Iterable[nn.Module]) -> SkipLayout:
+    """Find out where skips start and end.
+
+    Args:
+        partitions: Sequential modules; the layers that stash or pop are their children.
+    """
+    stashed_at: Dict[Key, int] = {}
+    routes: Dict[Key, Tuple[int, int]] = {}
+    parts = list(partitions)
+    for j, partition in enumerate(parts):
+        for layer in partition.children():
+            if isinstance(layer, DeclaresSkips):
+                for key in layer.stashable():
+                    stashed_at[key] = j
+                for key in layer.poppable():
+                    if key in stashed_at:
+                        routes[key] = (stashed_at.pop(key), j)
+    return SkipLayout(len(parts), routes)

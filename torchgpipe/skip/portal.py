@@ -1,0 +1,188 @@
+"""Portals: through one, a skip tensor leaves its partition and appears in a later one.
+
+The autograd graph has an edge of its own for each skip, which the partitions between never see. A
+*phony* runs along it; the tensor and its gradient go through the portal::
+
+    forward     tensor ──PortalBlue──▶ phony ──PortalCopy──▶ phony ──PortalOrange──▶ tensor
+                      in: portal.tensor     moved over the copy streams     out: portal.tensor
+    backward    grad ◀──PortalBlue── · ◀──PortalCopy── · ◀──PortalOrange── grad
+                      out: portal.grad      moved back                      in: portal.grad
+
+[Note: Tensor life of a portal]
+A portal lets go of its tensor when each that needs it has had it. Its *life* is how many there
+are still to come::
+
+                              stash (blue)     pop (orange)     pop again, in backward
+    without checkpoint  2 ──▶ 1            ──▶ 0
+    with checkpoint     3 ──▶ 2            ──▶ 1            ──▶ 0
+    stash, recomputed   1 ──▶ 0            that is for nobody: its own graph is the first one's
+
+Between the passes the node that runs the recomputation owns the tensor, not the portal: so it
+lives exactly as long as autograd keeps that node.
+"""
+from typing import Any, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from torchgpipe.copy import copy_tensor
+from torchgpipe.microbatch import versions
+from torchgpipe.phony import get_phony
+from torchgpipe.stream import AbstractStream, current_stream, get_device
+
+__all__ = ['Portal', 'PortalBlue', 'PortalCopy', 'PortalOrange']
+
+
+class Portal:
+    """The place where a skip tensor is while it is in no partition, and then its gradient.
+
+    Args:
+        tensor: The skip tensor, or ``None``, for which there is no node in the graph.
+        tensor_life: [Note: Tensor life of a portal].
+    """
+
+    __slots__ = ('_version', 'grad', 'tensor', 'tensor_life')
+
+    def __init__(self, tensor: Optional[Tensor], tensor_life: int) -> None:
+        self.tensor: Optional[Tensor] = None
+        self.tensor_life = 0
+        self.grad: Optional[Tensor] = None
+        self.put_tensor(tensor, tensor_life)
+
+    def blue(self) -> Tensor:
+        """Let the tensor in: give the phony that stands for it."""
+        tensor = self.use_tensor()
+        if tensor is None:
+            return get_phony(torch.device('cpu'), requires_grad=False)
+        # From here on only the graph knows where the tensor comes from. The nodes of the graph own
+        # this portal, so it must not own the graph.
+        if self.tensor is not None:
+            self.tensor = self.tensor.detach()
+        return PortalBlue.apply(self, tensor)  # type: ignore[no-any-return,no-untyped-call]
+
+    def orange(self, phony: Tensor) -> Optional[Tensor]:
+        """Let the tensor out, in exchange for the phony."""
+        self.check_tensor_life()
+        if self.tensor is None:
+            self.use_tensor()
+            return None
+        self._check_version()
+        tensor: Tensor = PortalOrange.apply(self, phony)  # type: ignore[no-untyped-call]
+        return tensor
+
+    def copy(self, prev_stream: AbstractStream, next_stream: AbstractStream, phony: Tensor
+             ) -> Tensor:
+        """Move the tensor to another device, and give the phony that stands for it there."""
+        self.check_tensor_life()
+        if self.tensor is None:
+            return get_phony(torch.device('cpu'), requires_grad=False)
+        self._check_version()
+        return PortalCopy.apply(  # type: ignore[no-any-return,no-untyped-call]
+            self, prev_stream, next_stream, phony)
+
+    def is_changed(self) -> bool:
+        """Tell whether someone has changed the tensor in place since it was put here."""
+        return self.tensor is not None and versions([self.tensor]) != self._version
+
+    def _check_version(self) -> None:
+        if self.is_changed():
+            raise RuntimeError(changed_in_place('the memory of a skip tensor'))
+
+    def check_tensor_life(self) -> None:
+        """Raise :exc:`RuntimeError` if the tensor is no longer there."""
+        if self.tensor_life <= 0:
+            raise RuntimeError('tensor in portal has been removed')
+
+    def put_tensor(self, tensor: Optional[Tensor], tensor_life: int) -> None:
+        """Keep a tensor until it has been used ``tensor_life`` times."""
+        self.tensor_life = tensor_life
+        self.tensor = tensor if tensor_life > 0 else None
+        self._version = [] if self.tensor is None else versions([self.tensor])
+
+    def use_tensor(self) -> Optional[Tensor]:
+        """Give the tensor, and let go of it if that was the last time."""
+        self.check_tensor_life()
+        tensor = self.tensor
+        self.tensor_life -= 1
+        if self.tensor_life == 0:
+            self.tensor = None
+        return tensor
+
+    def put_grad(self, grad: Tensor) -> None:
+        """Keep a gradient until it is used."""
+        self.grad = grad
+
+    def use_grad(self) -> Tensor:
+        """Give the gradient and let go of it."""
+        if self.grad is None:
+            raise RuntimeError('grad in portal has been removed or never set')
+        grad, self.grad = self.grad, None
+        return grad
+
+
+def changed_in_place(what: str) -> str:
+    """Say what is wrong with a change in place that a skip should have seen, and did not."""
+    return (f'{what} was changed in place between its stash and its pop, in another partition '
+            'than the one that stashed it. Without a pipeline, the layer that pops would see that '
+            'change; here it can not. Use an operation that is not in place, or stash a copy: '
+            "stash('name', tensor.clone()).")
+
+
+class PortalBlue(torch.autograd.Function):
+    """The entrance of a portal."""
+
+    @staticmethod
+    def forward(ctx: Any, portal: Portal, tensor: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.portal = portal
+        return get_phony(tensor.device, requires_grad=False).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad_phony: Optional[Tensor]) -> Tuple[None, Optional[Tensor]]:
+        # Every path to this node leads through PortalOrange. Where there was no such path, since
+        # the tensor was popped and then not used, there is no gradient.
+        portal: Portal = ctx.portal
+        return None, None if portal.grad is None else portal.use_grad()
+
+
+class PortalOrange(torch.autograd.Function):
+    """The exit of a portal."""
+
+    @staticmethod
+    def forward(ctx: Any, portal: Portal, phony: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.portal = portal
+        tensor = portal.use_tensor()
+        assert tensor is not None
+        return tensor.detach()  # [Note: Identity without a view]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Optional[Tensor]) -> Tuple[None, None]:
+        if grad is not None:
+            ctx.portal.put_grad(grad)
+        return None, None
+
+
+class PortalCopy(torch.autograd.Function):
+    """The way from one device to another, on the copy streams: see :mod:`torchgpipe.copy`."""
+
+    @staticmethod
+    def forward(ctx: Any, portal: Portal, prev_stream: AbstractStream,
+                next_stream: AbstractStream, phony: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.portal = portal
+        ctx.streams = prev_stream, next_stream
+        ctx.prev_compute = current_stream(get_device(prev_stream))
+        compute = current_stream(get_device(next_stream))
+        assert portal.tensor is not None
+        portal.put_tensor(copy_tensor(portal.tensor, prev_stream, next_stream, compute),
+                          portal.tensor_life)
+        return get_phony(get_device(next_stream), requires_grad=False).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad_phony: Optional[Tensor]) -> Tuple[None, None, None, None]:
+        portal: Portal = ctx.portal
+        prev_stream, next_stream = ctx.streams
+        if portal.grad is not None:
+            portal.grad = copy_tensor(portal.grad, next_stream, prev_stream, ctx.prev_compute)
+        return None, None, None, None

@@ -1,0 +1,341 @@
+"""Skippable layers: layers that stash tensors for later layers, and pop what earlier ones stashed.
+
+A skippable layer's ``forward`` is a generator. It yields what it wants done, and is resumed with
+the answer; what it returns at last is the layer's output::
+
+    forward            who runs it
+    yield stash(…) ──▶ tracker.save
+                  ◀──  None
+    yield pop(…)   ──▶ tracker.load
+                  ◀──  tensor
+    return output  ──▶ output
+
+[Note: The level called module]
+In torchgpipe 0.0.7 a skippable layer was a wrapper around the layer, its child ``module``. Here it
+is the layer itself, of a class derived from the decorated one. Names keep that level all the same,
+in ``state_dict``, ``named_modules`` and ``named_parameters``, and the attribute ``module`` leads
+from it to the layer, so checkpoints and code that go by names fit.
+"""
+import sys
+from functools import wraps
+from types import GeneratorType, new_class
+from typing import (Any, Callable, ClassVar, Dict, FrozenSet, Generator, Iterable, Iterator, List,
+                    Mapping, Optional, Set, Tuple, Type, TypeVar, Union)
+
+from torch import Tensor, nn
+
+from torchgpipe.microbatch import Batch
+from torchgpipe.skip.namespace import Key, Namespace
+from torchgpipe.skip.tracker import current_skip_tracker
+
+__all__ = ['SkipGenerator', 'Skippable', 'pop', 'skippable', 'stash', 'verify_skippables']
+
+TModule = TypeVar('TModule', bound=nn.Module)
+TSkippable = TypeVar('TSkippable', bound='Skippable')
+
+
+class stash:
+    """Yield it to keep a tensor for a later layer: ``yield stash('name', tensor)``.
+
+    Args:
+        name: A name that the layer declares as stashable.
+        tensor: What the later layer will get, a tensor of any shape or ``None``.
+    """
+
+    __slots__ = ('name', 'tensor')
+
+    def __init__(self, name: str, tensor: Optional[Tensor]) -> None:
+        self.name = name
+        self.tensor = tensor
+
+
+class pop:
+    """Yield it to get what an earlier layer stashed: ``tensor = yield pop('name')``.
+
+    Args:
+        name: A name that the layer declares as poppable.
+    """
+
+    __slots__ = ('name',)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+#: What to annotate the ``forward`` of a skippable layer with: ``-> SkipGenerator``.
+SkipGenerator = Generator[Union[stash, pop], Any, Any]
+
+
+class Skippable(nn.Module):
+    """What :func:`skippable` adds to a class.
+
+    A class may name it as its base by itself, for type checkers, which see a decorated class as
+    it was before.
+    """
+
+    stashable_names: ClassVar[FrozenSet[str]] = frozenset()
+    poppable_names: ClassVar[FrozenSet[str]] = frozenset()
+    #: The namespaces of those names that are not in the default one.
+    namespaces: Mapping[str, Optional[Namespace]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == 'module':  # [Note: The level called module]
+                return self
+            raise
+
+    def namespaced(self, name: str) -> Key:
+        """Give a name together with its namespace."""
+        return self.namespaces.get(name), name
+
+    def stashable(self) -> Iterator[Key]:
+        """Yield the skips that this layer stashes."""
+        return map(self.namespaced, sorted(self.stashable_names))
+
+    def poppable(self) -> Iterator[Key]:
+        """Yield the skips that this layer pops."""
+        return map(self.namespaced, sorted(self.poppable_names))
+
+    def isolate(self: TSkippable, ns: Optional[Namespace], *, only: Optional[Iterable[str]] = None
+                ) -> TSkippable:
+        """Put this layer's skips into a namespace, so that their names can be used again.
+
+        >>> from torchgpipe.skip import Namespace, pop, skippable, stash
+        >>> @skippable(stash=['x'])
+        ... class Stash(nn.Module):
+        ...     def forward(self, input):
+        ...         yield stash('x', input)
+        ...         return input
+        >>> namespace = Namespace()
+        >>> layer = Stash().isolate(namespace)
+
+        Args:
+            ns: The namespace, the same for the layer that stashes and the one that pops.
+            only: The names to put there; all by default.
+
+        Returns:
+            The layer itself.
+        """
+        if not isinstance(ns, Namespace):
+            raise TypeError(f'ns must be a Namespace or None, but got {ns!r}; make one with '
+                            'Namespace()')
+        names = self.stashable_names | self.poppable_names
+        chosen = names if only is None else names & set(only)
+        self.namespaces = {**self.namespaces, **dict.fromkeys(chosen, ns)}
+        return self
+
+    def __repr__(self) -> str:
+        return f'@skippable({super().__repr__()})'
+
+    def state_dict(self, *, destination: Any = None, prefix: str = '',
+                   keep_vars: bool = False) -> Any:
+        """Give the state, with names as in [Note: The level called module]."""
+        before = set(destination or ())
+        destination = super().state_dict(
+            destination=destination, prefix=prefix, keep_vars=keep_vars)
+        for key in [key for key in destination if key not in before]:
+            destination[f'{prefix}module.{key[len(prefix):]}'] = destination.pop(key)
+        return destination
+
+    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *args: Any) -> None:
+        # Names without the level are taken too, from a model before it was skippable.
+        mine = set(super().state_dict(prefix=prefix, keep_vars=True))
+        level = prefix + 'module.'
+        for key in [key for key in state_dict if key.startswith(level) and key not in mine]:
+            state_dict[prefix + key[len(level):]] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def named_modules(self, memo: Optional[Set[nn.Module]] = None, prefix: str = '',
+                      remove_duplicate: bool = True) -> Iterator[Tuple[str, nn.Module]]:
+        """Yield this layer and all within: [Note: The level called module]."""
+        prefix = prefix + '.module' if prefix else 'module'
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Where a function call has made this class, its name leads to the class that it is
+        # derived from.
+        reduced: Any = super().__reduce_ex__(protocol)
+        cls = type(self)
+        base = cls.__dict__.get('_decorated')
+        if base is not None and _find(cls) is base:
+            return _restore, (base, cls.stashable_names, cls.poppable_names), *reduced[2:]
+        return reduced
+
+
+def _find(cls: type) -> Any:
+    """Give what the name of a class leads to."""
+    found: Any = sys.modules.get(cls.__module__)
+    for name in cls.__qualname__.split('.'):
+        found = getattr(found, name, None)
+    return found
+
+
+def _restore(base: Type[nn.Module], stashable: FrozenSet[str], poppable: FrozenSet[str]) -> Any:
+    cls = skippable(stashable, poppable)(base)
+    return cls.__new__(cls)
+
+
+def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()
+              ) -> Callable[[Type[TModule]], Type[TModule]]:
+    """Declare the skips of a layer: a class decorator.
+
+    The layer's ``forward`` is a generator then, which yields :class:`stash` and :class:`pop`.
+
+    >>> import torch
+    >>> from torchgpipe.skip import pop, skippable, stash
+    >>> @skippable(stash=['residual'])
+    ... class Start(nn.Module):
+    ...     def forward(self, input):
+    ...         yield stash('residual', input)
+    ...         return input * 2
+    >>> @skippable(pop=['residual'])
+    ... class End(nn.Module):
+    ...     def forward(self, input):
+    ...         residual = yield pop('residual')
+    ...         return input + residual
+    >>> nn.Sequential(Start(), nn.ReLU(), End())(torch.ones(2))
+    tensor([3., 3.])
+
+    Args:
+        stash: Names of the skips that the layer stashes, each once in every forward.
+        pop: Names of the skips that it pops, each once in every forward.
+
+    Returns:
+        A decorator that derives a class of the same name from a module class. Its layers also
+        have :meth:`~Skippable.isolate`.
+    """
+    if isinstance(stash, str) or isinstance(pop, str):
+        raise TypeError('stash and pop are iterables of names, not a name: '
+                        f"skippable(stash=[{(stash or pop)!r}])")
+    stashable, poppable = frozenset(stash), frozenset(pop)
+
+    def decorate(module_cls: Type[TModule]) -> Type[TModule]:
+        if not (isinstance(module_cls, type) and issubclass(module_cls, nn.Module)):
+            raise TypeError(f'a skippable layer is a class of nn.Module, not {module_cls!r}')
+        return _derive(module_cls, stashable, poppable)
+
+    return decorate
+
+
+def _derive(base: Type[Any], stashable: FrozenSet[str], poppable: FrozenSet[str]) -> Type[Any]:
+    for derived in base.__subclasses__():
+        if derived.__dict__.get('_decorated') is base and (
+                derived.stashable_names, derived.poppable_names) == (stashable, poppable):
+            return derived
+
+    @wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _drive(self, base.forward(self, *args, **kwargs), stashable, poppable)
+
+    bases = (base,) if issubclass(base, Skippable) else (Skippable, base)
+    body = {'__doc__': base.__doc__, '__module__': base.__module__,
+            '__qualname__': base.__qualname__, '_decorated': base, 'forward': forward,
+            'stashable_names': stashable, 'poppable_names': poppable}
+    return new_class(base.__name__, bases, exec_body=lambda namespace: namespace.update(body))
+
+
+def _drive(layer: Skippable, generator: Any, stashable: FrozenSet[str], poppable: FrozenSet[str]
+           ) -> Any:
+    """Run the generator that a forward is, and do what it asks for."""
+    to_stash, to_pop = set(stashable), set(poppable)
+    output = generator
+    if isinstance(generator, GeneratorType):
+        answer = None
+        while True:
+            try:
+                request = generator.send(answer)
+            except StopIteration as stop:
+                output = stop.value
+                break
+            answer = _obey(layer, request, stashable, poppable, to_stash, to_pop)
+    if to_stash:
+        raise RuntimeError(f'{_quoted(to_stash)} must be stashed but have not')
+    if to_pop:
+        raise RuntimeError(f'{_quoted(to_pop)} must be popped but have not')
+    return output
+
+
+def _obey(layer: Skippable, request: Any, stashable: FrozenSet[str], poppable: FrozenSet[str],
+          to_stash: Set[str], to_pop: Set[str]) -> Optional[Tensor]:
+    if isinstance(request, stash):
+        _check(request.name, stashable, to_stash, 'stash')
+        if request.tensor is not None and not isinstance(request.tensor, Tensor):
+            raise TypeError(f"'{request.name}' must be a tensor or None to be stashed, but is "
+                            f'{type(request.tensor).__name__}')
+        current_skip_tracker().save(_no_batch, *layer.namespaced(request.name), request.tensor)
+        return None
+    if isinstance(request, pop):
+        _check(request.name, poppable, to_pop, 'popp')
+        try:
+            return current_skip_tracker().load(_no_batch, *layer.namespaced(request.name))
+        except KeyError:
+            raise RuntimeError(f"'{request.name}' has not been stashed") from None
+    raise TypeError(f"a skippable layer yields stash('name', tensor) or pop('name'), but got "
+                    f'{request!r}')
+
+
+def _check(name: str, declared: FrozenSet[str], open: Set[str], verb: str) -> None:
+    if name not in declared:
+        raise RuntimeError(f"'{name}' has not been declared as {verb}able")
+    if name not in open:
+        raise RuntimeError(f"'{name}' has already been {verb}ed; a skip goes from one stash to "
+                           'one pop in each forward')
+    open.remove(name)
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ', '.join(f"'{name}'" for name in sorted(names))
+
+
+_no_batch = Batch(())
+
+
+def verify_skippables(module: nn.Sequential) -> None:
+    """Check that each skip of a sequential module is stashed once, and popped once after that.
+
+    Args:
+        module: Its layers, the direct children, are looked at.
+
+    Raises:
+        TypeError: Some are not, one line for each.
+    """
+    problems: List[str] = []
+    stashed: Set[Key] = set()
+    popped: Set[Key] = set()
+    for layer_name, layer in module.named_children():
+        if isinstance(layer, Skippable):
+            problems += _verify_layer(layer_name, layer, stashed, popped)
+    problems += [f"no module declared '{name}' as poppable but stashed"
+                 for name in sorted(name for _, name in stashed - popped)]
+    if problems:
+        raise TypeError('one or more pairs of stash and pop do not match:\n\n'
+                        + '\n'.join(f'* {problem}' for problem in problems)
+                        + '\n\nGive each pair of layers that uses a name again a namespace: '
+                          'layer.isolate(Namespace()).')
+
+
+def _verify_layer(layer_name: str, layer: Skippable, stashed: Set[Key], popped: Set[Key]
+                  ) -> Iterator[str]:
+    both = set(layer.stashable()) & set(layer.poppable())
+    for _, name in sorted(both, key=lambda key: key[1]):
+        yield f"'{layer_name}' declared '{name}' both as stashable and as poppable"
+    for key in layer.stashable():
+        if key in both:
+            continue
+        if key in stashed:
+            yield _redeclared(layer_name, key, 'stashable')
+        stashed.add(key)
+    for key in layer.poppable():
+        if key in both:
+            continue
+        if key in popped:
+            yield _redeclared(layer_name, key, 'poppable')
+        elif key not in stashed:
+            yield f"'{layer_name}' declared '{key[1]}' as poppable but it was not stashed"
+        popped.add(key)
+
+
+def _redeclared(layer_name: str, key: Key, what: str) -> str:
+    return f"'{layer_name}' redeclared '{key[1]}' as {what} but not isolated by namespace"
