@@ -1,84 +1,12 @@
-"""Count the memory of live tensors on the CPU, whose allocator keeps no statistics.
-
-A dispatch mode sees every tensor that an operator returns, and its memory's end. Modes are
-thread-local, so workers enter one around each partition; backward runs in the caller's.
-"""
-import threading
-import weakref
-from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List
+"""The peak of the memory that a step takes."""
+from typing import Any, List
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
+from torchgpipe.balance.live import LiveTensors
 
-class LiveTensors:
-    """Bytes in tensors that were made while :meth:`watched`, now and at the peak."""
-
-    def __init__(self) -> None:
-        self.now = 0
-        self.peak = 0
-        self._lock = threading.RLock()
-        self._known: Dict[int, Any] = {}
-
-    def _add(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        with self._lock:
-            if storage._cdata in self._known:
-                return
-            size = storage.nbytes()
-            self._known[storage._cdata] = weakref.finalize(
-                storage, self._remove, storage._cdata, size)
-            self._known[storage._cdata].atexit = False
-            self.now += size
-            self.peak = max(self.peak, self.now)
-
-    def _remove(self, key: int, size: int) -> None:
-        with self._lock:
-            del self._known[key]
-            self.now -= size
-
-    @contextmanager
-    def watched(self, *partitions: nn.Module) -> Iterator['LiveTensors']:
-        """Count within the context, in this thread and in whichever runs the partitions."""
-        caller = threading.get_ident()
-        modes: Dict[int, List[_Mode]] = {}
-
-        def enter(module: nn.Module, args: Any) -> None:
-            if threading.get_ident() != caller:
-                modes.setdefault(threading.get_ident(), []).append(_Mode(self))
-                modes[threading.get_ident()][-1].__enter__()
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if threading.get_ident() != caller:
-                modes[threading.get_ident()].pop().__exit__(None, None, None)
-
-        handles = [handle for partition in partitions for handle in (
-            partition.register_forward_pre_hook(enter),
-            partition.register_forward_hook(leave, always_call=True))]
-        try:
-            with _Mode(self):
-                yield self
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-class _Mode(TorchDispatchMode):
-    def __init__(self, live: LiveTensors) -> None:
-        super().__init__()
-        self._live = live
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        inputs = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs))
-                  if isinstance(x, Tensor)}
-        for x in tree_leaves(output):
-            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in inputs:
-                self._live._add(x)
-        return output
+__all__ = ['peak_memory']
 
 
 def peak_memory(step: Any, devices: List[torch.device], partitions: List[nn.Module]) -> int:

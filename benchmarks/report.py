@@ -3,12 +3,15 @@ import json
 import platform
 from datetime import date
 from pathlib import Path
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, List
 
 import click
 import torch
 
 import torchgpipe
+from torchgpipe.balance.table import table
+
+__all__ = ['machine', 'output_folder', 'table', 'write_json']
 
 
 def output_folder(path: str) -> Path:
@@ -22,15 +25,6 @@ def output_folder(path: str) -> Path:
         raise click.ClickException(f'cannot write to the output folder {path!r}: '
                                    f'{error.strerror or error}') from None
     return folder
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Align columns: the first to the left, numbers to the right."""
-    cells: List[List[str]] = [list(header), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[k]) for row in cells) for k in range(len(header))]
-    lines = ['  '.join(cell.ljust(width) if k == 0 else cell.rjust(width)
-                       for k, (cell, width) in enumerate(zip(row, widths))) for row in cells]
-    return '\n'.join([lines[0], '  '.join('─' * width for width in widths), *lines[1:]])
 
 
 def machine() -> Dict[str, Any]:

@@ -12,15 +12,16 @@ import torchgpipe
 ROOT = Path(torchgpipe.__file__).parent
 
 FLOORS = [
-    {'__version__', 'aliases', 'notes', 'passes', 'skip.namespace'},
-    {'ambient', 'microbatch', 'skip.layout', 'stream'},
-    {'batchnorm', 'phony', 'randomness', 'snapshot'},
+    {'__version__', 'aliases', 'balance.blockpartition', 'balance.live', 'balance.table', 'notes',
+     'passes', 'skip.namespace'},
+    {'ambient', 'balance.bounded', 'microbatch', 'skip.layout', 'stream'},
+    {'balance.costs', 'batchnorm', 'phony', 'randomness', 'snapshot'},
     {'copy', 'dependency', 'partition', 'recompute', 'worker'},
     {'checkpoint', 'skip.portal'},
     {'skip.tracker'},
     {'compute', 'skip.crossing', 'skip.skippable'},
-    {'cell', 'skip'},
-    {'pipeline'},
+    {'balance.profile', 'cell', 'skip'},
+    {'balance', 'pipeline'},
     {'gpipe'},
     {'__init__'}]
 

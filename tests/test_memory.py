@@ -3,9 +3,9 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.live import LiveTensors
 from tests.helpers import DEVICES, MODES, WeakLog
 from torchgpipe import GPipe
+from torchgpipe.balance.live import LiveTensors
 
 devices = pytest.mark.parametrize('devices', list(DEVICES.values()), ids=list(DEVICES))
 modes = pytest.mark.parametrize('mode', MODES)

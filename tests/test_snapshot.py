@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from benchmarks.live import LiveTensors
 from tests.helpers import DEVICES, assert_same, gradients
 from torchgpipe import GPipe, is_recomputing
+from torchgpipe.balance.live import LiveTensors
 
 devices = pytest.mark.parametrize('devices', list(DEVICES.values()), ids=list(DEVICES))
 

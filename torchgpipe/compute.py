@@ -16,7 +16,7 @@ from torchgpipe.aliases import TensorOrTensors
 from torchgpipe.microbatch import Batch, check, versions
 from torchgpipe.notes import add_note
 from torchgpipe.passes import is_recomputing
-from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
+from torchgpipe.skip.tracker import SkipTracker, current, use_skip_tracker
 
 __all__ = ['Compute']
 
@@ -51,15 +51,16 @@ class Compute:
             again: Whether this may be called again, under a checkpoint.
             value: Its value.
         """
+        outside, current.tracker = current.tracker, tracker
         try:
-            with use_skip_tracker(tracker):
-                output = self._recompute(value) if again and is_recomputing() \
-                    else self.partition(value)
+            output = self._recompute(value) if again and is_recomputing() \
+                else self.partition(value)
         except Exception as error:
             layer = _failing_layer(self.partition, error.__traceback__)
             add_note(error, self._where(i, layer))
             raise
         finally:
+            current.tracker = outside
             tracker.tensors.clear()
         try:
             check(output)
@@ -110,11 +111,11 @@ def _name(partition: nn.Module, layer: Any) -> Optional[str]:
 def _changing_layer(partition: nn.Sequential, value: TensorOrTensors) -> Optional[str]:
     """Find the layer that changes the partition's input in place, by running them on a copy."""
     tensors = tuple(x.detach().clone() for x in Batch(value))
-    current: Any = tensors[0] if isinstance(value, Tensor) else tensors
+    output: Any = tensors[0] if isinstance(value, Tensor) else tensors
     with torch.no_grad(), use_skip_tracker(SkipTracker()):
         for name, layer in partition.named_children():
             try:
-                current = layer(current)
+                output = layer(output)
             except RuntimeError:  # It pops what another partition stashed.
                 return None
             if any(x._version for x in tensors):

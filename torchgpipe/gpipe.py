@@ -7,7 +7,8 @@ from torch import nn
 from torchgpipe.aliases import TensorOrTensors
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.microbatch import check, gather, scatter
-from torchgpipe.partition import Device, split, take_balance, take_devices, verify_module
+from torchgpipe.partition import (Device, split, take_balance, take_devices, verify_module,
+                                  verify_source)
 from torchgpipe.pipeline import Pipeline
 from torchgpipe.randomness import Quiet
 from torchgpipe.skip.layout import inspect_skip_layout
@@ -35,7 +36,7 @@ class GPipe(nn.Module):
 
     Args:
         module: The model. Its layers move to the devices, and are shared with this module.
-        balance: The number of layers in each partition.
+        balance: The number of layers in each partition; :mod:`torchgpipe.balance` finds one.
         devices: Where each partition lives and runs, by default all CUDA devices. The input
             belongs on the first one, the output will be on the last one. ``'cpu:0'`` and
             ``'cpu:1'`` run at the same time, in one memory.
@@ -59,8 +60,9 @@ class GPipe(nn.Module):
     Raises:
         TypeError: The module is not sequential, the balance is not made of integers, or stashes
             and pops of its layers do not match.
-        ValueError: The balance, ``chunks`` or ``checkpoint`` is wrong, a device is unknown, or a
-            child or a parameter appears twice.
+        ValueError: The balance, ``chunks`` or ``checkpoint`` is wrong, a device is unknown, a
+            child or a parameter appears twice, or the balance comes from a profile of another
+            module.
         IndexError: There are fewer devices than partitions.
     """
 
@@ -83,6 +85,7 @@ class GPipe(nn.Module):
         verify_module(module)
         verify_skippables(module)
         self.balance = take_balance(balance, len(module))
+        verify_source(balance, module)
         self.devices = take_devices(devices, len(self.balance))
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)

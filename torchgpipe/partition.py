@@ -1,11 +1,12 @@
 """Verify a sequential module, and split it over devices."""
 from collections import OrderedDict
-from typing import Any, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Iterable, List, Optional, Sequence, Tuple, Union, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-__all__ = ['Device', 'split', 'take_balance', 'take_devices', 'verify_module']
+__all__ = ['Device', 'split', 'take_balance', 'take_devices', 'verify_module', 'verify_source']
 
 Device = Union[torch.device, int, str]
 
@@ -16,7 +17,7 @@ Let torchgpipe.balance find a balance that fits:
     from torchgpipe import GPipe
     from torchgpipe.balance import balance_by_time
 
-    sample = torch.empty(...)  # one mini-batch
+    sample = torch.rand(...)  # one mini-batch
     balance = balance_by_time(torch.cuda.device_count(), model, sample)
     model = GPipe(model, balance, chunks=...)
 '''
@@ -107,6 +108,26 @@ def take_balance(balance: Optional[Iterable[int]], layers: int) -> List[int]:
         raise ValueError('all balance numbers must be positive integers: each partition has at '
                          f'least one layer (balance: {numbers})' + _RECOMMENDATION)
     return numbers
+
+
+def verify_source(balance: Any, module: nn.Module) -> None:
+    """Check that a balance that says which layers it was made for is given these.
+
+    Raises:
+        ValueError: They have other names, or other sizes of parameters.
+    """
+    expected = getattr(balance, 'layers', None)
+    if expected is None:
+        return
+    for (name, size), (own_name, layer) in zip(expected, module._modules.items()):
+        parameters = [*cast(nn.Module, layer).parameters()]
+        own_size = sum(x.numel() * x.element_size() for x in parameters if not is_lazy(x))
+        if name != own_name or (size != own_size and not any(map(is_lazy, parameters))):
+            raise ValueError(
+                'the balance comes from a profile of another module: there a layer was '
+                f"'{name}' with {size} bytes of parameters, here it is '{own_name}' with "
+                f'{own_size}. Profile this module, or pass list(balance) to use the numbers all '
+                'the same')
 
 
 def take_devices(devices: Optional[Iterable[Device]], partitions: int) -> List[torch.device]:

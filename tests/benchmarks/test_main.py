@@ -9,9 +9,9 @@ import torch
 from benchmarks import concurrency as concurrency_module
 from benchmarks import overhead as overhead_module
 from benchmarks.__main__ import main
-from benchmarks.live import LiveTensors
 from benchmarks.overhead import ratios
 from benchmarks.report import table
+from torchgpipe.balance.live import LiveTensors
 
 
 @pytest.fixture

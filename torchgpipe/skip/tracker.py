@@ -21,7 +21,8 @@ is noticed by the tensor's version in a portal, and where a batch lies in the sa
 is a copy.
 """
 import threading
-from typing import ContextManager, Dict, Iterable, List, Optional, Sequence, Set
+from contextlib import contextmanager
+from typing import Dict, Iterable, Iterator, List, Optional, Sequence, Set
 
 from torch import Tensor
 
@@ -33,7 +34,7 @@ from torchgpipe.skip.portal import Portal
 from torchgpipe.stream import AbstractStream
 
 __all__ = ['SkipTracker', 'SkipTrackerThroughPortals', 'SkipTrackerThroughPotals',
-           'current_skip_tracker', 'use_skip_tracker']
+           'current', 'current_skip_tracker', 'use_skip_tracker']
 
 
 class SkipTracker:
@@ -144,30 +145,20 @@ class _Current(threading.local):
         self.tracker = SkipTracker()
 
 
-_current = _Current()
+#: ``current.tracker`` is this thread's tracker.
+current = _Current()
 
 
-class _Use:
-    """A context that sets this thread's tracker; by hand, as each cell enters it."""
-
-    __slots__ = ('_before', '_tracker')
-
-    def __init__(self, tracker: SkipTracker) -> None:
-        self._tracker = tracker
-
-    def __enter__(self) -> None:
-        self._before = _current.tracker
-        _current.tracker = self._tracker
-
-    def __exit__(self, *args: object) -> None:
-        _current.tracker = self._before
-
-
-def use_skip_tracker(skip_tracker: SkipTracker) -> ContextManager[None]:
+@contextmanager
+def use_skip_tracker(skip_tracker: SkipTracker) -> Iterator[None]:
     """Let layers stash into and pop from a tracker within the context, in this thread."""
-    return _Use(skip_tracker)
+    outside, current.tracker = current.tracker, skip_tracker
+    try:
+        yield
+    finally:
+        current.tracker = outside
 
 
 def current_skip_tracker() -> SkipTracker:
     """Give this thread's tracker."""
-    return _current.tracker
+    return current.tracker

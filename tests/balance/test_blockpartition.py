@@ -1,0 +1,81 @@
+"""The exact min-max partition, ties as evenly as possible."""
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchgpipe.balance import blockpartition
+
+
+def key(blocks):
+    """Rate a partition: what must be least, in order."""
+    sums = [sum(block) for block in blocks]
+    return (max(sums), sum(total ** 2 for total in sums), sum(len(block) ** 2 for block in blocks))
+
+
+def brute_force(sequence, partitions):
+    """Rate the best of all partitions."""
+    cuts = itertools.combinations(range(1, len(sequence)), partitions - 1)
+    edges = [(0, *cut, len(sequence)) for cut in cuts]
+    return min(key([sequence[a:b] for a, b in zip(edge, edge[1:])]) for edge in edges)
+
+
+def check(sequence, partitions):
+    """Compare with brute force."""
+    blocks = blockpartition.solve(sequence, partitions)
+    assert len(blocks) == partitions and all(blocks) and sum(blocks, []) == list(sequence)
+    assert key(blocks) == brute_force(sequence, partitions)
+
+
+@pytest.mark.parametrize('length', range(1, 7))
+def test_all_small_cases(length):
+    for sequence in itertools.product(range(4), repeat=length):
+        for partitions in range(1, length + 1):
+            check(list(sequence), partitions)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 40) | st.sampled_from([0, 1, 1000]), min_size=1, max_size=11),
+       st.integers(1, 11))
+def test_larger_cases(sequence, partitions):
+    check(sequence, min(partitions, len(sequence)))
+
+
+def test_floats_are_exact():
+    sequence = [.1, .2, .3, 1e-300, .3, .2, .1, 1e300, 5e-324]
+    for partitions in range(1, 10):
+        scaled = blockpartition.integers(sequence)
+        lengths = [len(block) for block in blockpartition.solve(sequence, partitions)]
+        assert lengths == [len(block) for block in blockpartition.solve(scaled, partitions)]
+        assert key(blockpartition.solve(scaled, partitions)) == brute_force(scaled, partitions)
+
+
+@pytest.mark.parametrize('sequence, partitions, expected', [
+    ([1, 2, 3, 4, 5, 6], 2, [4, 2]), ([0, 0], 2, [1, 1]), ([0] * 8, 2, [4, 4]),
+    ([5, 0, 0, 0, 0, 5], 2, [3, 3]), ([1] * 6, 4, None), ([9, 1, 1, 1, 1, 1, 1], 4, [1, 2, 2, 2])])
+def test_even_ties(sequence, partitions, expected):
+    lengths = [len(block) for block in blockpartition.solve(sequence, partitions)]
+    assert lengths == expected or (expected is None and sorted(lengths) == [1, 1, 2, 2])
+
+
+@pytest.mark.parametrize('costs', [
+    lambda: [random.random() for _ in range(10_000)], lambda: [1] * 10_000,
+    lambda: [0] * 10_000, lambda: [1] * 5_000 + [10 ** 6] + [1] * 4_999])
+def test_many_layers(costs):
+    random.seed(0)
+    sequence = costs()
+    blocks = blockpartition.solve(sequence, 64)
+    assert len(blocks) == 64 and sum(map(len, blocks)) == 10_000
+    bound = max(map(sum, blocks))
+    assert bound <= sum(sequence) / 64 + max(sequence)
+
+
+@pytest.mark.parametrize('sequence, partitions, message', [
+    ([1], 0, 'positive'), ([1], -1, 'positive'), ([1], 2, '1 layers.*2 partitions'),
+    ([], 1, '0 layers'), ([1, -1], 1, 'item 1 is -1'), ([float('nan')], 1, 'item 0 is nan'),
+    ([1, float('inf')], 1, 'item 1 is inf')])
+def test_bad_input(sequence, partitions, message):
+    with pytest.raises(ValueError, match=message):
+        blockpartition.solve(sequence, partitions)

@@ -1,0 +1,171 @@
+"""Profiles as data, the balances that follow, and what they predict."""
+import copy
+import itertools
+import json
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from torchgpipe import GPipe
+from torchgpipe.balance import LayerProfile, Profile, SkipProfile, profile
+
+
+def make(times, parameters=None, activations=None, outputs=None, skips=(), batch_size=8):
+    """Make a profile from lists: seconds of forward, and twice as many of backward."""
+    n = len(times)
+    columns = [parameters or [0] * n, activations or [0] * n, outputs or [0] * n]
+    return Profile(tuple(LayerProfile(f'layer{k}', t, 2 * t, p, 0, 0, a, o)
+                         for k, (t, p, a, o) in enumerate(zip(times, *columns))),
+                   tuple(SkipProfile(*skip) for skip in skips), batch_size, 10, 'cpu')
+
+
+def test_json_and_back():
+    costs = make([1., 2.], [3, 4], [5, 6], [7, 8], [(0, 1, 9)])
+    assert Profile.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+
+
+@pytest.mark.parametrize('data', [
+    {}, {'version': 2}, [], {'version': 1}, {'version': 1, 'layers': 3},
+    {**make([1.]).to_dict(), 'layers': [{'name': '0'}]}, {**make([1.]).to_dict(), 'more': 1}])
+def test_something_else_is_not_a_profile(data):
+    with pytest.raises(ValueError, match='not a profile'):
+        Profile.from_dict(data)
+
+
+def test_a_table():
+    text = str(make([.001, .002], [2048, 0]))
+    assert 'layer1' in text and '2.00 KiB' in text and '1.000' in text and '6.000' in text
+    assert 'total' in text and '8 samples on cpu' in text
+
+
+def test_the_fastest_balance_and_its_prediction():
+    balance = make([1., 2., 3., 4., 5., 6.]).balance(2, chunks=4, checkpoint='never')
+    assert balance == [4, 2] and isinstance(balance, list)
+    assert balance.seconds == [30, 33]
+    # Five clocks: 30/4, then three of the slower 33/4, then 33/4.
+    assert balance.bubble == pytest.approx(1 - 63 / (2 * (30 / 4 + 4 * 33 / 4)))
+    assert balance.speed_up == pytest.approx(63 / (30 / 4 + 4 * 33 / 4))
+    assert [name for name, _ in balance.layers] == [f'layer{k}' for k in range(6)]
+
+
+@pytest.mark.parametrize('n, m', [(1, 1), (1, 8), (2, 1), (2, 8), (4, 8)])
+def test_equal_partitions_have_the_bubble_of_the_paper(n, m):
+    balance = make([1.] * n).balance(n, chunks=m, checkpoint='never')
+    assert balance.bubble == pytest.approx((n - 1) / (m + n - 1))
+    assert balance.speed_up == pytest.approx(n * m / (m + n - 1))
+
+
+def test_recomputation_takes_time():
+    costs = make([1., 1.])
+    seconds = {mode: costs.balance(2, chunks=4, checkpoint=mode).seconds[0]
+               for mode in ('never', 'except_last', 'always')}
+    assert seconds == {'never': 3, 'except_last': 3.75, 'always': 4}
+    # No more micro-batches than samples.
+    assert costs.balance(2, chunks=100).seconds[0] == 3 + 7 / 8
+
+
+def needs(costs, a, b, m, mode, scale):
+    """Say what a partition needs, written down a second time."""
+    layers = costs.layers[a:b]
+    boundary = costs.input_bytes if a == 0 else costs.layers[a - 1].output_bytes
+    boundary += sum(s.bytes for s in costs.skips if s.source < a and a <= s.target < b)
+    activations = sum(x.activation_bytes for x in layers)
+    if mode != 'never':
+        activations = -(-activations // m)
+    output = 2 * layers[-1].output_bytes if b == len(costs.layers) else 0
+    return sum(x.parameter_bytes for x in layers) * scale + boundary + activations + output
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.data())
+def test_limits_against_brute_force(data):
+    number = data.draw(st.integers(1, 7))
+    numbers = st.lists(st.integers(0, 9), min_size=number, max_size=number)
+    skips = data.draw(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(0, 9)),
+                               max_size=3))
+    skips = [(a, b, size) for a, b, size in skips if a < b < number]
+    costs = make(data.draw(numbers), data.draw(numbers), data.draw(numbers), data.draw(numbers),
+                 skips)
+    partitions = data.draw(st.integers(1, number))
+    limits = data.draw(st.lists(st.none() | st.integers(0, 120), min_size=partitions,
+                                max_size=partitions))
+    mode, m = data.draw(st.sampled_from(['always', 'never'])), data.draw(st.sampled_from([1, 2]))
+
+    best = None
+    for cut in itertools.combinations(range(1, number), partitions - 1):
+        parts = list(zip((0, *cut), (*cut, number)))
+        if all(limit is None or needs(costs, a, b, m, mode, 2) <= limit
+               for limit, (a, b) in zip(limits, parts)):
+            scale = 4 if mode == 'always' else 3
+            slowest = max(sum(x.forward_seconds for x in costs.layers[a:b]) for a, b in parts)
+            best = slowest * scale if best is None else min(best, slowest * scale)
+    if best is None:
+        with pytest.raises(ValueError, match='layer|limit'):
+            costs.balance(partitions, chunks=m, memory_limit=limits, checkpoint=mode)
+        return
+    balance = costs.balance(partitions, chunks=m, memory_limit=limits, checkpoint=mode)
+    assert max(balance.seconds) == best
+    edge = [0, *itertools.accumulate(balance)]
+    assert balance.bytes == [needs(costs, a, b, m, mode, 2) for a, b in zip(edge, edge[1:])]
+
+
+def test_devices_with_different_limits():
+    costs = make([1.] * 4, parameters=[100] * 4)
+    assert costs.balance(2, chunks=1, memory_limit=None) == [2, 2]
+    assert costs.balance(2, chunks=1, memory_limit=[250, 1000]) == [1, 3]
+    assert costs.balance(2, chunks=1, memory_limit=[None, 250]) == [3, 1]
+    assert costs.balance(2, chunks=1, memory_limit=500, param_scale=1) == [2, 2]
+
+
+@pytest.mark.parametrize('limit, message', [
+    (150, "layer 'layer0' alone needs 210 B.*largest memory limit is 150 B"),
+    (300, r'all 4 layers together need 810 B.*add up to 600 B'),
+    ([1000, 10], 'partition 1 has a memory limit of 10 B, in which no layer fits as the last one'),
+    ([10, 1000], 'partition 0 has a memory limit of 10 B, in which no layer fits'),
+    ([390, 450], "at most the first 1 layers, and the last one not the rest from layer 'layer1'")])
+def test_a_balance_that_can_not_exist(limit, message):
+    costs = make([1.] * 4, parameters=[100] * 4)
+    with pytest.raises(ValueError, match=message):
+        costs.balance(2, chunks=1, memory_limit=limit)
+
+
+@pytest.mark.parametrize('arguments, error, message', [
+    ({'partitions': 0}, ValueError, 'partitions must be a positive'),
+    ({'partitions': 3}, ValueError, '2 layers can not be cut into 3 partitions'),
+    ({'partitions': 1.5}, TypeError, 'partitions must be an integer'),
+    ({'chunks': 0}, ValueError, 'chunks must be a positive'),
+    ({'memory_limit': -1}, ValueError, 'zero or more, but is -1'),
+    ({'memory_limit': [1, -1]}, ValueError, 'zero or more, but is -1'),
+    ({'memory_limit': [1]}, ValueError, '1 entries for 2 partitions'),
+    ({'memory_limit': '16GiB'}, ValueError, 'memory_limit'),
+    ({'param_scale': -1}, ValueError, 'param_scale'),
+    ({'param_scale': float('nan')}, ValueError, 'param_scale'),
+    ({'checkpoint': 'sometimes'}, ValueError, "'always', 'except_last', or 'never'")])
+def test_bad_input(arguments, error, message):
+    with pytest.raises(error, match=message):
+        make([1., 1.]).balance(**{'partitions': 2, 'chunks': 1, **arguments})
+
+
+def test_gpipe_takes_a_balance_as_it_is():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    balance = profile(model, torch.rand(8, 4), device='cpu', timeout=0).balance(2, chunks=4)
+    for same in (balance, copy.deepcopy(balance), pickle.loads(pickle.dumps(balance))):
+        assert same == balance and same.seconds == balance.seconds
+        gpipe = GPipe(copy.deepcopy(model), same, devices=['cpu', 'cpu'], chunks=4)
+        assert gpipe.balance == list(balance) and type(gpipe.balance) is list
+
+
+@pytest.mark.parametrize('other', [
+    nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3)),
+    nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)), nn.ReLU()),
+    nn.Sequential().append(nn.Linear(4, 4)).append(nn.ReLU()).append(nn.Linear(5, 2))])
+def test_a_balance_of_another_module(other):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    balance = profile(model, torch.rand(8, 4), device='cpu', timeout=0).balance(2, chunks=4)
+    with pytest.raises(ValueError, match=r"profile of another module: there a layer was '\d'"):
+        GPipe(other, balance, devices=['cpu', 'cpu'])
+    GPipe(other, list(balance), devices=['cpu', 'cpu'])

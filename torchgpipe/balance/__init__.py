@@ -1,0 +1,98 @@
+"""Find a balance: how many layers each partition gets.
+
+- :func:`balance_by_time` makes partitions equally fast, :func:`balance_by_size` equally large.
+- :func:`profile` measures the layers once; :meth:`Profile.balance` then gives the fastest balance
+  for any number of partitions, micro-batches and memory limits, and says what to expect of it.
+"""
+from typing import List
+
+from torch import nn
+
+from torchgpipe.aliases import TensorOrTensors
+from torchgpipe.balance.blockpartition import check_partitions
+from torchgpipe.balance.costs import Balance, LayerProfile, Profile, SkipProfile, even_cuts
+from torchgpipe.balance.profile import Device, layerwise_sandbox, profile, profile_bytes
+from torchgpipe.microbatch import check, scatter
+
+__all__ = ['Balance', 'LayerProfile', 'Profile', 'SkipProfile', 'balance_by_size',
+           'balance_by_time', 'profile']
+
+# The function hides the module of the same name, which torchgpipe 0.0.7 had; this leads there too.
+setattr(profile, 'layerwise_sandbox', layerwise_sandbox)
+
+
+def balance_by_time(partitions: int, module: nn.Sequential, sample: TensorOrTensors, *,
+                    timeout: float = 1.0, device: Device = 'cuda') -> List[int]:
+    """Balance a sequential module by the time of forward and backward.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> len(balance_by_time(2, model, torch.rand(16, 8), timeout=0.01, device='cpu'))
+    2
+
+    Args:
+        partitions: Number of partitions.
+        module: The model. It is left as it is.
+        sample: A mini-batch, a tensor of shape ``(batch, …)`` or a tuple of such.
+        timeout: Seconds to spend, about.
+        device: Where to measure, one layer at a time.
+
+    Returns:
+        The number of layers of each partition.
+
+    Raises:
+        TypeError: The module is not sequential, or the sample is not made of tensors.
+        ValueError: There are fewer layers than partitions, a parameter already has a gradient, or
+            the device or the sample will not do.
+    """
+    check_partitions(module, partitions)
+    costs = profile(module, sample, device=device, timeout=timeout)
+    return _cut(costs, [x.forward_seconds + x.backward_seconds for x in costs.layers], partitions)
+
+
+def balance_by_size(partitions: int, module: nn.Sequential, input: TensorOrTensors, *,
+                    chunks: int = 1, param_scale: float = 2.0, device: Device = 'cuda'
+                    ) -> List[int]:
+    """Balance a sequential module by memory: parameters, and activations of one micro-batch.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> balance_by_size(2, model, torch.rand(16, 8), device='cpu')
+    [1, 2]
+
+    Args:
+        partitions: Number of partitions.
+        module: The model. It is left as it is.
+        input: A mini-batch, a tensor of shape ``(batch, …)`` or a tuple of such.
+        chunks: Number of micro-batches.
+        param_scale: Bytes for a trainable parameter, its gradient and the optimizer's state,
+            relative to the parameter: SGD 2–3, Adam 4–5, Adadelta 4, Adagrad 3, RMSprop 3–5.
+        device: Where to run the layers, one at a time. On ``'meta'`` it takes no memory.
+
+    Returns:
+        The number of layers of each partition.
+
+    Raises:
+        TypeError: The module is not sequential, or the input is not made of tensors.
+        ValueError: There are fewer layers than partitions, a parameter already has a gradient, or
+            the device, the input, ``chunks`` or ``param_scale`` will not do.
+    """
+    check_partitions(module, partitions)
+    if chunks < 1:
+        raise ValueError(f'number of chunks must be a positive integer, but got {chunks}')
+    if not param_scale >= 0:
+        raise ValueError(f'param_scale must be zero or more, but is {param_scale}')
+    check(input)
+    costs = profile_bytes(module, scatter(input, chunks)[0].value, device)
+    return _cut(costs, [x.activation_bytes + x.frozen_bytes + x.buffer_bytes
+                        + (x.parameter_bytes - x.frozen_bytes) * param_scale
+                        for x in costs.layers], partitions)
+
+
+def _cut(measured: Profile, costs: List[float], partitions: int) -> List[int]:
+    edges = measured.edges()
+    if len(edges) <= partitions:  # Without checkpoints it may work.
+        edges = list(range(len(costs) + 1))
+    return even_cuts(costs, edges, partitions)

@@ -1,0 +1,163 @@
+"""Cut a sequence of costs into blocks: the largest block as small as can be, the rest even.
+
+Both steps are exact, in integers. First the *bottleneck*, the smallest possible largest sum, by
+bisection: whether a bound can be kept is told by filling blocks greedily. Then, of all cuts that
+keep it, the one with the least sum of squares, which is the most even one, since the mean is
+given; and of those the one whose blocks have the most even lengths::
+
+    costs                1  1  1  0  0  4        three blocks
+    bottleneck           4
+    cuts that keep it    1 | 1 1 0 0 | 4    squares 1 + 4 + 16, lengths 1 4 1
+                         1 1 | 1 0 0 | 4    squares 4 + 1 + 16, lengths 2 3 1   ◀── this one
+                         1 1 1 | 0 0 | 4    squares 9 + 0 + 16                  …
+
+The cost of a block as a function of its ends satisfies the quadrangle inequality, also where it is
+infinite since the block is too large. So a shorter sequence has its last cut no later than a
+longer one, and dynamic programming by divide and conquer takes O(partitions × layers × log
+layers): Galil and Park, "Dynamic programming with convexity, concavity and sparsity" (1992).
+"""
+from bisect import bisect_left, bisect_right
+from fractions import Fraction
+from itertools import accumulate
+from math import inf, lcm
+from operator import sub
+from typing import List, Sequence, Sized, Tuple, TypeVar, Union
+
+__all__ = ['check_partitions', 'integers', 'solve']
+
+Number = Union[int, float]
+T = TypeVar('T', int, float)
+
+
+def solve(sequence: Sequence[T], partitions: int = 1) -> List[List[T]]:
+    """Cut a sequence into consecutive blocks whose largest sum is as small as possible.
+
+    >>> solve([1, 2, 3, 4, 5, 6], partitions=2)
+    [[1, 2, 3, 4], [5, 6]]
+
+    Args:
+        sequence: Costs, in any unit, none of them negative.
+        partitions: Number of blocks, each of which gets one item at least.
+
+    Returns:
+        The blocks. Ties are broken as evenly as possible: by the sum of squares of the blocks'
+        sums, then by that of their lengths.
+
+    Raises:
+        ValueError: There are fewer than 1 partitions or fewer items than partitions, or a cost is
+            negative or not finite.
+    """
+    check_partitions(sequence, partitions)
+    prefix: List[int] = [0, *accumulate(integers(sequence))]
+    bottleneck: int = _bottleneck(prefix, partitions)
+    cuts = [0, *_most_even(prefix, partitions, bottleneck), len(sequence)]
+    return [list(sequence[a:b]) for a, b in zip(cuts, cuts[1:])]
+
+
+def check_partitions(sequence: Sized, partitions: int) -> None:
+    """Raise :exc:`ValueError` if a sequence is too short to be cut."""
+    if partitions < 1:
+        raise ValueError(f'partitions must be a positive integer, but is {partitions}')
+    if len(sequence) < partitions:
+        raise ValueError(f'sequence is shorter than intended partitions: {len(sequence)} layers '
+                         f'can not be cut into {partitions} partitions of one layer at least')
+
+
+def integers(sequence: Sequence[Number]) -> List[int]:
+    """Scale costs to integers, exactly: a float is an integer over a power of two."""
+    for index, cost in enumerate(sequence):
+        if not 0 <= cost < inf:
+            raise ValueError(f'costs must be finite and not negative, but item {index} is {cost}')
+    exact = [Fraction(cost) for cost in sequence]
+    scale = lcm(*(cost.denominator for cost in exact))
+    return [int(cost * scale) for cost in exact]
+
+
+def _bottleneck(prefix: List[int], partitions: int) -> int:
+    """Find the smallest bound on a block's sum that can be kept."""
+    low: int = max(map(sub, prefix[1:], prefix))
+    high = prefix[-1]
+    while low < high:
+        middle = (low + high) // 2
+        if len(_furthest(prefix, partitions, middle)) <= partitions:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _furthest(prefix: List[int], partitions: int, bound: int) -> List[int]:
+    """Fill blocks greedily: give the ends of at most ``partitions + 1`` of them."""
+    ends: List[int] = []
+    start = 0
+    while start < len(prefix) - 1 and len(ends) <= partitions:
+        start = bisect_right(prefix, prefix[start] + bound, start + 1) - 1
+        ends.append(start)
+    return ends
+
+
+def _windows(prefix: List[int], partitions: int, bound: int) -> List[Tuple[int, int]]:
+    """Give for each cut the first and the last place where it can be, given the bound."""
+    last = len(prefix) - 1
+    latest = _furthest(prefix, partitions, bound)
+    latest += [last] * (partitions - len(latest))
+    earliest = [last]
+    for _ in range(partitions - 1):
+        end = earliest[-1]
+        earliest.append(bisect_left(prefix, prefix[end] - bound, 0, end))
+    earliest.reverse()
+    # A block has one item at least, before a cut and after it.
+    return [(max(first, j + 1), min(end, last - (partitions - 1 - j)))
+            for j, (first, end) in enumerate(zip(earliest, latest))]
+
+
+def _most_even(prefix: List[int], partitions: int, bound: int) -> List[int]:
+    """Find the cuts that keep the bound and have the least sum of squares."""
+    # Squares of lengths come second: they can not outweigh one unit of the squares of sums.
+    weight = len(prefix) ** 2
+    alone = [weight * total * total + a * a for a, total in enumerate(prefix)]
+    weighted = [2 * weight * total for total in prefix]
+    # The first place where a block that ends at b may start.
+    earliest = [bisect_left(prefix, total - bound) for total in prefix]
+    windows = _windows(prefix, partitions, bound)
+    costs = alone
+    rows: List[List[int]] = []
+    for window, previous in zip(windows, [(0, 0), *windows]):
+        row, costs = _choose(prefix, alone, weighted, costs, earliest, window, previous)
+        rows.append(row)
+    cuts = [len(prefix) - 1]
+    for row in reversed(rows):
+        cuts.append(row[cuts[-1]])
+    return cuts[-2:0:-1]
+
+
+def _choose(prefix: List[int], alone: List[int], weighted: List[int], costs: List[int],
+            earliest: List[int], window: Tuple[int, int], previous: Tuple[int, int]
+            ) -> Tuple[List[int], List[int]]:
+    """Add a block: find for each end ``b`` in a window its best start ``a`` in the previous one.
+
+    A block costs ``weight * (S[b] - S[a])² + (b - a)²``, which is ``alone[b] + alone[a]`` less
+    ``weighted[b] * S[a] + 2 * b * a``.
+
+    Returns:
+        Two lists by ``b``: the best ``a``, and the least cost, with ``alone[b]`` added to it.
+    """
+    start, size = window[0], window[1] - window[0] + 1
+    row, least = [0] * len(prefix), [0] * len(prefix)
+    stride = 1 << (size - 1).bit_length()
+    while stride:
+        # Those halfway between others, whose best starts their own lie between.
+        for b in range(start + stride - 1, start + size, 2 * stride):
+            low = row[b - stride] if b - stride >= start else previous[0]
+            high = row[b + stride] if b + stride < start + size else previous[1]
+            low, high = max(low, earliest[b]), min(high, b - 1)
+            factor, twice, choice = weighted[b], 2 * b, low
+            best = costs[low] - factor * prefix[low] - twice * low
+            for a in range(low + 1, high + 1):
+                value = costs[a] - factor * prefix[a] - twice * a
+                if value < best:
+                    best, choice = value, a
+            row[b], least[b] = choice, best + 2 * alone[b]
+            earliest[b] = choice  # With one block more, the last cut comes no earlier.
+        stride //= 2
+    return row, least

@@ -1,0 +1,78 @@
+"""Cut a sequence of costs into blocks, where not every block fits on every device.
+
+Which places the end of block ``j`` can have, given a bound on every block's cost, is found from
+those of block ``j-1``: each start ``a`` reaches all ends up to a furthest one. The smallest bound
+for which the last block reaches the end of the sequence is found by bisection, in integers, so it
+is exact::
+
+    costs     3  1  2  2  4        the first device has room for two layers, the second for three
+    ends      ·  1  1  ·  ·  ·     of block 0, with bound 8
+              ·  ·  ·  ·  1  1     of block 1: the bound can be kept
+"""
+from bisect import bisect_right
+from itertools import accumulate
+from typing import List, Optional, Sequence
+
+from torchgpipe.balance.blockpartition import Number, integers
+
+__all__ = ['solve_bounded']
+
+#: By block, the places that its end can have, in ascending order.
+Ends = List[List[int]]
+
+
+def solve_bounded(sequence: Sequence[Number], furthest: Sequence[Sequence[int]]
+                  ) -> Optional[List[int]]:
+    """Cut a sequence into blocks that fit, the largest cost of a block as small as possible.
+
+    Args:
+        sequence: Costs, none of them negative.
+        furthest: ``furthest[j][a]`` is the furthest end that a block which starts at ``a`` can
+            have on device ``j``; whatever ends before it fits as well. It is ``a`` if none does.
+
+    Returns:
+        The lengths of the blocks, one per device, or ``None`` if there is no such cut. Of cuts
+        with the same largest cost it is one with rather even blocks.
+    """
+    prefix = [0, *accumulate(integers(sequence))]
+    low, high = -(-prefix[-1] // len(furthest)), prefix[-1]
+    ends = _ends(prefix, furthest, high)
+    if ends is None:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        found = _ends(prefix, furthest, middle)
+        if found is None:
+            low = middle + 1
+        else:
+            ends, high = found, middle
+    return _walk_back(prefix, furthest, high, ends)
+
+
+def _ends(prefix: List[int], furthest: Sequence[Sequence[int]], bound: int) -> Optional[Ends]:
+    """Give the ends that each block can have; ``None`` if the last one does not reach the end."""
+    last = len(prefix) - 1
+    rows: Ends = [[0]]
+    for limits in furthest:
+        ends: List[int] = []
+        for a in rows[-1]:
+            if a < last:
+                stop = min(limits[a], bisect_right(prefix, prefix[a] + bound) - 1)
+                ends += range(max(a, ends[-1] if ends else 0) + 1, stop + 1)
+        rows.append(ends)
+    return rows if rows[-1] and rows[-1][-1] == last else None
+
+
+def _walk_back(prefix: List[int], furthest: Sequence[Sequence[int]], bound: int, rows: Ends
+               ) -> List[int]:
+    """Choose blocks from the last to the first, each as near as can be to its even share."""
+    end = len(prefix) - 1
+    lengths: List[int] = []
+    for j in range(len(furthest) - 1, -1, -1):
+        starts = [a for a in rows[j] if a < end <= furthest[j][a]
+                  and prefix[end] - prefix[a] <= bound]
+        share = prefix[end] / (j + 1)
+        start = min(starts, key=lambda a: abs(prefix[end] - prefix[a] - share))
+        lengths.append(end - start)
+        end = start
+    return lengths[::-1]

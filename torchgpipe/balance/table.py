@@ -1,0 +1,28 @@
+"""Tables of text, and sizes in units that people read."""
+from typing import Any, List, Sequence
+
+__all__ = ['format_bytes', 'table']
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Align columns: the first to the left, numbers to the right."""
+    cells: List[List[str]] = [list(header), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[k]) for row in cells) for k in range(len(header))]
+    lines = ['  '.join(cell.ljust(width) if k == 0 else cell.rjust(width)
+                       for k, (cell, width) in enumerate(zip(row, widths))) for row in cells]
+    return '\n'.join([lines[0], '  '.join('─' * width for width in widths), *lines[1:]])
+
+
+def format_bytes(number: float) -> str:
+    """Write a number of bytes with three digits.
+
+    >>> format_bytes(512), format_bytes(1536), format_bytes(22 * 2 ** 30)
+    ('512 B', '1.50 KiB', '22.0 GiB')
+    """
+    if number < 1024:
+        return f'{number:.0f} B'
+    for unit in ('KiB', 'MiB', 'GiB', 'TiB'):
+        number /= 1024
+        if number < 1000 or unit == 'TiB':
+            break
+    return f'{number:.{max(0, 3 - len(str(int(number))))}f} {unit}'
