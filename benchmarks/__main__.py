@@ -4,6 +4,7 @@ from typing import NoReturn
 
 import click
 
+from benchmarks.balance import balance
 from benchmarks.concurrency import concurrency
 from benchmarks.digits import digits
 from benchmarks.overhead import overhead
@@ -14,7 +15,7 @@ def cli() -> None:
     """Measure torchgpipe on this machine, and train with it on real data."""
 
 
-for command in (digits, overhead, concurrency):
+for command in (digits, balance, overhead, concurrency):
     cli.add_command(command)
 
 

@@ -19,7 +19,7 @@ FLOORS = [
     {'copy', 'dependency', 'partition', 'recompute', 'worker'},
     {'checkpoint', 'skip.portal'},
     {'skip.tracker'},
-    {'compute', 'skip.crossing', 'skip.skippable'},
+    {'balance.measure', 'compute', 'skip.crossing', 'skip.skippable'},
     {'balance.profile', 'cell', 'skip'},
     {'balance', 'pipeline'},
     {'gpipe'},

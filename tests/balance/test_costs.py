@@ -68,6 +68,14 @@ def test_recomputation_takes_time():
     assert costs.balance(2, chunks=100).seconds[0] == 3 + 7 / 8
 
 
+def test_what_does_not_shrink_is_spent_once_per_micro_batch():
+    layer = LayerProfile('0', 1., 2., 0, 0, 0, 0, 0, None, .5, .25)
+    costs = Profile((layer, layer), (), 8, 10, 'cpu')
+    assert costs.balance(2, chunks=1, checkpoint='never').seconds == [3, 3]
+    assert costs.balance(2, chunks=5, checkpoint='never').seconds == [3 + 4 * .75] * 2
+    assert costs.balance(2, chunks=5, checkpoint='always').seconds == [4 + 4 * 1.25] * 2
+
+
 def needs(costs, a, b, m, mode, scale):
     """Say what a partition needs, written down a second time."""
     layers = costs.layers[a:b]

@@ -234,6 +234,29 @@ def test_no_cut_between_a_layer_and_one_that_changes_it_through_a_view():
     assert costs.edges() == [0, 1, 5, 6]
 
 
+def test_what_does_not_shrink_with_the_batch():
+    class Constant(nn.Module):
+        def forward(self, x):
+            a = torch.ones(200, 200)
+            for _ in range(10):
+                a = a @ a * 1e-3
+            return x
+
+    class Proportional(nn.Module):
+        def forward(self, x):
+            a = torch.ones(len(x) * 25, 200)
+            for _ in range(10):
+                a = a @ torch.ones(200, 200) * 1e-3
+            return x
+
+    layers = profile(nn.Sequential(Constant(), Proportional()), torch.rand(32, 1), device='cpu',
+                     timeout=0.3).layers
+    constant, proportional = [x.forward_overhead / x.forward_seconds for x in layers]
+    assert constant > 0.5 > proportional
+    small = profile(nn.Sequential(Constant()), torch.rand(4, 1), device='cpu', timeout=0).layers
+    assert small[0].forward_overhead == 0
+
+
 def test_frozen_layers_have_no_backward():
     model, sample = frozen()
     layers = profile(model, sample, device='cpu', timeout=0).layers
@@ -352,7 +375,8 @@ def test_bad_input(function):
         function(model, torch.rand(2, 3), device='gpu')
     with pytest.raises(RuntimeError) as error:
         function(model, torch.rand(2, 4), device='cpu')
-    assert error.value.__notes__ == ["while layer '0' was profiled on cpu"]
+    assert error.value.__notes__ == [
+        "while layer '0' was profiled on cpu with 2 samples"]
     with pytest.raises(RuntimeError) as error:
         function(nn.Sequential(nn.Embedding(3, 3)), torch.rand(2, 4), device='cpu')
     assert "layer '0'" in error.value.__notes__[0]

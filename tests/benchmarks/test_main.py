@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from benchmarks import balance as balance_module
 from benchmarks import concurrency as concurrency_module
 from benchmarks import overhead as overhead_module
 from benchmarks.__main__ import main
@@ -28,7 +29,8 @@ def run(monkeypatch, capsys):
 
 def test_help(run):
     code, out, _ = run('--help')
-    assert code == 0 and all(name in out for name in ('digits', 'overhead', 'concurrency'))
+    assert code == 0
+    assert all(name in out for name in ('digits', 'balance', 'overhead', 'concurrency'))
     code, out, _ = run('digits', '--help')
     assert code == 0
     for option in ('--epochs', '--chunks', '--balance', '--checkpoint', '--output'):
@@ -65,6 +67,17 @@ def test_overhead(run, tmp_path, monkeypatch):
     assert code == 0 and 'n=2 m=4' in out and 'median' in out
     written = json.loads((tmp_path / 'overhead.json').read_text())
     assert written['machine']['torch'] == torch.__version__ and len(written['results']) == 2
+
+
+def test_balance(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(balance_module, 'SIZES', (2,))
+    monkeypatch.setattr(balance_module, 'MODES', ('except_last',))
+    code, out, _ = run('balance', '--rounds', 1, '--output', tmp_path)
+    assert code == 0 and all(name in out for name in balance_module.MODELS)
+    results = json.loads((tmp_path / 'balance.json').read_text())['results']
+    assert len(results) == 3 and all(0.1 < result['ratio'] < 10 for result in results)
+    code, _, err = run('balance', '--device', 'cuda:99')
+    assert code == 1 and '--device cuda:99' in err and err.count('\n') == 1
 
 
 def test_concurrency(run, tmp_path, monkeypatch):

@@ -35,6 +35,9 @@ class LayerProfile:
     output_bytes: int
     #: The layer, by index, whose result this one changes in place, if any; the first such.
     changes: Optional[int] = None
+    #: What of the times above does not shrink with the batch: spent once per micro-batch.
+    forward_overhead: float = 0.0
+    backward_overhead: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -212,8 +215,10 @@ class _Step:
         self.m = m
         self.again = recomputed[checkpoint]
         self.share = 1 if checkpoint == 'never' else m
-        self.costs = [x.forward_seconds * (1 + self.again) + x.backward_seconds
-                      for x in profile.layers]
+        self.forward = [x.forward_seconds + (m - 1) * x.forward_overhead for x in profile.layers]
+        self.costs = [forward * (1 + self.again) + x.backward_seconds
+                      + (m - 1) * x.backward_overhead
+                      for forward, x in zip(self.forward, profile.layers)]
         self.resident = [0, *accumulate(
             int((x.parameter_bytes - x.frozen_bytes) * param_scale)
             + x.frozen_bytes + x.buffer_bytes for x in profile.layers)]
@@ -244,7 +249,7 @@ class _Step:
         cuts = [0, *accumulate(lengths)]
         parts = list(zip(cuts, cuts[1:]))
         layers = self.profile.layers
-        forward = [sum(x.forward_seconds for x in layers[a:b]) for a, b in parts]
+        forward = [sum(self.forward[a:b]) for a, b in parts]
         balance = Balance(lengths)
         balance.layers = tuple((x.name, x.parameter_bytes) for x in layers)
         balance.seconds = [sum(self.costs[a:b]) for a, b in parts]

@@ -4,38 +4,28 @@ So a model that is larger than the device can be profiled on it. A layer is a co
 what the layers before gave, with their skips, and runs several times::
 
     warm-up      forward, backward     not counted: kernels are chosen, lazy layers get their shape
-    memory       forward               which of the tensors that it makes stay alive, see below
+    memory       forward               which of the tensors that it makes stay alive
     time         forward, backward     again and again; medians
 
-[Note: Who keeps an activation]
-After a forward only its graph is kept, all other references are dropped, and what is still alive
-is what autograd keeps for backward. The output is a case of its own: it may be kept by this layer,
-by the next one or a later one, or by none. So its memory is followed until it has died or is found
-to be kept, and counts for the layer that made it. For that, inputs are made such that the graph
-does not hold on to them by itself, as it would hold on to leaves.
+All of that happens with the sample, and with a quarter of it: from both times follows how much of
+a layer's time does not shrink with the batch, and so is spent once per micro-batch.
 """
 import copy
 import time
-import weakref
-from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchgpipe.aliases import TensorOrTensors
-from torchgpipe.balance.costs import LayerProfile, Profile, SkipProfile
-from torchgpipe.balance.live import LiveTensors
-from torchgpipe.dependency import join
-from torchgpipe.microbatch import Batch, check, scatter, versions
+from torchgpipe.balance.costs import LayerProfile, Profile
+from torchgpipe.balance.measure import Flow, Measurement, size_of
+from torchgpipe.microbatch import Batch, check, scatter
 from torchgpipe.notes import add_note
 from torchgpipe.partition import verify_module
-from torchgpipe.phony import get_phony
-from torchgpipe.skip.layout import DeclaresSkips
-from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.skippable import verify_skippables
-from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
+from torchgpipe.stream import use_device
 
 __all__ = ['layerwise_sandbox', 'profile', 'profile_bytes']
 
@@ -43,6 +33,9 @@ Device = Union[torch.device, int, str]
 
 #: How often a layer is timed at least.
 REPEATS = 3
+
+#: The smallest batch of which a quarter is timed too; batch normalization needs two samples.
+SMALLEST = 8
 
 
 def profile(module: nn.Sequential, sample: TensorOrTensors, *, device: Device = 'cuda',
@@ -145,205 +138,59 @@ def _profile(module: nn.Sequential, sample: TensorOrTensors, device: torch.devic
              timeout: Optional[float]) -> Profile:
     size = _check(module, sample, device)
     names = [name for name, _ in module.named_children()]
-    flow = _Flow(sample, device)
-    measured: List[_Layer] = []
+    flows = [Flow(sample, device, size)]
+    if timeout is not None and size >= SMALLEST:
+        quarter = -(-size // 4)
+        flows.append(Flow(scatter(sample, 4)[0].value, device, quarter))
+    budget = None if timeout is None else timeout / max(1, len(names))
+    measured: List[List[Measurement]] = []
     generators = [] if device.type in ('cpu', 'meta') else [device]
     with torch.random.fork_rng(generators, device_type=device.type if generators else 'cuda'), \
-            torch.inference_mode(False), torch.enable_grad():
+            torch.inference_mode(False), torch.enable_grad(), use_device(device):
         sandbox = layerwise_sandbox(module, device)
         for index, name in enumerate(names):
+            measured.append([Measurement(flow, index) for flow in flows])
             try:
-                layer = _Layer(name, next(sandbox), flow, index)
-                layer.run(None if timeout is None else timeout / len(names))
+                _run(next(sandbox), measured[-1], budget)
             except Exception as error:
-                add_note(error, f"while layer '{name}' was profiled on {device}")
+                add_note(error, f"while layer '{name}' was profiled on {device} with "
+                                f'{" and ".join(str(flow.size) for flow in flows)} samples')
                 raise
-            layer.module = None  # and so off the device, before the next one is on it
-            measured.append(layer)
-    return Profile(tuple(layer.result() for layer in measured), tuple(flow.skips), size,
-                   sum(_bytes(x) for x in Batch(sample)), str(device))
+    return Profile(tuple(map(_result, names, measured)), tuple(flows[0].skips), size,
+                   sum(size_of(x) for x in Batch(sample)), str(device))
 
 
-@dataclass
-class _Memory:
-    """The memory of what a layer gave: which layer made it, if any, and who keeps it."""
-
-    maker: Optional[int]
-    bytes: int
-    kept: bool = False
-
-
-@dataclass
-class _Value:
-    """A tensor between layers: a copy, so that a layer may change what it gets."""
-
-    tensor: Tensor
-    requires_grad: bool
-    memory: _Memory
-
-    def fresh(self) -> Tensor:
-        """Give a tensor to run a layer with: [Note: Who keeps an activation]."""
-        tensor = self.tensor.clone()
-        if not self.requires_grad:
-            return tensor
-        return join(tensor, get_phony(tensor.device, requires_grad=True))
-
-
-class _Flow:
-    """What goes from layer to layer: the batch, and skips that have been stashed."""
-
-    def __init__(self, sample: TensorOrTensors, device: torch.device) -> None:
-        with torch.inference_mode(False):
-            self.values = [_Value(x.detach().to(device).clone(), x.requires_grad,
-                                  _Memory(None, _bytes(x))) for x in Batch(sample)]
-        self.device = device
-        self.atomic = isinstance(sample, Tensor)
-        self.stashed: Dict[Key, Tuple[int, Optional[_Value]]] = {}
-        self.skips: List[SkipProfile] = []
-
-
-@dataclass
-class _Layer:
-    """One layer under measurement."""
-
-    name: str
-    module: Optional[nn.Module]
-    flow: _Flow
-    index: int
-    seconds: List[Tuple[float, float]] = field(default_factory=list)
-    memories: List[_Memory] = field(default_factory=list)
-    inner_bytes: int = 0
-    changes: Optional[int] = None
-
-    def run(self, budget: Optional[float]) -> None:
-        """Go through the three phases, and pass on what the layer gives."""
-        module = self.module
-        assert module is not None
-        self.inputs, self.atomic = self.flow.values, self.flow.atomic
-        skips = isinstance(module, DeclaresSkips)
-        self.stashes = list(module.stashable()) if skips else []  # type: ignore[operator]
-        self.pops = {key: self.flow.stashed.pop(key)
-                     for key in (module.poppable() if skips else ())}  # type: ignore[operator]
-        self._train()
-        self._watch()
-        self._sizes(module)
-        if budget is not None:
-            self._time(budget)
-        del self.inputs, self.pops
-
-    def _start(self) -> Tuple[TensorOrTensors, SkipTracker]:
-        tensors = tuple(value.fresh() for value in self.inputs)
-        tracker = SkipTracker()
-        for key, (_, value) in self.pops.items():
-            tracker.tensors[key] = None if value is None else value.fresh()
-        return tensors[0] if self.atomic else tensors, tracker
-
-    def _forward(self, input: TensorOrTensors, tracker: SkipTracker) -> Any:
-        with use_skip_tracker(tracker):
-            return self.module(input)  # type: ignore[misc]
-
-    def _results(self, output: Any, tracker: SkipTracker) -> List[Tensor]:
-        """Give all that the layer gave: outputs, and what it stashed."""
-        check(output)
-        stashed = [tracker.tensors[key] for key in self.stashes]
-        return [*Batch(output), *(x for x in stashed if x is not None)]
-
-    def _train(self) -> Tuple[float, float]:
-        """Run forward and backward, and take the time."""
-        input, tracker = self._start()
-        device = self.flow.device
-        _synchronize(device)
-        start = time.perf_counter()
-        output = self._forward(input, tracker)
-        _synchronize(device)
-        forward = time.perf_counter() - start
-        roots = [x for x in self._results(output, tracker) if x.requires_grad]
-        grads = [torch.ones_like(x) for x in roots]
-        _synchronize(device)
-        start = time.perf_counter()
-        if roots:
-            torch.autograd.backward(roots, grads)
-        _synchronize(device)
-        return forward, time.perf_counter() - start if roots else 0.0
-
-    def _time(self, budget: float) -> None:
+def _run(module: nn.Module, layers: List[Measurement], budget: Optional[float]) -> None:
+    """Take one layer through the three phases, with each of the flows."""
+    for layer in layers:
+        layer.start(module)
+        layer.train()
+        layer.watch()
+    if budget is not None:
         end = time.perf_counter() + budget
-        while len(self.seconds) < REPEATS or time.perf_counter() < end:
-            self.seconds.append(self._train())
-
-    def _watch(self) -> None:
-        """Run forward; see which memory is kept, and hand on the results."""
-        input, tracker = self._start()
-        given: List[Tuple[Any, _Value]] = [*zip(Batch(input), self.inputs), *(
-            (tracker.tensors[key], value) for key, (_, value) in self.pops.items() if value)]
-        known = {_storage(x): value.memory for x, value in given}
-        before = versions(x for x, _ in given)
-        with LiveTensors().watched() as live:
-            output = self._forward(input, tracker)
-        changed = [value.memory.maker or 0 for (x, value), version in zip(given, before)
-                   if versions([x]) != [version]]
-        self.changes = min(changed, default=None)
-        given.clear()
-        self._hand_on(output, tracker, known, live)
-        graph = [x.grad_fn for x in self._results(output, tracker)]
-        references = [(weakref.ref(storage), memory) for storage, memory in known.items()]
-        known.clear()
-        del output, input, tracker
-        self._see(graph, references, live)
-
-    def _hand_on(self, output: Any, tracker: SkipTracker, known: Dict[Any, _Memory],
-                 live: LiveTensors) -> None:
-        def value(x: Tensor) -> _Value:
-            storage = _storage(x)
-            if storage not in known:
-                made = live.knows(x)
-                known[storage] = _Memory(self.index if made else None, storage.nbytes())
-                self.memories += [known[storage]] if made else []
-            return _Value(x.detach().clone(), x.requires_grad, known[storage])
-
-        self.flow.values = [value(x) for x in Batch(output)]
-        self.flow.atomic = isinstance(output, Tensor)
-        self.output_bytes = sum(_bytes(x) for x in Batch(output))
-        for key in self.stashes:
-            tensor = tracker.tensors[key]
-            self.flow.stashed[key] = self.index, None if tensor is None else value(tensor)
-        self.flow.skips += [SkipProfile(source, self.index, _bytes(skip.tensor))
-                            for source, skip in self.pops.values() if skip is not None]
-
-    def _see(self, graph: List[Any], references: Iterable[Tuple[Any, _Memory]], live: LiveTensors
-             ) -> None:
-        """See what is alive now that only the graph is left."""
-        outside = 0
-        for reference, memory in references:
-            alive = reference() is not None
-            memory.kept |= alive
-            outside += memory.bytes if alive and memory.maker == self.index else 0
-        self.inner_bytes = live.now - outside
-        graph.clear()
-
-    def _sizes(self, module: nn.Module) -> None:
-        parameters = list(module.parameters())
-        self.parameter_bytes = sum(map(_bytes, parameters))
-        self.frozen_bytes = sum(_bytes(x) for x in parameters if not x.requires_grad)
-        self.buffer_bytes = sum(map(_bytes, module.buffers()))
-
-    def result(self) -> LayerProfile:
-        """Give the profile, once later layers have shown what they keep."""
-        forward, backward = zip(*self.seconds) if self.seconds else ((0.0,), (0.0,))
-        kept = sum(memory.bytes for memory in self.memories if memory.kept)
-        return LayerProfile(self.name, median(forward), median(backward), self.parameter_bytes,
-                            self.frozen_bytes, self.buffer_bytes, self.inner_bytes + kept,
-                            self.output_bytes, self.changes)
+        while len(layers[0].seconds) < REPEATS or time.perf_counter() < end:
+            for layer in layers:
+                layer.seconds.append(layer.train())
+    for layer in layers:
+        layer.stop()  # and so off the device, before the next one is on it
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type not in ('cpu', 'meta'):
-        torch.get_device_module(device).synchronize(device)
+def _result(name: str, layers: List[Measurement]) -> LayerProfile:
+    """Make the profile, once later layers have shown what they keep."""
+    full = layers[0]
+    (forward, forward_overhead), (backward, backward_overhead) = (
+        _line(layers, [median(times[part] for times in layer.seconds or [(0.0, 0.0)])
+                       for layer in layers]) for part in (0, 1))
+    return LayerProfile(
+        name, forward, backward, full.parameter_bytes, full.frozen_bytes, full.buffer_bytes,
+        full.activation_bytes(), full.output_bytes, full.changes, forward_overhead,
+        backward_overhead)
 
 
-def _storage(x: Any) -> Any:
-    return x.untyped_storage()
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
+def _line(layers: List[Measurement], seconds: List[float]) -> Tuple[float, float]:
+    """Give the time of the whole sample, and that of none, on the line through two points."""
+    if len(layers) == 1:
+        return seconds[0], 0.0
+    (full, quarter), (size, quarter_size) = seconds, [layer.flow.size for layer in layers]
+    slope = (full - quarter) / (size - quarter_size)
+    return full, min(max(0.0, quarter - slope * quarter_size), quarter)

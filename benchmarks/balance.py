@@ -1,0 +1,178 @@
+"""Is the slowest partition as slow as its balance predicts?"""
+import time
+from statistics import median
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import click
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from benchmarks.report import machine, output_folder, table, write_json
+from torchgpipe import GPipe
+from torchgpipe.balance import Balance, profile
+from torchgpipe.skip import Namespace, SkipGenerator, pop, skippable, stash
+
+CHUNKS = 4
+SIZES = (2, 4)
+MODES = ('never', 'except_last')
+STEPS = 3
+
+
+@skippable(stash=['identity'])
+class Split(nn.Module):
+    """Stash the input of a residual block."""
+
+    def forward(self, x: Tensor) -> SkipGenerator:
+        yield stash('identity', x)
+        return x
+
+
+@skippable(pop=['identity'])
+class Add(nn.Module):
+    """Add it to what the block gave."""
+
+    def forward(self, x: Tensor) -> SkipGenerator:
+        return x + (yield pop('identity'))
+
+
+def residual() -> Tuple[nn.Sequential, Tensor]:
+    """Give a flat residual network whose channels double and whose images shrink."""
+    layers: List[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1)]
+    for channels in (16, 32, 64):
+        for _ in range(3):
+            namespace = Namespace()
+            start, end = Split(), Add()
+            for layer in (start, end):
+                layer.isolate(namespace)  # type: ignore[operator]
+            layers += [start, nn.Conv2d(channels, channels, 3, padding=1),
+                       nn.BatchNorm2d(channels), nn.ReLU(inplace=True),
+                       nn.Conv2d(channels, channels, 3, padding=1), end]
+        layers.append(nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1))
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)]
+    return nn.Sequential(*layers), torch.rand(32, 3, 48, 48)
+
+
+def perceptron() -> Tuple[nn.Sequential, Tensor]:
+    """Give linear layers of very different sizes."""
+    widths = [512, 2048, 512, 1024, 1024, 3072, 512, 256, 2048, 1024]
+    layers = [nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in zip(widths, widths[1:])]
+    return nn.Sequential(*layers), torch.rand(512, 512)
+
+
+def transformer() -> Tuple[nn.Sequential, Tensor]:
+    """Give an encoder for integers."""
+    layers = [nn.TransformerEncoderLayer(192, 6, 768, 0.0, batch_first=True) for _ in range(8)]
+    return nn.Sequential(nn.Embedding(1000, 192), *layers, nn.Linear(192, 1000)), \
+        torch.randint(1000, (16, 64))
+
+
+MODELS: Dict[str, Callable[[], Tuple[nn.Sequential, Tensor]]] = {
+    'residual': residual, 'perceptron': perceptron, 'transformer': transformer}
+
+
+class Stopwatch:
+    """The time that each partition takes in forward, recomputation and backward, in the pipeline.
+
+    For partitions on one device, where one thing happens at a time. A gradient that reaches the
+    output of a partition makes it the owner of the time that follows.
+    """
+
+    def __init__(self, gpipe: GPipe) -> None:
+        self.seconds = [0.0] * len(gpipe.partitions)
+        self._owner: Optional[int] = None
+        self._owners: List[Optional[int]] = []
+        self._since = time.perf_counter()
+        self._cuda = gpipe.devices[0].type == 'cuda'
+        for j, partition in enumerate(gpipe.partitions):
+            partition.register_forward_pre_hook(lambda *_, j=j: self._enter(j))
+            partition.register_forward_hook(lambda _, args, output, j=j: self._leave(j, output))
+
+    def own(self, j: Optional[int]) -> None:
+        """Let the time from now on be that of a partition, or nobody's."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if self._owner is not None:
+            self.seconds[self._owner] += now - self._since
+        self._owner, self._since = j, now
+
+    def _enter(self, j: int) -> None:
+        self._owners.append(self._owner)
+        self.own(j)
+
+    def _leave(self, j: int, output: Tensor) -> None:
+        self.own(self._owners.pop())
+        if output.requires_grad:
+            output.register_hook(lambda _: self.own(j))
+
+
+def measure(model: nn.Sequential, sample: Tensor, balance: Balance, mode: str, device: str
+            ) -> List[float]:
+    """Give the seconds of each partition in a training step: medians of a few."""
+    gpipe = GPipe(model, balance, devices=[device] * len(balance), chunks=CHUNKS, checkpoint=mode)
+    watch = Stopwatch(gpipe)
+    sample = sample.to(device)
+    steps = []
+    for _ in range(STEPS + 1):
+        watch.seconds = [0.0] * len(balance)
+        output = gpipe(sample)
+        gradient = torch.ones_like(output)
+        watch.own(None)
+        output.backward(gradient)
+        watch.own(None)
+        steps.append(watch.seconds)
+    return [median(seconds) for seconds in zip(*steps[1:])]
+
+
+def compare(name: str, n: int, mode: str, device: str) -> Dict[str, Any]:
+    """Profile and balance a model, and measure its slowest partition right after."""
+    model, sample = MODELS[name]()
+    costs = profile(model, sample, device=device, timeout=0.5)
+    balance = costs.balance(n, chunks=CHUNKS, checkpoint=mode)
+    seconds = measure(model, sample, balance, mode, device)
+    slowest = max(range(n), key=lambda j: balance.seconds[j])
+    return {'balance': list(balance), 'predicted_seconds': balance.seconds[slowest],
+            'measured_seconds': seconds[slowest],
+            'ratio': seconds[slowest] / balance.seconds[slowest]}
+
+
+def repeat(name: str, n: int, mode: str, device: str, rounds: int) -> Dict[str, Any]:
+    """Take the round whose ratio is the median one, as the machine's speed drifts."""
+    results = [compare(name, n, mode, device) for _ in range(rounds)]
+    ratios = [result['ratio'] for result in results]
+    middle = sorted(results, key=lambda result: result['ratio'])[rounds // 2]
+    return {'model': name, 'checkpoint': mode, **middle, 'ratios': ratios}
+
+
+@click.command()
+@click.option('--device', default='cpu', show_default=True, help='Where to measure.')
+@click.option('--rounds', type=click.IntRange(1), default=7, show_default=True,
+              help='Rounds of profile and measurement, of which the median counts.')
+@click.option('--output', default='results', show_default=True, metavar='DIR',
+              help='Where the JSON file goes.')
+def balance(device: str, rounds: int, output: str) -> None:
+    """Compare the predicted time of the slowest partition with the measured one.
+
+    Models are profiled layer by layer, balanced by Profile.balance, and trained in a pipeline with
+    4 micro-batches, all of its partitions on one device, where each one's time can be told.
+    """
+    folder = output_folder(output)
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:
+        raise click.ClickException(f'--device {device}: {str(error).splitlines()[0]}') from None
+    cases = [(name, n, mode) for name in MODELS for n in SIZES for mode in MODES]
+    results = [repeat(*case, device, rounds)
+               for case in tqdm(cases, desc='balance', leave=False)]
+    click.echo(f"torch {machine()['torch']}, {machine()['cpu']}, {machine()['cores']} cores, on "
+               f'{device}\n')
+    rows = [[f"{r['model']} {r['checkpoint']}", r['balance'],
+             f"{r['predicted_seconds'] * 1e3:.1f}", f"{r['measured_seconds'] * 1e3:.1f}",
+             f"{r['ratio']:.2f}", f"{min(r['ratios']):.2f}–{max(r['ratios']):.2f}"]
+            for r in results]
+    click.echo(table(['model', 'balance', 'slowest, predicted, ms', 'measured, ms', 'ratio',
+                      'all rounds'], rows))
+    click.echo('\nratio: measured to predicted time of the partition that was predicted as the '
+               'slowest')
+    click.echo(f"\n{write_json(folder, 'balance', results)}")

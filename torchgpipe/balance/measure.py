@@ -1,0 +1,196 @@
+"""Run one layer on what the layers before it gave, and see how long it takes and what it keeps.
+
+[Note: Who keeps an activation]
+After a forward only its graph is kept, all other references are dropped, and what is still alive
+is what autograd keeps for backward. The output is a case of its own: it may be kept by this layer,
+by the next one or a later one, or by none. So its memory is followed until it has died or is found
+to be kept, and counts for the layer that made it. For that, inputs are made such that the graph
+does not hold on to them by itself, as it would hold on to leaves.
+"""
+import time
+import weakref
+from dataclasses import dataclass
+from typing import Any, Dict, Iterable, List, Optional, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.aliases import TensorOrTensors
+from torchgpipe.balance.costs import SkipProfile
+from torchgpipe.balance.live import LiveTensors
+from torchgpipe.dependency import join
+from torchgpipe.microbatch import Batch, check, versions
+from torchgpipe.phony import get_phony
+from torchgpipe.skip.layout import DeclaresSkips
+from torchgpipe.skip.namespace import Key
+from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
+
+__all__ = ['Flow', 'Measurement', 'size_of']
+
+
+@dataclass
+class Memory:
+    """The memory of what a layer gave: which layer made it, if any, and who keeps it."""
+
+    maker: Optional[int]
+    bytes: int
+    kept: bool = False
+
+
+@dataclass
+class Value:
+    """A tensor between layers: a copy, so that a layer may change what it gets."""
+
+    tensor: Tensor
+    requires_grad: bool
+    memory: Memory
+
+    def fresh(self) -> Tensor:
+        """Give a tensor to run a layer with: [Note: Who keeps an activation]."""
+        tensor = self.tensor.clone()
+        if not self.requires_grad:
+            return tensor
+        return join(tensor, get_phony(tensor.device, requires_grad=True))
+
+
+class Flow:
+    """What goes from layer to layer: the batch, and skips that have been stashed."""
+
+    def __init__(self, sample: TensorOrTensors, device: torch.device, size: int) -> None:
+        with torch.inference_mode(False):
+            self.values = [Value(x.detach().to(device).clone(), x.requires_grad,
+                                 Memory(None, size_of(x))) for x in Batch(sample)]
+        self.device = device
+        self.size = size
+        self.atomic = isinstance(sample, Tensor)
+        self.stashed: Dict[Key, Tuple[int, Optional[Value]]] = {}
+        self.skips: List[SkipProfile] = []
+
+
+class Measurement:
+    """One layer under measurement, with one flow."""
+
+    def __init__(self, flow: Flow, index: int) -> None:
+        self.flow, self.index = flow, index
+        self.seconds: List[Tuple[float, float]] = []
+        self.memories: List[Memory] = []
+
+    def start(self, module: nn.Module) -> None:
+        """Take what the layers before gave."""
+        self.module: Any = module
+        self.inputs, self.atomic = self.flow.values, self.flow.atomic
+        declared = module if isinstance(module, DeclaresSkips) else None
+        self.stashes: List[Key] = [*declared.stashable()] if declared else []
+        poppable: List[Key] = [*declared.poppable()] if declared else []
+        self.pops = {key: self.flow.stashed.pop(key) for key in poppable}
+
+    def stop(self) -> None:
+        """Note sizes, which a lazy layer does not know earlier, and let go of all the rest."""
+        parameters = list(self.module.parameters())
+        self.parameter_bytes = sum(map(size_of, parameters))
+        self.frozen_bytes = sum(size_of(x) for x in parameters if not x.requires_grad)
+        self.buffer_bytes = sum(map(size_of, self.module.buffers()))
+        del self.module, self.inputs, self.pops
+
+    def _start(self) -> Tuple[TensorOrTensors, SkipTracker]:
+        tensors = tuple(value.fresh() for value in self.inputs)
+        tracker = SkipTracker()
+        for key, (_, value) in self.pops.items():
+            tracker.tensors[key] = None if value is None else value.fresh()
+        return tensors[0] if self.atomic else tensors, tracker
+
+    def _forward(self, input: TensorOrTensors, tracker: SkipTracker) -> Any:
+        with use_skip_tracker(tracker):
+            return self.module(input)
+
+    def _results(self, output: Any, tracker: SkipTracker) -> List[Tensor]:
+        """Give all that the layer gave: outputs, and what it stashed."""
+        check(output)
+        stashed = [tracker.tensors[key] for key in self.stashes]
+        return [*Batch(output), *(x for x in stashed if x is not None)]
+
+    def train(self) -> Tuple[float, float]:
+        """Run forward and backward, and take the time."""
+        input, tracker = self._start()
+        device = self.flow.device
+        _synchronize(device)
+        start = time.perf_counter()
+        output = self._forward(input, tracker)
+        _synchronize(device)
+        forward = time.perf_counter() - start
+        roots = [x for x in self._results(output, tracker) if x.requires_grad]
+        grads = [torch.ones_like(x) for x in roots]
+        _synchronize(device)
+        start = time.perf_counter()
+        if roots:
+            torch.autograd.backward(roots, grads)
+        _synchronize(device)
+        return forward, time.perf_counter() - start if roots else 0.0
+
+    def watch(self) -> None:
+        """Run forward; see which memory is kept, and hand on the results."""
+        input, tracker = self._start()
+        given: List[Tuple[Any, Value]] = [*zip(Batch(input), self.inputs), *(
+            (tracker.tensors[key], value) for key, (_, value) in self.pops.items() if value)]
+        known = {_storage(x): value.memory for x, value in given}
+        before = versions(x for x, _ in given)
+        with LiveTensors().watched() as live:
+            output = self._forward(input, tracker)
+        changed = [value.memory.maker or 0 for (x, value), version in zip(given, before)
+                   if versions([x]) != [version]]
+        self.changes = min(changed, default=None)
+        given.clear()
+        self._hand_on(output, tracker, known, live)
+        graph = [x.grad_fn for x in self._results(output, tracker)]
+        references = [(weakref.ref(storage), memory) for storage, memory in known.items()]
+        known.clear()
+        del output, input, tracker
+        self._see(graph, references, live)
+
+    def _hand_on(self, output: Any, tracker: SkipTracker, known: Dict[Any, Memory],
+                 live: LiveTensors) -> None:
+        def value(x: Tensor) -> Value:
+            storage = _storage(x)
+            if storage not in known:
+                made = live.knows(x)
+                known[storage] = Memory(self.index if made else None, storage.nbytes())
+                self.memories += [known[storage]] if made else []
+            return Value(x.detach().clone(), x.requires_grad, known[storage])
+
+        self.flow.values = [value(x) for x in Batch(output)]
+        self.flow.atomic = isinstance(output, Tensor)
+        self.output_bytes = sum(size_of(x) for x in Batch(output))
+        for key in self.stashes:
+            tensor = tracker.tensors[key]
+            self.flow.stashed[key] = self.index, None if tensor is None else value(tensor)
+        self.flow.skips += [SkipProfile(source, self.index, size_of(skip.tensor))
+                            for source, skip in self.pops.values() if skip is not None]
+
+    def _see(self, graph: List[Any], references: Iterable[Tuple[Any, Memory]], live: LiveTensors
+             ) -> None:
+        """See what is alive now that only the graph is left."""
+        outside = 0
+        for reference, memory in references:
+            alive = reference() is not None
+            memory.kept |= alive
+            outside += memory.bytes if alive and memory.maker == self.index else 0
+        self._inner_bytes = live.now - outside
+        graph.clear()
+
+    def activation_bytes(self) -> int:
+        """Give what this layer made and autograd keeps, once later layers have shown theirs."""
+        return self._inner_bytes + sum(memory.bytes for memory in self.memories if memory.kept)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type not in ('cpu', 'meta'):
+        torch.accelerator.synchronize(device)
+
+
+def _storage(x: Any) -> Any:
+    return x.untyped_storage()
+
+
+def size_of(x: Tensor) -> int:
+    """Give the bytes of a tensor's elements."""
+    return x.numel() * x.element_size()
