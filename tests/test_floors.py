@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import torchgpipe
 
@@ -98,6 +99,11 @@ def test_both_readmes_have_the_same_code_and_figures():
     assert english.count('\n## ') == korean.count('\n## ')
 
 
-def test_the_example_of_the_readme_runs():
+def test_the_examples_of_the_readme_run():
     readme = (ROOT.parent / 'README.md').read_text()
-    exec(re.findall(r'```python\n(.*?)```', readme, re.S)[1], {})
+    first, *examples = re.findall(r'```python\n(.*?)```', readme, re.S)
+    assert 'Sequential(a, b, c, d)' in first and len(examples) == 3
+    names = {}
+    for example in examples:
+        exec(example, names)
+    names['model'](torch.rand(8, 64)).sum().backward()
