@@ -1,0 +1,151 @@
+"""The models of the benchmarks: sizes to the digit, and the numbers of independent references."""
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.models import amoebanetd, resnet101, unet
+from tests.helpers import assert_same, gradients
+from torchgpipe import GPipe
+from torchgpipe.balance import balance_by_size
+
+
+@pytest.mark.parametrize('make, layers, parameters', [
+    (resnet101, 370, 44_549_160),
+    *((lambda a=a, b=b: amoebanetd(num_layers=a, num_filters=b), layers, parameters)
+      for a, b, layers, parameters in [
+          (18, 208, 24, 81_505_540), (18, 256, 24, 122_470_120), (18, 416, 24, 319_024_120),
+          (18, 544, 24, 542_734_840), (36, 544, 42, 1_055_832_376),
+          (72, 512, 78, 1_844_858_344)]),
+    *((lambda a=a, b=b: unet(num_convs=a, base_channels=b), layers, parameters)
+      for a, b, layers, parameters in [
+          (5, 64, 241, 232_687_328), (6, 72, 285, 362_157_516), (11, 128, 505, 2_213_834_176),
+          (24, 128, 1_077, 4_993_859_008), (24, 160, 1_077, 7_802_903_600),
+          (48, 160, 2_133, 15_822_206_000)])])
+def test_sizes(make, layers, parameters):
+    with torch.device('meta'):
+        model = make()
+    assert (len(model), sum(p.numel() for p in model.parameters())) == (layers, parameters)
+
+
+class Bottleneck(nn.Module):
+    """A bottleneck as the paper draws it."""
+
+    def __init__(self, channels, planes, stride):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(channels, planes, 1, bias=False), nn.BatchNorm2d(planes)
+        self.conv2 = nn.Conv2d(planes, planes, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(planes)
+        self.conv3 = nn.Conv2d(planes, planes * 4, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(planes * 4)
+        self.shortcut = None
+        if stride > 1 or channels != planes * 4:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, planes * 4, 1, stride, bias=False),
+                                          nn.BatchNorm2d(planes * 4))
+
+    def forward(self, x):
+        """Add the shortcut to three convolutions."""
+        y = self.bn1(self.conv1(x)).relu()
+        y = self.bn2(self.conv2(y)).relu()
+        y = self.bn3(self.conv3(y))
+        return (y + (x if self.shortcut is None else self.shortcut(x))).relu()
+
+
+class ResNet101(nn.Module):
+    """A ResNet-101 that is not flat."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
+        self.bn = nn.BatchNorm2d(64)
+        blocks, channels = [], 64
+        for planes, number in ((64, 3), (128, 4), (256, 23), (512, 3)):
+            for index in range(number):
+                blocks.append(Bottleneck(channels, planes, 2 if planes > 64 and not index else 1))
+                channels = planes * 4
+        self.blocks = nn.Sequential(*blocks)
+        self.fc = nn.Linear(2048, 10)
+
+    def forward(self, x):
+        """Classify."""
+        x = nn.functional.max_pool2d(self.bn(self.conv(x)).relu(), 3, 2, 1)
+        return self.fc(self.blocks(x).mean((2, 3)))
+
+
+def test_resnet101_against_one_that_is_not_flat():
+    torch.manual_seed(0)
+    reference, model = ResNet101().double(), resnet101(num_classes=10).double()
+    # Both have their layers in the order of the forward pass.
+    model.load_state_dict(dict(zip(model.state_dict(), reference.state_dict().values())))
+    x = torch.rand(2, 3, 64, 64, dtype=torch.double)
+    expected, actual = reference(x), model(x)
+    assert_same([actual], [expected], 1e-10)
+    expected.square().sum().backward()
+    actual.square().sum().backward()
+    assert_same([model[0].weight.grad], [reference.conv.weight.grad], 1e-6)
+
+
+def test_initialisation_of_resnet101():
+    torch.manual_seed(0)
+    model = resnet101()
+    conv = model[5]
+    fan_out = conv.out_channels * conv.kernel_size[0] * conv.kernel_size[1]
+    assert conv.weight.std().item() == pytest.approx((2 / fan_out) ** 0.5, rel=0.05)
+    assert torch.equal(model[1].weight, torch.ones(64)) and not model[1].bias.any()
+
+
+def small(name):
+    """Give a small model of a kind, a batch for it, and the shape of its output."""
+    torch.manual_seed(0)
+    if name == 'resnet101':
+        return resnet101(num_classes=10), torch.rand(4, 3, 32, 32), (4, 10)
+    if name == 'amoebanetd':
+        return amoebanetd(10, 3, 16), torch.rand(4, 3, 224, 224), (4, 10)
+    return unet(2, 1, 4), torch.rand(4, 3, 17, 21), (4, 1, 17, 21)
+
+
+@pytest.mark.parametrize('name', ['resnet101', 'amoebanetd', 'unet'])
+def test_a_training_step_in_a_pipeline(name):
+    """In evaluation mode of norms and dropout, the numbers of the model itself."""
+    model, x, shape = small(name)
+    model.double()
+    x = x.double()
+    for module in model.modules():
+        if isinstance(module, (nn.BatchNorm2d, nn.Dropout2d)):
+            module.eval()
+    balance = balance_by_size(3, model, x, device='meta')
+    reference = copy.deepcopy(model)
+    gpipe = GPipe(model, balance, devices=['cpu:0', 'cpu:1', 'cpu:2'], chunks=2)
+    for module in gpipe.modules():
+        if isinstance(module, (nn.BatchNorm2d, nn.Dropout2d)):
+            module.eval()
+    expected, actual = reference(x), gpipe(x)
+    assert actual.shape == shape
+    expected.mean().backward()
+    actual.mean().backward()
+    assert_same([actual, *gradients(gpipe)], [expected, *gradients(reference)], 1e-9)
+
+
+def test_amoebanetd_refuses_other_sizes():
+    with pytest.raises(ValueError, match='divisible by 3'):
+        amoebanetd(num_layers=4)
+
+
+@pytest.mark.parametrize('make, balances', [
+    (resnet101, [[370], [135, 235], [44, 92, 124, 110], [26, 22, 33, 44, 44, 66, 66, 69],
+                 [140, 230]]),
+    (lambda: amoebanetd(num_layers=18, num_filters=256),
+     [[7, 17], [9, 15], [3, 4, 5, 12], [3, 6, 7, 8], [2, 2, 2, 2, 2, 3, 4, 7],
+      [2, 2, 2, 3, 3, 4, 4, 4], [24], [16, 8]]),
+    (lambda: amoebanetd(num_layers=36, num_filters=544), [[16, 12, 7, 7]]),
+    (lambda: amoebanetd(num_layers=72, num_filters=512), [[23, 16, 11, 6, 6, 5, 5, 6]]),
+    (lambda: unet(num_convs=5), [[241], [104, 137], [30, 66, 84, 61],
+                                 [16, 27, 31, 44, 22, 57, 27, 17], [34, 76, 70, 61]]),
+    (lambda: unet(num_convs=11, base_channels=128), [[505]]),
+    (lambda: unet(num_convs=24, base_channels=128), [[526, 551], [472, 54, 36, 515]]),
+    (lambda: unet(num_convs=48, base_channels=160), [[800, 140, 62, 36, 36, 36, 36, 987]])])
+def test_published_balances_fit(make, balances):
+    with torch.device('meta'):
+        number = len(make())
+    assert all(sum(balance) == number for balance in balances)
