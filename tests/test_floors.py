@@ -13,9 +13,9 @@ import torchgpipe
 ROOT = Path(torchgpipe.__file__).parent
 
 FLOORS = [
-    {'__version__', 'aliases', 'balance.blockpartition', 'balance.live', 'balance.table', 'notes',
-     'passes', 'skip.namespace'},
-    {'ambient', 'balance.bounded', 'microbatch', 'skip.layout', 'stream'},
+    {'__version__', 'aliases', 'balance.blockpartition', 'balance.layers', 'balance.live',
+     'balance.table', 'notes', 'passes', 'skip.namespace'},
+    {'ambient', 'balance.bounded', 'balance.step', 'microbatch', 'skip.layout', 'stream'},
     {'balance.costs', 'batchnorm', 'phony', 'randomness', 'snapshot'},
     {'copy', 'dependency', 'partition', 'recompute', 'worker'},
     {'checkpoint', 'skip.portal'},

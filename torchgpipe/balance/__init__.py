@@ -10,8 +10,10 @@ from torch import nn
 
 from torchgpipe.aliases import TensorOrTensors
 from torchgpipe.balance.blockpartition import check_partitions
-from torchgpipe.balance.costs import Balance, LayerProfile, Profile, SkipProfile, even_cuts
+from torchgpipe.balance.costs import Profile
+from torchgpipe.balance.layers import LayerProfile, SkipProfile
 from torchgpipe.balance.profile import Device, layerwise_sandbox, profile, profile_bytes
+from torchgpipe.balance.step import Balance, even_cuts
 from torchgpipe.microbatch import check, scatter
 
 __all__ = ['Balance', 'LayerProfile', 'Profile', 'SkipProfile', 'balance_by_size',

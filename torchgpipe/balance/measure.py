@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.aliases import TensorOrTensors
-from torchgpipe.balance.costs import SkipProfile
+from torchgpipe.balance.layers import SkipProfile
 from torchgpipe.balance.live import LiveTensors
 from torchgpipe.dependency import join
 from torchgpipe.microbatch import Batch, check, versions

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from torchgpipe.aliases import TensorOrTensors
-from torchgpipe.balance.costs import LayerProfile, Profile
+from torchgpipe.balance.costs import Profile
+from torchgpipe.balance.layers import LayerProfile
 from torchgpipe.balance.measure import Flow, Measurement, size_of
 from torchgpipe.microbatch import Batch, check, scatter
 from torchgpipe.notes import add_note
