@@ -84,8 +84,8 @@ class GPipe(nn.Module):
                              f'{checkpoint!r}')
         verify_module(module)
         verify_skippables(module)
-        self.balance = take_balance(balance, len(module))
         verify_source(balance, module)
+        self.balance = take_balance(balance, len(module))
         self.devices = take_devices(devices, len(self.balance))
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)

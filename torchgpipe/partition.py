@@ -119,15 +119,20 @@ def verify_source(balance: Any, module: nn.Module) -> None:
     expected = getattr(balance, 'layers', None)
     if expected is None:
         return
-    for (name, size), (own_name, layer) in zip(expected, module._modules.items()):
+    layers = module._modules.items()
+    if len(expected) != len(layers):
+        raise _other_module(f'it had {len(expected)} layers, this one has {len(layers)}')
+    for (name, size), (own_name, layer) in zip(expected, layers):
         parameters = [*cast(nn.Module, layer).parameters()]
         own_size = sum(x.numel() * x.element_size() for x in parameters if not is_lazy(x))
         if name != own_name or (size != own_size and not any(map(is_lazy, parameters))):
-            raise ValueError(
-                'the balance comes from a profile of another module: there a layer was '
-                f"'{name}' with {size} bytes of parameters, here it is '{own_name}' with "
-                f'{own_size}. Profile this module, or pass list(balance) to use the numbers all '
-                'the same')
+            raise _other_module(f"there a layer was '{name}' with {size} bytes of parameters, "
+                                f"here it is '{own_name}' with {own_size}")
+
+
+def _other_module(difference: str) -> ValueError:
+    return ValueError(f'the balance comes from a profile of another module: {difference}. Profile '
+                      'this module, or pass list(balance) to use the numbers all the same')
 
 
 def take_devices(devices: Optional[Iterable[Device]], partitions: int) -> List[torch.device]:

@@ -177,3 +177,5 @@ def test_a_balance_of_another_module(other):
     with pytest.raises(ValueError, match=r"profile of another module: there a layer was '\d'"):
         GPipe(other, balance, devices=['cpu', 'cpu'])
     GPipe(other, list(balance), devices=['cpu', 'cpu'])
+    with pytest.raises(ValueError, match='another module: it had 3 layers, this one has 2'):
+        GPipe(other[:2], balance, devices=['cpu', 'cpu'])
