@@ -15,9 +15,9 @@ ROOT = Path(torchgpipe.__file__).parent
 FLOORS = [
     {'__version__', 'aliases', 'balance.blockpartition', 'balance.layers', 'balance.live',
      'balance.table', 'notes', 'passes', 'skip.namespace'},
-    {'ambient', 'balance.bounded', 'balance.step', 'microbatch', 'skip.layout', 'stream'},
-    {'balance.costs', 'batchnorm', 'phony', 'randomness', 'snapshot'},
-    {'copy', 'dependency', 'partition', 'recompute', 'worker'},
+    {'ambient', 'balance.bounded', 'microbatch', 'skip.layout', 'stream'},
+    {'balance.step', 'batchnorm', 'phony', 'randomness', 'snapshot'},
+    {'balance.costs', 'copy', 'dependency', 'partition', 'recompute', 'worker'},
     {'checkpoint', 'skip.portal'},
     {'skip.tracker'},
     {'balance.measure', 'compute', 'skip.crossing', 'skip.skippable'},

@@ -41,8 +41,8 @@ from torchgpipe.checkpoint import Checkpointing
 from torchgpipe.compute import Compute
 from torchgpipe.copy import Wait
 from torchgpipe.dependency import fork, join
-from torchgpipe.microbatch import Batch, Place, place, versions
-from torchgpipe.skip.crossing import Crossing, share_memory
+from torchgpipe.microbatch import Batch, Place, place, share_memory, versions
+from torchgpipe.skip.crossing import Crossing
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.portal import changed_in_place
 from torchgpipe.skip.tracker import SkipTrackerThroughPortals
@@ -123,10 +123,11 @@ class Cells:
         return output
 
     def _run(self, i: int, batch: Batch, quiet: bool) -> Batch:
-        function = partial(self._compute, i, self._trackers[i], i < self._checkpoint_stop)
+        again = i < self._checkpoint_stop
         if not self._incoming and not self._outgoing:
-            return self._through(i, function, batch, quiet, None)
-        crossing = Crossing(function, self._trackers[i], self._incoming, self._outgoing)
+            return self._through(i, partial(self._compute, i, again, None), batch, quiet, None)
+        crossing = Crossing(partial(self._compute, i, again), self._trackers[i], self._incoming,
+                            self._outgoing, batch)
         batch = crossing.enter(batch)
         return crossing.leave(self._through(i, crossing, batch, quiet, crossing))
 

@@ -41,16 +41,18 @@ class Compute:
         self.device = device
         self.m = m
 
-    def __call__(self, i: int, tracker: SkipTracker, again: bool, value: TensorOrTensors
+    def __call__(self, i: int, again: bool, tracker: Optional[SkipTracker], value: TensorOrTensors
                  ) -> TensorOrTensors:
         """Compute micro-batch ``i``.
 
         Args:
             i: Its index.
-            tracker: Where its skips are.
             again: Whether this may be called again, under a checkpoint.
+            tracker: Where its skips are, if any come from or go to another partition.
             value: Its value.
         """
+        if tracker is None:
+            tracker = SkipTracker()
         outside, current.tracker = current.tracker, tracker
         try:
             output = self._recompute(value) if again and is_recomputing() \

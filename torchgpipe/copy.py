@@ -35,6 +35,12 @@ def copy_tensor(tensor: Tensor, source: AbstractStream, target: AbstractStream,
     return copied
 
 
+def _like(ctx: Any, input: Tuple[Tensor, ...], output: Tuple[Tensor, ...]) -> Tuple[Tensor, ...]:
+    """Let outputs require grad where their inputs do, not where any input does."""
+    ctx.mark_non_differentiable(*[y for x, y in zip(input, output) if not x.requires_grad])
+    return output
+
+
 class Copy(torch.autograd.Function):
     """Copy tensors from one stream's device to another's: ``Copy.apply(prev, next, *tensors)``."""
 
@@ -47,7 +53,8 @@ class Copy(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         compute = current_stream(get_device(next_stream))
         # A tensor that is there already is handed on: [Note: Identity without a view].
-        return tuple(copy_tensor(x, prev_stream, next_stream, compute).detach() for x in input)
+        return _like(ctx, input, tuple(
+            copy_tensor(x, prev_stream, next_stream, compute).detach() for x in input))
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Grads:
@@ -70,7 +77,8 @@ class Wait(torch.autograd.Function):
         ctx.streams = prev_stream, next_stream
         ctx.set_materialize_grads(False)
         wait_stream(next_stream, prev_stream)
-        return tuple(x.detach() for x in input)  # [Note: Identity without a view]
+        # [Note: Identity without a view]
+        return _like(ctx, input, tuple(x.detach() for x in input))
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Grads:

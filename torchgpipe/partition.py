@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from torchgpipe.microbatch import size_of
+
 __all__ = ['Device', 'split', 'take_balance', 'take_devices', 'verify_module', 'verify_source']
 
 Device = Union[torch.device, int, str]
@@ -117,22 +119,23 @@ def verify_source(balance: Any, module: nn.Module) -> None:
         ValueError: They have other names, or other sizes of parameters.
     """
     expected = getattr(balance, 'layers', None)
-    if expected is None:
+    if not isinstance(expected, tuple):
         return
     layers = module._modules.items()
     if len(expected) != len(layers):
         raise _other_module(f'it had {len(expected)} layers, this one has {len(layers)}')
     for (name, size), (own_name, layer) in zip(expected, layers):
         parameters = [*cast(nn.Module, layer).parameters()]
-        own_size = sum(x.numel() * x.element_size() for x in parameters if not is_lazy(x))
+        own_size = sum(size_of(x) for x in parameters if not is_lazy(x))
         if name != own_name or (size != own_size and not any(map(is_lazy, parameters))):
             raise _other_module(f"there a layer was '{name}' with {size} bytes of parameters, "
                                 f"here it is '{own_name}' with {own_size}")
 
 
 def _other_module(difference: str) -> ValueError:
-    return ValueError(f'the balance comes from a profile of another module: {difference}. Profile '
-                      'this module, or pass list(balance) to use the numbers all the same')
+    return ValueError('the balance comes from a profile of another module, or of another dtype: '
+                      f'{difference}. Profile this module, or pass list(balance) to use the '
+                      'numbers all the same')
 
 
 def take_devices(devices: Optional[Iterable[Device]], partitions: int) -> List[torch.device]:

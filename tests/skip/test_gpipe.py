@@ -231,7 +231,7 @@ def test_an_inplace_change_through_another_skip_raises():
     model = nn.Sequential(nn.Linear(4, 4), stashing('a', 'b')(), nn.Linear(4, 4), Change(),
                           popping('b')())
     gpipe = GPipe(model, [3, 1, 1], devices=['cpu'] * 3)
-    with pytest.raises(RuntimeError, match='the memory of a skip tensor was changed in place'):
+    with pytest.raises(RuntimeError, match='skip tensor .* was changed in place'):
         gpipe(torch.rand(4, 4))
 
 

@@ -4,6 +4,7 @@
 - :func:`profile` measures the layers once; :meth:`Profile.balance` then gives the fastest balance
   for any number of partitions, micro-batches and memory limits, and says what to expect of it.
 """
+from math import inf
 from typing import List
 
 from torch import nn
@@ -12,9 +13,10 @@ from torchgpipe.aliases import TensorOrTensors
 from torchgpipe.balance.blockpartition import check_partitions
 from torchgpipe.balance.costs import Profile
 from torchgpipe.balance.layers import LayerProfile, SkipProfile
-from torchgpipe.balance.profile import Device, layerwise_sandbox, profile, profile_bytes
+from torchgpipe.balance.profile import layerwise_sandbox, profile, profile_bytes
 from torchgpipe.balance.step import Balance, even_cuts
 from torchgpipe.microbatch import check, scatter
+from torchgpipe.partition import Device, verify_module
 
 __all__ = ['Balance', 'LayerProfile', 'Profile', 'SkipProfile', 'balance_by_size',
            'balance_by_time', 'profile']
@@ -48,6 +50,7 @@ def balance_by_time(partitions: int, module: nn.Sequential, sample: TensorOrTens
         ValueError: There are fewer layers than partitions, a parameter already has a gradient, or
             the device or the sample will not do.
     """
+    verify_module(module)
     check_partitions(module, partitions)
     costs = profile(module, sample, device=device, timeout=timeout)
     return _cut(costs, [x.forward_seconds + x.backward_seconds for x in costs.layers], partitions)
@@ -81,10 +84,11 @@ def balance_by_size(partitions: int, module: nn.Sequential, input: TensorOrTenso
         ValueError: There are fewer layers than partitions, a parameter already has a gradient, or
             the device, the input, ``chunks`` or ``param_scale`` will not do.
     """
+    verify_module(module)
     check_partitions(module, partitions)
-    if chunks < 1:
+    if not chunks >= 1:
         raise ValueError(f'number of chunks must be a positive integer, but got {chunks}')
-    if not param_scale >= 0:
+    if not 0 <= param_scale < inf:
         raise ValueError(f'param_scale must be zero or more, but is {param_scale}')
     check(input)
     costs = profile_bytes(module, scatter(input, chunks)[0].value, device)

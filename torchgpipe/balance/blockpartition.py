@@ -21,7 +21,7 @@ from fractions import Fraction
 from itertools import accumulate
 from math import inf, lcm
 from operator import sub
-from typing import List, Sequence, Sized, Tuple, TypeVar, Union
+from typing import Any, List, Sequence, Sized, Tuple, TypeVar, Union
 
 __all__ = ['check_partitions', 'integers', 'solve']
 
@@ -46,6 +46,7 @@ def solve(sequence: Sequence[T], partitions: int = 1) -> List[List[T]]:
     Raises:
         ValueError: There are fewer than 1 partitions or fewer items than partitions, or a cost is
             negative or not finite.
+        TypeError: ``partitions`` is not an integer.
     """
     check_partitions(sequence, partitions)
     prefix: List[int] = [0, *accumulate(integers(sequence))]
@@ -55,7 +56,9 @@ def solve(sequence: Sequence[T], partitions: int = 1) -> List[List[T]]:
 
 
 def check_partitions(sequence: Sized, partitions: int) -> None:
-    """Raise :exc:`ValueError` if a sequence is too short to be cut."""
+    """Raise if a number of partitions is none, or a sequence is too short for it."""
+    if isinstance(partitions, bool) or not hasattr(partitions, '__index__'):
+        raise TypeError(f'partitions must be an integer, but is {partitions!r}')
     if partitions < 1:
         raise ValueError(f'partitions must be a positive integer, but is {partitions}')
     if len(sequence) < partitions:
@@ -68,7 +71,9 @@ def integers(sequence: Sequence[Number]) -> List[int]:
     for index, cost in enumerate(sequence):
         if not 0 <= cost < inf:
             raise ValueError(f'costs must be finite and not negative, but item {index} is {cost}')
-    exact = [Fraction(cost) for cost in sequence]
+    # NumPy's and PyTorch's numbers as Python's.
+    plain: List[Any] = [cost.item() if hasattr(cost, 'item') else cost for cost in sequence]
+    exact = [Fraction(cost) for cost in plain]
     scale = lcm(*(cost.denominator for cost in exact))
     return [int(cost * scale) for cost in exact]
 

@@ -15,7 +15,7 @@ from typing import List, Optional, Sequence
 
 from torchgpipe.balance.blockpartition import Number, integers
 
-__all__ = ['solve_bounded']
+__all__ = ['reachable', 'solve_bounded']
 
 #: By block, the places that its end can have, in ascending order.
 Ends = List[List[int]]
@@ -36,21 +36,21 @@ def solve_bounded(sequence: Sequence[Number], furthest: Sequence[Sequence[int]]
     """
     prefix = [0, *accumulate(integers(sequence))]
     low, high = -(-prefix[-1] // len(furthest)), prefix[-1]
-    ends = _ends(prefix, furthest, high)
-    if ends is None:
+    ends = reachable(prefix, furthest, high)
+    if not ends[-1]:
         return None
     while low < high:
         middle = (low + high) // 2
-        found = _ends(prefix, furthest, middle)
-        if found is None:
-            low = middle + 1
-        else:
+        found = reachable(prefix, furthest, middle)
+        if found[-1]:
             ends, high = found, middle
+        else:
+            low = middle + 1
     return _walk_back(prefix, furthest, high, ends)
 
 
-def _ends(prefix: List[int], furthest: Sequence[Sequence[int]], bound: int) -> Optional[Ends]:
-    """Give the ends that each block can have; ``None`` if the last one does not reach the end."""
+def reachable(prefix: List[int], furthest: Sequence[Sequence[int]], bound: int) -> Ends:
+    """Give the ends that each block can have, the last of them at the end of the sequence only."""
     last = len(prefix) - 1
     rows: Ends = [[0]]
     for limits in furthest:
@@ -60,7 +60,8 @@ def _ends(prefix: List[int], furthest: Sequence[Sequence[int]], bound: int) -> O
                 stop = min(limits[a], bisect_right(prefix, prefix[a] + bound) - 1)
                 ends += range(max(a, ends[-1] if ends else 0) + 1, stop + 1)
         rows.append(ends)
-    return rows if rows[-1] and rows[-1][-1] == last else None
+    rows[-1] = [end for end in rows[-1] if end == last]
+    return rows
 
 
 def _walk_back(prefix: List[int], furthest: Sequence[Sequence[int]], bound: int, rows: Ends
@@ -71,8 +72,8 @@ def _walk_back(prefix: List[int], furthest: Sequence[Sequence[int]], bound: int,
     for j in range(len(furthest) - 1, -1, -1):
         starts = [a for a in rows[j] if a < end <= furthest[j][a]
                   and prefix[end] - prefix[a] <= bound]
-        share = prefix[end] / (j + 1)
-        start = min(starts, key=lambda a: abs(prefix[end] - prefix[a] - share))
+        # From the share, times j + 1 to stay with integers.
+        start = min(starts, key=lambda a: abs((j + 1) * (prefix[end] - prefix[a]) - prefix[end]))
         lengths.append(end - start)
         end = start
     return lengths[::-1]

@@ -1,6 +1,8 @@
 """Profiles: what the layers of a model cost, and the balances that follow."""
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Tuple, Type, TypeVar, Union
+from math import inf
+from numbers import Real
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple, Type, TypeVar, Union
 
 from torchgpipe.balance.blockpartition import check_partitions
 from torchgpipe.balance.bounded import solve_bounded
@@ -55,7 +57,7 @@ class Profile:
         Raises:
             ValueError: It is something else.
         """
-        if not isinstance(data, dict) or data.get('version') != 1:
+        if not isinstance(data, dict) or data.get('version') != 1 or data['version'] is True:
             raise ValueError("this is not a profile: it has no 'version': 1, as Profile.to_dict() "
                              'writes it')
         rest = {key: value for key, value in data.items() if key != 'version'}
@@ -65,14 +67,17 @@ class Profile:
                 if isinstance(items, (list, tuple)) else items
         if not (isinstance(rest['layers'], tuple) and isinstance(rest['skips'], tuple)):
             raise ValueError("this is not a profile: its 'layers' and 'skips' are no lists")
-        return _make(Profile, rest)
+        profile = _make(Profile, rest)
+        if profile.batch_size < 1:
+            raise ValueError('this is not a profile: its batch_size is 0')
+        return profile
 
     def balance(self, partitions: int, *, chunks: int, memory_limit: MemoryLimit = None,
                 param_scale: float = 2.0, checkpoint: str = 'except_last') -> Balance:
         """Find the balance whose slowest partition is as fast as possible.
 
-        That is exact, by dynamic programming over the measured times; ties are broken as evenly as
-        possible.
+        That is exact for the measured times. Ties are broken as evenly as possible, where that
+        keeps the limits of memory.
 
         Args:
             partitions: Number of partitions.
@@ -91,18 +96,20 @@ class Profile:
         """
         partitions, chunks = _take(partitions, 'partitions'), _take(chunks, 'chunks')
         limits = _take_limits(memory_limit, partitions)
-        step = Step(self.layers, self.skips, self.input_bytes, min(chunks, self.batch_size),
-                    param_scale, checkpoint)
+        step = Step(self.layers, self.skips, self.input_bytes, partitions,
+                    min(chunks, self.batch_size), param_scale, checkpoint)
         check_partitions(step.costs, partitions)
         edges = self.edges()
         if len(edges) <= partitions:
             if checkpoint != 'never':
                 raise ValueError(_inseparable(self, len(edges) - 1, partitions))
             edges = list(range(len(self.layers) + 1))
-        if all(limit is None for limit in limits):
-            return step.predict(even_cuts(step.costs, edges, partitions))
-        furthest = [step.furthest(edges, limit, last=j == partitions - 1)
-                    for j, limit in enumerate(limits)]
+        balance = step.predict(even_cuts(step.costs, edges, partitions))
+        if all(limit is None or size <= limit for limit, size in zip(limits, balance.bytes)):
+            return balance
+        cases = {(limit, j == partitions - 1) for j, limit in enumerate(limits)}
+        found = {case: step.furthest(edges, *case) for case in cases}
+        furthest = [found[limit, j == partitions - 1] for j, limit in enumerate(limits)]
         lengths = solve_bounded(group(step.costs, edges), furthest)
         if lengths is None:
             raise ValueError(step.why_not(edges, limits, furthest))
@@ -132,9 +139,13 @@ def _inseparable(profile: Profile, groups: int, partitions: int) -> str:
 def _make(cls: Type[T], data: Any) -> T:
     names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
     if not isinstance(data, dict) or set(data) != names:
-        found = sorted(data) if isinstance(data, dict) else data
-        raise ValueError(f'this is not a profile: a {cls.__name__} has {sorted(names)}, but here '
-                         f'is {found}')
+        problem = f'{data!r} is one' if not isinstance(data, dict) else \
+            f'missing {sorted(names - set(data))}, unknown {sorted(set(data) - names)}'
+        raise ValueError(f'this is not a profile: fields of a {cls.__name__}: {problem}')
+    for name, value in data.items():
+        if name not in ('name', 'device', 'changes', 'layers', 'skips') and not (
+                isinstance(value, (int, float)) and 0 <= value < inf):
+            raise ValueError(f"this is not a profile: '{name}' of a {cls.__name__} is {value!r}")
     return cls(**data)
 
 
@@ -147,15 +158,17 @@ def _take(number: int, what: str) -> int:
 
 
 def _take_limits(limit: MemoryLimit, partitions: int) -> List[Optional[int]]:
-    if isinstance(limit, Iterable):
-        limits = list(limit)
+    if isinstance(limit, (list, tuple)):
+        limits: List[Any] = list(limit)
         if len(limits) != partitions:
             raise ValueError(f'memory_limit has {len(limits)} entries for {partitions} '
                              'partitions; give one number for all, or one for each')
     else:
         limits = [limit] * partitions
-    for one in limits:
-        if one is not None and not (isinstance(one, (int, float)) and one >= 0):
+    each: List[Any] = limits
+    for one in each:
+        # NumPy's integers are real numbers, too.
+        if one is not None and not (isinstance(one, Real) and float(one) >= 0):
             raise ValueError('memory_limit must be a number of bytes, zero or more, but is '
                              f'{one!r}')
     return limits

@@ -9,6 +9,7 @@ import weakref
 from contextlib import contextmanager
 from typing import Any, Dict, Iterator, List
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -80,9 +81,13 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        inputs = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs))
-                  if isinstance(x, Tensor)}
+        inputs = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if _strided(x)}
         for x in tree_leaves(output):
-            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in inputs:
+            if _strided(x) and x.untyped_storage()._cdata not in inputs:
                 self._live._add(x)
         return output
+
+
+def _strided(x: Any) -> bool:
+    """Tell a tensor with a memory of its own from other values, and from sparse tensors."""
+    return isinstance(x, Tensor) and x.layout is torch.strided

@@ -19,13 +19,13 @@ from torchgpipe.aliases import TensorOrTensors
 from torchgpipe.balance.layers import SkipProfile
 from torchgpipe.balance.live import LiveTensors
 from torchgpipe.dependency import join
-from torchgpipe.microbatch import Batch, check, versions
+from torchgpipe.microbatch import Batch, check, size_of, versions
 from torchgpipe.phony import get_phony
 from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 
-__all__ = ['Flow', 'Measurement', 'size_of']
+__all__ = ['Flow', 'Measurement']
 
 
 @dataclass
@@ -136,6 +136,7 @@ class Measurement:
         before = versions(x for x, _ in given)
         with LiveTensors().watched() as live:
             output = self._forward(input, tracker)
+        # What lies in the memory of the sample binds all layers up to this one, as layer 0 would.
         changed = [value.memory.maker or 0 for (x, value), version in zip(given, before)
                    if versions([x]) != [version]]
         self.changes = min(changed, default=None)
@@ -189,8 +190,3 @@ def _synchronize(device: torch.device) -> None:
 
 def _storage(x: Any) -> Any:
     return x.untyped_storage()
-
-
-def size_of(x: Tensor) -> int:
-    """Give the bytes of a tensor's elements."""
-    return x.numel() * x.element_size()

@@ -11,26 +11,29 @@ All of that happens with the sample, and with a quarter of it: from both times f
 a layer's time does not shrink with the batch, and so is spent once per micro-batch.
 """
 import copy
+import math
+import random
+import sys
 import time
+from contextlib import contextmanager
 from statistics import median
-from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer
 
 from torchgpipe.aliases import TensorOrTensors
 from torchgpipe.balance.costs import Profile
 from torchgpipe.balance.layers import LayerProfile
-from torchgpipe.balance.measure import Flow, Measurement, size_of
-from torchgpipe.microbatch import Batch, check, scatter
+from torchgpipe.balance.measure import Flow, Measurement
+from torchgpipe.microbatch import Batch, check, scatter, size_of
 from torchgpipe.notes import add_note
-from torchgpipe.partition import verify_module
+from torchgpipe.partition import Device, verify_module
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.stream import use_device
 
 __all__ = ['layerwise_sandbox', 'profile', 'profile_bytes']
-
-Device = Union[torch.device, int, str]
 
 #: How often a layer is timed at least.
 REPEATS = 3
@@ -44,7 +47,7 @@ def profile(module: nn.Sequential, sample: TensorOrTensors, *, device: Device = 
     """Measure time and memory of each layer of a sequential module.
 
     The module itself is left as it is: its mode, buffers, gradients, hooks, the device that it is
-    on; so is the random state.
+    on; so are the random states of PyTorch, Python and NumPy.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> costs = profile(model, torch.rand(16, 8), device='cpu', timeout=0.01)
@@ -67,7 +70,7 @@ def profile(module: nn.Sequential, sample: TensorOrTensors, *, device: Device = 
         TypeError: The module is not sequential, or the sample is not made of tensors.
         ValueError: A parameter already has a gradient, or the device or the sample will not do.
     """
-    if not timeout >= 0:
+    if not (math.isfinite(timeout) and timeout >= 0):
         raise ValueError(f'timeout must be a number of seconds, zero or more, but is {timeout}')
     resolved = _take_device(device)
     if resolved.type == 'meta':
@@ -88,16 +91,38 @@ def layerwise_sandbox(module: nn.Sequential, device: torch.device) -> Iterator[n
     :func:`torch.nn.utils.weight_norm`: those of users may keep what they see.
     """
     for layer in module.children():
-        # Not even copied, since they may refer to anything.
-        memo: Dict[int, Any] = {id(hook): hook for m in layer.modules() for hooks in _hooks(m)
-                                for hook in hooks.values() if not _is_pytorchs(hook)}
-        copied = copy.deepcopy(layer, memo)
+        copied = _copy(layer)
         for m in copied.modules():
             for hooks in _hooks(m):
                 for key in [key for key, hook in hooks.items() if not _is_pytorchs(hook)]:
                     del hooks[key]
         # Not `copied.to`, which a layer that is itself a pipeline denies to all devices.
-        yield nn.Module.to(copied, device).train()
+        copied = nn.Module.to(copied, device)
+        copied.train()
+        yield copied
+
+
+def _copy(layer: nn.Module) -> nn.Module:
+    """Copy a layer deeply, also where tensors do not allow that by themselves."""
+    memo: Dict[int, Any] = {}
+    for m in layer.modules():
+        # Not even copied, since they may refer to anything.
+        memo.update((id(hook), hook) for hooks in _hooks(m) for hook in hooks.values()
+                    if not _is_pytorchs(hook))
+        # Weights that a hook made, and outputs that a layer keeps, have a graph.
+        memo.update((id(x), x.detach().clone()) for x in m.__dict__.values()
+                    if isinstance(x, Tensor) and not x.is_leaf)
+        memo.update((id(x), _new_buffer(device=x.device, dtype=x.dtype))
+                    for x in m._buffers.values() if isinstance(x, UninitializedBuffer))
+    copied = copy.deepcopy(layer, memo)
+    # The copy of a TorchScript module has parameters with a graph that leads to the module's own.
+    for own, parameter in zip(layer.parameters(), copied.parameters()):
+        if not parameter.is_leaf:
+            parameter.detach_().requires_grad_(own.requires_grad)
+    return copied
+
+
+_new_buffer: Any = UninitializedBuffer  # PyTorch's stub leaves its arguments out.
 
 
 def _hooks(module: nn.Module) -> List[Dict[int, Any]]:
@@ -145,9 +170,8 @@ def _profile(module: nn.Sequential, sample: TensorOrTensors, device: torch.devic
         flows.append(Flow(scatter(sample, 4)[0].value, device, quarter))
     budget = None if timeout is None else timeout / max(1, len(names))
     measured: List[List[Measurement]] = []
-    generators = [] if device.type in ('cpu', 'meta') else [device]
-    with torch.random.fork_rng(generators, device_type=device.type if generators else 'cuda'), \
-            torch.inference_mode(False), torch.enable_grad(), use_device(device):
+    with _random_states(device), torch.inference_mode(False), torch.enable_grad(), \
+            use_device(device):
         sandbox = layerwise_sandbox(module, device)
         for index, name in enumerate(names):
             measured.append([Measurement(flow, index) for flow in flows])
@@ -159,6 +183,21 @@ def _profile(module: nn.Sequential, sample: TensorOrTensors, device: torch.devic
                 raise
     return Profile(tuple(map(_result, names, measured)), tuple(flows[0].skips), size,
                    sum(size_of(x) for x in Batch(sample)), str(device))
+
+
+@contextmanager
+def _random_states(device: torch.device) -> Iterator[None]:
+    """Put random states back that a layer may draw from."""
+    numpy: Any = sys.modules.get('numpy')
+    states = random.getstate(), None if numpy is None else numpy.random.get_state()
+    devices = [] if device.type in ('cpu', 'meta') else [device]
+    try:
+        with torch.random.fork_rng(devices, device_type=device.type if devices else 'cuda'):
+            yield
+    finally:
+        random.setstate(states[0])
+        if numpy is not None:
+            numpy.random.set_state(states[1])
 
 
 def _run(module: nn.Module, layers: List[Measurement], budget: Optional[float]) -> None:
@@ -174,6 +213,7 @@ def _run(module: nn.Module, layers: List[Measurement], budget: Optional[float]) 
                 layer.seconds.append(layer.train())
     for layer in layers:
         layer.stop()  # and so off the device, before the next one is on it
+    torch.clear_autocast_cache()  # which would keep the layer's weights until autocast ends
 
 
 def _result(name: str, layers: List[Measurement]) -> LayerProfile:

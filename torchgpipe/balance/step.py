@@ -5,6 +5,7 @@ from itertools import accumulate
 from typing import List, Optional, Sequence, Tuple
 
 from torchgpipe.balance.blockpartition import solve
+from torchgpipe.balance.bounded import reachable
 from torchgpipe.balance.layers import LayerProfile, SkipProfile
 from torchgpipe.balance.table import format_bytes
 
@@ -34,11 +35,16 @@ class Step:
     1. parameters, gradients, optimizer state and buffers;
     2. the inputs and the skips from other partitions, of all micro-batches;
     3. activations: of one micro-batch, or without checkpoints of all of them;
-    4. the last partition: the outputs and their gradients.
+    4. of one micro-batch, what the backward of a layer takes and gives;
+    5. skips that wait to be popped, of as many micro-batches as there are partitions after it;
+    6. the last partition: the outputs and their gradients.
+
+    That is an upper bound but for what a layer needs for itself while it runs.
     """
 
     def __init__(self, layers: Sequence[LayerProfile], skips: Sequence[SkipProfile],
-                 input_bytes: int, m: int, param_scale: float, checkpoint: str) -> None:
+                 input_bytes: int, partitions: int, m: int, param_scale: float, checkpoint: str
+                 ) -> None:
         recomputed = {'always': 1.0, 'except_last': (m - 1) / m, 'never': 0.0}
         if checkpoint not in recomputed:
             raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never': "
@@ -49,6 +55,7 @@ class Step:
         self.layers = layers
         self.skips = skips
         self.m = m
+        self.waiting = min(m, max(1, partitions - 1)) / m
         self.again = recomputed[checkpoint]
         self.share = 1 if checkpoint == 'never' else m
         self.forward = [x.forward_seconds + (m - 1) * x.forward_overhead for x in layers]
@@ -60,13 +67,17 @@ class Step:
             + x.frozen_bytes + x.buffer_bytes for x in layers)]
         self.activations = [0, *accumulate(x.activation_bytes for x in layers)]
         self.inputs = [input_bytes, *(x.output_bytes for x in layers)]
+        self.passing = [a + b for a, b in zip(self.inputs, self.inputs[1:])]
 
     def bytes(self, a: int, b: int) -> int:
         """Give the peak memory of a partition; more layers at its end never take less."""
-        skips = sum(x.bytes for x in self.skips if x.source < a <= x.target < b)
-        activations = math.ceil((self.activations[b] - self.activations[a]) / self.share)
+        come = sum(x.bytes for x in self.skips if x.source < a <= x.target < b)
+        wait = sum(x.bytes for x in self.skips if a <= x.source < b) * self.waiting
+        activations = (self.activations[b] - self.activations[a]) / self.share
+        backward = max(self.passing[a:b]) / self.m
         output = 2 * self.inputs[-1] if b == len(self.costs) else 0
-        return self.resident[b] - self.resident[a] + self.inputs[a] + skips + activations + output
+        rest: int = math.ceil(wait + activations + backward)
+        return self.resident[b] - self.resident[a] + self.inputs[a] + come + output + rest
 
     def furthest(self, edges: Sequence[int], limit: Optional[int], last: bool) -> List[int]:
         """Give the furthest edge at which a partition can end, by the one where it starts."""
@@ -76,8 +87,8 @@ class Step:
         if last:
             return [number if self.bytes(edges[a], edges[-1]) <= limit else a
                     for a in range(number)]
-        return [a + bisect_right(edges[a + 1:], limit,
-                                 key=lambda b, a=edges[a]: self.bytes(a, b))  # type: ignore[misc]
+        return [bisect_right(edges, limit, a + 1,
+                             key=lambda b, a=edges[a]: self.bytes(a, b)) - 1  # type: ignore[misc]
                 for a in range(number)]
 
     def predict(self, lengths: List[int]) -> Balance:
@@ -103,38 +114,45 @@ class Step:
 
     def why_not(self, edges: Sequence[int], limits: Sequence[Optional[int]],
                 furthest: Sequence[Sequence[int]]) -> str:
-        """Say which layer does not fit, or that all of them together do not."""
-        layers, number = self.layers, len(self.costs)
-        largest = max(math.inf if limit is None else limit for limit in limits)
-        for a, layer in enumerate(layers):
-            if self.bytes(a, a + 1) > largest:
-                need = format_bytes(self.bytes(a, a + 1))
-                return (f"layer '{layer.name}' alone needs {need}, but the largest memory limit "
-                        f'is {format_bytes(largest)}; raise chunks, split the layer, or take a '
-                        'larger device')
+        """Say which layers do not fit, or that all of them together do not."""
+        number = len(edges) - 1
+        largest = math.inf if None in limits else max(limit or 0 for limit in limits)
+        for k in range(number):
+            need = min(self.bytes(edges[a], edges[k + 1]) for a in range(k + 1))
+            if need > largest:
+                return (f'{self._names(edges[k], edges[k + 1])} alone needs {format_bytes(need)}, '
+                        f'but the largest memory limit is {format_bytes(largest)}; raise chunks, '
+                        'split the layer, or take a larger device')
         activations = math.ceil(self.activations[-1] / self.share)
         total = self.resident[-1] + activations + self.inputs[0] + 2 * self.inputs[-1]
-        room = sum(math.inf if limit is None else limit for limit in limits)
-        if total > room:
-            return (f'all {number} layers together need {format_bytes(total)} or more, but the '
-                    f'memory limits add up to {format_bytes(room)}; take more or larger '
+        all_of_them = f'all {len(self.layers)} layers together need {format_bytes(total)} or more'
+        if None not in limits and total > sum(limit or 0 for limit in limits):
+            room = format_bytes(sum(limit or 0 for limit in limits))
+            return (f'{all_of_them}, but the memory limits add up to {room}; take more or larger '
                     'devices, or raise chunks')
-        for j, ends in enumerate(furthest):
-            if all(end <= a for a, end in enumerate(ends)):
-                return (f'partition {j} has a memory limit of {format_bytes(limits[j] or 0)}, in '
-                        f"which no layer fits{' as the last one' * (j == len(limits) - 1)}")
-        reached = 0
-        for ends in furthest[:-1]:
-            reached = max(ends[:reached + 1][:len(ends)])
-            if reached == len(ends):
-                break
-        reached = edges[reached]
-        return (f'no balance of {number} layers over {len(limits)} partitions keeps the memory '
-                f'limits {[None if x is None else format_bytes(x) for x in limits]}, though all '
-                f'layers together need {format_bytes(total)}: all partitions but the last hold at '
-                f'most the first {reached} layers, and the last one not the rest from layer '
-                f"'{layers[min(reached, number - 1)].name}' on; raise chunks, or take larger "
-                'devices')
+        return (f'{self._stuck(edges, limits, furthest)}; {all_of_them}. Raise chunks, or take '
+                'larger devices')
+
+    def _stuck(self, edges: Sequence[int], limits: Sequence[Optional[int]],
+               furthest: Sequence[Sequence[int]]) -> str:
+        """Say at which partition each balance that keeps the limits so far comes to an end."""
+        number = len(edges) - 1
+        rows = reachable([0] * len(edges), furthest, 0)  # with no bound on the time
+        j = next(j for j, ends in enumerate(rows[1:]) if not ends)
+        last = j == len(limits) - 1
+        needs = [(self.bytes(edges[a], edges[number if last else a + 1]), a)
+                 for a in rows[j] if a < number]
+        if not needs:
+            return f'no layer is left for partition {j}'
+        need, a = min(needs)
+        names = self._names(edges[a], edges[number if last else a + 1])
+        return (f'no balance keeps the memory limit of partition {j}, '
+                f'{format_bytes(limits[j] or 0)}: at least {names} would be there and need '
+                f'{format_bytes(need)}')
+
+    def _names(self, a: int, b: int) -> str:
+        first, last = self.layers[a].name, self.layers[b - 1].name
+        return f"layer '{first}'" if b == a + 1 else f"the block of layers '{first}' to '{last}'"
 
 
 def even_cuts(costs: Sequence[float], edges: Sequence[int], partitions: int) -> List[int]:

@@ -7,43 +7,48 @@
     call               x ──▶ layers ──▶ y        the layers pop from the tracker, and stash into it
     leave   y, …  ◀──  y, …, phonies             what a cell gives
 """
-from typing import Iterable, Sequence, Tuple
+from typing import Callable, List, Sequence, Set, Tuple
 
 from torch import Tensor
 
-from torchgpipe.aliases import Function, TensorOrTensors, Tensors
-from torchgpipe.microbatch import Batch
+from torchgpipe.aliases import TensorOrTensors, Tensors
+from torchgpipe.microbatch import Batch, share_memory, versions
 from torchgpipe.skip.namespace import Key
-from torchgpipe.skip.tracker import SkipTrackerThroughPortals
+from torchgpipe.skip.portal import changed_in_place
+from torchgpipe.skip.tracker import SkipTracker, SkipTrackerThroughPortals
 
-__all__ = ['Crossing', 'share_memory']
+__all__ = ['Crossing']
 
 
 class Crossing:
     """A cell's function from batch to batch, as one that takes and gives skips as well.
 
     Args:
-        function: What the cell computes.
+        function: What the cell computes, with the skips of a tracker.
         tracker: The micro-batch's tracker.
         incoming: The skips that the cell pops and another partition stashed.
         outgoing: The skips that it stashes and another partition pops.
+        batch: The micro-batch.
     """
 
     __slots__ = ('_atomic', '_called', '_function', '_incoming', '_kept', '_number', '_outgoing',
-                 '_tracker', '_result_atomic', '_shared')
+                 '_result_atomic', '_tracker')
 
-    def __init__(self, function: Function, tracker: SkipTrackerThroughPortals,
-                 incoming: Sequence[Key], outgoing: Sequence[Key]) -> None:
+    def __init__(self, function: Callable[[SkipTracker, TensorOrTensors], TensorOrTensors],
+                 tracker: SkipTrackerThroughPortals, incoming: Sequence[Key],
+                 outgoing: Sequence[Key], batch: Batch) -> None:
         self._function = function
         self._tracker = tracker
         self._incoming = incoming
         self._outgoing = outgoing
+        self._atomic = batch.atomic
+        self._number = len(batch)
         self._kept: Tuple[Key, ...] = ()
         self._called = False
+        self._result_atomic = True
 
     def enter(self, batch: Batch) -> Batch:
         """Put the phonies that come in beside a batch."""
-        self._atomic, self._number = batch.atomic, len(batch)
         return Batch((*batch, *self._tracker.take_phonies(self._incoming)))
 
     def keep(self, batch: Batch) -> Batch:
@@ -53,45 +58,73 @@ class Crossing:
         self._kept = tuple(key for key, tensor in held if tensor is not None)
         return Batch((*batch, *(tensor for _, tensor in held if tensor is not None)))
 
-    def __call__(self, value: TensorOrTensors) -> Tensors:
-        """Compute; a second call, in backward, pops what :meth:`keep` has kept."""
-        tracker = self._tracker
-        number = self._number
-        tensors = tuple(value)
-        tracker.put_phonies(self._incoming, tensors[number:])
-        if self._called:
-            self._put_back(tensors[number + len(self._incoming):])
-        self._called = True
-        try:
-            output = Batch(self._function(tensors[0] if self._atomic else tensors[:number]))
-            self._result_atomic = output.atomic
-            stashed = [tracker.stashed[key] for key in self._outgoing]
-            self._shared = [key for key, tensor in zip(self._outgoing, stashed)
-                            if tensor is not None and share_memory([tensor], output)]
-            return (*output, *tracker.seal(self._outgoing))
-        finally:
-            for key in (*self._incoming, *self._outgoing):
-                tracker.phonies.pop(key, None)
-                tracker.stashed.pop(key, None)
-            for key in self._incoming:
-                if key in tracker.portals:  # [Note: Tensor life of a portal], the last lines
-                    tracker.portals[key].put_tensor(None, 0)
-
-    def _put_back(self, tensors: Sequence[Tensor]) -> None:
-        kept = dict(zip(self._kept, tensors))
-        for key in self._incoming:
-            self._tracker.portals[key].put_tensor(kept.get(key), 1)
-
     def leave(self, output: Batch) -> Batch:
         """Take the phonies that go out from beside a batch."""
         tensors = tuple(output)
         number = len(tensors) - len(self._outgoing)
         self._tracker.put_phonies(self._outgoing, tensors[number:])
-        self._tracker.shared.update(self._shared)
         return Batch(tensors[0] if self._result_atomic else tensors[:number])
 
+    def __call__(self, value: TensorOrTensors) -> Tensors:
+        """Compute; any call but the first is a recomputation, from what was kept."""
+        number = self._number
+        tensors = tuple(value)
+        again, self._called = self._called, True
+        tracker = self._tracker
+        if again:
+            kept = dict(zip(self._kept, tensors[number + len(self._incoming):]))
+            tracker = tracker.renew((key, kept.get(key)) for key in self._incoming)
+        tracker.put_phonies(self._incoming, tensors[number:])
+        watch = None if again else _Watch(tracker, self._incoming)
+        try:
+            output = Batch(self._function(tracker, tensors[0] if self._atomic
+                                          else tensors[:number]))
+            self._result_atomic = output.atomic
+            if watch is not None:
+                watch.finish(output)
+                _find_aliases(tracker, self._outgoing, output)
+            return (*output, *tracker.seal(self._outgoing))
+        finally:
+            tracker.end_cell(self._incoming, self._outgoing)
 
-def share_memory(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
-    """Tell whether any of some tensors lies in the memory of any of the others."""
-    memories = {x.untyped_storage()._cdata for x in others}
-    return any(x.untyped_storage()._cdata in memories for x in some)
+
+class _Watch:
+    """See that a cell does not change a skip that lies in a memory with something else.
+
+    See [Note: Changes in place]: on another device that something else is a copy of its own.
+    """
+
+    __slots__ = ('_seen', '_tracker')
+
+    def __init__(self, tracker: SkipTrackerThroughPortals, incoming: Sequence[Key]) -> None:
+        self._tracker = tracker
+        self._seen: List[Tuple[Key, Tensor, List[int]]] = []
+        if tracker.aliases or tracker.shared:
+            for key in incoming:
+                tensor = tracker.portals[key].tensor
+                if tensor is not None and (key in tracker.shared or tracker.aliases.get(key)):
+                    self._seen.append((key, tensor, versions([tensor])))
+
+    def finish(self, output: Batch) -> None:
+        """Look at them when the layers have run."""
+        for key, tensor, before in self._seen:
+            if versions([tensor]) != before:
+                raise RuntimeError(changed_in_place(
+                    f"the skip tensor '{key[1]}', whose memory is also that of the batch or of "
+                    'another skip,'))
+            if share_memory([tensor], output):
+                self._tracker.shared |= self._tracker.aliases.get(key, set())
+
+
+def _find_aliases(tracker: SkipTrackerThroughPortals, outgoing: Sequence[Key], output: Batch
+                  ) -> None:
+    """Note which skips of a cell lie in the memory of its output, or of each other."""
+    stashed = [(key, tensor) for key in outgoing
+               if (tensor := tracker.stashed.get(key)) is not None]
+    for key, tensor in stashed:
+        if share_memory([tensor], output):
+            tracker.shared.add(key)
+        others: Set[Key] = {other for other, x in stashed
+                            if other != key and share_memory([tensor], [x])}
+        if others:
+            tracker.aliases[key] = others

@@ -72,6 +72,9 @@ def inspect_skip_layout(partitions: Iterable[nn.Module]) -> SkipLayout:
 
     Args:
         partitions: Sequential modules; the layers that stash or pop are their children.
+
+    Raises:
+        TypeError: A layer within a child has a skip like one that goes to another partition.
     """
     stashed_at: Dict[Key, int] = {}
     routes: Dict[Key, Tuple[int, int]] = {}
@@ -84,4 +87,19 @@ def inspect_skip_layout(partitions: Iterable[nn.Module]) -> SkipLayout:
                 for key in layer.poppable():
                     if key in stashed_at:
                         routes[key] = (stashed_at.pop(key), j)
-    return SkipLayout(len(parts), routes)
+    layout = SkipLayout(len(parts), routes)
+    for partition in parts:
+        for layer_name, layer in partition.named_children():
+            _verify_inner(layer_name, layer, layout)
+    return layout
+
+
+def _verify_inner(layer_name: str, layer: nn.Module, layout: SkipLayout) -> None:
+    for inner in layer.modules():
+        if inner is not layer and isinstance(inner, DeclaresSkips):
+            for ns, name in (*inner.stashable(), *inner.poppable()):
+                if layout.requires_copy(ns, name):
+                    raise TypeError(
+                        f"a layer within '{layer_name}' declared '{name}', which also goes from "
+                        'one partition to another, between other layers; isolate one of both by a '
+                        'namespace: layer.isolate(Namespace())')

@@ -17,10 +17,18 @@ are still to come::
     with checkpoint     3 ──▶ 2            ──▶ 1            ──▶ 0
     stash, recomputed   1 ──▶ 0            that is for nobody: its own graph is the first one's
 
-Between the passes the node that runs the recomputation owns the tensor, not the portal: so it
-lives exactly as long as autograd keeps that node.
+That is what the API counts. In a pipeline a portal also lets go of its tensor when the cell that
+pops it ends: from then on the node that runs the recomputation owns it, as long as autograd keeps
+that node, and the recomputation has portals of its own.
+
+[Note: Life of a gradient in a portal]
+A backward pass may enter a portal by PortalOrange and end before PortalBlue, if it fails or if
+only some gradients are asked for. What it leaves behind must not reach the next pass, nor live:
+with ``create_graph`` it owns nodes that own the portal. So the pass owns it, by a callback of the
+engine, and the portal only refers to it.
 """
-from typing import Any, Optional, Tuple
+import weakref
+from typing import Any, Callable, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -41,12 +49,12 @@ class Portal:
         tensor_life: [Note: Tensor life of a portal].
     """
 
-    __slots__ = ('_version', 'grad', 'tensor', 'tensor_life')
+    __slots__ = ('_holder', '_version', 'tensor', 'tensor_life')
 
     def __init__(self, tensor: Optional[Tensor], tensor_life: int) -> None:
         self.tensor: Optional[Tensor] = None
         self.tensor_life = 0
-        self.grad: Optional[Tensor] = None
+        self._holder: Callable[[], Optional[_Holder]] = _nobody
         self.put_tensor(tensor, tensor_life)
 
     def blue(self) -> Tensor:
@@ -108,16 +116,45 @@ class Portal:
             self.tensor = None
         return tensor
 
+    @property
+    def grad(self) -> Optional[Tensor]:
+        """The gradient that is in the portal, if any."""
+        holder = self._holder()
+        return None if holder is None else holder.grad
+
     def put_grad(self, grad: Tensor) -> None:
-        """Keep a gradient until it is used."""
-        self.grad = grad
+        """Keep a gradient until it is used: [Note: Life of a gradient in a portal]."""
+        holder = _Holder(grad)
+        if torch._C._current_graph_task_id() == -1:
+            self._holder = lambda: holder
+        else:
+            torch.autograd.Variable._execution_engine.queue_callback(holder.drop)
+            self._holder = weakref.ref(holder)
 
     def use_grad(self) -> Tensor:
         """Give the gradient and let go of it."""
-        if self.grad is None:
+        grad = self.grad
+        if grad is None:
             raise RuntimeError('grad in portal has been removed or never set')
-        grad, self.grad = self.grad, None
+        self._holder = _nobody
         return grad
+
+
+class _Holder:
+    """A gradient on its way, owned by the backward pass."""
+
+    __slots__ = ('__weakref__', 'grad')
+
+    def __init__(self, grad: Optional[Tensor]) -> None:
+        self.grad = grad
+
+    def drop(self) -> None:
+        """Let go of it, at the end of the pass."""
+        self.grad = None
+
+
+def _nobody() -> None:
+    """Answer as a dead weak reference does."""
 
 
 def changed_in_place(what: str) -> str:
@@ -139,8 +176,8 @@ class PortalBlue(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_phony: Optional[Tensor]) -> Tuple[None, Optional[Tensor]]:
-        # Every path to this node leads through PortalOrange. Where there was no such path, since
-        # the tensor was popped and then not used, there is no gradient.
+        # None where this pass did not come through PortalOrange, since the tensor was not used,
+        # but through another output of the cell.
         portal: Portal = ctx.portal
         return None, None if portal.grad is None else portal.use_grad()
 
@@ -184,5 +221,6 @@ class PortalCopy(torch.autograd.Function):
         portal: Portal = ctx.portal
         prev_stream, next_stream = ctx.streams
         if portal.grad is not None:
-            portal.grad = copy_tensor(portal.grad, next_stream, prev_stream, ctx.prev_compute)
+            portal.put_grad(copy_tensor(
+                portal.use_grad(), next_stream, prev_stream, ctx.prev_compute))
         return None, None, None, None

@@ -17,7 +17,7 @@ in ``state_dict``, ``named_modules`` and ``named_parameters``, and the attribute
 from it to the layer, so checkpoints and code that go by names fit.
 """
 import sys
-from functools import wraps
+from functools import partial, wraps
 from types import GeneratorType, new_class
 from typing import (Any, Callable, ClassVar, Dict, FrozenSet, Generator, Iterable, Iterator, List,
                     Mapping, Optional, Set, Tuple, Type, TypeVar, Union)
@@ -242,14 +242,22 @@ def _drive(layer: Skippable, generator: Any, stashable: FrozenSet[str], poppable
     to_stash, to_pop = set(stashable), set(poppable)
     output = generator
     if isinstance(generator, GeneratorType):
-        answer = None
+        # A list, from which a step is taken before it runs, so that no error is in a cycle with
+        # the frame that it leaves.
+        steps: List[Callable[[], Any]] = [partial(generator.send, None)]
         while True:
             try:
-                request = generator.send(answer)
+                request = steps.pop()()
             except StopIteration as stop:
                 output = stop.value
                 break
-            answer = _obey(layer, request, stashable, poppable, to_stash, to_pop)
+            try:
+                answer = _obey(layer, request, stashable, poppable, to_stash, to_pop)
+                steps.append(partial(generator.send, answer))
+                del answer
+            except Exception as error:  # It appears to the layer where it yielded.
+                steps.append(partial(generator.throw, error))
+            del request
     if to_stash:
         raise RuntimeError(f'{_quoted(to_stash)} must be stashed but have not')
     if to_pop:

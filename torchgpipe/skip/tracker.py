@@ -16,14 +16,17 @@ Who pops a tensor should see what became of it since, as without a pipeline. Wit
 that stashes it nothing is in the way: at the cell's end, a changed tensor enters its portal anew,
 with the history it has by then. Later, a change in the memory of a tensor would be seen or
 not, depending on whether it was copied, and its gradient would be wrong; so it raises. It
-is noticed by the tensor's version in a portal, and where a batch lies in the same memory as a skip
-(``return input`` after ``yield stash('name', input)``), by the version of the batch, also if that
-is a copy.
+is noticed by the tensor's version in a portal. Where a batch lies in the memory of a skip
+(``return input`` after ``yield stash('name', input)``), or two skips lie in one memory, versions
+of the one are watched for the sake of the other, also if it is a copy. (Tensors of inference
+mode have no versions, so a change goes unnoticed there.)
 """
 import threading
 from contextlib import contextmanager
-from typing import Dict, Iterable, Iterator, List, Optional, Sequence, Set
+from typing import (Any, ContextManager, Dict, Iterable, Iterator, List, Optional, Sequence, Set,
+                    Tuple)
 
+import torch
 from torch import Tensor
 
 from torchgpipe.microbatch import Batch
@@ -31,7 +34,7 @@ from torchgpipe.passes import is_checkpointing, is_recomputing
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.namespace import Key, Namespace
 from torchgpipe.skip.portal import Portal
-from torchgpipe.stream import AbstractStream
+from torchgpipe.stream import AbstractStream, no_context
 
 __all__ = ['SkipTracker', 'SkipTrackerThroughPortals', 'SkipTrackerThroughPotals',
            'current', 'current_skip_tracker', 'use_skip_tracker']
@@ -65,21 +68,27 @@ class SkipTracker:
 class SkipTrackerThroughPortals(SkipTracker):
     """The skip tensors of one micro-batch in a pipeline.
 
-    A graph may own a tracker, since a recomputation needs it. So between cells, and after the
-    last one, no phony may be left in it (:meth:`clear`), and portals hold tensors without a graph.
+    A graph may own a tracker, through a recomputation. So between cells, and after the last one,
+    no phony may be left in it (:meth:`clear`), and portals hold tensors without a graph.
 
     Args:
         skip_layout: Tells which skips go to another partition.
+        again: Whether it is for a recomputation. Each has its own, since those of one micro-batch
+            may run at the same time; what is stashed there is for nobody.
     """
 
-    def __init__(self, skip_layout: SkipLayout) -> None:
+    def __init__(self, skip_layout: SkipLayout, again: bool = False) -> None:
         super().__init__()
         self.skip_layout = skip_layout
+        self._again = again
+        self._mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.portals: Dict[Key, Portal] = {}
         self.phonies: Dict[Key, Tensor] = {}
         self.stashed: Dict[Key, Optional[Tensor]] = {}
         #: Skips in whose memory the batch itself lies too: [Note: Changes in place].
         self.shared: Set[Key] = set()
+        #: For each skip, the others in whose memory it lies.
+        self.aliases: Dict[Key, Set[Key]] = {}
 
     def save(self, batch: Batch, ns: Optional[Namespace], name: str, tensor: Optional[Tensor]
              ) -> None:
@@ -87,22 +96,30 @@ class SkipTrackerThroughPortals(SkipTracker):
         if not self.skip_layout.requires_copy(ns, name):
             super().save(batch, ns, name, tensor)
             return
-        life = 3 if is_checkpointing() else 2
+        # A pipeline within a layer that is recomputed is in its first pass all the same, and then
+        # it has no portal yet.
         portal = self.portals.get((ns, name))
+        again = self._again or (portal is not None and is_recomputing())
+        life = 1 if again else 3 if is_checkpointing() else 2
         if portal is None:
             portal = self.portals[ns, name] = Portal(tensor, life)
         else:
-            # A pipeline within a layer that is recomputed is in its first pass all the same, and
-            # then it has no portal yet.
-            portal.put_tensor(tensor, 1 if is_recomputing() else life)
-        self.phonies[ns, name] = portal.blue()
+            portal.put_tensor(tensor, life)
+        with self._outer_mode():
+            self.phonies[ns, name] = portal.blue()
         self.stashed[ns, name] = tensor
 
     def load(self, batch: Batch, ns: Optional[Namespace], name: str) -> Optional[Tensor]:
         """Give a skip tensor; :exc:`KeyError` if there is none."""
         if not self.skip_layout.requires_copy(ns, name):
             return super().load(batch, ns, name)
-        return self.portals[ns, name].orange(self.phonies[ns, name])
+        with self._outer_mode():
+            return self.portals[ns, name].orange(self.phonies[ns, name])
+
+    def _outer_mode(self) -> ContextManager[Any]:
+        """Be in the mode around the layer, where it yields within ``torch.no_grad()``."""
+        now = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return no_context if now == self._mode else _mode(*self._mode)
 
     def copy(self, batch: Batch, prev_stream: AbstractStream, next_stream: AbstractStream,
              ns: Optional[Namespace], name: str) -> None:
@@ -113,6 +130,8 @@ class SkipTrackerThroughPortals(SkipTracker):
     def seal(self, keys: Iterable[Key]) -> List[Tensor]:
         """Give the phonies of skips whose cell has ended: [Note: Changes in place]."""
         for key in keys:
+            if key not in self.stashed:
+                raise RuntimeError(f"'{key[1]}' must be stashed but have not")
             portal, tensor = self.portals[key], self.stashed[key]
             if portal.tensor is not None and portal.is_changed():
                 portal.put_tensor(tensor, portal.tensor_life + 1)
@@ -127,6 +146,23 @@ class SkipTrackerThroughPortals(SkipTracker):
         """Keep the phonies of some skips."""
         self.phonies.update(zip(keys, phonies))
 
+    def renew(self, kept: Iterable[Tuple[Key, Optional[Tensor]]]) -> 'SkipTrackerThroughPortals':
+        """Give a tracker for a recomputation, which pops what was kept."""
+        tracker = SkipTrackerThroughPortals(self.skip_layout, again=True)
+        for key, tensor in kept:
+            tracker.portals[key] = Portal(tensor, 1)
+        return tracker
+
+    def end_cell(self, incoming: Iterable[Key], outgoing: Iterable[Key]) -> None:
+        """Let go of what a cell has popped, and of what it stashed by itself."""
+        for key in incoming:
+            self.phonies.pop(key, None)
+            if key in self.portals:
+                self.portals[key].put_tensor(None, 0)
+        for key in outgoing:
+            self.phonies.pop(key, None)
+            self.stashed.pop(key, None)
+
     def clear(self) -> None:
         """Let go of everything, since what is still here will never be popped."""
         self.tensors.clear()
@@ -134,6 +170,12 @@ class SkipTrackerThroughPortals(SkipTracker):
         self.stashed.clear()
         for portal in self.portals.values():
             portal.put_tensor(None, 0)
+
+
+@contextmanager
+def _mode(grad: bool, inference: bool) -> Iterator[None]:
+    with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+        yield
 
 
 #: As torchgpipe 0.0.7 spelled it.
