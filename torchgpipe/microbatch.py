@@ -199,9 +199,8 @@ def _split(x: Tensor, sizes: List[int]) -> Sequence[Tensor]:
     # taken for a change of others. Where there is a graph, they are needed: it refuses to have
     # one of several views changed. See also `mark_changes`.
     if x.requires_grad and torch.is_grad_enabled():
-        return x.split(sizes)
-    parts: Sequence[Tensor] = torch.unsafe_split_with_sizes(x, sizes)
-    return parts
+        return [*x.split(sizes)]
+    return [*torch.unsafe_split_with_sizes(x, sizes)]
 
 
 def mark_changes(input: TensorOrTensors, parts: Sequence[Tensors], before: Sequence[List[int]]

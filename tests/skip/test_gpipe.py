@@ -610,3 +610,266 @@ def test_a_model_without_skips_has_no_portal():
     gpipe = GPipe(copy.deepcopy(model), [4, 4], devices=['cpu', 'cpu'], chunks=2)
     output = gpipe(torch.randn(4, 4, dtype=torch.double))
     assert not any('Portal' in node.name() for node in nodes(output))
+
+
+class Both(nn.Module):
+    """Give the input of a skip's partition beside what it computes, as two outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        """Branch."""
+        return self.fc(x), x * 2
+
+
+@skippable(stash=['skip'])
+class StashOfPair(nn.Module):
+    """Stash what is made of a pair's first part."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, input):
+        """Stash."""
+        yield stash('skip', self.fc(input[0]))
+        return input
+
+
+@skippable(pop=['skip'])
+class PopIntoSecond(nn.Module):
+    """Add what was stashed to a pair's second part."""
+
+    def forward(self, input):
+        """Pop."""
+        return input[0], input[1] + (yield pop('skip'))
+
+
+@devices
+@modes
+def test_a_gradient_that_was_left_behind_does_not_reach_the_next_backward(devices, mode):
+    def steps(net, model):
+        first, second = net(torch.ones(4, WIDTH, dtype=torch.double))
+        grads = torch.autograd.grad(second.sum(), [model[0].fc.weight], retain_graph=True,
+                                    allow_unused=True)
+        first.sum().backward()
+        return [*grads, *gradients(model)]
+
+    model = nn.Sequential(Both(), StashOfPair(), PopIntoSecond()).double()
+    gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=2, checkpoint=mode)
+    assert_same(steps(gpipe, nn.ModuleList(gpipe)), steps(model, model))
+
+
+@pytest.mark.filterwarnings('ignore:Using backward.. with create_graph')
+@modes
+@pytest.mark.parametrize('create_graph', [False, True])
+def test_portals_die_after_a_backward_that_does_not_get_through(mode, create_graph):
+    import gc
+
+    def fail(grad):
+        raise ZeroDivisionError
+
+    @skippable(stash=['skip'])
+    class StashAndFail(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            x = self.fc(x)
+            if x.requires_grad:
+                x.register_hook(fail)
+            yield stash('skip', x * 2)
+            return x
+
+    model = nn.Sequential(StashAndFail(), nn.Linear(WIDTH, WIDTH), Pop())
+    gpipe = GPipe(model, [1, 1, 1], devices=['cpu'] * 3, chunks=2, checkpoint=mode)
+
+    def count():
+        gc.collect()
+        torch.ones(1, requires_grad=True).sum().backward()  # drops what the failed one had queued
+        return sum(type(x) is Portal for x in gc.get_objects())
+
+    before = count()
+    for _ in range(5):
+        try:
+            gpipe(torch.rand(4, WIDTH)).square().sum().backward(create_graph=create_graph)
+        except ZeroDivisionError:
+            pass
+        else:
+            raise AssertionError
+        gpipe.zero_grad()  # gradients that were made with create_graph own graphs
+    assert count() == before
+
+
+@modes
+def test_a_gradient_penalty_leaks_nothing(mode):
+    import gc
+
+    @skippable(stash=['skip'])
+    class StashParameter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(WIDTH))
+
+        def forward(self, x):
+            yield stash('skip', self.weight * x.detach())
+            return x
+
+    model = nn.Sequential(StashParameter(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), Pop())
+    gpipe = GPipe(model, [1, 2, 1], devices=['cpu'] * 3, chunks=2, checkpoint=mode)
+
+    def step():
+        x = torch.rand(4, WIDTH, requires_grad=True)
+        grad, = torch.autograd.grad(gpipe(x).square().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+
+    def count():
+        gc.collect()
+        return sum(type(x) is Portal for x in gc.get_objects())
+
+    step()
+    before = count()
+    for _ in range(5):
+        step()
+    assert count() <= before
+
+
+@devices
+@modes
+@pytest.mark.parametrize('context', [torch.no_grad, torch.inference_mode])
+def test_a_yield_within_no_grad(devices, mode, context):
+    @skippable(stash=['skip'])
+    class StashWithin(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            skip = self.fc(x)
+            with context():
+                yield stash('skip', skip)
+            return x
+
+    @skippable(pop=['skip'])
+    class PopWithin(nn.Module):
+        def forward(self, x):
+            with context():
+                skip = yield pop('skip')
+            return x * skip
+
+    model = nn.Sequential(StashWithin(), nn.Linear(WIDTH, WIDTH), PopWithin()).double()
+    gpipe = GPipe(copy.deepcopy(model), [1, 1, 1], devices=devices(3), chunks=2, checkpoint=mode)
+    train_both(model, gpipe, torch.randn(4, WIDTH, dtype=torch.double))
+
+
+@devices
+def test_an_inplace_first_layer_before_a_stash(devices):
+    """Micro-batches are parts of one tensor; a change of one is no change of another."""
+    model = nn.Sequential(nn.ReLU(inplace=True), Stash(), nn.Linear(4, 4), Pop()).double()
+    gpipe = GPipe(copy.deepcopy(model), [3, 1], devices=devices(2), chunks=3, checkpoint='never')
+    x = torch.randn(6, 4, dtype=torch.double)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            a, b = x.clone(), x.clone()
+            version = b._version
+            assert_same([gpipe(b)], [model(a)])
+        assert torch.equal(a, b) and b._version > version
+
+
+def test_a_skip_within_a_layer_must_not_have_the_name_of_one_that_crosses():
+    model = nn.Sequential(Stash(), nn.Linear(4, 4), Pop(),
+                          nn.Sequential(Stash(), nn.Linear(4, 4), Pop()))
+    GPipe(model, [3, 1], devices=['cpu'] * 2)(torch.rand(2, 4))
+    with pytest.raises(TypeError, match="a layer within '3' declared 'skip'"):
+        GPipe(model, [2, 2], devices=['cpu'] * 2)
+
+
+def test_a_skip_that_shares_its_memory_must_not_be_changed_after_its_pop():
+    @skippable(pop=['a'])
+    class Change(nn.Module):
+        def forward(self, x):
+            a = yield pop('a')
+            return x + a.relu_()
+
+    @skippable(pop=['a'])
+    class Swap(nn.Module):
+        def forward(self, x):
+            return (yield pop('a'))
+
+    class ChangeInput(nn.Module):
+        def forward(self, x):
+            return x.relu_()
+
+    first = nn.Linear(4, 4), stashing('a', 'b')()
+    for layers, balance in (
+            ((*first, nn.Linear(4, 4), Change(), popping('b')()), [3, 1, 1]),
+            ((*first, Swap(), ChangeInput(), popping('b')()), [2, 1, 1, 1]),
+            ((nn.Linear(4, 4), stashing('a')(), Change()), [2, 1])):
+        gpipe = GPipe(nn.Sequential(*layers), balance, devices=['cpu'] * len(balance))
+        with pytest.raises(RuntimeError, match='skip tensor .* was changed in place'):
+            gpipe(torch.rand(4, 4))
+
+
+def test_recomputations_at_the_same_time_have_trackers_of_their_own():
+    seen = []
+
+    class See(nn.Module):
+        def forward(self, x):
+            if is_recomputing():
+                seen.append(current_skip_tracker())
+            return x * 1
+
+    model = nn.Sequential(StashLinear(), See(), nn.Linear(4, 4), See(), Pop(), See())
+    gpipe = GPipe(model, [2, 2, 2], devices=['cpu'] * 3, checkpoint='always')
+    gpipe(torch.rand(4, 4)).sum().backward()
+    assert len(seen) == 3 and len(set(map(id, seen))) == 3
+
+
+def test_an_error_of_a_yield_appears_where_it_was_made():
+    states = []
+
+    @skippable(stash=['skip'])
+    class Wrong(nn.Module):
+        def forward(self, x):
+            try:
+                with torch.no_grad():
+                    yield stash('typo', x)
+            finally:
+                states.append(torch.is_grad_enabled())
+
+    with pytest.raises(RuntimeError, match="'typo' has not been declared") as error:
+        Wrong()(torch.rand(2))
+    assert states == [True] and torch.is_grad_enabled()
+    assert "yield stash('typo', x)" in str(error.getrepr())
+
+
+@devices
+def test_a_skip_that_is_not_stashed_after_all(devices):
+    class Lazy(type(Stash())):
+        def forward(self, x):
+            return x
+
+    gpipe = GPipe(nn.Sequential(Lazy(), Pop()), [1, 1], devices=devices(2))
+    with pytest.raises(RuntimeError, match="'skip' must be stashed but have not"):
+        gpipe(torch.rand(2, 4))
+
+
+def test_sparse_tensors_may_skip():
+    @skippable(stash=['skip'])
+    class StashSparse(nn.Module):
+        def forward(self, x):
+            yield stash('skip', x.detach().to_sparse())
+            return x
+
+    @skippable(pop=['skip'])
+    class PopSparse(nn.Module):
+        def forward(self, x):
+            return x + (yield pop('skip')).to_dense()
+
+    model = nn.Sequential(StashSparse(), nn.Linear(4, 4), PopSparse()).double()
+    gpipe = GPipe(copy.deepcopy(model), [1, 1, 1], devices=['cpu'] * 3, chunks=2,
+                  checkpoint='never')
+    train_both(model, gpipe, torch.randn(4, 4, dtype=torch.double))
