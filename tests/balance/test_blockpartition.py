@@ -2,7 +2,9 @@
 import itertools
 import random
 
+import numpy
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,6 +72,12 @@ def test_many_layers(costs):
     assert len(blocks) == 64 and sum(map(len, blocks)) == 10_000
     bound = max(map(sum, blocks))
     assert bound <= sum(sequence) / 64 + max(sequence)
+
+
+def test_numbers_of_numpy_and_pytorch():
+    sequence = [numpy.int64(1000), 0.001, numpy.float32(0.5), torch.tensor(2.)]
+    assert blockpartition.integers(sequence)[0] > 0
+    assert [len(x) for x in blockpartition.solve(sequence, 2)] == [1, 3]
 
 
 @pytest.mark.parametrize('sequence, partitions, message', [

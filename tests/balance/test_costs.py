@@ -1,10 +1,12 @@
 """Profiles as data, the balances that follow, and what they predict."""
 import copy
+import dataclasses
 import itertools
 import json
 import math
 import pickle
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -31,7 +33,9 @@ def test_json_and_back():
 
 @pytest.mark.parametrize('data', [
     {}, {'version': 2}, [], {'version': 1}, {'version': 1, 'layers': 3},
-    {**make([1.]).to_dict(), 'layers': [{'name': '0'}]}, {**make([1.]).to_dict(), 'more': 1}])
+    {**make([1.]).to_dict(), 'layers': [{'name': '0'}]}, {**make([1.]).to_dict(), 'more': 1},
+    {**make([1.]).to_dict(), 'batch_size': 0}, {**make([1.]).to_dict(), 'version': True},
+    make([-1.]).to_dict(), make(['1']).to_dict(), make([float('nan')]).to_dict()])
 def test_something_else_is_not_a_profile(data):
     with pytest.raises(ValueError, match='not a profile'):
         Profile.from_dict(data)
@@ -124,6 +128,27 @@ def test_limits_against_brute_force(data):
     edge = [0, *itertools.accumulate(balance)]
     assert balance.bytes == [needs(costs, a, b, m, mode, 2, partitions)
                              for a, b in zip(edge, edge[1:])]
+
+
+def test_limits_that_do_not_bind_change_nothing():
+    costs = make([1., 2., 1., 2., 1., 1.], parameters=[10] * 6)
+    free = costs.balance(6, chunks=4)
+    for limit in (10 ** 15, float('inf'), numpy.int64(10 ** 9), [10 ** 15, None] * 3):
+        assert costs.balance(6, chunks=4, memory_limit=limit) == free
+    assert costs.balance(3, chunks=4, memory_limit=10 ** 9) == costs.balance(3, chunks=4)
+
+
+def test_a_block_that_works_in_place_is_named_as_a_whole():
+    layers = make([1.] * 3, parameters=[100] * 3).layers
+    joined = dataclasses.replace(layers[1], changes=0)
+    costs = Profile((layers[0], joined, layers[2]), (), 8, 10, 'cpu')
+    with pytest.raises(ValueError, match="the block of layers 'layer0' to 'layer1' alone needs"):
+        costs.balance(2, chunks=1, memory_limit=300)
+
+
+def test_huge_and_tiny_times():
+    costs = make([1e-300, 1e3, 1e-300, 5.], parameters=[1] * 4)
+    assert costs.balance(2, chunks=1, memory_limit=[23, 10 ** 6]) == [1, 3]
 
 
 def test_devices_with_different_limits():

@@ -1,10 +1,13 @@
 """Profiling: every kind of layer, the memory that is kept, and a module left as it was."""
 import copy
 import json
+import random
 
+import numpy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import torchgpipe.balance
 from tests.helpers import WeakLog
@@ -495,3 +498,95 @@ def test_cuda(make):
     assert sum(balance_by_size(2, model, sample)) == sum(balance_by_time(2, model, sample))
     log = WeakLog(*model)
     assert not log.refs
+
+
+class Caching(nn.Linear):
+    """Keep the output."""
+
+    def forward(self, x):
+        """Do so."""
+        self.last = super().forward(x)
+        return self.last
+
+
+class Quiet(nn.Linear):
+    """A common mistake: `train` returns nothing."""
+
+    def train(self, mode=True):
+        """Forget to return."""
+        super().train(mode)
+
+
+class Graph(nn.Module):
+    """A layer with a sparse buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('adjacency', torch.eye(64).to_sparse())
+        self.fc = nn.Linear(64, 64)
+
+    def forward(self, x):
+        """Mix features by the sparse matrix."""
+        return torch.sparse.mm(self.adjacency, self.fc(x).t()).t()
+
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('make', [
+    lambda: nn.utils.weight_norm(nn.Linear(64, 64)), lambda: nn.utils.spectral_norm(
+        nn.Linear(64, 64)), lambda: Caching(64, 64), lambda: Quiet(64, 64), Graph,
+    lambda: prune.random_unstructured(nn.Linear(64, 64), 'weight', 0.5),
+    lambda: torch.jit.script(nn.Linear(64, 64))],
+    ids=['weight norm', 'spectral norm', 'caching', 'train', 'sparse', 'pruned', 'script'])
+def test_layers_that_are_hard_to_copy(make):
+    model = nn.Sequential(make(), nn.ReLU())
+    x = torch.rand(64, 64)
+    model(x)
+    first, second = profile(model, x, device='cpu', timeout=0).layers
+    assert first.output_bytes == 16 * KIB and second.activation_bytes == 16 * KIB
+    assert first.backward_seconds > 0
+    assert all(p.grad is None and p.requires_grad and p.is_leaf for p in model.parameters())
+
+
+def test_lazy_layers():
+    model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.ReLU())
+    layers = profile(model, torch.rand(16, 4), device='cpu', timeout=0).layers
+    assert [layer.parameter_bytes for layer in layers] == [160, 64, 0]
+
+
+def test_autocast_keeps_no_layer():
+    alive = []
+
+    class See(nn.Linear):
+        def forward(self, x):
+            alive.append(live.now)
+            return super().forward(x)
+
+    model = nn.Sequential(*[See(512, 512) for _ in range(4)])
+    with torch.autocast('cpu', dtype=torch.bfloat16), LiveTensors().watched() as live:
+        profile(model, torch.rand(2, 512), device='cpu', timeout=0)
+    starts = alive[::len(alive) // 4]
+    assert max(starts) < 1.5 * starts[0] + 100_000
+
+
+def test_other_random_states_are_untouched():
+    class Draw(nn.Module):
+        def forward(self, x):
+            return x + random.random() + numpy.random.rand()
+
+    random.seed(0)
+    numpy.random.seed(0)
+    states = random.getstate(), numpy.random.get_state()[1].tolist()
+    profile(nn.Sequential(Draw()), torch.rand(2, 3), device='cpu', timeout=0)
+    assert states == (random.getstate(), numpy.random.get_state()[1].tolist())
+
+
+@pytest.mark.parametrize('call, error, message', [
+    (lambda m, x: balance_by_time('1', m, x, device='cpu'), TypeError, 'must be an integer'),
+    (lambda m, x: balance_by_time(True, m, x, device='cpu'), TypeError, 'must be an integer'),
+    (lambda m, x: balance_by_time(1, m[0], x, device='cpu'), TypeError, 'must be nn.Sequential'),
+    (lambda m, x: balance_by_size(1, m, x, param_scale=float('inf'), device='cpu'), ValueError,
+     'param_scale'),
+    (lambda m, x: profile(m, x, timeout=float('inf'), device='cpu'), ValueError, 'timeout')])
+def test_more_bad_numbers(call, error, message):
+    with pytest.raises(error, match=message):
+        call(nn.Sequential(nn.Linear(3, 3)), torch.rand(2, 3))
