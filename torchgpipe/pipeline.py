@@ -89,6 +89,8 @@ class Pipeline:
         n = len(self._partitions)
         self._memories = ['cpu' if key[0] == 'cpu' else key for key in self._keys]
         self._moves = [j > 0 and self._apart(j - 1, j) for j in range(n)]
+        self._fenced = [moves or bool(skip_layout.incoming(j))
+                        for j, moves in enumerate(self._moves)]
         if copy_streams is None and len(set(self._memories)) > 1:
             copy_streams = [self._workers.copy_streams(device, len(batches))
                             for device in self._devices]
@@ -138,6 +140,8 @@ class Pipeline:
         is. A skip is handed on once, from its source straight to its destination.
         """
         for i, j in schedule:
+            if not self._fenced[j]:
+                continue
             batch = self._batches[i]
             for prev_j, ns, name in self._skip_layout.copy_policy(j):
                 self._trackers[i].copy(batch, *self._streams(i, prev_j, j), ns, name)

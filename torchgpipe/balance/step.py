@@ -17,7 +17,8 @@ class Balance(List[int]):
 
     #: Per partition, for one training step on one mini-batch, waiting not counted.
     seconds: List[float]
-    #: Per partition, at the peak of a training step.
+    #: Per partition, at the peak of a training step, apart from what a layer needs for itself
+    #: while it runs, and from what an allocator adds.
     bytes: List[int]
     #: The part of the devices' time in a step in which they wait.
     bubble: float

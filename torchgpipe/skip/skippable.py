@@ -204,7 +204,8 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()
 
     Returns:
         A decorator that derives a class of the same name from a module class. Its layers also
-        have :meth:`~Skippable.isolate`.
+        have :meth:`~Skippable.isolate`. As the name then stands for the derived class, write
+        ``super().__init__()`` and not ``super(Layer, self).__init__()``.
     """
     if isinstance(stash, str) or isinstance(pop, str):
         raise TypeError('stash and pop are iterables of names, not a name: '
