@@ -6,7 +6,7 @@ from torch import nn
 
 from torchgpipe.aliases import TensorOrTensors
 from torchgpipe.batchnorm import DeferredBatchNorm
-from torchgpipe.microbatch import check, gather, mark_changes, scatter, versions
+from torchgpipe.microbatch import check, gather, scatter
 from torchgpipe.partition import (Device, split, take_balance, take_devices, verify_module,
                                   verify_source)
 from torchgpipe.pipeline import Pipeline
@@ -123,15 +123,10 @@ class GPipe(nn.Module):
             return input
         batches = scatter(input, self.chunks)
         sizes = [len(batch[0]) for batch in batches]
-        parts = [tuple(batch) for batch in batches]
-        before = [versions(part) for part in parts]
-        try:
-            Pipeline(batches, self.partitions, self.devices,  # type: ignore[arg-type]
-                     skip_layout=self._skip_layout,
-                     checkpoint_stop=self._checkpoint_stop(len(batches)),
-                     workers=self._workers, quiet=self._quiet).run()
-        finally:
-            mark_changes(input, parts, before)
+        Pipeline(batches, self.partitions, self.devices,  # type: ignore[arg-type]
+                 skip_layout=self._skip_layout,
+                 checkpoint_stop=self._checkpoint_stop(len(batches)),
+                 workers=self._workers, quiet=self._quiet).run()
         return gather(batches, sizes)
 
     def _check_views(self) -> None:

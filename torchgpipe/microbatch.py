@@ -7,8 +7,8 @@ from torch import Tensor
 
 from torchgpipe.aliases import Function, TensorOrTensors, Tensors
 
-__all__ = ['Batch', 'Place', 'check', 'gather', 'mark_changes', 'place', 'scatter',
-           'share_memory', 'size_of', 'versions']
+__all__ = ['Batch', 'Place', 'check', 'gather', 'place', 'scatter', 'share_memory', 'size_of',
+           'versions']
 
 
 class Batch:
@@ -190,32 +190,8 @@ def scatter(input: TensorOrTensors, chunks: int) -> List[Batch]:
     m = min(chunks, size)
     sizes = [size // m + (i < size % m) for i in range(m)]
     if isinstance(input, Tensor):
-        return [Batch(x) for x in _split(input, sizes)]
-    return [Batch(xs) for xs in zip(*(_split(x, sizes) for x in input))]
-
-
-def _split(x: Tensor, sizes: List[int]) -> Sequence[Tensor]:
-    # Views would count changes in place all together, and a change of one micro-batch would be
-    # taken for a change of others. Where there is a graph, they are needed: it refuses to have
-    # one of several views changed. See also `mark_changes`.
-    if x.requires_grad and torch.is_grad_enabled():
-        return [*x.split(sizes)]
-    return [*torch.unsafe_split_with_sizes(x, sizes)]
-
-
-def mark_changes(input: TensorOrTensors, parts: Sequence[Tensors], before: Sequence[List[int]]
-                 ) -> None:
-    """Count a change in place of a micro-batch as one of the mini-batch that it is a part of.
-
-    Args:
-        input: The mini-batch.
-        parts: The tensors of each micro-batch, as they came from :func:`scatter`.
-        before: Their :func:`versions` at that time.
-    """
-    after = [versions(part) for part in parts]
-    for k, x in enumerate((input,) if isinstance(input, Tensor) else input):
-        if any(new[k] != old[k] for new, old in zip(after, before)):
-            torch.autograd.graph.increment_version(x)
+        return [Batch(x) for x in input.split(sizes)]
+    return [Batch(xs) for xs in zip(*(x.split(sizes) for x in input))]
 
 
 def _batch_size(tensors: Sequence[Tensor]) -> int:

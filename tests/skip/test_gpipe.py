@@ -767,16 +767,28 @@ def test_a_yield_within_no_grad(devices, mode, context):
 
 @devices
 def test_an_inplace_first_layer_before_a_stash(devices):
-    """Micro-batches are parts of one tensor; a change of one is no change of another."""
+    """Micro-batches are views that count changes together: never wrong, but it may raise."""
     model = nn.Sequential(nn.ReLU(inplace=True), Stash(), nn.Linear(4, 4), Pop()).double()
-    gpipe = GPipe(copy.deepcopy(model), [3, 1], devices=devices(2), chunks=3, checkpoint='never')
     x = torch.randn(6, 4, dtype=torch.double)
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad):
-            a, b = x.clone(), x.clone()
-            version = b._version
-            assert_same([gpipe(b)], [model(a)])
-        assert torch.equal(a, b) and b._version > version
+    for chunks in (1, 3):
+        gpipe = GPipe(copy.deepcopy(model), [3, 1], devices=devices(2), chunks=chunks,
+                      checkpoint='never')
+        try:
+            assert_same([gpipe(x.clone())], [model(x.clone())])
+        except RuntimeError as error:
+            assert chunks == 3 and 'Use an operation that is not in place' in str(error)
+        del gpipe
+
+
+@modes
+def test_a_change_of_the_mini_batch_between_forward_and_backward_raises(mode):
+    model = nn.Sequential(nn.Linear(4, 4), StashLinear(), nn.Linear(4, 4), Pop())
+    gpipe = GPipe(model, [2, 2], devices=['cpu', 'cpu'], chunks=2, checkpoint=mode)
+    x = torch.rand(4, 4)
+    output = gpipe(x)
+    x.zero_()
+    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+        output.sum().backward()
 
 
 def test_a_skip_within_a_layer_must_not_have_the_name_of_one_that_crosses():

@@ -145,6 +145,7 @@ def test_a_layer_with_a_child_called_module():
         def __init__(self):
             super().__init__()
             self.module = nn.Linear(2, 2)
+            self.module.module = nn.Linear(2, 2)
 
         def forward(self, input):
             yield stash('a', input)
@@ -152,10 +153,14 @@ def test_a_layer_with_a_child_called_module():
 
     layer = Wrapper()
     assert isinstance(layer.module, nn.Linear)
-    state = layer.state_dict()
-    assert list(state) == ['module.module.weight', 'module.module.bias']
-    layer.load_state_dict(state)
-    layer.load_state_dict({key[len('module.'):]: x for key, x in state.items()})
+    state = copy.deepcopy(layer.state_dict())
+    assert list(state) == ['module.module.weight', 'module.module.bias',
+                           'module.module.module.weight', 'module.module.module.bias']
+    for given in (state, {key[len('module.'):]: x for key, x in state.items()}):
+        for parameter in layer.parameters():
+            nn.init.zeros_(parameter)
+        layer.load_state_dict(given)
+        assert all(torch.equal(x, state[key]) for key, x in layer.state_dict().items())
 
 
 def test_repr():

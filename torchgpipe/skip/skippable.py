@@ -143,8 +143,11 @@ class Skippable(nn.Module):
         # Names without the level are taken too, from a model before it was skippable.
         mine = set(super().state_dict(prefix=prefix, keep_vars=True))
         level = prefix + 'module.'
-        for key in [key for key in state_dict if key.startswith(level) and key not in mine]:
-            state_dict[prefix + key[len(level):]] = state_dict.pop(key)
+        complete = all(level + key[len(prefix):] in state_dict for key in mine)
+        keys = [key for key in state_dict
+                if key.startswith(level) and (complete or key not in mine)]
+        values = [state_dict.pop(key) for key in keys]
+        state_dict.update(zip([prefix + key[len(level):] for key in keys], values))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def named_modules(self, memo: Optional[Set[nn.Module]] = None, prefix: str = '',

@@ -19,7 +19,8 @@ not, depending on whether it was copied, and its gradient would be wrong; so it 
 is noticed by the tensor's version in a portal. Where a batch lies in the memory of a skip
 (``return input`` after ``yield stash('name', input)``), or two skips lie in one memory, versions
 of the one are watched for the sake of the other, also if it is a copy. (Tensors of inference
-mode have no versions, so a change goes unnoticed there.)
+mode have no versions, so a change goes unnoticed there. Micro-batches are views of one tensor and
+have one version: to change the input of the model in place and then stash it raises needlessly.)
 """
 import threading
 from contextlib import contextmanager
