@@ -135,8 +135,9 @@ class Skippable(nn.Module):
         before = set(destination or ())
         destination = super().state_dict(
             destination=destination, prefix=prefix, keep_vars=keep_vars)
-        for key in [key for key in destination if key not in before]:
-            destination[f'{prefix}module.{key[len(prefix):]}'] = destination.pop(key)
+        level = prefix + 'module.'
+        _rename(destination, {key: level + key[len(prefix):]
+                              for key in destination if key not in before})
         return destination
 
     def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *args: Any) -> None:
@@ -144,10 +145,8 @@ class Skippable(nn.Module):
         mine = set(super().state_dict(prefix=prefix, keep_vars=True))
         level = prefix + 'module.'
         complete = all(level + key[len(prefix):] in state_dict for key in mine)
-        keys = [key for key in state_dict
-                if key.startswith(level) and (complete or key not in mine)]
-        values = [state_dict.pop(key) for key in keys]
-        state_dict.update(zip([prefix + key[len(level):] for key in keys], values))
+        _rename(state_dict, {key: prefix + key[len(level):] for key in state_dict
+                             if key.startswith(level) and (complete or key not in mine)})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def named_modules(self, memo: Optional[Set[nn.Module]] = None, prefix: str = '',
@@ -165,6 +164,12 @@ class Skippable(nn.Module):
         if base is not None and _find(cls) is base:
             return _restore, (base, cls.stashable_names, cls.poppable_names), *reduced[2:]
         return reduced
+
+
+def _rename(state_dict: Dict[str, Any], names: Dict[str, str]) -> None:
+    # All are taken out first: the new name of one may be the old name of another.
+    values = [state_dict.pop(name) for name in names]
+    state_dict.update(zip(names.values(), values))
 
 
 def _find(cls: type) -> Any:
