@@ -11,7 +11,7 @@ from tqdm import tqdm
 from benchmarks.report import machine, output_folder, table, write_json
 from torchgpipe import GPipe
 from torchgpipe.balance import Balance, profile
-from torchgpipe.skip import Namespace, SkipGenerator, pop, skippable, stash
+from torchgpipe.skip import Namespace, SkipGenerator, Skippable, pop, skippable, stash
 
 CHUNKS = 4
 SIZES = (2, 4)
@@ -20,7 +20,7 @@ STEPS = 3
 
 
 @skippable(stash=['identity'])
-class Split(nn.Module):
+class Split(Skippable):
     """Stash the input of a residual block."""
 
     def forward(self, x: Tensor) -> SkipGenerator:
@@ -29,7 +29,7 @@ class Split(nn.Module):
 
 
 @skippable(pop=['identity'])
-class Add(nn.Module):
+class Add(Skippable):
     """Add it to what the block gave."""
 
     def forward(self, x: Tensor) -> SkipGenerator:
@@ -42,12 +42,9 @@ def residual() -> Tuple[nn.Sequential, Tensor]:
     for channels in (16, 32, 64):
         for _ in range(3):
             namespace = Namespace()
-            start, end = Split(), Add()
-            for layer in (start, end):
-                layer.isolate(namespace)  # type: ignore[operator]
-            layers += [start, nn.Conv2d(channels, channels, 3, padding=1),
+            layers += [Split().isolate(namespace), nn.Conv2d(channels, channels, 3, padding=1),
                        nn.BatchNorm2d(channels), nn.ReLU(inplace=True),
-                       nn.Conv2d(channels, channels, 3, padding=1), end]
+                       nn.Conv2d(channels, channels, 3, padding=1), Add().isolate(namespace)]
         layers.append(nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1))
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)]
     return nn.Sequential(*layers), torch.rand(32, 3, 48, 48)
