@@ -98,3 +98,36 @@ class WeakLog:
         """Count what is still alive, without any help of the garbage collector."""
         assert self.refs
         return sum(not ref.expired() for ref in self.refs)
+
+
+def _train(gpipe):
+    gpipe(torch.rand(8, 4)).sum().backward()
+
+
+def _forget(gpipe):
+    gpipe(torch.rand(8, 4))
+
+
+def _no_grad(gpipe):
+    with torch.no_grad():
+        gpipe(torch.rand(8, 4))
+
+
+#: Steps after which nothing of them may be alive.
+STEPS = {'backward': _train, 'no backward': _forget, 'no grad': _no_grad}
+
+
+def train_twice(reference, gpipe, x, input_grad):
+    """Run two steps of both, and one without grad; compare all that comes of it."""
+    a, b = x.clone(), x.clone()
+    if input_grad:
+        a.requires_grad_(), b.requires_grad_()
+    for _ in range(2):
+        expected, actual = reference(a), gpipe(b)
+        assert actual.requires_grad == expected.requires_grad
+        if expected.requires_grad:
+            expected.square().sum().backward()
+            actual.square().sum().backward()
+    with torch.no_grad():
+        assert_same([gpipe.eval()(b)], [reference.eval()(a)])
+    assert_same([actual, b.grad, *gradients(gpipe)], [expected, a.grad, *gradients(reference)])

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.helpers import DEVICES, MODES, assert_same, gradients, micro_batches, train_both
+from tests.helpers import (DEVICES, MODES, assert_same, gradients, micro_batches, train_both,
+                           train_twice)
 from torchgpipe import GPipe
 from torchgpipe.stream import CPUStream, new_stream
 
@@ -65,19 +66,7 @@ def test_outputs_and_gradients(case, chunks, size, mode, devices, input_grad):
     reference = copy.deepcopy(model)
     gpipe = GPipe(model, balance, devices=DEVICES[devices](len(balance)), chunks=chunks,
                   checkpoint=mode)
-    a = torch.randn(size, 3, dtype=torch.double)
-    b = a.clone()
-    if input_grad:
-        a.requires_grad_(), b.requires_grad_()
-    for _ in range(2):
-        expected, actual = reference(a), gpipe(b)
-        assert actual.requires_grad == expected.requires_grad
-        if expected.requires_grad:
-            expected.square().sum().backward()
-            actual.square().sum().backward()
-    with torch.no_grad():
-        assert_same([gpipe(b)], [reference(a)])
-    assert_same([actual, b.grad, *gradients(gpipe)], [expected, a.grad, *gradients(reference)])
+    train_twice(reference, gpipe, torch.randn(size, 3, dtype=torch.double), input_grad)
 
 
 @pytest.mark.parametrize('n', [1, 2, 3, 4])

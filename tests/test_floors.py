@@ -20,10 +20,10 @@ FLOORS = [
     {'balance.costs', 'copy', 'dependency', 'partition', 'recompute', 'worker'},
     {'checkpoint', 'skip.portal'},
     {'skip.tracker'},
-    {'balance.measure', 'compute', 'skip.crossing', 'skip.skippable'},
-    {'balance.profile', 'cell', 'skip'},
-    {'balance', 'pipeline'},
-    {'gpipe'},
+    {'balance.measure', 'compute', 'skip.crossing', 'skip.drive'},
+    {'cell', 'skip.skippable'},
+    {'balance.profile', 'pipeline', 'skip'},
+    {'balance', 'gpipe'},
     {'__init__'}]
 
 

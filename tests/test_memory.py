@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import DEVICES, MODES, WeakLog
+from tests.helpers import DEVICES, MODES, STEPS, WeakLog
 from torchgpipe import GPipe
 from torchgpipe.balance.live import LiveTensors
 
@@ -22,36 +22,13 @@ def make(devices, mode):
 
 @devices
 @modes
-def test_nothing_of_a_step_is_alive_after_backward(devices, mode):
+@pytest.mark.parametrize('step', list(STEPS.values()), ids=list(STEPS))
+def test_nothing_is_alive_after_a_step(devices, mode, step):
     gpipe, log = make(devices, mode)
     for _ in range(30):
-        loss = gpipe(torch.rand(8, 4)).sum()
-        loss.backward()
+        step(gpipe)
         assert log.alive() == 0
         log.refs.clear()
-
-
-@devices
-@modes
-def test_nothing_of_a_step_is_alive_if_backward_never_comes(devices, mode):
-    gpipe, log = make(devices, mode)
-    for _ in range(30):
-        output = gpipe(torch.rand(8, 4))
-        del output
-        assert log.alive() == 0
-        log.refs.clear()
-
-
-@devices
-@modes
-def test_nothing_is_alive_after_a_forward_without_grad(devices, mode):
-    gpipe, log = make(devices, mode)
-    with torch.no_grad():
-        for _ in range(30):
-            output = gpipe(torch.rand(8, 4))
-            assert log.alive() == 0
-            log.refs.clear()
-    assert output is not None
 
 
 @devices

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.helpers import DEVICES, MODES, WeakLog, assert_same, gradients, small_model, train_both
+from tests.helpers import (DEVICES, MODES, STEPS, WeakLog, assert_same, gradients, small_model,
+                           train_both, train_twice)
 from tests.skip.layers import Pop, Stash, StashLinear, popping, stashing
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
 from torchgpipe.skip import Namespace, pop, skippable, stash
@@ -92,19 +93,7 @@ def test_random_layouts(model, chunks, size, mode, devices, input_grad):
     reference = copy.deepcopy(module)
     gpipe = GPipe(module, balance, devices=DEVICES[devices](len(balance)), chunks=chunks,
                   checkpoint=mode)
-    a = torch.randn(size, WIDTH, dtype=torch.double)
-    b = a.clone()
-    if input_grad:
-        a.requires_grad_(), b.requires_grad_()
-    for _ in range(2):
-        expected, actual = reference(a), gpipe(b)
-        assert actual.requires_grad == expected.requires_grad
-        if expected.requires_grad:
-            expected.square().sum().backward()
-            actual.square().sum().backward()
-    assert_same([actual, b.grad, *gradients(gpipe)], [expected, a.grad, *gradients(reference)])
-    with torch.no_grad():
-        assert_same([gpipe.eval()(b)], [reference(a)])
+    train_twice(reference, gpipe, torch.randn(size, WIDTH, dtype=torch.double), input_grad)
 
 
 def crossing():
@@ -436,32 +425,13 @@ def make(devices, mode, layer=None):
 
 @devices
 @modes
-def test_nothing_is_alive_after_a_step(devices, mode):
+@pytest.mark.parametrize('step', list(STEPS.values()), ids=list(STEPS))
+def test_nothing_is_alive_after_a_step(devices, mode, step):
     gpipe, log = make(devices, mode)
-    for _ in range(20):
-        gpipe(torch.rand(8, 4)).sum().backward()
+    for _ in range(30):
+        step(gpipe)
         assert log.alive() == 0
         log.refs.clear()
-
-
-@devices
-@modes
-def test_nothing_is_alive_if_backward_never_comes(devices, mode):
-    gpipe, log = make(devices, mode)
-    for _ in range(20):
-        output = gpipe(torch.rand(8, 4))
-        del output
-        assert log.alive() == 0
-        log.refs.clear()
-
-
-@devices
-@modes
-def test_nothing_is_alive_after_a_forward_without_grad(devices, mode):
-    gpipe, log = make(devices, mode)
-    with torch.no_grad():
-        output = gpipe(torch.rand(8, 4))
-    assert log.alive() == 0 and output is not None
 
 
 class Fail(nn.Module):

@@ -1,14 +1,4 @@
-"""Skippable layers: layers that stash tensors for later layers, and pop what earlier ones stashed.
-
-A skippable layer's ``forward`` is a generator. It yields what it wants done, and is resumed with
-the answer; what it returns at last is the layer's output::
-
-    forward            who runs it
-    yield stash(…) ──▶ tracker.save
-                  ◀──  None
-    yield pop(…)   ──▶ tracker.load
-                  ◀──  tensor
-    return output  ──▶ output
+"""Skippable layers: classes that declare which tensors they stash for later layers, and pop.
 
 [Note: The level called module]
 In torchgpipe 0.0.7 a skippable layer was a wrapper around the layer, its child ``module``. Here it
@@ -17,53 +7,20 @@ in ``state_dict``, ``named_modules`` and ``named_parameters``, and the attribute
 from it to the layer, so checkpoints and code that go by names fit.
 """
 import sys
-from functools import partial, wraps
-from types import GeneratorType, new_class
-from typing import (Any, Callable, ClassVar, Dict, FrozenSet, Generator, Iterable, Iterator, List,
-                    Mapping, Optional, Set, Tuple, Type, TypeVar, Union)
+from functools import wraps
+from types import new_class
+from typing import (Any, Callable, ClassVar, Dict, FrozenSet, Iterable, Iterator, List, Mapping,
+                    Optional, Set, Tuple, Type, TypeVar)
 
-from torch import Tensor, nn
+from torch import nn
 
-from torchgpipe.microbatch import Batch
+from torchgpipe.skip.drive import SkipGenerator, drive, pop, stash
 from torchgpipe.skip.namespace import Key, Namespace
-from torchgpipe.skip.tracker import current_skip_tracker
 
 __all__ = ['SkipGenerator', 'Skippable', 'pop', 'skippable', 'stash', 'verify_skippables']
 
 TModule = TypeVar('TModule', bound=nn.Module)
 TSkippable = TypeVar('TSkippable', bound='Skippable')
-
-
-class stash:
-    """Yield it to keep a tensor for a later layer: ``yield stash('name', tensor)``.
-
-    Args:
-        name: A name that the layer declares as stashable.
-        tensor: What the later layer will get, a tensor of any shape or ``None``.
-    """
-
-    __slots__ = ('name', 'tensor')
-
-    def __init__(self, name: str, tensor: Optional[Tensor]) -> None:
-        self.name = name
-        self.tensor = tensor
-
-
-class pop:
-    """Yield it to get what an earlier layer stashed: ``tensor = yield pop('name')``.
-
-    Args:
-        name: A name that the layer declares as poppable.
-    """
-
-    __slots__ = ('name',)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-#: What to annotate the ``forward`` of a skippable layer with: ``-> SkipGenerator``.
-SkipGenerator = Generator[Union[stash, pop], Any, Any]
 
 
 class Skippable(nn.Module):
@@ -236,77 +193,13 @@ def _derive(base: Type[Any], stashable: FrozenSet[str], poppable: FrozenSet[str]
 
     @wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _drive(self, base.forward(self, *args, **kwargs), stashable, poppable)
+        return drive(base.forward(self, *args, **kwargs), self.namespaced, stashable, poppable)
 
     bases = (base,) if issubclass(base, Skippable) else (Skippable, base)
     body = {'__doc__': base.__doc__, '__module__': base.__module__,
             '__qualname__': base.__qualname__, '_decorated': base, 'forward': forward,
             'stashable_names': stashable, 'poppable_names': poppable}
     return new_class(base.__name__, bases, exec_body=lambda namespace: namespace.update(body))
-
-
-def _drive(layer: Skippable, generator: Any, stashable: FrozenSet[str], poppable: FrozenSet[str]
-           ) -> Any:
-    """Run the generator that a forward is, and do what it asks for."""
-    to_stash, to_pop = set(stashable), set(poppable)
-    output = generator
-    if isinstance(generator, GeneratorType):
-        # A list, from which a step is taken before it runs, so that no error is in a cycle with
-        # the frame that it leaves.
-        steps: List[Callable[[], Any]] = [partial(generator.send, None)]
-        while True:
-            try:
-                request = steps.pop()()
-            except StopIteration as stop:
-                output = stop.value
-                break
-            try:
-                answer = _obey(layer, request, stashable, poppable, to_stash, to_pop)
-                steps.append(partial(generator.send, answer))
-                del answer
-            except Exception as error:  # It appears to the layer where it yielded.
-                steps.append(partial(generator.throw, error))
-            del request
-    if to_stash:
-        raise RuntimeError(f'{_quoted(to_stash)} must be stashed but have not')
-    if to_pop:
-        raise RuntimeError(f'{_quoted(to_pop)} must be popped but have not')
-    return output
-
-
-def _obey(layer: Skippable, request: Any, stashable: FrozenSet[str], poppable: FrozenSet[str],
-          to_stash: Set[str], to_pop: Set[str]) -> Optional[Tensor]:
-    if isinstance(request, stash):
-        _check(request.name, stashable, to_stash, 'stash')
-        if request.tensor is not None and not isinstance(request.tensor, Tensor):
-            raise TypeError(f"'{request.name}' must be a tensor or None to be stashed, but is "
-                            f'{type(request.tensor).__name__}')
-        current_skip_tracker().save(_no_batch, *layer.namespaced(request.name), request.tensor)
-        return None
-    if isinstance(request, pop):
-        _check(request.name, poppable, to_pop, 'popp')
-        try:
-            return current_skip_tracker().load(_no_batch, *layer.namespaced(request.name))
-        except KeyError:
-            raise RuntimeError(f"'{request.name}' has not been stashed") from None
-    raise TypeError(f"a skippable layer yields stash('name', tensor) or pop('name'), but got "
-                    f'{request!r}')
-
-
-def _check(name: str, declared: FrozenSet[str], open: Set[str], verb: str) -> None:
-    if name not in declared:
-        raise RuntimeError(f"'{name}' has not been declared as {verb}able")
-    if name not in open:
-        raise RuntimeError(f"'{name}' has already been {verb}ed; a skip goes from one stash to "
-                           'one pop in each forward')
-    open.remove(name)
-
-
-def _quoted(names: Iterable[str]) -> str:
-    return ', '.join(f"'{name}'" for name in sorted(names))
-
-
-_no_batch = Batch(())
 
 
 def verify_skippables(module: nn.Sequential) -> None:
