@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.compiled import compile_partition
 from benchmarks.exhaustion import require
 from benchmarks.experiment import Experiment, Setting
 from benchmarks.options import Options
@@ -52,13 +53,14 @@ def wrap(model: nn.Sequential, setting: Setting, options: Options, batch: int, *
         checkpoint=setting.checkpoint, **kwargs)
     if options.compile:
         for partition in partitions_of(wrapped):
-            partition.compile()
+            compile_partition(partition)
     return wrapped
 
 
-def partitions_of(model: nn.Module) -> List[nn.Module]:
+def partitions_of(model: nn.Module) -> List[nn.Sequential]:
     """Give the partitions of a GPipe; a model without one is one partition."""
-    return list(model.partitions) if isinstance(model, GPipe) else [model]
+    partitions: Any = model.partitions if isinstance(model, GPipe) else [model]
+    return list(partitions)
 
 
 def memory_of(device: torch.device) -> torch.device:

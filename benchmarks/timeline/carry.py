@@ -6,7 +6,7 @@
     with portals         a ───────────────────────────────▶ a
     carried          x ──▶ (x, a) ──▶ (x, a) ──▶ (x, a) ──▶ x       copied at every boundary
 """
-from typing import List, Set, Tuple
+from typing import Dict, List, Optional, Set, Tuple
 
 from torch import Tensor, nn
 
@@ -45,6 +45,7 @@ class _Carrying(nn.Module):
     def __init__(self, layer: nn.Module, before: Tuple[Key, ...], after: Tuple[Key, ...]) -> None:
         super().__init__()
         self.layer = layer
+        self.has_skips = isinstance(layer, DeclaresSkips)
         self.before = before
         self.after = after
 
@@ -53,14 +54,20 @@ class _Carrying(nn.Module):
         if self.before:
             tensors = tuple(input)
             input, skips = _unpack(tensors[:-len(self.before)]), tensors[-len(self.before):]
-        tracker = SkipTracker()
-        tracker.tensors.update(zip(self.before, skips))
-        with use_skip_tracker(tracker):
-            output = self.layer(input)
+        carried = dict(zip(self.before, skips))
+        output = self._call(input, carried) if self.has_skips else self.layer(input)
         if not self.after:
             return output
         tensors = (output,) if isinstance(output, Tensor) else output
-        return (*tensors, *(tracker.tensors[key] for key in self.after))
+        return (*tensors, *(carried[key] for key in self.after))
+
+    def _call(self, input: TensorOrTensors, carried: Dict[Key, Optional[Tensor]]
+              ) -> TensorOrTensors:
+        """Let the layer pop and stash what is carried."""
+        tracker = SkipTracker()
+        tracker.tensors = carried
+        with use_skip_tracker(tracker):
+            return self.layer(input)
 
 
 def _unpack(tensors: Tensors) -> TensorOrTensors:

@@ -8,6 +8,7 @@ from benchmarks import exhaustion, memory, speed
 from benchmarks.campaign import campaign
 from benchmarks.exhaustion import free_memory, is_exhaustion, memory_limit, require
 from benchmarks.job import Job
+from benchmarks.timeline.carry import carry
 from tests.benchmarks import tiny
 
 
@@ -126,6 +127,32 @@ def test_data_types(tmp_path, dtype):
     loss.backward()
     expected = dtype if dtype == torch.float64 else torch.float32
     assert loss.isfinite() and {p.dtype for p in job.model.parameters()} == {expected}
+
+
+@pytest.mark.filterwarnings('ignore:The .grad attribute')  # torch.compile looks at it
+@pytest.mark.parametrize('setting', [*tiny.SETTINGS[:2], *tiny.TIMELINE.settings[::3]],
+                         ids=lambda setting: setting.name)
+def test_compiled_partitions_give_the_same_numbers(tmp_path, monkeypatch, setting):
+    # A backend that compiles nothing needs no compiler; all that comes before it is the same.
+    runs = []
+
+    def compile(run):
+        runs.append(len(run))
+        return torch_compile(run, backend='aot_eager')
+    torch_compile = torch.compile
+    monkeypatch.setattr(torch, 'compile', compile)
+    losses = []
+    for compiled in (False, True):
+        options = tiny.options(tiny.SPEED, tmp_path, dtype=torch.float64, compile=compiled)
+        job = Job(tiny.SPEED, setting, options, carry if setting.off else lambda model: model)
+        losses.append([])
+        for _ in range(3):
+            torch.manual_seed(0)
+            losses[-1].append(job.forward().item())
+            job.step()
+            job.clear()
+    assert losses[0] == pytest.approx(losses[1], abs=1e-9) and losses[0][0] != losses[0][2]
+    assert sum(runs) == len(tiny.UNET.build()) - 10 and len(runs) > 10  # 5 stashes, 5 pops
 
 
 def test_a_seed_makes_the_same_job(tmp_path):
