@@ -1,13 +1,13 @@
 """Running out of memory, as a result instead of a crash.
 
-CUDA's allocator raises an error. The CPU's does not before the machine kills the process, so there
-the process gets a limit of what is free.
+CUDA's allocator raises an error. The CPU's does not, before the machine kills the process; so
+there, on Linux, the process gets a limit of what is free.
 """
+import ctypes
 import re
-import resource
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, Optional
 
 import torch
 
@@ -15,18 +15,25 @@ __all__ = ['free_memory', 'is_exhaustion', 'memory_limit', 'require']
 
 _PHRASES = ("can't allocate memory", 'not enough memory', 'out of memory', 'bad_alloc')
 
+_UNKNOWN = 2 ** 62
+
 
 def free_memory() -> int:
-    """Give the bytes of the host that are free, or can be."""
-    found = re.search(r'MemAvailable: +(\d+) kB', Path('/proc/meminfo').read_text())
-    free = int(found[1]) * 1024 if found else 2 ** 62
-    group = Path('/sys/fs/cgroup')
+    """Give the bytes of the host that are free, or can be; very many where nobody can tell."""
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)  # what this process has freed, and keeps for later
+    free = (_number('/proc/meminfo', r'MemAvailable: +(\d+) kB') or _UNKNOWN // 1024) * 1024
+    most = _number('/sys/fs/cgroup/memory.max', r'^(\d+)$')
+    used = _number('/sys/fs/cgroup/memory.current', r'^(\d+)$')
+    return free if most is None or used is None else min(free, most - used)
+
+
+def _number(path: str, pattern: str) -> Optional[int]:
     try:
-        most = (group / 'memory.max').read_text().strip()
-        used = int((group / 'memory.current').read_text())
+        found = re.search(pattern, Path(path).read_text())
     except OSError:
-        return free
-    return free if most == 'max' else min(free, int(most) - used)
+        return None
+    return int(found[1]) if found else None
 
 
 def require(number: int, what: str) -> None:
@@ -40,11 +47,16 @@ def require(number: int, what: str) -> None:
 @contextmanager
 def memory_limit() -> Iterator[None]:
     """Let allocations on the CPU fail within the context once all memory is taken."""
-    found = re.search(r'VmData:\s+(\d+) kB', Path('/proc/self/status').read_text())
+    used = _number('/proc/self/status', r'VmData:\s+(\d+) kB')
+    if used is None:
+        yield
+        return
+    import resource  # Linux has it.
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    if found:
-        limit = int(found[1]) * 1024 + free_memory()
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
+    limit = used * 1024 + free_memory()
+    if before[1] != resource.RLIM_INFINITY:
+        limit = min(limit, before[1])
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
     try:
         yield
     finally:
