@@ -33,7 +33,7 @@ def _memory(experiment: Experiment) -> click.Command:
         f'{experiment.title}: what parameters, gradients, optimizer state and activations of each '
         'partition take. Model memory is all of these but activations; activation memory is the '
         'peak of all memory, less the model memory.'))
-    @experiment_options(experiment, 2, 1, 'one step each, whose gradients stay')
+    @experiment_options(experiment, 2, 1, 'a step each, at least one of which comes first')
     def command(**options: Any) -> None:
         campaign(experiment, take_options(experiment, **options), memory.measure)
     return command

@@ -35,18 +35,19 @@ def measure(experiment: Experiment, setting: Setting, options: Options, result: 
             ) -> None:
     """Train for some steps, and add to the result what each partition took."""
     job = Job(experiment, setting, options)
-    with tqdm(total=options.epochs * job.batch, desc=setting.name, unit=' samples', leave=False
+    # Gradients and optimizer state, which belong to the model, are there after one step.
+    before, steps = max(1, options.skip_epochs), options.epochs - options.skip_epochs
+    with tqdm(total=(before + steps) * job.batch, desc=setting.name, unit=' samples', leave=False
               ) as bar:
         def run(steps: int) -> None:
             for _ in range(steps):
                 job.step()
                 bar.update(job.batch)
 
-        # Gradients and optimizer state, which belong to the model, are there after one step.
-        run(1)
+        run(before)
         model = [size_of_partition(partition, job.optimizer) for partition in job.partitions]
         by_allocator = len({d for d in job.devices if d.type == 'cuda'}) == len(job.devices)
-        peaks = (_reserved if by_allocator else _live)(job, model, lambda: run(options.epochs - 1))
+        peaks = (_reserved if by_allocator else _live)(job, model, lambda: run(steps))
     rows = [{'device': str(device), **sizes, 'activations': peak}
             for device, sizes, peak in zip(job.devices, model, peaks)]
     total = sum(sum(sizes.values()) for sizes in model)

@@ -79,8 +79,10 @@ def experiment_options(experiment: Experiment, epochs: int = 3, skip_epochs: int
                      f'images ({experiment.resolution}, at least 64).'),
         click.option('--epochs', type=click.IntRange(1), default=epochs, show_default=True,
                      help=f'Passes over the data: {epoch}.'),
-        click.option('--skip-epochs', type=click.IntRange(0), default=skip_epochs,
-                     show_default=True, help='How many of these come first and do not count.'),
+        click.option('--skip-epochs', type=click.IntRange(0),
+                     default=lambda: min(skip_epochs, _epochs_of_context() - 1),
+                     show_default=str(skip_epochs),
+                     help='How many of these come first and do not count.'),
         click.option('--dtype', type=click.Choice(list(DTYPES)), default='float32',
                      show_default=True,
                      help='float16 and bfloat16: mixed precision, by autocast.'),
@@ -95,6 +97,11 @@ def experiment_options(experiment: Experiment, epochs: int = 3, skip_epochs: int
             function = option(function)
         return function
     return decorate
+
+
+def _epochs_of_context() -> int:
+    """Give --epochs, which was parsed before: of one epoch none can be skipped."""
+    return int(click.get_current_context().params['epochs'])
 
 
 def take_options(experiment: Experiment, settings: Tuple[str, ...], devices: Tuple[Any, ...],

@@ -104,8 +104,9 @@ def test_the_memory_limit_ends_with_its_context():
     assert not is_exhaustion(RuntimeError('shapes'))
 
 
-def test_memory_by_its_definition(tmp_path):
-    options = tiny.options(tiny.MEMORY, tmp_path)
+@pytest.mark.parametrize('epochs, skip_epochs', [(2, 1), (1, 0)])
+def test_memory_by_its_definition(tmp_path, epochs, skip_epochs):
+    options = tiny.options(tiny.MEMORY, tmp_path, epochs=epochs, skip_epochs=skip_epochs)
     campaign(tiny.MEMORY, options, memory.measure)
     parameters = sum(p.numel() for p in tiny.UNET.build().parameters())
     for result in results(tmp_path, tiny.MEMORY):
@@ -117,6 +118,7 @@ def test_memory_by_its_definition(tmp_path):
         total = sum(sum(v for v in part.values() if isinstance(v, int)) for part in parts)
         assert result['figure'] == pytest.approx(total / 2 ** 30)
         assert result['measured_by'] == 'live tensors'
+        assert all(part['activations'] > 2 ** 16 for part in parts)
         assert sum(result['details'].values()) == pytest.approx(result['figure'])
 
 

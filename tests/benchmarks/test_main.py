@@ -75,7 +75,7 @@ def test_the_list(run):
 
 def test_a_published_model_from_the_command_line(run, tmp_path):
     code, out, _ = run('resnet101-speed', '--setting', 'baseline', '--setting', 'pipeline-1',
-                       '--scale', 0.004, '--epochs', 2, '--output', tmp_path)
+                       '--scale', 0.004, '--epochs', 1, '--output', tmp_path)
     assert code == 0 and '0.853' in out
     summary = json.loads((tmp_path / 'resnet101-speed.json').read_text())
     assert summary['machine']['torch'] == torch.__version__
