@@ -16,7 +16,8 @@ def draw_ratios(summary: Dict[str, Any], stem: Path) -> List[Path]:
     from matplotlib.figure import Figure
 
     settings = summary['settings']
-    sources = list(dict.fromkeys(source for result in settings for source in result['published']))
+    sources = list(dict.fromkeys(source for result in settings for source, published in
+                                 result['published'].items() if published['ratio']))
     series: Dict[str, List[Optional[float]]] = {
         'this run': [result['ratio'] for result in settings],
         **{source: [result['published'].get(source, {}).get('ratio') for result in settings]

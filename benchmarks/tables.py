@@ -67,5 +67,5 @@ def notes(summary: Dict[str, Any]) -> List[str]:
         found.append('On the CPU workers share the cores, and backward runs in one thread.')
     for result in summary['settings']:
         if 'reason' in result:
-            found.append(f"{result['setting']}: {result['reason']}.")
+            found.append(f"{result['setting']}: {result['reason'].rstrip('.')}.")
     return found
