@@ -26,8 +26,8 @@ def experiment_rows(summary: Dict[str, Any]) -> Rows:
     details = list(dict.fromkeys(name for result in settings for name in
                                  (*result['published_details'], *result['details'])))
     header = ['setting', 'batch', 'chunks', f"{summary['figure']}, {summary['unit']}",
-              'published', 'ratio', *('published ratio' if source == OURS else source
-                                      for source in sources)]
+              *(['published'] if OURS in sources else []), 'ratio',
+              *('published ratio' if source == OURS else source for source in sources)]
     for name in details:
         header += [name, 'published'] if _is_published(settings, name) else [name]
     return header, [_row(result, sources, details, settings) for result in settings]
@@ -35,10 +35,11 @@ def experiment_rows(summary: Dict[str, Any]) -> Rows:
 
 def _row(result: Dict[str, Any], sources: List[str], details: List[str],
          settings: List[Dict[str, Any]]) -> List[str]:
-    published = result['published'].get(OURS, {'figure': None, 'ratio': None})
     row = [result['setting'], str(result['batch']), str(result['chunks']),
-           number(result['figure'], result['status']),
-           number(published['figure'], 'out of memory'), number(result['ratio'], '—')]
+           number(result['figure'], result['status'])]
+    if OURS in sources:
+        row.append(number(result['published'][OURS]['figure'], 'out of memory'))
+    row.append(number(result['ratio'], '—'))
     row += [number(result['published'].get(source, {}).get('ratio'), '—') for source in sources]
     for name in details:
         row.append(number(result['details'].get(name), '—'))

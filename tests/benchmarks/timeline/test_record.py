@@ -1,5 +1,6 @@
 """Recorded timelines: every cell once, in an order that is possible."""
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -105,6 +106,14 @@ def test_the_experiment(tmp_path, monkeypatch, capsys):
         assert [event['args']['name'] for event in events if event['ph'] == 'M'][0] == \
             'partition 0 on cpu:0'
     assert 'utilisation, %' in capsys.readouterr().out
+
+
+def test_without_published_figures_there_is_no_column_for_them(tmp_path, capsys):
+    experiment = replace(tiny.TIMELINE, settings=(
+        replace(tiny.TIMELINE.settings[3], published={}, details={}),))
+    campaign(experiment, tiny.options(experiment, tmp_path, settings=experiment.settings),
+             lambda experiment, setting, options, result: result.update(figure=1.))
+    assert 'published' not in capsys.readouterr().out
 
 
 def test_other_models_have_nothing_published():
