@@ -84,7 +84,7 @@ def _balance() -> str:
 
 def _overhead() -> str:
     kept = _kept('overhead')
-    parts = [f'{MEANING[0].upper()}{MEANING[1:]}.']
+    parts = [f'In {MEANING}.']
     for where in WORKERS:
         rows = overhead_rows([r for r in kept['results'] if r['where'] == where])
         parts += [f'On {where}:', _markdown(rows)]
