@@ -25,6 +25,9 @@ napoleon_use_ivar = True
 
 doctest_global_setup = 'import torch\nfrom torch import nn'
 
-# Every reference has to resolve, but those to what has documentation of its own elsewhere.
+# Every reference has to resolve, but those to what is documented elsewhere, and to what is not public.
 nitpicky = True
-nitpick_ignore_regex = [('py:.*', r'(torch|typing|nn|queue|collections)\..*')]
+nitpick_ignore_regex = [
+    ('py:.*', r'(torch|typing|nn|_?queue|collections)\..*'),
+    ('py:class', r'torchgpipe\.(.*\.)?(T\w*|Ambient|Snapshot|Quiet|Workers|CPUStreamType)'),
+]

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 import torchgpipe
+from tests.refusals import REFUSALS
 
 ROOT = Path(torchgpipe.__file__).parent.parent
 PAGES = sorted([*ROOT.glob('*.md'), *(page for page in ROOT.glob('docs/**/*.md')
@@ -80,3 +81,19 @@ def test_the_code_of_a_page_runs(page, empty):
 def test_code_that_is_wrong_would_be_found(text, empty):
     with pytest.raises((AssertionError, NameError)):
         run(text, 'page')
+
+
+ERRORS = re.findall(r'^\| `(\w+Error: .*?)` \|', (ROOT / 'docs/guide/restrictions.md').read_text(),
+                    re.M)
+
+
+@pytest.mark.parametrize('k', range(len(ERRORS)))
+def test_an_error_is_quoted_as_it_is(k):
+    with pytest.raises(Exception) as raised:
+        REFUSALS[k]()
+    pattern = '.*'.join(map(re.escape, ERRORS[k].split('…')))
+    assert re.match(pattern, f'{raised.type.__name__}: {raised.value}', re.S)
+
+
+def test_all_errors_are_tried():
+    assert len(ERRORS) == len(REFUSALS) > 40
