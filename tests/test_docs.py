@@ -1,4 +1,5 @@
 """The documentation: its code runs, its links lead somewhere, its pictures are up to date."""
+import configparser
 import contextlib
 import io
 import os
@@ -60,7 +61,7 @@ def run(text, page):
         elif language == 'python':
             printed = execute(code, line, page)
             assert expected is None or printed.split() == expected.split(), f'{page}:{line}'
-        elif language == 'sh' and code.startswith(('python ', 'torchrun ')):
+        elif language == 'sh' and set(code.split()) & set(os.listdir()):
             assert shell(code).split() == expected.split(), f'{page}:{line}'
 
 
@@ -97,3 +98,74 @@ def test_an_error_is_quoted_as_it_is(k):
 
 def test_all_errors_are_tried():
     assert len(ERRORS) == len(REFUSALS) > 40
+
+
+def slugs(page):
+    """Give the anchors of a page's headings."""
+    headings = re.findall(r'^#+ (.*)$', BLOCK.sub('', page.read_text()), re.M)
+    return {re.sub(r'[^\w -]', '', heading.lower()).replace(' ', '-') for heading in headings}
+
+
+def broken(text, folder):
+    """Give the relative links of a text that lead nowhere."""
+    return [link for link in re.findall(r'\]\((?!https?:)([^)]*)\)', BLOCK.sub('', text))
+            if not leads_somewhere(*link.partition('#')[::2], folder)]
+
+
+def leads_somewhere(path, anchor, folder):
+    """Tell whether there is such a file, and such a heading in it."""
+    target = folder / path
+    return target.exists() and (not anchor or anchor in slugs(target))
+
+
+@pytest.mark.parametrize('page', PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    assert broken(page.read_text(), page.parent) == []
+
+
+def test_a_link_that_leads_nowhere_would_be_found():
+    text = '[a](README.md#licence) [b](NOTHING.md) [c](README.md#nothing) [d](https://x.org)'
+    assert broken(text, ROOT) == ['NOTHING.md', 'README.md#nothing']
+
+
+def same(english, korean):
+    """Tell whether two READMEs have the same blocks, links, figures and sections."""
+    def facts(text):
+        plain = BLOCK.sub('', text)
+        return (BLOCK.findall(text), re.findall(r'\d+\.\d+ ×', plain),
+                len(re.findall('^#', plain, re.M)), sorted(set(re.findall(r'\]\(((?!README).*?)\)', plain))))
+    return facts(english) == facts(korean)
+
+
+def test_both_readmes_say_the_same():
+    english, korean = ((ROOT / name).read_text() for name in ('README.md', 'README.ko.md'))
+    assert same(english, korean)
+    for old, new in (('1.2 ×', '1.3 ×'), ('chunks=4', 'chunks=8'), ('\n## ', '\n'),
+                     ('docs/why.md', 'docs/design.md')):
+        assert not same(english, korean.replace(old, new, 1))
+
+
+def test_pictures_are_what_the_script_draws(tmp_path):
+    pictures = ROOT / 'docs/pictures'
+    subprocess.run([sys.executable, pictures / 'draw.py', tmp_path], check=True)
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert drawn == {path.name: path.read_text() for path in pictures.glob('*.svg')}
+    assert len(drawn) > 1
+
+
+def commands(page):
+    """Give the shell blocks of a page."""
+    return [code.strip() for language, code, _, _ in blocks(page.read_text()) if language == 'sh']
+
+
+def test_the_commands_for_contributors():
+    setup, test, ci, build = commands(ROOT / 'docs/contributing.md')
+    extras = re.search(r"pip install -e '\.\[(.*)\]' -c constraints.txt", setup)[1].split(',')
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / 'setup.cfg')
+    assert set(extras) <= set(metadata['options.extras_require'])
+    assert ' passed' in shell(f'{test} -q -p no:cacheprovider')
+    script = (ROOT / ci).read_text()
+    assert all(f"pip install -e '.[{extra}]' -c constraints.txt" in script for extra in extras)
+    assert build.replace('html', '"$builder"') in script
+    assert commands(ROOT / 'README.md')[2] in script

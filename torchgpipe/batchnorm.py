@@ -151,6 +151,10 @@ class DeferredBatchNorm(_BatchNorm):
         without running statistics have nothing to defer and stay, and so do those with a forward
         of their own, such as :class:`torch.nn.SyncBatchNorm`.
 
+        >>> model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        >>> DeferredBatchNorm.convert_deferred_batch_norm(model)[1].num_features
+        3
+
         Args:
             module: A module, itself a batch normalization or not.
             chunks: Number of micro-batches in a mini-batch, outside of a pipeline.

@@ -59,7 +59,8 @@ class Picture:
                  '</marker></defs>')
         return ("<svg xmlns='http://www.w3.org/2000/svg' "
                 f"viewBox='0 0 {width:.0f} {height:.0f}' "
-                f"width='{width * 1.6:.0f}' role='img' {FONT}><title>{escape(self.title)}</title>\n"
+                f"width='{width * 1.6:.0f}' role='img' {FONT}>"
+                f'<title>{escape(self.title)}</title>\n'
                 f'{arrow}\n' + '\n'.join(self.shapes) + '\n</svg>\n')
 
 

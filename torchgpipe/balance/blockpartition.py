@@ -40,7 +40,7 @@ def solve(sequence: Sequence[T], partitions: int = 1) -> List[List[T]]:
         partitions: Number of blocks, each of which gets one item at least.
 
     Returns:
-        The blocks. Ties are broken as evenly as possible: by the sum of squares of the blocks'
+        The blocks. Ties are broken as evenly as possible, by the sum of squares of the blocks'
         sums, then by that of their lengths.
 
     Raises:

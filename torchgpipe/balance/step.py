@@ -13,18 +13,22 @@ __all__ = ['Balance', 'Step', 'even_cuts', 'group', 'ungroup']
 
 
 class Balance(List[int]):
-    """The number of layers of each partition, for ``GPipe(balance=…)``, and what it predicts."""
+    """The number of layers of each partition, for ``GPipe(balance=…)``, and what it predicts.
 
-    #: Per partition, for one training step on one mini-batch, waiting not counted.
+    Made by :meth:`Profile.balance`. It is a list of integers that also knows the layers that it is
+    for; ``list(balance)`` forgets them.
+    """
+
+    #: Seconds of each partition for one training step on one mini-batch, waiting not counted.
     seconds: List[float]
-    #: Per partition, at the peak of a training step, apart from what a layer needs for itself
-    #: while it runs, and from what an allocator adds.
+    #: Bytes of each partition at the peak of a training step, apart from what a layer needs for
+    #: itself while it runs, and from what an allocator adds.
     bytes: List[int]
-    #: The part of the devices' time in a step in which they wait.
+    #: The part of the devices' time in a step in which they wait, from 0 to 1.
     bubble: float
     #: How much faster than the unwrapped model on one device, if that could hold it.
     speed_up: float
-    #: The layers that it is for: names and bytes of parameters.
+    #: Names and bytes of parameters of the layers that it is for.
     layers: Tuple[Tuple[str, int], ...]
 
 

@@ -29,6 +29,10 @@ _no_batch = Batch(())
 class stash:
     """Yield it to keep a tensor for a later layer: ``yield stash('name', tensor)``.
 
+    :func:`skippable` has an example. It raises :exc:`RuntimeError` where it is yielded if the
+    layer has not declared the name or has stashed it already, and :exc:`TypeError` for what is
+    no tensor.
+
     Args:
         name: A name that the layer declares as stashable.
         tensor: What the later layer will get, a tensor of any shape or ``None``.
@@ -43,6 +47,9 @@ class stash:
 
 class pop:
     """Yield it to get what an earlier layer stashed: ``tensor = yield pop('name')``.
+
+    It raises :exc:`RuntimeError` where it is yielded if the layer has not declared the name or has
+    popped it already, or if nothing has been stashed.
 
     Args:
         name: A name that the layer declares as poppable.
