@@ -2,7 +2,6 @@
 import torchgpipe
 
 project = 'torchgpipe'
-author = 'the torchgpipe contributors'
 version = release = torchgpipe.__version__
 
 extensions = ['myst_parser', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'sphinx.ext.doctest']
@@ -12,6 +11,7 @@ html_theme = 'furo'
 html_title = f'torchgpipe {release}'
 html_static_path = ['_static']
 html_css_files = ['style.css']
+html_show_copyright = False
 html_show_sphinx = False
 html_copy_source = False
 

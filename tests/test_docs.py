@@ -133,7 +133,8 @@ def same(english, korean):
     def facts(text):
         plain = BLOCK.sub('', text)
         return (BLOCK.findall(text), re.findall(r'\d+\.\d+ ×', plain),
-                len(re.findall('^#', plain, re.M)), sorted(set(re.findall(r'\]\(((?!README).*?)\)', plain))))
+                len(re.findall('^#', plain, re.M)),
+                sorted(set(re.findall(r'\]\(((?!README).*?)\)', plain))))
     return facts(english) == facts(korean)
 
 
