@@ -23,9 +23,9 @@ autodoc_typehints_description_target = 'documented_params'
 autodoc_default_options = {'members': True}
 napoleon_use_ivar = True
 
-rooms = ('balance', 'balance.blockpartition', 'balance.costs', 'balance.layers', 'batchnorm',
-         'checkpoint', 'copy', 'dependency', 'microbatch', 'phony', 'pipeline', 'skip',
-         'skip.layout', 'skip.portal', 'skip.tracker', 'stream', 'worker')
+rooms = ('balance', 'balance.blockpartition', 'balance.costs', 'balance.layers',
+         'balance.profile', 'batchnorm', 'checkpoint', 'copy', 'dependency', 'microbatch', 'phony',
+         'pipeline', 'skip', 'skip.layout', 'skip.portal', 'skip.tracker', 'stream', 'worker')
 doctest_global_setup = '\n'.join([
     'import torch', 'from torch import nn', 'from torchgpipe import *',
     *(f'from torchgpipe.{room} import *' for room in rooms)])

@@ -45,17 +45,29 @@ def as_cuda(stream: AbstractStream) -> torch.cuda.Stream:
 
 
 def new_stream(device: torch.device) -> AbstractStream:
-    """Make a stream on a CUDA device; :data:`CPUStream` for any other device."""
+    """Make a stream on a CUDA device; :data:`CPUStream` for any other device.
+
+    >>> new_stream(torch.device('cpu'))
+    CPUStream
+    """
     return torch.cuda.Stream(device) if device.type == 'cuda' else CPUStream
 
 
 def current_stream(device: torch.device) -> AbstractStream:
-    """Give the calling thread's current stream on a device."""
+    """Give the calling thread's current stream on a device.
+
+    >>> current_stream(torch.device('cpu'))
+    CPUStream
+    """
     return torch.cuda.current_stream(device) if device.type == 'cuda' else CPUStream
 
 
 def default_stream(device: torch.device) -> AbstractStream:
-    """Give the default stream of a device."""
+    """Give the default stream of a device.
+
+    >>> default_stream(torch.device('cpu'))
+    CPUStream
+    """
     return torch.cuda.default_stream(device) if device.type == 'cuda' else CPUStream
 
 

@@ -23,6 +23,18 @@ class Profile:
 
     Times are medians in seconds, sizes are in bytes, all for one training step on the whole
     sample, without checkpoints. ``print(profile)`` shows a table.
+
+    >>> layer = LayerProfile('0', forward_seconds=0.002, backward_seconds=0.004,
+    ...                      parameter_bytes=288, frozen_bytes=0, buffer_bytes=0,
+    ...                      activation_bytes=0, output_bytes=512)
+    >>> profile = Profile((layer,), (), batch_size=16, input_bytes=512, device='cpu')
+    >>> print(profile)  # doctest: +NORMALIZE_WHITESPACE
+    layer  forward, ms  backward, ms  parameters  activations  output
+    ─────  ───────────  ────────────  ──────────  ───────────  ──────
+    0            2.000         4.000       288 B          0 B   512 B
+    total        2.000         4.000       288 B          0 B
+    <BLANKLINE>
+    16 samples on cpu
     """
 
     #: In the order of the model.

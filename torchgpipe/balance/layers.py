@@ -10,6 +10,9 @@ class LayerProfile:
     """What one layer costs in a training step on the sample, by itself.
 
     Times are medians in seconds, sizes are in bytes.
+
+    >>> LayerProfile('0', 0.5, 1.0, 288, 0, 0, 0, 512).backward_seconds
+    1.0
     """
 
     #: In the sequential module.
@@ -39,7 +42,11 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class SkipProfile:
-    """A skip tensor: from which layer to which, by index, and its size."""
+    """A skip tensor: from which layer to which, by index, and its size.
+
+    >>> SkipProfile(source=0, target=3, bytes=512)
+    SkipProfile(source=0, target=3, bytes=512)
+    """
 
     #: The layer that stashes it.
     source: int

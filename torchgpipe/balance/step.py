@@ -17,6 +17,13 @@ class Balance(List[int]):
 
     Made by :meth:`Profile.balance`. It is a list of integers that also knows the layers that it is
     for; ``list(balance)`` forgets them.
+
+    >>> from torchgpipe.balance import Profile
+    >>> layers = LayerProfile('a', 1, 2, 8, 0, 0, 4, 4), LayerProfile('b', 1, 1, 8, 0, 0, 4, 4)
+    >>> profile = Profile(layers, (), batch_size=16, input_bytes=4, device='cpu')
+    >>> balance = profile.balance(2, chunks=4, checkpoint='never')
+    >>> balance, balance.seconds, round(balance.speed_up, 2)
+    ([1, 1], [3.0, 2.0], 1.43)
     """
 
     #: Seconds of each partition for one training step on one mini-batch, waiting not counted.

@@ -29,9 +29,16 @@ _no_batch = Batch(())
 class stash:
     """Yield it to keep a tensor for a later layer: ``yield stash('name', tensor)``.
 
-    :func:`skippable` has an example. It raises :exc:`RuntimeError` where it is yielded if the
-    layer has not declared the name or has stashed it already, and :exc:`TypeError` for what is
-    no tensor.
+    >>> from torch import nn
+    >>> from torchgpipe.skip import skippable
+    >>> @skippable(stash=['residual'])
+    ... class Start(nn.Module):
+    ...     def forward(self, input):
+    ...         yield stash('residual', input)
+    ...         return input * 2
+
+    It raises :exc:`RuntimeError` where it is yielded if the layer has not declared the name or has
+    stashed it already, and :exc:`TypeError` for what is no tensor.
 
     Args:
         name: A name that the layer declares as stashable.
@@ -47,6 +54,14 @@ class stash:
 
 class pop:
     """Yield it to get what an earlier layer stashed: ``tensor = yield pop('name')``.
+
+    >>> from torch import nn
+    >>> from torchgpipe.skip import skippable
+    >>> @skippable(pop=['residual'])
+    ... class End(nn.Module):
+    ...     def forward(self, input):
+    ...         residual = yield pop('residual')
+    ...         return input + residual
 
     It raises :exc:`RuntimeError` where it is yielded if the layer has not declared the name or has
     popped it already, or if nothing has been stashed.

@@ -28,6 +28,12 @@ class Skippable(nn.Module):
 
     A class may name it as its base by itself, for type checkers, which see a decorated class as
     it was before.
+
+    >>> @skippable(stash=['x'])
+    ... class Layer(nn.Module):
+    ...     pass
+    >>> isinstance(Layer(), Skippable), [name for _, name in Layer().stashable()]
+    (True, ['x'])
     """
 
     stashable_names: ClassVar[FrozenSet[str]] = frozenset()

@@ -217,5 +217,5 @@ def use_skip_tracker(skip_tracker: SkipTracker) -> Iterator[None]:
 
 
 def current_skip_tracker() -> SkipTracker:
-    """Give this thread's tracker."""
+    """Give this thread's tracker: see :func:`use_skip_tracker`."""
     return current.tracker
