@@ -106,26 +106,27 @@ def slugs(page):
     return {re.sub(r'[^\w -]', '', heading.lower()).replace(' ', '-') for heading in headings}
 
 
-def broken(text, folder):
-    """Give the relative links of a text that lead nowhere."""
+def broken(text, page):
+    """Give the relative links of a page's text that lead nowhere."""
     return [link for link in re.findall(r'\]\((?!https?:)([^)]*)\)', BLOCK.sub('', text))
-            if not leads_somewhere(*link.partition('#')[::2], folder)]
+            if not leads_somewhere(*link.partition('#')[::2], page)]
 
 
-def leads_somewhere(path, anchor, folder):
+def leads_somewhere(path, anchor, page):
     """Tell whether there is such a file, and such a heading in it."""
-    target = folder / path
+    target = page.parent / path if path else page
     return target.exists() and (not anchor or anchor in slugs(target))
 
 
 @pytest.mark.parametrize('page', PAGES, ids=name)
 def test_links_lead_somewhere(page):
-    assert broken(page.read_text(), page.parent) == []
+    assert broken(page.read_text(), page) == []
 
 
 def test_a_link_that_leads_nowhere_would_be_found():
-    text = '[a](README.md#licence) [b](NOTHING.md) [c](README.md#nothing) [d](https://x.org)'
-    assert broken(text, ROOT) == ['NOTHING.md', 'README.md#nothing']
+    text = ('[a](#licence) [b](NOTHING.md) [c](README.md#nothing) [d](https://x.org) [e](#nothing) '
+            '[f](docs/design.md#floors)')
+    assert broken(text, ROOT / 'README.md') == ['NOTHING.md', 'README.md#nothing', '#nothing']
 
 
 def same(english, korean):
