@@ -12,8 +12,8 @@ from torchgpipe.pipeline import clock_cycles
 
 HERE = Path(__file__).parent
 COLOURS = {'F': '#3b78c4', 'R': '#7a6bb5', 'B': '#c2612c'}
-WORDS = '#7d828a'
-LINE = '#7d828a66'
+WORDS = '#747981'
+LINE = '#74798166'
 FONT = "font-family='system-ui, sans-serif'"
 
 
