@@ -48,7 +48,8 @@ class DeferredBatchNorm(_BatchNorm):
     """Batch normalization for micro-batches: running statistics once per mini-batch.
 
     In a :class:`~torchgpipe.GPipe` the pipeline says which micro-batch is the last. Elsewhere,
-    every ``chunks`` calls make a mini-batch.
+    every ``chunks`` calls make a mini-batch. Means and variances of micro-batches are merged as in
+    Chan, Golub and LeVeque (1979).
 
     >>> import torch
     >>> bn = DeferredBatchNorm(3, chunks=2)

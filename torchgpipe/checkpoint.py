@@ -43,6 +43,8 @@ __all__ = ['Checkpoint', 'Checkpointing', 'Recompute', 'checkpoint', 'enable_che
 def checkpoint(function: Function, input: TensorOrTensors) -> TensorOrTensors:
     """Call a function with checkpointing: :class:`Checkpointing` in one step.
 
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
+
     >>> import torch
     >>> x = torch.rand(2, 3, requires_grad=True)
     >>> checkpoint(torch.exp, x).sum().backward()

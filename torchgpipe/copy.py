@@ -44,7 +44,8 @@ def _like(ctx: Any, input: Tuple[Tensor, ...], output: Tuple[Tensor, ...]) -> Tu
 class Copy(torch.autograd.Function):
     """Copy tensors from one stream's device to another's: ``Copy.apply(prev, next, *tensors)``.
 
-    Gives a tuple of tensors. In backward, gradients are copied the other way.
+    Takes tensors of any shapes, and gives a tuple of them. In backward, gradients are copied the
+    other way.
 
     >>> from torchgpipe.stream import CPUStream
     >>> Copy.apply(CPUStream, CPUStream, torch.ones(2))

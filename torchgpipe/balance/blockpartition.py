@@ -35,6 +35,9 @@ def solve(sequence: Sequence[T], partitions: int = 1) -> List[List[T]]:
     >>> solve([1, 2, 3, 4, 5, 6], partitions=2)
     [[1, 2, 3, 4], [5, 6]]
 
+    By bisection, then dynamic programming as in Galil and Park, "Dynamic programming with
+    convexity, concavity and sparsity" (1992).
+
     Args:
         sequence: Costs, in any unit, none of them negative.
         partitions: Number of blocks, each of which gets one item at least.
