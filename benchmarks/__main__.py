@@ -5,9 +5,12 @@ from typing import NoReturn
 import click
 
 from benchmarks.balance import balance
+from benchmarks.commands import EXPERIMENT_COMMANDS
 from benchmarks.concurrency import concurrency
 from benchmarks.digits import digits
+from benchmarks.listing import listing
 from benchmarks.overhead import overhead
+from benchmarks.page import page
 
 
 @click.group(context_settings={'help_option_names': ['-h', '--help']})
@@ -15,7 +18,8 @@ def cli() -> None:
     """Measure torchgpipe on this machine, and train with it on real data."""
 
 
-for command in (digits, balance, overhead, concurrency):
+for command in (listing, digits, *EXPERIMENT_COMMANDS, balance, overhead, concurrency,
+                page):
     cli.add_command(command)
 
 

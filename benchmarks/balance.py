@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from benchmarks.report import machine, output_folder, table, write_json
+from benchmarks.report import Rows, machine, output_folder, table, write_json
+from benchmarks.turns import Turns
 from torchgpipe import GPipe
 from torchgpipe.balance import Balance, profile
 from torchgpipe.skip import Namespace, SkipGenerator, Skippable, pop, skippable, stash
@@ -68,40 +69,27 @@ MODELS: Dict[str, Callable[[], Tuple[nn.Sequential, Tensor]]] = {
     'residual': residual, 'perceptron': perceptron, 'transformer': transformer}
 
 
-class Stopwatch:
+class Stopwatch(Turns):
     """The time that each partition takes in forward, recomputation and backward, in the pipeline.
 
-    For partitions on one device, where one thing happens at a time. A gradient that reaches the
-    output of a partition makes it the owner of the time that follows.
+    For partitions on one device, where one thing happens at a time.
     """
 
     def __init__(self, gpipe: GPipe) -> None:
+        super().__init__(list(gpipe.partitions))
         self.seconds = [0.0] * len(gpipe.partitions)
-        self._owner: Optional[int] = None
-        self._owners: List[Optional[int]] = []
         self._since = time.perf_counter()
         self._cuda = gpipe.devices[0].type == 'cuda'
-        for j, partition in enumerate(gpipe.partitions):
-            partition.register_forward_pre_hook(lambda *_, j=j: self._enter(j))
-            partition.register_forward_hook(lambda _, args, output, j=j: self._leave(j, output))
 
-    def own(self, j: Optional[int]) -> None:
+    def give(self, j: Optional[int]) -> None:
         """Let the time from now on be that of a partition, or nobody's."""
         if self._cuda:
             torch.cuda.synchronize()
         now = time.perf_counter()
-        if self._owner is not None:
-            self.seconds[self._owner] += now - self._since
-        self._owner, self._since = j, now
-
-    def _enter(self, j: int) -> None:
-        self._owners.append(self._owner)
-        self.own(j)
-
-    def _leave(self, j: int, output: Tensor) -> None:
-        self.own(self._owners.pop())
-        if output.requires_grad:
-            output.register_hook(lambda _: self.own(j))
+        if self.owner is not None:
+            self.seconds[self.owner] += now - self._since
+        self._since = now
+        super().give(j)
 
 
 def measure(model: nn.Sequential, sample: Tensor, balance: Balance, mode: str, device: str
@@ -115,9 +103,9 @@ def measure(model: nn.Sequential, sample: Tensor, balance: Balance, mode: str, d
         watch.seconds = [0.0] * len(balance)
         output = gpipe(sample)
         gradient = torch.ones_like(output)
-        watch.own(None)
+        watch.give(None)
         output.backward(gradient)
-        watch.own(None)
+        watch.give(None)
         steps.append(watch.seconds)
     return [median(seconds) for seconds in zip(*steps[1:])]
 
@@ -164,12 +152,16 @@ def balance(device: str, rounds: int, output: str) -> None:
                for case in tqdm(cases, desc='balance', leave=False)]
     click.echo(f"torch {machine()['torch']}, {machine()['cpu']}, {machine()['cores']} cores, on "
                f'{device}\n')
-    rows = [[f"{r['model']} {r['checkpoint']}", r['balance'],
-             f"{r['predicted_seconds'] * 1e3:.1f}", f"{r['measured_seconds'] * 1e3:.1f}",
-             f"{r['ratio']:.2f}", f"{min(r['ratios']):.2f}–{max(r['ratios']):.2f}"]
-            for r in results]
-    click.echo(table(['model', 'balance', 'slowest, predicted, ms', 'measured, ms', 'ratio',
-                      'all rounds'], rows))
+    click.echo(table(*balance_rows(results)))
     click.echo('\nratio: measured to predicted time of the partition that was predicted as the '
                'slowest')
     click.echo(f"\n{write_json(folder, 'balance', results)}")
+
+
+def balance_rows(results: List[Dict[str, Any]]) -> Rows:
+    """Give the header and the rows."""
+    return ['model', 'balance', 'slowest, predicted, ms', 'measured, ms', 'ratio', 'all rounds'], [
+        [f"{r['model']} {r['checkpoint']}", str(r['balance']),
+         f"{r['predicted_seconds'] * 1e3:.1f}", f"{r['measured_seconds'] * 1e3:.1f}",
+         f"{r['ratio']:.2f}", f"{min(r['ratios']):.2f}–{max(r['ratios']):.2f}"]
+        for r in results]

@@ -1,13 +1,13 @@
 """Two equal partitions on cpu:0 and cpu:1: do they run at the same time?"""
 import time
 from statistics import median
-from typing import Callable, Dict
+from typing import Callable, Dict, List
 
 import click
 import torch
 from torch import nn
 
-from benchmarks.report import machine, output_folder, table, write_json
+from benchmarks.report import Rows, machine, output_folder, table, write_json
 from torchgpipe import GPipe
 
 CHUNKS = 8
@@ -66,7 +66,12 @@ def concurrency(rounds: int, output: str) -> None:
                    for width, milliseconds in ((256, 5), (256, 20), (512, 20), (32, 5))]
     torch.set_num_threads(threads)
     click.echo(f"{machine()['cores']} cores, torch {machine()['torch']}\n")
-    click.echo(table(['ms per layer', 'ms per cell', 'serial, ms', 'GPipe, ms', 'speed-up'], [
-        [f'{value:.3f}' if name == 'layer_ms' else f'{value:.2f}' for name, value in row.items()]
-        for row in results]))
+    click.echo(table(*concurrency_rows(results)))
     click.echo(f"\n{write_json(folder, 'concurrency', results)}")
+
+
+def concurrency_rows(results: List[Dict[str, float]]) -> Rows:
+    """Give the header and the rows."""
+    return ['ms per layer', 'ms per cell', 'serial, ms', 'GPipe, ms', 'speed-up'], [
+        [f'{value:.3f}' if name == 'layer_ms' else f'{value:.2f}' for name, value in row.items()]
+        for row in results]

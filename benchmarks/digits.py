@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from benchmarks.job import share_cores
 from benchmarks.live import peak_memory
+from benchmarks.options import choose_devices
 from benchmarks.report import machine, output_folder, table
 from torchgpipe import GPipe
 
@@ -60,8 +62,6 @@ def train(name: str, model: nn.Module, data: Data, epochs: int, devices: List[to
           ) -> Result:
     """Train a model, and measure."""
     (x, y), (test_x, test_y) = data
-    cores = torch.get_num_threads()
-    workers = len({device for device in devices if device.type == 'cpu'}) or 1
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
     steps = epochs * -(-len(x) // BATCH)
@@ -70,9 +70,8 @@ def train(name: str, model: nn.Module, data: Data, epochs: int, devices: List[to
 
     def step(index: Tensor) -> float:
         optimizer.zero_grad()
-        torch.set_num_threads(max(1, cores // workers))  # the workers share the cores
-        output = model(x[index].to(devices[0]))
-        torch.set_num_threads(cores)
+        with share_cores(devices):
+            output = model(x[index].to(devices[0]))
         loss = F.cross_entropy(output, y[index].to(devices[-1]))
         loss.backward()
         return loss.item()
@@ -99,11 +98,10 @@ def train(name: str, model: nn.Module, data: Data, epochs: int, devices: List[to
 
 def draw(results: Dict[str, Result], path: Path) -> None:
     """Draw the loss curves, smoothed over ten steps, over the raw ones."""
-    import matplotlib
-    matplotlib.use('Agg')
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout='constrained')
+    figure = Figure(figsize=(8, 4.5), layout='constrained')
+    axes = figure.subplots()
     for color, (name, result) in zip(('#3b6fb6', '#d1603d'), results.items()):
         losses = torch.tensor(result.losses)
         axes.plot(losses, color=color, alpha=0.2, linewidth=0.8)
@@ -114,14 +112,6 @@ def draw(results: Dict[str, Result], path: Path) -> None:
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def choose_devices(n: int) -> List[torch.device]:
-    """Give n CUDA devices, again from the first where there are fewer, or n CPU workers."""
-    count = torch.cuda.device_count()
-    return [torch.device('cuda', j % count) if count else torch.device('cpu', j)
-            for j in range(n)]
 
 
 def parse_balance(context: Any, parameter: Any, value: str) -> List[int]:

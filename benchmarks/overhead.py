@@ -9,13 +9,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from benchmarks.report import machine, output_folder, table, write_json
+from benchmarks.report import Rows, machine, output_folder, table, write_json
 from torchgpipe import GPipe
 
 ROWS = 4
 SIZES = [(n, m) for n in (2, 4, 8) for m in (4, 8, 32)]
 WORKERS: Dict[str, Callable[[int], List[str]]] = {
     'one device': lambda n: ['cpu'] * n, 'n devices': lambda n: [f'cpu:{j}' for j in range(n)]}
+
+MEANING = ('µs per cell, plain loop → GPipe, and the ratio of the difference to the loop\n'
+           "(for 'always': loop of torch.utils.checkpoint → GPipe, and the ratio of what each\n"
+           'adds to the plain loop)')
 
 Step = Callable[[], object]
 
@@ -114,6 +118,12 @@ def overhead(rounds: int, output: str) -> None:
 
 def print_table(where: str, results: List[Any]) -> None:
     """Print the times on one kind of devices, and the medians of the ratios."""
+    click.echo(f'\n{where}: {MEANING}\n')
+    click.echo(table(*overhead_rows(results)))
+
+
+def overhead_rows(results: List[Any]) -> Rows:
+    """Give the header and the rows."""
     kinds = list(results[0]['ratio'])
     rows = []
     for result in results:
@@ -121,7 +131,4 @@ def print_table(where: str, results: List[Any]) -> None:
                  for kind, (loop, ours) in result['us_per_cell'].items()]
         rows.append([f"n={result['n']} m={result['m']}", *cells])
     medians = [f"{median(result['ratio'][kind] for result in results):.2f}" for kind in kinds]
-    click.echo(f'\n{where}: µs per cell, plain loop → GPipe, and the ratio of the difference to '
-               "the loop\n(for 'always': loop of torch.utils.checkpoint → GPipe, and the ratio of "
-               'what each adds to the plain loop)\n')
-    click.echo(table(['', *kinds], [*rows, ['median', *medians]]))
+    return ['', *kinds], [*rows, ['median', *medians]]

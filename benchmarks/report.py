@@ -1,9 +1,10 @@
 """What all benchmarks print and write: tables, and files that say where they were measured."""
 import json
+import os
 import platform
 from datetime import date
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Tuple
 
 import click
 import torch
@@ -11,7 +12,10 @@ import torch
 import torchgpipe
 from torchgpipe.balance.table import table
 
-__all__ = ['machine', 'output_folder', 'table', 'write_json']
+__all__ = ['Rows', 'cores', 'describe', 'machine', 'output_folder', 'table', 'write_json']
+
+#: The header of a table, and its rows.
+Rows = Tuple[List[str], List[List[str]]]
 
 
 def output_folder(path: str) -> Path:
@@ -32,11 +36,17 @@ def machine() -> Dict[str, Any]:
     gpus = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
     return {'date': date.today().isoformat(), 'torchgpipe': torchgpipe.__version__,
             'torch': torch.__version__, 'python': platform.python_version(),
-            'cpu': _cpu_name(), 'cores': len(_cores()), 'gpus': gpus}
+            'cpu': _cpu_name(), 'cores': len(cores()), 'gpus': gpus}
 
 
-def _cores() -> List[int]:
-    import os
+def describe(here: Dict[str, Any]) -> str:
+    """Say in one line where and when figures were measured."""
+    return (f"torchgpipe {here['torchgpipe']}, torch {here['torch']}, "
+            f"{', '.join(here['gpus']) or here['cpu']}, {here['cores']} cores, {here['date']}")
+
+
+def cores() -> List[int]:
+    """Give the cores that this process may use."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') \
         else list(range(os.cpu_count() or 1))
 

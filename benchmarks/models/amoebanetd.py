@@ -3,7 +3,7 @@
 Each cell takes the last output and the one before it, as a tuple, and gives a tuple alike::
 
     stem ─▶ 2 reductions ─▶ L/3 normal ─▶ reduction ─▶ L/3 normal ─▶ reduction ─▶ L/3 normal
-                                                       ─▶ average pool, flatten, linear
+                                             ─▶ average pool (7×7 of 224²), flatten, linear
 
 Channels start at D/4 and double with each reduction. A cell combines *states*: 0 and 1 are
 its inputs, brought to its number of channels, and each further one is the sum of two operations on
@@ -162,7 +162,7 @@ class Classifier(nn.Module):
 
     def __init__(self, channels: int, num_classes: int) -> None:
         super().__init__()
-        self.pool = nn.AvgPool2d(7)
+        self.pool = nn.AdaptiveAvgPool2d(1)  # 7×7 for images of 224²
         self.flatten = nn.Flatten()
         self.fc = nn.Linear(channels, num_classes)
 

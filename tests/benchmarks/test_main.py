@@ -1,7 +1,6 @@
 """The command line: help, wrong options, and each command once, at a small size."""
 import json
 import re
-import sys
 
 import pytest
 import torch
@@ -9,28 +8,19 @@ import torch
 from benchmarks import balance as balance_module
 from benchmarks import concurrency as concurrency_module
 from benchmarks import overhead as overhead_module
-from benchmarks.__main__ import main
 from benchmarks.overhead import ratios
+from benchmarks.page import PAGE, make_page
+from benchmarks.published import EXPERIMENTS
 from benchmarks.report import table
 from torchgpipe.balance.live import LiveTensors
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Run a command; give its exit code, its output and its errors."""
-    def call(*args):
-        monkeypatch.setattr(sys, 'argv', ['benchmarks', *map(str, args)])
-        with pytest.raises(SystemExit) as exit:
-            main()
-        captured = capsys.readouterr()
-        return exit.value.code or 0, captured.out, captured.err
-    return call
 
 
 def test_help(run):
     code, out, _ = run('--help')
     assert code == 0
-    assert all(name in out for name in ('digits', 'balance', 'overhead', 'concurrency'))
+    assert all(name in out for name in ('list', 'digits', 'balance', 'overhead', 'concurrency',
+                                        'pictures', *EXPERIMENTS))
+    assert out.count('\n') < 30
     code, out, _ = run('digits', '--help')
     assert code == 0
     for option in ('--epochs', '--chunks', '--balance', '--checkpoint', '--output'):
@@ -45,11 +35,56 @@ def test_help(run):
     (['digits', '--balance', '0,16'], 'positive'),
     (['digits', '--checkpoint', 'sometimes'], "'except_last'"),
     (['digits', '--output', '/proc/nothing'], '/proc/nothing'), (['digitz'], 'digitz'),
-    (['digits', '--speed', 'high'], '--speed'), (['digits', 'more'], 'more')])
+    (['digits', '--speed', 'high'], '--speed'), (['digits', 'more'], 'more'),
+    (['unet-sped'], "'unet-speed'"), (['unet-speed', '--setting', 'pipeline-3'], 'pipeline-4'),
+    (['unet-speed', '--scale', '0'], '--scale'), (['unet-speed', '--scale', '2'], '--scale'),
+    (['unet-speed', '--epochs', '2', '--skip-epochs', '2'], 'nothing to measure'),
+    (['unet-speed', '--devices', 'cpu:0,gpu'], "'gpu'"),
+    (['unet-speed', '--devices', 'cuda:99'], "'cuda:99'"),
+    (['unet-speed', '--devices', 'meta'], 'neither a CPU nor a CUDA device'),
+    (['unet-speed', '--dtype', 'int8'], "'bfloat16'"),
+    (['unet-speed', '--output', '/proc/nothing'], '/proc/nothing'),
+    (['unet-timeline', '--model', 'vgg'], "'resnet101'"),
+    (['resnet101-accuracy', '--data', '/proc/nothing'], '/proc/nothing/train'),
+    (['pictures', '/proc/nothing'], '/proc/nothing'), (['pictures'], 'DIR')])
 def test_a_wrong_option_gets_one_clear_line(run, args, reason):
     code, out, err = run(*args)
     assert code != 0 and not out
     assert reason in err and err.startswith('Error: ') and err.count('\n') == 1
+
+
+@pytest.mark.parametrize('name', EXPERIMENTS)
+def test_the_help_of_an_experiment_shows_the_common_options(run, name):
+    code, out, _ = run(name, '--help')
+    assert code == 0 and out.count('\n') < 50
+    for option in ('--setting', '--devices', '--scale', '--epochs', '--skip-epochs', '--dtype',
+                   '--compile', '--seed', '--output'):
+        assert option in out
+    assert all(setting.name in out for setting in EXPERIMENTS[name].settings)
+
+
+def test_the_list(run):
+    code, out, _ = run('list')
+    assert code == 0 and out.count('\n') < 50 and max(map(len, out.splitlines())) < 140
+    for experiment in EXPERIMENTS.values():
+        assert experiment.name in out
+        assert all(setting.name in out for setting in experiment.settings)
+    for figure in ('135.5 (1.41)', '22.24 ± 0.19', 'out of memory', '154.1', '75.00 utilisation'):
+        assert figure in out
+
+
+def test_a_published_model_from_the_command_line(run, tmp_path):
+    code, out, _ = run('resnet101-speed', '--setting', 'baseline', '--setting', 'pipeline-1',
+                       '--scale', 0.004, '--epochs', 1, '--output', tmp_path)
+    assert code == 0 and '0.853' in out
+    summary = json.loads((tmp_path / 'resnet101-speed.json').read_text())
+    assert summary['machine']['torch'] == torch.__version__
+    base, piped = summary['results']['settings']
+    assert piped['ratio'] == piped['figure'] / base['figure'] and piped['balance'] == [370]
+
+
+def test_the_page_is_made_of_the_results_that_are_kept():
+    assert PAGE.read_text() == make_page()
 
 
 def test_digits(run, tmp_path):

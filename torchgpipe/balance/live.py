@@ -7,7 +7,7 @@ thread-local, so workers enter one around each partition; backward runs in the c
 import threading
 import weakref
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List
+from typing import Any, Callable, Dict, Hashable, Iterator, List
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +18,39 @@ __all__ = ['LiveTensors']
 
 
 class LiveTensors:
-    """Bytes in tensors that were made while :meth:`watched`, now and at the peak."""
+    """Bytes in tensors that were made while :meth:`watched`, now and at the peak.
 
-    def __init__(self) -> None:
+    Args:
+        owner: Whose the tensors are that the calling thread makes. Each owner has a peak of its
+            own in ``peaks``.
+    """
+
+    def __init__(self, owner: Callable[[], Hashable] = lambda: None) -> None:
         self.now = 0
         self.peak = 0
+        self.peaks: Dict[Hashable, int] = {}
+        self._owner = owner
+        self._owned: Dict[Hashable, int] = {}
+        self._owner_of: Dict[int, Hashable] = {}
         self._lock = threading.RLock()
         self._known: Dict[int, Any] = {}
 
     def knows(self, tensor: Tensor) -> bool:
         """Tell whether the memory of a tensor was made while it was watched."""
         return tensor.untyped_storage()._cdata in self._known
+
+    def give(self, tensor: Tensor, owner: Hashable) -> None:
+        """Let a tensor belong to another owner from now on."""
+        storage = tensor.untyped_storage()
+        with self._lock:
+            if storage._cdata in self._known:
+                self._owned[self._owner_of[storage._cdata]] -= storage.nbytes()
+                self._own(storage._cdata, storage.nbytes(), owner)
+
+    def _own(self, key: int, size: int, owner: Hashable) -> None:
+        self._owner_of[key] = owner
+        self._owned[owner] = self._owned.get(owner, 0) + size
+        self.peaks[owner] = max(self.peaks.get(owner, 0), self._owned[owner])
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -39,12 +61,14 @@ class LiveTensors:
             self._known[storage._cdata] = weakref.finalize(
                 storage, self._remove, storage._cdata, size)
             self._known[storage._cdata].atexit = False
+            self._own(storage._cdata, size, self._owner())
             self.now += size
             self.peak = max(self.peak, self.now)
 
     def _remove(self, key: int, size: int) -> None:
         with self._lock:
             del self._known[key]
+            self._owned[self._owner_of.pop(key)] -= size
             self.now -= size
 
     @contextmanager

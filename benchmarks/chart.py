@@ -1,0 +1,56 @@
+"""Bar charts: measured ratios beside the published ones."""
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+__all__ = ['COLORS', 'draw_ratios', 'save']
+
+#: Blue, orange, green, purple: apart also for those who see no red, on light and on dark.
+COLORS = ('#3b6fb6', '#d1803d', '#4f9d69', '#8a6bb0')
+
+#: Text and lines that can be read on white and on black, as pictures have no background.
+NEUTRAL = '#808080'
+
+
+def draw_ratios(summary: Dict[str, Any], stem: Path) -> List[Path]:
+    """Draw a bar for each setting and source; write a PNG and an SVG."""
+    from matplotlib.figure import Figure
+
+    settings = summary['settings']
+    sources = list(dict.fromkeys(source for result in settings for source, published in
+                                 result['published'].items() if published['ratio']))
+    series: Dict[str, List[Optional[float]]] = {
+        'this run': [result['ratio'] for result in settings],
+        **{source: [result['published'].get(source, {}).get('ratio') for result in settings]
+           for source in sources}}
+    figure = Figure(figsize=(max(6, 1.4 * len(settings)), 4), layout='constrained')
+    axes = figure.subplots()
+    width = .8 / len(series)
+    for k, (name, ratios) in enumerate(series.items()):
+        places = [j + (k - (len(series) - 1) / 2) * width for j in range(len(settings))]
+        axes.bar(places, [ratio or 0 for ratio in ratios], width * .92, label=name,
+                 color=COLORS[k % len(COLORS)])
+        for place, ratio, result in zip(places, ratios, settings):
+            text = f'{ratio:.2f}' if ratio else result['status'] if k == 0 else '—'
+            tall = text == 'out of memory' or text == 'interrupted'
+            axes.text(place, ratio or 0, f' {text}' if tall else text, ha='center', va='bottom',
+                      fontsize=7, rotation=90 if tall else 0, color=NEUTRAL)
+    axes.set_xticks(range(len(settings)), [result['setting'] for result in settings])
+    axes.set_ylabel(f"{summary['figure']}, relative to {summary['baseline']}")
+    axes.set_title(summary['experiment'] + (
+        f", at scale {summary['scale']:g}" if summary['scale'] < 1 else ''))
+    legend = axes.legend(frameon=False)
+    for text in [axes.title, axes.yaxis.label, *legend.get_texts()]:
+        text.set_color(NEUTRAL)
+    return save(figure, axes, stem)
+
+
+def save(figure: Any, axes: Any, stem: Path) -> List[Path]:
+    """Write a PNG on white and an SVG without background."""
+    axes.tick_params(colors=NEUTRAL)
+    for side, spine in axes.spines.items():
+        spine.set_color(NEUTRAL)
+        spine.set_visible(side in ('left', 'bottom'))
+    paths = [stem.with_name(f'{stem.name}.{kind}') for kind in ('png', 'svg')]
+    figure.savefig(paths[0], dpi=150)
+    figure.savefig(paths[1], transparent=True, metadata={'Date': None})
+    return paths

@@ -1,0 +1,125 @@
+"""Measure memory: parameters, gradients, optimizer state and peak activations of each partition.
+
+*Model memory* is parameters, gradients and optimizer state. *Activation memory* is the peak of
+all memory over the steps, less the model memory; gradients stay from step to step. Both are summed
+over partitions.
+
+Where each partition has a CUDA device for itself, the peak is what its allocator has reserved.
+Where partitions share a memory, the peak of each is that of live tensors: those that the partition
+made, its input, the gradient of its output and the skip tensors that it pops, as they would be on
+its own device. That leaves out what kernels need for themselves and what the allocator rounds up,
+and a tensor that two partitions hold at the same time counts for the later one only.
+"""
+from typing import Any, Callable, Dict, List, Sequence, Tuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from tqdm import tqdm
+
+from benchmarks.experiment import Experiment, Setting
+from benchmarks.job import Job, synchronize
+from benchmarks.options import Options
+from benchmarks.published import ACTIVATIONS, MODEL
+from benchmarks.turns import Turns
+from torchgpipe.balance.live import LiveTensors
+from torchgpipe.pipeline import Pipeline
+
+__all__ = ['measure', 'peaks_by_partition', 'size_of_partition']
+
+GIB = 2 ** 30
+
+
+def measure(experiment: Experiment, setting: Setting, options: Options, result: Dict[str, Any]
+            ) -> None:
+    """Train for some steps, and add to the result what each partition took."""
+    job = Job(experiment, setting, options)
+    # Gradients and optimizer state, which belong to the model, are there after one step.
+    before, steps = max(1, options.skip_epochs), options.epochs - options.skip_epochs
+    with tqdm(total=(before + steps) * job.batch, desc=setting.name, unit=' samples', leave=False
+              ) as bar:
+        def run(steps: int) -> None:
+            for _ in range(steps):
+                job.step()
+                bar.update(job.batch)
+
+        run(before)
+        model = [size_of_partition(partition, job.optimizer) for partition in job.partitions]
+        by_allocator = len({d for d in job.devices if d.type == 'cuda'}) == len(job.devices)
+        peaks = (_reserved if by_allocator else _live)(job, model, lambda: run(steps))
+    rows = [{'device': str(device), **sizes, 'activations': peak}
+            for device, sizes, peak in zip(job.devices, model, peaks)]
+    total = sum(sum(sizes.values()) for sizes in model)
+    result['partitions'] = rows
+    result['measured_by'] = 'allocator' if by_allocator else 'live tensors'
+    result['figure'] = (total + sum(peaks)) / GIB
+    result['details'].update({MODEL: total / GIB, ACTIVATIONS: sum(peaks) / GIB})
+
+
+def size_of_partition(partition: nn.Module, optimizer: Optimizer) -> Dict[str, int]:
+    """Give the bytes that stay: parameters (with buffers), gradients, optimizer state."""
+    parameters = list(partition.parameters())
+    state = [value for p in parameters for value in optimizer.state[p].values()
+             if isinstance(value, Tensor)]
+    return {'parameters': _bytes([*parameters, *partition.buffers()]),
+            'gradients': _bytes([p.grad for p in parameters if p.grad is not None]),
+            'optimizer': _bytes(state)}
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def _reserved(job: Job, model: List[Dict[str, int]], run: Callable[[], None]) -> List[int]:
+    """Ask the allocator of each partition's own device."""
+    synchronize(job.devices)
+    torch.cuda.empty_cache()
+    for device in job.devices:
+        torch.cuda.reset_peak_memory_stats(device)
+    run()
+    synchronize(job.devices)
+    return [torch.cuda.max_memory_reserved(device) - sum(sizes.values())
+            for device, sizes in zip(job.devices, model)]
+
+
+def _live(job: Job, model: List[Dict[str, int]], run: Callable[[], None]) -> List[int]:
+    peaks = peaks_by_partition(job.partitions, run)
+    return [peaks[j] for j in range(len(job.partitions))]
+
+
+class _Owners(Turns):
+    """Turns that count what reaches a partition as its own."""
+
+    def __init__(self, partitions: Sequence[nn.Module]) -> None:
+        super().__init__(partitions)
+        self.live = LiveTensors(lambda: self.owner)
+
+    def receive(self, j: int, grad: Tensor) -> None:
+        self.live.give(grad, j)
+
+    def fence(self, pipeline: Pipeline, schedule: Sequence[Tuple[int, int]]) -> None:
+        """Hand over batches and skips where a pipeline would copy them to another device."""
+        for i, j in schedule:
+            portals = pipeline._trackers[i].portals
+            skips = [portals[key].tensor for _, key in pipeline._skip_layout.incoming(j)]
+            for tensor in (*pipeline._batches[i], *skips):
+                if tensor is not None:
+                    self.live.give(tensor, j)
+
+
+def peaks_by_partition(partitions: Sequence[nn.Module], run: Callable[[], None]) -> Dict[int, int]:
+    """Give the peak bytes of live tensors of each partition, in a memory that they share."""
+    owners = _Owners(partitions)
+    fence = Pipeline.fence
+
+    def fence_and_hand_over(pipeline: Pipeline, schedule: Sequence[Tuple[int, int]]) -> None:
+        fence(pipeline, schedule)
+        owners.fence(pipeline, schedule)
+    try:
+        with owners.live.watched(*partitions), \
+                patch.object(Pipeline, 'fence', fence_and_hand_over):
+            run()
+    finally:
+        owners.close()
+    return {j: owners.live.peaks.get(j, 0) for j in range(len(partitions))}

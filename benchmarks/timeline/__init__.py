@@ -1,0 +1,61 @@
+"""The ablation, and the measured timeline of each of its settings."""
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Dict
+
+from benchmarks.experiment import Experiment, Setting
+from benchmarks.job import Job
+from benchmarks.live import peak_memory
+from benchmarks.memory import GIB, size_of_partition
+from benchmarks.options import Options
+from benchmarks.published import AMOEBANETD_SPEED, MEMORY, RESNET_SPEED, UNET_TIMELINE, UTILISATION
+from benchmarks.speed import time_epochs
+from benchmarks.timeline.ablation import without
+from benchmarks.timeline.carry import carry
+from benchmarks.timeline.draw import draw_timeline, write_trace
+from benchmarks.timeline.record import record, utilisation
+from torchgpipe import GPipe
+
+__all__ = ['experiment_for', 'measure']
+
+#: Where the other models' balances for four devices come from.
+OTHERS = {'resnet101': (RESNET_SPEED, 'pipeline-4'), 'amoebanetd': (AMOEBANETD_SPEED, 'n4m4')}
+
+
+def experiment_for(model: str) -> Experiment:
+    """Give the ablation for a model: published for U-Net, with nothing to compare for others."""
+    if model == 'unet':
+        return UNET_TIMELINE
+    source, name = OTHERS[model]
+    like = source.setting(name)
+    return replace(UNET_TIMELINE, name=f'{model}-timeline', resolution=source.resolution,
+                   title=UNET_TIMELINE.title.replace('U-Net', model),
+                   settings=tuple(replace(setting, model=like.model, balance=like.balance,
+                                          published={}, details={})
+                                  for setting in UNET_TIMELINE.settings))
+
+
+def measure(experiment: Experiment, setting: Setting, options: Options, result: Dict[str, Any]
+            ) -> None:
+    """Time epochs, then take the memory and the timeline of one step each."""
+    with without(setting.off):
+        job = Job(experiment, setting, options,
+                  carry if 'portals' in setting.off else lambda model: model)
+        time_epochs(job, result)
+        kept = sum(sum(size_of_partition(partition, job.optimizer).values())
+                   for partition in job.partitions)
+        peak = peak_memory(job.step, job.devices, job.partitions)
+        job.clear()
+        assert isinstance(job.model, GPipe)
+        boxes = record(job.model, job.step)
+    result['details'].update({UTILISATION: 100 * utilisation(boxes, job.devices),
+                              MEMORY: (kept + peak) / GIB})
+    stem = Path(options.output) / f'{experiment.name}-{setting.name}'
+    title = f'{setting.model}: {_list(setting)}'
+    files = draw_timeline(boxes, job.devices, title, stem)
+    files.append(write_trace(boxes, job.devices, stem.with_suffix('.trace.json')))
+    result['files'] = [path.name for path in files]
+
+
+def _list(setting: Setting) -> str:
+    return 'without ' + ', '.join(setting.off) if setting.off else 'as it is'

@@ -1,0 +1,74 @@
+"""Skip tensors without portals: carried along through every layer between stash and pop.
+
+::
+
+    layers            stash a        b            c        pop a
+    with portals         a ───────────────────────────────▶ a
+    carried          x ──▶ (x, a) ──▶ (x, a) ──▶ (x, a) ──▶ x       copied at every boundary
+"""
+from typing import Dict, List, Optional, Set, Tuple
+
+from torch import Tensor, nn
+
+from torchgpipe.aliases import TensorOrTensors, Tensors
+from torchgpipe.skip.layout import DeclaresSkips
+from torchgpipe.skip.namespace import Key
+from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
+
+__all__ = ['carry']
+
+
+def carry(model: nn.Sequential) -> nn.Sequential:
+    """Wrap each layer into one that takes ``(x, *skips)`` and gives ``(x, *skips)``.
+
+    Layers, parameters and numbers are those of the model; no skip is left that GPipe would see.
+    """
+    alive: List[Key] = []
+    layers = []
+    for layer in model:
+        pops, stashes = _keys(layer)
+        before = tuple(alive)
+        alive = [key for key in alive if key not in pops] + sorted(stashes)
+        layers.append(_Carrying(layer, before, tuple(alive)))
+    return nn.Sequential(*layers)
+
+
+def _keys(layer: nn.Module) -> Tuple[Set[Key], Set[Key]]:
+    if not isinstance(layer, DeclaresSkips):
+        return set(), set()
+    return set(layer.poppable()), set(layer.stashable())
+
+
+class _Carrying(nn.Module):
+    """A layer, and the skips that come to it and leave it."""
+
+    def __init__(self, layer: nn.Module, before: Tuple[Key, ...], after: Tuple[Key, ...]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.has_skips = isinstance(layer, DeclaresSkips)
+        self.before = before
+        self.after = after
+
+    def forward(self, input: TensorOrTensors) -> TensorOrTensors:
+        skips: Tensors = ()
+        if self.before:
+            tensors = tuple(input)
+            input, skips = _unpack(tensors[:-len(self.before)]), tensors[-len(self.before):]
+        carried = dict(zip(self.before, skips))
+        output = self._call(input, carried) if self.has_skips else self.layer(input)
+        if not self.after:
+            return output
+        tensors = (output,) if isinstance(output, Tensor) else output
+        return (*tensors, *(carried[key] for key in self.after))
+
+    def _call(self, input: TensorOrTensors, carried: Dict[Key, Optional[Tensor]]
+              ) -> TensorOrTensors:
+        """Let the layer pop and stash what is carried."""
+        tracker = SkipTracker()
+        tracker.tensors = carried
+        with use_skip_tracker(tracker):
+            return self.layer(input)
+
+
+def _unpack(tensors: Tensors) -> TensorOrTensors:
+    return tensors[0] if len(tensors) == 1 else tensors
