@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import torchgpipe
 
@@ -88,22 +87,3 @@ def test_the_table_in_the_documentation_is_this_one():
 def test_the_changelog_is_up_to_date():
     newest = re.search(r'^## ([\d.]+) ', (ROOT.parent / 'docs/changelog.md').read_text(), re.M)
     assert newest.group(1) == torchgpipe.__version__
-
-
-def test_both_readmes_have_the_same_code_and_figures():
-    english, korean = ((ROOT.parent / name).read_text() for name in ('README.md', 'README.ko.md'))
-    blocks = r'```(\w*)\n(.*?)```'
-    assert re.findall(blocks, english, re.S) == re.findall(blocks, korean, re.S)
-    figures = r'\d+\.\d+ ×'
-    assert re.findall(figures, english) == re.findall(figures, korean)
-    assert english.count('\n## ') == korean.count('\n## ')
-
-
-def test_the_examples_of_the_readme_run():
-    readme = (ROOT.parent / 'README.md').read_text()
-    first, *examples = re.findall(r'```python\n(.*?)```', readme, re.S)
-    assert 'Sequential(a, b, c, d)' in first and len(examples) == 3
-    names = {}
-    for example in examples:
-        exec(example, names)
-    names['model'](torch.rand(8, 64)).sum().backward()

@@ -48,7 +48,8 @@ class DeferredBatchNorm(_BatchNorm):
     """Batch normalization for micro-batches: running statistics once per mini-batch.
 
     In a :class:`~torchgpipe.GPipe` the pipeline says which micro-batch is the last. Elsewhere,
-    every ``chunks`` calls make a mini-batch.
+    every ``chunks`` calls make a mini-batch. Means and variances of micro-batches are merged as in
+    Chan, Golub and LeVeque (1979).
 
     >>> import torch
     >>> bn = DeferredBatchNorm(3, chunks=2)
@@ -150,6 +151,10 @@ class DeferredBatchNorm(_BatchNorm):
         Weights, biases and running statistics are shared with the layer that is replaced. Layers
         without running statistics have nothing to defer and stay, and so do those with a forward
         of their own, such as :class:`torch.nn.SyncBatchNorm`.
+
+        >>> model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        >>> DeferredBatchNorm.convert_deferred_batch_norm(model)[1].num_features
+        3
 
         Args:
             module: A module, itself a batch normalization or not.

@@ -42,7 +42,15 @@ def _like(ctx: Any, input: Tuple[Tensor, ...], output: Tuple[Tensor, ...]) -> Tu
 
 
 class Copy(torch.autograd.Function):
-    """Copy tensors from one stream's device to another's: ``Copy.apply(prev, next, *tensors)``."""
+    """Copy tensors from one stream's device to another's: ``Copy.apply(prev, next, *tensors)``.
+
+    Takes tensors of any shapes, and gives a tuple of them. In backward, gradients are copied the
+    other way.
+
+    >>> from torchgpipe.stream import CPUStream
+    >>> Copy.apply(CPUStream, CPUStream, torch.ones(2))
+    (tensor([1., 1.]),)
+    """
 
     @staticmethod
     def forward(ctx: Any, prev_stream: AbstractStream,
@@ -68,7 +76,11 @@ class Wait(torch.autograd.Function):
     """Let one stream wait for another: ``Wait.apply(prev, next, *tensors)``.
 
     In forward ``next`` waits for ``prev``, in backward ``prev`` waits for ``next``. The tensors
-    only mark the place in the graph.
+    only mark the place in the graph, and are given back as a tuple.
+
+    >>> from torchgpipe.stream import CPUStream
+    >>> Wait.apply(CPUStream, CPUStream, torch.ones(2))
+    (tensor([1., 1.]),)
     """
 
     @staticmethod

@@ -28,21 +28,44 @@ __all__ = ['Fork', 'Join', 'fork', 'join']
 
 
 def fork(input: Tensor) -> Tuple[Tensor, Tensor]:
-    """Branch a phony off a tensor: ``(tensor, phony)``."""
+    """Branch a phony off a tensor.
+
+    >>> a = torch.ones(2, requires_grad=True)
+    >>> b = torch.ones(3, requires_grad=True)
+    >>> a2, phony = fork(a)
+    >>> b2 = join(b, phony)  # in backward, a2 comes after b2
+    >>> (a2.sum() + b2.sum()).backward()
+    >>> a.grad, b.grad
+    (tensor([1., 1.]), tensor([1., 1., 1.]))
+
+    Args:
+        input: A tensor of any shape.
+
+    Returns:
+        The tensor, and the phony of shape ``(0,)``. Without grad, nothing is added to the graph.
+    """
     if torch.is_grad_enabled() and input.requires_grad:
         return Fork.apply(input)  # type: ignore[no-any-return,no-untyped-call]
     return input, get_phony(input.device, requires_grad=False)
 
 
 def join(input: Tensor, phony: Tensor) -> Tensor:
-    """Merge a phony into a tensor, which requires grad then if the phony does."""
+    """Merge a phony into a tensor, which requires grad then if the phony does: see :func:`fork`.
+
+    Args:
+        input: A tensor of any shape.
+        phony: What :func:`fork` gave beside another tensor.
+
+    Returns:
+        The tensor.
+    """
     if torch.is_grad_enabled() and (input.requires_grad or phony.requires_grad):
         return Join.apply(input, phony)  # type: ignore[no-any-return,no-untyped-call]
     return input
 
 
 class Fork(torch.autograd.Function):
-    """The function behind :func:`fork`."""
+    """The autograd function behind :func:`fork`: ``Fork.apply(input)``."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> Tuple[Tensor, Tensor]:
@@ -57,7 +80,7 @@ class Fork(torch.autograd.Function):
 
 
 class Join(torch.autograd.Function):
-    """The function behind :func:`join`."""
+    """The autograd function behind :func:`join`: ``Join.apply(input, phony)``."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, phony: Tensor) -> Tensor:

@@ -23,7 +23,8 @@ _MODES = ('always', 'except_last', 'never')
 class GPipe(nn.Module):
     """Run a sequential module on several devices, micro-batch by micro-batch (GPipe, 2019).
 
-    Outputs, gradients, running statistics and ``state_dict`` are those of the module itself.
+    Outputs, gradients, running statistics and ``state_dict`` are those of the module itself. It is
+    a sequence of the layers: ``len(model)``, ``model[0]`` and ``for layer in model`` work.
 
     >>> import torch
     >>> from torch import nn
@@ -207,7 +208,12 @@ class GPipe(nn.Module):
         raise _denied()
 
     def to(self, *args: Any, **kwargs: Any) -> 'GPipe':
-        """Change the dtype of parameters and buffers; to move them is a :exc:`TypeError`."""
+        """Change the dtype of parameters and buffers; to move them is a :exc:`TypeError`.
+
+        >>> model = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=['cpu'])
+        >>> model.to(torch.float64)[0].weight.dtype
+        torch.float64
+        """
         try:
             device: Any = torch._C._nn._parse_to(*args, **kwargs)[0]
         except RuntimeError as error:  # a device that this machine does not have

@@ -128,6 +128,15 @@ place = _Current()
 def check(input: Any) -> None:
     """Check that a value may cross a partition boundary: a tensor or a tuple of tensors.
 
+    >>> import torch
+    >>> check((torch.zeros(2, 3), torch.zeros(2)))
+    >>> check([torch.zeros(2, 3)])  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    TypeError: expected Tensor, but got list as the value; ...
+
+    Args:
+        input: The value, of any shape.
+
     Raises:
         TypeError: It is something else, or a tuple with something else in it.
     """
@@ -214,6 +223,10 @@ def _batch_size(tensors: Sequence[Tensor]) -> int:
 
 def gather(batches: Sequence[Batch], sizes: Optional[Sequence[int]] = None) -> TensorOrTensors:
     """Concatenate micro-batches along dimension 0.
+
+    >>> import torch
+    >>> gather([Batch(torch.zeros(2, 3)), Batch(torch.ones(1, 3))]).shape
+    torch.Size([3, 3])
 
     Args:
         batches: At least one batch, all of one kind and number of tensors.

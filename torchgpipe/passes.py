@@ -18,6 +18,8 @@ pass_state = _PassState()
 def is_checkpointing() -> bool:
     """Tell whether this thread is in the first pass over a checkpointed micro-batch.
 
+    Another pass will follow in backward. Threads do not see each other's answers.
+
     >>> is_checkpointing()
     False
     """
@@ -52,10 +54,20 @@ class _Pass:
 
 
 def enable_checkpointing() -> ContextManager[None]:
-    """Make :func:`is_checkpointing` true within the context."""
+    """Make :func:`torchgpipe.is_checkpointing` true within the context.
+
+    >>> with enable_checkpointing():
+    ...     is_checkpointing(), is_recomputing()
+    (True, False)
+    """
     return _Pass(True, pass_state.recomputing)
 
 
 def enable_recomputing() -> ContextManager[None]:
-    """Make :func:`is_recomputing` true within the context."""
+    """Make :func:`torchgpipe.is_recomputing` true within the context.
+
+    >>> with enable_recomputing():
+    ...     is_checkpointing(), is_recomputing()
+    (False, True)
+    """
     return _Pass(False, True)

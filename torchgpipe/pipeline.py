@@ -53,7 +53,14 @@ def clock_cycles(m: int, n: int) -> Iterator[List[Cell]]:
 
 
 class Pipeline:
-    """One pass of micro-batches through partitions.
+    """One pass of micro-batches through partitions (Huang et al., "GPipe", 2019).
+
+    >>> from torchgpipe.microbatch import gather, scatter
+    >>> batches = scatter(torch.ones(4, 2), chunks=2)
+    >>> partitions = [nn.Sequential(nn.Flatten()), nn.Sequential(nn.ReLU())]
+    >>> Pipeline(batches, partitions).run()
+    >>> gather(batches).shape
+    torch.Size([4, 2])
 
     Args:
         batches: The micro-batches; :meth:`run` replaces each by its output.
@@ -136,7 +143,7 @@ class Pipeline:
     def fence(self, schedule: Sequence[Cell]) -> None:
         """Copy skips and batches into the partitions that need them.
 
-        See :mod:`torchgpipe.cell` for the waits. A batch that stays in its memory is left as it
+        See ``cell.py`` for the waits. A batch that stays in its memory is left as it
         is. A skip is handed on once, from its source straight to its destination.
         """
         for i, j in schedule:

@@ -242,7 +242,11 @@ def _other_path(difference: str) -> str:
 
 
 class Checkpoint(torch.autograd.Function):
-    """Mark the output of a checkpointed call; in backward, see that its graph is filled."""
+    """Mark the output of a checkpointed call; in backward, see that its graph is filled.
+
+    Takes ``(phony, recomputation, *output)`` and gives the output: step 4 of the note "How
+    checkpointing works" in ``checkpoint.py``.
+    """
 
     @staticmethod
     def forward(ctx: Any, phony: Tensor, recomputation: Recomputation,
@@ -261,7 +265,11 @@ class Checkpoint(torch.autograd.Function):
 
 
 class Recompute(torch.autograd.Function):
-    """Run a checkpointed call again, before its gradient is there."""
+    """Run a checkpointed call again, before its gradient is there.
+
+    Takes ``(phony, recomputation, input)`` and gives a phony: step 2 of the note "How
+    checkpointing works" in ``checkpoint.py``.
+    """
 
     @staticmethod
     def forward(ctx: Any, phony: Tensor,

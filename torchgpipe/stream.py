@@ -31,7 +31,11 @@ no_context: ContextManager[Any] = nullcontext()
 
 
 def is_cuda(stream: AbstractStream) -> bool:
-    """Tell a CUDA stream from :data:`CPUStream`."""
+    """Tell a CUDA stream from :data:`CPUStream`.
+
+    >>> is_cuda(CPUStream)
+    False
+    """
     return stream is not CPUStream
 
 
@@ -41,32 +45,48 @@ def as_cuda(stream: AbstractStream) -> torch.cuda.Stream:
 
 
 def new_stream(device: torch.device) -> AbstractStream:
-    """Make a stream on a CUDA device; :data:`CPUStream` for any other device."""
+    """Make a stream on a CUDA device; :data:`CPUStream` for any other device.
+
+    >>> new_stream(torch.device('cpu'))
+    CPUStream
+    """
     return torch.cuda.Stream(device) if device.type == 'cuda' else CPUStream
 
 
 def current_stream(device: torch.device) -> AbstractStream:
-    """Give the calling thread's current stream on a device."""
+    """Give the calling thread's current stream on a device.
+
+    >>> current_stream(torch.device('cpu'))
+    CPUStream
+    """
     return torch.cuda.current_stream(device) if device.type == 'cuda' else CPUStream
 
 
 def default_stream(device: torch.device) -> AbstractStream:
-    """Give the default stream of a device."""
+    """Give the default stream of a device.
+
+    >>> default_stream(torch.device('cpu'))
+    CPUStream
+    """
     return torch.cuda.default_stream(device) if device.type == 'cuda' else CPUStream
 
 
 def use_device(device: torch.device) -> ContextManager[Any]:
-    """Make a CUDA device current within the context."""
+    """Make a CUDA device current within the context; do nothing for the CPU."""
     return torch.cuda.device(device) if device.type == 'cuda' else no_context
 
 
 def use_stream(stream: AbstractStream) -> ContextManager[Any]:
-    """Make a CUDA stream, and its device, current within the context."""
+    """Make a CUDA stream, and its device, current within the context; do nothing for the CPU."""
     return torch.cuda.stream(as_cuda(stream)) if is_cuda(stream) else no_context
 
 
 def get_device(stream: AbstractStream) -> torch.device:
-    """Give the device of a stream."""
+    """Give the device of a stream.
+
+    >>> get_device(CPUStream)
+    device(type='cpu')
+    """
     return as_cuda(stream).device if is_cuda(stream) else torch.device('cpu')
 
 
@@ -74,6 +94,8 @@ def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
     """Let ``source`` wait for the work that is queued on ``target`` by now.
 
     The host waits only where the CPU has to wait for a CUDA stream.
+
+    >>> wait_stream(CPUStream, CPUStream)  # does nothing
     """
     if not is_cuda(target):
         return
@@ -89,6 +111,8 @@ def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
     The allocator gives freed memory to the next taker on the stream that *allocated* it, without
     a look at other streams. Whoever uses a tensor on another stream must say so here. PyTorch
     records the whole storage, so a view that starts in its middle is safe too.
+
+    >>> record_stream(torch.ones(2), CPUStream)  # does nothing
     """
     if is_cuda(stream) and tensor.is_cuda:
         tensor.record_stream(as_cuda(stream))

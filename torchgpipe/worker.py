@@ -38,6 +38,8 @@ OutQueue = SimpleQueue[Result]
 class Task:
     """A piece of work for a worker, with the state of the thread that made it.
 
+    :func:`spawn_workers` has an example.
+
     Args:
         stream: The stream that is current while the task computes or finalizes.
         compute: What the worker calls.

@@ -35,12 +35,15 @@ def solve(sequence: Sequence[T], partitions: int = 1) -> List[List[T]]:
     >>> solve([1, 2, 3, 4, 5, 6], partitions=2)
     [[1, 2, 3, 4], [5, 6]]
 
+    By bisection, then dynamic programming as in Galil and Park, "Dynamic programming with
+    convexity, concavity and sparsity" (1992).
+
     Args:
         sequence: Costs, in any unit, none of them negative.
         partitions: Number of blocks, each of which gets one item at least.
 
     Returns:
-        The blocks. Ties are broken as evenly as possible: by the sum of squares of the blocks'
+        The blocks. Ties are broken as evenly as possible, by the sum of squares of the blocks'
         sums, then by that of their lengths.
 
     Raises:

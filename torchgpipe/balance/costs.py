@@ -23,12 +23,27 @@ class Profile:
 
     Times are medians in seconds, sizes are in bytes, all for one training step on the whole
     sample, without checkpoints. ``print(profile)`` shows a table.
+
+    >>> layer = LayerProfile('0', forward_seconds=0.002, backward_seconds=0.004,
+    ...                      parameter_bytes=288, frozen_bytes=0, buffer_bytes=0,
+    ...                      activation_bytes=0, output_bytes=512)
+    >>> profile = Profile((layer,), (), batch_size=16, input_bytes=512, device='cpu')
+    >>> print(profile)  # doctest: +NORMALIZE_WHITESPACE
+    layer  forward, ms  backward, ms  parameters  activations  output
+    ─────  ───────────  ────────────  ──────────  ───────────  ──────
+    0            2.000         4.000       288 B          0 B   512 B
+    total        2.000         4.000       288 B          0 B
+    <BLANKLINE>
+    16 samples on cpu
     """
 
+    #: In the order of the model.
     layers: Tuple[LayerProfile, ...]
+    #: All skips between them.
     skips: Tuple[SkipProfile, ...]
     #: The batch size of the sample.
     batch_size: int
+    #: Of the sample.
     input_bytes: int
     #: Where it was measured.
     device: str
@@ -46,13 +61,24 @@ class Profile:
                       'output'], rows) + f'\n\n{self.batch_size} samples on {self.device}'
 
     def to_dict(self) -> Dict[str, Any]:
-        """Give it as what JSON can hold."""
+        """Give it as what JSON can hold: dictionaries, lists, strings and numbers.
+
+        >>> profile = Profile((LayerProfile('0', 1.0, 2.0, 8, 0, 0, 4, 4),), (), 16, 4, 'cpu')
+        >>> Profile.from_dict(profile.to_dict()) == profile
+        True
+        """
         return {'version': 1, **asdict(self), 'layers': [asdict(x) for x in self.layers],
                 'skips': [asdict(x) for x in self.skips]}
 
     @staticmethod
     def from_dict(data: Dict[str, Any]) -> 'Profile':
         """Take what :meth:`to_dict` gave.
+
+        Args:
+            data: That, also after a way through JSON.
+
+        Returns:
+            The profile.
 
         Raises:
             ValueError: It is something else.
@@ -78,6 +104,12 @@ class Profile:
 
         That is exact for the measured times. Ties are broken as evenly as possible, where that
         keeps the limits of memory.
+
+        >>> layers = [LayerProfile(str(k), k, 2 * k, 8, 0, 0, 4, 4) for k in range(1, 7)]
+        >>> profile = Profile(tuple(layers), (), 16, 4, 'cpu')
+        >>> balance = profile.balance(2, chunks=4, checkpoint='never')
+        >>> balance, balance.seconds, round(balance.bubble, 2)
+        ([4, 2], [30.0, 33.0], 0.22)
 
         Args:
             partitions: Number of partitions.

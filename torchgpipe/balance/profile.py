@@ -89,6 +89,17 @@ def layerwise_sandbox(module: nn.Sequential, device: torch.device) -> Iterator[n
 
     Hooks are left out, apart from those by which PyTorch itself makes weights, such as
     :func:`torch.nn.utils.weight_norm`: those of users may keep what they see.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU()).eval()
+    >>> [layer.training for layer in layerwise_sandbox(model, torch.device('cpu'))]
+    [True, True]
+
+    Args:
+        module: The model. It is left as it is.
+        device: Where the copies are.
+
+    Yields:
+        One copy per layer.
     """
     for layer in module.children():
         copied = _copy(layer)

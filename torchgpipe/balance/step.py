@@ -13,18 +13,29 @@ __all__ = ['Balance', 'Step', 'even_cuts', 'group', 'ungroup']
 
 
 class Balance(List[int]):
-    """The number of layers of each partition, for ``GPipe(balance=…)``, and what it predicts."""
+    """The number of layers of each partition, for ``GPipe(balance=…)``, and what it predicts.
 
-    #: Per partition, for one training step on one mini-batch, waiting not counted.
+    Made by :meth:`Profile.balance`. It is a list of integers that also knows the layers that it is
+    for; ``list(balance)`` forgets them.
+
+    >>> from torchgpipe.balance import Profile
+    >>> layers = LayerProfile('a', 1, 2, 8, 0, 0, 4, 4), LayerProfile('b', 1, 1, 8, 0, 0, 4, 4)
+    >>> profile = Profile(layers, (), batch_size=16, input_bytes=4, device='cpu')
+    >>> balance = profile.balance(2, chunks=4, checkpoint='never')
+    >>> balance, balance.seconds, round(balance.speed_up, 2)
+    ([1, 1], [3.0, 2.0], 1.43)
+    """
+
+    #: Seconds of each partition for one training step on one mini-batch, waiting not counted.
     seconds: List[float]
-    #: Per partition, at the peak of a training step, apart from what a layer needs for itself
-    #: while it runs, and from what an allocator adds.
+    #: Bytes of each partition at the peak of a training step, apart from what a layer needs for
+    #: itself while it runs, and from what an allocator adds.
     bytes: List[int]
-    #: The part of the devices' time in a step in which they wait.
+    #: The part of the devices' time in a step in which they wait, from 0 to 1.
     bubble: float
     #: How much faster than the unwrapped model on one device, if that could hold it.
     speed_up: float
-    #: The layers that it is for: names and bytes of parameters.
+    #: Names and bytes of parameters of the layers that it is for.
     layers: Tuple[Tuple[str, int], ...]
 
 

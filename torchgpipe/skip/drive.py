@@ -29,6 +29,17 @@ _no_batch = Batch(())
 class stash:
     """Yield it to keep a tensor for a later layer: ``yield stash('name', tensor)``.
 
+    >>> from torch import nn
+    >>> from torchgpipe.skip import skippable
+    >>> @skippable(stash=['residual'])
+    ... class Start(nn.Module):
+    ...     def forward(self, input):
+    ...         yield stash('residual', input)
+    ...         return input * 2
+
+    It raises :exc:`RuntimeError` where it is yielded if the layer has not declared the name or has
+    stashed it already, and :exc:`TypeError` for what is no tensor.
+
     Args:
         name: A name that the layer declares as stashable.
         tensor: What the later layer will get, a tensor of any shape or ``None``.
@@ -43,6 +54,17 @@ class stash:
 
 class pop:
     """Yield it to get what an earlier layer stashed: ``tensor = yield pop('name')``.
+
+    >>> from torch import nn
+    >>> from torchgpipe.skip import skippable
+    >>> @skippable(pop=['residual'])
+    ... class End(nn.Module):
+    ...     def forward(self, input):
+    ...         residual = yield pop('residual')
+    ...         return input + residual
+
+    It raises :exc:`RuntimeError` where it is yielded if the layer has not declared the name or has
+    popped it already, or if nothing has been stashed.
 
     Args:
         name: A name that the layer declares as poppable.

@@ -31,6 +31,12 @@ class DeclaresSkips(Protocol):
 class SkipLayout:
     """Where skips start and end.
 
+    >>> layout = SkipLayout(3, {(None, 'a'): (0, 2), (None, 'b'): (1, 1)})
+    >>> layout.requires_copy(None, 'a'), layout.requires_copy(None, 'b')
+    (True, False)
+    >>> list(layout.copy_policy(2))
+    [(0, None, 'a')]
+
     Args:
         num_partitions: Number of partitions.
         skip_routes: For each skip ``(namespace, name)`` the partitions ``(source, destination)``.
@@ -70,8 +76,15 @@ class SkipLayout:
 def inspect_skip_layout(partitions: Iterable[nn.Module]) -> SkipLayout:
     """Find out where skips start and end.
 
+    >>> layout = inspect_skip_layout([nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())])
+    >>> list(layout.copy_policy(1))
+    []
+
     Args:
         partitions: Sequential modules; the layers that stash or pop are their children.
+
+    Returns:
+        The layout. Skips that nobody pops are not in it.
 
     Raises:
         TypeError: A layer within a child has a skip like one that goes to another partition.

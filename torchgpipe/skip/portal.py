@@ -44,9 +44,18 @@ __all__ = ['Portal', 'PortalBlue', 'PortalCopy', 'PortalOrange']
 class Portal:
     """The place where a skip tensor is while it is in no partition, and then its gradient.
 
+    >>> portal = Portal(torch.ones(2), tensor_life=2)
+    >>> phony = portal.blue()
+    >>> portal.orange(phony)
+    tensor([1., 1.])
+    >>> portal.orange(phony)
+    Traceback (most recent call last):
+    RuntimeError: tensor in portal has been removed
+
     Args:
         tensor: The skip tensor, or ``None``, for which there is no node in the graph.
-        tensor_life: [Note: Tensor life of a portal].
+        tensor_life: How many times it will be used: 2 without checkpointing, 3 with it, 1 when it
+            is stashed again in a recomputation.
     """
 
     __slots__ = ('_holder', '_version', 'tensor', 'tensor_life')
@@ -166,7 +175,7 @@ def changed_in_place(what: str) -> str:
 
 
 class PortalBlue(torch.autograd.Function):
-    """The entrance of a portal."""
+    """The entrance of a portal: takes the tensor, gives a phony."""
 
     @staticmethod
     def forward(ctx: Any, portal: Portal, tensor: Tensor) -> Tensor:
@@ -183,7 +192,7 @@ class PortalBlue(torch.autograd.Function):
 
 
 class PortalOrange(torch.autograd.Function):
-    """The exit of a portal."""
+    """The exit of a portal: takes the phony, gives the tensor."""
 
     @staticmethod
     def forward(ctx: Any, portal: Portal, phony: Tensor) -> Tensor:
@@ -201,7 +210,7 @@ class PortalOrange(torch.autograd.Function):
 
 
 class PortalCopy(torch.autograd.Function):
-    """The way from one device to another, on the copy streams: see :mod:`torchgpipe.copy`."""
+    """The way from one device to another, on the copy streams: takes a phony, gives another."""
 
     @staticmethod
     def forward(ctx: Any, portal: Portal, prev_stream: AbstractStream,

@@ -28,6 +28,12 @@ class Skippable(nn.Module):
 
     A class may name it as its base by itself, for type checkers, which see a decorated class as
     it was before.
+
+    >>> @skippable(stash=['x'])
+    ... class Layer(nn.Module):
+    ...     pass
+    >>> isinstance(Layer(), Skippable), [name for _, name in Layer().stashable()]
+    (True, ['x'])
     """
 
     stashable_names: ClassVar[FrozenSet[str]] = frozenset()
@@ -204,6 +210,20 @@ def _derive(base: Type[Any], stashable: FrozenSet[str], poppable: FrozenSet[str]
 
 def verify_skippables(module: nn.Sequential) -> None:
     """Check that each skip of a sequential module is stashed once, and popped once after that.
+
+    :class:`~torchgpipe.GPipe` does so by itself.
+
+    >>> @skippable(stash=['residual'])
+    ... class Start(nn.Module):
+    ...     def forward(self, input):
+    ...         yield stash('residual', input)
+    ...         return input
+    >>> verify_skippables(nn.Sequential(Start(), nn.ReLU()))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    TypeError: one or more pairs of stash and pop do not match:
+    <BLANKLINE>
+    * no module declared 'residual' as poppable but stashed
+    ...
 
     Args:
         module: Its layers, the direct children, are looked at.

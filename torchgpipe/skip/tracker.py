@@ -44,6 +44,11 @@ __all__ = ['SkipTracker', 'SkipTrackerThroughPortals', 'SkipTrackerThroughPotals
 class SkipTracker:
     """Skip tensors in a dictionary.
 
+    >>> tracker = SkipTracker()
+    >>> tracker.save(Batch(()), None, 'name', torch.ones(2))
+    >>> tracker.load(Batch(()), None, 'name')
+    tensor([1., 1.])
+
     The ``batch`` that each method takes is there for code written for torchgpipe 0.0.7, which led
     the graph of a skip through it.
     """
@@ -86,7 +91,7 @@ class SkipTrackerThroughPortals(SkipTracker):
         self.portals: Dict[Key, Portal] = {}
         self.phonies: Dict[Key, Tensor] = {}
         self.stashed: Dict[Key, Optional[Tensor]] = {}
-        #: Skips in whose memory the batch itself lies too: [Note: Changes in place].
+        #: Skips in whose memory the batch itself lies too. See "Changes in place" above.
         self.shared: Set[Key] = set()
         #: For each skip, the others in whose memory it lies.
         self.aliases: Dict[Key, Set[Key]] = {}
@@ -194,7 +199,16 @@ current = _Current()
 
 @contextmanager
 def use_skip_tracker(skip_tracker: SkipTracker) -> Iterator[None]:
-    """Let layers stash into and pop from a tracker within the context, in this thread."""
+    """Let layers stash into and pop from a tracker within the context, in this thread.
+
+    >>> tracker = SkipTracker()
+    >>> with use_skip_tracker(tracker):
+    ...     current_skip_tracker() is tracker
+    True
+
+    Args:
+        skip_tracker: The tracker.
+    """
     outside, current.tracker = current.tracker, skip_tracker
     try:
         yield
@@ -203,5 +217,5 @@ def use_skip_tracker(skip_tracker: SkipTracker) -> Iterator[None]:
 
 
 def current_skip_tracker() -> SkipTracker:
-    """Give this thread's tracker."""
+    """Give this thread's tracker: see :func:`use_skip_tracker`."""
     return current.tracker

@@ -1,0 +1,39 @@
+"""Build the documentation: ``python -m sphinx -W -b html docs docs/_build``."""
+import torchgpipe
+
+project = 'torchgpipe'
+version = release = torchgpipe.__version__
+
+extensions = ['myst_parser', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'sphinx.ext.doctest']
+exclude_patterns = ['_build']
+
+html_theme = 'furo'
+html_title = f'torchgpipe {release}'
+html_static_path = ['_static']
+html_css_files = ['style.css']
+html_show_copyright = False
+html_show_sphinx = False
+html_copy_source = False
+
+myst_heading_anchors = 3
+
+autodoc_member_order = 'bysource'
+autodoc_typehints = 'description'
+autodoc_typehints_description_target = 'documented_params'
+autodoc_default_options = {'members': True}
+napoleon_use_ivar = True
+
+rooms = ('balance', 'balance.blockpartition', 'balance.costs', 'balance.layers',
+         'balance.profile', 'batchnorm', 'checkpoint', 'copy', 'dependency', 'microbatch', 'phony',
+         'pipeline', 'skip', 'skip.layout', 'skip.portal', 'skip.tracker', 'stream', 'worker')
+doctest_global_setup = '\n'.join([
+    'import torch', 'from torch import nn', 'from torchgpipe import *',
+    *(f'from torchgpipe.{room} import *' for room in rooms)])
+
+# Every reference has to resolve, but those to other projects and to what is not public.
+nitpicky = True
+nitpick_ignore_regex = [
+    ('py:.*', r'(torch|typing|nn|_?queue|collections)\..*'),
+    ('py:class', r'torchgpipe\.(.*\.)?(T\w*|Ambient|Snapshot|Quiet|Workers|CPUStreamType)'),
+    ('py:class', 'OutQueue'),
+]

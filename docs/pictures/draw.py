@@ -1,0 +1,205 @@
+"""Draw the pictures of the documentation: ``python docs/pictures/draw.py [FOLDER]``.
+
+Cells come from the pipeline's own clock cycles, times from ``timeline.json``. One file serves
+light and dark pages: nothing has a background, words are grey, and colours lie halfway.
+"""
+import json
+import sys
+from html import escape
+from pathlib import Path
+
+from torchgpipe.pipeline import clock_cycles
+
+HERE = Path(__file__).parent
+COLOURS = {'F': '#3b78c4', 'R': '#7a6bb5', 'B': '#c2612c'}
+WORDS = '#747981'
+LINE = '#74798166'
+FONT = "font-family='system-ui, sans-serif'"
+
+
+class Picture:
+    """Shapes, and how far they reach."""
+
+    def __init__(self, title):
+        self.title = title
+        self.shapes = []
+        self.width = self.height = 0
+
+    def _grow(self, x, y):
+        self.width, self.height = max(self.width, x), max(self.height, y)
+
+    def box(self, x, y, width, height, colour, label=''):
+        """Draw a filled box with a white label."""
+        self._grow(x + width, y + height)
+        self.shapes.append(f"<rect x='{x:.1f}' y='{y:.1f}' width='{width - 1:.1f}' "
+                           f"height='{height - 1:.1f}' rx='2' fill='{colour}'/>")
+        if label:
+            self.words(x + (width - 1) / 2, y + height / 2 + 3.5, label, 'middle', '#fff', 10.5)
+
+    def words(self, x, y, text, anchor='start', colour=WORDS, size=11.5):
+        """Write a line."""
+        self._grow(x, y + 4)
+        self.shapes.append(f"<text x='{x:.1f}' y='{y:.1f}' font-size='{size}' fill='{colour}' "
+                           f"text-anchor='{anchor}'>{escape(text)}</text>")
+
+    def path(self, points, colour=LINE, width=1, arrow=False):
+        """Draw a line through points, with an arrow at its end if wanted."""
+        for x, y in points:
+            self._grow(x, y)
+        d = 'M' + ' L'.join(f'{x:.1f} {y:.1f}' for x, y in points)
+        end = " marker-end='url(#arrow)'" if arrow else ''
+        self.shapes.append(f"<path d='{d}' fill='none' stroke='{colour}' "
+                           f"stroke-width='{width}'{end}/>")
+
+    def svg(self):
+        """Give the file."""
+        width, height = self.width + 4, self.height + 4
+        arrow = (f"<defs><marker id='arrow' viewBox='0 0 8 8' refX='7' refY='4' markerWidth='6' "
+                 f"markerHeight='6' orient='auto'><path d='M0 0 L8 4 L0 8 z' fill='{WORDS}'/>"
+                 '</marker></defs>')
+        return ("<svg xmlns='http://www.w3.org/2000/svg' "
+                f"viewBox='0 0 {width:.0f} {height:.0f}' "
+                f"width='{width * 1.6:.0f}' role='img' {FONT}>"
+                f'<title>{escape(self.title)}</title>\n'
+                f'{arrow}\n' + '\n'.join(self.shapes) + '\n</svg>\n')
+
+
+def schedule(picture, top, m, n, unit, forward=1, backward=2, left=50, label='{}{}'):
+    """Draw a training step, clock by clock; give the place of its end."""
+    x = left
+    for kind, clocks, length in (('F', list(clock_cycles(m, n)), forward),
+                                 ('B', list(clock_cycles(m, n))[::-1], backward)):
+        for cells in clocks:
+            for i, j in cells:
+                picture.box(x, top + 24 * j, unit * length, 24, COLOURS[kind],
+                            label.format(kind, i))
+            x += unit * length
+    for j in range(n):
+        picture.words(0, top + 24 * j + 16, f'cuda:{j}')
+    return x
+
+
+def pipeline():
+    """Draw what GPipe does: four micro-batches, four partitions."""
+    picture = Picture('Forward and backward of four micro-batches on four devices')
+    end = schedule(picture, 0, m=4, n=4, unit=17)
+    _time(picture, end, 108)
+    return picture
+
+
+def _time(picture, end, y):
+    picture.path([(50, y), (end, y)], WORDS, arrow=True)
+    picture.words(end, y + 14, 'time', 'end')
+
+
+def bubble():
+    """Draw the same work as one micro-batch and as four."""
+    picture = Picture('The same mini-batch as one micro-batch, and as four')
+    picture.words(0, 10, 'chunks=1: one device works at a time')
+    end = schedule(picture, 18, m=1, n=3, unit=10, forward=4, backward=8)
+    picture.words(0, 116, 'chunks=4: the same work, half the time')
+    schedule(picture, 124, m=4, n=3, unit=10, label='{1}')
+    _time(picture, end, 204)
+    return picture
+
+
+def fraction():
+    """Draw the part of the devices' time that is bubble, counted in the clock cycles."""
+    picture = Picture('Bubble by number of micro-batches, for 2, 4 and 8 partitions')
+    left, top, width, height, largest = 40, 8, 320, 160, 32
+
+    def at(m, part):
+        return left + (m - 1) / (largest - 1) * width, top + height * (1 - part)
+
+    for part in (0, .25, .5, .75, 1):
+        picture.path([at(1, part), at(largest, part)])
+        picture.words(left - 5, at(1, part)[1] + 4, f'{part:.0%}', 'end')
+    for m in (1, 4, 8, 16, 32):
+        picture.words(at(m, 0)[0], top + height + 16, str(m), 'middle')
+    picture.words(left + width / 2, top + height + 32, 'micro-batches', 'middle')
+    for n, colour, y in ((8, 'B', 4), (4, 'R', 2), (2, 'F', 6)):
+        points = [at(m, idle(m, n)) for m in range(1, largest + 1)]
+        picture.path(points, COLOURS[colour], 2)
+        picture.words(points[-1][0] + 5, points[-1][1] + y, f'n = {n}', colour=COLOURS[colour])
+    picture.width += 34
+    return picture
+
+
+def idle(m, n):
+    """Count the part of all places in the clock cycles that is empty."""
+    clocks = list(clock_cycles(m, n))
+    return 1 - sum(map(len, clocks)) / (n * len(clocks))
+
+
+def checkpointing():
+    """Draw the last partition's step in the three modes, with the activations that it holds."""
+    picture = Picture('What each checkpoint mode computes and holds')
+    m, unit, left = 4, 17, 4
+    for row, (mode, stop) in enumerate((('never', 0), ('except_last', m - 1), ('always', m))):
+        top = row * 70
+        picture.words(left, top + 11, f"checkpoint='{mode}'")
+        x, held = left, 0
+        for kind, i, length in _partition_step(m, stop):
+            kept = kind == 'F' and i >= stop
+            picture.box(x, top + 18, unit * length, 22, COLOURS[kind], f'{kind}{i}')
+            for level in range(held + (kind != 'B')):
+                picture.path([(x, top + 46 + 5 * level),
+                              (x + unit * length, top + 46 + 5 * level)], WORDS, 4)
+            held += {'F': kept, 'R': 1, 'B': -1}[kind]
+            x += unit * length
+    return picture
+
+
+def _partition_step(m, stop):
+    for i in range(m):
+        yield 'F', i, 1
+    for i in reversed(range(m)):
+        if i < stop:
+            yield 'R', i, 1
+        yield 'B', i, 2
+
+
+def timeline():
+    """Draw the step that was measured."""
+    data = json.loads((HERE / 'timeline.json').read_text())
+    picture = Picture('A measured training step on cpu:0 and cpu:1')
+    left, scale = 40, 340 / max(cell[4] for cell in data['cells'])
+    for kind, i, j, start, end in data['cells']:
+        picture.box(left + start * scale, 26 * j, (end - start) * scale + 1, 26, COLOURS[kind],
+                    str(i))
+    for j in range(2):
+        picture.words(0, 26 * j + 17, f'cpu:{j}')
+    for ms in range(0, 401, 100):
+        if ms * scale < 345:
+            x = left + ms * scale
+            picture.path([(x, 54), (x, 59)], WORDS)
+            picture.words(x, 71, f'{ms} ms', 'middle')
+    for k, (kind, name) in enumerate((('F', 'forward'), ('R', 'recompute'), ('B', 'backward'))):
+        picture.box(left + 110 * k, 84, 12, 12, COLOURS[kind])
+        picture.words(left + 110 * k + 18, 94, name)
+    return picture
+
+
+def skip():
+    """Draw a skip from the first partition to the last."""
+    picture = Picture('A skip goes from its source straight to its destination')
+    for j in range(4):
+        picture.box(4 + 100 * j, 46, 70, 34, COLOURS['F'], f'partition {j}')
+        if j:
+            picture.path([(4 + 100 * j - 31, 63), (4 + 100 * j - 3, 63)], WORDS, 1.5, arrow=True)
+    picture.path([(39, 45), (39, 22), (339, 22), (339, 43)], COLOURS['B'], 1.5, arrow=True)
+    picture.words(189, 15, 'skip tensor, copied once', 'middle', COLOURS['B'])
+    return picture
+
+
+PICTURES = (pipeline, bubble, fraction, checkpointing, timeline, skip)
+
+
+def draw(folder):
+    """Write all pictures into a folder."""
+    for picture in PICTURES:
+        (folder / f'{picture.__name__}.svg').write_text(picture().svg())
+
+
+if __name__ == '__main__':
+    draw(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE)

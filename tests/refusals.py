@@ -1,0 +1,212 @@
+"""What the library refuses: one small program for each row of ``docs/guide/restrictions.md``."""
+import torch
+from torch import nn
+
+from torchgpipe import GPipe, is_recomputing
+from torchgpipe.balance import profile
+from torchgpipe.skip import pop, skippable, stash
+
+CPUS = ['cpu:0', 'cpu:1']
+
+
+class Layer(nn.Module):
+    """A layer from a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *input):
+        """Call the function."""
+        return self.function(*input)
+
+
+class Net(nn.Sequential):
+    """A sequential module with a forward of its own."""
+
+    def forward(self, input):
+        """Do more than the layers do."""
+        return super().forward(input) + 1
+
+
+@skippable(stash=['x'])
+class Stash(nn.Module):
+    """Stash a tensor, or whatever a function yields."""
+
+    def __init__(self, function=None):
+        super().__init__()
+        self.function = function
+
+    def forward(self, input):
+        """Stash it."""
+        if self.function is None:
+            yield stash('x', input)
+        elif self.function(input) is not None:
+            yield self.function(input)
+        return input
+
+
+@skippable(pop=['x'])
+class Pop(nn.Module):
+    """Pop it."""
+
+    def forward(self, input):
+        """Add what was stashed."""
+        skip = yield pop('x')
+        return input + skip
+
+
+def wrap(*layers, balance=None, devices=CPUS, chunks=2, **options):
+    """Wrap layers, in two partitions by default."""
+    balance = [1, len(layers) - 1] if balance is None else balance
+    return GPipe(nn.Sequential(*layers), balance, devices=devices, chunks=chunks, **options)
+
+
+def one(*layers, **options):
+    """Wrap layers in one partition, all of it checkpointed."""
+    return wrap(*layers, balance=[len(layers)], devices=['cpu'], checkpoint='always', **options)
+
+
+def linear():
+    """Give a linear layer."""
+    return nn.Linear(4, 4)
+
+
+def train(model, input=None):
+    """Run forward and backward."""
+    model(torch.randn(4, 4) if input is None else input).sum().backward()
+
+
+def same_child():
+    """Use a child twice."""
+    layer = linear()
+    wrap(layer, layer)
+
+
+def same_parameter():
+    """Use a parameter twice."""
+    a, b = linear(), linear()
+    b.weight = a.weight
+    wrap(a, b)
+
+
+def own_parameter():
+    """Give the sequential module a parameter."""
+    module = nn.Sequential(linear())
+    module.register_parameter('scale', nn.Parameter(torch.ones(1)))
+    GPipe(module, [1], devices=['cpu'])
+
+
+def own_hook():
+    """Give the sequential module a hook."""
+    module = nn.Sequential(linear())
+    module.register_forward_hook(print)
+    GPipe(module, [1], devices=['cpu'])
+
+
+def replaced():
+    """Replace a layer of a partition."""
+    model = wrap(linear(), linear())
+    model.partitions[0][0] = linear()
+    train(model)
+
+
+def parameter_step():
+    """Step before backward."""
+    model = one(linear())
+    output = model(torch.randn(4, 4))
+    model[0].weight.data.add_(0), model[0].weight.detach().add_(1)
+    output.sum().backward()
+
+
+def twice():
+    """Go back from two outputs, one after the other."""
+    a, b = one(linear(), Layer(lambda x: (x, x * 2)))(torch.randn(4, 4))
+    a.sum().backward()
+    b.sum().backward()
+
+
+def own_gradient(x):
+    """Ask for a gradient within a forward."""
+    y = (x * x).sum()
+    return torch.autograd.grad(y, x, create_graph=True)[0]
+
+
+def nested():
+    """Put a pipeline into a checkpointed layer."""
+    train(one(linear(), wrap(linear(), linear())))
+
+
+def drawn_at_once():
+    """Draw random numbers where nobody expects it."""
+    noise = Layer(lambda x: x + torch.randn_like(x))
+    train(wrap(linear(), nn.Sequential(linear(), noise), chunks=4), torch.randn(8, 4))
+
+
+def with_gradient():
+    """Profile a model that has been trained."""
+    module = nn.Sequential(linear(), linear())
+    train(module)
+    profile(module, torch.randn(4, 4), device='cpu', timeout=0)
+
+
+def costs(*layers):
+    """Profile layers."""
+    return profile(nn.Sequential(*layers), torch.randn(4, 4), device='cpu', timeout=0)
+
+
+def add_one(x):
+    """Change the input in place."""
+    return x.add_(1)
+
+
+def change_skip():
+    """Change a skip in place, in another partition."""
+    model = wrap(linear(), Stash(), Layer(lambda x: x.mul_(2)), Pop(), balance=[2, 1, 1],
+                 devices=['cpu'] * 3)
+    train(model)
+
+
+#: In the order of the page.
+REFUSALS = [
+    lambda: GPipe(linear(), [1], devices=['cpu']),
+    lambda: GPipe(Net(linear()), [1], devices=['cpu']),
+    own_parameter,
+    own_hook,
+    same_child,
+    same_parameter,
+    lambda: GPipe(nn.Sequential(linear()), devices=['cpu']),
+    lambda: wrap(linear(), linear(), balance=[1, 2]),
+    lambda: wrap(linear(), linear(), balance=[0, 2]),
+    lambda: wrap(linear(), linear(), balance=costs(nn.ReLU(), linear()).balance(2, chunks=2)),
+    lambda: wrap(linear(), linear(), devices=['cpu']),
+    lambda: wrap(linear(), linear(), devices=['cpu', 'cuda:99']),
+    lambda: wrap(linear(), linear(), devices=['cpu', 'meta']),
+    lambda: wrap(linear(), linear(), chunks=0),
+    lambda: wrap(linear(), linear(), checkpoint='sometimes'),
+    lambda: wrap(Stash(), linear()),
+    lambda: wrap(linear(), linear()).to('cpu'),
+    lambda: getattr(wrap(linear(), linear()), '0'),
+    replaced,
+    lambda: wrap(linear(), linear())([torch.randn(4, 4)]),
+    lambda: wrap(linear(), linear())((torch.randn(4, 4), torch.randn(3, 4))),
+    lambda: wrap(linear(), linear())(torch.randn(0, 4)),
+    lambda: wrap(linear(), linear())(torch.tensor(1.0)),
+    lambda: train(wrap(linear(), Layer(lambda x: x.mean()))),
+    lambda: train(wrap(linear(), nn.BatchNorm1d(4), chunks=4)),
+    drawn_at_once,
+    lambda: train(wrap(Stash(lambda x: None), Pop())),
+    lambda: train(wrap(Stash(lambda x: stash('y', x)), Pop())),
+    change_skip,
+    lambda: train(one(Layer(add_one), linear())),
+    lambda: train(wrap(linear(), Layer(add_one), checkpoint='always')),
+    lambda: train(one(linear(), Layer(lambda x: x * 2 if is_recomputing() else x))),
+    parameter_step,
+    twice,
+    lambda: train(one(linear(), Layer(own_gradient))),
+    nested,
+    with_gradient,
+    lambda: costs(linear()).balance(2, chunks=2),
+    lambda: costs(linear(), nn.ReLU(inplace=True)).balance(2, chunks=2),
+    lambda: costs(linear(), linear()).balance(2, chunks=2, memory_limit=10),
+    lambda: costs(linear(), linear()).balance(2, chunks=2, memory_limit=[10, 2000])]

@@ -1,0 +1,173 @@
+"""The documentation: its code runs, its links lead somewhere, its pictures are up to date."""
+import configparser
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import torchgpipe
+from tests.refusals import REFUSALS
+
+ROOT = Path(torchgpipe.__file__).parent.parent
+PAGES = sorted([*ROOT.glob('*.md'), *(page for page in ROOT.glob('docs/**/*.md')
+                                      if '_build' not in page.parts)])
+BLOCK = re.compile(r'^```(\S*)[^\n]*\n(.*?)^```$', re.M | re.S)
+
+
+def name(page):
+    """Give a page's name as tests show it."""
+    return str(page.relative_to(ROOT))
+
+
+def blocks(text):
+    """Give blocks: language, code, line, and the text that follows at once, if any."""
+    found = list(BLOCK.finditer(text))
+    for block, after in zip(found, [*found[1:], None]):
+        follows = after is not None and not text[block.end():after.start()].strip()
+        expected = after[2] if follows and after[1] == 'text' else None
+        yield block[1], block[2], text[:block.start()].count('\n') + 1, expected
+
+
+def execute(code, line, page):
+    """Run Python in a module of its own; give what it prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile('\n' * line + code, page, 'exec'), sys.modules['page'].__dict__)
+    return printed.getvalue()
+
+
+def shell(command):
+    """Run a command with this environment's programs; give what it prints."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ['PATH']])
+    return subprocess.run(command, shell=True, check=True, text=True, stdout=subprocess.PIPE,
+                          env={**os.environ, 'PATH': path, 'OMP_NUM_THREADS': '1'}).stdout
+
+
+def run(text, page):
+    """Run a page in this folder, block by block, and compare what it prints.
+
+    Python that starts with a comment like ``# train.py`` is a file of that name, which a command
+    further down runs.
+    """
+    for language, code, line, expected in blocks(text):
+        if language == 'python' and (file := re.match(r'# (\w+\.py)\n', code)):
+            Path(file[1]).write_text(code)
+        elif language == 'python':
+            printed = execute(code, line, page)
+            assert expected is None or printed.split() == expected.split(), f'{page}:{line}'
+        elif language == 'sh' and set(code.split()) & set(os.listdir()):
+            assert shell(code).split() == expected.split(), f'{page}:{line}'
+
+
+@pytest.fixture
+def empty(tmp_path, monkeypatch):
+    """Be in an empty folder, with an empty module for a page's names."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, 'page', ModuleType('page'))
+
+
+@pytest.mark.parametrize('page', PAGES, ids=name)
+def test_the_code_of_a_page_runs(page, empty):
+    run(page.read_text(), name(page))
+
+
+@pytest.mark.parametrize('text', ['```python\nprint(1)\n```\n\n```text\n2\n```\n',
+                                  '```python\nundefined\n```\n'])
+def test_code_that_is_wrong_would_be_found(text, empty):
+    with pytest.raises((AssertionError, NameError)):
+        run(text, 'page')
+
+
+ERRORS = re.findall(r'^\| `(\w+Error: .*?)` \|', (ROOT / 'docs/guide/restrictions.md').read_text(),
+                    re.M)
+
+
+@pytest.mark.parametrize('k', range(len(ERRORS)))
+def test_an_error_is_quoted_as_it_is(k):
+    with pytest.raises(Exception) as raised:
+        REFUSALS[k]()
+    pattern = '.*'.join(map(re.escape, ERRORS[k].split('…')))
+    assert re.match(pattern, f'{raised.type.__name__}: {raised.value}', re.S)
+
+
+def test_all_errors_are_tried():
+    assert len(ERRORS) == len(REFUSALS) > 40
+
+
+def slugs(page):
+    """Give the anchors of a page's headings."""
+    headings = re.findall(r'^#+ (.*)$', BLOCK.sub('', page.read_text()), re.M)
+    return {re.sub(r'[^\w -]', '', heading.lower()).replace(' ', '-') for heading in headings}
+
+
+def broken(text, page):
+    """Give the relative links of a page's text that lead nowhere."""
+    return [link for link in re.findall(r'\]\((?!https?:)([^)]*)\)', BLOCK.sub('', text))
+            if not leads_somewhere(*link.partition('#')[::2], page)]
+
+
+def leads_somewhere(path, anchor, page):
+    """Tell whether there is such a file, and such a heading in it."""
+    target = page.parent / path if path else page
+    return target.exists() and (not anchor or anchor in slugs(target))
+
+
+@pytest.mark.parametrize('page', PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    assert broken(page.read_text(), page) == []
+
+
+def test_a_link_that_leads_nowhere_would_be_found():
+    text = ('[a](#licence) [b](NOTHING.md) [c](README.md#nothing) [d](https://x.org) '
+            '[e](#nothing) [f](docs/design.md#floors)')
+    assert broken(text, ROOT / 'README.md') == ['NOTHING.md', 'README.md#nothing', '#nothing']
+
+
+def same(english, korean):
+    """Tell whether two READMEs have the same blocks, links, figures and sections."""
+    def facts(text):
+        plain = BLOCK.sub('', text)
+        return (BLOCK.findall(text), re.findall(r'\d+\.\d+ ×', plain),
+                len(re.findall('^#', plain, re.M)),
+                sorted(set(re.findall(r'\]\(((?!README).*?)\)', plain))))
+    return facts(english) == facts(korean)
+
+
+def test_both_readmes_say_the_same():
+    english, korean = ((ROOT / name).read_text() for name in ('README.md', 'README.ko.md'))
+    assert same(english, korean)
+    for old, new in (('1.2 ×', '1.3 ×'), ('chunks=4', 'chunks=8'), ('\n## ', '\n'),
+                     ('docs/why.md', 'docs/design.md')):
+        assert not same(english, korean.replace(old, new, 1))
+
+
+def test_pictures_are_what_the_script_draws(tmp_path):
+    pictures = ROOT / 'docs/pictures'
+    subprocess.run([sys.executable, pictures / 'draw.py', tmp_path], check=True)
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert drawn == {path.name: path.read_text() for path in pictures.glob('*.svg')}
+    assert len(drawn) > 1
+
+
+def commands(page):
+    """Give the shell blocks of a page."""
+    return [code.strip() for language, code, _, _ in blocks(page.read_text()) if language == 'sh']
+
+
+def test_the_commands_for_contributors():
+    setup, test, ci, build = commands(ROOT / 'docs/contributing.md')
+    extras = re.search(r"pip install -e '\.\[(.*)\]' -c constraints.txt", setup)[1].split(',')
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / 'setup.cfg')
+    assert set(extras) <= set(metadata['options.extras_require'])
+    assert ' passed' in shell(f'{test} -q -p no:cacheprovider')
+    script = (ROOT / ci).read_text()
+    assert all(f"pip install -e '.[{extra}]' -c constraints.txt" in script for extra in extras)
+    assert build.replace('html', '"$builder"') in script
+    assert commands(ROOT / 'README.md')[2] in script
