@@ -9,7 +9,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     cells: List[List[str]] = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[k]) for row in cells) for k in range(len(header))]
     lines = ['  '.join(cell.ljust(width) if k == 0 else cell.rjust(width)
-                       for k, (cell, width) in enumerate(zip(row, widths))) for row in cells]
+                       for k, (cell, width) in enumerate(zip(row, widths))).rstrip()
+             for row in cells]
     return '\n'.join([lines[0], '  '.join('─' * width for width in widths), *lines[1:]])
 
 
