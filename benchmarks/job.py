@@ -1,6 +1,6 @@
 """A model in training: what one step of a setting needs."""
-from contextlib import contextmanager, nullcontext
-from typing import Any, Callable, ContextManager, Iterator, List, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Callable, Iterator, List, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +37,13 @@ def synchronize(devices: Sequence[torch.device]) -> None:
             torch.cuda.synchronize(device)
 
 
-def autocast(options: Options, device: torch.device) -> ContextManager[Any]:
-    """Give the context of mixed precision, if that was asked for."""
-    return torch.autocast(device.type, options.autocast) if options.autocast else nullcontext()
+@contextmanager
+def autocast(options: Options, devices: Sequence[torch.device]) -> Iterator[None]:
+    """Compute in mixed precision within the context, if that was asked for."""
+    with ExitStack() as stack:
+        for kind in {device.type for device in devices} if options.autocast else ():
+            stack.enter_context(torch.autocast(kind, options.autocast))
+        yield
 
 
 def wrap(model: nn.Sequential, setting: Setting, options: Options, batch: int, **kwargs: Any
@@ -97,8 +101,8 @@ class Job:
         self.model = wrap(change(setting.model.build()), setting, options, self.batch)
         self.partitions = partitions_of(self.model)
         # One parameter at a time: `foreach` would copy all of them at once.
-        self.optimizer = getattr(torch.optim, experiment.optimizer)(
-            self.model.parameters(), lr=1e-3, foreach=False)
+        self.optimizers = [getattr(torch.optim, experiment.optimizer)(
+            partition.parameters(), lr=1e-3, foreach=False) for partition in self.partitions]
         self.input, self.target = self._data()
 
     def _data(self) -> Any:
@@ -111,7 +115,7 @@ class Job:
 
     def forward(self) -> Tensor:
         """Compute the loss."""
-        with autocast(self.options, self.devices[0]):
+        with autocast(self.options, self.devices):
             with share_cores(self.devices):
                 output = self.model(self.input)
             if self.setting.model.kind == 'unet':
@@ -120,10 +124,8 @@ class Job:
             return F.cross_entropy(output, self.target)
 
     def step(self) -> None:
-        """Train on one mini-batch; the gradients stay until :meth:`clear`."""
+        """Train on one mini-batch."""
         self.forward().backward()
-        self.optimizer.step()
-
-    def clear(self) -> None:
-        """Let go of the gradients."""
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()

@@ -1,7 +1,7 @@
 """Measure memory: parameters, gradients, optimizer state and peak activations of each partition.
 
 *Model memory* is parameters, gradients and optimizer state. *Activation memory* is the peak of
-all memory over the steps, less the model memory; gradients stay from step to step. Both are summed
+all memory over two steps, less the model memory; gradients stay from step to step. Both are summed
 over partitions.
 
 Where each partition has a CUDA device for itself, the peak is what its allocator has reserved.
@@ -10,7 +10,7 @@ made, its input, the gradient of its output and the skip tensors that it pops, a
 its own device. That leaves out what kernels need for themselves and what the allocator rounds up,
 and a tensor that two partitions hold at the same time counts for the later one only.
 """
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 from unittest.mock import patch
 
 import torch
@@ -37,24 +37,43 @@ def measure(experiment: Experiment, setting: Setting, options: Options, result: 
     job = Job(experiment, setting, options)
     # Gradients and optimizer state, which belong to the model, are there after one step.
     before, steps = max(1, options.skip_epochs), options.epochs - options.skip_epochs
+    by_allocator = all(_has_own_devices(options.place(each)) for each in options.settings)
     with tqdm(total=(before + steps) * job.batch, desc=setting.name, unit=' samples', leave=False
               ) as bar:
-        def run(steps: int) -> None:
-            for _ in range(steps):
-                job.step()
+        def run(number: int, turns: Optional[Turns] = None) -> None:
+            for _ in range(number):
+                _step(job, turns)
                 bar.update(job.batch)
-
-        run(before)
-        model = [size_of_partition(partition, job.optimizer) for partition in job.partitions]
-        by_allocator = len({d for d in job.devices if d.type == 'cuda'}) == len(job.devices)
-        peaks = (_reserved if by_allocator else _live)(job, model, lambda: run(steps))
-    rows = [{'device': str(device), **sizes, 'activations': peak}
-            for device, sizes, peak in zip(job.devices, model, peaks)]
+        peaks = (_reserved if by_allocator else _live)(job, run, before, steps)
+    model = [size_of_partition(partition, job.optimizers[j])
+             for j, partition in enumerate(job.partitions)]
+    if by_allocator:
+        peaks = [peak - sum(sizes.values()) for peak, sizes in zip(peaks, model)]
     total = sum(sum(sizes.values()) for sizes in model)
-    result['partitions'] = rows
-    result['measured_by'] = 'allocator' if by_allocator else 'live tensors'
+    result['partitions'] = [{'device': str(device), **sizes, 'activations': peak}
+                            for device, sizes, peak in zip(job.devices, model, peaks)]
+    result['measured_by'] = 'the allocator' if by_allocator else 'live tensors'
     result['figure'] = (total + sum(peaks)) / GIB
     result['details'].update({MODEL: total / GIB, ACTIVATIONS: sum(peaks) / GIB})
+
+
+def _has_own_devices(devices: Sequence[torch.device]) -> bool:
+    return len({device for device in devices if device.type == 'cuda'}) == len(devices)
+
+
+def _step(job: Job, turns: Optional[Turns]) -> None:
+    """Train on one mini-batch; the gradients stay.
+
+    What is in no partition is on the last device: the output and the loss. The optimizer needs
+    memory for a parameter at a time, on its device.
+    """
+    turns = turns or Turns([])
+    turns.give(len(job.partitions) - 1)
+    job.forward().backward()
+    for j, optimizer in enumerate(job.optimizers):
+        turns.give(j)
+        optimizer.step()
+    turns.give(None)
 
 
 def size_of_partition(partition: nn.Module, optimizer: Optimizer) -> Dict[str, int]:
@@ -71,20 +90,20 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def _reserved(job: Job, model: List[Dict[str, int]], run: Callable[[], None]) -> List[int]:
+def _reserved(job: Job, run: Callable[..., None], before: int, steps: int) -> List[int]:
     """Ask the allocator of each partition's own device."""
     synchronize(job.devices)
     torch.cuda.empty_cache()
     for device in job.devices:
         torch.cuda.reset_peak_memory_stats(device)
-    run()
+    run(before + steps)
     synchronize(job.devices)
-    return [torch.cuda.max_memory_reserved(device) - sum(sizes.values())
-            for device, sizes in zip(job.devices, model)]
+    return [torch.cuda.max_memory_reserved(device) for device in job.devices]
 
 
-def _live(job: Job, model: List[Dict[str, int]], run: Callable[[], None]) -> List[int]:
-    peaks = peaks_by_partition(job.partitions, run)
+def _live(job: Job, run: Callable[..., None], before: int, steps: int) -> List[int]:
+    run(before)
+    peaks = peaks_by_partition(job.partitions, lambda turns: run(steps, turns))
     return [peaks[j] for j in range(len(job.partitions))]
 
 
@@ -95,8 +114,9 @@ class _Owners(Turns):
         super().__init__(partitions)
         self.live = LiveTensors(lambda: self.owner)
 
-    def receive(self, j: int, grad: Tensor) -> None:
-        self.live.give(grad, j)
+    def receive(self, j: int, grads: Sequence[Tensor]) -> None:
+        for grad in grads:
+            self.live.give(grad, j)
 
     def fence(self, pipeline: Pipeline, schedule: Sequence[Tuple[int, int]]) -> None:
         """Hand over batches and skips where a pipeline would copy them to another device."""
@@ -108,8 +128,14 @@ class _Owners(Turns):
                     self.live.give(tensor, j)
 
 
-def peaks_by_partition(partitions: Sequence[nn.Module], run: Callable[[], None]) -> Dict[int, int]:
-    """Give the peak bytes of live tensors of each partition, in a memory that they share."""
+def peaks_by_partition(partitions: Sequence[nn.Module], run: Callable[[Turns], None]
+                       ) -> Dict[int, int]:
+    """Give the peak bytes of live tensors of each partition, in a memory that they share.
+
+    Args:
+        partitions: The partitions.
+        run: What to measure. It is given the turns, to say whose work it does between partitions.
+    """
     owners = _Owners(partitions)
     fence = Pipeline.fence
 
@@ -119,7 +145,7 @@ def peaks_by_partition(partitions: Sequence[nn.Module], run: Callable[[], None])
     try:
         with owners.live.watched(*partitions), \
                 patch.object(Pipeline, 'fence', fence_and_hand_over):
-            run()
+            run(owners)
     finally:
         owners.close()
     return {j: owners.live.peaks.get(j, 0) for j in range(len(partitions))}

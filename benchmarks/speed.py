@@ -37,7 +37,6 @@ def time_epochs(job: Job, result: Dict[str, Any]) -> None:
             start = time.perf_counter()
             for _ in range(steps):
                 job.step()
-                job.clear()
                 bar.update(job.batch)
             synchronize(job.devices)
             seconds = time.perf_counter() - start

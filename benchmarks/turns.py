@@ -2,15 +2,21 @@
 
 ::
 
-    forward      enter ──▶ layers ──▶ leave              whose turn it was before, goes on
+    forward      enter ──▶ layers ──▶ leave      whose turn it was before, goes on
     backward     recomputation: enter ──▶ leave
-                 a gradient reaches the output ──▶ the partition's turn, until another one's
+                 a node of a partition's graph: its turn, until a node of another one
+
+Workers number their nodes each by itself, and one thread runs those of all partitions on the CPU,
+by these numbers; so partitions may take turns in backward at any node.
 """
 import threading
 from typing import Any, List, Optional, Sequence
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from benchmarks.graph import nodes_between
+from torchgpipe import is_recomputing
 
 __all__ = ['Turns']
 
@@ -29,7 +35,7 @@ class Turns:
             self._handles += [
                 partition.register_forward_pre_hook(lambda *_, j=j: self._enter(j)),
                 partition.register_forward_hook(
-                    lambda _, args, output, j=j: self._leave(j, output))]
+                    lambda _, args, output, j=j: self._leave(j, args, output))]
 
     @property
     def owner(self) -> Optional[int]:
@@ -40,8 +46,8 @@ class Turns:
         """Make it the turn of a partition in this thread, or nobody's."""
         self._local.owner = j
 
-    def receive(self, j: int, grad: Tensor) -> None:
-        """Take note that the gradient of a partition's output has reached it."""
+    def receive(self, j: int, grads: Sequence[Tensor]) -> None:
+        """Take note that gradients have come to a node of a partition."""
 
     def close(self) -> None:
         """Stop following."""
@@ -52,12 +58,17 @@ class Turns:
         self._local.__dict__.setdefault('stack', []).append(self.owner)
         self.give(j)
 
-    def _leave(self, j: int, output: Any) -> None:
+    def _leave(self, j: int, args: Any, output: Any) -> None:
         self.give(self._local.stack.pop())
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda grad: self._turn(j, grad))
+        if not is_recomputing():
+            for node in nodes_between(_tensors(args), _tensors(output)):
+                node.register_prehook(lambda grads: self._turn(j, grads))
 
-    def _turn(self, j: int, grad: Tensor) -> None:
-        self.give(j)
-        self.receive(j, grad)
+    def _turn(self, j: int, grads: Sequence[Tensor]) -> None:
+        if self.owner != j:
+            self.give(j)
+            self.receive(j, [grad for grad in grads if grad is not None])
+
+
+def _tensors(value: Any) -> List[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -57,7 +57,7 @@ class Training:
     def _forward(self, images: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
         dtype = torch.float64 if self.options.dtype == torch.float64 else torch.float32
         first, last = memory_of(self.devices[0]), memory_of(self.devices[-1])
-        with autocast(self.options, self.devices[0]):
+        with autocast(self.options, self.devices):
             with share_cores(self.devices):
                 output = self.model(normalise(images.to(first, non_blocking=True), dtype))
             return output, F.cross_entropy(output, labels.to(last, non_blocking=True))

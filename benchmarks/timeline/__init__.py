@@ -42,12 +42,11 @@ def measure(experiment: Experiment, setting: Setting, options: Options, result: 
         job = Job(experiment, setting, options,
                   carry if 'portals' in setting.off else lambda model: model)
         time_epochs(job, result)
-        kept = sum(sum(size_of_partition(partition, job.optimizer).values())
-                   for partition in job.partitions)
+        kept = sum(sum(size_of_partition(partition, optimizer).values())
+                   for partition, optimizer in zip(job.partitions, job.optimizers))
         peak = peak_memory(job.step, job.devices, job.partitions)
-        job.clear()
         assert isinstance(job.model, GPipe)
-        boxes = record(job.model, job.step)
+        boxes = record(job.model, lambda: job.forward().backward())
     result['details'].update({UTILISATION: 100 * utilisation(boxes, job.devices),
                               MEMORY: (kept + peak) / GIB})
     stem = Path(options.output) / f'{experiment.name}-{setting.name}'

@@ -30,7 +30,7 @@ def draw_timeline(boxes: Sequence[Box], devices: Sequence[torch.device], title: 
         low, height = PLACES.get(box.kind, CELL)
         axes.broken_barh([(box.start * 1e3, (box.end - box.start) * 1e3)], (box.j + low, height),
                          color=KINDS[box.kind], edgecolor='white', linewidth=.4)
-        if box.i is not None and box.end - box.start > .012 * span:
+        if box.kind != 'copy' and box.end - box.start > .012 * span:
             axes.text((box.start + box.end) * 500, box.j + low + height / 2, str(box.i),
                       ha='center', va='center', color='white', fontsize=8)
     axes.set_yticks(range(len(devices)),
@@ -53,8 +53,7 @@ def write_trace(boxes: Sequence[Box], devices: Sequence[torch.device], path: Pat
          'args': {'name': f'partition {j} on {device}' + (', copies' if copies else '')}}
         for j, device in enumerate(devices) for copies in (0, 1)]
     for box in boxes:
-        name = box.kind if box.i is None else f'{box.kind} {box.i}'
-        events.append({'name': name, 'cat': box.kind, 'ph': 'X', 'pid': 0,
+        events.append({'name': f'{box.kind} {box.i}', 'cat': box.kind, 'ph': 'X', 'pid': 0,
                        'tid': 2 * box.j + (box.kind == 'copy'), 'ts': box.start * 1e6,
                        'dur': (box.end - box.start) * 1e6,
                        'args': {'partition': box.j, 'micro-batch': box.i}})

@@ -152,7 +152,6 @@ def test_compiled_partitions_give_the_same_numbers(tmp_path, monkeypatch, settin
             torch.manual_seed(0)
             losses[-1].append(job.forward().item())
             job.step()
-            job.clear()
     assert losses[0] == pytest.approx(losses[1], abs=1e-9) and losses[0][0] != losses[0][2]
     assert sum(runs) == len(tiny.UNET.build()) - 10 and len(runs) > 10  # 5 stashes, 5 pops
 

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from benchmarks.memory import peaks_by_partition
+from tests.benchmarks import tiny
 from torchgpipe import GPipe
 from torchgpipe.skip import Namespace, SkipGenerator, Skippable, pop, skippable, stash
 
@@ -36,7 +37,7 @@ def peaks(devices, mode, columns=MIB // 4):
     gpipe = GPipe(model, [1, 1, 1], devices=devices, chunks=1, checkpoint=mode)
     x = torch.rand(4, columns)
 
-    def step():
+    def step(turns=None):
         gpipe(x).sum().backward()
     step()
     return peaks_by_partition(list(gpipe.partitions), step)
@@ -57,6 +58,20 @@ def test_what_a_partition_gives_counts_for_the_next():
                          nn.Linear(MIB // 4, 1, bias=False))
     gpipe = GPipe(wide, [1, 2], devices=['cpu', 'cpu'], chunks=2, checkpoint='always')
     x = torch.rand(8, 1)
-    found = peaks_by_partition(list(gpipe.partitions), lambda: gpipe(x))
+    found = peaks_by_partition(list(gpipe.partitions), lambda turns: gpipe(x))
     # 4 rows of a MiB each in the first, while it runs; all 8 are kept by the second.
     assert 4 * MIB <= found[0] < 4.01 * MIB and 8 * MIB <= found[1] < 8.1 * MIB
+
+
+def test_partitions_that_take_turns_in_backward_have_the_peaks_of_those_that_do_not():
+    found = []
+    for devices in (['cpu'] * 3, ['cpu:0', 'cpu:1', 'cpu:2']):
+        torch.manual_seed(0)
+        gpipe = GPipe(tiny.UNET.build(), [20, 20, 25], devices=devices, chunks=8,
+                      checkpoint='always')
+        x = torch.rand(8, 3, 64, 64)
+        gpipe(x).sum().backward()
+        found.append(peaks_by_partition(list(gpipe.partitions),
+                                        lambda turns: gpipe(x).sum().backward()))
+    alone, workers = found
+    assert all(.9 * alone[j] < workers[j] < 1.1 * alone[j] + 2 ** 15 for j in range(3))

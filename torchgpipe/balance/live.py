@@ -6,8 +6,9 @@ thread-local, so workers enter one around each partition; backward runs in the c
 """
 import threading
 import weakref
+from collections import deque
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Hashable, Iterator, List
+from typing import Any, Callable, Deque, Dict, Hashable, Iterator, List
 
 import torch
 from torch import Tensor, nn
@@ -26,50 +27,63 @@ class LiveTensors:
     """
 
     def __init__(self, owner: Callable[[], Hashable] = lambda: None) -> None:
-        self.now = 0
         self.peak = 0
         self.peaks: Dict[Hashable, int] = {}
+        self._now = 0
         self._owner = owner
         self._owned: Dict[Hashable, int] = {}
-        self._owner_of: Dict[int, Hashable] = {}
+        self._known: Dict[int, _Memory] = {}
+        # A memory may end at any moment, also while the lock is held, or when a signal has come.
+        # So its end is only noted, by a function that can't be interrupted.
+        self._ended: Deque[Any] = deque()
         self._lock = threading.RLock()
-        self._known: Dict[int, Any] = {}
+
+    @property
+    def now(self) -> int:
+        """Bytes at the moment."""
+        with self._lock:
+            self._settle()
+            return self._now
 
     def knows(self, tensor: Tensor) -> bool:
         """Tell whether the memory of a tensor was made while it was watched."""
-        return tensor.untyped_storage()._cdata in self._known
+        with self._lock:
+            self._settle()
+            return tensor.untyped_storage()._cdata in self._known
 
     def give(self, tensor: Tensor, owner: Hashable) -> None:
         """Let a tensor belong to another owner from now on."""
-        storage = tensor.untyped_storage()
         with self._lock:
-            if storage._cdata in self._known:
-                self._owned[self._owner_of[storage._cdata]] -= storage.nbytes()
-                self._own(storage._cdata, storage.nbytes(), owner)
+            self._settle()
+            memory = self._known.get(tensor.untyped_storage()._cdata)
+            if memory is not None:
+                self._owned[memory.owner] -= memory.size
+                self._own(memory, owner)
 
-    def _own(self, key: int, size: int, owner: Hashable) -> None:
-        self._owner_of[key] = owner
-        self._owned[owner] = self._owned.get(owner, 0) + size
+    def _own(self, memory: '_Memory', owner: Hashable) -> None:
+        memory.owner = owner
+        self._owned[owner] = self._owned.get(owner, 0) + memory.size
         self.peaks[owner] = max(self.peaks.get(owner, 0), self._owned[owner])
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         with self._lock:
+            self._settle()
             if storage._cdata in self._known:
                 return
-            size = storage.nbytes()
-            self._known[storage._cdata] = weakref.finalize(
-                storage, self._remove, storage._cdata, size)
-            self._known[storage._cdata].atexit = False
-            self._own(storage._cdata, size, self._owner())
-            self.now += size
-            self.peak = max(self.peak, self.now)
+            memory = self._known[storage._cdata] = _Memory(storage, self._ended.append)
+            memory.key, memory.size = storage._cdata, storage.nbytes()
+            self._own(memory, self._owner())
+            self._now += memory.size
+            self.peak = max(self.peak, self._now)
 
-    def _remove(self, key: int, size: int) -> None:
-        with self._lock:
-            del self._known[key]
-            self._owned[self._owner_of.pop(key)] -= size
-            self.now -= size
+    def _settle(self) -> None:
+        """Take note of memory that has ended."""
+        while self._ended:
+            memory = self._ended.popleft()
+            del self._known[memory.key]
+            self._owned[memory.owner] -= memory.size
+            self._now -= memory.size
 
     @contextmanager
     def watched(self, *partitions: nn.Module) -> Iterator['LiveTensors']:
@@ -96,6 +110,16 @@ class LiveTensors:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+class _Memory(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference to a storage, with what has to be known at its end."""
+
+    __slots__ = ('key', 'owner', 'size')
+
+    key: int
+    size: int
+    owner: Hashable
 
 
 class _Mode(TorchDispatchMode):
