@@ -1,6 +1,6 @@
 """Run the settings of an experiment one after another, and keep whatever was measured."""
 import gc
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Callable, Dict, List
 
@@ -12,7 +12,7 @@ from benchmarks.exhaustion import is_exhaustion, memory_limit
 from benchmarks.experiment import Experiment, Setting
 from benchmarks.options import Options
 from benchmarks.report import describe, machine, output_folder, table, write_json
-from benchmarks.tables import experiment_rows, notes
+from benchmarks.tables import experiment_rows, is_cuda, notes, partition_rows
 
 __all__ = ['Measure', 'campaign']
 
@@ -33,10 +33,18 @@ def campaign(experiment: Experiment, options: Options, measure: Measure) -> None
                 if result['status'] != 'not measured':
                     results.append(result)
                     _relate(experiment, results)
-                    write_json(folder, experiment.name, _summary(experiment, options, results))
+                    _write(folder, experiment.name, _summary(experiment, options, results))
     finally:
         if results:
             _show(experiment, _summary(experiment, options, results), folder)
+
+
+def _write(folder: Path, name: str, summary: Dict[str, Any]) -> None:
+    try:
+        write_json(folder, name, summary)
+    except OSError as error:
+        raise click.ClickException(f"cannot write '{folder / name}.json': "
+                                   f'{error.strerror or error}') from None
 
 
 def _describe(experiment: Experiment, setting: Setting, options: Options) -> Dict[str, Any]:
@@ -63,7 +71,8 @@ def _measure(experiment: Experiment, setting: Setting, options: Options, measure
     except (MemoryError, RuntimeError) as error:
         if not is_exhaustion(error):
             raise
-        result.update(status='out of memory', reason=str(error).splitlines()[0], figure=None)
+        reason = str(error).splitlines()[:1] or ['an allocation failed']
+        result.update(status='out of memory', reason=reason[0], figure=None)
     except BaseException:
         result['status'] = 'not measured' if result['figure'] is None else 'interrupted'
         raise
@@ -90,11 +99,14 @@ def _summary(experiment: Experiment, options: Options, results: List[Dict[str, A
 
 
 def _show(experiment: Experiment, summary: Dict[str, Any], folder: Path) -> None:
-    click.echo(f'{experiment.title}: {describe(machine())}\n')
+    click.echo(f'{experiment.title}: {describe(machine(), is_cuda(summary))}\n')
     click.echo(table(*experiment_rows(summary)))
+    if partition_rows(summary)[1]:
+        click.echo('\n' + table(*partition_rows(summary)))
     for note in notes(summary):
         click.echo(f'\n{note}')
     files = [folder / f'{experiment.name}.json']
-    if any(result['ratio'] for result in summary['settings']):
-        files += draw_ratios(summary, folder / experiment.name)
-    click.echo('\n' + '\n'.join(map(str, files)))
+    with suppress(OSError):  # A folder that is gone has been complained about.
+        if any(result['ratio'] for result in summary['settings']):
+            files += draw_ratios(summary, folder / experiment.name)
+    click.echo('\n' + '\n'.join(str(path) for path in files if path.exists()))

@@ -30,8 +30,8 @@ def draw_ratios(summary: Dict[str, Any], stem: Path) -> List[Path]:
         axes.bar(places, [ratio or 0 for ratio in ratios], width * .92, label=name,
                  color=COLORS[k % len(COLORS)])
         for place, ratio, result in zip(places, ratios, settings):
-            text = f'{ratio:.2f}' if ratio else result['status'] if k == 0 else '—'
-            tall = text == 'out of memory' or text == 'interrupted'
+            text = f'{ratio:.2f}' if ratio else _why_not(result, name)
+            tall = text == 'out of memory'
             axes.text(place, ratio or 0, f' {text}' if tall else text, ha='center', va='bottom',
                       fontsize=7, rotation=90 if tall else 0, color=NEUTRAL)
     axes.set_xticks(range(len(settings)), [result['setting'] for result in settings])
@@ -42,6 +42,14 @@ def draw_ratios(summary: Dict[str, Any], stem: Path) -> List[Path]:
     for text in [axes.title, axes.yaxis.label, *legend.get_texts()]:
         text.set_color(NEUTRAL)
     return save(figure, axes, stem)
+
+
+def _why_not(result: Dict[str, Any], source: str) -> str:
+    """Say why there is no ratio."""
+    if source == 'this run':
+        return '—' if result['figure'] else str(result['status'])
+    figure = result['published'].get(source, {'figure': 0})['figure']
+    return 'out of memory' if figure is None else '—'
 
 
 def save(figure: Any, axes: Any, stem: Path) -> List[Path]:

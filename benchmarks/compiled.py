@@ -1,25 +1,33 @@
-"""Compile partitions, between the layers that stash or pop, which the compiler has to leave alone.
+"""Compile partitions, between the layers that the compiler has to leave alone.
 
 ::
 
     layers      conv  norm  relu  stash  conv  norm  pop  relu
     compiled    ───────────────          ──────────       ────
+
+Layers that stash or pop have effects that it can not see. A deferred batch norm does something
+else in each micro-batch, so it would be compiled again and again.
 """
 from itertools import groupby
+from typing import Callable, List
 
 import torch
 from torch import nn
 
 from torchgpipe.aliases import TensorOrTensors
+from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.skip.layout import DeclaresSkips
 
 __all__ = ['compile_partition']
 
+Step = Callable[[TensorOrTensors], TensorOrTensors]
+
 
 def compile_partition(partition: nn.Sequential) -> None:
     """Let a partition run its layers in compiled runs, in place."""
-    steps = [step for skips, layers in groupby(partition, key=_has_skips)
-             for step in (layers if skips else [torch.compile(nn.Sequential(*layers))])]
+    steps: List[Step] = []
+    for alone, layers in groupby(partition, key=_is_left_alone):
+        steps += layers if alone else [torch.compile(_run(list(layers), len(steps)))]
 
     def forward(input: TensorOrTensors) -> TensorOrTensors:
         for step in steps:
@@ -28,5 +36,19 @@ def compile_partition(partition: nn.Sequential) -> None:
     partition.forward = forward
 
 
-def _has_skips(layer: nn.Module) -> bool:
-    return any(isinstance(module, DeclaresSkips) for module in layer.modules())
+def _run(layers: List[nn.Module], number: int) -> Step:
+    """Give a function of some layers, with a code object of its own.
+
+    PyTorch counts compilations by code object, and gives up at the eighth.
+    """
+    def run(input: TensorOrTensors) -> TensorOrTensors:
+        for layer in layers:
+            input = layer(input)
+        return input
+    run.__code__ = run.__code__.replace(co_name=f'run_{number}')
+    return run
+
+
+def _is_left_alone(layer: nn.Module) -> bool:
+    return any(isinstance(module, (DeclaresSkips, DeferredBatchNorm))
+               for module in layer.modules())

@@ -13,7 +13,11 @@ import torch
 
 __all__ = ['free_memory', 'is_exhaustion', 'memory_limit', 'require']
 
-_PHRASES = ("can't allocate memory", 'not enough memory', 'out of memory', 'bad_alloc')
+#: What errors say that come from allocators, and from libraries that found no room to work in.
+_PHRASES = (
+    "can't allocate memory", 'not enough memory', 'out of memory', 'bad_alloc', 'ALLOC_FAILED',
+    'unable to find an engine to execute', 'could not create a primitive',
+    'could not create a memory object', "can't start new thread")
 
 _UNKNOWN = 2 ** 62
 

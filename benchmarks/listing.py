@@ -4,10 +4,13 @@ from typing import List
 import click
 
 from benchmarks.experiment import OURS, Experiment, Setting
-from benchmarks.published import EXPERIMENTS
-from benchmarks.tables import number
+from benchmarks.published import ACTIVATIONS, EXPERIMENTS, MODEL
+from benchmarks.tables import number, published
 
 __all__ = ['listing']
+
+#: Memory was published in two parts; their sum is ours.
+PARTS = (MODEL, ACTIVATIONS)
 
 
 @click.command('list')
@@ -24,24 +27,29 @@ def listing() -> None:
         for row in rows:
             click.echo('  ' + '  '.join(cell.ljust(width) for cell, width in zip(row, widths)
                                         ).rstrip())
-    click.echo('\nFigures are those of torchgpipe 0.0.7 (ratio), then of other sources. '
+    click.echo('\nFigures are those of torchgpipe 0.0.7 (ratio), then of other sources; memory is '
+               'model + activations, in GB in the GPipe paper.\n'
+               'Without published figures: digits, balance, overhead, concurrency. '
                'More: COMMAND --help.')
 
 
 def _row(experiment: Experiment, setting: Setting) -> List[str]:
+    size = f'batch {setting.batch}' + (f' in {setting.chunks}' if setting.balance else '')
     ratio = experiment.published_ratio(setting, OURS)
-    figure = number(setting.published[OURS], 'out of memory')
-    if ratio is not None and experiment.figure != 'error':
+    figure = _figure(setting, OURS)
+    if ratio is not None and experiment.figure == 'throughput':
         figure += f' ({number(ratio)})'
-    if OURS in setting.spread:
-        figure += f' ± {setting.spread[OURS]}'
-    size = f'batch {setting.batch}'
-    if setting.balance:
-        size += f' in {setting.chunks}'
-    others = [f'{source} {number(figure)}' for source, figure in setting.published.items()
+    others = [f'{source} {_figure(setting, source)}' for source in setting.published
               if source != OURS]
-    balance = ','.join(map(str, setting.balance)) or 'without GPipe'
-    details = [f'{number(sources[OURS], "?")} {name}' for name, sources in setting.details.items()
-               if sources.get(OURS) is not None]
-    return [setting.name, str(setting.model.size or ''), size, balance, figure,
+    details = [f'{published(sources[OURS])} {name}' for name, sources in setting.details.items()
+               if name not in PARTS]
+    return [setting.name, str(setting.model.size or ''), size,
+            ','.join(map(str, setting.balance)) or 'without GPipe', figure,
             '; '.join([*details, *others])]
+
+
+def _figure(setting: Setting, source: str) -> str:
+    if PARTS[0] in setting.details:
+        return ' + '.join(published(setting.details[part][source]) for part in PARTS)
+    spread = f' ± {setting.spread[source]}' if source in setting.spread else ''
+    return published(setting.published[source]) + spread

@@ -61,6 +61,12 @@ def _parse_devices(context: Any, parameter: Any, value: Optional[str]) -> Tuple[
     return tuple(devices)
 
 
+def _refuse_nan(context: Any, parameter: Any, value: float) -> float:
+    if value != value:
+        raise click.BadParameter('it is not a number')
+    return value
+
+
 def experiment_options(experiment: Experiment, epochs: int = 3, skip_epochs: int = 1,
                        epoch: str = '10,000 samples; --scale takes a fraction of the steps too'
                        ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -74,6 +80,7 @@ def experiment_options(experiment: Experiment, epochs: int = 3, skip_epochs: int
                      help='Where partitions go, again from the first if there are too few. '
                      '[default: all CUDA devices, or cpu:0, cpu:1, …]'),
         click.option('--scale', type=click.FloatRange(0, 1, min_open=True), default=1.,
+                     callback=_refuse_nan,
                      show_default=True,
                      help='Fraction of the published batch, and of height and width of the '
                      f'images ({experiment.resolution}, at least 64).'),

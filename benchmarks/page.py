@@ -10,7 +10,7 @@ from benchmarks.concurrency import concurrency_rows
 from benchmarks.overhead import MEANING, WORKERS, overhead_rows
 from benchmarks.published import EXPERIMENTS
 from benchmarks.report import Rows, describe
-from benchmarks.tables import experiment_rows, notes
+from benchmarks.tables import experiment_rows, is_cuda, notes, partition_rows
 
 __all__ = ['make_page', 'page']
 
@@ -52,8 +52,9 @@ def _markdown(rows: Rows) -> str:
     return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
 
 
-def _section(title: str, command: str, kept: Dict[str, Any], *parts: str) -> str:
-    where = f"`{command}`, {describe(kept['machine'])}:"
+def _section(title: str, command: str, kept: Dict[str, Any], *parts: str, cuda: bool = False
+             ) -> str:
+    where = f"`{command}`, {describe(kept['machine'], cuda)}:"
     return '\n\n'.join([f'## {title}', where, *parts]) + '\n'
 
 
@@ -63,12 +64,21 @@ def _experiment(name: str, title: str) -> str:
         return ''
     summary = kept['results']
     parts = [_markdown(experiment_rows(summary)), *notes(summary)]
+    if partition_rows(summary)[1]:
+        parts.insert(1, _markdown(partition_rows(summary)))
     parts += [f'![{title}](../benchmarks/results/{picture})' for picture in _pictures(name)]
-    return _section(title, _command(name, summary), kept, *parts)
+    return _section(title, _command(name, summary), kept, *parts, cuda=is_cuda(summary))
 
 
 def _command(name: str, summary: Dict[str, Any]) -> str:
-    return f"python -m benchmarks {name} --scale {summary['scale']:g} --epochs {summary['epochs']}"
+    options = [f"--{option.replace('_', '-')} {summary[option]}" for option in
+               ('scale', 'epochs', 'skip_epochs', 'dtype', 'seed')]
+    if summary['compile']:
+        options.append('--compile')
+    settings = [result['setting'] for result in summary['settings']]
+    if settings != [setting.name for setting in EXPERIMENTS[name].settings]:
+        options += [f'--setting {setting}' for setting in settings]
+    return ' '.join([f'python -m benchmarks {name}', *options])
 
 
 def _pictures(name: str) -> List[str]:

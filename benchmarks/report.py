@@ -2,9 +2,10 @@
 import json
 import os
 import platform
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, Iterator, List, Tuple
 
 import click
 import torch
@@ -12,7 +13,8 @@ import torch
 import torchgpipe
 from torchgpipe.balance.table import table
 
-__all__ = ['Rows', 'cores', 'describe', 'machine', 'output_folder', 'table', 'write_json']
+__all__ = ['Rows', 'cores', 'describe', 'machine', 'output_folder', 'replacing', 'table',
+           'write_json']
 
 #: The header of a table, and its rows.
 Rows = Tuple[List[str], List[List[str]]]
@@ -36,13 +38,16 @@ def machine() -> Dict[str, Any]:
     gpus = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
     return {'date': date.today().isoformat(), 'torchgpipe': torchgpipe.__version__,
             'torch': torch.__version__, 'python': platform.python_version(),
-            'cpu': _cpu_name(), 'cores': len(cores()), 'gpus': gpus}
+            'cpu': _cpu_name(), 'cores': len(cores()), 'gpus': gpus, 'cuda': torch.version.cuda,
+            'cudnn': torch.backends.cudnn.version() if gpus else None}
 
 
-def describe(here: Dict[str, Any]) -> str:
-    """Say in one line where and when figures were measured."""
-    return (f"torchgpipe {here['torchgpipe']}, torch {here['torch']}, "
-            f"{', '.join(here['gpus']) or here['cpu']}, {here['cores']} cores, {here['date']}")
+def describe(here: Dict[str, Any], cuda: bool = False) -> str:
+    """Say in one line where and when figures were measured: on CUDA devices, or on the CPU."""
+    hardware = f"{here['cpu']}, {here['cores']} cores"
+    if cuda:
+        hardware = f"{', '.join(here['gpus'])}, CUDA {here['cuda']}, cuDNN {here['cudnn']}"
+    return f"torchgpipe {here['torchgpipe']}, torch {here['torch']}, {hardware}, {here['date']}"
 
 
 def cores() -> List[int]:
@@ -63,5 +68,18 @@ def _cpu_name() -> str:
 def write_json(folder: Path, name: str, results: Any) -> Path:
     """Write results together with the machine that they come from."""
     path = folder / f'{name}.json'
-    path.write_text(json.dumps({'machine': machine(), 'results': results}, indent=1) + '\n')
+    text = json.dumps({'machine': machine(), 'results': results}, indent=1) + '\n'
+    with replacing(path) as new:
+        new.write_text(text)
     return path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a path to write to, whose file takes the place of another when all is written."""
+    new = path.with_name(path.name + '.new')
+    try:
+        yield new
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)

@@ -4,7 +4,7 @@ from typing import Any, Dict, List, Optional
 from benchmarks.experiment import OURS
 from benchmarks.report import Rows
 
-__all__ = ['experiment_rows', 'notes', 'number']
+__all__ = ['experiment_rows', 'is_cuda', 'notes', 'number', 'partition_rows', 'published']
 
 
 def number(value: Optional[float], missing: str = '') -> str:
@@ -16,6 +16,21 @@ def number(value: Optional[float], missing: str = '') -> str:
     if value is None:
         return missing
     return f'{value:.{3 if abs(value) < 1 else 2 if abs(value) < 100 else 1}f}'
+
+
+def published(value: Optional[float]) -> str:
+    """Write a figure as it was published: nobody's digits are cut, or added.
+
+    >>> published(95.862), published(20.3), published(None)
+    ('95.862', '20.3', 'out of memory')
+    """
+    return 'out of memory' if value is None else f'{value:g}'
+
+
+def is_cuda(summary: Dict[str, Any]) -> bool:
+    """Tell whether anything was measured on a CUDA device."""
+    return any(device.startswith('cuda') for result in summary['settings']
+               for device in result['devices'])
 
 
 def experiment_rows(summary: Dict[str, Any]) -> Rows:
@@ -38,13 +53,14 @@ def _row(result: Dict[str, Any], sources: List[str], details: List[str],
     row = [result['setting'], str(result['batch']), str(result['chunks']),
            number(result['figure'], result['status'])]
     if OURS in sources:
-        row.append(number(result['published'][OURS]['figure'], 'out of memory'))
+        row.append(published(result['published'][OURS]['figure']))
     row.append(number(result['ratio'], '—'))
     row += [number(result['published'].get(source, {}).get('ratio'), '—') for source in sources]
     for name in details:
         row.append(number(result['details'].get(name), '—'))
         if _is_published(settings, name):
-            row.append(number(result['published_details'].get(name, {}).get(OURS), '—'))
+            figure = result['published_details'].get(name, {}).get(OURS)
+            row.append('—' if figure is None else published(figure))
     return row
 
 
@@ -52,21 +68,59 @@ def _is_published(settings: List[Dict[str, Any]], name: str) -> bool:
     return any(name in result['published_details'] for result in settings)
 
 
+def partition_rows(summary: Dict[str, Any]) -> Rows:
+    """Give the memory of each partition, where it was measured."""
+    parts = ['parameters', 'gradients', 'optimizer', 'activations']
+    rows = [[f"{result['setting']}, {j}", partition['device'],
+             *(f'{partition[part] / 2**30:.3f}' for part in parts)]
+            for result in summary['settings']
+            for j, partition in enumerate(result.get('partitions', []))]
+    return ['setting, partition', 'device', *(f'{part}, GiB' for part in parts)], rows
+
+
 def notes(summary: Dict[str, Any]) -> List[str]:
     """Say what a reader has to know before comparing these figures with the published ones."""
+    settings = summary['settings']
+    return [*_notes_on_ratios(summary), *_notes_on_devices(summary),
+            *_notes_on_memory(settings),
+            *(f"{result['setting']}: {result['reason'].rstrip('.')}." for result in settings
+              if 'reason' in result)]
+
+
+def _notes_on_ratios(summary: Dict[str, Any]) -> List[str]:
     found = [f"ratio: to '{summary['baseline']}' of this run; beside it those of the sources, to "
              'their own.']
+    if not any(result['ratio'] for result in summary['settings']):
+        found = [f"No ratio: '{summary['baseline']}', to which they relate, has no figure."]
     if summary['scale'] < 1:
         found.append(
             f"At scale {summary['scale']:g}, with images of {summary['resolution']}² and small "
-            'batches, ratios say that all of it runs, not how fast it is at full scale.')
-    placed = [result['devices'] for result in summary['settings']]
+            'batches, these figures say that all of it runs, not how it does at full scale.')
+    if not summary['skip_epochs'] and summary['figure'] == 'throughput':
+        found.append('No epoch was skipped: what is slow at the beginning counts.')
+    return found
+
+
+def _notes_on_devices(summary: Dict[str, Any]) -> List[str]:
+    placed = [['cpu:0' if device == 'cpu' else device for device in result['devices']]
+              for result in summary['settings']]
+    found = []
     if any(len(set(devices)) < len(devices) for devices in placed):
         found.append('Partitions share devices, which work for one of them at a time: speeds are '
                      'no speed-ups; memory of each partition is valid.')
     if any(device.startswith('cpu') for devices in placed for device in devices):
         found.append('On the CPU workers share the cores, and backward runs in one thread.')
-    for result in summary['settings']:
-        if 'reason' in result:
-            found.append(f"{result['setting']}: {result['reason'].rstrip('.')}.")
+    memories = {device.partition(':')[0] if device.startswith('cpu') else device
+                for devices in placed for device in devices}
+    if summary['experiment'].endswith('timeline') and len(memories) == 1:
+        found.append('In one memory nothing is copied, so streams and portals have no effect.')
     return found
+
+
+def _notes_on_memory(settings: List[Dict[str, Any]]) -> List[str]:
+    how = {result['measured_by'] for result in settings if 'measured_by' in result}
+    if not how:
+        return []
+    return ['Model memory is parameters (with buffers), gradients and optimizer state; activation '
+            'memory is the peak of all memory, less the model memory; both summed over '
+            f"partitions. Measured by {' and '.join(sorted(how))}."]

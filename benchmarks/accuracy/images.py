@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-__all__ = ['ImageFolder', 'normalise', 'open_folders']
+__all__ = ['ImageFolder', 'UnreadableImage', 'normalise', 'open_folders']
 
 EXTENSIONS = {'.bmp', '.jpeg', '.jpg', '.png', '.ppm', '.tif', '.tiff', '.webp'}
 
@@ -27,6 +27,10 @@ AREA = (0.08, 1.)
 RATIO = (3 / 4, 4 / 3)
 
 Crop = Tuple[float, float, float, float]
+
+
+class UnreadableImage(Exception):
+    """An image that Pillow does not understand."""
 
 
 class ImageFolder(Dataset[Tuple[Tensor, int]]):
@@ -71,8 +75,9 @@ class ImageFolder(Dataset[Tuple[Tensor, int]]):
         try:
             with Image.open(path) as file:
                 image = file.convert('RGB')
-        except OSError as error:
-            raise ValueError(f'{str(path)!r} is not an image that can be read: {error}') from None
+        except Exception as error:  # Pillow's formats raise whatever comes to their minds.
+            raise UnreadableImage(f'{str(path)!r} is not an image that can be read: '
+                                  f'{error}') from None
         return self._crop(image, index), label
 
     def _crop(self, image: Image.Image, index: int) -> Tensor:

@@ -1,6 +1,5 @@
 """What a training leaves behind: a CSV log, and a checkpoint to go on from."""
 import csv
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List
@@ -10,6 +9,7 @@ import torch
 
 from benchmarks.experiment import Experiment, Setting
 from benchmarks.options import Options
+from benchmarks.report import replacing
 
 __all__ = ['Progress', 'refuse_to_overwrite']
 
@@ -60,12 +60,12 @@ class Progress:
     def add(self, row: Dict[str, Any], **state: Any) -> None:
         """Keep an epoch; an interruption leaves either the old files or the new ones."""
         self.rows.append(row)
-        with _replacing(self.folder / 'log.csv') as path:
+        with replacing(self.folder / 'log.csv') as path:
             with path.open('w', newline='') as file:
                 writer = csv.DictWriter(file, list(row))
                 writer.writeheader()
                 writer.writerows(self.rows)
-        with _replacing(self.checkpoint) as path:
+        with replacing(self.checkpoint) as path:
             torch.save({'recipe': self.recipe, 'rows': self.rows,
                         **{name: value.state_dict() for name, value in state.items()}}, path)
 
@@ -82,20 +82,3 @@ class Progress:
         self.rows = kept['rows']
         for name, value in state.items():
             value.load_state_dict(kept[name])
-
-
-class _replacing:
-    """Give a path to write to; the file takes its place when all is written."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._new = path.with_name(path.name + '.new')
-
-    def __enter__(self) -> Path:
-        return self._new
-
-    def __exit__(self, kind: Any, *args: Any) -> None:
-        if kind is None:
-            os.replace(self._new, self._path)
-        else:
-            self._new.unlink(missing_ok=True)

@@ -4,13 +4,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Dict, Iterator, NamedTuple, Tuple
 
+import click
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from benchmarks.accuracy.images import ImageFolder, normalise, open_folders
+from benchmarks.accuracy.images import ImageFolder, UnreadableImage, normalise, open_folders
 from benchmarks.accuracy.progress import Progress
 from benchmarks.accuracy.recipe import learning_rate, make_optimizer
 from benchmarks.experiment import Experiment, Setting
@@ -95,9 +96,15 @@ class Training:
         images: Any = loader.dataset
         with tqdm(total=len(images), desc=f'{self.name}, {what}', unit=' samples', leave=False
                   ) as bar:
-            for batch, labels in loader:
-                yield batch, labels
-                bar.update(len(batch))
+            try:
+                for batch, labels in loader:
+                    yield batch, labels
+                    bar.update(len(batch))
+            except UnreadableImage as error:
+                reason = str(error).strip().splitlines()[-1].partition('UnreadableImage: ')
+                raise click.ClickException(
+                    f'{reason[2] or reason[0]}; the epochs before are kept, and --resume goes on '
+                    'from there') from None
 
 
 class _Count:

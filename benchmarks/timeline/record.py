@@ -113,7 +113,7 @@ class Recorder:
                  tracker: Any, value: Any) -> Any:
         stream = current_stream(cell.device)
         first = not (again and is_recomputing())
-        if not first:
+        if not first and not is_cuda(stream):
             self._take_turn(None)
         start = _stamp(stream)
         output = compute(cell, i, again, tracker, value)

@@ -1,6 +1,10 @@
 """The command line: help, wrong options, and each command once, at a small size."""
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -69,7 +73,9 @@ def test_the_list(run):
     for experiment in EXPERIMENTS.values():
         assert experiment.name in out
         assert all(setting.name in out for setting in experiment.settings)
-    for figure in ('135.5 (1.41)', '22.24 ± 0.19', 'out of memory', '154.1', '75.00 utilisation'):
+    for figure in ('135.539 (1.41)', '22.24 ± 0.19', '0.91 + out of memory', '6.07 + 3.39',
+                   '154.1', 'GPipe paper 24.62 + 26.24', '75 utilisation',
+                   'Goyal et al. 22.08 ± 0.06'):
         assert figure in out
 
 
@@ -81,6 +87,22 @@ def test_a_published_model_from_the_command_line(run, tmp_path):
     assert summary['machine']['torch'] == torch.__version__
     base, piped = summary['results']['settings']
     assert piped['ratio'] == piped['figure'] / base['figure'] and piped['balance'] == [370]
+
+
+def test_ctrl_c_in_a_process_of_its_own(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, '-m', 'benchmarks', 'resnet101-speed', '--scale', '0.004', '--epochs',
+         '2', '--setting', 'baseline', '--setting', 'pipeline-2', '--output', str(tmp_path)],
+        cwd=PAGE.parents[1], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # A process that was started in the background would ignore the signal.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    path = tmp_path / 'resnet101-speed.json'
+    while not path.exists() and process.poll() is None:
+        time.sleep(.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert process.returncode == 130 and err.endswith('Stopped.\n') and 'baseline' in out
+    assert json.loads(path.read_text())['results']['settings'][0]['status'] == 'measured'
 
 
 def test_the_page_is_made_of_the_results_that_are_kept():

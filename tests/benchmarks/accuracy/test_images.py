@@ -4,8 +4,8 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks.accuracy.images import (ImageFolder, centre_crop, normalise, open_folders,
-                                        random_crop)
+from benchmarks.accuracy.images import (ImageFolder, UnreadableImage, centre_crop, normalise,
+                                        open_folders, random_crop)
 from benchmarks.accuracy.pictures import write_pictures
 
 
@@ -104,5 +104,5 @@ def test_folders_that_are_not_laid_out_like_that(tmp_path):
 def test_an_image_that_can_not_be_read_is_named(tmp_path):
     (tmp_path / 'a').mkdir()
     (tmp_path / 'a/broken.png').write_bytes(b'nothing')
-    with pytest.raises(ValueError, match='broken.png'):
+    with pytest.raises(UnreadableImage, match='broken.png'):
         ImageFolder(tmp_path, 8)[0]
