@@ -100,9 +100,10 @@ class Job:
         torch.manual_seed(options.seed)
         self.model = wrap(change(setting.model.build()), setting, options, self.batch)
         self.partitions = partitions_of(self.model)
-        # One parameter at a time: `foreach` would copy all of them at once.
+        # Where memory counts, one parameter at a time: `foreach` may copy all of them at once.
+        foreach = False if experiment.figure == 'memory' else None
         self.optimizers = [getattr(torch.optim, experiment.optimizer)(
-            partition.parameters(), lr=1e-3, foreach=False) for partition in self.partitions]
+            partition.parameters(), lr=1e-3, foreach=foreach) for partition in self.partitions]
         self.input, self.target = self._data()
 
     def _data(self) -> Any:

@@ -80,8 +80,7 @@ def experiment_options(experiment: Experiment, epochs: int = 3, skip_epochs: int
                      help='Where partitions go, again from the first if there are too few. '
                      '[default: all CUDA devices, or cpu:0, cpu:1, …]'),
         click.option('--scale', type=click.FloatRange(0, 1, min_open=True), default=1.,
-                     callback=_refuse_nan,
-                     show_default=True,
+                     callback=_refuse_nan, show_default=True,
                      help='Fraction of the published batch, and of height and width of the '
                      f'images ({experiment.resolution}, at least 64).'),
         click.option('--epochs', type=click.IntRange(1), default=epochs, show_default=True,
@@ -94,7 +93,7 @@ def experiment_options(experiment: Experiment, epochs: int = 3, skip_epochs: int
                      show_default=True,
                      help='float16 and bfloat16: mixed precision, by autocast.'),
         click.option('--compile', is_flag=True, help='Compile each partition (torch.compile).'),
-        click.option('--seed', type=int, default=0, show_default=True,
+        click.option('--seed', type=click.IntRange(0, 2 ** 63 - 1), default=0, show_default='0',
                      help='For parameters, data and dropout.'),
         click.option('--output', default='results', show_default=True, metavar='DIR',
                      help='Where tables, pictures and logs go.')]

@@ -82,7 +82,7 @@ def notes(summary: Dict[str, Any]) -> List[str]:
     """Say what a reader has to know before comparing these figures with the published ones."""
     settings = summary['settings']
     return [*_notes_on_ratios(summary), *_notes_on_devices(summary),
-            *_notes_on_memory(settings),
+            *_notes_on_memory(settings), *_notes_on_images(settings),
             *(f"{result['setting']}: {result['reason'].rstrip('.')}." for result in settings
               if 'reason' in result)]
 
@@ -115,6 +115,14 @@ def _notes_on_devices(summary: Dict[str, Any]) -> List[str]:
     if summary['experiment'].endswith('timeline') and len(memories) == 1:
         found.append('In one memory nothing is copied, so streams and portals have no effect.')
     return found
+
+
+def _notes_on_images(settings: List[Dict[str, Any]]) -> List[str]:
+    found = next((result['images'] for result in settings if 'images' in result), None)
+    if found is None or found['classes'] == 1000:
+        return []
+    return [f"These images are not ImageNet: {found['classes']} classes, {found['train']} images "
+            f"for training and {found['val']} for validation. Their error does not compare."]
 
 
 def _notes_on_memory(settings: List[Dict[str, Any]]) -> List[str]:

@@ -202,6 +202,18 @@ def test_the_number_of_intra_op_threads(devices):
     assert seen == [1] * 8 + [2] * 8 + [1] * 8
 
 
+@devices
+def test_a_recomputation_has_as_many_intra_op_threads_as_the_first_pass(devices):
+    seen = []
+    model = nn.Sequential(*[Spy(lambda _: seen.append(torch.get_num_threads()))
+                            for _ in range(2)])
+    gpipe = pipe(model, devices, 'always')
+    output = gpipe(torch.rand(4, 1, requires_grad=True))
+    torch.set_num_threads(3)
+    output.sum().backward()
+    assert seen == [1] * 16 and torch.get_num_threads() == 3
+
+
 def test_a_pipeline_within_a_recomputation_knows_that_it_is_in_one():
     seen = []
     inner = GPipe(nn.Sequential(nn.Identity(), Spy(lambda _: seen.append(is_recomputing()))),

@@ -159,14 +159,20 @@ class Ambient(NamedTuple):
         return self.context.copy().run(self._rerun, function)
 
     def _rerun(self, function: Callable[[], T]) -> T:
-        device = _default_device()
-        if device == self.device and _Autocast.capture() == self.autocast:
+        device, number = _default_device(), torch.get_num_threads()
+        if device == self.device and number == self.num_threads and \
+                _Autocast.capture() == self.autocast:
             return function()
         with ExitStack() as stack:
             if _Autocast.capture() != self.autocast:
                 stack.enter_context(self.autocast.region())
             if device != self.device:
                 stack.enter_context(self.device or torch.device('cpu'))
+            if number != self.num_threads:
+                # Another number of threads adds in another order, and layers that normalise few
+                # values make much of the difference.
+                stack.callback(torch.set_num_threads, number)
+                torch.set_num_threads(self.num_threads)
             return function()
 
 

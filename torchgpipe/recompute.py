@@ -141,7 +141,7 @@ class Recomputation:
         for now, before in zip(samples, self._samples):
             if torch.equal(now, before):
                 continue
-            # Another number of threads may add in another order.
+            # A kernel may add in another order, as where memory lies at another address.
             tolerance = torch.finfo(before.dtype).eps ** 0.5
             scale = before.abs().nan_to_num(0, 0, 0).max().item()
             if not torch.allclose(now, before, rtol=tolerance, atol=tolerance * scale,

@@ -135,6 +135,8 @@ def measure(experiment: Experiment, setting: Setting, options: Options, result: 
     state = {'model': training.model, 'optimizer': training.optimizer, 'scaler': training.scaler}
     if resume:
         progress.resume(**state)
+    result['images'] = {'classes': len(training.train_set.classes),
+                        'train': len(training.train_set), 'val': len(training.val_set)}
     _tell(progress, options, result)
     for epoch in range(len(progress.rows), options.epochs):
         start = time.perf_counter()

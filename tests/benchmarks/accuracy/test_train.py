@@ -43,6 +43,7 @@ def test_training_and_resuming(run, images, tmp_path, monkeypatch):
     whole, halves = tmp_path / 'whole', tmp_path / 'halves'
     code, out, _ = run(*arguments(images, whole))
     assert code == 0 and 'pipeline-256' in out and '21.99' in out
+    assert 'not ImageNet: 5 classes, 20 images' in out
     first, second = rows_of(whole, 'pipeline-256')
     assert (first['epoch'], second['epoch']) == (1, 2)
     assert second['train_loss'] < first['train_loss']
