@@ -165,8 +165,9 @@ def timeline():
     picture = Picture('A measured training step on cpu:0 and cpu:1')
     left, scale = 40, 340 / max(cell[4] for cell in data['cells'])
     for kind, i, j, start, end in data['cells']:
-        picture.box(left + start * scale, 26 * j, (end - start) * scale + 1, 26, COLOURS[kind],
-                    str(i))
+        width = (end - start) * scale + 1
+        picture.box(left + start * scale, 26 * j, width, 26, COLOURS[kind],
+                    str(i) if width > 8 else '')
     for j in range(2):
         picture.words(0, 26 * j + 17, f'cpu:{j}')
     for ms in range(0, 401, 100):
