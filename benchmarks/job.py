@@ -129,4 +129,9 @@ class Job:
         self.forward().backward()
         for optimizer in self.optimizers:
             optimizer.step()
+        self.clear()
+
+    def clear(self) -> None:
+        """Let go of the gradients."""
+        for optimizer in self.optimizers:
             optimizer.zero_grad()

@@ -93,7 +93,7 @@ def experiment_options(experiment: Experiment, epochs: int = 3, skip_epochs: int
                      show_default=True,
                      help='float16 and bfloat16: mixed precision, by autocast.'),
         click.option('--compile', is_flag=True, help='Compile each partition (torch.compile).'),
-        click.option('--seed', type=click.IntRange(0, 2 ** 63 - 1), default=0, show_default='0',
+        click.option('--seed', type=click.IntRange(0, 2 ** 32 - 1), default=0, show_default=True,
                      help='For parameters, data and dropout.'),
         click.option('--output', default='results', show_default=True, metavar='DIR',
                      help='Where tables, pictures and logs go.')]

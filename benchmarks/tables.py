@@ -82,7 +82,7 @@ def notes(summary: Dict[str, Any]) -> List[str]:
     """Say what a reader has to know before comparing these figures with the published ones."""
     settings = summary['settings']
     return [*_notes_on_ratios(summary), *_notes_on_devices(summary),
-            *_notes_on_memory(settings), *_notes_on_images(settings),
+            *_notes_on_memory(summary), *_notes_on_images(settings),
             *(f"{result['setting']}: {result['reason'].rstrip('.')}." for result in settings
               if 'reason' in result)]
 
@@ -125,10 +125,14 @@ def _notes_on_images(settings: List[Dict[str, Any]]) -> List[str]:
             f"for training and {found['val']} for validation. Their error does not compare."]
 
 
-def _notes_on_memory(settings: List[Dict[str, Any]]) -> List[str]:
-    how = {result['measured_by'] for result in settings if 'measured_by' in result}
+def _notes_on_memory(summary: Dict[str, Any]) -> List[str]:
+    how = {result['measured_by'] for result in summary['settings'] if 'measured_by' in result}
     if not how:
         return []
-    return ['Model memory is parameters (with buffers), gradients and optimizer state; activation '
+    found = []
+    if summary['compile'] and 'live tensors' in how:
+        found = ['While live tensors are counted, PyTorch runs compiled layers uncompiled: this is '
+                 'the memory of the layers as they are.']
+    return [*found, 'Model memory is parameters (with buffers), gradients and optimizer state; activation '
             'memory is the peak of all memory, less the model memory; both summed over '
             f"partitions. Measured by {' and '.join(sorted(how))}."]

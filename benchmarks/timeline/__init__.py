@@ -42,11 +42,13 @@ def measure(experiment: Experiment, setting: Setting, options: Options, result: 
         job = Job(experiment, setting, options,
                   carry if 'portals' in setting.off else lambda model: model)
         time_epochs(job, result)
-        kept = sum(sum(size_of_partition(partition, optimizer).values())
-                   for partition, optimizer in zip(job.partitions, job.optimizers))
-        peak = peak_memory(job.step, job.devices, job.partitions)
         assert isinstance(job.model, GPipe)
         boxes = record(job.model, lambda: job.forward().backward())
+        job.clear()
+        kept = sum(sum(size_of_partition(partition, optimizer).values())
+                   for partition, optimizer in zip(job.partitions, job.optimizers))
+        # Last, since PyTorch does not run compiled layers any more once it was watched.
+        peak = peak_memory(job.step, job.devices, job.partitions)
     result['details'].update({UTILISATION: 100 * utilisation(boxes, job.devices),
                               MEMORY: (kept + peak) / GIB})
     stem = Path(options.output) / f'{experiment.name}-{setting.name}'

@@ -152,6 +152,13 @@ def test_memory_by_its_definition(tmp_path, epochs, skip_epochs):
         assert sum(result['details'].values()) == pytest.approx(result['figure'])
 
 
+def test_memory_says_that_it_is_not_that_of_compiled_layers(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch, 'compile', lambda run: run)
+    options = tiny.options(tiny.MEMORY, tmp_path, settings=tiny.SETTINGS[:1], compile=True)
+    campaign(tiny.MEMORY, options, memory.measure)
+    assert 'runs compiled layers uncompiled' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_data_types(tmp_path, dtype):
     job = Job(tiny.SPEED, tiny.SETTINGS[1], tiny.options(tiny.SPEED, tmp_path, dtype=dtype))
