@@ -129,10 +129,11 @@ def _notes_on_memory(summary: Dict[str, Any]) -> List[str]:
     how = {result['measured_by'] for result in summary['settings'] if 'measured_by' in result}
     if not how:
         return []
-    found = []
+    found = [
+        'Model memory is parameters (with buffers), gradients and optimizer state; activation '
+        'memory is the peak of all memory, less the model memory; both summed over partitions. '
+        f"Measured by {' and '.join(sorted(how))}."]
     if summary['compile'] and 'live tensors' in how:
-        found = ['While live tensors are counted, PyTorch runs compiled layers uncompiled: this is '
-                 'the memory of the layers as they are.']
-    return [*found, 'Model memory is parameters (with buffers), gradients and optimizer state; activation '
-            'memory is the peak of all memory, less the model memory; both summed over '
-            f"partitions. Measured by {' and '.join(sorted(how))}."]
+        found.append('While live tensors are counted, PyTorch runs compiled layers uncompiled: '
+                     'this is the memory of the layers as they are.')
+    return found
