@@ -190,12 +190,17 @@ def test_the_default_device(devices, mode):
     assert seen == ['meta'] * (16 if mode == 'always' else 8) + ['cpu'] * 8
 
 
-@devices
-def test_the_number_of_intra_op_threads(devices):
+def counting(devices, mode):
+    """Give a pipeline, and what it notes: the number of intra-op threads of each layer's call."""
     seen = []
     model = nn.Sequential(*[Spy(lambda _: seen.append(torch.get_num_threads()))
                             for _ in range(2)])
-    gpipe = pipe(model, devices, 'never')
+    return pipe(model, devices, mode), seen
+
+
+@devices
+def test_the_number_of_intra_op_threads(devices):
+    gpipe, seen = counting(devices, 'never')
     for number in (1, 2, 1):
         torch.set_num_threads(number)
         gpipe(torch.rand(4, 1))
@@ -204,10 +209,7 @@ def test_the_number_of_intra_op_threads(devices):
 
 @devices
 def test_a_recomputation_has_as_many_intra_op_threads_as_the_first_pass(devices):
-    seen = []
-    model = nn.Sequential(*[Spy(lambda _: seen.append(torch.get_num_threads()))
-                            for _ in range(2)])
-    gpipe = pipe(model, devices, 'always')
+    gpipe, seen = counting(devices, 'always')
     output = gpipe(torch.rand(4, 1, requires_grad=True))
     torch.set_num_threads(3)
     output.sum().backward()
