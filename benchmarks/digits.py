@@ -91,8 +91,7 @@ def train(name: str, model: nn.Module, data: Data, epochs: int, devices: List[to
         right = model(test_x.to(devices[0])).argmax(1).cpu() == test_y
     model.train()
     optimizer.zero_grad()
-    partitions = list(model.partitions) if isinstance(model, GPipe) else []
-    memory = peak_memory(lambda: step(torch.arange(BATCH)), devices, partitions)
+    memory = peak_memory(lambda: step(torch.arange(BATCH)), devices)
     return Result(right.double().mean().item(), losses, median(seconds), memory)
 
 

@@ -2,18 +2,17 @@
 from typing import Any, List
 
 import torch
-from torch import nn
 
 from torchgpipe.balance.live import LiveTensors
 
 __all__ = ['peak_memory']
 
 
-def peak_memory(step: Any, devices: List[torch.device], partitions: List[nn.Module]) -> int:
+def peak_memory(step: Any, devices: List[torch.device]) -> int:
     """Give the peak of one step in bytes, beyond what was alive before it, over all devices."""
     cuda = {device for device in devices if device.type == 'cuda'}
     if not cuda:
-        with LiveTensors().watched(*partitions) as live:
+        with LiveTensors().watched() as live:
             step()
         return live.peak
     before = {}

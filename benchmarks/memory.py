@@ -24,7 +24,7 @@ from benchmarks.options import Options
 from benchmarks.published import ACTIVATIONS, MODEL
 from benchmarks.turns import Turns
 from torchgpipe.balance.live import LiveTensors
-from torchgpipe.pipeline import Pipeline
+from torchgpipe.engine.pipeline import Pipeline
 
 __all__ = ['measure', 'peaks_by_partition', 'size_of_partition']
 
@@ -121,8 +121,8 @@ class _Owners(Turns):
     def fence(self, pipeline: Pipeline, schedule: Sequence[Tuple[int, int]]) -> None:
         """Hand over batches and skips where a pipeline would copy them to another device."""
         for i, j in schedule:
-            portals = pipeline._trackers[i].portals
-            skips = [portals[key].tensor for _, key in pipeline._skip_layout.incoming(j)]
+            skips = [pipeline._trackers[i].portals[key].tensor
+                     for _, key in pipeline._engine.partitions[j].incoming]
             for tensor in (*pipeline._batches[i], *skips):
                 if tensor is not None:
                     self.live.give(tensor, j)
@@ -143,7 +143,7 @@ def peaks_by_partition(partitions: Sequence[nn.Module], run: Callable[[Turns], N
         fence(pipeline, schedule)
         owners.fence(pipeline, schedule)
     try:
-        with owners.live.watched(*partitions), \
+        with owners.live.watched(), \
                 patch.object(Pipeline, 'fence', fence_and_hand_over):
             run(owners)
     finally:

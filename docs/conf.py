@@ -34,6 +34,6 @@ doctest_global_setup = '\n'.join([
 nitpicky = True
 nitpick_ignore_regex = [
     ('py:.*', r'(torch|typing|nn|_?queue|collections)\..*'),
-    ('py:class', r'torchgpipe\.(.*\.)?(T\w*|Ambient|Snapshot|Quiet|Workers|CPUStreamType)'),
+    ('py:class', r'torchgpipe\.(.*\.)?(T\w*|ThreadState|Snapshot|Quiet|Workers|CPUStreamType)'),
     ('py:class', 'OutQueue'),
 ]

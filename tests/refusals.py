@@ -1,6 +1,9 @@
 """What the library refuses: one small program for each row of ``docs/guide/restrictions.md``."""
+from unittest.mock import patch
+
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.balance import profile
@@ -132,15 +135,43 @@ def own_gradient(x):
     return torch.autograd.grad(y, x, create_graph=True)[0]
 
 
-def nested():
-    """Put a pipeline into a checkpointed layer."""
-    train(one(linear(), wrap(linear(), linear())))
+def own_call():
+    """Let a layer call the pipeline that runs it."""
+    layer = Layer(lambda x: layer.model[0](x))
+    layer.model = [wrap(linear(), layer)]
+    train(layer.model[0])
 
 
-def drawn_at_once():
-    """Draw random numbers where nobody expects it."""
-    noise = Layer(lambda x: x + torch.randn_like(x))
-    train(wrap(linear(), nn.Sequential(linear(), noise), chunks=4), torch.randn(8, 4))
+def parted():
+    """Change what a copy parted from another tensor, as if devices had memories of their own."""
+    with patch('torchgpipe.engine.partition.Engine.apart', lambda *_: True), \
+            patch('torchgpipe.engine.copy.copy_tensor', lambda x, *streams: x.clone()):
+        train(wrap(Layer(lambda x: (x, x)), Layer(lambda xs: xs[0].add_(1) + xs[1])))
+
+
+def drawn_elsewhere():
+    """Let another thread draw after each look at the generator's state."""
+    def state(*_):
+        return torch.Generator().manual_seed(int(torch.randint(1 << 30, ()))).get_state()
+
+    with patch('torchgpipe.engine.checkpoint.draws._state', state):
+        train(one(linear(), nn.Dropout()))
+
+
+def begins_to_write():
+    """Write to a parameter in the second step."""
+    def forward(x):
+        layer.steps += 1
+        if layer.steps > 2:  # two micro-batches
+            with torch.no_grad():
+                layer.linear.weight.mul_(0.5)
+        return layer.linear(x)
+
+    layer = Layer(forward)
+    layer.linear, layer.steps = linear(), 0
+    model = one(layer)
+    train(model)
+    train(model)
 
 
 def with_gradient():
@@ -194,17 +225,22 @@ REFUSALS = [
     lambda: wrap(linear(), linear())(torch.tensor(1.0)),
     lambda: train(wrap(linear(), Layer(lambda x: x.mean()))),
     lambda: train(wrap(linear(), nn.BatchNorm1d(4), chunks=4)),
-    drawn_at_once,
+    lambda: wrap(linear(), linear())(torch.eye(4).to_sparse()),
+    lambda: make_fx(wrap(linear(), linear()))(torch.randn(4, 4)),
+    lambda: torch.func.vmap(wrap(linear(), linear()))(torch.randn(4, 4, 4)),
+    own_call,
     lambda: train(wrap(Stash(lambda x: None), Pop())),
     lambda: train(wrap(Stash(lambda x: stash('y', x)), Pop())),
     change_skip,
+    parted,
+    drawn_elsewhere,
     lambda: train(one(Layer(add_one), linear())),
     lambda: train(wrap(linear(), Layer(add_one), checkpoint='always')),
     lambda: train(one(linear(), Layer(lambda x: x * 2 if is_recomputing() else x))),
     parameter_step,
     twice,
     lambda: train(one(linear(), Layer(own_gradient))),
-    nested,
+    begins_to_write,
     with_gradient,
     lambda: costs(linear()).balance(2, chunks=2),
     lambda: costs(linear(), nn.ReLU(inplace=True)).balance(2, chunks=2),

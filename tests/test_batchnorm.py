@@ -138,6 +138,52 @@ def test_a_layer_that_is_called_twice_moves_twice():
     assert_same_statistics(gpipe[0].norm, plain.norm)
 
 
+class Skip(nn.Module):
+    """A block that some micro-batches skip, as with stochastic depth."""
+
+    def __init__(self, norm, skips):
+        super().__init__()
+        self.norm = norm
+        self.skips = skips
+
+    def forward(self, x):
+        """Skip where told to; a micro-batch is known by its first element."""
+        return x if int(x[0, 0]) in self.skips else x + self.norm(x)
+
+
+@pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize('skips', [{3}, {0}, {0, 3}, {1, 2}, {0, 1, 2}, {0, 1, 2, 3}])
+def test_a_block_that_some_micro_batches_skip(skips, mode):
+    """In v0.3.0, if the last one skipped, statistics stood still and leaked into the next."""
+    plain = nn.BatchNorm1d(2).double()
+    gpipe = piped(Skip(plain, skips), 4, mode)
+    for scale in (100, 1, 10):
+        x = torch.randn(8, 2, dtype=torch.double) * scale
+        x[:, 0] = torch.arange(4).repeat_interleave(2)
+        seen = torch.cat([c for c in x.chunk(4) if int(c[0, 0]) not in skips] or [x[:0]])
+        if len(seen):
+            plain(seen)
+        gpipe(x.requires_grad_()).sum().backward()
+        assert_same_statistics(gpipe[0].norm, plain)
+
+
+@pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize('devices', [['cpu'], ['cpu:0', 'cpu:1']])
+def test_a_pipeline_within_a_layer_is_part_of_the_outer_mini_batch(devices, mode):
+    """In v0.3.0, statistics moved once per micro-batch of the outer pipeline."""
+    plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3)).double()
+    inner = GPipe(copy.deepcopy(plain), [1, 2], devices=(devices * 2)[:2], chunks=2,
+                  checkpoint=mode, deferred_batch_norm=True)
+    outer = GPipe(nn.Sequential(inner, nn.Identity()), [1, 1], devices=(devices * 2)[:2], chunks=2,
+                  checkpoint=mode)
+    for _ in range(3):
+        x = torch.randn(8, 3, dtype=torch.double)
+        plain[1](plain[0](x))
+        outer(x).sum().backward()
+    assert_same_statistics(inner[1], plain[1])
+    assert inner[2].num_batches_tracked == 3
+
+
 def test_outside_of_a_pipeline_every_so_many_calls_make_a_mini_batch():
     plain = nn.BatchNorm2d(3).double()
     deferred = DeferredBatchNorm.convert_deferred_batch_norm(copy.deepcopy(plain), chunks=4)

@@ -125,7 +125,7 @@ def test_links_lead_somewhere(page):
 
 def test_a_link_that_leads_nowhere_would_be_found():
     text = ('[a](#licence) [b](NOTHING.md) [c](README.md#nothing) [d](https://x.org) '
-            '[e](#nothing) [f](docs/design.md#floors)')
+            '[e](#nothing) [f](docs/design.md#streams)')
     assert broken(text, ROOT / 'README.md') == ['NOTHING.md', 'README.md#nothing', '#nothing']
 
 

@@ -1,4 +1,5 @@
 """Errors: they keep type and traceback, name the culprit, hang nothing and spoil nothing."""
+import copy
 import signal
 import threading
 import traceback
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import DEVICES, MODES, Spy, WeakLog
+from tests.helpers import DEVICES, MODES, Spy, WeakLog, assert_same, gradients
 from torchgpipe import GPipe, is_recomputing
 
 devices = pytest.mark.parametrize('devices', list(DEVICES.values()), ids=list(DEVICES))
@@ -282,3 +283,54 @@ def test_an_in_place_change_that_spoils_the_partition_before_is_caught(mode):
                   devices=['cpu', 'cpu'], checkpoint=mode)
     with pytest.raises(RuntimeError, match='inplace operation|in-place operation'):
         gpipe(torch.rand(3, 2)).sum().backward()
+
+
+def test_a_note_that_an_exception_does_not_take():
+    """In v0.3.0 it came out as the AttributeError of the note."""
+    class Frozen(Exception):
+        def __setattr__(self, name, value):
+            raise AttributeError('frozen')
+
+    def see(x):
+        raise Frozen('from the layer')
+
+    gpipe = GPipe(nn.Sequential(Spy(see)), [1], devices=['cpu'])
+    with pytest.raises(Frozen, match='from the layer'):
+        gpipe(torch.rand(2))
+
+
+@devices
+@pytest.mark.parametrize('mode', MODES)
+def test_sparse_tensors_between_partitions(devices, mode):
+    """In v0.3.0, errors of PyTorch's from within the library."""
+    class Sparse(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y.to_sparse(), y
+
+    class Dense(nn.Linear):
+        def forward(self, xs):
+            sparse, dense = xs
+            return super().forward(sparse.to_dense() + dense)
+
+    model = nn.Sequential(Sparse(2, 2), Dense(2, 2)).double()
+    gpipe = GPipe(copy.deepcopy(model), [1, 1], devices=devices(2), chunks=2, checkpoint=mode)
+    x = torch.rand(4, 2, dtype=torch.double)
+    model(x).sum().backward()
+    gpipe(x).sum().backward()
+    assert_same(gradients(gpipe), gradients(model))
+    with pytest.raises(ValueError, match='tensor 0 of the input is sparse'):
+        gpipe(x.to_sparse())
+
+
+def test_another_shape_of_an_output_in_recomputation():
+    """In v0.3.0, "size mismatch" of PyTorch's."""
+    class Last(nn.Module):
+        def forward(self, x):
+            return torch.cat([x, x]) if is_recomputing() else x
+
+    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Last()), [1, 1], devices=['cpu', 'cpu'],
+                  checkpoint='always')
+    output = gpipe(torch.rand(3, 2))
+    with pytest.raises(RuntimeError, match=r'its output 0 is .* of shape \(6, 2\)'):
+        output.sum().backward()

@@ -109,11 +109,11 @@ def test_modules_that_are_added_later():
 
 
 def test_layers_with_names_of_its_own():
-    names = ['_workers', '_quiet', 'partitions', 'balance', 'chunks', 'devices', 'checkpoint']
+    names = ['_engine', '_names', 'partitions', 'balance', 'chunks', 'devices', 'checkpoint']
     model = nn.Sequential(OrderedDict((name, nn.Linear(2, 2)) for name in names))
     gpipe = pipe(model, [3, 4], chunks=2)
     gpipe(torch.rand(4, 2)).sum().backward()
-    assert list(gpipe.state_dict())[0] == '_workers.weight' and gpipe.chunks == 2
+    assert list(gpipe.state_dict())[0] == '_engine.weight' and gpipe.chunks == 2
 
 
 def test_the_mode_is_that_of_all_modules():
@@ -388,10 +388,3 @@ def test_a_pipeline_in_a_pipeline(inner_mode, outer_mode, hooks):
     model.zero_grad()
     expected.sum().backward()
     assert_same(actual, gradients(model))
-
-
-def test_a_checkpointed_layer_that_saves_tensors_from_several_threads():
-    inner = pipe(small_model(), [4, 4], chunks=2, checkpoint='never')
-    outer = GPipe(nn.Sequential(inner), [1], devices=['cpu'], checkpoint='always')
-    with pytest.raises(RuntimeError, match="from more than one thread.*checkpoint='never'"):
-        outer(torch.rand(4, 4, dtype=torch.double))

@@ -85,7 +85,7 @@ def test_the_peak_of_a_training_step(devices, n):
     with LiveTensors().watched() as cell:  # while the parameters have their gradients
         step(partition, x[:size].clone().requires_grad_())
     gpipe.zero_grad()
-    with LiveTensors().watched(*gpipe.partitions) as live:
+    with LiveTensors().watched() as live:
         step(gpipe, x)
     inputs = (n - 1) * m * boundary  # those of the first partition are the caller's mini-batch
     output_and_gradient = 2 * m * boundary  # in which that of the one cell is contained
@@ -97,7 +97,7 @@ def test_the_peak_of_a_training_step(devices, n):
     # The twin: without checkpointing it takes far more.
     gpipe.zero_grad()
     gpipe.checkpoint = 'never'
-    with LiveTensors().watched(*gpipe.partitions) as live:
+    with LiveTensors().watched() as live:
         step(gpipe, x)
     print(live.peak/expected)
     assert live.peak > 1.5 * expected

@@ -4,11 +4,11 @@ Each micro-batch is normalised by its own statistics, there is no way around tha
 variance are merged with those of the other micro-batches, and the running statistics move
 once per mini-batch, to where plain batch normalization on the whole mini-batch would move them::
 
-    micro-batch     0          1          2  (last)          0, recomputed
-    normalise by    own        own        own                own
-    merge           start      merge      merge, commit      nothing
+    micro-batch     0          1          2          end of forward     0, recomputed
+    normalise by    own        own        own                           own
+    merge           start      merge      merge      commit             nothing
 """
-from typing import Any, Dict, NamedTuple, Optional, Tuple, TypeVar, cast
+from typing import Any, Dict, NamedTuple, Optional, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from torchgpipe.microbatch import place
-from torchgpipe.passes import is_recomputing
+from torchgpipe.engine.mini_batch import current
+from torchgpipe.engine.passes import pass_state
+from torchgpipe.private import is_full_backward_hook
 
 __all__ = ['DeferredBatchNorm']
 
@@ -44,12 +45,31 @@ class _Moments(NamedTuple):
                         + delta.square() * (self.number * other.number / number))
 
 
+class _Statistics:
+    """What a layer saw of a mini-batch: moments for each call within a cell.
+
+    A layer that is called twice moves its running statistics twice.
+    """
+
+    def __init__(self) -> None:
+        self._cell: Optional[int] = None
+        self._call = 0
+        self.moments: Dict[int, _Moments] = {}
+
+    def add(self, cell: int, moments: _Moments) -> None:
+        """Merge the moments of a call with those of the same call in other micro-batches."""
+        self._call = self._call + 1 if cell == self._cell else 0
+        self._cell = cell
+        before = self.moments.get(self._call)
+        self.moments[self._call] = moments if before is None else before.merge(moments)
+
+
 class DeferredBatchNorm(_BatchNorm):
     """Batch normalization for micro-batches: running statistics once per mini-batch.
 
-    In a :class:`~torchgpipe.GPipe` the pipeline says which micro-batch is the last. Elsewhere,
-    every ``chunks`` calls make a mini-batch. Means and variances of micro-batches are merged as in
-    Chan, Golub and LeVeque (1979).
+    In a :class:`~torchgpipe.GPipe` the pipeline says when the mini-batch ends, also if some
+    micro-batches skip this layer. Elsewhere, every ``chunks`` calls make a mini-batch. Means and
+    variances of micro-batches are merged as in Chan, Golub and LeVeque (1979).
 
     >>> import torch
     >>> bn = DeferredBatchNorm(3, chunks=2)
@@ -76,16 +96,13 @@ class DeferredBatchNorm(_BatchNorm):
         self._start()
 
     def _start(self) -> None:
-        self._seen = 0  # micro-batches, outside of a pipeline
-        self._cell: Optional[int] = None
-        self._call = 0
-        # One entry per call within a cell: a layer that is called twice moves twice.
-        self._moments: Dict[int, _Moments] = {}
+        # The calls outside of a pipeline since the last mini-batch.
+        self._calls = 0
+        self._statistics = _Statistics()
 
     def __getstate__(self) -> Dict[str, Any]:
         # What an interrupted mini-batch left behind does not travel.
-        unused: Dict[str, Any] = {'_seen': 0, '_cell': None, '_call': 0, '_moments': {}}
-        return {**self.__dict__, **unused}
+        return {**self.__dict__, '_calls': 0, '_statistics': _Statistics()}
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -102,33 +119,39 @@ class DeferredBatchNorm(_BatchNorm):
         mean = torch.zeros_like(cast(Tensor, self.running_mean))
         var = torch.zeros_like(cast(Tensor, self.running_var))
         output = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
-        if not is_recomputing():
+        if not pass_state.recomputing:
             self._track(input.numel() // input.size(1), mean, var)
         return output
 
     def _track(self, number: int, mean: Tensor, var: Tensor) -> None:
-        i, last = self._next_place()
         dtype = torch.promote_types(mean.dtype, torch.float32)
         moments = _Moments(number, mean.to(dtype), var.to(dtype) * (number - 1))
-        if i > 0 and self._call in self._moments:
-            moments = self._moments[self._call].merge(moments)
-        self._moments[self._call] = moments
-        if last:
-            self._commit(self._moments.pop(self._call))
+        here = current.micro_batch
+        if here is not None:
+            statistics = here.mini_batch.value(self, self._begin)
+            statistics.add(here.cell, moments)
+            return
+        self._statistics.add(self._calls, moments)
+        self._calls += 1
+        if self._calls >= self.chunks:
+            statistics = self._statistics
+            self._start()
+            self._commit(statistics)
 
-    def _next_place(self) -> Tuple[int, bool]:
-        """Give this call's micro-batch, and whether it is the mini-batch's last."""
-        here = place.place
-        if here is None:
-            i = self._seen % self.chunks
-            self._seen = i + 1
-            return i, i == self.chunks - 1
-        self._call = self._call + 1 if here.cell is self._cell else 0
-        self._cell = here.cell
-        return here.i, here.i == here.m - 1
+    def _begin(self) -> _Statistics:
+        """Begin with a mini-batch of a pipeline."""
+        here, statistics = current.micro_batch, _Statistics()
+        assert here is not None
+        here.mini_batch.at_end(lambda: self._commit(statistics), here.lock)
+        return statistics
 
     @torch.no_grad()
-    def _commit(self, moments: _Moments) -> None:
+    def _commit(self, statistics: _Statistics) -> None:
+        for _, moments in sorted(statistics.moments.items()):
+            self._move(moments)
+
+    def _move(self, moments: _Moments) -> None:
+        """Move the running statistics by one mini-batch."""
         cast(Tensor, self.num_batches_tracked).add_(1)
         factor = self.momentum
         if factor is None:
@@ -199,5 +222,5 @@ class DeferredBatchNorm(_BatchNorm):
                      '_forward_hooks_with_kwargs', '_forward_pre_hooks_with_kwargs',
                      '_forward_hooks_always_called', '_backward_hooks', '_backward_pre_hooks'):
             getattr(deferred, kind).update(getattr(module, kind))
-        deferred._is_full_backward_hook = module._is_full_backward_hook
+        setattr(deferred, is_full_backward_hook, getattr(module, is_full_backward_hook))
         return deferred.train(module.training)

@@ -6,14 +6,13 @@ from torch import nn
 
 from torchgpipe.aliases import TensorOrTensors
 from torchgpipe.batchnorm import DeferredBatchNorm
-from torchgpipe.microbatch import check, gather, scatter
-from torchgpipe.partition import (Device, split, take_balance, take_devices, verify_module,
-                                  verify_source)
-from torchgpipe.pipeline import Pipeline
-from torchgpipe.randomness import Quiet
-from torchgpipe.skip.layout import inspect_skip_layout
+from torchgpipe.engine.batch import check, gather, scatter
+from torchgpipe.engine.partition import Engine
+from torchgpipe.engine.pipeline import Pipeline
+from torchgpipe.private import is_tracing, is_transformed, parse_to, proxy_mode
 from torchgpipe.skip.skippable import verify_skippables
-from torchgpipe.worker import Workers
+from torchgpipe.split import (Device, split, take_balance, take_devices, verify_module,
+                              verify_source)
 
 __all__ = ['GPipe']
 
@@ -96,11 +95,9 @@ class GPipe(nn.Module):
         # that stands on it speak these names, whatever the balance. Partitions are a second view
         # of the same layers; through `named_modules` they give the names of torchgpipe 0.0.7.
         self.training = module.training
-        self._workers = Workers()
-        self._quiet = Quiet()
         partitions = nn.ModuleList(split(module, self.balance, self.devices))
         partitions.training = module.training
-        self._skip_layout = inspect_skip_layout(partitions.children())
+        self._engine: Engine | None = self._make_engine(partitions)
         self.__dict__['partitions'] = partitions
         self.__dict__['_names'] = tuple(module._modules)
         self._modules.update(module._modules)
@@ -124,11 +121,20 @@ class GPipe(nn.Module):
             return input
         batches = scatter(input, self.chunks)
         sizes = [len(batch[0]) for batch in batches]
-        Pipeline(batches, self.partitions, self.devices,  # type: ignore[arg-type]
-                 skip_layout=self._skip_layout,
-                 checkpoint_stop=self._checkpoint_stop(len(batches)),
-                 workers=self._workers, quiet=self._quiet).run()
+        checkpoint_stop = self._checkpoint_stop(len(batches))
+        engine = self._engine
+        if engine is None:
+            engine = self._engine = self._make_engine(self.partitions)
+        _check_tracing(threads=not engine.alone or checkpoint_stop > 0)
+        Pipeline(engine, batches, checkpoint_stop).run()
         return gather(batches, sizes)
+
+    def _make_engine(self, partitions: nn.ModuleList) -> Engine:
+        return Engine(partitions.children(), self.devices)  # type: ignore[arg-type]
+
+    def __getstate__(self) -> Dict[str, Any]:
+        # A copy starts with no threads.
+        return {**self.__dict__, '_engine': None}
 
     def _check_views(self) -> None:
         mine = [(name, self._modules.get(name)) for name in self._names]
@@ -215,7 +221,7 @@ class GPipe(nn.Module):
         torch.float64
         """
         try:
-            device: Any = torch._C._nn._parse_to(*args, **kwargs)[0]
+            device: Any = parse_to(*args, **kwargs)
         except RuntimeError as error:  # a device that this machine does not have
             raise _denied() from error
         if device is not None:
@@ -230,6 +236,23 @@ class GPipe(nn.Module):
                 raise _denied()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
+
+
+def _check_tracing(threads: bool) -> None:
+    """Refuse what follows a computation in a way that does not reach other threads, nor backward.
+
+    Args:
+        threads: Whether cells run in other threads, or will run again in backward.
+    """
+    if is_tracing() or proxy_mode() is not None:
+        raise RuntimeError('a GPipe can not be traced (torch.jit.trace, make_fx, torch.export): a '
+                           'trace would hold for one batch size, and miss what runs in other '
+                           'threads. Trace the sequential module that was wrapped')
+    if threads and is_transformed():
+        raise RuntimeError('a transform of torch.func (grad, vmap, jvp, …) does not reach the '
+                           'threads of a GPipe, nor its recomputations: the result would be '
+                           'wrong. Transform the sequential module that was wrapped; or put all '
+                           "partitions on one device, with checkpoint='never'")
 
 
 def _denied() -> TypeError:

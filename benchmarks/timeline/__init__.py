@@ -48,7 +48,7 @@ def measure(experiment: Experiment, setting: Setting, options: Options, result: 
         kept = sum(sum(size_of_partition(partition, optimizer).values())
                    for partition, optimizer in zip(job.partitions, job.optimizers))
         # Last, since PyTorch does not run compiled layers any more once it was watched.
-        peak = peak_memory(job.step, job.devices, job.partitions)
+        peak = peak_memory(job.step, job.devices)
     result['details'].update({UTILISATION: 100 * utilisation(boxes, job.devices),
                               MEMORY: (kept + peak) / GIB})
     stem = Path(options.output) / f'{experiment.name}-{setting.name}'

@@ -17,8 +17,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from torchgpipe.stream import AbstractStream, current_stream
-from torchgpipe.worker import Workers
+from torchgpipe.engine.stream import AbstractStream, current_stream
+from torchgpipe.engine.worker import Workers
 
 __all__ = ['without']
 
@@ -28,7 +28,7 @@ def without(off: Collection[str]) -> Iterator[None]:
     """Switch off, within the context, what can be switched off without changing the model."""
     with ExitStack() as stack:
         if 'dependency' in off:
-            stack.enter_context(patch('torchgpipe.cell.join', _no_edge))
+            stack.enter_context(patch('torchgpipe.engine.edges.join', _no_edge))
         if 'streams' in off:
             stack.enter_context(patch.object(Workers, 'copy_streams', _compute_streams))
         yield

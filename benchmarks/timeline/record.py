@@ -22,12 +22,12 @@ from torch import Tensor
 from benchmarks.graph import last_nodes, nodes_between, producers
 from benchmarks.job import synchronize
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.compute import Compute
-from torchgpipe.copy import copy_tensor
-from torchgpipe.microbatch import Batch
-from torchgpipe.pipeline import Pipeline
-from torchgpipe.stream import (AbstractStream, CPUStream, as_cuda, current_stream, get_device,
-                               is_cuda)
+from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.compute import Compute
+from torchgpipe.engine.copy import copy_tensor
+from torchgpipe.engine.pipeline import Pipeline
+from torchgpipe.engine.stream import (AbstractStream, CPUStream, as_cuda, current_stream,
+                                      get_device, is_cuda)
 
 __all__ = ['Box', 'Recorder', 'record', 'utilisation']
 
@@ -88,8 +88,8 @@ class Recorder:
         """Record within the context."""
         compute, streams = Compute.__call__, Pipeline._streams
 
-        def call(cell: Compute, i: int, again: bool, tracker: Any, value: Any) -> Any:
-            return self._compute(compute, cell, i, again, tracker, value)
+        def call(cell: Compute, i: int, m: int, tracker: Any, value: Any) -> Any:
+            return self._compute(compute, cell, i, m, tracker, value)
 
         def find(pipeline: Pipeline, i: int, prev_j: int, next_j: int) -> Any:
             way = streams(pipeline, i, prev_j, next_j)
@@ -102,21 +102,21 @@ class Recorder:
         try:
             with patch.object(Compute, '__call__', call), \
                     patch.object(Pipeline, '_streams', find), \
-                    patch('torchgpipe.copy.copy_tensor', self.copy), \
+                    patch('torchgpipe.engine.copy.copy_tensor', self.copy), \
                     patch('torchgpipe.skip.portal.copy_tensor', self.copy):
                 yield
         finally:
             self._take_turn(None)
             synchronize(self._devices)
 
-    def _compute(self, compute: Callable[..., Any], cell: Compute, i: int, again: bool,
+    def _compute(self, compute: Callable[..., Any], cell: Compute, i: int, m: int,
                  tracker: Any, value: Any) -> Any:
         stream = current_stream(cell.device)
-        first = not (again and is_recomputing())
+        first = not is_recomputing()
         if not first and not is_cuda(stream):
             self._take_turn(None)
         start = _stamp(stream)
-        output = compute(cell, i, again, tracker, value)
+        output = compute(cell, i, m, tracker, value)
         self._stamps.append(('forward' if first else 'recomputation', cell.j, i, start,
                              _stamp(stream)))
         if first:

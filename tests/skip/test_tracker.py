@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from tests.skip.layers import Pop, Stash
+from torchgpipe.engine.passes import enable_checkpointing, enable_recomputing
 from torchgpipe.microbatch import Batch
-from torchgpipe.passes import enable_checkpointing, enable_recomputing
 from torchgpipe.skip import tracker as tracker_module
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.portal import Portal

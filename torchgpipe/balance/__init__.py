@@ -15,8 +15,8 @@ from torchgpipe.balance.costs import Profile
 from torchgpipe.balance.layers import LayerProfile, SkipProfile
 from torchgpipe.balance.profile import layerwise_sandbox, profile, profile_bytes
 from torchgpipe.balance.step import Balance, even_cuts
-from torchgpipe.microbatch import check, scatter
-from torchgpipe.partition import Device, verify_module
+from torchgpipe.engine.batch import check, scatter
+from torchgpipe.split import Device, verify_module
 
 __all__ = ['Balance', 'LayerProfile', 'Profile', 'SkipProfile', 'balance_by_size',
            'balance_by_time', 'profile']

@@ -1,17 +1,17 @@
 """Count the memory of live tensors, on any device, in bytes that they asked for.
 
 A dispatch mode sees every tensor that an operator returns, and its memory's end. The CPU's
-allocator keeps no statistics, and those of CUDA round up and count what is cached. Modes are
-thread-local, so workers enter one around each partition; backward runs in the caller's.
+allocator keeps no statistics, and those of CUDA round up and count what is cached. A pipeline's
+workers are in the modes of its caller.
 """
 import threading
 import weakref
 from collections import deque
 from contextlib import contextmanager
-from typing import Any, Callable, Deque, Dict, Hashable, Iterator, List
+from typing import Any, Callable, Deque, Dict, Hashable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -86,30 +86,10 @@ class LiveTensors:
             self._now -= memory.size
 
     @contextmanager
-    def watched(self, *partitions: nn.Module) -> Iterator['LiveTensors']:
-        """Count within the context, in this thread and in whichever runs the partitions."""
-        caller = threading.get_ident()
-        modes: Dict[int, List[_Mode]] = {}
-
-        def enter(module: nn.Module, args: Any) -> None:
-            if threading.get_ident() != caller:
-                modes.setdefault(threading.get_ident(), []).append(_Mode(self))
-                modes[threading.get_ident()][-1].__enter__()  # type: ignore[no-untyped-call]
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if threading.get_ident() != caller:
-                mode = modes[threading.get_ident()].pop()
-                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-        handles = [handle for partition in partitions for handle in (
-            partition.register_forward_pre_hook(enter),
-            partition.register_forward_hook(leave, always_call=True))]
-        try:
-            with _Mode(self):
-                yield self
-        finally:
-            for handle in handles:
-                handle.remove()
+    def watched(self) -> Iterator['LiveTensors']:
+        """Count within the context, in this thread and in a pipeline's workers."""
+        with _Mode(self):
+            yield self
 
 
 class _Memory(weakref.ref):  # type: ignore[type-arg]

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torchgpipe.aliases import TensorOrTensors
 from torchgpipe.balance.layers import SkipProfile
 from torchgpipe.balance.live import LiveTensors
-from torchgpipe.dependency import join
-from torchgpipe.microbatch import Batch, check, size_of, versions
-from torchgpipe.phony import get_phony
+from torchgpipe.engine.batch import Batch, check
+from torchgpipe.engine.dependency import join
+from torchgpipe.engine.memory import size_of, versions
+from torchgpipe.engine.phony import get_phony
 from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
@@ -133,7 +134,7 @@ class Measurement:
         given: List[Tuple[Any, Value]] = [*zip(Batch(input), self.inputs), *(
             (tracker.tensors[key], value) for key, (_, value) in self.pops.items() if value)]
         known = {_storage(x): value.memory for x, value in given}
-        before = versions(x for x, _ in given)
+        before = versions([x for x, _ in given])
         with LiveTensors().watched() as live:
             output = self._forward(input, tracker)
         # What lies in the memory of the sample binds all layers up to this one, as layer 0 would.

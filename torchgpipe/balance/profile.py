@@ -27,11 +27,12 @@ from torchgpipe.aliases import TensorOrTensors
 from torchgpipe.balance.costs import Profile
 from torchgpipe.balance.layers import LayerProfile
 from torchgpipe.balance.measure import Flow, Measurement
-from torchgpipe.microbatch import Batch, check, scatter, size_of
-from torchgpipe.notes import add_note
-from torchgpipe.partition import Device, verify_module
+from torchgpipe.engine.batch import Batch, check, scatter
+from torchgpipe.engine.memory import size_of
+from torchgpipe.engine.stream import use_device
+from torchgpipe.errors import add_note
 from torchgpipe.skip.skippable import verify_skippables
-from torchgpipe.stream import use_device
+from torchgpipe.split import Device, verify_module
 
 __all__ = ['layerwise_sandbox', 'profile', 'profile_bytes']
 

@@ -16,7 +16,7 @@ from typing import Any, Callable, FrozenSet, Generator, Iterable, List, Optional
 
 from torch import Tensor
 
-from torchgpipe.microbatch import Batch
+from torchgpipe.engine.batch import Batch
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import current_skip_tracker
 

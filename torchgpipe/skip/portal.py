@@ -33,10 +33,10 @@ from typing import Any, Callable, Optional, Tuple
 import torch
 from torch import Tensor
 
-from torchgpipe.copy import copy_tensor
-from torchgpipe.microbatch import versions
-from torchgpipe.phony import get_phony
-from torchgpipe.stream import AbstractStream, current_stream, get_device
+from torchgpipe.engine.copy import copy_tensor
+from torchgpipe.engine.memory import versions
+from torchgpipe.engine.phony import get_phony
+from torchgpipe.engine.stream import AbstractStream, current_stream, get_device
 
 __all__ = ['Portal', 'PortalBlue', 'PortalCopy', 'PortalOrange']
 

@@ -30,12 +30,12 @@ from typing import (Any, ContextManager, Dict, Iterable, Iterator, List, Optiona
 import torch
 from torch import Tensor
 
-from torchgpipe.microbatch import Batch
-from torchgpipe.passes import is_checkpointing, is_recomputing
+from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.passes import pass_state
+from torchgpipe.engine.stream import AbstractStream, no_context
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.namespace import Key, Namespace
 from torchgpipe.skip.portal import Portal
-from torchgpipe.stream import AbstractStream, no_context
 
 __all__ = ['SkipTracker', 'SkipTrackerThroughPortals', 'SkipTrackerThroughPotals',
            'current', 'current_skip_tracker', 'use_skip_tracker']
@@ -105,8 +105,8 @@ class SkipTrackerThroughPortals(SkipTracker):
         # A pipeline within a layer that is recomputed is in its first pass all the same, and then
         # it has no portal yet.
         portal = self.portals.get((ns, name))
-        again = self._again or (portal is not None and is_recomputing())
-        life = 1 if again else 3 if is_checkpointing() else 2
+        again = self._again or (portal is not None and pass_state.recomputing)
+        life = 1 if again else 3 if pass_state.checkpointing else 2
         if portal is None:
             portal = self.portals[ns, name] = Portal(tensor, life)
         else:

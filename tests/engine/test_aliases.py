@@ -1,0 +1,171 @@
+"""Tensors that share a memory: a change in place has the history that it has without pipeline."""
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import DEVICES, MODES, assert_same, gradients
+from torchgpipe import GPipe
+from torchgpipe.engine import pipeline
+
+devices = pytest.mark.parametrize('devices', list(DEVICES.values()), ids=list(DEVICES))
+
+
+class Layer(nn.Module):
+    """A layer from a function, with a linear layer."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, *input):
+        """Call the function."""
+        return self.function(self, *input)
+
+
+def keep(layer, x):
+    """Keep all outputs."""
+    layer.kept.append(layer.linear(x))
+    return layer.kept[-1]
+
+
+def change(layer, x):
+    """Change what comes in place."""
+    x.relu_()
+    return layer.linear(x)
+
+
+def twice(layer, x):
+    """Give a tensor twice."""
+    y = layer.linear(x)
+    return y, y
+
+
+def view(layer, x):
+    """Give a tensor and a view of it."""
+    y = layer.linear(x)
+    return y, y.view(-1, 2, 2)
+
+
+def add(layer, xs):
+    """Change one in place, and add both."""
+    x, y = xs
+    x.relu_()
+    return layer.linear(x) + y.reshape(-1, 4) * 3
+
+
+def pass_on(layer, xs):
+    """Change nothing."""
+    return xs
+
+
+def models():
+    """Give models in which a partition changes in place what another one has, too."""
+    first = Layer(keep)
+    first.kept = []
+    return {'kept': nn.Sequential(first, Layer(change), nn.Linear(4, 4)),
+            'twice': nn.Sequential(Layer(twice), Layer(add), nn.Linear(4, 4)),
+            'twice, passed on': nn.Sequential(Layer(twice), Layer(pass_on), Layer(add)),
+            'view': nn.Sequential(Layer(view), Layer(add), nn.Linear(4, 4))}
+
+
+@devices
+@pytest.mark.parametrize('name', models())
+@pytest.mark.parametrize('chunks', [1, 2, 5])
+@pytest.mark.parametrize('mode', ['never', 'except_last'])
+def test_in_v030_gradients_were_wrong(devices, name, chunks, mode):
+    torch.manual_seed(0)
+    model = models()[name].double()
+    gpipe = GPipe(model, [1, 1, 1], devices=devices(3), chunks=chunks, checkpoint=mode)
+    x = torch.randn(5, 4, dtype=torch.double)
+
+    def train(net):
+        model.zero_grad()
+        model[0].kept = []
+        loss = net(x).square().sum()
+        if model[0].kept:
+            loss = loss + torch.cat(model[0].kept).square().sum()
+        loss.backward()
+        return gradients(model)
+
+    expected = train(lambda x: torch.cat([model(c) for c in x.tensor_split(chunks)]))
+    if mode == 'never' or chunks == 1:
+        assert_same(train(gpipe), expected)
+    else:
+        with pytest.raises(RuntimeError, match='in-place operation'):
+            train(gpipe)
+
+
+@pytest.mark.parametrize('name', ['twice', 'twice, passed on', 'view'])
+def test_a_copy_parts_what_shared_a_memory(name, monkeypatch):
+    """As if each partition had a memory of its own."""
+    monkeypatch.setattr(pipeline.Engine, 'apart', lambda self, j, k: True)
+    monkeypatch.setattr('torchgpipe.engine.copy.copy_tensor', lambda x, *streams: x.clone())
+    model = models()[name]
+    gpipe = GPipe(model, [1, 1, 1], devices=['cpu'] * 3, chunks=2, checkpoint='never')
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), \
+                pytest.raises(RuntimeError, match='changed in place, .* before both were copied'):
+            gpipe(torch.randn(4, 4))
+    # Who does not change them may have them.
+    model[1].function = pass_on
+    model[2] = gpipe.partitions[2][0] = Layer(lambda layer, xs: layer.linear(xs[0]) + xs[0])
+    gpipe._modules['2'] = model[2]
+    gpipe(torch.randn(4, 4)).sum().backward()
+
+
+@devices
+@pytest.mark.parametrize('mode', MODES)
+def test_a_first_layer_that_works_in_place_on_what_a_backbone_made(devices, mode):
+    """In v0.3.0: "Output 0 of SplitWithSizesBackward0 is a view and is being modified inplace"."""
+    backbone = nn.Linear(4, 4).double()
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    gpipe = GPipe(model, [2, 1], devices=devices(2), checkpoint=mode)
+    x = torch.randn(6, 4, dtype=torch.double)
+    results = []
+    for net in (model, gpipe):
+        backbone.zero_grad(), model.zero_grad()
+        y = backbone(x)
+        loss = net(y).sum()
+        # What the backbone made is changed for all who have it, as without a pipeline.
+        loss = loss + y.square().sum()
+        if net is gpipe and mode == 'always':
+            with pytest.raises(RuntimeError, match='in-place'):
+                loss.backward()
+            return
+        loss.backward()
+        results.append([y, *gradients(backbone), *gradients(model)])
+    assert_same(results[1], results[0])
+
+
+@devices
+def test_that_there_are_several_micro_batches_of_is_said(devices):
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
+    gpipe = GPipe(model, [1, 1], devices=devices(2), chunks=2)
+    with pytest.raises(RuntimeError) as error:
+        gpipe(nn.Linear(4, 4)(torch.rand(6, 4))).sum().backward()
+    assert 'inplace=False' in error.value.__notes__[1]
+
+
+def test_a_block_that_is_cut_in_two():
+    """The everyday form: a residual block whose second half works in place."""
+    class Start(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y, y
+
+    class End(nn.Module):
+        def forward(self, xs):
+            x, residual = xs
+            return nn.functional.relu(x, inplace=True) + residual
+
+    model = nn.Sequential(Start(4, 4), End(), nn.Linear(4, 4)).double()
+    reference = copy.deepcopy(model)
+    gpipe = GPipe(model, [1, 2], devices=['cpu:0', 'cpu:1'], chunks=3, checkpoint='never')
+    x = torch.randn(6, 4, dtype=torch.double)
+    expected, actual = reference(x), gpipe(x)
+    expected.square().sum().backward()
+    actual.square().sum().backward()
+    assert_same([actual, *gradients(gpipe)], [expected, *gradients(reference)])

@@ -1,0 +1,158 @@
+"""Batches, and how a mini-batch is scattered and gathered."""
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from torchgpipe import GPipe
+from torchgpipe.microbatch import Batch, check, gather, scatter
+
+
+def test_an_atomic_batch_has_one_tensor():
+    x = torch.tensor(42)
+    batch = Batch(x)
+    assert batch.atomic and len(batch) == 1 and list(batch) == [x]
+    assert batch.tensor is batch[0] is batch.value is batch.tensor_or_tensors is x
+    with pytest.raises(AttributeError):
+        batch.tensors
+
+
+def test_a_non_atomic_batch_has_a_tuple():
+    x, y = torch.tensor(42), torch.tensor(21)
+    batch = Batch((x, y))
+    assert not batch.atomic and len(batch) == 2 and list(batch) == [x, y]
+    assert batch.tensors is batch.value and batch[1] is y
+    with pytest.raises(AttributeError):
+        batch.tensor
+
+
+def test_call_keeps_the_kind_of_what_the_function_returns():
+    assert Batch(torch.tensor(1)).call(lambda x: x + 1).tensor.item() == 2
+    assert Batch(torch.tensor(1)).call(lambda x: (x, x)).tensors
+    assert Batch((torch.tensor(1),)).call(lambda xs: xs[0]).atomic
+
+
+def test_assignment_by_index():
+    atomic, pair = Batch(torch.tensor(1)), Batch((torch.tensor(1), torch.tensor(2)))
+    atomic[0] = torch.tensor(5)
+    pair[1] = torch.tensor(6)
+    assert atomic.tensor.item() == 5 and [x.item() for x in pair] == [1, 6]
+    with pytest.raises(IndexError):
+        atomic[1] = torch.tensor(0)
+    with pytest.raises(IndexError):
+        atomic[1]
+
+
+def test_assignment_by_slice():
+    atomic, pair = Batch(torch.tensor(1)), Batch((torch.tensor(1), torch.tensor(2)))
+    atomic[:] = (torch.tensor(5),)
+    pair[:] = (torch.tensor(6),)
+    assert atomic.atomic and atomic.tensor.item() == 5
+    assert not pair.atomic and len(pair) == 1
+    with pytest.raises(IndexError):
+        atomic[:] = (torch.tensor(1), torch.tensor(2))
+    with pytest.raises(NotImplementedError):
+        pair[1:] = (torch.tensor(1),)
+
+
+@pytest.mark.parametrize('value, name', [('str', 'str'), (None, 'NoneType'), ([1], 'list'),
+                                         ({}, 'dict'), ((torch.zeros(1), 'x'), 'str')])
+def test_check_names_what_it_got(value, name):
+    with pytest.raises(TypeError, match=f'expected Tensor, but got {name}'):
+        check(value)
+
+
+def test_check_takes_tensors_and_tuples_of_them():
+    check(torch.zeros(1))
+    check((torch.zeros(1), torch.zeros(2)))
+
+
+@pytest.mark.parametrize('size', range(1, 12))
+@pytest.mark.parametrize('chunks', [1, 2, 3, 8])
+def test_scatter_balances_sizes_and_loses_nothing(size, chunks):
+    x = torch.arange(size)
+    batches = scatter((x, x * 2), chunks)
+    sizes = [len(batch[0]) for batch in batches]
+    assert len(batches) == min(chunks, size)
+    assert sum(sizes) == size and max(sizes) - min(sizes) <= 1
+    a, b = gather(batches, sizes)
+    assert torch.equal(a, x) and torch.equal(b, x * 2)
+
+
+def test_scatter_and_gather_are_adjoint():
+    x = torch.randn(7, 3, dtype=torch.double, requires_grad=True)
+    ys = [torch.randn(n, 3, dtype=torch.double) for n in (3, 2, 2)]
+    forward = sum((batch.tensor * y).sum() for batch, y in zip(scatter(x, 3), ys))
+    forward.backward()
+    assert torch.equal(x.grad, gather([Batch(y) for y in ys]))
+
+
+@pytest.mark.parametrize('input, numbers', [
+    ((torch.zeros(4, 1), torch.zeros(3, 1)), r'\[4, 3\]'),
+    ((torch.zeros(4, 1), torch.tensor(1.)), r'tensor 1 .* \(\)'),
+    (torch.tensor(1.), 'tensor 0'),
+    (torch.zeros(0, 5), r'\(0, 5\)'),
+    ((), 'empty tuple')])
+def test_scatter_refuses_what_it_would_lose(input, numbers):
+    with pytest.raises(ValueError, match=numbers):
+        scatter(input, 2)
+
+
+@pytest.mark.parametrize('outputs', [[torch.zeros(1, 3), torch.zeros(2, 3)],
+                                     [torch.zeros(()), torch.zeros(())],
+                                     [torch.zeros(4, 3), torch.zeros(4, 3)]])
+def test_gather_refuses_another_number_of_samples(outputs):
+    with pytest.raises(ValueError, match='with 2 samples and came out with shape'):
+        gather([Batch(x) for x in outputs], [2, 2])
+
+
+def test_gather_refuses_different_numbers_of_tensors():
+    x = torch.zeros(1)
+    with pytest.raises(ValueError, match=r'\[1, 2\]'):
+        gather([Batch(x), Batch((x, x))], [1, 1])
+
+
+class Pair(NamedTuple):
+    """A named tuple."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize('mode', ['always', 'never'])
+@pytest.mark.parametrize('size', [1, 2, 5])
+@pytest.mark.parametrize('chunks', [1, 3])
+def test_in_v030_named_tuples_became_tuples_depending_on_the_batch_size(size, chunks, mode):
+    class Swap(nn.Module):
+        def forward(self, pair):
+            assert isinstance(pair, Pair)
+            return Pair(pair.y * 2, pair.x)
+
+    class Max(nn.Module):
+        def forward(self, pair):
+            assert isinstance(pair, Pair)
+            return pair.x.max(1)
+
+    x, y = torch.rand(size, 3, requires_grad=True), torch.rand(size, 3, requires_grad=True)
+    for balance in ([2], [1, 1]):
+        devices = [f'cpu:{j}' for j in range(len(balance))]
+        gpipe = GPipe(nn.Sequential(Swap(), Swap()), balance, devices=devices, chunks=chunks,
+                      checkpoint=mode)
+        output = gpipe(Pair(x, y))
+        assert isinstance(output, Pair) and torch.equal(output.x, x * 2)
+        gpipe = GPipe(nn.Sequential(Swap(), Max()), balance, devices=devices, chunks=chunks,
+                      checkpoint=mode)
+        output = gpipe(Pair(x, y))
+        assert torch.equal(output.values, (y * 2).max(1).values)
+        assert type(output) is type(x.max(1))
+
+
+def test_assignment_keeps_a_named_tuple():
+    batch = Batch(Pair(torch.tensor(1), torch.tensor(2)))
+    batch[1] = torch.tensor(3)
+    assert batch.value == Pair(1, 3)
+    batch[:] = (torch.tensor(4), torch.tensor(5))
+    assert batch.value == Pair(4, 5) and isinstance(batch.value, Pair)
+    batch[:] = (torch.tensor(4),)
+    assert type(batch.value) is tuple

@@ -1,0 +1,474 @@
+"""Thread-local state follows into workers and recomputations, as in the unwrapped model."""
+import contextvars
+import copy
+import gc
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers import (DEVICES, MODES, STEPS, Spy, WeakLog, assert_same, gradients, nothing,
+                           train_both)
+from torchgpipe import GPipe, is_recomputing
+from torchgpipe.engine.thread_state import ThreadState
+from torchgpipe.private import DISPATCH_MODES, FUNCTION_MODES
+
+devices = pytest.mark.parametrize('devices', list(DEVICES.values()), ids=list(DEVICES))
+modes = pytest.mark.parametrize('mode', MODES)
+
+
+def pipe(model, devices, mode, chunks=4):
+    """Give the model in two partitions."""
+    half = len(model) // 2
+    return GPipe(model, [half, len(model) - half], devices=devices(2), chunks=chunks,
+                 checkpoint=mode)
+
+
+@devices
+@pytest.mark.parametrize('see, context', [
+    (torch.is_grad_enabled, torch.no_grad), (torch.is_grad_enabled, torch.enable_grad),
+    (torch.is_inference_mode_enabled, torch.inference_mode)])
+def test_grad_and_inference_mode(devices, see, context):
+    seen = []
+    model = nn.Sequential(*[Spy(lambda _: seen.append(see())) for _ in range(2)])
+    with context():
+        expected = see()
+        output = pipe(model, devices, 'always')(torch.rand(4, 1))
+        assert output.is_inference() == torch.is_inference_mode_enabled()
+    assert seen == [expected] * 8
+
+
+@devices
+@modes
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('where', ['forward', 'backward', 'both'])
+def test_autocast(devices, mode, dtype, where):
+    """Outputs, their dtype and gradients are those of the same micro-batches unwrapped."""
+    dtypes = []
+    model = nn.Sequential(nn.Linear(8, 8), Spy(lambda x: dtypes.append(x.dtype)),
+                          nn.Linear(8, 8), nn.Tanh())
+    gpipe = pipe(model, devices, mode)
+    x = torch.rand(8, 8)
+
+    @contextmanager
+    def autocast(*places):
+        with torch.autocast('cpu', dtype) if where in places else nothing():
+            yield
+
+    def run(function):
+        model.zero_grad()
+        with autocast('forward', 'both'):
+            y = function(x)
+            loss = y.float().square().sum()
+            if where == 'both':
+                loss.backward()
+        if where != 'both':
+            with autocast('backward'):
+                loss.backward()
+        return y, gradients(model)
+
+    expected, expected_gradients = run(lambda x: torch.cat([model(c) for c in x.chunk(4)]))
+    low = dtypes[0]
+    dtypes.clear()
+    actual, actual_gradients = run(gpipe)
+    assert actual.dtype == expected.dtype and set(dtypes) == {low}
+    assert low == (torch.float32 if where == 'backward' else dtype)
+    assert_same([actual, *actual_gradients], [expected, *expected_gradients], 1e-2)
+    assert torch.equal(actual, expected)
+
+
+@devices
+def test_a_new_weight_is_cast_anew(devices):
+    """No stale copy of a weight stays in autocast's cache, from forward or from recomputation."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    gpipe = pipe(model, devices, 'always')
+    x = torch.rand(4, 4)
+    for _ in range(2):
+        with torch.autocast('cpu', torch.bfloat16):
+            y = gpipe(x)
+        y.float().sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        with torch.autocast('cpu', torch.bfloat16), torch.no_grad():
+            assert torch.equal(gpipe(x), model(x))
+
+
+@devices
+def test_a_weight_is_cast_once_per_forward(devices):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    gpipe = pipe(model, devices, 'never')
+    casts = set()
+
+    def note(module, args, output):
+        # addmm ─▶ t ─▶ the cast of the weight
+        casts.add(output.grad_fn.next_functions[2][0].next_functions[0][0])
+
+    for layer in model:
+        layer.register_forward_hook(note)
+    with torch.autocast('cpu', torch.bfloat16):
+        gpipe(torch.rand(8, 4))
+    assert len(casts) == 2
+
+
+@devices
+@modes
+def test_saved_tensor_hooks(devices, mode):
+    """Each saved tensor is packed once and unpacked once, also in a recomputation."""
+    def counted():
+        counts = {'pack': 0, 'unpack': 0}
+
+        def count(name, x):
+            counts[name] += 1
+            return x.clone()
+
+        return counts, saved_tensors_hooks(lambda x: count('pack', x),
+                                           lambda x: count('unpack', x))
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()).double()
+    gpipe = pipe(model, devices, mode)
+    x = torch.rand(4, 4, dtype=torch.double)
+    counts, hooks = counted()
+    train_both(model, gpipe, x, context=lambda: hooks)
+    expected, hooks = counted()
+    with hooks:
+        output = [model(c.clone().requires_grad_()) for c in x.chunk(4)]
+    torch.cat(output).sum().backward()
+    counts, hooks = counted()
+    with hooks:
+        output = gpipe(x.clone().requires_grad_())
+    output.sum().backward()
+    checkpointed = {'always': 4, 'except_last': 3, 'never': 0}[mode] * 2  # cells, one input each
+    assert counts['pack'] == expected['pack'] + checkpointed
+    assert counts['unpack'] == expected['unpack'] + checkpointed
+
+
+@devices
+@modes
+def test_save_on_cpu(devices, mode):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()).double()
+    train_both(model, pipe(model, devices, mode), torch.rand(5, 4, dtype=torch.double),
+               context=save_on_cpu)
+
+
+@devices
+@modes
+def test_context_variables(devices, mode):
+    scale = contextvars.ContextVar('scale', default=1.0)
+
+    class Scale(nn.Module):
+        def forward(self, x):
+            return (x * scale.get()).sin()
+
+    @contextmanager
+    def scaled():
+        token = scale.set(3.0)
+        try:
+            yield
+        finally:
+            scale.reset(token)  # before backward, so a recomputation has to remember
+
+    model = nn.Sequential(Scale(), nn.Linear(4, 4), Scale(), nn.Linear(4, 4)).double()
+    train_both(model, pipe(model, devices, mode), torch.rand(5, 4, dtype=torch.double),
+               context=scaled)
+
+
+@devices
+@pytest.mark.parametrize('mode', ['always', 'never'])
+def test_the_default_device(devices, mode):
+    seen = []
+
+    class Make(nn.Module):
+        def forward(self, x):
+            seen.append(torch.empty(1).device.type)
+            return x * 1
+
+    gpipe = pipe(nn.Sequential(Make(), Make()), devices, mode)
+    x = torch.rand(4, 1, requires_grad=True)
+    with torch.device('meta'):
+        output = gpipe(x)
+    output.sum().backward()
+    gpipe(x)
+    assert seen == ['meta'] * (16 if mode == 'always' else 8) + ['cpu'] * 8
+
+
+def counting(devices, mode):
+    """Give a pipeline, and what it notes: the number of intra-op threads of each layer's call."""
+    seen = []
+    model = nn.Sequential(*[Spy(lambda _: seen.append(torch.get_num_threads()))
+                            for _ in range(2)])
+    return pipe(model, devices, mode), seen
+
+
+@devices
+def test_the_number_of_intra_op_threads(devices):
+    gpipe, seen = counting(devices, 'never')
+    for number in (1, 2, 1):
+        torch.set_num_threads(number)
+        gpipe(torch.rand(4, 1))
+    assert seen == [1] * 8 + [2] * 8 + [1] * 8
+
+
+@devices
+def test_a_recomputation_has_as_many_intra_op_threads_as_the_first_pass(devices):
+    gpipe, seen = counting(devices, 'always')
+    output = gpipe(torch.rand(4, 1, requires_grad=True))
+    torch.set_num_threads(3)
+    output.sum().backward()
+    assert seen == [1] * 16 and torch.get_num_threads() == 3
+
+
+def test_a_pipeline_within_a_recomputation_knows_that_it_is_in_one():
+    seen = []
+    inner = GPipe(nn.Sequential(nn.Identity(), Spy(lambda _: seen.append(is_recomputing()))),
+                  [1, 1], devices=['cpu:0', 'cpu:1'], checkpoint='never')
+    outer = GPipe(nn.Sequential(inner), [1], devices=['cpu'], checkpoint='always')
+    outer(torch.rand(2, 2, requires_grad=True)).sum().backward()
+    assert seen == [False, True]
+
+
+def test_a_captured_state_is_taken_back_afterwards():
+    with torch.no_grad(), torch.autocast('cpu', torch.float16, cache_enabled=False):
+        state = ThreadState.capture()
+    before = ThreadState.capture()
+    inside = state.run(ThreadState.capture)
+    after = ThreadState.capture()
+    assert (inside.grad, inside.autocast) == (False, state.autocast) != (True, before.autocast)
+    assert (after.grad, after.autocast) == (before.grad, before.autocast)
+
+
+class CountCalls(TorchFunctionMode):
+    """Count the calls of a function, and change what it gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if func is torch.sin:
+            self.calls += 1
+            output = output * 2
+        return output
+
+
+class CountOperations(TorchDispatchMode):
+    """The same, for operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.sin.default:
+            self.calls += 1
+            output = output * 2
+        return output
+
+
+class Sine(nn.Linear):
+    """A linear layer and a sine."""
+
+    def __init__(self):
+        super().__init__(4, 4, dtype=torch.double)
+
+    def forward(self, x):
+        """Take the sine."""
+        return torch.sin(super().forward(x))
+
+
+@devices
+@modes
+@pytest.mark.parametrize('Mode', [CountCalls, CountOperations])
+@pytest.mark.parametrize('until', ['forward', 'backward'])
+def test_in_v030_workers_did_not_see_modes(devices, mode, Mode, until):
+    model = nn.Sequential(Sine(), Sine(), Sine(), Sine())
+    gpipe = pipe(model, devices, mode)
+    x = torch.rand(8, 4, dtype=torch.double)
+    results = []
+    for net in (model, gpipe, gpipe):
+        model.zero_grad()
+        seen = Mode()
+        with seen:
+            output = net(x)
+            forward = seen.calls
+            if until == 'backward':
+                output.sum().backward()
+        if until == 'forward':
+            output.sum().backward()
+        results.append([output, *gradients(model)])
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
+    assert forward == 16
+    assert seen.calls == 16 + {'always': 16, 'except_last': 12, 'never': 0}[mode]
+
+
+@devices
+@modes
+def test_with_modes_and_hooks_cells_run_in_one_order(devices, mode):
+    """What a mode or a hook sees, it sees in the order of the clock."""
+    model = nn.Sequential(*[nn.Linear(k + 1, k + 2) for k in range(4)])
+    gpipe = pipe(model, devices, mode)
+    orders = []
+    for _ in range(20):
+        order = []
+
+        def pack(x):
+            order.append(tuple(x.shape))
+            return x
+
+        with saved_tensors_hooks(pack, lambda x: x):
+            gpipe(torch.rand(10, 1))
+        orders.append(order)
+    assert all(order == orders[0] for order in orders)
+
+
+@devices
+@modes
+@pytest.mark.parametrize('reentrant', [False, True])
+def test_a_checkpoint_around_a_pipeline(devices, mode, reentrant):
+    """In v0.3.0, of 40 backwards on workers 16 were silently wrong, and 24 raised."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3),
+                          nn.Sigmoid()).double()
+    reference = copy.deepcopy(model)
+    gpipe = pipe(model, devices, mode)
+    for _ in range(10):
+        x = torch.rand(9, 4, dtype=torch.double, requires_grad=True)
+        y = x.detach().clone().requires_grad_()
+        reference.zero_grad(), gpipe.zero_grad()
+        reference(y).square().sum().backward()
+        torch.utils.checkpoint.checkpoint(
+            gpipe, x, use_reentrant=reentrant).square().sum().backward()
+        assert_same([x.grad, *gradients(gpipe)], [y.grad, *gradients(reference)])
+
+
+@devices
+@modes
+def test_a_pipeline_within_a_checkpointed_layer(devices, mode):
+    """In v0.3.0 it was refused: its workers saved tensors in any order."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh(), nn.BatchNorm1d(4)).double()
+    reference = copy.deepcopy(model)
+    inner = GPipe(model, [2, 2], devices=devices(2), chunks=1, checkpoint=mode)
+    outer = GPipe(nn.Sequential(inner, nn.Linear(4, 4).double()), [1, 1], devices=devices(2),
+                  chunks=1, checkpoint='always')
+    reference = nn.Sequential(reference, copy.deepcopy(outer[1]))
+    for _ in range(5):
+        results = []
+        for net in (reference, outer):
+            net.zero_grad()
+            torch.manual_seed(3)
+            net(torch.rand(6, 4, dtype=torch.double)).square().sum().backward()
+            results.append([*gradients(net), *net.buffers()])
+        assert_same(results[1], results[0])
+
+
+@devices
+@modes
+def test_mutation_on_saved_tensors(devices, mode):
+    """In v0.3.0, gradients were wrong on workers, which did not see the mode."""
+    class Double(nn.Module):
+        def forward(self, x):
+            y = x.sin()
+            z = y * y
+            y.mul_(2)
+            return z + y
+
+    model = nn.Sequential(nn.Linear(4, 4), Double(), nn.Linear(4, 4), Double()).double()
+    reference = copy.deepcopy(model)
+    gpipe = pipe(model, devices, mode)
+    x = torch.rand(8, 4, dtype=torch.double)
+    results = []
+    for net in (reference, gpipe):
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            net(x).sum().backward()
+        results.append(gradients(net))
+    assert_same(results[1], results[0])
+
+
+TRANSFORMS = {
+    'grad': lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    'jacrev': lambda f, x: torch.func.jacrev(f)(x),
+    'jvp': lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+    'vmap': lambda f, x: torch.func.vmap(f)(torch.stack([x, x + 1]))}
+
+
+@pytest.mark.filterwarnings('ignore::DeprecationWarning')
+@pytest.mark.parametrize('transform', TRANSFORMS)
+@pytest.mark.parametrize('mode', ['always', 'never'])
+@devices
+def test_in_v030_transforms_gave_zeros_on_workers(transform, mode, devices):
+    model = nn.Sequential(Sine(), Sine(), Sine(), Sine())
+    x = torch.rand(4, 4, dtype=torch.double)
+    gpipe = pipe(model, devices, mode)
+    if mode == 'never' and devices(2)[0] == devices(2)[1]:
+        assert_same([TRANSFORMS[transform](gpipe, x)], [TRANSFORMS[transform](model, x)])
+    else:
+        with pytest.raises(RuntimeError, match=r'a transform of torch\.func'):
+            TRANSFORMS[transform](gpipe, x)
+
+
+@pytest.mark.filterwarnings('ignore::DeprecationWarning')
+@devices
+def test_forward_mode_differentiation_is_refused(devices):
+    gpipe = pipe(nn.Sequential(Sine(), Sine(), Sine(), Sine()), devices, 'never')
+    x = torch.rand(4, 4, dtype=torch.double)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match='forward'):
+        gpipe(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+@pytest.mark.filterwarnings('ignore')
+@devices
+@pytest.mark.parametrize('trace', [
+    torch.jit.trace, lambda net, x: make_fx(net)(x),
+    lambda net, x: torch.export.export(net, (x,))])
+def test_in_v030_a_trace_held_constants(devices, trace):
+    gpipe = pipe(nn.Sequential(Sine(), Sine()), devices, 'never')
+    with pytest.raises(Exception, match='can not be traced'):
+        trace(gpipe, torch.rand(4, 4, dtype=torch.double))
+
+
+@devices
+@modes
+@pytest.mark.parametrize('step', list(STEPS.values()), ids=list(STEPS))
+@pytest.mark.parametrize('box', [lambda x: x, lambda x: {'outputs': [x]}], ids=['bare', 'nested'])
+def test_the_last_output_in_a_context_variable(devices, mode, step, box):
+    """In v0.3.0 each step's output stayed alive, by the context of the next one."""
+    last = contextvars.ContextVar('last')
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    gpipe = pipe(model, devices, mode)
+    gpipe.register_forward_hook(lambda module, args, output: (last.set(box(output)), None)[1])
+    log = WeakLog(gpipe)
+
+    def run():
+        for _ in range(30):
+            step(gpipe)
+
+    contextvars.copy_context().run(run)
+    gc.collect()
+    # Nothing is left of a context that is gone; in another, that of the last two steps is.
+    assert log.alive() == 0
+    context = contextvars.copy_context()
+    context.run(run)
+    assert log.alive() <= 4
+
+
+def test_hooks_and_modes_that_an_interrupt_left_behind_are_dropped():
+    mine = saved_tensors_hooks(lambda x: x, lambda x: x)
+    with mine, CountCalls(), CountOperations():
+        state = ThreadState.capture()
+        for _ in range(3):
+            torch._C._autograd._push_saved_tensors_default_hooks(id, id)
+            FUNCTION_MODES.push(CountCalls())
+            DISPATCH_MODES.push(CountOperations())
+        state.repair()
+        now = ThreadState.capture()
+        assert (now.hooks, now.function_modes, now.dispatch_modes) == (
+            state.hooks, state.function_modes, state.dispatch_modes)
+    assert ThreadState.capture().plain

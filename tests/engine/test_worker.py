@@ -1,0 +1,193 @@
+"""Workers by themselves: values, errors, lifetime, forks, and who may wait for them."""
+import gc
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import Spy
+from torchgpipe import GPipe
+from torchgpipe.engine.worker import Workers
+
+cpu = torch.device('cpu')
+
+
+def test_a_function_s_value_or_error_comes_back():
+    workers = Workers()
+    assert workers.submit(cpu, lambda: 42).result() == 42
+    with pytest.raises(ZeroDivisionError):
+        workers.submit(cpu, lambda: 1 / 0).result()
+
+
+def test_devices_have_threads_of_their_own():
+    barrier = threading.Barrier(2)  # breaks unless both wait at the same time
+    workers = Workers()
+    futures = [workers.submit(torch.device('cpu', k), lambda: barrier.wait(10)) for k in (0, 1)]
+    assert sorted(future.result() for future in futures) == [0, 1]
+
+
+def test_an_idle_worker_refers_to_nothing_of_its_last_task():
+    workers = Workers()
+    for _ in range(300):
+        x = torch.rand(1)
+        ref = weakref.ref(x)
+        workers.submit(cpu, lambda x=x: None).result()
+        del x
+        assert ref() is None
+
+
+def test_workers_start_when_asked_for_and_end_with_their_owner():
+    before = set(threading.enumerate())
+    workers = Workers()
+    assert set(threading.enumerate()) == before
+    first = workers.worker(cpu)
+    assert workers.worker(torch.device('cpu:0')) is first
+    assert len(set(threading.enumerate()) - before) == 1
+    del workers
+    assert set(threading.enumerate()) == before
+
+
+def test_workers_end_with_their_owner_also_by_the_garbage_collector():
+    gc.collect()
+    before = set(threading.enumerate())
+    workers = Workers()
+    workers.worker(cpu)
+    workers.itself = workers
+    del workers
+    gc.collect()
+    assert set(threading.enumerate()) == before
+
+
+def test_a_pickled_copy_has_no_threads():
+    workers = Workers()
+    workers.worker(cpu)
+    assert not pickle.loads(pickle.dumps(workers))._workers
+
+
+def test_a_dead_thread_is_replaced():
+    workers = Workers()
+    dead = workers.worker(cpu)
+    dead.tasks.put(None)
+    dead.thread.join()
+    assert workers.worker(cpu) is not dead
+
+
+@pytest.mark.parametrize('nested', [False, True])
+def test_a_layer_that_calls_the_pipeline_that_runs_it(nested):
+    """In v0.3.0 the worker waited for itself."""
+    x = torch.rand(2, 2)
+
+    def call(_):
+        if nested:
+            GPipe(nn.Sequential(nn.Identity(), Spy(lambda x: gpipe(x))), [1, 1],
+                  devices=['cpu:0', 'cpu:1'])(x)
+        else:
+            gpipe(x)
+
+    gpipe = GPipe(nn.Sequential(Spy(call), nn.Identity()), [1, 1], devices=['cpu:0', 'cpu:1'])
+    with pytest.raises(RuntimeError, match="the GPipe that runs it.*devices=\\['cpu', 'cpu'\\]"):
+        gpipe(x)
+
+
+def test_on_one_device_a_layer_may_call_its_pipeline():
+    depth = []
+
+    def call(x):
+        depth.append(1)
+        if len(depth) < 3:
+            gpipe(x)
+
+    gpipe = GPipe(nn.Sequential(Spy(call), nn.Identity()), [1, 1], devices=['cpu', 'cpu'])
+    gpipe(torch.rand(2, 2))
+    assert len(depth) == 3
+
+
+def test_a_finalizer_on_a_worker_that_calls_the_pipeline(monkeypatch):
+    errors = []
+    monkeypatch.setattr('sys.unraisablehook', lambda unraisable: errors.append(
+        unraisable.exc_value))
+
+    class Last:
+        def __del__(self):
+            gpipe(torch.rand(2, 2))
+
+    class Once(nn.Module):
+        def forward(self, x):
+            if not errors:
+                Last()  # dies at once
+            return x
+
+    gpipe = GPipe(nn.Sequential(Once(), nn.Identity()), [1, 1], devices=['cpu:0', 'cpu:1'])
+    gpipe(torch.rand(2, 2))
+    assert len(errors) == 1 and 'the GPipe that runs it' in str(errors[0])
+
+
+@pytest.mark.filterwarnings('ignore::DeprecationWarning')
+def test_a_fork_while_another_thread_runs_the_model():
+    """In v0.3.0 the child waited for locks that nobody held any more."""
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), [1, 1],
+                  devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint='always')
+    end = threading.Event()
+
+    def train():
+        while not end.is_set():
+            gpipe(torch.rand(4, 4)).sum().backward()
+
+    def in_child():
+        torch.set_num_threads(1)
+        with torch.no_grad():
+            gpipe.eval()(torch.rand(4, 4))
+        os._exit(0)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        for _ in range(20):
+            child = multiprocessing.get_context('fork').Process(target=in_child)
+            child.start()
+            child.join(20)
+            if child.exitcode is None:
+                child.kill()
+            assert child.exitcode == 0
+    finally:
+        end.set()
+        thread.join()
+
+
+def test_a_fork_while_another_thread_holds_every_lock():
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), [1, 1],
+                  devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint='always')
+    held, end = threading.Event(), threading.Event()
+
+    def hold():
+        from torchgpipe import locks
+        from torchgpipe.engine.checkpoint import draws
+        with gpipe._engine.workers._lock, draws._lock, locks._lock, \
+                gpipe._engine.partitions[0].lock, gpipe._engine.partitions[1].lock:
+            held.set()
+            end.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(20)
+    child = os.fork()
+    if child == 0:
+        gpipe(torch.rand(4, 4)).sum().backward()
+        os._exit(0)
+    end.set()
+    thread.join()
+    for _ in range(2000):
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            break
+        time.sleep(0.01)
+    else:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert pid and os.waitstatus_to_exitcode(status) == 0

@@ -1,0 +1,339 @@
+"""Checkpointing by itself: what is kept, what is computed again, and when."""
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from torchgpipe.checkpoint import (Checkpoint, Checkpointing, Recompute, checkpoint,
+                                   enable_checkpointing, enable_recomputing, is_checkpointing,
+                                   is_recomputing)
+from torchgpipe.dependency import fork, join
+from torchgpipe.microbatch import Batch
+
+
+class Log(torch.autograd.Function):
+    """An identity that logs both ways."""
+
+    @staticmethod
+    def forward(ctx, log, name, x):
+        ctx.log, ctx.name = log, name
+        log.append(f'{name}:forward')
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.log.append(f'{ctx.name}:backward')
+        return None, None, grad
+
+
+def test_each_call_is_recomputed_just_before_its_backward():
+    log = []
+    a, b = torch.rand(1, requires_grad=True), torch.rand(1, requires_grad=True)
+    a = checkpoint(partial(Log.apply, log, 'a'), a)
+    a, phony = fork(a)
+    b = join(b, phony)
+    b = checkpoint(partial(Log.apply, log, 'b'), b)
+    assert log == ['a:forward', 'b:forward']
+    log.clear()
+    torch.cat((a, b)).sum().backward()
+    assert log == ['b:forward', 'b:backward', 'a:forward', 'a:backward']
+
+
+def test_recomputation_comes_before_the_gradient():
+    log = []
+
+    def arrive(grad):
+        log.append('gradient')
+
+    def function(x):
+        log.append('recompute' if is_recomputing() else 'compute')
+        return x * 2
+
+    checkpointing = Checkpointing(function, Batch(torch.rand(1, requires_grad=True)))
+    batch = checkpointing.checkpoint()
+    batch.tensor.register_hook(arrive)  # stands where a Wait stands
+    checkpointing.recompute(batch)
+    batch.tensor.backward()
+    assert log == ['compute', 'recompute', 'gradient']
+
+
+def test_gradients_are_those_of_the_function():
+    function = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    x = torch.rand(3, 4, dtype=torch.double, requires_grad=True)
+    assert torch.autograd.gradcheck(partial(checkpoint, function), (x,))
+
+
+def test_no_activation_outlives_the_first_pass():
+    refs = []
+
+    def function(x):
+        y = (x * 2).exp()
+        refs.append(weakref.ref(y))
+        return y.sin().cos()
+
+    x = torch.rand(3, requires_grad=True)
+    y = checkpoint(function, x)
+    assert refs[0]() is None
+    y.sum().backward()
+    assert refs[1]() is None
+
+
+def test_a_function_that_requires_no_grad():
+    checkpointing = Checkpointing(lambda x: x * 2, Batch(torch.rand(1)))
+    batch = checkpointing.checkpoint()
+    assert batch[0].requires_grad
+    checkpointing.recompute(batch)
+    assert batch[0].requires_grad
+    batch.tensor.backward()
+
+
+def test_a_parameter_that_the_function_closes_over():
+    x, a = torch.rand(1), torch.rand(1, requires_grad=True)
+    checkpoint(lambda x: x * a, x).backward()
+    assert torch.equal(a.grad, x)
+
+
+def test_integers_and_constants_stay_out_of_the_graph():
+    def function(x):
+        return x * 2, torch.tensor([True]), torch.rand(1)
+
+    y, flag, constant = checkpoint(function, torch.rand(1, requires_grad=True))
+    assert y.requires_grad and not flag.requires_grad and not constant.requires_grad
+    y.backward()
+
+
+def test_integers_as_the_only_output():
+    assert checkpoint(lambda x: x.argmax(), torch.rand(3, requires_grad=True)).dtype == torch.long
+
+
+def test_without_grad_nothing_is_kept():
+    with torch.no_grad():
+        y = checkpoint(lambda x: x * 2, torch.rand(1, requires_grad=True))
+    assert not y.requires_grad
+
+
+@pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=pytest.mark.cuda)])
+def test_random_numbers_are_drawn_again(device):
+    dropout = nn.Dropout(0.5)
+    x = torch.rand(50, 50, device=device, requires_grad=True)
+    state = torch.cuda.get_rng_state() if device == 'cuda' else torch.get_rng_state()
+    expected = dropout(x)
+    expected.sum().backward()
+    x_grad, x.grad = x.grad, None
+    (torch.cuda.set_rng_state if device == 'cuda' else torch.set_rng_state)(state)
+    actual = checkpoint(dropout, x)
+    after = torch.rand(1, device=device)
+    torch.rand(10, device=device)
+    actual.sum().backward()
+    assert torch.equal(actual, expected) and torch.equal(x.grad, x_grad)
+    assert not torch.equal(torch.rand(1, device=device), after)
+
+
+def test_recomputation_leaves_the_generator_where_it_was():
+    y = checkpoint(nn.Dropout(0.5), torch.rand(5, requires_grad=True))
+    state = torch.get_rng_state()
+    y.sum().backward()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_both_passes_know_which_they_are():
+    log = []
+
+    def function(x):
+        log.append((is_checkpointing(), is_recomputing()))
+        return x
+
+    checkpoint(function, torch.rand(1, requires_grad=True)).backward()
+    assert log == [(True, False), (False, True)]
+    assert (is_checkpointing(), is_recomputing()) == (False, False)
+    with enable_checkpointing():
+        with enable_recomputing():
+            assert (is_checkpointing(), is_recomputing()) == (False, True)
+        assert (is_checkpointing(), is_recomputing()) == (True, False)
+
+
+def test_the_graph_has_one_node_of_each():
+    y = checkpoint(lambda x: x * 2, torch.rand(1, requires_grad=True))
+    kinds = [type(node) for node, _ in y.grad_fn.next_functions]
+    assert kinds == [Checkpoint._backward_cls, Recompute._backward_cls]
+
+
+def test_a_second_backward_raises_as_pytorch_does():
+    y = checkpoint(lambda x: x.exp(), torch.rand(1, requires_grad=True))
+    y.backward()
+    with pytest.raises(RuntimeError, match='backward through the graph a second time'):
+        y.backward()
+
+
+def test_a_retained_graph_is_recomputed_again():
+    x = torch.rand(1, requires_grad=True)
+    passes = []
+
+    def function(x):
+        passes.append(is_recomputing())
+        return x.exp()
+
+    y = checkpoint(function, x)
+    y.backward(retain_graph=True)
+    first, x.grad = x.grad, None
+    y.backward()
+    assert torch.equal(x.grad, first) and passes == [False, True, True]
+
+
+def test_gradients_of_some_inputs_only():
+    a, b = torch.rand(1, requires_grad=True), torch.rand(1, requires_grad=True)
+    y = checkpoint(lambda x: x.exp() * b, a)
+    grad, = torch.autograd.grad(y, b)
+    assert torch.allclose(grad, a.exp()) and a.grad is None
+
+
+def test_a_gradient_of_a_gradient():
+    x = torch.rand(4, dtype=torch.double, requires_grad=True)
+    assert torch.autograd.gradgradcheck(
+        partial(checkpoint, lambda x: (x.exp() * x.sin()).tanh()), (x,))
+
+
+def test_hooks_of_a_parameter_see_its_whole_gradient_once():
+    weight = torch.rand(3, requires_grad=True)
+    calls = []
+    weight.register_hook(lambda grad: calls.append('tensor') or grad.clamp(max=1))
+    weight.register_post_accumulate_grad_hook(lambda _: calls.append('accumulated'))
+    outputs = [checkpoint(lambda x: x * weight, torch.ones(3)) for _ in range(4)]
+    torch.stack(outputs).sum().backward()
+    assert calls == ['tensor', 'accumulated']
+    assert weight.grad.tolist() == [1, 1, 1]  # 4, clamped; not four times 1
+
+
+def test_saved_tensors_of_a_custom_function_may_be_asked_for_twice():
+    class Multiply(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a, b):
+            ctx.save_for_backward(a, b)
+            return a * b
+
+        @staticmethod
+        def backward(ctx, grad):
+            a = ctx.saved_tensors[0]
+            b = ctx.saved_tensors[1]
+            return grad * b, grad * a
+
+    passes = []
+
+    def function(x):
+        passes.append(is_recomputing())
+        return Multiply.apply(Multiply.apply(x, x.exp()), x)
+
+    x = torch.rand(3, dtype=torch.double, requires_grad=True)
+    y = checkpoint(function, x)
+    y.sum().backward()
+    actual, x.grad = x.grad, None
+    function(x).sum().backward()
+    assert torch.equal(actual, x.grad)
+    assert passes == [False, True, False]
+
+
+def test_an_in_place_change_of_what_a_node_saved_is_noticed():
+    def function(x):
+        y = x.exp()  # saves its result
+        return y.mul_(2)
+
+    y = checkpoint(function, torch.rand(1, requires_grad=True))
+    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+        y.backward()
+
+
+def test_an_in_place_change_of_a_leaf_raises_as_in_pytorch():
+    y = checkpoint(lambda x: x.relu_(), torch.rand(1, requires_grad=True) * 1)
+    with pytest.raises(RuntimeError, match='a leaf Variable that requires grad .* in-place'):
+        y.backward()
+
+
+@pytest.mark.parametrize('more, less', [(2, 1), (1, 2)])
+def test_another_path_is_noticed(more, less):
+    def function(x):
+        for _ in range(less if is_recomputing() else more):
+            x = x.exp()
+        return x
+
+    y = checkpoint(function, torch.rand(1, requires_grad=True))
+    with pytest.raises(RuntimeError, match='took another path'):
+        y.backward()
+
+
+def test_another_shape_is_noticed():
+    def function(x):
+        return (x.repeat(2) if is_recomputing() else x).exp().sum()
+
+    y = checkpoint(function, torch.rand(1, requires_grad=True))
+    with pytest.raises(RuntimeError, match=r'saved tensor 0 is now torch.float32 of shape \(2,\)'):
+        y.backward()
+
+
+def test_an_error_in_the_recomputation_keeps_its_type():
+    def function(x):
+        if is_recomputing():
+            raise ZeroDivisionError('here')
+        return x * 2
+
+    y = checkpoint(function, torch.rand(1, requires_grad=True))
+    with pytest.raises(ZeroDivisionError, match='here'):
+        y.backward()
+
+
+def test_what_no_node_asked_for_is_freed_at_the_end_of_backward():
+    refs = []
+
+    class Ignore(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = x * 2
+            if is_recomputing():
+                refs.append(weakref.ref(y))
+            ctx.save_for_backward(y)
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    y = checkpoint(Ignore.apply, torch.rand(1, requires_grad=True))
+    y.backward()
+    assert refs and refs[0]() is None
+
+
+def test_the_input_is_freed_by_backward():
+    x = torch.rand(3, requires_grad=True) * 1
+    ref = weakref.ref(x)
+    y = checkpoint(torch.exp, x)
+    del x
+    y.sum().backward()
+    assert ref() is None
+
+
+def test_a_layer_that_asks_for_gradients_within_its_forward():
+    def force(x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(x.exp().sum(), x, create_graph=True)[0]
+
+    with pytest.raises(RuntimeError, match="within its own forward.*checkpoint='never'"):
+        checkpoint(force, torch.rand(3, requires_grad=True))
+
+
+def test_a_recomputation_that_failed_can_be_tried_again():
+    state = {'fail': True}
+
+    def function(x):
+        if is_recomputing() and state['fail']:
+            raise ZeroDivisionError
+        return x.exp()
+
+    x = torch.rand(3, requires_grad=True)
+    y = checkpoint(function, x)
+    with pytest.raises(ZeroDivisionError):
+        y.sum().backward(retain_graph=True)
+    state['fail'] = False
+    y.sum().backward()
+    assert torch.allclose(x.grad, x.exp())

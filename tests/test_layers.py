@@ -1,0 +1,68 @@
+"""Import layers: a file imports only from layers below its own, as documented."""
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torchgpipe
+
+ROOT = Path(torchgpipe.__file__).parent.parent
+
+spec = importlib.util.spec_from_file_location('layers', ROOT / 'docs/layers.py')
+layers = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(layers)
+
+#: A package, and what it must not import: the order that architecture has decided on.
+RULES = [('skip', 'balance'), ('skip', 'gpipe'), ('engine', 'gpipe'), ('engine', 'balance'),
+         ('engine', 'legacy'), ('balance', 'gpipe'), ('balance', 'legacy'), ('skip', 'legacy')]
+
+
+def test_no_import_goes_up_or_in_a_circle():
+    assert layers.layers(layers.graph())['gpipe'] > 0
+
+
+def test_a_circle_would_be_found():
+    graph = layers.graph()
+    graph['engine.stream'] = {'engine.pipeline'}
+    with pytest.raises(ValueError, match='a cycle of imports: .*engine.stream.*engine.pipeline'):
+        layers.layers(graph)
+
+
+def within(name, package):
+    """Tell whether a module is a package, or in it."""
+    return name == package or name.startswith(package + '.')
+
+
+@pytest.mark.parametrize('above, below', RULES)
+def test_packages_keep_their_order(above, below):
+    for name, imported in layers.graph().items():
+        if within(name, above):
+            assert not any(within(other, below) for other in imported), name
+
+
+def test_the_table_in_the_documentation_is_up_to_date():
+    """After a change of imports: python docs/layers.py."""
+    assert layers.TABLE.search(layers.PAGE.read_text())[0] == layers.table()
+
+
+def test_every_file_says_its_idea_in_its_first_line():
+    for path in layers.FILES.values():
+        assert path.read_text().startswith('"""'), path
+
+
+def test_importing_needs_torch_only():
+    code = ('import sys, torch; before = set(sys.modules); import torchgpipe; '
+            'print({m.partition(".")[0] for m in set(sys.modules) - before} '
+            '- sys.stdlib_module_names - {"torchgpipe", "torch"}, "torch.distributed" in '
+            'set(sys.modules) - before)')
+    output = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True,
+                            check=True, cwd=ROOT).stdout
+    assert output.strip() == 'set() False'
+
+
+def test_the_changelog_is_up_to_date():
+    newest = re.search(r'^## ([\d.]+) ', (ROOT / 'docs/changelog.md').read_text(), re.M)
+    assert newest.group(1) == torchgpipe.__version__

@@ -1,0 +1,159 @@
+"""Several threads on one model, or on models that share layers: their cells take turns."""
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import DEVICES, MODES, assert_same, gradients
+from torchgpipe import GPipe
+from torchgpipe.locks import layer_lock
+
+devices = pytest.mark.parametrize('devices', list(DEVICES.values()), ids=list(DEVICES))
+modes = pytest.mark.parametrize('mode', MODES)
+
+
+def run_at_once(*functions):
+    """Run functions in threads of their own; raise what the first of them raised."""
+    errors = []
+    barrier = threading.Barrier(len(functions))
+
+    def run(function):
+        barrier.wait(20)
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+class Count(nn.Module):
+    """A layer that counts its calls in a buffer, and whose output depends on it not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('calls', torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        """Count, slowly."""
+        self.calls = self.calls + 1
+        return x.sin()
+
+
+def make():
+    """Give a model with state."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), Count(), nn.BatchNorm1d(8, momentum=None), nn.Tanh(),
+                         nn.Linear(8, 4), Count()).double()
+
+
+@devices
+@modes
+def test_two_threads_train_one_model(devices, mode):
+    """In v0.3.0, 47 of 72 steps were counted, and buffers were replaced for good."""
+    model = make()
+    gpipe = GPipe(model, [3, 3], devices=devices(2), chunks=3, checkpoint=mode)
+    x = torch.randn(9, 4, dtype=torch.double)
+    gpipe(x).sum().backward()
+    one = gradients(gpipe)
+    gpipe.zero_grad()
+    buffers = {name: id(buffer) for name, buffer in model.named_buffers() if 'calls' not in name}
+
+    def train():
+        for _ in range(12):
+            gpipe(x).sum().backward()
+
+    run_at_once(train, train)
+    assert model[1].calls == model[5].calls == 3 * 25
+    assert model[2].num_batches_tracked == 3 * 25
+    assert {name: id(buffer) for name, buffer in model.named_buffers()
+            if 'calls' not in name} == buffers
+    assert_same(gradients(gpipe), [24 * grad for grad in one], 1e-9)
+
+
+@devices
+@modes
+def test_a_server_that_evaluates_while_it_trains(devices, mode):
+    model = make()
+    trained = GPipe(model, [3, 3], devices=devices(2), chunks=3, checkpoint=mode)
+    server = GPipe(nn.Sequential(*model), [2, 2, 2], devices=devices(3), chunks=2)
+    x = torch.randn(9, 4, dtype=torch.double)
+
+    def train():
+        for _ in range(10):
+            trained(x).sum().backward()
+
+    def serve():
+        for _ in range(30):
+            with torch.no_grad():
+                server(x)
+
+    run_at_once(train, serve)
+    assert model[1].calls == model[5].calls == 10 * 3 + 30 * 2
+
+
+@devices
+@modes
+def test_deferred_batch_norm_in_two_threads(devices, mode):
+    """In v0.3.0 it was off by 2.3 to 3.0: both had one place for their unfinished mini-batches."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)).double()
+    gpipe = GPipe(copy.deepcopy(plain), [1, 1], devices=devices(2), chunks=3, checkpoint=mode,
+                  deferred_batch_norm=True)
+    batches = [torch.randn(9, 4, dtype=torch.double) * k + k for k in range(1, 9)]
+    for x in batches:
+        plain(x)
+    run_at_once(*[lambda k=k: [gpipe(x).sum().backward() for x in batches[k::2]] for k in (0, 1)])
+    assert gpipe[1].num_batches_tracked == 8
+    assert_same([gpipe[1].running_mean, gpipe[1].running_var],
+                [plain[1].running_mean, plain[1].running_var])
+
+
+@devices
+def test_a_retained_graph_in_two_threads(devices):
+    """In v0.3.0, advice about pipelines within pipelines."""
+    gpipe = GPipe(make(), [3, 3], devices=devices(2), chunks=3, checkpoint='always')
+    x = torch.randn(9, 4, dtype=torch.double)
+    loss = gpipe(x).sum()
+    loss.backward(retain_graph=True)
+    one = gradients(gpipe)
+    for _ in range(10):
+        gpipe.zero_grad()
+        run_at_once(*[lambda: loss.backward(retain_graph=True)] * 2)
+        assert_same(gradients(gpipe), [2 * grad for grad in one], 1e-9)
+
+
+def test_models_that_share_layers_in_another_order_do_not_wait_for_each_other():
+    a, b, c = (nn.Linear(4, 4) for _ in range(3))
+    one = GPipe(nn.Sequential(a, b, c), [1, 2], devices=['cpu', 'cpu'], chunks=4)
+    two = GPipe(nn.Sequential(b, a, c), [2, 1], devices=['cpu:0', 'cpu:1'], chunks=4)
+    three = GPipe(nn.Sequential(c, nn.Linear(4, 4), a, b), [3, 1], devices=['cpu', 'cpu'],
+                  chunks=4)
+
+    def train(gpipe):
+        for _ in range(50):
+            gpipe(torch.rand(8, 4)).sum().backward()
+
+    run_at_once(*[lambda gpipe=gpipe: train(gpipe) for gpipe in (one, two, three)])
+
+
+def test_layers_have_one_lock_each():
+    a, b, c = nn.ReLU(), nn.ReLU(), nn.ReLU()
+    first = layer_lock([a, b])
+    assert layer_lock([b]) is first
+    both = layer_lock([c, a])
+    with both, both:
+        def take():
+            assert not first.acquire(blocking=False)
+        run_at_once(take)
+
+    def take_now():
+        assert first.acquire(blocking=False)
+    run_at_once(take_now)

@@ -1,0 +1,1 @@
+"""The engine: takes micro-batches through partitions, and lays the way back."""

@@ -1,0 +1,100 @@
+"""The cell: one micro-batch in one partition, checkpointed or not.
+
+A cell knows nothing of its neighbours. Whoever runs it brings its batch, and hangs onto its output
+what backward has to meet before it (:mod:`torchgpipe.engine.edges`). So cells may run in any
+order.
+"""
+
+from typing import Any, Callable
+
+from torchgpipe.aliases import Function
+from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.checkpoint.draws import Draws, Recorder, Witness
+from torchgpipe.engine.checkpoint.layer_state import CellState, Layers
+from torchgpipe.engine.checkpoint.recomputation import Recomputation
+from torchgpipe.engine.partition import Partition
+from torchgpipe.engine.thread_state import ThreadState
+
+__all__ = ['Cells']
+
+
+class Cells:
+    """The cells of one partition in one forward pass. One thread at a time runs any of them.
+
+    Args:
+        partition: The partition.
+        checkpoint_stop: The first ``checkpoint_stop`` micro-batches are checkpointed.
+        state: The state of the thread that asked for the forward pass.
+        alone: Whether no other partition can run at the same time.
+    """
+
+    def __init__(self, partition: Partition, checkpoint_stop: int, state: ThreadState, alone: bool
+                 ) -> None:
+        self._partition = partition
+        self._state = state
+        self._checkpoint_stop = checkpoint_stop if state.grad else 0
+        self._trainable = self._checkpoint_stop > 0 and any(
+            parameter.requires_grad for parameter in partition.layers.parameters())
+        #: What has to be known of the layers, where it matters what they do.
+        self.layers = None if alone and not self._checkpoint_stop else Layers(
+            partition.layers, partition.observed, partition.lock)
+        #: Tells after the forward pass whether any layers drew that were not known to.
+        self.witness: Witness | None = None
+
+    def draws(self) -> bool | None:
+        """Tell whether they draw from a random generator that other cells draw from, too.
+
+        ``None`` if that is not known yet, or does not matter.
+        """
+        return None if self.layers is None else self.layers.observed.draws
+
+    def suspect(self) -> None:
+        """Take note that someone drew while these ran, which were not known to."""
+        assert self.layers is not None
+        self.layers.observed.suspect()
+
+    def run(self, i: int, function: Function, batch: Batch,
+            keep: Callable[[Batch], Batch] | None = None,
+            blame: Callable[[Any], str] | None = None) -> tuple[Batch, Recomputation | None]:
+        """Run the cell of micro-batch ``i``.
+
+        Args:
+            i: Its index.
+            function: What the cell computes.
+            batch: Its value.
+            keep: Gives what to recompute from, if that is more than the batch.
+            blame: Says which layer has changed the batch in place.
+
+        Returns:
+            The output, and what has to come before it in backward, if the cell is checkpointed.
+        """
+        # A cell without anything to train has no graph, so there is nothing to save memory on.
+        if i < self._checkpoint_stop and (self._trainable or batch.find_grad() is not None):
+            return self._checkpoint(function, batch if keep is None else keep(batch), blame)
+        layers = self.layers
+        if layers is None or layers.observed.draws is not None:
+            return Batch(function(batch.value)), None
+        recorder = Recorder()
+        output = recorder.run(lambda: Batch(function(batch.value)))
+        layers.observed.learn(recorder)
+        return output, None
+
+    def _checkpoint(self, function: Function, batch: Batch, blame: Callable[[Any], str] | None
+                    ) -> tuple[Batch, Recomputation]:
+        """Run it for the first time."""
+        layers = self.layers
+        assert layers is not None
+        observed = layers.observed
+        watch = layers.watch() if observed.draws is None else None
+        recorder = watch or observed.recorder()
+        found = CellState(layers, watch)
+        device = self._partition.device
+        draws = Draws(device, recorder, self.witness)
+        recomputation = Recomputation(function, self._state, draws, found, device, blame)
+        output = recomputation.first_pass(batch)
+        found.end()
+        if recorder is not None:
+            observed.learn(recorder)
+        elif draws.suspect:
+            observed.suspect()
+        return output, recomputation

@@ -1,0 +1,120 @@
+"""The value of a tensor as it was at some moment, in a copy that is made when someone writes.
+
+[Note: What changes is copied, what does not costs nothing] On the CPU, a copy shares its memory
+with the tensor until someone writes to either (copy-on-write). A kernel has to ask before it
+writes, so this finds every change, also one that does not count as a new version of the tensor,
+and it is free for what never changes. It exists for ordinary tensors only. Others, and those on
+other devices, have to be copied at once.
+"""
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Buffer
+
+from torchgpipe.private import data_address, lazy_clone, storage_id
+
+__all__ = ['Kept', 'Memories', 'copy_of', 'copy_on_write', 'is_plain', 'view_of']
+
+#: Copies of memories, by :func:`storage_id` of what they were copied from.
+Memories = dict[int, Tensor]
+
+
+def is_plain(x: Any) -> bool:
+    """Tell an ordinary tensor, whose memory can be had, from a sparse one or another type."""
+    return type(x) in (Tensor, nn.Parameter, Buffer) and x.layout is torch.strided
+
+
+def copy_of(x: Tensor, memories: Memories) -> Tensor:
+    """Copy a tensor, on write if that can be; tensors that share a memory share its copy.
+
+    Args:
+        x: The tensor.
+        memories: The copies to share; a new one is added.
+    """
+    if not is_plain(x):
+        return x.detach().clone()
+    copy = copy_on_write(x, memories)
+    if copy is None:
+        copy = memories[storage_id(x)] = _view(x.untyped_storage().clone(), x)
+    return copy
+
+
+def copy_on_write(x: Tensor, memories: Memories) -> Tensor | None:
+    """Do the same, but only if it can be on write, or has been done."""
+    if not is_plain(x):
+        return None
+    key = storage_id(x)
+    if key in memories:
+        return view_of(memories[key], x)
+    copy = _on_write(x)
+    if copy is not None:
+        memories[key] = copy
+    return copy
+
+
+def _on_write(x: Tensor) -> Tensor | None:
+    if x.device.type != 'cpu':
+        return None
+    try:
+        return lazy_clone(x.detach())
+    except RuntimeError:  # The memory is not PyTorch's own, as where processes share it.
+        return None
+
+
+def view_of(copy: Tensor, x: Tensor) -> Tensor:
+    """Give a tensor that lies in the memory of a copy as one lies in its own."""
+    return _view(copy.untyped_storage(), x)
+
+
+def _view(memory: torch.UntypedStorage, x: Tensor) -> Tensor:
+    view = torch.empty(0, dtype=x.dtype, device=x.device)
+    return view.set_(memory, x.storage_offset(), x.size(), x.stride())
+
+
+class Kept:
+    """A tensor as it was: which one it was, and its value.
+
+    The tensor itself is not owned: it may carry a graph, and the graph owns this object.
+
+    Args:
+        tensor: The tensor.
+        value: A copy of it.
+    """
+
+    __slots__ = ('_requires_grad', '_tensor', '_value')
+
+    def __init__(self, tensor: Tensor, value: Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._requires_grad = tensor.requires_grad
+        self._value = value
+
+    def is_still(self, now: Any) -> bool:
+        """Tell for certain, and without waiting, that this is what is there now, unchanged."""
+        tensor, value = self._tensor(), self._value
+        if tensor is None or tensor is not now:
+            return False
+        if not is_plain(tensor) or tensor.device.type != 'cpu':
+            return False
+        if data_address(tensor) == data_address(value):
+            return True
+        # Some kernels ask for the right to write and only read.
+        facts = (tensor.shape, tensor.dtype)
+        return facts == (value.shape, value.dtype) and torch.equal(tensor, value)
+
+    def was_written(self, now: Any) -> bool:
+        """Tell whether the value is another one now, where that can't be told without a look."""
+        tensor = self._tensor()
+        if tensor is None or tensor is not now or tensor.device.type == 'cpu':
+            return False
+        return not torch.equal(self._value, tensor)
+
+    def restored(self, now: Any, memories: Memories) -> Any:
+        """Give what a recomputation may use, and write to, in place of what is there now."""
+        if self.is_still(now):
+            return now  # The first pass did not write to it, so neither will the recomputation.
+        value = copy_of(self._value, memories)
+        if isinstance(now, nn.Parameter):
+            return nn.Parameter(value, self._requires_grad)
+        return value.requires_grad_(self._requires_grad)

@@ -1,0 +1,357 @@
+"""What layers are made of: put back for a recomputation, and left alone by it.
+
+A recomputation is exact only if it finds what the first pass found, and what it changes must not
+stay changed. So while it runs, each module has another dictionary of attributes::
+
+                               first pass of the cell     later     recomputation       afterwards
+    module.__dict__            its own                              another             its own
+    training                                                        as in first pass
+    a buffer that changes      start ─────▶ end           …         a copy of start     as it was
+    what does not change       the same at all times
+
+Buffers and frozen parameters are kept as they were at the start: [Note: What changes is copied,
+what does not costs nothing]. Other attributes are kept where the layers were seen to set them.
+
+[Note: What is told by its version]
+An optimizer writes to trainable parameters while the graph is still alive; to copy these on write
+would copy the whole model. So they are copied only where a layer was seen to write to them, as an
+embedding with a largest norm does. All others must still have the version that they had when the
+cell's first pass ended; otherwise backward raises, as autograd does without checkpoints. On other
+devices than the CPU, the same goes for large buffers and for frozen parameters.
+"""
+from functools import cached_property
+from typing import Any, Callable, ContextManager, Iterator, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.jit import ScriptModule
+from torch.nn.parameter import is_lazy
+
+from torchgpipe.engine.checkpoint.kept import (Kept, Memories, copy_of, copy_on_write, is_plain,
+                                               view_of)
+from torchgpipe.engine.checkpoint.observed import OWN, Observed, Slot, Watch
+from torchgpipe.engine.memory import size_of, versions
+from torchgpipe.engine.passes import pass_state
+from torchgpipe.private import storage_id, unseen
+
+__all__ = ['CellState', 'Layers']
+
+T = TypeVar('T')
+
+#: Gives what a recomputation uses, from what is there now and the memories copied for it.
+Restore = Callable[[Any, Memories], Any]
+
+Restores = dict[nn.Module, dict[str, Restore]]
+
+#: A module, its attributes, and those for a recomputation.
+Swap = tuple[nn.Module, dict[str, Any], dict[str, Any]]
+
+#: A module, the name of an attribute, its value, and that for a recomputation.
+ScriptSwap = tuple[nn.Module, str, Any, Any]
+
+#: Where a tensor is, and the tensor.
+Place = tuple[Slot, Tensor]
+
+#: Buffers of at most so many bytes are copied for every cell where copies can't be made on write.
+SMALL = 1 << 16
+
+_NONE: dict[str, Restore] = {}
+
+#: Sets an attribute of a module, without what `nn.Module` makes of that.
+assign = object.__setattr__
+
+#: Attributes that are put back as they were. Others, like lists, may have changed in themselves.
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device,
+           torch.Size)
+
+
+def _now(now: Any, memories: Memories) -> Any:
+    """Restore what is there now."""
+    return now
+
+
+def _nothing(now: Any, memories: Memories) -> None:
+    """Restore an empty place."""
+
+
+def _copy_of_now(now: Any, memories: Memories) -> Any:
+    """Restore a buffer that a lazy layer had not made yet, so that the copy is written to."""
+    return None if now is None else copy_of(now, memories)
+
+
+class Layers:
+    """The layers of a partition, for all cells of a forward pass.
+
+    Args:
+        partition: The layers.
+        observed: What they were seen to do so far, by mode.
+        lock: Held by whoever runs them.
+    """
+
+    def __init__(self, partition: nn.Module, observed: dict[tuple[bool, ...], Observed],
+                 lock: ContextManager[Any]) -> None:
+        self.lock = lock
+        self.modules = list(partition.modules())
+        self._training = [module.training for module in self.modules]
+        self.observed = observed.setdefault(tuple(self._training), Observed())
+        #: The values that cells keep.
+        self.kept: dict[Slot, Kept] = {}
+        self._split: tuple[int, list[Place], list[Place]] = -1, [], []
+
+    @cached_property
+    def plain(self) -> list[tuple[nn.Module, bool]]:
+        """All modules but those of TorchScript, whose attributes are not Python's; their modes."""
+        return [(module, mode) for module, mode in zip(self.modules, self._training)
+                if not isinstance(module, ScriptModule)]
+
+    @cached_property
+    def scripts(self) -> list[tuple[nn.Module, bool]]:
+        """Those of TorchScript, and their modes."""
+        return [(module, mode) for module, mode in zip(self.modules, self._training)
+                if isinstance(module, ScriptModule)]
+
+    @cached_property
+    def _parameters(self) -> list[Place]:
+        return [((module, name), parameter) for module in self.modules
+                for name, parameter in module._parameters.items()
+                if parameter is not None and not is_lazy(parameter)]
+
+    def watch(self) -> Watch:
+        """Give what watches the first cell."""
+        return Watch(self.modules)
+
+    def parameters(self) -> tuple[list[Place], list[Place]]:
+        """Give the parameters that are kept, and those that are told by their version."""
+        written = self.observed.written
+        if self._split[0] != len(written):
+            kept = [(slot, x) for slot, x in self._parameters
+                    if not x.requires_grad or slot in written]
+            told = [(slot, x) for slot, x in self._parameters
+                    if x.requires_grad and slot not in written]
+            self._split = len(written), kept, told
+        return self._split[1:]
+
+    def keep(self, slot: Slot, tensor: Tensor, memories: Memories, at_once: bool) -> Kept | None:
+        """Keep the value of a tensor; cells that find the same value share a copy.
+
+        Args:
+            slot: Where it is.
+            tensor: The tensor.
+            memories: Copies that were made for this cell.
+            at_once: Whether to copy it even if that can't be on write.
+        """
+        kept = self.kept.get(slot)
+        if kept is None or not kept.is_still(tensor):
+            value = (copy_of if at_once else copy_on_write)(tensor, memories)
+            if value is None:
+                return None
+            kept = self.kept[slot] = Kept(tensor, value)
+        return kept
+
+    def name(self, slot: Slot) -> str:
+        """Name a parameter or a buffer."""
+        prefix = next(name for name, module in self.modules[0].named_modules()
+                      if module is slot[0])
+        kind = 'parameter' if slot[1] in slot[0]._parameters else 'buffer'
+        return f"{kind} '{prefix}.{slot[1]}'"
+
+
+class CellState:
+    """The layers of a partition as one cell finds them.
+
+    Args:
+        layers: The layers.
+        watch: What watches this cell, if it is the first one in its mode.
+    """
+
+    __slots__ = ('_attributes', '_buffers', '_layers', '_lost', '_memories', '_parameters',
+                 '_told', '_versions', '_watch')
+
+    def __init__(self, layers: Layers, watch: Watch | None = None) -> None:
+        self._layers = layers
+        self._watch = watch
+        self._lost: Slot | None = None
+        self._memories: Memories = {}
+        #: How to restore parameters, buffers and other attributes, by module and name.
+        self._parameters: Restores = {}
+        self._buffers: Restores = {}
+        self._attributes: Restores = {}
+        kept, told = layers.parameters()
+        #: What is told by its version.
+        self._told = told
+        with unseen():
+            for slot, tensor in kept:
+                _put(self._parameters, slot, self._keep(slot, tensor))
+            for module in layers.modules:
+                if module._buffers:
+                    self._buffers[module] = {name: self._keep_buffer((module, name), buffer)
+                                             for name, buffer in module._buffers.items()}
+                if watch is not None or module in layers.observed.restless:
+                    self._attributes[module] = self._keep_attributes(module)
+        self._versions = versions([tensor for _, tensor in self._told])
+        pass_state.asked = False
+
+    def _keep(self, slot: Slot, tensor: Tensor, at_once: bool = False) -> Restore:
+        at_once = at_once or size_of(tensor) <= SMALL or slot in self._layers.observed.written
+        kept = self._layers.keep(slot, tensor, self._memories, at_once)
+        if kept is not None:
+            return kept.restored
+        self._told = [*self._told, (slot, tensor)]
+        return _now
+
+    def _keep_buffer(self, slot: Slot, buffer: Tensor | None) -> Restore:
+        if buffer is None:
+            return _nothing
+        if is_lazy(buffer):
+            return _copy_of_now
+        # Nothing is known yet of those in the first cell; and one that carries a graph must not be
+        # kept alive.
+        return self._keep(slot, buffer, self._watch is not None or buffer.requires_grad)
+
+    def _keep_attributes(self, module: nn.Module) -> dict[str, Restore]:
+        return {name: self._keep_attribute((module, name), value)
+                for name, value in module.__dict__.items() if name not in OWN}
+
+    def _keep_attribute(self, slot: Slot, value: Any) -> Restore:
+        if isinstance(value, Tensor):
+            return self._keep(slot, value, at_once=True)
+        return (lambda now, memories: value) if isinstance(value, _SIMPLE) else _now
+
+    def end(self) -> None:
+        """Look what the first pass has changed."""
+        watch, self._memories = self._watch, {}
+        after = versions([tensor for _, tensor in self._told])
+        if watch is None and after == self._versions:
+            return
+        self._end_told(after, {} if watch is None else watch.copies)
+        if watch is not None:
+            observed = self._layers.observed
+            observed.aware |= pass_state.asked
+            observed.restless |= set() if observed.aware else watch.restless()
+            self._attributes = {module: restores for module, restores in self._attributes.items()
+                                if module in observed.restless}
+            observed.written.update(self._written())
+            self._watch = None
+
+    def _written(self) -> Iterator[Slot]:
+        """Yield the buffers that the first cell wrote to, or made."""
+        for slot, kept in self._layers.kept.items():
+            if kept.was_written(getattr(*slot, None)):
+                yield slot
+        for module in self._layers.modules:
+            for name, _ in module._buffers.items():
+                if self._buffers.get(module, _NONE).get(name, _copy_of_now) is _copy_of_now:
+                    yield module, name
+
+    def _end_told(self, after: list[int], copies: Memories) -> None:
+        """Restore from a copy what was written to after all, if one was made before."""
+        told = []
+        for (slot, tensor), version, now in zip(self._told, self._versions, after):
+            copy = copies.get(storage_id(tensor)) if is_plain(tensor) else None
+            if copy is None and version == now:
+                told.append((slot, tensor))
+                continue
+            self._layers.observed.written.add(slot)
+            if copy is None:
+                self._lost = slot
+            else:
+                where = self._buffers if slot[1] in slot[0]._buffers else self._parameters
+                _put(where, slot, Kept(tensor, view_of(copy, tensor)).restored)
+        self._told, self._versions = told, versions([tensor for _, tensor in told])
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Run a recomputation on what the first pass found."""
+        with self._layers.lock:
+            self._check()
+            memories: Memories = {}
+            with unseen():
+                swaps: list[Swap] = [
+                    (module, module.__dict__, self._attributes_for(module, training, memories))
+                    for module, training in self._layers.plain]
+                scripts = [swap for module, training in self._layers.scripts
+                           for swap in self._script_swaps(module, training, memories)]
+            try:
+                for module, _, attributes in swaps:
+                    assign(module, '__dict__', attributes)
+                for module, name, _, value in scripts:
+                    setattr(module, name, value)
+                return function()
+            finally:
+                if self._layers.observed.aware:
+                    _keep_attributes(swaps)
+                _put_back(swaps, scripts)
+
+    def _check(self) -> None:
+        """Raise if what is told by its version has another one now."""
+        if self._lost is not None:
+            raise RuntimeError(
+                f'{self._layers.name(self._lost)} was written to by its layer in a checkpointed '
+                'micro-batch, as was never seen before in this mode, so its value from before is '
+                'not there for the recomputation. Call the model again: from now on it is kept.')
+        now = versions([tensor for _, tensor in self._told])
+        if now == self._versions:
+            return
+        slot, expected, version = next(
+            (slot, before, after) for (slot, _), before, after
+            in zip(self._told, self._versions, now) if before != after)
+        raise RuntimeError(
+            f'{self._layers.name(slot)} has been modified by an inplace operation between forward '
+            f'and backward (it is at version {version}; expected version {expected}), so a '
+            'checkpointed micro-batch can not be recomputed. Call backward before the '
+            "optimizer's step, or use checkpoint='never'.")
+
+    def _attributes_for(self, module: nn.Module, training: bool, memories: Memories
+                        ) -> dict[str, Any]:
+        """Give the attributes of a module for a recomputation."""
+        now = module.__dict__
+        attributes = {**now}
+        if module in self._attributes:
+            attributes = _restored(self._attributes[module], now, memories)
+        attributes['training'] = training
+        attributes['_parameters'] = parameters = {**now['_parameters']}
+        if module in self._parameters:
+            parameters.update(_restored(self._parameters[module], parameters, memories))
+        attributes['_buffers'] = _restored(
+            self._buffers.get(module, _NONE), now['_buffers'], memories)
+        return attributes
+
+    def _script_swaps(self, module: nn.Module, training: bool, memories: Memories
+                      ) -> Iterator[ScriptSwap]:
+        """Yield the same for a module of TorchScript, attribute by attribute."""
+        yield module, 'training', module.training, training
+        for now, restores in ((module._parameters, self._parameters.get(module, _NONE)),
+                              (module._buffers, self._buffers.get(module, _NONE))):
+            for name, tensor in now.items():
+                if name in restores:
+                    yield module, name, tensor, restores[name](tensor, memories)
+
+
+def _restored(restores: dict[str, Restore], now: dict[str, Any], memories: Memories
+              ) -> dict[str, Any]:
+    return {name: restore(now.get(name), memories) for name, restore in restores.items()}
+
+
+def _put(restores: Restores, slot: Slot, restore: Restore) -> None:
+    restores.setdefault(slot[0], {})[slot[1]] = restore
+
+
+def _keep_attributes(swaps: list[Swap]) -> None:
+    """Let modules keep what layers have set that know in which pass they did."""
+    for _, own, attributes in swaps:
+        own.update((name, value) for name, value in attributes.items() if name not in OWN)
+
+
+def _put_back(swaps: list[Swap], scripts: list[ScriptSwap]) -> None:
+    """Give modules what is theirs; Ctrl-C has to wait until all have it."""
+    interrupt = None
+    while True:
+        try:
+            for module, own, _ in swaps:
+                assign(module, '__dict__', own)
+            for module, name, value, _ in scripts:
+                setattr(module, name, value)
+            break
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt

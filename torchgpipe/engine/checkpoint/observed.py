@@ -1,0 +1,101 @@
+"""What the layers of a partition were seen to do: draw random numbers, write to their state.
+
+Nobody can tell from a module whether it will. So the first cell of a partition in each mode is
+watched by a dispatch mode, and later cells do only what these layers need: they record random
+numbers, and copy what the layers write to.
+"""
+from typing import Any, Iterable
+
+from torch import Tensor, nn
+
+from torchgpipe.engine.checkpoint.draws import Recorder
+from torchgpipe.engine.checkpoint.kept import Memories, copy_of, is_plain
+from torchgpipe.engine.checkpoint.operations import operation_of
+from torchgpipe.private import storage_id
+
+__all__ = ['OWN', 'Observed', 'Slot', 'Watch']
+
+#: Attributes of a module that are looked at by themselves.
+OWN = ('_buffers', '_parameters', 'training')
+
+#: The place of a parameter or a buffer: a module and a name.
+Slot = tuple[nn.Module, str]
+
+
+class Observed:
+    """What layers were seen to do in one mode, which the training flags of all modules tell."""
+
+    def __init__(self) -> None:
+        #: Whether they draw from a generator that other threads may use; ``None`` if not known
+        #: yet.
+        self.draws: bool | None = None
+        #: Operations of theirs that draw although PyTorch does not say so.
+        self.random: set[Any] = set()
+        #: Parameters and buffers that they write to.
+        self.written: set[Slot] = set()
+        #: Modules of which they set other attributes, or that have tensors in them.
+        self.restless: set[nn.Module] = set()
+        #: Whether they ask which pass they are in, and so deal with their attributes themselves.
+        self.aware = False
+        self._suspicions = 0
+
+    def recorder(self) -> Recorder | None:
+        """Give what records the random numbers of the next cell, unless they draw none."""
+        if self.draws is None:
+            return Recorder()
+        return Recorder(self.random) if self.draws else None
+
+    def learn(self, recorder: Recorder) -> None:
+        """Take note of what a recorder has recorded."""
+        self.draws = bool(self.draws or recorder.draws)
+        self.random |= recorder.random
+
+    def suspect(self) -> None:
+        """Take note that someone drew while these layers ran, which were seen not to.
+
+        They are watched again; less and less often, for it may be another thread each time.
+        """
+        if self.draws is False:
+            self._suspicions += 1
+            if self._suspicions & (self._suspicions - 1) == 0:  # a power of two
+                self.draws = None
+
+
+class Watch(Recorder):
+    """A recorder that also sees what a cell makes of its layers.
+
+    It copies parameters and buffers before the first write to them.
+
+    Args:
+        modules: The layers, and all within.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.copies: Memories = {}
+        self._found = {module: _attributes_of(module) for module in modules}
+        self._watched = {storage_id(x) for module in self._found
+                         for x in (*module._parameters.values(), *module._buffers.values())
+                         if x is not None and is_plain(x)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in operation_of(func).written_by(args, kwargs or {}):
+            if is_plain(x) and storage_id(x) in self._watched:
+                copy_of(x, self.copies)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def restless(self) -> set[nn.Module]:
+        """Give the modules whose attributes are others now, or are tensors."""
+        return {module for module, found in self._found.items()
+                if any(isinstance(value, Tensor) for value in found.values())
+                or not _are_same(found, _attributes_of(module))}
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Give the attributes of a module but for its parameters and buffers."""
+    return {name: value for name, value in module.__dict__.items() if name not in OWN}
+
+
+def _are_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Tell whether attributes are the very same objects."""
+    return a.keys() == b.keys() and all(a[name] is b[name] for name in a)

@@ -1,0 +1,316 @@
+"""Recomputation: run a checkpointed call again, and give its tensors to the first pass's graph.
+
+See [Note: How checkpointing works] in :mod:`torchgpipe.engine.checkpoint`.
+
+[Note: Who owns a recomputation]
+Nodes of PyTorch's own are invisible to Python's garbage collector, so no cycle may lead through
+the graph. An arrow is a strong reference::
+
+    Checkpoint, layers' nodes ──▶ Recomputation ──▶ Recompute ──▶ input ──▶ earlier nodes
+                                        ▲ ─ ─ ─ weak ─ ─ ┘
+
+So the input can be recomputed from as long as any hollow node lives, even if only a gradient of a
+gradient still refers to it; and autograd frees it when Recompute has run for the last time. With
+it goes all else that a recomputation needs.
+
+[Note: Lifetime of a recomputed tensor]
+    run ──keep──▶ Fill.tensors[k] ──take──▶ the node that saved it ──▶ freed
+Each backward pass has a fill of its own, since several threads may go through a graph that is
+retained. A node of PyTorch's own unpacks a tensor exactly once. A `torch.autograd.Function`
+unpacks all its tensors whenever its author says `ctx.saved_tensors`, so these stay until another
+node's turn. What no node asked for is dropped at the end of the pass.
+"""
+import weakref
+from functools import partial
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from torchgpipe.aliases import Function
+from torchgpipe.engine.batch import Batch, kind_of
+from torchgpipe.engine.checkpoint.draws import Draws
+from torchgpipe.engine.checkpoint.layer_state import CellState
+from torchgpipe.engine.checkpoint.samples import compare, keep, samples_of
+from torchgpipe.engine.dependency import join
+from torchgpipe.engine.memory import versions
+from torchgpipe.engine.passes import enable_checkpointing, enable_recomputing
+from torchgpipe.engine.phony import get_phony
+from torchgpipe.engine.stream import current_stream, use_stream
+from torchgpipe.engine.thread_state import ThreadState, drop_hooks_above
+from torchgpipe.errors import other_path
+from torchgpipe.private import (Hooks, PythonNode, at_end_of_backward, backward_pass, current_node,
+                                innermost_hooks, retains_graph)
+
+__all__ = ['Checkpoint', 'Recomputation', 'Recompute']
+
+
+class Recomputation:
+    """What the nodes of one checkpointed call share: how to run it again, and what that gave.
+
+    Args:
+        function: What is called.
+        state: The state of the calling thread.
+        draws: The random numbers that it draws.
+        layers: What it is made of, if that changes.
+        device: Where it runs.
+        blame: Says who changed the input in place.
+    """
+
+    __slots__ = ('_blame', '_changed', '_draws', '_fills', '_function', '_input', '_kind',
+                 '_layers', '_node', '_open', '_samples', '_saved', '_state', '_stream',
+                 '__weakref__')
+
+    def __init__(self, function: Function, state: ThreadState, draws: Draws,
+                 layers: CellState | None, device: torch.device,
+                 blame: Callable[[Any], str] | None = None) -> None:
+        self._function = function
+        self._blame = blame
+        self._state = state
+        self._draws = draws
+        self._layers = layers
+        self._stream = current_stream(device)
+        self._input: tuple[Tensor, ...] = ()
+        self._saved: list[int] = []
+        self._fills: dict[int, Fill] = {}
+        self._node: Any = None
+        self._changed = False
+
+    def first_pass(self, batch: Batch, always: bool = False) -> Batch:
+        """Call the function for the first time; its graph saves numbers in place of tensors.
+
+        Args:
+            batch: What to call it with.
+            always: Whether to make the output require grad if nothing in it does.
+
+        Returns:
+            What the function gave, marked by ``Checkpoint``.
+        """
+        self._kind, self._input = kind_of(batch.value), tuple(batch)
+        before = versions(self._input)
+        self._open = True
+        try:
+            with enable_checkpointing(), saved_tensors_hooks(self._number, self._unpack):
+                output = self._draws.first_pass(partial(batch.call, self._function))
+        finally:
+            self._open = False
+        self._changed = versions(self._input) != before
+        self._samples = keep(samples_of(output))
+        self._mark(output, always)
+        return output
+
+    def _mark(self, output: Batch, always: bool) -> None:
+        """Hang ``Checkpoint`` on the output, in place."""
+        # Outputs that need no gradient stay out of the graph, as they do without checkpointing.
+        where = [k for k, y in enumerate(output) if y.requires_grad]
+        if always and not where:
+            where = [k for k, y in enumerate(output) if y.is_floating_point()]
+        if where:
+            phony = get_phony(output[where[0]].device, requires_grad=True)
+            marked = Checkpoint.apply(  # type: ignore[no-untyped-call]
+                phony, self, *[output[k] for k in where])
+            for k, y in zip(where, marked):
+                output[k] = y
+
+    def join(self, output: Batch) -> None:
+        """Hang ``Recompute`` on the output, or on what a ``Wait`` has made of it, in place.
+
+        It takes the input, checks its version and frees it. An input that the first pass changed
+        stays here: the recomputation has to raise, and says more than the check of versions would.
+        """
+        k = output.find_grad()
+        if k is None:
+            return
+        phony = get_phony(output[k].device, requires_grad=True)
+        kept = () if self._changed else self._input
+        phony = Recompute.apply(phony, weakref.ref(self), kept)  # type: ignore[no-untyped-call]
+        self._node = phony.grad_fn
+        if kept:
+            self._input = ()
+        output[k] = join(output[k], phony)
+
+    def _number(self, tensor: Tensor) -> int:
+        """Pack hook of the first pass: keep a number and a fingerprint, not the tensor."""
+        # An integer, since Python's garbage collector goes through whatever else a graph holds.
+        saved = self._saved
+        saved.append(hash((tensor.shape, tensor.dtype)))
+        return len(saved) - 1
+
+    def fill(self) -> 'Fill':
+        """Run the function again, and keep what its nodes save for this backward pass."""
+        # Where an earlier backward has freed the input, PyTorch raises its usual error here.
+        input = self._input if self._node is None or self._changed else self._node.saved_tensors
+        leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in input)
+        fill = Fill(self._saved, self._state.hooks_of_recomputation())
+        hooks = innermost_hooks()
+        try:
+            # Autograd may call this on another stream than the one whose nodes take the tensors.
+            with use_stream(self._stream), enable_recomputing(), torch.enable_grad(), \
+                    saved_tensors_hooks(fill.keep, _own_gradient):
+                output = self._run(leaves)
+        finally:
+            drop_hooks_above(hooks)
+        if self._changed:
+            raise RuntimeError(
+                'the input of a checkpointed micro-batch, or a skip tensor that it popped, was '
+                "changed in place; change a copy instead, or use checkpoint='never'"
+                if self._blame is None else self._blame(self._kind(leaves)))
+        fill.close()
+        compare(samples_of(Batch(output)), self._samples)
+        number = backward_pass()
+        self._fills[number] = fill
+        if number != -1:
+            at_end_of_backward(partial(self._drop, number))
+        return fill
+
+    def _run(self, leaves: tuple[Tensor, ...]) -> Any:
+        function: Callable[[], Any] = partial(self._function, self._kind(leaves))
+        function = partial(self._draws.again, function)
+        if self._layers is not None:
+            function = partial(self._layers.run, function)
+        return self._state.rerun(function)
+
+    def _drop(self, number: int) -> None:
+        """Free what no node of a backward pass asked for."""
+        self._fills.pop(number, None)
+
+    def is_filled(self) -> bool:
+        """Tell whether the present backward pass has its tensors."""
+        return backward_pass() in self._fills
+
+    def forget(self) -> None:
+        """Let go of what was needed to run again: [Note: Who owns a recomputation]."""
+        del self._function, self._draws, self._layers, self._state
+
+    def _unpack(self, k: int) -> Tensor:
+        """Unpack hook of the first pass: [Note: Lifetime of a recomputed tensor]."""
+        if self._open:
+            _own_gradient(k)
+        fill = self._fills.get(backward_pass())
+        tensor = None if fill is None else fill.take(k)
+        if tensor is None:
+            tensor = self.fill().take(k)
+            assert tensor is not None
+        return tensor
+
+
+class Fill:
+    """The tensors of one recomputation, for the nodes of one backward pass.
+
+    Args:
+        saved: Fingerprints of what the first pass saved.
+        hooks: The user's saved-tensor hooks, if any.
+    """
+
+    __slots__ = ('_held', '_holder', '_hooks', '_next', '_saved', '_tensors')
+
+    def __init__(self, saved: list[int], hooks: Hooks | None) -> None:
+        self._saved = saved
+        self._hooks = hooks
+        self._next = 0
+        self._tensors: dict[int, tuple[Any, int | None]] = {}
+        self._holder: Callable[[], Any] = _gone
+        self._held: dict[int, Tensor] = {}
+
+    def keep(self, tensor: Tensor) -> int:
+        """Pack hook of the recomputation: keep the tensor under its number."""
+        k = self._next
+        self._next += 1
+        if k < len(self._saved) and self._saved[k] != hash((tensor.shape, tensor.dtype)):
+            raise other_path(f'saved tensor {k} is now {tensor.dtype} of shape '
+                             f'{tuple(tensor.shape)}, which it was not')
+        # Detached, lest the recomputation's own graph, of no use, live as long as its tensors.
+        alias = tensor.detach()
+        hooks = self._hooks
+        self._tensors[k] = (alias, alias._version) if hooks is None else (hooks[0](alias), None)
+        return k
+
+    def close(self) -> None:
+        """Check that as many tensors came as the first pass saved."""
+        if self._next != len(self._saved):
+            raise other_path(f'it saved {self._next} tensors for backward, the first pass '
+                             f'{len(self._saved)}')
+
+    def take(self, k: int) -> Tensor | None:
+        """Give a tensor, and let go of it; ``None`` if it was taken before."""
+        node = current_node()
+        if self._held and self._holder() is not node:
+            self._held = {}
+        if k in self._held:
+            return self._held[k]
+        if k not in self._tensors:
+            return None
+        tensor = self._unpacked(*self._tensors.pop(k))
+        if isinstance(node, PythonNode):
+            self._holder = weakref.ref(node)
+            self._held[k] = tensor
+        return tensor
+
+    def _unpacked(self, packed: Any, version: int | None) -> Tensor:
+        if self._hooks is not None:
+            return self._hooks[1](packed)  # type: ignore[no-any-return]
+        tensor: Tensor = packed
+        # PyTorch checks no versions behind hooks, so it is done here.
+        if tensor._version != version:
+            raise RuntimeError(
+                'one of the variables needed for gradient computation has been modified by an '
+                f'inplace operation: {tensor.dtype} of shape {tuple(tensor.shape)} is at version '
+                f'{tensor._version}; expected version {version} instead')
+        return tensor
+
+
+def _own_gradient(k: int) -> Tensor:
+    raise RuntimeError(
+        'a layer asked for gradients within its own forward, from which checkpointing has taken '
+        "the tensors; use checkpoint='never' for such a model")
+
+
+def _gone() -> None:
+    """Answer as a dead weak reference does."""
+
+
+class Checkpoint(torch.autograd.Function):
+    """Mark the output of a checkpointed call; in backward, see that its graph is filled.
+
+    Takes ``(phony, recomputation, *output)`` and gives the output: step 4 of the note "How
+    checkpointing works".
+    """
+
+    @staticmethod
+    def forward(ctx: Any, phony: Tensor, recomputation: Recomputation,
+                *output: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.recomputation = recomputation
+        return tuple(y.detach() for y in output)  # [Note: Identity without a view]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not ctx.recomputation.is_filled():
+            ctx.recomputation.fill()
+        return (None, None, *grads)
+
+
+class Recompute(torch.autograd.Function):
+    """Run a checkpointed call again, before its gradient is there.
+
+    Takes ``(phony, recomputation, input)`` and gives a phony: step 2 of the note "How
+    checkpointing works".
+    """
+
+    @staticmethod
+    def forward(ctx: Any, phony: Tensor, recomputation: Callable[[], Recomputation | None],
+                input: tuple[Tensor, ...]) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.recomputation = recomputation  # [Note: Who owns a recomputation]
+        ctx.save_for_backward(*input)
+        return phony.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, ...]:
+        recomputation = ctx.recomputation()
+        assert recomputation is not None, 'Checkpoint, which runs next, owns it'
+        recomputation.fill()
+        if not retains_graph():
+            recomputation.forget()
+        return None, None, None

@@ -1,0 +1,119 @@
+"""Run a partition's layers, and name the culprit when one fails.
+
+An error keeps its type and its traceback, which leads into the layer. What it lacks is which of
+the many cells it came from, so it gains a note (PEP 678)::
+
+    RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x8 and 9x9)
+    in partition 1 on cuda:1, micro-batch 0 of 4, layer '3'
+"""
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.aliases import TensorOrTensors
+from torchgpipe.engine.batch import Batch, check
+from torchgpipe.errors import add_note
+from torchgpipe.skip.tracker import SkipTracker, current, use_skip_tracker
+
+__all__ = ['Compute']
+
+VIEWS = ('The micro-batches are views of one tensor, the input of the model. If that requires '
+         'grad, PyTorch lets no layer change a view of it in place: use a layer that is not in '
+         'place first (inplace=False), or chunks=1.')
+
+
+class Compute:
+    """The layers of a partition as a function, for a first pass and for its recomputation.
+
+    The autograd graph holds it, through checkpoints, so it must not hold any tensor of the graph.
+
+    Args:
+        j: Index of the partition.
+        partition: Its layers.
+        device: Its device.
+    """
+
+    __slots__ = ('device', 'j', 'partition')
+
+    def __init__(self, j: int, partition: nn.Sequential, device: torch.device) -> None:
+        self.j = j
+        self.partition = partition
+        self.device = device
+
+    def __call__(self, i: int, m: int, tracker: SkipTracker | None, value: TensorOrTensors
+                 ) -> TensorOrTensors:
+        """Compute micro-batch ``i`` of ``m``.
+
+        Args:
+            i: Its index.
+            m: How many there are.
+            tracker: Where its skips are, if any come from or go to another partition.
+            value: Its value.
+        """
+        outside, current.tracker = current.tracker, tracker or SkipTracker()
+        try:
+            output: TensorOrTensors = self.partition(value)
+        except Exception as error:
+            layer = _failing_layer(self.partition, error.__traceback__)
+            add_note(error, self._where(i, m, layer))
+            if self.j == 0 and m > 1 and 'inplace' in str(error):
+                add_note(error, VIEWS)
+            raise
+        finally:
+            current.tracker.tensors.clear()
+            current.tracker = outside
+        try:
+            check(output)
+        except TypeError as error:
+            add_note(error, self._where(i, m, next(reversed(self.partition._modules))))
+            raise
+        return output
+
+    def blame(self, value: TensorOrTensors) -> str:
+        """Say which layer changed the input of a checkpointed cell in place.
+
+        Where the input requires grad, autograd says so. Where it does not, a recomputation would
+        get what the first pass has changed.
+        """
+        layer = _changing_layer(self.partition, value)
+        name = 'a layer' if layer is None else f"layer '{layer}'"
+        return (f'{name} of partition {self.j} on {self.device} changed the input of the '
+                'partition in place, and the partition is checkpointed: its recomputation started '
+                'from the changed input, so gradients would be wrong. Use an operation that is '
+                "not in place there, or checkpoint='never'.")
+
+    def _where(self, i: int, m: int, layer: str | None) -> str:
+        where = f'in partition {self.j} on {self.device}, micro-batch {i} of {m}'
+        return where if layer is None else f"{where}, layer '{layer}'"
+
+
+def _failing_layer(partition: nn.Module, traceback: TracebackType | None) -> str | None:
+    """Find the layer that was running, in the frames of the error: free while all goes well."""
+    forward: Any = nn.Sequential.forward
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if frame.f_code is forward.__code__ and frame.f_locals.get('self') is partition:
+            return _name(partition, frame.f_locals.get('module'))
+        traceback = traceback.tb_next
+    return None
+
+
+def _name(partition: nn.Module, layer: Any) -> str | None:
+    return next((name for name, child in partition.named_children() if child is layer), None)
+
+
+def _changing_layer(partition: nn.Sequential, value: TensorOrTensors) -> str | None:
+    """Find the layer that changes the partition's input in place, by running them on a copy."""
+    tensors = tuple(x.detach().clone() for x in Batch(value))
+    output: Any = tensors[0] if isinstance(value, Tensor) else tensors
+    with torch.no_grad(), use_skip_tracker(SkipTracker()):
+        for name, layer in partition.named_children():
+            try:
+                output = layer(output)
+            except RuntimeError:  # It pops what another partition stashed.
+                return None
+            if any(x._version for x in tensors):
+                return name
+    return None

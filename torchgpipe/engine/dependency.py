@@ -1,0 +1,91 @@
+"""Edges in the autograd graph that carry no data.
+
+``fork`` takes a phony off a tensor, ``join`` puts it onto another one. In backward, whatever comes
+before the fork waits until whatever comes after the join has been started::
+
+    forward    a ──Fork──▶ a'          backward    a ◀──Fork◀── a'
+                    └phony┐                              ▲phony (no gradient)
+               b ─────────Join──▶ b'               b ◀───┴─Join◀── b'
+
+    1. Join runs as soon as the gradient of b' is there.
+    2. Fork has to wait for Join, also when the gradient of a' came first.
+"""
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe.engine.phony import get_phony
+
+__all__ = ['Fork', 'Join', 'fork', 'join']
+
+# [Note: Identity without a view]
+# The functions of this package that hand a tensor on return `tensor.detach()`. Autograd treats
+# that as a new tensor, not as a view, so that the next layer may change it in place; and it shares
+# its version counter with the input, so that autograd notices if such a change spoils what
+# an earlier layer has saved. Returning the input itself would forbid the change; `.data` would
+# hide it.
+
+
+def fork(input: Tensor) -> tuple[Tensor, Tensor]:
+    """Branch a phony off a tensor.
+
+    >>> a = torch.ones(2, requires_grad=True)
+    >>> b = torch.ones(3, requires_grad=True)
+    >>> a2, phony = fork(a)
+    >>> b2 = join(b, phony)  # in backward, a2 comes after b2
+    >>> (a2.sum() + b2.sum()).backward()
+    >>> a.grad, b.grad
+    (tensor([1., 1.]), tensor([1., 1., 1.]))
+
+    Args:
+        input: A tensor of any shape.
+
+    Returns:
+        The tensor, and the phony of shape ``(0,)``. Without grad, nothing is added to the graph.
+    """
+    if torch.is_grad_enabled() and input.requires_grad:
+        return Fork.apply(input)  # type: ignore[no-any-return,no-untyped-call]
+    return input, get_phony(input.device, requires_grad=False)
+
+
+def join(input: Tensor, phony: Tensor) -> Tensor:
+    """Merge a phony into a tensor, which requires grad then if the phony does: see :func:`fork`.
+
+    Args:
+        input: A tensor of any shape.
+        phony: What :func:`fork` gave beside another tensor.
+
+    Returns:
+        The tensor.
+    """
+    if torch.is_grad_enabled() and (input.requires_grad or phony.requires_grad):
+        return Join.apply(input, phony)  # type: ignore[no-any-return,no-untyped-call]
+    return input
+
+
+class Fork(torch.autograd.Function):
+    """The autograd function behind :func:`fork`: ``Fork.apply(input)``."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        phony = get_phony(input.device, requires_grad=False)
+        return input.detach(), phony.detach()  # [Note: Identity without a view]
+
+    @staticmethod
+    def backward(ctx: Any, grad_input: Tensor | None, grad_phony: Tensor | None) -> Tensor | None:
+        return grad_input
+
+
+class Join(torch.autograd.Function):
+    """The autograd function behind :func:`join`: ``Join.apply(input, phony)``."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, phony: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return input.detach()  # [Note: Identity without a view]
+
+    @staticmethod
+    def backward(ctx: Any, grad_input: Tensor | None) -> tuple[Tensor | None, None]:
+        return grad_input, None

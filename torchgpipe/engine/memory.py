@@ -1,0 +1,35 @@
+"""The memory of tensors: changes in place, who shares it, how much it is."""
+from typing import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from torchgpipe.private import storage_id
+
+__all__ = ['share_memory', 'size_of', 'versions']
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Count the changes in place that were made to tensors, or to their memory through others.
+
+    Those that were made in inference mode are not counted.
+    """
+    try:
+        return [x._version for x in tensors]
+    except RuntimeError:
+        return [0 if x.is_inference() else x._version for x in tensors]
+
+
+def share_memory(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    """Tell whether any of some tensors lies in the memory of any of the others."""
+    memories = {storage_id(x) for x in others if x.layout is torch.strided}
+    return any(storage_id(x) in memories for x in some if x.layout is torch.strided)
+
+
+def size_of(x: Tensor) -> int:
+    """Give the bytes of a tensor's elements; of a sparse one, with those of their indices."""
+    if x.layout is torch.strided:
+        return x.numel() * x.element_size()
+    if x.layout is torch.sparse_coo:
+        return size_of(x._values()) + size_of(x._indices())
+    return x.values().numel() * x.element_size() + 8 * x._nnz()

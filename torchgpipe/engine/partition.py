@@ -1,0 +1,86 @@
+"""What the engine knows of a partition, and of all of them, from one forward pass to the next."""
+from typing import Any, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from torchgpipe.engine.checkpoint.observed import Observed
+from torchgpipe.engine.compute import Compute
+from torchgpipe.engine.worker import Workers, device_key
+from torchgpipe.locks import layer_lock
+from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
+
+__all__ = ['Engine', 'Partition']
+
+
+class Partition:
+    """One partition.
+
+    Args:
+        j: Its index.
+        layers: Its layers.
+        device: Where they are.
+        skip_layout: Where skips come from and go to.
+    """
+
+    def __init__(self, j: int, layers: nn.Sequential, device: torch.device, skip_layout: SkipLayout
+                 ) -> None:
+        self.j = j
+        self.layers = layers
+        self.device = device
+        self.compute = Compute(j, layers, device)
+        #: The worker that runs it.
+        self.worker = device_key(device)
+        #: All CPU devices share one memory.
+        self.memory: Any = 'cpu' if device.type == 'cpu' else self.worker
+        #: Skips that come in and go out, with the partition at the other end.
+        self.incoming = skip_layout.incoming(j)
+        self.outgoing = skip_layout.outgoing(j)
+        self.has_skips = bool(self.incoming or self.outgoing)
+        #: Whether the batch comes from another memory.
+        self.moves = False
+        #: Whether anything comes from another memory, or goes to one.
+        self.arrives = False
+        self.departs = False
+        #: Whether anything has to be brought before it runs.
+        self.fenced = False
+        #: Held by whoever runs it: see :mod:`torchgpipe.locks`.
+        self.lock = layer_lock(layers)
+        #: What its layers were seen to do, by mode.
+        self.observed: dict[tuple[bool, ...], Observed] = {}
+
+
+class Engine:
+    """Partitions, and the threads and streams that run them.
+
+    Args:
+        partitions: One after the other.
+        devices: One per partition; all on the CPU by default.
+        skip_layout: Which skips go from which partition to which; looked up if missing.
+    """
+
+    def __init__(self, partitions: Iterable[nn.Sequential],
+                 devices: Sequence[torch.device] | None = None,
+                 skip_layout: SkipLayout | None = None) -> None:
+        layers = list(partitions)
+        self.skip_layout = inspect_skip_layout(layers) if skip_layout is None else skip_layout
+        self.partitions = [
+            Partition(j, each, device, self.skip_layout) for j, (each, device)
+            in enumerate(zip(layers, devices or [torch.device('cpu')] * len(layers)))]
+        self.has_skips = any(partition.has_skips for partition in self.partitions)
+        self.workers = Workers()
+        #: On one device nothing can run at the same time, so a thread would only make its caller
+        #: wait, and cost as much as several small layers.
+        self.alone = len({partition.worker for partition in self.partitions}) <= 1
+        for j, partition in enumerate(self.partitions):
+            partition.moves = j > 0 and self.apart(j - 1, j)
+        for j, partition in enumerate(self.partitions):
+            partition.fenced = partition.moves or bool(partition.incoming)
+            partition.arrives = partition.moves or any(
+                self.apart(prev_j, j) for prev_j, _ in partition.incoming)
+            partition.departs = any(next.moves for next in self.partitions[j + 1:j + 2]) or any(
+                self.apart(j, next_j) for next_j, _ in partition.outgoing)
+
+    def apart(self, j: int, k: int) -> bool:
+        """Tell whether two partitions are in different memories."""
+        return bool(self.partitions[j].memory != self.partitions[k].memory)

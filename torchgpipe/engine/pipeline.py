@@ -1,0 +1,297 @@
+"""The clock: which cell runs when, and on which worker.
+
+Clock ``k`` runs the cells ``(i, j)`` with ``i + j = k``, each on its partition's device, at the
+same time. With ``m = 4`` micro-batches and ``n = 3`` partitions::
+
+    clock          0     1     2     3     4     5
+    partition 0   0,0   1,0   2,0   3,0
+    partition 1         0,1   1,1   2,1   3,1
+    partition 2               0,2   1,2   2,2   3,2
+
+A clock starts when all cells of the clock before were handed back, so whoever runs a cell is the
+only one to touch its micro-batch.
+"""
+import itertools
+from functools import partial
+from typing import Any, Iterable, Iterator, Sequence
+
+from torch import Tensor
+
+from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.cell import Cells
+from torchgpipe.engine.checkpoint.draws import Witness
+from torchgpipe.engine.copy import Copy
+from torchgpipe.engine.edges import Edges
+from torchgpipe.engine.memory import share_memory, versions
+from torchgpipe.engine.mini_batch import MicroBatchContext, MiniBatch, current
+from torchgpipe.engine.partition import Engine, Partition
+from torchgpipe.engine.stream import (AbstractStream, current_stream, get_device, use_device,
+                                      use_stream)
+from torchgpipe.engine.thread_state import ThreadState
+from torchgpipe.private import is_transformed
+from torchgpipe.skip.boundary import SkipBoundary
+from torchgpipe.skip.portal import changed_in_place
+from torchgpipe.skip.tracker import SkipTrackerThroughPortals
+
+__all__ = ['Pipeline', 'clock_cycles']
+
+#: Micro-batch and partition: ``(i, j)``.
+Place = tuple[int, int]
+
+_serial = itertools.count()
+
+
+def clock_cycles(m: int, n: int) -> Iterator[list[Place]]:
+    """Yield, clock by clock, the cells ``(i, j)`` that run at the same time.
+
+    >>> list(clock_cycles(m=3, n=2))
+    [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1)], [(2, 1)]]
+
+    Args:
+        m: Number of micro-batches.
+        n: Number of partitions.
+
+    Yields:
+        ``m + n - 1`` lists, partitions ascending within each (Huang et al., "GPipe", 2019).
+    """
+    for k in range(m + n - 1):
+        yield [(k - j, j) for j in range(max(0, k - m + 1), min(k + 1, n))]
+
+
+class Pipeline:
+    """One pass of micro-batches through partitions (Huang et al., "GPipe", 2019).
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from torchgpipe.engine.batch import gather, scatter
+    >>> batches = scatter(torch.ones(4, 2), chunks=2)
+    >>> Pipeline(Engine([nn.Sequential(nn.Flatten()), nn.Sequential(nn.ReLU())]), batches).run()
+    >>> gather(batches).shape
+    torch.Size([4, 2])
+
+    Args:
+        engine: The partitions, and what runs them.
+        batches: The micro-batches; :meth:`run` replaces each by its output.
+        checkpoint_stop: The first ``checkpoint_stop`` micro-batches are checkpointed.
+        copy_streams: ``copy_streams[j][i]`` carries micro-batch ``i`` into or out of partition
+            ``j``; made by the workers if missing.
+    """
+
+    def __init__(self, engine: Engine, batches: list[Batch], checkpoint_stop: int = 0,
+                 copy_streams: Sequence[Sequence[AbstractStream]] | None = None) -> None:
+        self._engine = engine
+        self._batches = batches
+        #: Of each micro-batch, where there are skips.
+        self._trackers = [SkipTrackerThroughPortals(engine.skip_layout)
+                          for _ in batches if engine.has_skips]
+        self._state = state = ThreadState.capture()
+        self._copy_streams = copy_streams or [
+            engine.workers.copy_streams(partition.device, len(batches))
+            if partition.arrives or partition.departs else [] for partition in engine.partitions]
+        self._cells = [Cells(partition, checkpoint_stop, state, engine.alone)
+                       for partition in engine.partitions]
+        #: Looks after all of this pass; or, where some partitions draw, after less than that.
+        self._witness = None if any(
+            cells.draws() is not False for cells in self._cells) else Witness()
+        for cells in self._cells:
+            cells.witness = self._witness
+        self._edges = [self._make_edges(partition) for partition in engine.partitions]
+        outer = current.micro_batch
+        self._is_outermost = outer is None
+        self._mini_batch = MiniBatch() if outer is None else outer.mini_batch
+        #: Tensors of each micro-batch that shared a memory before a copy parted them.
+        self._parted: dict[int, list[Tensor]] = {}
+        self._errors: dict[int, BaseException] = {}
+
+    def _make_edges(self, partition: Partition) -> Edges:
+        streams = self._copy_streams[partition.j]
+        return Edges(len(self._batches), current_stream(partition.device),
+                     streams if partition.arrives else None,
+                     streams if partition.departs else None,
+                     partition.j == len(self._engine.partitions) - 1,
+                     self._state.grad and not is_transformed())
+
+    def run(self) -> None:
+        """Run all cells; afterwards the batches hold the outputs.
+
+        Raises:
+            BaseException: What a cell raised, the first in clock order. Cells after it are not
+                started; those that ran beside it have ended.
+        """
+        if not self._engine.alone:
+            self._engine.workers.check_caller()
+        try:
+            for schedule in clock_cycles(len(self._batches), len(self._engine.partitions)):
+                self.fence(schedule)
+                self.compute(schedule)
+            if self._witness is not None:
+                self._hear(self._witness, range(len(self._cells)))
+            if self._is_outermost:
+                self._mini_batch.end()
+        finally:
+            self._state.repair()
+            for tracker in self._trackers:
+                tracker.clear()
+
+    def fence(self, schedule: Sequence[Place]) -> None:
+        """Copy skips and batches into the partitions that need them.
+
+        See :mod:`torchgpipe.engine.edges` for the waits. A batch that stays in its memory is left
+        as it is. A skip is handed on once, from its source straight to its destination.
+        """
+        for i, j in schedule:
+            partition = self._engine.partitions[j]
+            if not partition.fenced:
+                continue
+            batch = self._batches[i]
+            for prev_j, (ns, name) in partition.incoming:
+                self._trackers[i].copy(batch, *self._streams(i, prev_j, j), ns, name)
+            if partition.moves:
+                parted = i in self._parted or (len(batch) > 1 and any(
+                    share_memory([x], tuple(batch)[k + 1:]) for k, x in enumerate(batch)))
+                batch[:] = Copy.apply(  # type: ignore[no-untyped-call]
+                    *self._streams(i, j - 1, j), *batch)
+                if parted:
+                    self._parted[i] = list(batch)
+
+    def _streams(self, i: int, prev_j: int, next_j: int) -> tuple[AbstractStream, AbstractStream]:
+        """Give the streams on which micro-batch ``i`` goes from one partition to another."""
+        if self._engine.apart(prev_j, next_j):
+            return self._copy_streams[prev_j][i], self._copy_streams[next_j][i]
+        return self._edges[prev_j].stream, self._edges[next_j].stream
+
+    def compute(self, schedule: Sequence[Place]) -> None:
+        """Run the cells of one clock."""
+        if self._engine.alone:
+            with use_device(self._engine.partitions[0].device):
+                for i, j in schedule:
+                    self._run_cell(i, j)
+        elif len(schedule) == 1:
+            self._dispatch([schedule])
+        elif self._takes_turns(schedule):
+            for place in schedule:
+                self._dispatch([[place]])
+        else:
+            self._compute_at_once(schedule)
+
+    def _takes_turns(self, schedule: Sequence[Place]) -> bool:
+        """Tell whether the cells of a clock have to run one after the other.
+
+        Two that draw from one generator must, for their numbers to be the same in every run. One
+        of which that is not known yet may run beside others that are known not to.
+        """
+        draw = [self._cells[j].draws() for _, j in schedule]
+        return self._state.takes_turns or True in draw or draw.count(None) > 1
+
+    def _compute_at_once(self, schedule: Sequence[Place]) -> None:
+        groups: dict[Any, list[Place]] = {}
+        for i, j in schedule:
+            groups.setdefault(self._engine.partitions[j].worker, []).append((i, j))
+        witness = Witness() if self._witness is None else None
+        self._dispatch(list(groups.values()))
+        if witness is not None:
+            self._hear(witness, [j for _, j in schedule])
+
+    def _hear(self, witness: Witness, partitions: Iterable[int]) -> None:
+        """Let partitions that were thought not to draw be looked at again, if anyone drew."""
+        if witness.look():
+            for j in partitions:
+                self._cells[j].suspect()
+
+    def _dispatch(self, groups: Sequence[Sequence[Place]]) -> None:
+        """Give each worker its cells, and wait for all of them."""
+        workers = self._engine.workers
+        try:
+            futures = [workers.submit(self._engine.partitions[group[0][1]].device,
+                                      partial(self._run_group, group)) for group in groups]
+            # The last to start is most likely the last to end: to wait for it first is to be woken
+            # up once, not once for each worker, and a wake-up costs as much as a small layer.
+            for future in reversed(futures):
+                future.result()
+        except BaseException as error:
+            # KeyboardInterrupt, most likely: what is under way has to end before anyone goes on.
+            self._errors[-1] = error
+            workers.stop()
+            self._errors.clear()
+            raise
+        if self._errors:
+            first = self._errors[min(self._errors)]
+            self._errors.clear()
+            try:
+                raise first
+            finally:
+                del first  # or its traceback, this frame and the error would be a cycle
+
+    def _run_group(self, group: Sequence[Place]) -> None:
+        """Run the cells of one worker in a clock, up to the first failure."""
+        stream = self._edges[group[0][1]].stream
+        with use_device(get_device(stream)), use_stream(stream):
+            self._state.run(partial(self._run_in_state, group))
+
+    def _run_in_state(self, group: Sequence[Place]) -> None:
+        for i, j in group:
+            if self._errors and min(self._errors) < j:
+                break
+            try:
+                self._run_cell(i, j)
+            except BaseException as error:
+                self._errors[j] = error
+                break
+
+    def _run_cell(self, i: int, j: int) -> None:
+        batches, outside = self._batches, current.micro_batch
+        lock = self._engine.partitions[j].lock
+        current.micro_batch = MicroBatchContext(
+            i, len(batches), next(_serial), self._mini_batch, lock)
+        try:
+            with lock:
+                watched = i in self._parted or (self._trackers and self._trackers[i].shared)
+                run = self._run_watched if watched else self._run
+                batches[i] = run(i, j, batches[i])
+        finally:
+            current.micro_batch = outside
+
+    def _run(self, i: int, j: int, batch: Batch) -> Batch:
+        """Take micro-batch ``i`` through partition ``j``: a cell between its edges."""
+        partition, cells, edges = self._engine.partitions[j], self._cells[j], self._edges[j]
+        compute, m = partition.compute, len(self._batches)
+        if not partition.has_skips:
+            edges.arrive(i, batch)
+            output, recomputation = cells.run(
+                i, partial(compute, i, m, None), batch, blame=compute.blame)
+            edges.leave(i, output, recomputation)
+            return output
+        boundary = SkipBoundary(self._trackers[i], partition.incoming, partition.outgoing, batch)
+        batch = boundary.enter(batch)
+        edges.arrive(i, batch)
+        output, recomputation = cells.run(
+            i, partial(boundary, partial(compute, i, m)), batch, boundary.keep)
+        edges.leave(i, output, recomputation)
+        return boundary.leave(output)
+
+    def _run_watched(self, i: int, j: int, batch: Batch) -> Batch:
+        """Run a cell on a batch in whose memory something else lies as well, or should.
+
+        That is a skip tensor ([Note: Changes in place]), or another tensor of the batch itself
+        that a copy has parted from it.
+        """
+        shared = self._trackers[i].shared if self._trackers else set()
+        parted = self._parted.get(i, [])
+        watched = set(shared)
+        before, before_parted = versions(tuple(batch)), versions(parted)
+        output = self._run(i, j, batch)
+        if versions(parted) != before_parted:
+            raise RuntimeError(
+                f'a tensor of the input of partition {j} was changed in place, and another one '
+                'lay in its memory before both were copied from another device. Without a '
+                'pipeline, both would change. Use an operation that is not in place, or let the '
+                'partition before return a copy: tensor.clone().')
+        if versions(tuple(batch)) != before:
+            names = ', '.join(sorted(f"'{name}'" for _, name in watched))
+            raise RuntimeError(changed_in_place(
+                f'the input of partition {j}, which is also the skip tensor {names},'))
+        incoming = {key for _, key in self._engine.partitions[j].incoming}
+        shared.difference_update(incoming if share_memory(batch, output) else watched)
+        if not share_memory(parted, output):
+            self._parted.pop(i, None)
+        return output

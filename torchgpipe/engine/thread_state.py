@@ -1,0 +1,261 @@
+"""The thread-local state around a forward pass, captured once and entered again elsewhere.
+
+PyTorch keeps much of what decides a result in thread-local variables: grad mode, autocast,
+saved-tensor hooks, modes, and more. A worker is another thread, and a recomputation happens in
+backward, later and often in yet another thread. :class:`ThreadState` carries that state to both::
+
+    caller      ThreadState.capture() ──┐
+    worker                              ├──▶ state.run(cells)
+    backward                            └──▶ state.rerun(cell)
+"""
+import contextvars
+import threading
+from contextlib import ExitStack, contextmanager
+from typing import Any, Callable, Iterator, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._device import DeviceContext
+from torch.utils._pytree import tree_any, tree_map_only
+
+from torchgpipe.engine.passes import pass_state
+from torchgpipe.private import DISPATCH_MODES, FUNCTION_MODES, Hooks, innermost_hooks, pop_hooks
+
+__all__ = ['ThreadState', 'drop_hooks_above', 'running']
+
+T = TypeVar('T')
+
+_AUTOCAST_TYPES = tuple(type for type in ('cpu', 'cuda', 'xpu', 'mps')
+                        if torch.amp.is_autocast_available(type))
+
+
+class _Autocast(NamedTuple):
+    """Autocast as one thread sees it: ``(enabled, dtype)`` per device type, and the weight cache.
+    """
+
+    devices: tuple[tuple[bool, torch.dtype], ...]
+    cache: bool
+
+    @staticmethod
+    def capture() -> '_Autocast':
+        devices = tuple([(torch.is_autocast_enabled(type), torch.get_autocast_dtype(type))
+                         for type in _AUTOCAST_TYPES])
+        return _Autocast(devices, torch.is_autocast_cache_enabled())
+
+    def set(self) -> None:
+        """Set this thread's flags, without the nesting count that ``torch.autocast`` keeps.
+
+        PyTorch's cache of cast weights is shared by all threads, and whoever leaves the outermost
+        ``torch.autocast`` empties it. A worker that only sets flags shares the caller's casts and
+        leaves the emptying to the caller: one cast per weight, not one per micro-batch.
+        """
+        for type, (enabled, dtype) in zip(_AUTOCAST_TYPES, self.devices):
+            torch.set_autocast_enabled(type, enabled)
+            torch.set_autocast_dtype(type, dtype)
+        torch.set_autocast_cache_enabled(self.cache)
+
+    @contextmanager
+    def nested(self) -> Iterator[None]:
+        """Do as ``torch.autocast`` does, which empties the cache when it is left."""
+        before = _Autocast.capture()
+        torch.autocast_increment_nesting()
+        self.set()
+        try:
+            yield
+        finally:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+            before.set()
+
+
+class _Running(threading.local):
+    workers: frozenset[int] = frozenset()
+
+
+#: ``running.workers`` are the ids of the :class:`~torchgpipe.engine.worker.Workers` that wait for
+#: this thread, so that it must not wait for them.
+running = _Running()
+
+
+class _FreshThread(threading.local):
+    """Autocast as each thread finds it when it first asks, for a worker before its first task."""
+
+    def __init__(self) -> None:
+        self.autocast = _Autocast.capture()
+
+
+_fresh_thread = _FreshThread()
+
+
+class ThreadState(NamedTuple):
+    """A snapshot of the calling thread's state."""
+
+    grad: bool
+    inference: bool
+    autocast: _Autocast
+    #: The innermost ``(pack, unpack)`` of ``torch.autograd.graph.saved_tensors_hooks``.
+    hooks: Hooks | None
+    context: contextvars.Context
+    #: OpenMP gives each thread its own number of threads, so a change must follow to the workers.
+    num_threads: int
+    function_modes: tuple[Any, ...]
+    dispatch_modes: tuple[Any, ...]
+    checkpointing: bool
+    recomputing: bool
+    workers: frozenset[int]
+    #: Whether a thread that does nothing else is in this state, but for grad mode and autocast.
+    plain: bool
+
+    @staticmethod
+    def capture() -> 'ThreadState':
+        """Take a snapshot of the calling thread's state."""
+        inference = torch.is_inference_mode_enabled()
+        hooks = innermost_hooks()
+        function, dispatch = FUNCTION_MODES.read(), DISPATCH_MODES.read()
+        checkpointing, recomputing = pass_state.checkpointing, pass_state.recomputing
+        workers = running.workers
+        return ThreadState(
+            torch.is_grad_enabled(), inference, _Autocast.capture(), hooks, _context(),
+            torch.get_num_threads(), function, dispatch, checkpointing, recomputing, workers,
+            plain=not any((inference, hooks, function, dispatch, checkpointing, recomputing,
+                           workers)))
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether cells have to run in a certain order, since the user's code sees what they do.
+
+        Hooks may count what they pack, as ``torch.utils.checkpoint`` does, and modes may do
+        anything.
+        """
+        return not self.plain and bool(self.hooks or self.dispatch_modes or not all(
+            isinstance(mode, DeviceContext) for mode in self.function_modes))
+
+    def hooks_of_recomputation(self) -> Hooks | None:
+        """Give the hooks for what a recomputation saves: those of the user, if there are any.
+
+        Those of a checkpoint around all of this have counted what the first pass saves; what a
+        recomputation saves belongs to the inner one.
+        """
+        if self.hooks is None:
+            return None
+        inner = getattr(self.hooks[0], '__module__', None) in _CHECKPOINTS
+        return None if inner else self.hooks
+
+    def repair(self) -> None:
+        """Put the calling thread back into this state.
+
+        A KeyboardInterrupt can hit a context manager when it has taken effect and before it counts
+        as entered, so that it is never left. Hooks and modes that stay behind would spoil all that
+        the thread does from then on.
+        """
+        drop_hooks_above(self.hooks)
+        for stack, modes in ((FUNCTION_MODES, self.function_modes),
+                             (DISPATCH_MODES, self.dispatch_modes)):
+            if stack.read() != modes:
+                stack.write(modes)
+        pass_state.checkpointing, pass_state.recomputing = self.checkpointing, self.recomputing
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Run a function in this state on a worker thread.
+
+        Context variables that the function sets stay with that call: one
+        :class:`contextvars.Context` can't be entered by two threads at once.
+        """
+        return self.context.copy().run(self._run, function)
+
+    def _run(self, function: Callable[[], T]) -> T:
+        if torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
+        if self.plain and self.autocast == _fresh_thread.autocast:
+            with torch.set_grad_enabled(self.grad):
+                return function()
+        with self._entered():
+            return function()
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        autocast = _Autocast.capture()
+        state = pass_state.checkpointing, pass_state.recomputing, running.workers
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            if self.hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))
+            stack.enter_context(_modes(self.function_modes, self.dispatch_modes))
+            try:
+                if autocast != self.autocast:
+                    self.autocast.set()
+                pass_state.checkpointing = self.checkpointing
+                pass_state.recomputing = self.recomputing
+                running.workers |= self.workers
+                yield
+            finally:
+                if autocast != self.autocast:
+                    autocast.set()
+                pass_state.checkpointing, pass_state.recomputing, running.workers = state
+
+    def rerun(self, function: Callable[[], T]) -> T:
+        """Run a function in this state again, in backward.
+
+        Grad mode, saved-tensor hooks and the pass belong to the recomputation, which sets them
+        itself.
+        """
+        return self.context.copy().run(self._rerun, function)
+
+    def _rerun(self, function: Callable[[], T]) -> T:
+        number = torch.get_num_threads()
+        modes = FUNCTION_MODES.read(), DISPATCH_MODES.read()
+        same_modes = modes == (self.function_modes, self.dispatch_modes)
+        autocast = _Autocast.capture()
+        if same_modes and number == self.num_threads and autocast == self.autocast:
+            return function()
+        with ExitStack() as stack:
+            if autocast != self.autocast:
+                stack.enter_context(self.autocast.nested())
+            if not same_modes:
+                stack.enter_context(_modes(self.function_modes, self.dispatch_modes))
+            if number != self.num_threads:
+                # Another number of threads adds in another order, and layers that normalise few
+                # values make much of the difference.
+                stack.callback(torch.set_num_threads, number)
+                torch.set_num_threads(self.num_threads)
+            return function()
+
+
+@contextmanager
+def _modes(function: tuple[Any, ...], dispatch: tuple[Any, ...]) -> Iterator[None]:
+    """Have other modes within the context."""
+    before = FUNCTION_MODES.read(), DISPATCH_MODES.read()
+    FUNCTION_MODES.write(function)
+    DISPATCH_MODES.write(dispatch)
+    try:
+        yield
+    finally:
+        FUNCTION_MODES.write(before[0])
+        DISPATCH_MODES.write(before[1])
+
+
+def _context() -> contextvars.Context:
+    """Copy the context variables, without graphs: a graph will own this copy.
+
+    A variable may hold an output of the step before, and that one's graph its own copy, and so on.
+    """
+    context = contextvars.copy_context()
+    for variable, value in context.items():
+        if tree_any(_has_graph, value):
+            context.run(variable.set, tree_map_only(Tensor, Tensor.detach, value))
+    return context
+
+
+def _has_graph(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.grad_fn is not None
+
+
+def drop_hooks_above(hooks: Hooks | None) -> None:
+    """Let these saved-tensor hooks be in force again: see :meth:`ThreadState.repair`."""
+    while (top := innermost_hooks()) is not None and top != hooks:
+        pop_hooks()
+
+
+#: Where hooks of checkpoints come from.
+_CHECKPOINTS = ('torch.utils.checkpoint', 'torchgpipe.engine.checkpoint.recomputation')

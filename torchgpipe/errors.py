@@ -1,0 +1,21 @@
+"""Errors: notes that name the culprit, and the messages that several files share."""
+
+__all__ = ['add_note', 'other_path']
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a line that a traceback shows below the error (PEP 678)."""
+    # The method came with Python 3.11; before, the attribute is there for those who look.
+    notes: list[str] = getattr(error, '__notes__', [])
+    try:
+        error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
+    except Exception:
+        pass  # Attributes of this exception can't be set. It says more than a note would.
+
+
+def other_path(difference: str) -> RuntimeError:
+    """Say that a recomputation was not what the first pass was."""
+    return RuntimeError(
+        'the recomputation of a checkpointed micro-batch took another path than its first pass: '
+        f'{difference}. Gradients would be wrong. Let the layers do the same in both passes '
+        "(torchgpipe.is_recomputing() tells them apart), or use checkpoint='never'.")

@@ -1,0 +1,18 @@
+"""What code written for the internals of torchgpipe 0.0.7 imports, and the engine does not use.
+
+Some of it stands elsewhere in the engine under the same names; these modules can be imported by
+their old paths as well.
+"""
+import sys
+from importlib import import_module
+
+#: Old paths within this package, and where what they had is now.
+PATHS = {'checkpoint': 'legacy.checkpoint', 'copy': 'engine.copy',
+         'dependency': 'engine.dependency', 'microbatch': 'engine.batch',
+         'phony': 'engine.phony', 'pipeline': 'legacy.pipeline', 'stream': 'engine.stream',
+         'worker': 'legacy.worker'}
+
+for _old, _new in PATHS.items():
+    _module = import_module(f'torchgpipe.{_new}')
+    sys.modules[f'torchgpipe.{_old}'] = _module
+    setattr(sys.modules['torchgpipe'], _old, _module)

@@ -1,0 +1,88 @@
+"""Checkpointing of any function, as torchgpipe 0.0.7 had it.
+
+See [Note: How checkpointing works] in :mod:`torchgpipe.engine.checkpoint`.
+"""
+import torch
+
+from torchgpipe.aliases import Function, TensorOrTensors
+from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.checkpoint.draws import Draws, Recorder
+from torchgpipe.engine.checkpoint.recomputation import Checkpoint, Recomputation, Recompute
+from torchgpipe.engine.passes import (enable_checkpointing, enable_recomputing, is_checkpointing,
+                                      is_recomputing)
+from torchgpipe.engine.thread_state import ThreadState
+
+__all__ = ['Checkpoint', 'Checkpointing', 'Recompute', 'checkpoint', 'enable_checkpointing',
+           'enable_recomputing', 'is_checkpointing', 'is_recomputing']
+
+
+def checkpoint(function: Function, input: TensorOrTensors) -> TensorOrTensors:
+    """Call a function with checkpointing: :class:`Checkpointing` in one step.
+
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
+
+    >>> import torch
+    >>> x = torch.rand(2, 3, requires_grad=True)
+    >>> checkpoint(torch.exp, x).sum().backward()
+    >>> torch.equal(x.grad, x.exp())
+    True
+
+    Args:
+        function: What to call, now and again in backward.
+        input: A tensor or a tuple of tensors, of any shapes.
+
+    Returns:
+        What the function returns.
+    """
+    batch = Batch(input)
+    checkpointing = Checkpointing(function, batch)
+    batch = checkpointing.checkpoint()
+    checkpointing.recompute(batch)
+    return batch.value
+
+
+class Checkpointing:
+    """One checkpointed call of a function on a batch: [Note: How checkpointing works].
+
+    The two halves are apart so that a ``Wait`` can stand between them.
+
+    >>> import torch
+    >>> checkpointing = Checkpointing(torch.tanh, Batch(torch.rand(2, 3, requires_grad=True)))
+    >>> output = checkpointing.checkpoint()
+    >>> checkpointing.recompute(output)
+    >>> output.tensor.sum().backward()
+
+    Args:
+        function: What to call, twice.
+        batch: What to call it with.
+    """
+
+    __slots__ = ('_batch', '_function', '_recomputation')
+
+    def __init__(self, function: Function, batch: Batch) -> None:
+        self._function = function
+        self._batch = batch
+        self._recomputation: Recomputation | None = None
+
+    def checkpoint(self) -> Batch:
+        """Run the function, and hang ``Checkpoint`` on its output.
+
+        Returns:
+            What the function gave; it requires grad even if nothing in it did.
+        """
+        if not torch.is_grad_enabled():
+            with enable_checkpointing():
+                return self._batch.call(self._function)
+        device = self._batch.device
+        self._recomputation = Recomputation(
+            self._function, ThreadState.capture(), Draws(device, Recorder()), None, device)
+        return self._recomputation.first_pass(self._batch, always=True)
+
+    def recompute(self, batch: Batch) -> None:
+        """Hang ``Recompute`` on the batch that :meth:`checkpoint` gave, in place.
+
+        Args:
+            batch: That batch, or what a ``Wait`` has made of it.
+        """
+        if self._recomputation is not None and torch.is_grad_enabled():
+            self._recomputation.join(batch)

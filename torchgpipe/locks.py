@@ -1,0 +1,65 @@
+"""Locks: one for each layer, and open in a forked child whoever held them in the parent.
+
+What may run beside what: a layer works in one thread at a time. A cell holds the locks of its
+layers from its start to its end, and so does a recomputation. So any number of threads may run and
+train the same model, or models that share layers; their cells take turns.
+
+A child process has the thread that forked and none of the others, so a lock that another one held
+would never be released there.
+"""
+import os
+import threading
+import weakref
+from contextlib import ExitStack
+from typing import Any, ContextManager, Iterable
+
+from torch import nn
+
+__all__ = ['layer_lock', 'new_lock']
+
+_locks: 'weakref.WeakSet[Any]' = weakref.WeakSet()
+
+_of_layers: 'weakref.WeakKeyDictionary[nn.Module, Any]' = weakref.WeakKeyDictionary()
+
+
+def new_lock() -> Any:
+    """Make a reentrant lock."""
+    lock = threading.RLock()
+    _locks.add(lock)
+    return lock
+
+
+def _open_all() -> None:
+    for lock in _locks:
+        lock._at_fork_reinit()
+
+
+if hasattr(os, 'register_at_fork'):
+    os.register_at_fork(after_in_child=_open_all)
+
+_lock = new_lock()
+
+
+def layer_lock(layers: Iterable[nn.Module]) -> ContextManager[Any]:
+    """Give a context in which no other thread runs any of these layers."""
+    with _lock:
+        new = new_lock()
+        locks = {_of_layers.setdefault(layer, new) for layer in layers}
+    return locks.pop() if len(locks) == 1 else _Several(locks)
+
+
+class _Several:
+    """Several locks, always taken in one order, so that no two threads wait for each other."""
+
+    def __init__(self, locks: Iterable[Any]) -> None:
+        self._locks = sorted(locks, key=id)
+        self._held = threading.local()
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for lock in self._locks:
+                stack.enter_context(lock)
+            self._held.__dict__.setdefault('stacks', []).append(stack.pop_all())
+
+    def __exit__(self, *args: Any) -> None:
+        self._held.stacks.pop().__exit__(*args)

@@ -1,0 +1,170 @@
+"""Private names of PyTorch that this package cannot do without, each with its reason.
+
+Nothing else in the package uses a private name of PyTorch's. ``tests/test_private.py`` uses
+each of these by itself, so that a release which takes one away is found out by name.
+"""
+from functools import partial
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+__all__ = ['DISPATCH_MODES', 'FUNCTION_MODES', 'Hooks', 'ModeStack', 'PythonNode',
+           'at_end_of_backward', 'backward_pass', 'current_node', 'data_address',
+           'innermost_hooks', 'is_full_backward_hook', 'is_tracing', 'is_transformed',
+           'lazy_clone', 'parse_to', 'pop_hooks', 'proxy_mode', 'retains_graph', 'storage_id',
+           'unseen']
+
+#: Pack and unpack of ``torch.autograd.graph.saved_tensors_hooks``.
+Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+
+_autograd: Any = torch._C._autograd
+_core: Any = torch._C
+
+# --- saved tensors and the autograd graph
+# ---------------------------------------------------------
+
+
+def innermost_hooks() -> Hooks | None:
+    """Give this thread's saved-tensor hooks that are in force, if any.
+
+    A worker has to enter the hooks of its caller. The public context manager can only push its
+    own.
+    """
+    hooks: Hooks | None = _autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+#: Drop this thread's innermost saved-tensor hooks, which an interrupt left behind. The public way
+#: is to leave the context manager, which such an interrupt has kept from being entered.
+pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
+
+#: The number of the backward pass that this thread works for, -1 outside of one. What is
+#: recomputed belongs to one pass; a node is not told which pass it runs in.
+backward_pass: Callable[[], int] = _core._current_graph_task_id
+
+#: Whether the present backward pass was called with ``retain_graph``. What a recomputation needs
+#: is let go of together with the tensors that the graph saved.
+retains_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
+
+#: The node that runs in this thread's backward pass. An unpack hook is not told for whom it
+#: unpacks.
+current_node: Callable[[], Any] = _core._current_autograd_node
+
+#: The type of the nodes of ``torch.autograd.Function``, which unpack their tensors at any time.
+PythonNode: type = BackwardCFunction
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call a function when the present backward pass has ended; hooks of nodes come too early."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+# --- memory
+# ---------------------------------------------------------------------------------------
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Tell memories apart, also where they are empty or lie on the meta device.
+
+    ``untyped_storage().data_ptr()`` is 0 for those, and takes a copy-on-write memory for written
+    to.
+    """
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
+#: Where a tensor's memory lies. ``Tensor.data_ptr()`` counts as a write, see :data:`lazy_clone`.
+data_address: Callable[[Tensor], int] = _core._data_address
+
+#: Copy a tensor's memory when either of both is written to, and not before. Every kernel that
+#: writes is noticed by that, also one that does not count as a new version. There is no public
+#: way.
+lazy_clone: Callable[[Tensor], Tensor] = torch._lazy_clone
+
+# --- modes and transforms
+# ---------------------------------------------------------------------------
+
+
+class ModeStack:
+    """One of the two stacks of modes that a thread is in, bottom first.
+
+    The public context managers push and pop one mode of their own. To carry the caller's modes to
+    a worker, or back into a recomputation, a stack has to be read and written; and entering a
+    ``TorchDispatchMode`` sets variables of the process, which threads that do so would spoil.
+    """
+
+    def __init__(self, kind: str, *which: None) -> None:
+        self.len: Callable[[], int] = getattr(torch._C, f'_len_torch_{kind}_stack')
+        self._get = getattr(torch._C, f'_get_{kind}_stack_at')
+        self.push: Callable[[Any], None] = getattr(torch._C, f'_push_on_torch_{kind}_stack')
+        pop = getattr(torch._C, f'_pop_torch_{kind}_stack')
+        self.pop: Callable[[], Any] = partial(pop, *which)
+
+    def read(self) -> tuple[Any, ...]:
+        """Give the modes."""
+        number = self.len()
+        return tuple(map(self._get, range(number))) if number else ()
+
+    def write(self, modes: tuple[Any, ...]) -> None:
+        """Put other modes there."""
+        for _ in range(self.len()):
+            self.pop()
+        for mode in modes:
+            self.push(mode)
+
+
+#: Of ``torch.overrides.TorchFunctionMode``.
+FUNCTION_MODES = ModeStack('function')
+
+#: Of ``torch.utils._python_dispatch.TorchDispatchMode``.
+DISPATCH_MODES = ModeStack('dispatch', None)
+
+
+class unseen:
+    """A context in which no mode sees what is done, since it is none of the user's operations."""
+
+    __slots__ = ('_modes',)
+
+    def __enter__(self) -> None:
+        self._modes: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
+        if DISPATCH_MODES.len() or FUNCTION_MODES.len():
+            self._modes = DISPATCH_MODES.read(), FUNCTION_MODES.read()
+            DISPATCH_MODES.write(())
+            FUNCTION_MODES.write(())
+
+    def __exit__(self, *args: object) -> None:
+        if self._modes is not None:
+            DISPATCH_MODES.write(self._modes[0])
+            FUNCTION_MODES.write(self._modes[1])
+
+
+def is_transformed() -> bool:
+    """Tell whether a transform of ``torch.func`` is at work, unknown to other threads."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_tracing() -> bool:
+    """Tell whether ``torch.jit.trace`` traces; the public function has no type."""
+    return torch._C._get_tracing_state() is not None
+
+
+def proxy_mode() -> Any:
+    """Give the mode in which ``make_fx`` or an export traces, if it does; of which likewise."""
+    if not DISPATCH_MODES.len():
+        return None
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # takes long to import
+    return get_proxy_mode()
+
+
+# --- modules
+# ----------------------------------------------------------------------------------------
+
+
+def parse_to(*args: Any, **kwargs: Any) -> Any:
+    """Give the device that ``module.to(…)`` is asked for, as ``nn.Module.to`` itself reads it."""
+    return torch._C._nn._parse_to(*args, **kwargs)[0]
+
+
+#: The attribute in which a module keeps whether its backward hooks are full ones.
+is_full_backward_hook = '_is_full_backward_hook'

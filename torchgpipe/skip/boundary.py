@@ -1,0 +1,133 @@
+"""The boundary of a cell: skips enter and leave a cell beside its batch.
+
+::
+
+    enter   x, …  ──▶  x, …, phonies             what a cell gets
+    keep          ──▶  x, …, phonies, tensors    what a checkpoint keeps, to recompute from
+    call               x ──▶ layers ──▶ y        the layers pop from the tracker, and stash into it
+    leave   y, …  ◀──  y, …, phonies             what a cell gives
+"""
+from typing import Callable, Iterable, Sequence
+
+from torch import Tensor
+
+from torchgpipe.aliases import TensorOrTensors, Tensors
+from torchgpipe.engine.batch import Batch, Kind, kind_of
+from torchgpipe.engine.memory import share_memory, versions
+from torchgpipe.skip.namespace import Key
+from torchgpipe.skip.portal import changed_in_place
+from torchgpipe.skip.tracker import SkipTracker, SkipTrackerThroughPortals
+
+__all__ = ['SkipBoundary']
+
+
+class SkipBoundary:
+    """A cell's function from batch to batch, as one that takes and gives skips as well.
+
+    Args:
+        tracker: The micro-batch's tracker.
+        incoming: The skips that the cell pops, each with the partition that stashed it.
+        outgoing: The skips that it stashes, each with the partition that pops it.
+        batch: The micro-batch.
+    """
+
+    __slots__ = ('_called', '_incoming', '_kept', '_kind', '_number', '_outgoing', '_result_kind',
+                 '_tracker')
+
+    def __init__(self, tracker: SkipTrackerThroughPortals, incoming: Iterable[tuple[int, Key]],
+                 outgoing: Iterable[tuple[int, Key]], batch: Batch) -> None:
+        self._tracker = tracker
+        self._incoming = [key for _, key in incoming]
+        self._outgoing = [key for _, key in outgoing]
+        self._kind = kind_of(batch.value)
+        self._number = len(batch)
+        self._kept: tuple[Key, ...] = ()
+        self._called = False
+        self._result_kind: Kind = tuple
+
+    def enter(self, batch: Batch) -> Batch:
+        """Put the phonies that come in beside a batch."""
+        return Batch((*batch, *self._tracker.take_phonies(self._incoming)))
+
+    def keep(self, batch: Batch) -> Batch:
+        """Put the tensors behind these phonies there too."""
+        portals = self._tracker.portals
+        held = [(key, portals[key].tensor) for key in self._incoming]
+        self._kept = tuple(key for key, tensor in held if tensor is not None)
+        return Batch((*batch, *(tensor for _, tensor in held if tensor is not None)))
+
+    def leave(self, output: Batch) -> Batch:
+        """Take the phonies that go out from beside a batch."""
+        tensors = tuple(output)
+        number = len(tensors) - len(self._outgoing)
+        self._tracker.put_phonies(self._outgoing, tensors[number:])
+        return Batch(self._result_kind(tensors[:number]))
+
+    def __call__(self, function: Callable[[SkipTracker, TensorOrTensors], TensorOrTensors],
+                 value: TensorOrTensors) -> Tensors:
+        """Compute; any call but the first is a recomputation, from what was kept.
+
+        Args:
+            function: What the cell computes, with the skips of a tracker.
+            value: What :meth:`enter` or :meth:`keep` gave.
+        """
+        number = self._number
+        tensors = tuple(value)
+        recomputing, self._called = self._called, True
+        tracker = self._tracker
+        if recomputing:
+            kept = dict(zip(self._kept, tensors[number + len(self._incoming):]))
+            tracker = tracker.renew((key, kept.get(key)) for key in self._incoming)
+        tracker.put_phonies(self._incoming, tensors[number:])
+        watch = None if recomputing else _Watch(tracker, self._incoming)
+        try:
+            output = Batch(function(tracker, self._kind(tensors[:number])))
+            self._result_kind = kind_of(output.value)
+            if watch is not None:
+                watch.finish(output)
+                _find_aliases(tracker, self._outgoing, output)
+            return (*output, *tracker.seal(self._outgoing))
+        finally:
+            tracker.end_cell(self._incoming, self._outgoing)
+
+
+class _Watch:
+    """See that a cell does not change a skip that lies in a memory with something else.
+
+    See [Note: Changes in place]: on another device that something else is a copy of its own.
+    """
+
+    __slots__ = ('_seen', '_tracker')
+
+    def __init__(self, tracker: SkipTrackerThroughPortals, incoming: Sequence[Key]) -> None:
+        self._tracker = tracker
+        self._seen: list[tuple[Key, Tensor, list[int]]] = []
+        if tracker.aliases or tracker.shared:
+            for key in incoming:
+                tensor = tracker.portals[key].tensor
+                if tensor is not None and (key in tracker.shared or tracker.aliases.get(key)):
+                    self._seen.append((key, tensor, versions([tensor])))
+
+    def finish(self, output: Batch) -> None:
+        """Look at them when the layers have run."""
+        for key, tensor, before in self._seen:
+            if versions([tensor]) != before:
+                raise RuntimeError(changed_in_place(
+                    f"the skip tensor '{key[1]}', whose memory is also that of the batch or of "
+                    'another skip,'))
+            if share_memory([tensor], output):
+                self._tracker.shared |= self._tracker.aliases.get(key, set())
+
+
+def _find_aliases(tracker: SkipTrackerThroughPortals, outgoing: Sequence[Key], output: Batch
+                  ) -> None:
+    """Note which skips of a cell lie in the memory of its output, or of each other."""
+    stashed = [(key, tensor) for key in outgoing
+               if (tensor := tracker.stashed.get(key)) is not None]
+    for key, tensor in stashed:
+        if share_memory([tensor], output):
+            tracker.shared.add(key)
+        others: set[Key] = {other for other, x in stashed
+                            if other != key and share_memory([tensor], [x])}
+        if others:
+            tracker.aliases[key] = others

@@ -1,0 +1,192 @@
+"""Verify a sequential module, and split it over devices."""
+from collections import OrderedDict
+from typing import Any, Iterable, List, Optional, Sequence, Tuple, Union, cast
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from torchgpipe.engine.memory import size_of
+
+__all__ = ['Device', 'split', 'take_balance', 'take_devices', 'verify_module', 'verify_source']
+
+Device = Union[torch.device, int, str]
+
+_RECOMMENDATION = '''
+
+Let torchgpipe.balance find a balance that fits:
+
+    from torchgpipe import GPipe
+    from torchgpipe.balance import balance_by_time
+
+    sample = torch.rand(...)  # one mini-batch
+    balance = balance_by_time(torch.cuda.device_count(), model, sample)
+    model = GPipe(model, balance, chunks=...)
+'''
+
+
+def verify_module(module: nn.Module) -> None:
+    """Check that a module can be partitioned.
+
+    Raises:
+        TypeError: It is not an :class:`torch.nn.Sequential`, or has a forward of its own.
+        ValueError: A child appears twice, or a parameter in two children.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise TypeError('module must be nn.Sequential to be partitioned, but got '
+                        f'{type(module).__name__}')
+    _verify_plain(module)
+    layers = list(module._modules.items())
+    _verify_children(layers)
+    _verify_parameters(layers)
+
+
+def _verify_plain(module: nn.Sequential) -> None:
+    """Refuse what the layers alone would not do, since only they are run."""
+    if type(module).forward is not nn.Sequential.forward or 'forward' in module.__dict__:
+        raise TypeError(f'module must be nn.Sequential to be partitioned, but '
+                        f'{type(module).__name__} has a forward of its own')
+    if module._parameters or module._buffers:
+        names = [*module._parameters, *module._buffers]
+        raise ValueError('a sequential module to be partitioned has its parameters and buffers in '
+                         f'its layers, but this one has some of its own: {names}')
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks \
+            or module._backward_pre_hooks:
+        raise ValueError('a sequential module to be partitioned can not have hooks of its own; '
+                         'register them on its layers, or on the GPipe')
+    for name, layer in module._modules.items():
+        if layer is None:
+            raise ValueError(f"layer '{name}' is None")
+
+
+def _verify_children(layers: Sequence[Tuple[str, Any]]) -> None:
+    names: 'dict[int, str]' = {}
+    for name, layer in layers:
+        first = names.setdefault(id(layer), name)
+        if first != name:
+            raise ValueError('module with duplicate children is not supported: layers '
+                             f"'{first}' and '{name}' are the same {type(layer).__name__}; "
+                             'give each place a module of its own')
+
+
+def _verify_parameters(layers: Sequence[Tuple[str, Any]]) -> None:
+    owners: 'dict[int, str]' = {}
+    for name, layer in layers:
+        for parameter_name, parameter in layer.named_parameters():
+            owner = owners.setdefault(id(parameter), name)
+            if owner != name:
+                raise ValueError('module with duplicate parameters in distinct children is not '
+                                 f"supported: '{name}.{parameter_name}' also belongs to layer "
+                                 f"'{owner}'; merge both layers into one child, or untie them")
+
+
+def take_balance(balance: Optional[Iterable[int]], layers: int) -> List[int]:
+    """Check a balance against the number of layers.
+
+    Raises:
+        ValueError: It is missing, does not add up to ``layers``, or has a number below 1.
+        TypeError: It is not made of integers.
+    """
+    if balance is None:
+        raise ValueError('balance is required: the number of layers in each partition, which add '
+                         f'up to {layers}' + _RECOMMENDATION)
+    try:
+        numbers = list(balance)
+    except TypeError:
+        raise TypeError('balance must be an iterable of integers, one per partition, but got '
+                        f'{balance!r}') from None
+    for j, number in enumerate(numbers):
+        if isinstance(number, bool) or not hasattr(number, '__index__'):
+            raise TypeError(f'balance must be made of integers, but partition {j} has {number!r} '
+                            f'layers (balance: {numbers})')
+    try:
+        numbers = [number.__index__() for number in numbers]
+    except TypeError:
+        raise TypeError(f'balance must be made of integers, but is {numbers}') from None
+    if sum(numbers) != layers:
+        raise ValueError(f'module and sum of balance have different length: {layers} layers, but '
+                         f'the balance {numbers} adds up to {sum(numbers)}' + _RECOMMENDATION)
+    if any(number < 1 for number in numbers):
+        raise ValueError('all balance numbers must be positive integers: each partition has at '
+                         f'least one layer (balance: {numbers})' + _RECOMMENDATION)
+    return numbers
+
+
+def verify_source(balance: Any, module: nn.Module) -> None:
+    """Check that a balance that says which layers it was made for is given these.
+
+    Raises:
+        ValueError: They have other names, or other sizes of parameters.
+    """
+    expected = getattr(balance, 'layers', None)
+    if not isinstance(expected, tuple):
+        return
+    layers = module._modules.items()
+    if len(expected) != len(layers):
+        raise _other_module(f'it had {len(expected)} layers, this one has {len(layers)}')
+    for (name, size), (own_name, layer) in zip(expected, layers):
+        parameters = [*cast(nn.Module, layer).parameters()]
+        own_size = sum(size_of(x) for x in parameters if not is_lazy(x))
+        if name != own_name or (size != own_size and not any(map(is_lazy, parameters))):
+            raise _other_module(f"there a layer was '{name}' with {size} bytes of parameters, "
+                                f"here it is '{own_name}' with {own_size}")
+
+
+def _other_module(difference: str) -> ValueError:
+    return ValueError('the balance comes from a profile of another module, or of another dtype: '
+                      f'{difference}. Profile this module, or pass list(balance) to use the '
+                      'numbers all the same')
+
+
+def take_devices(devices: Optional[Iterable[Device]], partitions: int) -> List[torch.device]:
+    """Resolve one device per partition; by default all CUDA devices.
+
+    Raises:
+        IndexError: There are fewer devices than partitions.
+        ValueError: A device is unknown or not on this machine.
+    """
+    if devices is None:
+        devices = range(torch.cuda.device_count())
+    elif isinstance(devices, (str, int, torch.device)):
+        raise TypeError('devices must be an iterable of devices, one per partition: '
+                        f'[{devices!r}]')
+    given = list(devices)
+    if len(given) < partitions:
+        raise IndexError('too few devices to hold given partitions '
+                         f'(devices: {len(given)}, partitions: {partitions}); name one per '
+                         "partition, one of them twice if need be: devices=['cpu', 'cpu']")
+    return [_resolve(device) for device in given[:partitions]]
+
+
+def _resolve(device: Device) -> torch.device:
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f'unknown device {device!r}: {reason}') from None
+    if resolved.type == 'cpu':
+        return resolved
+    if resolved.type != 'cuda':
+        raise ValueError(f"a pipeline runs on 'cpu' and 'cuda' devices, not on '{resolved}'")
+    count = torch.cuda.device_count()
+    if count == 0 or (resolved.index or 0) >= count:
+        raise ValueError(f"device '{resolved}' is not on this machine, which has {count} CUDA "
+                         'devices')
+    # 'cuda' means the device that is current now, not the one that will be at each call.
+    index = torch.cuda.current_device() if resolved.index is None else resolved.index
+    return torch.device('cuda', index)
+
+
+def split(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
+          ) -> List[nn.Sequential]:
+    """Split a verified module by a checked balance, and move each partition to its device.
+
+    Layers keep their names. All CPU devices share one memory, so ``cpu:1`` moves nothing.
+    """
+    layers = iter(module._modules.items())
+    partitions = []
+    for number, device in zip(balance, devices):
+        partition: Any = nn.Sequential(OrderedDict(next(layers) for _ in range(number)))
+        partition.training = module.training
+        partitions.append(partition.to('cpu' if device.type == 'cpu' else device))
+    return partitions
