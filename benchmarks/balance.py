@@ -1,7 +1,8 @@
 """Is the slowest partition as slow as its balance predicts?"""
 import time
+from collections.abc import Callable
 from statistics import median
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any
 
 import click
 import torch
@@ -37,9 +38,9 @@ class Add(Skippable):
         return x + (yield pop('identity'))
 
 
-def residual() -> Tuple[nn.Sequential, Tensor]:
+def residual() -> tuple[nn.Sequential, Tensor]:
     """Give a flat residual network whose channels double and whose images shrink."""
-    layers: List[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1)]
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1)]
     for channels in (16, 32, 64):
         for _ in range(3):
             namespace = Namespace()
@@ -51,21 +52,21 @@ def residual() -> Tuple[nn.Sequential, Tensor]:
     return nn.Sequential(*layers), torch.rand(32, 3, 48, 48)
 
 
-def perceptron() -> Tuple[nn.Sequential, Tensor]:
+def perceptron() -> tuple[nn.Sequential, Tensor]:
     """Give linear layers of very different sizes."""
     widths = [512, 2048, 512, 1024, 1024, 3072, 512, 256, 2048, 1024]
     layers = [nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in zip(widths, widths[1:])]
     return nn.Sequential(*layers), torch.rand(512, 512)
 
 
-def transformer() -> Tuple[nn.Sequential, Tensor]:
+def transformer() -> tuple[nn.Sequential, Tensor]:
     """Give an encoder for integers."""
     layers = [nn.TransformerEncoderLayer(192, 6, 768, 0.0, batch_first=True) for _ in range(8)]
     return nn.Sequential(nn.Embedding(1000, 192), *layers, nn.Linear(192, 1000)), \
         torch.randint(1000, (16, 64))
 
 
-MODELS: Dict[str, Callable[[], Tuple[nn.Sequential, Tensor]]] = {
+MODELS: dict[str, Callable[[], tuple[nn.Sequential, Tensor]]] = {
     'residual': residual, 'perceptron': perceptron, 'transformer': transformer}
 
 
@@ -81,7 +82,7 @@ class Stopwatch(Turns):
         self._since = time.perf_counter()
         self._cuda = gpipe.devices[0].type == 'cuda'
 
-    def give(self, j: Optional[int]) -> None:
+    def give(self, j: int | None) -> None:
         """Let the time from now on be that of a partition, or nobody's."""
         if self._cuda:
             torch.cuda.synchronize()
@@ -93,7 +94,7 @@ class Stopwatch(Turns):
 
 
 def measure(model: nn.Sequential, sample: Tensor, balance: Balance, mode: str, device: str
-            ) -> List[float]:
+            ) -> list[float]:
     """Give the seconds of each partition in a training step: medians of a few."""
     gpipe = GPipe(model, balance, devices=[device] * len(balance), chunks=CHUNKS, checkpoint=mode)
     watch = Stopwatch(gpipe)
@@ -110,7 +111,7 @@ def measure(model: nn.Sequential, sample: Tensor, balance: Balance, mode: str, d
     return [median(seconds) for seconds in zip(*steps[1:])]
 
 
-def compare(name: str, n: int, mode: str, device: str) -> Dict[str, Any]:
+def compare(name: str, n: int, mode: str, device: str) -> dict[str, Any]:
     """Profile and balance a model, and measure its slowest partition right after."""
     model, sample = MODELS[name]()
     costs = profile(model, sample, device=device, timeout=0.5)
@@ -122,7 +123,7 @@ def compare(name: str, n: int, mode: str, device: str) -> Dict[str, Any]:
             'ratio': seconds[slowest] / balance.seconds[slowest]}
 
 
-def repeat(name: str, n: int, mode: str, device: str, rounds: int) -> Dict[str, Any]:
+def repeat(name: str, n: int, mode: str, device: str, rounds: int) -> dict[str, Any]:
     """Take the round whose ratio is the median one, as the machine's speed drifts."""
     results = [compare(name, n, mode, device) for _ in range(rounds)]
     ratios = [result['ratio'] for result in results]
@@ -158,7 +159,7 @@ def balance(device: str, rounds: int, output: str) -> None:
     click.echo(f"\n{write_json(folder, 'balance', results)}")
 
 
-def balance_rows(results: List[Dict[str, Any]]) -> Rows:
+def balance_rows(results: list[dict[str, Any]]) -> Rows:
     """Give the header and the rows."""
     return ['model', 'balance', 'slowest, predicted, ms', 'measured, ms', 'ratio', 'all rounds'], [
         [f"{r['model']} {r['checkpoint']}", str(r['balance']),

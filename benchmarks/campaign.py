@@ -1,8 +1,9 @@
 """Run the settings of an experiment one after another, and keep whatever was measured."""
 import gc
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any
 
 import click
 import torch
@@ -17,13 +18,13 @@ from benchmarks.tables import experiment_rows, is_cuda, notes, partition_rows
 __all__ = ['Measure', 'campaign']
 
 #: What measures one setting, and adds to a result as it goes.
-Measure = Callable[[Experiment, Setting, Options, Dict[str, Any]], None]
+Measure = Callable[[Experiment, Setting, Options, dict[str, Any]], None]
 
 
 def campaign(experiment: Experiment, options: Options, measure: Measure) -> None:
     """Measure each chosen setting; write and print what is there, also when interrupted."""
     folder = output_folder(options.output)
-    results: List[Dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     try:
         for setting in options.settings:
             result = _describe(experiment, setting, options)
@@ -39,7 +40,7 @@ def campaign(experiment: Experiment, options: Options, measure: Measure) -> None
             _show(experiment, _summary(experiment, options, results), folder)
 
 
-def _write(folder: Path, name: str, summary: Dict[str, Any]) -> None:
+def _write(folder: Path, name: str, summary: dict[str, Any]) -> None:
     try:
         write_json(folder, name, summary)
     except OSError as error:
@@ -47,7 +48,7 @@ def _write(folder: Path, name: str, summary: Dict[str, Any]) -> None:
                                    f'{error.strerror or error}') from None
 
 
-def _describe(experiment: Experiment, setting: Setting, options: Options) -> Dict[str, Any]:
+def _describe(experiment: Experiment, setting: Setting, options: Options) -> dict[str, Any]:
     batch = setting.scaled_batch(options.scale)
     published = {source: {'figure': figure,
                           'ratio': experiment.published_ratio(setting, source)}
@@ -62,7 +63,7 @@ def _describe(experiment: Experiment, setting: Setting, options: Options) -> Dic
 
 
 def _measure(experiment: Experiment, setting: Setting, options: Options, measure: Measure,
-             result: Dict[str, Any]) -> None:
+             result: dict[str, Any]) -> None:
     cuda = any(device.type == 'cuda' for device in options.place(setting))
     try:
         with nullcontext() if cuda else memory_limit():
@@ -82,15 +83,15 @@ def _measure(experiment: Experiment, setting: Setting, options: Options, measure
             torch.cuda.empty_cache()
 
 
-def _relate(experiment: Experiment, results: List[Dict[str, Any]]) -> None:
+def _relate(experiment: Experiment, results: list[dict[str, Any]]) -> None:
     base = next((result['figure'] for result in results
                  if result['setting'] == experiment.baseline.name), None)
     for result in results:
         result['ratio'] = result['figure'] / base if base and result['figure'] else None
 
 
-def _summary(experiment: Experiment, options: Options, results: List[Dict[str, Any]]
-             ) -> Dict[str, Any]:
+def _summary(experiment: Experiment, options: Options, results: list[dict[str, Any]]
+             ) -> dict[str, Any]:
     return {'experiment': experiment.name, 'figure': experiment.figure, 'unit': experiment.unit,
             'baseline': experiment.baseline.name, 'scale': options.scale,
             'resolution': experiment.scaled_resolution(options.scale), 'epochs': options.epochs,
@@ -98,7 +99,7 @@ def _summary(experiment: Experiment, options: Options, results: List[Dict[str, A
             'compile': options.compile, 'seed': options.seed, 'settings': results}
 
 
-def _show(experiment: Experiment, summary: Dict[str, Any], folder: Path) -> None:
+def _show(experiment: Experiment, summary: dict[str, Any], folder: Path) -> None:
     click.echo(f'{experiment.title}: {describe(machine(), is_cuda(summary))}\n')
     click.echo(table(*experiment_rows(summary)))
     if partition_rows(summary)[1]:

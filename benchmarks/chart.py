@@ -1,6 +1,6 @@
 """Bar charts: measured ratios beside the published ones."""
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any
 
 __all__ = ['COLORS', 'draw_ratios', 'save']
 
@@ -11,14 +11,14 @@ COLORS = ('#3b6fb6', '#d1803d', '#4f9d69', '#8a6bb0')
 NEUTRAL = '#808080'
 
 
-def draw_ratios(summary: Dict[str, Any], stem: Path) -> List[Path]:
+def draw_ratios(summary: dict[str, Any], stem: Path) -> list[Path]:
     """Draw a bar for each setting and source; write a PNG and an SVG."""
     from matplotlib.figure import Figure
 
     settings = summary['settings']
     sources = list(dict.fromkeys(source for result in settings for source, published in
                                  result['published'].items() if published['ratio']))
-    series: Dict[str, List[Optional[float]]] = {
+    series: dict[str, list[float | None]] = {
         'this run': [result['ratio'] for result in settings],
         **{source: [result['published'].get(source, {}).get('ratio') for result in settings]
            for source in sources}}
@@ -44,7 +44,7 @@ def draw_ratios(summary: Dict[str, Any], stem: Path) -> List[Path]:
     return save(figure, axes, stem)
 
 
-def _why_not(result: Dict[str, Any], source: str) -> str:
+def _why_not(result: dict[str, Any], source: str) -> str:
     """Say why there is no ratio."""
     if source == 'this run':
         return '—' if result['figure'] else str(result['status'])
@@ -52,7 +52,7 @@ def _why_not(result: Dict[str, Any], source: str) -> str:
     return 'out of memory' if figure is None else '—'
 
 
-def save(figure: Any, axes: Any, stem: Path) -> List[Path]:
+def save(figure: Any, axes: Any, stem: Path) -> list[Path]:
     """Write a PNG on white and an SVG without background."""
     axes.tick_params(colors=NEUTRAL)
     for side, spine in axes.spines.items():

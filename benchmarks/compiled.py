@@ -8,8 +8,8 @@
 Layers that stash or pop have effects that it can not see. A deferred batch norm does something
 else in each micro-batch, so it would be compiled again and again.
 """
+from collections.abc import Callable
 from itertools import groupby
-from typing import Callable, List
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ Step = Callable[[TensorOrTensors], TensorOrTensors]
 
 def compile_partition(partition: nn.Sequential) -> None:
     """Let a partition run its layers in compiled runs, in place."""
-    steps: List[Step] = []
+    steps: list[Step] = []
     for alone, layers in groupby(partition, key=_is_left_alone):
         steps += layers if alone else [torch.compile(_run(list(layers), len(steps)))]
 
@@ -36,7 +36,7 @@ def compile_partition(partition: nn.Sequential) -> None:
     partition.forward = forward
 
 
-def _run(layers: List[nn.Module], number: int) -> Step:
+def _run(layers: list[nn.Module], number: int) -> Step:
     """Give a function of some layers, with a code object of its own.
 
     PyTorch counts compilations by code object, and gives up at the eighth.

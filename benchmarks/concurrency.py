@@ -1,7 +1,7 @@
 """Two equal partitions on cpu:0 and cpu:1: do they run at the same time?"""
 import time
+from collections.abc import Callable
 from statistics import median
-from typing import Callable, Dict, List
 
 import click
 import torch
@@ -14,7 +14,7 @@ CHUNKS = 8
 ROWS = 256
 
 
-def measure(width: int, milliseconds: float, rounds: int) -> Dict[str, float]:
+def measure(width: int, milliseconds: float, rounds: int) -> dict[str, float]:
     """Time a forward pass, serial and pipelined: medians over interleaved rounds."""
     x = torch.rand(CHUNKS * ROWS, width)
 
@@ -70,7 +70,7 @@ def concurrency(rounds: int, output: str) -> None:
     click.echo(f"\n{write_json(folder, 'concurrency', results)}")
 
 
-def concurrency_rows(results: List[Dict[str, float]]) -> Rows:
+def concurrency_rows(results: list[dict[str, float]]) -> Rows:
     """Give the header and the rows."""
     return ['ms per layer', 'ms per cell', 'serial, ms', 'GPipe, ms', 'speed-up'], [
         [f'{value:.3f}' if name == 'layer_ms' else f'{value:.2f}' for name, value in row.items()]

@@ -2,7 +2,7 @@
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any, Dict, List, NamedTuple, Tuple
+from typing import Any, NamedTuple
 
 import click
 import torch
@@ -22,15 +22,15 @@ BATCH = 64
 class Data(NamedTuple):
     """Images of shape (N, 1, 8, 8) and labels of shape (N,)."""
 
-    train: Tuple[Tensor, Tensor]
-    test: Tuple[Tensor, Tensor]
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
 
 
 class Result(NamedTuple):
     """What one training gave."""
 
     accuracy: float
-    losses: List[float]
+    losses: list[float]
     seconds: float
     memory: int
 
@@ -49,7 +49,7 @@ def load() -> Data:
 
 def network() -> nn.Sequential:
     """Make the network: four convolutions with batch norm, 16 layers in all."""
-    def block(inputs: int, outputs: int) -> List[nn.Module]:
+    def block(inputs: int, outputs: int) -> list[nn.Module]:
         return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs),
                 nn.ReLU()]
 
@@ -58,7 +58,7 @@ def network() -> nn.Sequential:
                          nn.Linear(512, 10))
 
 
-def train(name: str, model: nn.Module, data: Data, epochs: int, devices: List[torch.device]
+def train(name: str, model: nn.Module, data: Data, epochs: int, devices: list[torch.device]
           ) -> Result:
     """Train a model, and measure."""
     (x, y), (test_x, test_y) = data
@@ -95,7 +95,7 @@ def train(name: str, model: nn.Module, data: Data, epochs: int, devices: List[to
     return Result(right.double().mean().item(), losses, median(seconds), memory)
 
 
-def draw(results: Dict[str, Result], path: Path) -> None:
+def draw(results: dict[str, Result], path: Path) -> None:
     """Draw the loss curves, smoothed over ten steps, over the raw ones."""
     from matplotlib.figure import Figure
 
@@ -113,7 +113,7 @@ def draw(results: Dict[str, Result], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def parse_balance(context: Any, parameter: Any, value: str) -> List[int]:
+def parse_balance(context: Any, parameter: Any, value: str) -> list[int]:
     """Read a balance like 7,8."""
     try:
         return [int(number) for number in value.split(',')]
@@ -133,7 +133,7 @@ def parse_balance(context: Any, parameter: Any, value: str) -> List[int]:
               help='Which micro-batches are computed again in backward.')
 @click.option('--output', default='results', show_default=True, metavar='DIR',
               help='Where the picture goes.')
-def digits(epochs: int, chunks: int, balance: List[int], checkpoint: str, output: str) -> None:
+def digits(epochs: int, chunks: int, balance: list[int], checkpoint: str, output: str) -> None:
     """Train on scikit-learn's handwritten digits twice, unwrapped and in GPipe.
 
     The partitions are on all CUDA devices, or else on cpu:0, cpu:1 and so on.
@@ -162,7 +162,7 @@ def digits(epochs: int, chunks: int, balance: List[int], checkpoint: str, output
     click.echo(f"loss curves: {folder / 'digits.png'}")
 
 
-def print_results(results: Dict[str, Result], model: GPipe, chunks: int, checkpoint: str) -> None:
+def print_results(results: dict[str, Result], model: GPipe, chunks: int, checkpoint: str) -> None:
     """Print the table, and what it was measured on."""
     here = machine()
     click.echo(f"torch {here['torch']}, {', '.join(here['gpus']) or here['cpu']}, {here['date']}")

@@ -5,9 +5,9 @@ there, on Linux, the process gets a limit of what is free.
 """
 import ctypes
 import re
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Iterator, Optional
 
 import torch
 
@@ -32,7 +32,7 @@ def free_memory() -> int:
     return free if most is None or used is None else min(free, most - used)
 
 
-def _number(path: str, pattern: str) -> Optional[int]:
+def _number(path: str, pattern: str) -> int | None:
     try:
         found = re.search(pattern, Path(path).read_text())
     except OSError:

@@ -1,6 +1,6 @@
 """What an experiment is: settings of a model, and what was published of each."""
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Callable, Dict, List, Mapping, Optional, Tuple
 
 from torch import nn
 
@@ -17,7 +17,7 @@ LEAST_RESOLUTION = 64
 #: All models halve an image five times.
 RESOLUTION_STEP = 32
 
-_BUILDERS: Dict[str, Callable[..., nn.Sequential]] = {
+_BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
     'resnet101': lambda: resnet101(),
     'amoebanetd': lambda layers, filters: amoebanetd(num_layers=layers, num_filters=filters),
     'unet': lambda convs, channels: unet(num_convs=convs, base_channels=channels)}
@@ -32,7 +32,7 @@ class Model:
     """
 
     kind: str
-    size: Tuple[int, ...] = ()
+    size: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f'{self.kind} {self.size}' if self.size else self.kind
@@ -63,12 +63,12 @@ class Setting:
     model: Model
     batch: int
     chunks: int = 1
-    balance: Tuple[int, ...] = ()
+    balance: tuple[int, ...] = ()
     checkpoint: str = 'except_last'
-    published: Mapping[str, Optional[float]] = field(default_factory=dict)
+    published: Mapping[str, float | None] = field(default_factory=dict)
     spread: Mapping[str, float] = field(default_factory=dict)
-    details: Mapping[str, Mapping[str, Optional[float]]] = field(default_factory=dict)
-    off: Tuple[str, ...] = ()
+    details: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    off: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return max(1, len(self.balance))
@@ -97,7 +97,7 @@ class Experiment:
     figure: str
     unit: str
     resolution: int
-    settings: Tuple[Setting, ...]
+    settings: tuple[Setting, ...]
     optimizer: str = 'SGD'
 
     @property
@@ -106,7 +106,7 @@ class Experiment:
         return self.settings[0]
 
     @property
-    def sources(self) -> List[str]:
+    def sources(self) -> list[str]:
         """All sources of published figures, the one that is reproduced first."""
         found = {source: None for setting in self.settings for source in setting.published}
         return sorted(found, key=lambda source: source != OURS)
@@ -115,7 +115,7 @@ class Experiment:
         """Find a setting by its name."""
         return next(setting for setting in self.settings if setting.name == name)
 
-    def published_ratio(self, setting: Setting, source: str) -> Optional[float]:
+    def published_ratio(self, setting: Setting, source: str) -> float | None:
         """Relate a published figure to the source's own baseline, if it has both."""
         mine, base = setting.published.get(source), self.baseline.published.get(source)
         return mine / base if mine and base else None

@@ -1,5 +1,6 @@
 """The part of an autograd graph that belongs to one call of some layers."""
-from typing import Any, Iterable, List, Set
+from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 
@@ -9,12 +10,12 @@ __all__ = ['last_nodes', 'nodes_between', 'producers']
 EXITS = ('torch::autograd::AccumulateGrad', 'PortalOrangeBackward')
 
 
-def producers(tensors: Iterable[Tensor]) -> Set[Any]:
+def producers(tensors: Iterable[Tensor]) -> set[Any]:
     """Give the nodes that tensors come from, and ``None`` for those that come from nowhere."""
     return {None, *(tensor.grad_fn for tensor in tensors)}
 
 
-def nodes_between(input: Iterable[Tensor], output: Iterable[Tensor]) -> List[Any]:
+def nodes_between(input: Iterable[Tensor], output: Iterable[Tensor]) -> list[Any]:
     """Give the nodes that backward runs between output and input."""
     found, stack, seen = [], list(producers(output)), producers(input)
     while stack:
@@ -26,7 +27,7 @@ def nodes_between(input: Iterable[Tensor], output: Iterable[Tensor]) -> List[Any
     return found
 
 
-def last_nodes(input: Iterable[Tensor], nodes: Iterable[Any]) -> List[Any]:
+def last_nodes(input: Iterable[Tensor], nodes: Iterable[Any]) -> list[Any]:
     """Choose the nodes that give the gradient of the input, or of parameters if it has none."""
     outside = producers(input) - {None}
     after = {node: {other for other, _ in node.next_functions if other is not None}

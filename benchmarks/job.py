@@ -1,6 +1,7 @@
 """A model in training: what one step of a setting needs."""
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Iterator, List, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,7 @@ def wrap(model: nn.Sequential, setting: Setting, options: Options, batch: int, *
     return wrapped
 
 
-def partitions_of(model: nn.Module) -> List[nn.Sequential]:
+def partitions_of(model: nn.Module) -> list[nn.Sequential]:
     """Give the partitions of a GPipe; a model without one is one partition."""
     partitions: Any = model.partitions if isinstance(model, GPipe) else [model]
     return list(partitions)

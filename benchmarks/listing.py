@@ -1,5 +1,4 @@
 """The command that lists all experiments, with settings and published figures."""
-from typing import List
 
 import click
 
@@ -33,7 +32,7 @@ def listing() -> None:
                'More: COMMAND --help.')
 
 
-def _row(experiment: Experiment, setting: Setting) -> List[str]:
+def _row(experiment: Experiment, setting: Setting) -> list[str]:
     size = f'batch {setting.batch}' + (f' in {setting.chunks}' if setting.balance else '')
     ratio = experiment.published_ratio(setting, OURS)
     figure = _figure(setting, OURS)

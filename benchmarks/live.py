@@ -1,5 +1,5 @@
 """The peak of the memory that a step takes."""
-from typing import Any, List
+from typing import Any
 
 import torch
 
@@ -8,7 +8,7 @@ from torchgpipe.balance.live import LiveTensors
 __all__ = ['peak_memory']
 
 
-def peak_memory(step: Any, devices: List[torch.device]) -> int:
+def peak_memory(step: Any, devices: list[torch.device]) -> int:
     """Give the peak of one step in bytes, beyond what was alive before it, over all devices."""
     cuda = {device for device in devices if device.type == 'cuda'}
     if not cuda:

@@ -10,7 +10,8 @@ made, its input, the gradient of its output and the skip tensors that it pops, a
 its own device. That leaves out what kernels need for themselves and what the allocator rounds up,
 and a tensor that two partitions hold at the same time counts for the later one only.
 """
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from collections.abc import Callable, Sequence
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -31,7 +32,7 @@ __all__ = ['measure', 'peaks_by_partition', 'size_of_partition']
 GIB = 2 ** 30
 
 
-def measure(experiment: Experiment, setting: Setting, options: Options, result: Dict[str, Any]
+def measure(experiment: Experiment, setting: Setting, options: Options, result: dict[str, Any]
             ) -> None:
     """Train for some steps, and add to the result what each partition took."""
     job = Job(experiment, setting, options)
@@ -40,7 +41,7 @@ def measure(experiment: Experiment, setting: Setting, options: Options, result: 
     by_allocator = all(_has_own_devices(options.place(each)) for each in options.settings)
     with tqdm(total=(before + steps) * job.batch, desc=setting.name, unit=' samples', leave=False
               ) as bar:
-        def run(number: int, turns: Optional[Turns] = None) -> None:
+        def run(number: int, turns: Turns | None = None) -> None:
             for _ in range(number):
                 _step(job, turns)
                 bar.update(job.batch)
@@ -61,7 +62,7 @@ def _has_own_devices(devices: Sequence[torch.device]) -> bool:
     return len({device for device in devices if device.type == 'cuda'}) == len(devices)
 
 
-def _step(job: Job, turns: Optional[Turns]) -> None:
+def _step(job: Job, turns: Turns | None) -> None:
     """Train on one mini-batch; the gradients stay.
 
     What is in no partition is on the last device: the output and the loss. The optimizer needs
@@ -76,7 +77,7 @@ def _step(job: Job, turns: Optional[Turns]) -> None:
     turns.give(None)
 
 
-def size_of_partition(partition: nn.Module, optimizer: Optimizer) -> Dict[str, int]:
+def size_of_partition(partition: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     """Give the bytes that stay: parameters (with buffers), gradients, optimizer state."""
     parameters = list(partition.parameters())
     state = [value for p in parameters for value in optimizer.state[p].values()
@@ -90,7 +91,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def _reserved(job: Job, run: Callable[..., None], before: int, steps: int) -> List[int]:
+def _reserved(job: Job, run: Callable[..., None], before: int, steps: int) -> list[int]:
     """Ask the allocator of each partition's own device."""
     synchronize(job.devices)
     torch.cuda.empty_cache()
@@ -101,7 +102,7 @@ def _reserved(job: Job, run: Callable[..., None], before: int, steps: int) -> Li
     return [torch.cuda.max_memory_reserved(device) for device in job.devices]
 
 
-def _live(job: Job, run: Callable[..., None], before: int, steps: int) -> List[int]:
+def _live(job: Job, run: Callable[..., None], before: int, steps: int) -> list[int]:
     run(before)
     peaks = peaks_by_partition(job.partitions, lambda turns: run(steps, turns))
     return [peaks[j] for j in range(len(job.partitions))]
@@ -118,7 +119,7 @@ class _Owners(Turns):
         for grad in grads:
             self.live.give(grad, j)
 
-    def fence(self, pipeline: Pipeline, schedule: Sequence[Tuple[int, int]]) -> None:
+    def fence(self, pipeline: Pipeline, schedule: Sequence[tuple[int, int]]) -> None:
         """Hand over batches and skips where a pipeline would copy them to another device."""
         for i, j in schedule:
             skips = [pipeline._trackers[i].portals[key].tensor
@@ -129,7 +130,7 @@ class _Owners(Turns):
 
 
 def peaks_by_partition(partitions: Sequence[nn.Module], run: Callable[[Turns], None]
-                       ) -> Dict[int, int]:
+                       ) -> dict[int, int]:
     """Give the peak bytes of live tensors of each partition, in a memory that they share.
 
     Args:
@@ -139,7 +140,7 @@ def peaks_by_partition(partitions: Sequence[nn.Module], run: Callable[[Turns], N
     owners = _Owners(partitions)
     fence = Pipeline.fence
 
-    def fence_and_hand_over(pipeline: Pipeline, schedule: Sequence[Tuple[int, int]]) -> None:
+    def fence_and_hand_over(pipeline: Pipeline, schedule: Sequence[tuple[int, int]]) -> None:
         fence(pipeline, schedule)
         owners.fence(pipeline, schedule)
     try:

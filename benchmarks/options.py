@@ -1,6 +1,7 @@
 """The options that all experiments have in common."""
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any
 
 import click
 import torch
@@ -16,8 +17,8 @@ DTYPES = {name: getattr(torch, name) for name in ('float32', 'float64', 'bfloat1
 class Options:
     """What the user chose."""
 
-    settings: Tuple[Setting, ...]
-    devices: Tuple[torch.device, ...]
+    settings: tuple[Setting, ...]
+    devices: tuple[torch.device, ...]
     scale: float
     epochs: int
     skip_epochs: int
@@ -27,25 +28,25 @@ class Options:
     output: str
 
     @property
-    def autocast(self) -> Optional[torch.dtype]:
+    def autocast(self) -> torch.dtype | None:
         """Give the data type for automatic mixed precision, if that was asked for."""
         return self.dtype if self.dtype.itemsize < 4 else None
 
-    def place(self, setting: Setting) -> List[torch.device]:
+    def place(self, setting: Setting) -> list[torch.device]:
         """Give a device for each partition, again from the first where there are too few."""
         if not self.devices:
             return choose_devices(len(setting))
         return [self.devices[j % len(self.devices)] for j in range(len(setting))]
 
 
-def choose_devices(n: int) -> List[torch.device]:
+def choose_devices(n: int) -> list[torch.device]:
     """Give n CUDA devices, again from the first where there are fewer, or n CPU workers."""
     count = torch.cuda.device_count()
     return [torch.device('cuda', j % count) if count else torch.device('cpu', j)
             for j in range(n)]
 
 
-def _parse_devices(context: Any, parameter: Any, value: Optional[str]) -> Tuple[Any, ...]:
+def _parse_devices(context: Any, parameter: Any, value: str | None) -> tuple[Any, ...]:
     """Read devices like cuda:0,cuda:1 and see that they are there."""
     devices = []
     for name in (value or '').split(',') if value else ():
@@ -110,7 +111,7 @@ def _epochs_of_context() -> int:
     return int(click.get_current_context().params['epochs'])
 
 
-def take_options(experiment: Experiment, settings: Tuple[str, ...], devices: Tuple[Any, ...],
+def take_options(experiment: Experiment, settings: tuple[str, ...], devices: tuple[Any, ...],
                  scale: float, epochs: int, skip_epochs: int, dtype: str, compile: bool,
                  seed: int, output: str) -> Options:
     """Check what belongs together."""

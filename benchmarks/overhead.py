@@ -1,7 +1,8 @@
 """What the engine itself costs: cells so small that nothing else is left."""
 import time
+from collections.abc import Callable
 from statistics import median
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any
 
 import click
 import torch
@@ -14,7 +15,7 @@ from torchgpipe import GPipe
 
 ROWS = 4
 SIZES = [(n, m) for n in (2, 4, 8) for m in (4, 8, 32)]
-WORKERS: Dict[str, Callable[[int], List[str]]] = {
+WORKERS: dict[str, Callable[[int], list[str]]] = {
     'one device': lambda n: ['cpu'] * n, 'n devices': lambda n: [f'cpu:{j}' for j in range(n)]}
 
 MEANING = ('µs per cell, plain loop → GPipe, and the ratio of the difference to the loop\n'
@@ -24,7 +25,7 @@ MEANING = ('µs per cell, plain loop → GPipe, and the ratio of the difference 
 Step = Callable[[], object]
 
 
-def steps(n: int, m: int, devices: List[str]) -> Dict[str, Tuple[Step, Step]]:
+def steps(n: int, m: int, devices: list[str]) -> dict[str, tuple[Step, Step]]:
     """Give, for each kind of step, the plain loop's and the pipeline's."""
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(n)])
     layers = list(model)
@@ -63,12 +64,12 @@ def steps(n: int, m: int, devices: List[str]) -> Dict[str, Tuple[Step, Step]]:
             "forward + backward, 'always'": (train(checkpointed_loop), train(lambda: always(x)))}
 
 
-def measure(n: int, m: int, devices: List[str], rounds: int) -> Dict[str, Tuple[float, float]]:
+def measure(n: int, m: int, devices: list[str], rounds: int) -> dict[str, tuple[float, float]]:
     """Give microseconds per cell of each step, (loop, pipeline): medians over rounds."""
     calls = {(kind, k): step for kind, pair in steps(n, m, devices).items()
              for k, step in enumerate(pair)}
     repeat = max(2, 256 // (n * m))
-    times: Dict[Any, List[float]] = {key: [] for key in calls}
+    times: dict[Any, list[float]] = {key: [] for key in calls}
     for step in calls.values():
         step()
     for _ in range(rounds):
@@ -80,7 +81,7 @@ def measure(n: int, m: int, devices: List[str], rounds: int) -> Dict[str, Tuple[
     return {kind: (median(times[kind, 0]), median(times[kind, 1])) for kind, _ in calls}
 
 
-def ratios(times: Dict[str, Tuple[float, float]]) -> Dict[str, float]:
+def ratios(times: dict[str, tuple[float, float]]) -> dict[str, float]:
     """Relate the engine's own time to the plain loop's.
 
     With checkpoints, relate what the engine adds to the plain loop to what
@@ -116,13 +117,13 @@ def overhead(rounds: int, output: str) -> None:
     click.echo(f"\n{write_json(folder, 'overhead', results)}")
 
 
-def print_table(where: str, results: List[Any]) -> None:
+def print_table(where: str, results: list[Any]) -> None:
     """Print the times on one kind of devices, and the medians of the ratios."""
     click.echo(f'\n{where}: {MEANING}\n')
     click.echo(table(*overhead_rows(results)))
 
 
-def overhead_rows(results: List[Any]) -> Rows:
+def overhead_rows(results: list[Any]) -> Rows:
     """Give the header and the rows."""
     kinds = list(results[0]['ratio'])
     rows = []

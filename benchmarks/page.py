@@ -1,7 +1,7 @@
 """The documentation's page of benchmarks, made of the results that are kept."""
 import json
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any
 
 import click
 
@@ -40,9 +40,9 @@ def make_page() -> str:
     return '\n'.join([START, *filter(None, [*sections, _balance(), _overhead(), _concurrency()])])
 
 
-def _kept(name: str) -> Dict[str, Any]:
+def _kept(name: str) -> dict[str, Any]:
     path = RESULTS / f'{name}.json'
-    kept: Dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return kept
 
 
@@ -52,7 +52,7 @@ def _markdown(rows: Rows) -> str:
     return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
 
 
-def _section(title: str, command: str, kept: Dict[str, Any], *parts: str, cuda: bool = False
+def _section(title: str, command: str, kept: dict[str, Any], *parts: str, cuda: bool = False
              ) -> str:
     where = f"`{command}`, {describe(kept['machine'], cuda)}:"
     return '\n\n'.join([f'## {title}', where, *parts]) + '\n'
@@ -70,7 +70,7 @@ def _experiment(name: str, title: str) -> str:
     return _section(title, _command(name, summary), kept, *parts, cuda=is_cuda(summary))
 
 
-def _command(name: str, summary: Dict[str, Any]) -> str:
+def _command(name: str, summary: dict[str, Any]) -> str:
     options = [f"--{option.replace('_', '-')} {summary[option]}" for option in
                ('scale', 'epochs', 'skip_epochs', 'dtype', 'seed')]
     if summary['compile']:
@@ -81,7 +81,7 @@ def _command(name: str, summary: Dict[str, Any]) -> str:
     return ' '.join([f'python -m benchmarks {name}', *options])
 
 
-def _pictures(name: str) -> List[str]:
+def _pictures(name: str) -> list[str]:
     return [path.name for path in sorted(RESULTS.glob(f'{name}*.svg'))]
 
 

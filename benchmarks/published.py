@@ -4,7 +4,7 @@ Figures of torchgpipe 0.0.7 were measured on Tesla P40, 22 GiB each. The GPipe p
 al., arXiv 1811.06965v4. Its speeds, and those of torchgpipe's first README, were given as ratios,
 so their unit is their own baseline. Memory is in GiB, but for the GPipe paper's, which is in GB.
 """
-from typing import Dict, Optional, Sequence, Tuple
+from collections.abc import Sequence
 
 from benchmarks.experiment import OURS, Experiment, Model, Setting
 
@@ -19,8 +19,8 @@ RESNET = Model('resnet101')
 RESNET_8 = (26, 22, 33, 44, 44, 66, 66, 69)
 
 
-def _figures(*figures: Optional[float], sources: Sequence[str] = (OURS, PAPER, FIRST)
-             ) -> Dict[str, Optional[float]]:
+def _figures(*figures: float | None, sources: Sequence[str] = (OURS, PAPER, FIRST)
+             ) -> dict[str, float | None]:
     return dict(zip(sources, figures))
 
 
@@ -36,7 +36,7 @@ RESNET_SPEED = Experiment(
                 published=_figures(411.662, 2.89, 2.808))))
 
 
-def _amoebanetd(n: int, m: int, batch: int, balance: Tuple[int, ...], ours: float, paper: float
+def _amoebanetd(n: int, m: int, batch: int, balance: tuple[int, ...], ours: float, paper: float
                 ) -> Setting:
     return Setting(f'n{n}m{m}', Model('amoebanetd', (18, 256)), batch, m, balance,
                    'always' if m == 1 else 'except_last', _figures(ours, paper))
@@ -70,8 +70,8 @@ MODEL = 'model, GiB'
 ACTIVATIONS = 'activations, GiB'
 
 
-def _memory(name: str, size: Tuple[int, int], balance: Tuple[int, ...],
-            ours: Tuple[float, Optional[float]], paper: Tuple[float, float]) -> Setting:
+def _memory(name: str, size: tuple[int, int], balance: tuple[int, ...],
+            ours: tuple[float, float | None], paper: tuple[float, float]) -> Setting:
     totals = [None if activations is None else model + activations
               for model, activations in (ours, paper)]
     return Setting(name, Model('amoebanetd', size), 128, 128 if balance else 1, balance,
@@ -105,7 +105,7 @@ UTILISATION = 'utilisation, %'
 MEMORY = 'memory, GiB'
 
 
-def _ablation(name: str, off: Tuple[str, ...], ours: float, utilisation: float, memory: float
+def _ablation(name: str, off: tuple[str, ...], ours: float, utilisation: float, memory: float
               ) -> Setting:
     return Setting(name, UNET_5_64, 128, 8, (34, 76, 70, 61), published=_figures(ours), off=off,
                    details={UTILISATION: _figures(utilisation), MEMORY: _figures(memory)})

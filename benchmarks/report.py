@@ -2,10 +2,11 @@
 import json
 import os
 import platform
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Tuple
+from typing import Any
 
 import click
 import torch
@@ -17,7 +18,7 @@ __all__ = ['Rows', 'cores', 'describe', 'machine', 'output_folder', 'replacing',
            'write_json']
 
 #: The header of a table, and its rows.
-Rows = Tuple[List[str], List[List[str]]]
+Rows = tuple[list[str], list[list[str]]]
 
 
 def output_folder(path: str) -> Path:
@@ -33,7 +34,7 @@ def output_folder(path: str) -> Path:
     return folder
 
 
-def machine() -> Dict[str, Any]:
+def machine() -> dict[str, Any]:
     """Say what was measured where and when."""
     gpus = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
     return {'date': date.today().isoformat(), 'torchgpipe': torchgpipe.__version__,
@@ -42,7 +43,7 @@ def machine() -> Dict[str, Any]:
             'cudnn': torch.backends.cudnn.version() if gpus else None}
 
 
-def describe(here: Dict[str, Any], cuda: bool = False) -> str:
+def describe(here: dict[str, Any], cuda: bool = False) -> str:
     """Say in one line where and when figures were measured: on CUDA devices, or on the CPU."""
     hardware = f"{here['cpu']}, {here['cores']} cores"
     if cuda:
@@ -50,7 +51,7 @@ def describe(here: Dict[str, Any], cuda: bool = False) -> str:
     return f"torchgpipe {here['torchgpipe']}, torch {here['torch']}, {hardware}, {here['date']}"
 
 
-def cores() -> List[int]:
+def cores() -> list[int]:
     """Give the cores that this process may use."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') \
         else list(range(os.cpu_count() or 1))

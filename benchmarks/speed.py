@@ -1,7 +1,7 @@
 """Measure the speed of training: samples per second."""
 import time
 from statistics import median
-from typing import Any, Dict
+from typing import Any
 
 from tqdm import tqdm
 
@@ -20,13 +20,13 @@ def steps_of_an_epoch(setting: Setting, scale: float) -> int:
     return max(1, round(SAMPLES / setting.batch * scale))
 
 
-def measure(experiment: Experiment, setting: Setting, options: Options, result: Dict[str, Any]
+def measure(experiment: Experiment, setting: Setting, options: Options, result: dict[str, Any]
             ) -> None:
     """Train for some epochs, and add to the result what each of them gave."""
     time_epochs(Job(experiment, setting, options), result)
 
 
-def time_epochs(job: Job, result: Dict[str, Any]) -> None:
+def time_epochs(job: Job, result: dict[str, Any]) -> None:
     """Time epochs; the first ones are there to get warm."""
     setting, options = job.setting, job.options
     steps = steps_of_an_epoch(setting, options.scale)

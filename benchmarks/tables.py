@@ -1,5 +1,5 @@
 """Results of an experiment as rows of a table, and what has to be said of them."""
-from typing import Any, Dict, List, Optional
+from typing import Any
 
 from benchmarks.experiment import OURS
 from benchmarks.report import Rows
@@ -7,7 +7,7 @@ from benchmarks.report import Rows
 __all__ = ['experiment_rows', 'is_cuda', 'notes', 'number', 'partition_rows', 'published']
 
 
-def number(value: Optional[float], missing: str = '') -> str:
+def number(value: float | None, missing: str = '') -> str:
     """Write a figure with four digits.
 
     >>> number(411.662), number(0.8527), number(12.3456), number(None, '—')
@@ -18,7 +18,7 @@ def number(value: Optional[float], missing: str = '') -> str:
     return f'{value:.{3 if abs(value) < 1 else 2 if abs(value) < 100 else 1}f}'
 
 
-def published(value: Optional[float]) -> str:
+def published(value: float | None) -> str:
     """Write a figure as it was published: nobody's digits are cut, or added.
 
     >>> published(95.862), published(20.3), published(None)
@@ -27,13 +27,13 @@ def published(value: Optional[float]) -> str:
     return 'out of memory' if value is None else f'{value:g}'
 
 
-def is_cuda(summary: Dict[str, Any]) -> bool:
+def is_cuda(summary: dict[str, Any]) -> bool:
     """Tell whether anything was measured on a CUDA device."""
     return any(device.startswith('cuda') for result in summary['settings']
                for device in result['devices'])
 
 
-def experiment_rows(summary: Dict[str, Any]) -> Rows:
+def experiment_rows(summary: dict[str, Any]) -> Rows:
     """Give the header and the rows: each figure with the published one beside it."""
     settings = summary['settings']
     sources = sorted({source for result in settings for source in result['published']},
@@ -48,8 +48,8 @@ def experiment_rows(summary: Dict[str, Any]) -> Rows:
     return header, [_row(result, sources, details, settings) for result in settings]
 
 
-def _row(result: Dict[str, Any], sources: List[str], details: List[str],
-         settings: List[Dict[str, Any]]) -> List[str]:
+def _row(result: dict[str, Any], sources: list[str], details: list[str],
+         settings: list[dict[str, Any]]) -> list[str]:
     row = [result['setting'], str(result['batch']), str(result['chunks']),
            number(result['figure'], result['status'])]
     if OURS in sources:
@@ -64,11 +64,11 @@ def _row(result: Dict[str, Any], sources: List[str], details: List[str],
     return row
 
 
-def _is_published(settings: List[Dict[str, Any]], name: str) -> bool:
+def _is_published(settings: list[dict[str, Any]], name: str) -> bool:
     return any(name in result['published_details'] for result in settings)
 
 
-def partition_rows(summary: Dict[str, Any]) -> Rows:
+def partition_rows(summary: dict[str, Any]) -> Rows:
     """Give the memory of each partition, where it was measured."""
     parts = ['parameters', 'gradients', 'optimizer', 'activations']
     rows = [[f"{result['setting']}, {j}", partition['device'],
@@ -78,7 +78,7 @@ def partition_rows(summary: Dict[str, Any]) -> Rows:
     return ['setting, partition', 'device', *(f'{part}, GiB' for part in parts)], rows
 
 
-def notes(summary: Dict[str, Any]) -> List[str]:
+def notes(summary: dict[str, Any]) -> list[str]:
     """Say what a reader has to know before comparing these figures with the published ones."""
     settings = summary['settings']
     return [*_notes_on_ratios(summary), *_notes_on_devices(summary),
@@ -87,7 +87,7 @@ def notes(summary: Dict[str, Any]) -> List[str]:
               if 'reason' in result)]
 
 
-def _notes_on_ratios(summary: Dict[str, Any]) -> List[str]:
+def _notes_on_ratios(summary: dict[str, Any]) -> list[str]:
     found = [f"ratio: to '{summary['baseline']}' of this run; beside it those of the sources, to "
              'their own.']
     if not any(result['ratio'] for result in summary['settings']):
@@ -101,7 +101,7 @@ def _notes_on_ratios(summary: Dict[str, Any]) -> List[str]:
     return found
 
 
-def _notes_on_devices(summary: Dict[str, Any]) -> List[str]:
+def _notes_on_devices(summary: dict[str, Any]) -> list[str]:
     placed = [['cpu:0' if device == 'cpu' else device for device in result['devices']]
               for result in summary['settings']]
     found = []
@@ -117,7 +117,7 @@ def _notes_on_devices(summary: Dict[str, Any]) -> List[str]:
     return found
 
 
-def _notes_on_images(settings: List[Dict[str, Any]]) -> List[str]:
+def _notes_on_images(settings: list[dict[str, Any]]) -> list[str]:
     found = next((result['images'] for result in settings if 'images' in result), None)
     if found is None or found['classes'] == 1000:
         return []
@@ -125,7 +125,7 @@ def _notes_on_images(settings: List[Dict[str, Any]]) -> List[str]:
             f"for training and {found['val']} for validation. Their error does not compare."]
 
 
-def _notes_on_memory(summary: Dict[str, Any]) -> List[str]:
+def _notes_on_memory(summary: dict[str, Any]) -> list[str]:
     how = {result['measured_by'] for result in summary['settings'] if 'measured_by' in result}
     if not how:
         return []

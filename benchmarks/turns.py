@@ -10,7 +10,8 @@ Workers number their nodes each by itself, and one thread runs those of all part
 by these numbers; so partitions may take turns in backward at any node.
 """
 import threading
-from typing import Any, List, Optional, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -30,7 +31,7 @@ class Turns:
 
     def __init__(self, partitions: Sequence[nn.Module]) -> None:
         self._local = threading.local()
-        self._handles: List[Any] = []
+        self._handles: list[Any] = []
         for j, partition in enumerate(partitions):
             self._handles += [
                 partition.register_forward_pre_hook(lambda *_, j=j: self._enter(j)),
@@ -38,11 +39,11 @@ class Turns:
                     lambda _, args, output, j=j: self._leave(j, args, output))]
 
     @property
-    def owner(self) -> Optional[int]:
+    def owner(self) -> int | None:
         """Whose turn it is in this thread, if anyone's."""
         return getattr(self._local, 'owner', None)
 
-    def give(self, j: Optional[int]) -> None:
+    def give(self, j: int | None) -> None:
         """Make it the turn of a partition in this thread, or nobody's."""
         self._local.owner = j
 
@@ -70,5 +71,5 @@ class Turns:
             self.receive(j, [grad for grad in grads if grad is not None])
 
 
-def _tensors(value: Any) -> List[Tensor]:
+def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

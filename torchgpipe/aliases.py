@@ -1,10 +1,10 @@
 """Type aliases that several rooms share."""
-from typing import Callable, Tuple, Union
+from collections.abc import Callable
 
 from torch import Tensor
 
-Tensors = Tuple[Tensor, ...]
-TensorOrTensors = Union[Tensor, Tensors]
+Tensors = tuple[Tensor, ...]
+TensorOrTensors = Tensor | Tensors
 
 #: What a cell runs: a partition, or any callable from value to value.
 Function = Callable[[TensorOrTensors], TensorOrTensors]

@@ -8,7 +8,7 @@ once per mini-batch, to where plain batch normalization on the whole mini-batch 
     normalise by    own        own        own                           own
     merge           start      merge      merge      commit             nothing
 """
-from typing import Any, Dict, NamedTuple, Optional, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,9 +52,9 @@ class _Statistics:
     """
 
     def __init__(self) -> None:
-        self._cell: Optional[int] = None
+        self._cell: int | None = None
         self._call = 0
-        self.moments: Dict[int, _Moments] = {}
+        self.moments: dict[int, _Moments] = {}
 
     def add(self, cell: int, moments: _Moments) -> None:
         """Merge the moments of a call with those of the same call in other micro-batches."""
@@ -87,7 +87,7 @@ class DeferredBatchNorm(_BatchNorm):
         chunks: Number of micro-batches in a mini-batch, outside of a pipeline.
     """
 
-    def __init__(self, num_features: int, eps: float = 1e-5, momentum: Optional[float] = 0.1,
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1,
                  affine: bool = True, chunks: int = 1, device: Any = None, dtype: Any = None
                  ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats=True,
@@ -100,7 +100,7 @@ class DeferredBatchNorm(_BatchNorm):
         self._calls = 0
         self._statistics = _Statistics()
 
-    def __getstate__(self) -> Dict[str, Any]:
+    def __getstate__(self) -> dict[str, Any]:
         # What an interrupted mini-batch left behind does not travel.
         return {**self.__dict__, '_calls': 0, '_statistics': _Statistics()}
 
@@ -161,7 +161,7 @@ class DeferredBatchNorm(_BatchNorm):
             tensor = cast(Tensor, running)
             tensor.lerp_(new.to(tensor.dtype), factor)
 
-    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Buffers of 0.0.7 in which it kept an unfinished mini-batch.
         for name in ('sum', 'sum_squares'):
             state_dict.pop(prefix + name, None)
@@ -193,7 +193,7 @@ class DeferredBatchNorm(_BatchNorm):
         return cast(TModule, cls._convert_all(module, chunks, {}))
 
     @classmethod
-    def _convert_all(cls, module: nn.Module, chunks: int, done: Dict[nn.Module, nn.Module]
+    def _convert_all(cls, module: nn.Module, chunks: int, done: dict[nn.Module, nn.Module]
                      ) -> nn.Module:
         # A layer that stands in two places is replaced by one layer in both.
         if module not in done:

@@ -1,5 +1,6 @@
 """What the user holds: a module that runs a sequential model on several devices."""
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Set, Tuple, Union
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,15 +67,15 @@ class GPipe(nn.Module):
         IndexError: There are fewer devices than partitions.
     """
 
-    balance: List[int]
-    devices: List[torch.device]
+    balance: list[int]
+    devices: list[torch.device]
     chunks: int
     checkpoint: str
     partitions: nn.ModuleList
-    _names: Tuple[str, ...]
+    _names: tuple[str, ...]
 
-    def __init__(self, module: nn.Sequential, balance: Optional[Iterable[int]] = None, *,
-                 devices: Optional[Iterable[Device]] = None, chunks: int = 1,
+    def __init__(self, module: nn.Sequential, balance: Iterable[int] | None = None, *,
+                 devices: Iterable[Device] | None = None, chunks: int = 1,
                  checkpoint: str = 'except_last', deferred_batch_norm: bool = False) -> None:
         super().__init__()
         self.chunks = _take_chunks(chunks)
@@ -132,7 +133,7 @@ class GPipe(nn.Module):
     def _make_engine(self, partitions: nn.ModuleList) -> Engine:
         return Engine(partitions.children(), self.devices)  # type: ignore[arg-type]
 
-    def __getstate__(self) -> Dict[str, Any]:
+    def __getstate__(self) -> dict[str, Any]:
         # A copy starts with no threads.
         return {**self.__dict__, '_engine': None}
 
@@ -158,7 +159,7 @@ class GPipe(nn.Module):
     def __getitem__(self, index: int) -> nn.Module:
         return self._layers()[index]
 
-    def _layers(self) -> List[nn.Module]:
+    def _layers(self) -> list[nn.Module]:
         return [layer for partition in self.partitions for layer in partition.children()]
 
     def __getattr__(self, name: str) -> Any:
@@ -168,8 +169,8 @@ class GPipe(nn.Module):
             raise AttributeError(f"a layer of a GPipe is reached by its index, not as '{name}'")
         return super().__getattr__(name)
 
-    def named_modules(self, memo: Optional[Set[nn.Module]] = None, prefix: str = '',
-                      remove_duplicate: bool = True) -> Iterator[Tuple[str, nn.Module]]:
+    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = '',
+                      remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
         """Yield this module, its partitions and all within: [Note: Two views of the layers]."""
         memo = set() if memo is None else memo
         if self in memo:
@@ -195,7 +196,7 @@ class GPipe(nn.Module):
         return (f'balance={self.balance}, devices={devices}, chunks={self.chunks}, '
                 f'checkpoint={self.checkpoint!r}')
 
-    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Keys of 0.0.7 are `partitions.<j>.<layer>.…`, from any balance.
         old = prefix + 'partitions.'
         if 'partitions' not in self._names:
@@ -261,7 +262,7 @@ def _denied() -> TypeError:
                      'devices=…)')
 
 
-def _take_chunks(chunks: Union[int, str, Any]) -> int:
+def _take_chunks(chunks: int | str | Any) -> int:
     try:
         number = int(chunks)
     except (OverflowError, TypeError, ValueError):

@@ -10,8 +10,9 @@ would never be released there.
 import os
 import threading
 import weakref
-from contextlib import ExitStack
-from typing import Any, ContextManager, Iterable
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 from torch import nn
 
@@ -40,7 +41,7 @@ if hasattr(os, 'register_at_fork'):
 _lock = new_lock()
 
 
-def layer_lock(layers: Iterable[nn.Module]) -> ContextManager[Any]:
+def layer_lock(layers: Iterable[nn.Module]) -> AbstractContextManager[Any]:
     """Give a context in which no other thread runs any of these layers."""
     with _lock:
         new = new_lock()

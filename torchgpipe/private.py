@@ -3,8 +3,9 @@
 Nothing else in the package uses a private name of PyTorch's. ``tests/test_private.py`` uses
 each of these by itself, so that a release which takes one away is found out by name.
 """
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import Tensor

@@ -1,6 +1,7 @@
 """Verify a sequential module, and split it over devices."""
 from collections import OrderedDict
-from typing import Any, Iterable, List, Optional, Sequence, Tuple, Union, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torchgpipe.engine.memory import size_of
 
 __all__ = ['Device', 'split', 'take_balance', 'take_devices', 'verify_module', 'verify_source']
 
-Device = Union[torch.device, int, str]
+Device = torch.device | int | str
 
 _RECOMMENDATION = '''
 
@@ -59,8 +60,8 @@ def _verify_plain(module: nn.Sequential) -> None:
             raise ValueError(f"layer '{name}' is None")
 
 
-def _verify_children(layers: Sequence[Tuple[str, Any]]) -> None:
-    names: 'dict[int, str]' = {}
+def _verify_children(layers: Sequence[tuple[str, Any]]) -> None:
+    names: dict[int, str] = {}
     for name, layer in layers:
         first = names.setdefault(id(layer), name)
         if first != name:
@@ -69,8 +70,8 @@ def _verify_children(layers: Sequence[Tuple[str, Any]]) -> None:
                              'give each place a module of its own')
 
 
-def _verify_parameters(layers: Sequence[Tuple[str, Any]]) -> None:
-    owners: 'dict[int, str]' = {}
+def _verify_parameters(layers: Sequence[tuple[str, Any]]) -> None:
+    owners: dict[int, str] = {}
     for name, layer in layers:
         for parameter_name, parameter in layer.named_parameters():
             owner = owners.setdefault(id(parameter), name)
@@ -80,7 +81,7 @@ def _verify_parameters(layers: Sequence[Tuple[str, Any]]) -> None:
                                  f"'{owner}'; merge both layers into one child, or untie them")
 
 
-def take_balance(balance: Optional[Iterable[int]], layers: int) -> List[int]:
+def take_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
     """Check a balance against the number of layers.
 
     Raises:
@@ -138,7 +139,7 @@ def _other_module(difference: str) -> ValueError:
                       'numbers all the same')
 
 
-def take_devices(devices: Optional[Iterable[Device]], partitions: int) -> List[torch.device]:
+def take_devices(devices: Iterable[Device] | None, partitions: int) -> list[torch.device]:
     """Resolve one device per partition; by default all CUDA devices.
 
     Raises:
@@ -178,7 +179,7 @@ def _resolve(device: Device) -> torch.device:
 
 
 def split(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
-          ) -> List[nn.Sequential]:
+          ) -> list[nn.Sequential]:
     """Split a verified module by a checked balance, and move each partition to its device.
 
     Layers keep their names. All CPU devices share one memory, so ``cpu:1`` moves nothing.

@@ -7,7 +7,6 @@
 """
 import math
 from pathlib import Path
-from typing import List, Optional, Tuple
 
 import click
 import torch
@@ -26,14 +25,14 @@ STD = (0.229, 0.224, 0.225)
 AREA = (0.08, 1.)
 RATIO = (3 / 4, 4 / 3)
 
-Crop = Tuple[float, float, float, float]
+Crop = tuple[float, float, float, float]
 
 
 class UnreadableImage(Exception):
     """An image that Pillow does not understand."""
 
 
-class ImageFolder(Dataset[Tuple[Tensor, int]]):
+class ImageFolder(Dataset[tuple[Tensor, int]]):
     """Images of shape (3, resolution, resolution) in bytes, each with the index of its class.
 
     Args:
@@ -46,8 +45,8 @@ class ImageFolder(Dataset[Tuple[Tensor, int]]):
         click.ClickException: The folder is not laid out like that.
     """
 
-    def __init__(self, folder: Path, resolution: int, seed: Optional[int] = None,
-                 classes: Optional[List[str]] = None) -> None:
+    def __init__(self, folder: Path, resolution: int, seed: int | None = None,
+                 classes: list[str] | None = None) -> None:
         self.resolution = resolution
         self.seed = seed
         self.epoch = 0
@@ -70,7 +69,7 @@ class ImageFolder(Dataset[Tuple[Tensor, int]]):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> Tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, label = self.samples[index]
         try:
             with Image.open(path) as file:
@@ -119,7 +118,7 @@ def random_crop(width: int, height: int, random: torch.Generator) -> Crop:
     return left, top, left + w, top + h
 
 
-def open_folders(data: Path, resolution: int, seed: int) -> Tuple[ImageFolder, ImageFolder]:
+def open_folders(data: Path, resolution: int, seed: int) -> tuple[ImageFolder, ImageFolder]:
     """Open the images for training and for validation."""
     train = ImageFolder(data / 'train', resolution, seed)
     return train, ImageFolder(data / 'val', resolution, classes=train.classes)

@@ -2,8 +2,8 @@
 
 The classes are crops of scikit-learn's two photographs, and some of its handwritten digits.
 """
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator, Tuple
 
 import numpy
 from PIL import Image
@@ -23,7 +23,7 @@ def write_pictures(folder: Path, train: int = 16, val: int = 4) -> None:
             image.save(path)
 
 
-def _photographs(number: int) -> Iterator[Tuple[str, Iterator[Image.Image]]]:
+def _photographs(number: int) -> Iterator[tuple[str, Iterator[Image.Image]]]:
     from sklearn.datasets import load_sample_image
 
     for name in ('china', 'flower'):
@@ -38,7 +38,7 @@ def _crops(photograph: Image.Image, number: int) -> Iterator[Image.Image]:
         yield photograph.crop((left, top, left + 2 * SIZE, top + 2 * SIZE)).resize((SIZE, SIZE))
 
 
-def _digits(number: int) -> Iterator[Tuple[str, Iterator[Image.Image]]]:
+def _digits(number: int) -> Iterator[tuple[str, Iterator[Image.Image]]]:
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)

@@ -2,7 +2,7 @@
 import csv
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any
 
 import click
 import torch
@@ -38,11 +38,11 @@ class Progress:
     """
 
     folder: Path
-    recipe: Dict[str, Any]
-    rows: List[Dict[str, Any]] = field(default_factory=list)
+    recipe: dict[str, Any]
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, experiment: Experiment, setting: Setting, options: Options, classes: List[str]
+    def begin(cls, experiment: Experiment, setting: Setting, options: Options, classes: list[str]
               ) -> 'Progress':
         """Start in the folder of a setting."""
         folder = _folder(experiment, setting, options)
@@ -57,7 +57,7 @@ class Progress:
         """The file with the state."""
         return self.folder / 'checkpoint.pt'
 
-    def add(self, row: Dict[str, Any], **state: Any) -> None:
+    def add(self, row: dict[str, Any], **state: Any) -> None:
         """Keep an epoch; an interruption leaves either the old files or the new ones."""
         self.rows.append(row)
         with replacing(self.folder / 'log.csv') as path:

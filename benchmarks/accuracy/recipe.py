@@ -10,7 +10,7 @@ Training for another number of epochs stretches all of it. Other than in the pap
 on all parameters, the scale of each block's last batch norm starts at 1, the last layer starts as
 PyTorch's does, and the last mini-batch of an epoch may be smaller.
 """
-from typing import Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import nn

@@ -1,8 +1,9 @@
 """Train ResNet-101 on a folder of images, and measure its error on the validation images."""
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any, Dict, Iterator, NamedTuple, Tuple
+from typing import Any, NamedTuple
 
 import click
 import torch
@@ -55,7 +56,7 @@ class Training:
         return DataLoader(images, self.batch, shuffle=shuffle, generator=random,
                           num_workers=self.workers, pin_memory=self.devices[0].type == 'cuda')
 
-    def _forward(self, images: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
+    def _forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         dtype = torch.float64 if self.options.dtype == torch.float64 else torch.float32
         first, last = memory_of(self.devices[0]), memory_of(self.devices[-1])
         with autocast(self.options, self.devices):
@@ -91,7 +92,7 @@ class Training:
             count.add(output, labels, loss)
         return count.errors()
 
-    def _bar(self, loader: DataLoader[Any], what: str) -> Iterator[Tuple[Tensor, Tensor]]:
+    def _bar(self, loader: DataLoader[Any], what: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches, and show samples per second and the time left."""
         images: Any = loader.dataset
         with tqdm(total=len(images), desc=f'{self.name}, {what}', unit=' samples', leave=False
@@ -127,7 +128,7 @@ class _Count:
         return Errors(loss, 100 * top1, 100 * top5)
 
 
-def measure(experiment: Experiment, setting: Setting, options: Options, result: Dict[str, Any],
+def measure(experiment: Experiment, setting: Setting, options: Options, result: dict[str, Any],
             data: Path, workers: int, resume: bool) -> None:
     """Train to the end, and add to the result what each epoch gave."""
     training = Training(experiment, setting, options, data, workers)
@@ -151,7 +152,7 @@ def measure(experiment: Experiment, setting: Setting, options: Options, result: 
         _tell(progress, options, result)
 
 
-def _tell(progress: Progress, options: Options, result: Dict[str, Any]) -> None:
+def _tell(progress: Progress, options: Options, result: dict[str, Any]) -> None:
     if not progress.rows:
         return
     speeds = [row['samples_per_second'] for row in progress.rows[options.skip_epochs:]]

@@ -24,19 +24,19 @@ does, whose parameter counts the GPipe paper has; the text of Real et al. says 4
 The first README of torchgpipe had other counts, from 89,745,302 for (6, 208) on: of an earlier
 builder, which was wrong.
 """
-from typing import Callable, List, Tuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 __all__ = ['amoebanetd']
 
-States = Tuple[Tensor, Tensor]
+States = tuple[Tensor, Tensor]
 Operation = Callable[[int, int], nn.Module]
 
 
-def _relu_conv_bn(a: int, b: int, kernel: Tuple[int, int] = (1, 1),
-                  stride: Tuple[int, int] = (1, 1)) -> nn.Sequential:
+def _relu_conv_bn(a: int, b: int, kernel: tuple[int, int] = (1, 1),
+                  stride: tuple[int, int] = (1, 1)) -> nn.Sequential:
     padding = (kernel[0] // 2, kernel[1] // 2)
     return nn.Sequential(nn.ReLU(), nn.Conv2d(a, b, kernel, stride, padding, bias=False),
                          nn.BatchNorm2d(b))
@@ -91,7 +91,7 @@ def _conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
 
 
 # (earlier state, operation), two for each of the states 2 to 6.
-NORMAL: List[Tuple[int, Operation]] = [
+NORMAL: list[tuple[int, Operation]] = [
     (1, _conv_1x1), (1, _avg_pool_3x3),
     (1, _none), (0, _conv_1x7_7x1),
     (0, _conv_1x1), (0, _conv_1x7_7x1),
@@ -99,7 +99,7 @@ NORMAL: List[Tuple[int, Operation]] = [
     (1, _avg_pool_3x3), (5, _conv_1x1)]
 NORMAL_OUTPUT = [0, 3, 4, 6]
 
-REDUCTION: List[Tuple[int, Operation]] = [
+REDUCTION: list[tuple[int, Operation]] = [
     (0, _max_pool_2x2), (0, _avg_pool_3x3),
     (2, _none), (1, _conv_3x3),
     (2, _conv_1x7_7x1), (2, _avg_pool_3x3),
@@ -189,7 +189,7 @@ def amoebanetd(num_classes: int = 1000, num_layers: int = 18, num_filters: int =
         raise ValueError('num_layers must be divisible by 3 and num_filters by 16, but they are '
                          f'{num_layers} and {num_filters}')
     channels = num_filters // 4
-    layers: List[nn.Module] = [Stem(channels)]
+    layers: list[nn.Module] = [Stem(channels)]
     last = before = channels
     after_reduction = False
     normal = [False] * (num_layers // 3)

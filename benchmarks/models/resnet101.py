@@ -12,7 +12,6 @@ tail                  global average pool, flatten, linear
 parameters            44,549,160 with 1,000 classes
 ====================  ==========================================
 """
-from typing import List, Optional
 
 from torch import Tensor, nn
 
@@ -37,7 +36,7 @@ class Identity(Skippable):
 class Residual(Skippable):
     """Add the input of a bottleneck, brought to the shape of its output."""
 
-    def __init__(self, downsample: Optional[nn.Module]) -> None:
+    def __init__(self, downsample: nn.Module | None) -> None:
         super().__init__()
         self.downsample = downsample
 
@@ -55,7 +54,7 @@ def resnet101(num_classes: int = 1000) -> nn.Sequential:
     Returns:
         370 layers; with 1,000 classes 44,549,160 parameters. Stride 2 is on the 3×3 convolution.
     """
-    layers: List[nn.Module] = [nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
                                nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
     channels = 64
     for stage, blocks in enumerate(STAGES):
@@ -72,7 +71,7 @@ def resnet101(num_classes: int = 1000) -> nn.Sequential:
     return model
 
 
-def _bottleneck(channels: int, planes: int, stride: int) -> List[nn.Module]:
+def _bottleneck(channels: int, planes: int, stride: int) -> list[nn.Module]:
     out = planes * EXPANSION
     downsample = None
     if stride != 1 or channels != out:

@@ -21,7 +21,6 @@ has 44 B + 21 layers.
 (48, 160)            2,133  15,822,206,000
 ==============  ==========  ==============
 """
-from typing import List
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +68,7 @@ def unet(depth: int = 5, num_convs: int = 5, base_channels: int = 64, input_chan
     """
     c = base_channels
     levels = [Namespace() for _ in range(depth)]
-    layers: List[nn.Module] = []
+    layers: list[nn.Module] = []
     for i, level in enumerate(levels):
         channels = input_channels if i == 0 else c << (i - 1)
         layers += [*_stack(channels, c << i, c << i, num_convs), Stash().isolate(level),
@@ -84,7 +83,7 @@ def unet(depth: int = 5, num_convs: int = 5, base_channels: int = 64, input_chan
     return nn.Sequential(*layers)
 
 
-def _stack(channels: int, mid: int, out: int, num_convs: int) -> List[nn.Module]:
+def _stack(channels: int, mid: int, out: int, num_convs: int) -> list[nn.Module]:
     widths = [channels, *[mid] * (num_convs - 1), out]
     return [layer for a, b in zip(widths, widths[1:]) for layer in (
         nn.Conv2d(a, b, 3, padding=1, bias=False), nn.Dropout2d(0.1), nn.InstanceNorm2d(b),

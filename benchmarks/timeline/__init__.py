@@ -1,7 +1,7 @@
 """The ablation, and the measured timeline of each of its settings."""
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any
 
 from benchmarks.experiment import Experiment, Setting
 from benchmarks.job import Job
@@ -35,7 +35,7 @@ def experiment_for(model: str) -> Experiment:
                                   for setting in UNET_TIMELINE.settings))
 
 
-def measure(experiment: Experiment, setting: Setting, options: Options, result: Dict[str, Any]
+def measure(experiment: Experiment, setting: Setting, options: Options, result: dict[str, Any]
             ) -> None:
     """Time epochs, then take the memory and the timeline of one step each."""
     with without(setting.off):

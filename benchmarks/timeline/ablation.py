@@ -10,8 +10,8 @@ off             instead
 
 The numbers that the model computes stay the same.
 """
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Collection, Iterator, List
 from unittest.mock import patch
 
 import torch
@@ -38,5 +38,5 @@ def _no_edge(tensor: Tensor, phony: Tensor) -> Tensor:
     return tensor
 
 
-def _compute_streams(workers: Workers, device: torch.device, m: int) -> List[AbstractStream]:
+def _compute_streams(workers: Workers, device: torch.device, m: int) -> list[AbstractStream]:
     return [current_stream(device)] * m

@@ -6,7 +6,6 @@
     with portals         a ───────────────────────────────▶ a
     carried          x ──▶ (x, a) ──▶ (x, a) ──▶ (x, a) ──▶ x       copied at every boundary
 """
-from typing import Dict, List, Optional, Set, Tuple
 
 from torch import Tensor, nn
 
@@ -23,7 +22,7 @@ def carry(model: nn.Sequential) -> nn.Sequential:
 
     Layers, parameters and numbers are those of the model; no skip is left that GPipe would see.
     """
-    alive: List[Key] = []
+    alive: list[Key] = []
     layers = []
     for layer in model:
         pops, stashes = _keys(layer)
@@ -33,7 +32,7 @@ def carry(model: nn.Sequential) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def _keys(layer: nn.Module) -> Tuple[Set[Key], Set[Key]]:
+def _keys(layer: nn.Module) -> tuple[set[Key], set[Key]]:
     if not isinstance(layer, DeclaresSkips):
         return set(), set()
     return set(layer.poppable()), set(layer.stashable())
@@ -42,7 +41,7 @@ def _keys(layer: nn.Module) -> Tuple[Set[Key], Set[Key]]:
 class _Carrying(nn.Module):
     """A layer, and the skips that come to it and leave it."""
 
-    def __init__(self, layer: nn.Module, before: Tuple[Key, ...], after: Tuple[Key, ...]) -> None:
+    def __init__(self, layer: nn.Module, before: tuple[Key, ...], after: tuple[Key, ...]) -> None:
         super().__init__()
         self.layer = layer
         self.has_skips = isinstance(layer, DeclaresSkips)
@@ -61,7 +60,7 @@ class _Carrying(nn.Module):
         tensors = (output,) if isinstance(output, Tensor) else output
         return (*tensors, *(carried[key] for key in self.after))
 
-    def _call(self, input: TensorOrTensors, carried: Dict[Key, Optional[Tensor]]
+    def _call(self, input: TensorOrTensors, carried: dict[Key, Tensor | None]
               ) -> TensorOrTensors:
         """Let the layer pop and stash what is carried."""
         tracker = SkipTracker()

@@ -1,7 +1,8 @@
 """Draw a measured timeline: a lane for each partition, a box for each cell; and a Chrome trace."""
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Dict, List, Sequence
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ CELL = (-.32, .74)
 
 
 def draw_timeline(boxes: Sequence[Box], devices: Sequence[torch.device], title: str, stem: Path
-                  ) -> List[Path]:
+                  ) -> list[Path]:
     """Draw boxes; write a PNG and an SVG."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -48,7 +49,7 @@ def draw_timeline(boxes: Sequence[Box], devices: Sequence[torch.device], title: 
 
 def write_trace(boxes: Sequence[Box], devices: Sequence[torch.device], path: Path) -> Path:
     """Write boxes in Chrome's trace format, which Perfetto opens; times in microseconds."""
-    events: List[Dict[str, Any]] = [
+    events: list[dict[str, Any]] = [
         {'name': 'thread_name', 'ph': 'M', 'pid': 0, 'tid': 2 * j + copies,
          'args': {'name': f'partition {j} on {device}' + (', copies' if copies else '')}}
         for j, device in enumerate(devices) for copies in (0, 1)]

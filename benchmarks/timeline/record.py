@@ -12,8 +12,9 @@
 On CUDA all this is told by events in the streams that do the work, on the CPU by the clock.
 """
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -32,10 +33,10 @@ from torchgpipe.engine.stream import (AbstractStream, CPUStream, as_cuda, curren
 __all__ = ['Box', 'Recorder', 'record', 'utilisation']
 
 #: A point in time: a device, and seconds or an event in a stream of that device.
-Stamp = Tuple[torch.device, Any]
+Stamp = tuple[torch.device, Any]
 
 #: Micro-batch and partition: ``(i, j)``.
-Cell = Tuple[int, int]
+Cell = tuple[int, int]
 
 
 class Box(NamedTuple):
@@ -48,7 +49,7 @@ class Box(NamedTuple):
     end: float
 
 
-def record(model: GPipe, step: Callable[[], Any]) -> List[Box]:
+def record(model: GPipe, step: Callable[[], Any]) -> list[Box]:
     """Run a training step of a pipeline, and give its boxes by their start.
 
     On the CPU ``step`` should end with backward, or what follows counts as the last cell's.
@@ -75,13 +76,13 @@ class Recorder:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
-        self._stamps: List[Tuple[str, int, int, Stamp, Stamp]] = []
-        self._begins: Dict[Cell, Stamp] = {}
-        self._ends: Dict[Cell, Stamp] = {}
-        self._turn: Optional[Cell] = None
-        self._since: Optional[Stamp] = None
-        self._ways: Dict[Any, Cell] = {}
-        self._zero: Dict[torch.device, Any] = {}
+        self._stamps: list[tuple[str, int, int, Stamp, Stamp]] = []
+        self._begins: dict[Cell, Stamp] = {}
+        self._ends: dict[Cell, Stamp] = {}
+        self._turn: Cell | None = None
+        self._since: Stamp | None = None
+        self._ways: dict[Any, Cell] = {}
+        self._zero: dict[torch.device, Any] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -123,8 +124,8 @@ class Recorder:
             self._follow((i, cell.j), stream, list(Batch(value)), list(Batch(output)))
         return output
 
-    def _follow(self, cell: Cell, stream: AbstractStream, input: List[Tensor],
-                output: List[Tensor]) -> None:
+    def _follow(self, cell: Cell, stream: AbstractStream, input: list[Tensor],
+                output: list[Tensor]) -> None:
         """Hang stamps into the graph of a cell."""
         nodes = nodes_between(input, output)
         if not is_cuda(stream):
@@ -143,7 +144,7 @@ class Recorder:
         for node in last_nodes(input, nodes):
             node.register_hook(end)
 
-    def _take_turn(self, cell: Optional[Cell]) -> None:
+    def _take_turn(self, cell: Cell | None) -> None:
         """Let the CPU's thread work for a cell in backward, or for none, from now on."""
         if cell == self._turn:
             return
@@ -165,7 +166,7 @@ class Recorder:
         self._stamps.append(('copy', j, i, start, _stamp(stream)))
         return copied
 
-    def boxes(self) -> List[Box]:
+    def boxes(self) -> list[Box]:
         """Give what was recorded, in seconds, by start."""
         cells = [('backward', j, i, begin, self._ends[i, j])
                  for (i, j), begin in self._begins.items() if (i, j) in self._ends]

@@ -5,7 +5,6 @@
   for any number of partitions, micro-batches and memory limits, and says what to expect of it.
 """
 from math import inf
-from typing import List
 
 from torch import nn
 
@@ -26,7 +25,7 @@ setattr(profile, 'layerwise_sandbox', layerwise_sandbox)
 
 
 def balance_by_time(partitions: int, module: nn.Sequential, sample: TensorOrTensors, *,
-                    timeout: float = 1.0, device: Device = 'cuda') -> List[int]:
+                    timeout: float = 1.0, device: Device = 'cuda') -> list[int]:
     """Balance a sequential module by the time of forward and backward.
 
     >>> import torch
@@ -58,7 +57,7 @@ def balance_by_time(partitions: int, module: nn.Sequential, sample: TensorOrTens
 
 def balance_by_size(partitions: int, module: nn.Sequential, input: TensorOrTensors, *,
                     chunks: int = 1, param_scale: float = 2.0, device: Device = 'cuda'
-                    ) -> List[int]:
+                    ) -> list[int]:
     """Balance a sequential module by memory: parameters, and activations of one micro-batch.
 
     >>> import torch
@@ -97,7 +96,7 @@ def balance_by_size(partitions: int, module: nn.Sequential, input: TensorOrTenso
                         for x in costs.layers], partitions)
 
 
-def _cut(measured: Profile, costs: List[float], partitions: int) -> List[int]:
+def _cut(measured: Profile, costs: list[float], partitions: int) -> list[int]:
     edges = measured.edges()
     if len(edges) <= partitions:  # Without checkpoints it may work.
         edges = list(range(len(costs) + 1))

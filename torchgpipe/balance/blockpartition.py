@@ -17,19 +17,20 @@ longer one, and dynamic programming by divide and conquer takes O(partitions × 
 layers): Galil and Park, "Dynamic programming with convexity, concavity and sparsity" (1992).
 """
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence, Sized
 from fractions import Fraction
 from itertools import accumulate
 from math import inf, lcm
 from operator import sub
-from typing import Any, List, Sequence, Sized, Tuple, TypeVar, Union
+from typing import Any, TypeVar
 
 __all__ = ['check_partitions', 'integers', 'solve']
 
-Number = Union[int, float]
+Number = int | float
 T = TypeVar('T', int, float)
 
 
-def solve(sequence: Sequence[T], partitions: int = 1) -> List[List[T]]:
+def solve(sequence: Sequence[T], partitions: int = 1) -> list[list[T]]:
     """Cut a sequence into consecutive blocks whose largest sum is as small as possible.
 
     >>> solve([1, 2, 3, 4, 5, 6], partitions=2)
@@ -52,7 +53,7 @@ def solve(sequence: Sequence[T], partitions: int = 1) -> List[List[T]]:
         TypeError: ``partitions`` is not an integer.
     """
     check_partitions(sequence, partitions)
-    prefix: List[int] = [0, *accumulate(integers(sequence))]
+    prefix: list[int] = [0, *accumulate(integers(sequence))]
     bottleneck: int = _bottleneck(prefix, partitions)
     cuts = [0, *_most_even(prefix, partitions, bottleneck), len(sequence)]
     return [list(sequence[a:b]) for a, b in zip(cuts, cuts[1:])]
@@ -69,19 +70,19 @@ def check_partitions(sequence: Sized, partitions: int) -> None:
                          f'can not be cut into {partitions} partitions of one layer at least')
 
 
-def integers(sequence: Sequence[Number]) -> List[int]:
+def integers(sequence: Sequence[Number]) -> list[int]:
     """Scale costs to integers, exactly: a float is an integer over a power of two."""
     for index, cost in enumerate(sequence):
         if not 0 <= cost < inf:
             raise ValueError(f'costs must be finite and not negative, but item {index} is {cost}')
     # NumPy's and PyTorch's numbers as Python's.
-    plain: List[Any] = [cost.item() if hasattr(cost, 'item') else cost for cost in sequence]
+    plain: list[Any] = [cost.item() if hasattr(cost, 'item') else cost for cost in sequence]
     exact = [Fraction(cost) for cost in plain]
     scale = lcm(*(cost.denominator for cost in exact))
     return [int(cost * scale) for cost in exact]
 
 
-def _bottleneck(prefix: List[int], partitions: int) -> int:
+def _bottleneck(prefix: list[int], partitions: int) -> int:
     """Find the smallest bound on a block's sum that can be kept."""
     low: int = max(map(sub, prefix[1:], prefix))
     high = prefix[-1]
@@ -94,9 +95,9 @@ def _bottleneck(prefix: List[int], partitions: int) -> int:
     return low
 
 
-def _furthest(prefix: List[int], partitions: int, bound: int) -> List[int]:
+def _furthest(prefix: list[int], partitions: int, bound: int) -> list[int]:
     """Fill blocks greedily: give the ends of at most ``partitions + 1`` of them."""
-    ends: List[int] = []
+    ends: list[int] = []
     start = 0
     while start < len(prefix) - 1 and len(ends) <= partitions:
         start = bisect_right(prefix, prefix[start] + bound, start + 1) - 1
@@ -104,7 +105,7 @@ def _furthest(prefix: List[int], partitions: int, bound: int) -> List[int]:
     return ends
 
 
-def _windows(prefix: List[int], partitions: int, bound: int) -> List[Tuple[int, int]]:
+def _windows(prefix: list[int], partitions: int, bound: int) -> list[tuple[int, int]]:
     """Give for each cut the first and the last place where it can be, given the bound."""
     last = len(prefix) - 1
     latest = _furthest(prefix, partitions, bound)
@@ -119,7 +120,7 @@ def _windows(prefix: List[int], partitions: int, bound: int) -> List[Tuple[int, 
             for j, (first, end) in enumerate(zip(earliest, latest))]
 
 
-def _most_even(prefix: List[int], partitions: int, bound: int) -> List[int]:
+def _most_even(prefix: list[int], partitions: int, bound: int) -> list[int]:
     """Find the cuts that keep the bound and have the least sum of squares."""
     # Squares of lengths come second: they can not outweigh one unit of the squares of sums.
     weight = len(prefix) ** 2
@@ -129,7 +130,7 @@ def _most_even(prefix: List[int], partitions: int, bound: int) -> List[int]:
     earliest = [bisect_left(prefix, total - bound) for total in prefix]
     windows = _windows(prefix, partitions, bound)
     costs = alone
-    rows: List[List[int]] = []
+    rows: list[list[int]] = []
     for window, previous in zip(windows, [(0, 0), *windows]):
         row, costs = _choose(prefix, alone, weighted, costs, earliest, window, previous)
         rows.append(row)
@@ -139,9 +140,9 @@ def _most_even(prefix: List[int], partitions: int, bound: int) -> List[int]:
     return cuts[-2:0:-1]
 
 
-def _choose(prefix: List[int], alone: List[int], weighted: List[int], costs: List[int],
-            earliest: List[int], window: Tuple[int, int], previous: Tuple[int, int]
-            ) -> Tuple[List[int], List[int]]:
+def _choose(prefix: list[int], alone: list[int], weighted: list[int], costs: list[int],
+            earliest: list[int], window: tuple[int, int], previous: tuple[int, int]
+            ) -> tuple[list[int], list[int]]:
     """Add a block: find for each end ``b`` in a window its best start ``a`` in the previous one.
 
     A block costs ``weight * (S[b] - S[a])² + (b - a)²``, which is ``alone[b] + alone[a]`` less

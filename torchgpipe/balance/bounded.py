@@ -10,19 +10,19 @@ is exact::
               ·  ·  ·  ·  1  1     of block 1: the bound can be kept
 """
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import List, Optional, Sequence
 
 from torchgpipe.balance.blockpartition import Number, integers
 
 __all__ = ['reachable', 'solve_bounded']
 
 #: By block, the places that its end can have, in ascending order.
-Ends = List[List[int]]
+Ends = list[list[int]]
 
 
 def solve_bounded(sequence: Sequence[Number], furthest: Sequence[Sequence[int]]
-                  ) -> Optional[List[int]]:
+                  ) -> list[int] | None:
     """Cut a sequence into blocks that fit, the largest cost of a block as small as possible.
 
     Args:
@@ -49,12 +49,12 @@ def solve_bounded(sequence: Sequence[Number], furthest: Sequence[Sequence[int]]
     return _walk_back(prefix, furthest, high, ends)
 
 
-def reachable(prefix: List[int], furthest: Sequence[Sequence[int]], bound: int) -> Ends:
+def reachable(prefix: list[int], furthest: Sequence[Sequence[int]], bound: int) -> Ends:
     """Give the ends that each block can have, the last of them at the end of the sequence only."""
     last = len(prefix) - 1
     rows: Ends = [[0]]
     for limits in furthest:
-        ends: List[int] = []
+        ends: list[int] = []
         for a in rows[-1]:
             if a < last:
                 stop = min(limits[a], bisect_right(prefix, prefix[a] + bound) - 1)
@@ -64,11 +64,11 @@ def reachable(prefix: List[int], furthest: Sequence[Sequence[int]], bound: int) 
     return rows
 
 
-def _walk_back(prefix: List[int], furthest: Sequence[Sequence[int]], bound: int, rows: Ends
-               ) -> List[int]:
+def _walk_back(prefix: list[int], furthest: Sequence[Sequence[int]], bound: int, rows: Ends
+               ) -> list[int]:
     """Choose blocks from the last to the first, each as near as can be to its even share."""
     end = len(prefix) - 1
-    lengths: List[int] = []
+    lengths: list[int] = []
     for j in range(len(furthest) - 1, -1, -1):
         starts = [a for a in rows[j] if a < end <= furthest[j][a]
                   and prefix[end] - prefix[a] <= bound]

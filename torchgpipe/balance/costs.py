@@ -1,8 +1,9 @@
 """Profiles: what the layers of a model cost, and the balances that follow."""
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from math import inf
 from numbers import Real
-from typing import Any, Dict, List, Optional, Sequence, Set, Tuple, Type, TypeVar, Union
+from typing import Any, TypeVar
 
 from torchgpipe.balance.blockpartition import check_partitions
 from torchgpipe.balance.bounded import solve_bounded
@@ -14,7 +15,7 @@ __all__ = ['Profile']
 
 T = TypeVar('T')
 
-MemoryLimit = Union[None, int, Sequence[Optional[int]]]
+MemoryLimit = None | int | Sequence[int | None]
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ class Profile:
     """
 
     #: In the order of the model.
-    layers: Tuple[LayerProfile, ...]
+    layers: tuple[LayerProfile, ...]
     #: All skips between them.
-    skips: Tuple[SkipProfile, ...]
+    skips: tuple[SkipProfile, ...]
     #: The batch size of the sample.
     batch_size: int
     #: Of the sample.
@@ -60,7 +61,7 @@ class Profile:
         return table(['layer', 'forward, ms', 'backward, ms', 'parameters', 'activations',
                       'output'], rows) + f'\n\n{self.batch_size} samples on {self.device}'
 
-    def to_dict(self) -> Dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Give it as what JSON can hold: dictionaries, lists, strings and numbers.
 
         >>> profile = Profile((LayerProfile('0', 1.0, 2.0, 8, 0, 0, 4, 4),), (), 16, 4, 'cpu')
@@ -71,7 +72,7 @@ class Profile:
                 'skips': [asdict(x) for x in self.skips]}
 
     @staticmethod
-    def from_dict(data: Dict[str, Any]) -> 'Profile':
+    def from_dict(data: dict[str, Any]) -> 'Profile':
         """Take what :meth:`to_dict` gave.
 
         Args:
@@ -147,14 +148,14 @@ class Profile:
             raise ValueError(step.why_not(edges, limits, furthest))
         return step.predict(ungroup(lengths, edges))
 
-    def edges(self) -> List[int]:
+    def edges(self) -> list[int]:
         """Give the places where partitions may start and end.
 
         A layer that changes in place what another one gave belongs into its partition. A
         checkpointed partition must not change its own input, and elsewhere the change may come too
         late for a skip.
         """
-        forbidden: Set[int] = set()
+        forbidden: set[int] = set()
         for index, layer in enumerate(self.layers):
             if layer.changes is not None:
                 forbidden.update(range(layer.changes + 1, index + 1))
@@ -168,7 +169,7 @@ def _inseparable(profile: Profile, groups: int, partitions: int) -> str:
             f"'{layer.name}' is one; let it not work in place, or use checkpoint='never'")
 
 
-def _make(cls: Type[T], data: Any) -> T:
+def _make(cls: type[T], data: Any) -> T:
     names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
     if not isinstance(data, dict) or set(data) != names:
         problem = f'{data!r} is one' if not isinstance(data, dict) else \
@@ -189,15 +190,15 @@ def _take(number: int, what: str) -> int:
     return number.__index__()
 
 
-def _take_limits(limit: MemoryLimit, partitions: int) -> List[Optional[int]]:
+def _take_limits(limit: MemoryLimit, partitions: int) -> list[int | None]:
     if isinstance(limit, (list, tuple)):
-        limits: List[Any] = list(limit)
+        limits: list[Any] = list(limit)
         if len(limits) != partitions:
             raise ValueError(f'memory_limit has {len(limits)} entries for {partitions} '
                              'partitions; give one number for all, or one for each')
     else:
         limits = [limit] * partitions
-    each: List[Any] = limits
+    each: list[Any] = limits
     for one in each:
         # NumPy's integers are real numbers, too.
         if one is not None and not (isinstance(one, Real) and float(one) >= 0):

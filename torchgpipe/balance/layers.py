@@ -1,6 +1,5 @@
 """What one layer costs, and what one skip does, as data."""
 from dataclasses import dataclass
-from typing import Optional
 
 __all__ = ['LayerProfile', 'SkipProfile']
 
@@ -32,7 +31,7 @@ class LayerProfile:
     #: What crosses the boundary if a partition ends here, skips not counted.
     output_bytes: int
     #: The layer, by index, whose result this one changes in place, if any; the first such.
-    changes: Optional[int] = None
+    changes: int | None = None
     #: The part of ``forward_seconds`` that does not shrink with the batch, and so is spent once
     #: per micro-batch.
     forward_overhead: float = 0.0

@@ -7,8 +7,9 @@ workers are in the modes of its caller.
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, Callable, Deque, Dict, Hashable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,14 +29,14 @@ class LiveTensors:
 
     def __init__(self, owner: Callable[[], Hashable] = lambda: None) -> None:
         self.peak = 0
-        self.peaks: Dict[Hashable, int] = {}
+        self.peaks: dict[Hashable, int] = {}
         self._now = 0
         self._owner = owner
-        self._owned: Dict[Hashable, int] = {}
-        self._known: Dict[int, _Memory] = {}
+        self._owned: dict[Hashable, int] = {}
+        self._known: dict[int, _Memory] = {}
         # A memory may end at any moment, also while the lock is held, or when a signal has come.
         # So its end is only noted, by a function that can't be interrupted.
-        self._ended: Deque[Any] = deque()
+        self._ended: deque[Any] = deque()
         self._lock = threading.RLock()
 
     @property

@@ -9,8 +9,9 @@ does not hold on to them by itself, as it would hold on to leaves.
 """
 import time
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ __all__ = ['Flow', 'Measurement']
 class Memory:
     """The memory of what a layer gave: which layer made it, if any, and who keeps it."""
 
-    maker: Optional[int]
+    maker: int | None
     bytes: int
     kept: bool = False
 
@@ -64,8 +65,8 @@ class Flow:
         self.device = device
         self.size = size
         self.atomic = isinstance(sample, Tensor)
-        self.stashed: Dict[Key, Tuple[int, Optional[Value]]] = {}
-        self.skips: List[SkipProfile] = []
+        self.stashed: dict[Key, tuple[int, Value | None]] = {}
+        self.skips: list[SkipProfile] = []
 
 
 class Measurement:
@@ -73,16 +74,16 @@ class Measurement:
 
     def __init__(self, flow: Flow, index: int) -> None:
         self.flow, self.index = flow, index
-        self.seconds: List[Tuple[float, float]] = []
-        self.memories: List[Memory] = []
+        self.seconds: list[tuple[float, float]] = []
+        self.memories: list[Memory] = []
 
     def start(self, module: nn.Module) -> None:
         """Take what the layers before gave."""
         self.module: Any = module
         self.inputs, self.atomic = self.flow.values, self.flow.atomic
         declared = module if isinstance(module, DeclaresSkips) else None
-        self.stashes: List[Key] = [*declared.stashable()] if declared else []
-        poppable: List[Key] = [*declared.poppable()] if declared else []
+        self.stashes: list[Key] = [*declared.stashable()] if declared else []
+        poppable: list[Key] = [*declared.poppable()] if declared else []
         self.pops = {key: self.flow.stashed.pop(key) for key in poppable}
 
     def stop(self) -> None:
@@ -93,7 +94,7 @@ class Measurement:
         self.buffer_bytes = sum(map(size_of, self.module.buffers()))
         del self.module, self.inputs, self.pops
 
-    def _start(self) -> Tuple[TensorOrTensors, SkipTracker]:
+    def _start(self) -> tuple[TensorOrTensors, SkipTracker]:
         tensors = tuple(value.fresh() for value in self.inputs)
         tracker = SkipTracker()
         for key, (_, value) in self.pops.items():
@@ -104,13 +105,13 @@ class Measurement:
         with use_skip_tracker(tracker):
             return self.module(input)
 
-    def _results(self, output: Any, tracker: SkipTracker) -> List[Tensor]:
+    def _results(self, output: Any, tracker: SkipTracker) -> list[Tensor]:
         """Give all that the layer gave: outputs, and what it stashed."""
         check(output)
         stashed = [tracker.tensors[key] for key in self.stashes]
         return [*Batch(output), *(x for x in stashed if x is not None)]
 
-    def train(self) -> Tuple[float, float]:
+    def train(self) -> tuple[float, float]:
         """Run forward and backward, and take the time."""
         input, tracker = self._start()
         device = self.flow.device
@@ -131,7 +132,7 @@ class Measurement:
     def watch(self) -> None:
         """Run forward; see which memory is kept, and hand on the results."""
         input, tracker = self._start()
-        given: List[Tuple[Any, Value]] = [*zip(Batch(input), self.inputs), *(
+        given: list[tuple[Any, Value]] = [*zip(Batch(input), self.inputs), *(
             (tracker.tensors[key], value) for key, (_, value) in self.pops.items() if value)]
         known = {_storage(x): value.memory for x, value in given}
         before = versions([x for x, _ in given])
@@ -149,7 +150,7 @@ class Measurement:
         del output, input, tracker
         self._see(graph, references, live)
 
-    def _hand_on(self, output: Any, tracker: SkipTracker, known: Dict[Any, Memory],
+    def _hand_on(self, output: Any, tracker: SkipTracker, known: dict[Any, Memory],
                  live: LiveTensors) -> None:
         def value(x: Tensor) -> Value:
             storage = _storage(x)
@@ -168,7 +169,7 @@ class Measurement:
         self.flow.skips += [SkipProfile(source, self.index, size_of(skip.tensor))
                             for source, skip in self.pops.values() if skip is not None]
 
-    def _see(self, graph: List[Any], references: Iterable[Tuple[Any, Memory]], live: LiveTensors
+    def _see(self, graph: list[Any], references: Iterable[tuple[Any, Memory]], live: LiveTensors
              ) -> None:
         """See what is alive now that only the graph is left."""
         outside = 0

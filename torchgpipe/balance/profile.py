@@ -15,9 +15,10 @@ import math
 import random
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +117,7 @@ def layerwise_sandbox(module: nn.Sequential, device: torch.device) -> Iterator[n
 
 def _copy(layer: nn.Module) -> nn.Module:
     """Copy a layer deeply, also where tensors do not allow that by themselves."""
-    memo: Dict[int, Any] = {}
+    memo: dict[int, Any] = {}
     for m in layer.modules():
         # Not even copied, since they may refer to anything.
         memo.update((id(hook), hook) for hooks in _hooks(m) for hook in hooks.values()
@@ -137,7 +138,7 @@ def _copy(layer: nn.Module) -> nn.Module:
 _new_buffer: Any = UninitializedBuffer  # PyTorch's stub leaves its arguments out.
 
 
-def _hooks(module: nn.Module) -> List[Dict[int, Any]]:
+def _hooks(module: nn.Module) -> list[dict[int, Any]]:
     return [module._forward_pre_hooks, module._forward_hooks,
             module._backward_pre_hooks, module._backward_hooks]
 
@@ -173,7 +174,7 @@ def _check(module: nn.Sequential, sample: TensorOrTensors, device: torch.device)
 
 
 def _profile(module: nn.Sequential, sample: TensorOrTensors, device: torch.device,
-             timeout: Optional[float]) -> Profile:
+             timeout: float | None) -> Profile:
     size = _check(module, sample, device)
     names = [name for name, _ in module.named_children()]
     flows = [Flow(sample, device, size)]
@@ -181,7 +182,7 @@ def _profile(module: nn.Sequential, sample: TensorOrTensors, device: torch.devic
         quarter = -(-size // 4)
         flows.append(Flow(scatter(sample, 4)[0].value, device, quarter))
     budget = None if timeout is None else timeout / max(1, len(names))
-    measured: List[List[Measurement]] = []
+    measured: list[list[Measurement]] = []
     with _random_states(device), torch.inference_mode(False), torch.enable_grad(), \
             use_device(device):
         sandbox = layerwise_sandbox(module, device)
@@ -212,7 +213,7 @@ def _random_states(device: torch.device) -> Iterator[None]:
             numpy.random.set_state(states[1])
 
 
-def _run(module: nn.Module, layers: List[Measurement], budget: Optional[float]) -> None:
+def _run(module: nn.Module, layers: list[Measurement], budget: float | None) -> None:
     """Take one layer through the three phases, with each of the flows."""
     for layer in layers:
         layer.start(module)
@@ -228,7 +229,7 @@ def _run(module: nn.Module, layers: List[Measurement], budget: Optional[float]) 
     torch.clear_autocast_cache()  # which would keep the layer's weights until autocast ends
 
 
-def _result(name: str, layers: List[Measurement]) -> LayerProfile:
+def _result(name: str, layers: list[Measurement]) -> LayerProfile:
     """Make the profile, once later layers have shown what they keep."""
     full = layers[0]
     (forward, forward_overhead), (backward, backward_overhead) = (
@@ -240,7 +241,7 @@ def _result(name: str, layers: List[Measurement]) -> LayerProfile:
         backward_overhead)
 
 
-def _line(layers: List[Measurement], seconds: List[float]) -> Tuple[float, float]:
+def _line(layers: list[Measurement], seconds: list[float]) -> tuple[float, float]:
     """Give the time of the whole sample, and that of none, on the line through two points."""
     if len(layers) == 1:
         return seconds[0], 0.0

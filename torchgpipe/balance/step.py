@@ -1,8 +1,8 @@
 """A training step of a pipeline over profiled layers: what a balance takes in time and memory."""
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import List, Optional, Sequence, Tuple
 
 from torchgpipe.balance.blockpartition import solve
 from torchgpipe.balance.bounded import reachable
@@ -12,7 +12,7 @@ from torchgpipe.balance.table import format_bytes
 __all__ = ['Balance', 'Step', 'even_cuts', 'group', 'ungroup']
 
 
-class Balance(List[int]):
+class Balance(list[int]):
     """The number of layers of each partition, for ``GPipe(balance=…)``, and what it predicts.
 
     Made by :meth:`Profile.balance`. It is a list of integers that also knows the layers that it is
@@ -27,16 +27,16 @@ class Balance(List[int]):
     """
 
     #: Seconds of each partition for one training step on one mini-batch, waiting not counted.
-    seconds: List[float]
+    seconds: list[float]
     #: Bytes of each partition at the peak of a training step, apart from what a layer needs for
     #: itself while it runs, and from what an allocator adds.
-    bytes: List[int]
+    bytes: list[int]
     #: The part of the devices' time in a step in which they wait, from 0 to 1.
     bubble: float
     #: How much faster than the unwrapped model on one device, if that could hold it.
     speed_up: float
     #: Names and bytes of parameters of the layers that it is for.
-    layers: Tuple[Tuple[str, int], ...]
+    layers: tuple[tuple[str, int], ...]
 
 
 class Step:
@@ -91,7 +91,7 @@ class Step:
         rest: int = math.ceil(wait + activations + backward)
         return self.resident[b] - self.resident[a] + self.inputs[a] + come + output + rest
 
-    def furthest(self, edges: Sequence[int], limit: Optional[int], last: bool) -> List[int]:
+    def furthest(self, edges: Sequence[int], limit: int | None, last: bool) -> list[int]:
         """Give the furthest edge at which a partition can end, by the one where it starts."""
         number = len(edges) - 1
         if limit is None:
@@ -103,7 +103,7 @@ class Step:
                              key=lambda b, a=edges[a]: self.bytes(a, b)) - 1  # type: ignore[misc]
                 for a in range(number)]
 
-    def predict(self, lengths: List[int]) -> Balance:
+    def predict(self, lengths: list[int]) -> Balance:
         """Make the balance, and say what to expect of it."""
         cuts = [0, *accumulate(lengths)]
         parts = list(zip(cuts, cuts[1:]))
@@ -119,12 +119,12 @@ class Step:
         balance.speed_up = alone / total if total else 1.0
         return balance
 
-    def _clocks(self, seconds: List[float]) -> float:
+    def _clocks(self, seconds: list[float]) -> float:
         """Add up the clocks of one direction; each takes as long as its slowest cell."""
         m, n = self.m, len(seconds)
         return sum(max(seconds[max(0, k - m + 1):k + 1]) / m for k in range(m + n - 1))
 
-    def why_not(self, edges: Sequence[int], limits: Sequence[Optional[int]],
+    def why_not(self, edges: Sequence[int], limits: Sequence[int | None],
                 furthest: Sequence[Sequence[int]]) -> str:
         """Say which layers do not fit, or that all of them together do not."""
         number = len(edges) - 1
@@ -145,7 +145,7 @@ class Step:
         return (f'{self._stuck(edges, limits, furthest)}; {all_of_them}. Raise chunks, or take '
                 'larger devices')
 
-    def _stuck(self, edges: Sequence[int], limits: Sequence[Optional[int]],
+    def _stuck(self, edges: Sequence[int], limits: Sequence[int | None],
                furthest: Sequence[Sequence[int]]) -> str:
         """Say at which partition each balance that keeps the limits so far comes to an end."""
         number = len(edges) - 1
@@ -167,18 +167,18 @@ class Step:
         return f"layer '{first}'" if b == a + 1 else f"the block of layers '{first}' to '{last}'"
 
 
-def even_cuts(costs: Sequence[float], edges: Sequence[int], partitions: int) -> List[int]:
+def even_cuts(costs: Sequence[float], edges: Sequence[int], partitions: int) -> list[int]:
     """Cut costs at some edges only; give the number of layers of each partition."""
     blocks = solve(group(costs, edges), partitions)
     return ungroup([len(block) for block in blocks], edges)
 
 
-def group(costs: Sequence[float], edges: Sequence[int]) -> List[float]:
+def group(costs: Sequence[float], edges: Sequence[int]) -> list[float]:
     """Add up the costs between edges."""
     return [sum(costs[a:b]) for a, b in zip(edges, edges[1:])]
 
 
-def ungroup(lengths: Sequence[int], edges: Sequence[int]) -> List[int]:
+def ungroup(lengths: Sequence[int], edges: Sequence[int]) -> list[int]:
     """Give numbers of layers for numbers of groups between edges."""
     cuts = [edges[k] for k in accumulate([0, *lengths])]
     return [b - a for a, b in zip(cuts, cuts[1:])]

@@ -1,12 +1,13 @@
 """Tables of text, and sizes in units that people read."""
-from typing import Any, List, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 __all__ = ['format_bytes', 'table']
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Align columns: the first to the left, numbers to the right."""
-    cells: List[List[str]] = [list(header), *([str(cell) for cell in row] for row in rows)]
+    cells: list[list[str]] = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[k]) for row in cells) for k in range(len(header))]
     lines = ['  '.join(cell.ljust(width) if k == 0 else cell.rjust(width)
                        for k, (cell, width) in enumerate(zip(row, widths))).rstrip()

@@ -1,6 +1,7 @@
 """Micro-batches: check a mini-batch, scatter it, gather it again."""
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor

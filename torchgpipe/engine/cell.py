@@ -5,7 +5,8 @@ what backward has to meet before it (:mod:`torchgpipe.engine.edges`). So cells m
 order.
 """
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 from torchgpipe.aliases import Function
 from torchgpipe.engine.batch import Batch

@@ -10,7 +10,7 @@ Who owns what: the copy is allocated on copy stream B and read on compute stream
 allocated on compute stream A and read on the copy streams. Either may lose its last reference
 while the other stream still reads it, so both uses are recorded with the allocator.
 """
-from typing import Any, Optional, Tuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torchgpipe.engine.stream import (AbstractStream, current_stream, get_device
 
 __all__ = ['Copy', 'Wait', 'copy_tensor']
 
-Grads = Tuple[Optional[Tensor], ...]
+Grads = tuple[Tensor | None, ...]
 
 
 def copy_tensor(tensor: Tensor, source: AbstractStream, target: AbstractStream,
@@ -35,7 +35,7 @@ def copy_tensor(tensor: Tensor, source: AbstractStream, target: AbstractStream,
     return copied
 
 
-def _like(ctx: Any, input: Tuple[Tensor, ...], output: Tuple[Tensor, ...]) -> Tuple[Tensor, ...]:
+def _like(ctx: Any, input: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Let outputs require grad where their inputs do, not where any input does."""
     ctx.mark_non_differentiable(*[y for x, y in zip(input, output) if not x.requires_grad])
     return output
@@ -54,7 +54,7 @@ class Copy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, prev_stream: AbstractStream,
-                next_stream: AbstractStream, *input: Tensor) -> Tuple[Tensor, ...]:
+                next_stream: AbstractStream, *input: Tensor) -> tuple[Tensor, ...]:
         ctx.streams = prev_stream, next_stream
         # In backward, autograd's threads have current streams of their own.
         ctx.prev_compute = current_stream(get_device(prev_stream))
@@ -65,7 +65,7 @@ class Copy(torch.autograd.Function):
             copy_tensor(x, prev_stream, next_stream, compute).detach() for x in input))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Optional[Tensor]) -> Grads:
+    def backward(ctx: Any, *grads: Tensor | None) -> Grads:
         prev_stream, next_stream = ctx.streams
         return (None, None, *(
             None if grad is None else copy_tensor(grad, next_stream, prev_stream, ctx.prev_compute)
@@ -85,7 +85,7 @@ class Wait(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, prev_stream: AbstractStream,
-                next_stream: AbstractStream, *input: Tensor) -> Tuple[Tensor, ...]:
+                next_stream: AbstractStream, *input: Tensor) -> tuple[Tensor, ...]:
         ctx.streams = prev_stream, next_stream
         ctx.set_materialize_grads(False)
         wait_stream(next_stream, prev_stream)
@@ -93,7 +93,7 @@ class Wait(torch.autograd.Function):
         return _like(ctx, input, tuple(x.detach() for x in input))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Optional[Tensor]) -> Grads:
+    def backward(ctx: Any, *grads: Tensor | None) -> Grads:
         prev_stream, next_stream = ctx.streams
         wait_stream(prev_stream, next_stream)
         return (None, None, *grads)

@@ -33,7 +33,7 @@ edge between two partitions where the batch would stay as it is otherwise, since
 another memory nor comes out of a checkpoint. Micro-batches reach such a partition in the order in
 which they leave the next one.
 """
-from typing import Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 

@@ -1,5 +1,5 @@
 """The memory of tensors: changes in place, who shares it, how much it is."""
-from typing import Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor

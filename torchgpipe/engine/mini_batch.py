@@ -7,7 +7,9 @@
     partition 1                         …
 """
 import threading
-from typing import Any, Callable, ContextManager, Hashable, NamedTuple, TypeVar
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeVar
 
 __all__ = ['MicroBatchContext', 'MiniBatch', 'current']
 
@@ -18,7 +20,7 @@ class MiniBatch:
     """A mini-batch on its way through the outermost pipeline."""
 
     def __init__(self) -> None:
-        self._at_end: list[tuple[Callable[[], None], ContextManager[Any]]] = []
+        self._at_end: list[tuple[Callable[[], None], AbstractContextManager[Any]]] = []
         self._values: dict[Hashable, object] = {}
 
     def value(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -27,7 +29,7 @@ class MiniBatch:
             self._values[key] = make()
         return self._values[key]  # type: ignore[return-value]
 
-    def at_end(self, function: Callable[[], None], lock: ContextManager[Any]) -> None:
+    def at_end(self, function: Callable[[], None], lock: AbstractContextManager[Any]) -> None:
         """Call a function when all micro-batches have come through, and not if one fails.
 
         Args:
@@ -54,7 +56,7 @@ class MicroBatchContext(NamedTuple):
     m: int
     cell: int
     mini_batch: MiniBatch
-    lock: ContextManager[Any]
+    lock: AbstractContextManager[Any]
 
 
 class _Current(threading.local):

@@ -1,5 +1,6 @@
 """What the engine knows of a partition, and of all of them, from one forward pass to the next."""
-from typing import Any, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn

@@ -1,6 +1,6 @@
 """Which pass over a checkpointed cell a thread is in: the first one, or a recomputation."""
 import threading
-from typing import ContextManager
+from contextlib import AbstractContextManager
 
 __all__ = ['enable_checkpointing', 'enable_recomputing', 'is_checkpointing', 'is_recomputing',
            'pass_state']
@@ -58,7 +58,7 @@ class _Pass:
         pass_state.checkpointing, pass_state.recomputing = self._before
 
 
-def enable_checkpointing() -> ContextManager[None]:
+def enable_checkpointing() -> AbstractContextManager[None]:
     """Make :func:`torchgpipe.is_checkpointing` true within the context.
 
     >>> with enable_checkpointing():
@@ -68,7 +68,7 @@ def enable_checkpointing() -> ContextManager[None]:
     return _Pass(True, pass_state.recomputing)
 
 
-def enable_recomputing() -> ContextManager[None]:
+def enable_recomputing() -> AbstractContextManager[None]:
     """Make :func:`torchgpipe.is_recomputing` true within the context.
 
     >>> with enable_recomputing():

@@ -1,5 +1,4 @@
 """The empty tensor that carries an autograd edge and no data."""
-from typing import Dict, Tuple
 
 import torch
 from torch import Tensor
@@ -9,7 +8,7 @@ from torchgpipe.engine.stream import default_stream, use_stream
 __all__ = ['get_phony']
 
 # Filled once per device, never emptied, read-only afterwards: the one global of this package.
-_phonies: Dict[Tuple[torch.device, bool], Tensor] = {}
+_phonies: dict[tuple[torch.device, bool], Tensor] = {}
 
 
 def get_phony(device: torch.device, *, requires_grad: bool) -> Tensor:

@@ -12,8 +12,9 @@ A clock starts when all cells of the clock before were handed back, so whoever r
 only one to touch its micro-batch.
 """
 import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Iterable, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 

@@ -3,8 +3,8 @@
 Work on the CPU is done when the call returns. So a :data:`CPUStream` never has
 anything to wait for, and every function below does nothing where it meets one.
 """
-from contextlib import nullcontext
-from typing import Any, ContextManager, Union, cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,10 +24,10 @@ class CPUStreamType:
 #: Stands where a :class:`torch.cuda.Stream` would stand if the device had streams.
 CPUStream = CPUStreamType()
 
-AbstractStream = Union[torch.cuda.Stream, CPUStreamType]
+AbstractStream = torch.cuda.Stream | CPUStreamType
 
 #: A context that does nothing, and takes no time to make.
-no_context: ContextManager[Any] = nullcontext()
+no_context: AbstractContextManager[Any] = nullcontext()
 
 
 def is_cuda(stream: AbstractStream) -> bool:
@@ -71,12 +71,12 @@ def default_stream(device: torch.device) -> AbstractStream:
     return torch.cuda.default_stream(device) if device.type == 'cuda' else CPUStream
 
 
-def use_device(device: torch.device) -> ContextManager[Any]:
+def use_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make a CUDA device current within the context; do nothing for the CPU."""
     return torch.cuda.device(device) if device.type == 'cuda' else no_context
 
 
-def use_stream(stream: AbstractStream) -> ContextManager[Any]:
+def use_stream(stream: AbstractStream) -> AbstractContextManager[Any]:
     """Make a CUDA stream, and its device, current within the context; do nothing for the CPU."""
     return torch.cuda.stream(as_cuda(stream)) if is_cuda(stream) else no_context
 

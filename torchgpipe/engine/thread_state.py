@@ -10,8 +10,9 @@ backward, later and often in yet another thread. :class:`ThreadState` carries th
 """
 import contextvars
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Iterator, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor

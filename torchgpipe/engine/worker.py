@@ -11,8 +11,9 @@ queue.
 """
 import threading
 import weakref
+from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, Callable, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 

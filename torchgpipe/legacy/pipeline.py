@@ -1,5 +1,5 @@
 """The pipeline of torchgpipe 0.0.7, which is made for each forward pass from its parts."""
-from typing import Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn

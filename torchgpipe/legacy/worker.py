@@ -1,10 +1,11 @@
 """The workers of torchgpipe 0.0.7: tasks go into a queue, results come out of another."""
 import sys
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 

@@ -7,7 +7,7 @@
     call               x ──▶ layers ──▶ y        the layers pop from the tracker, and stash into it
     leave   y, …  ◀──  y, …, phonies             what a cell gives
 """
-from typing import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 

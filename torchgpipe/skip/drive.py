@@ -10,9 +10,10 @@ the answer; what it returns at last is the layer's output::
                   ◀──  tensor
     return output  ──▶ output
 """
+from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from types import GeneratorType
-from typing import Any, Callable, FrozenSet, Generator, Iterable, List, Optional, Set, Union
+from typing import Any
 
 from torch import Tensor
 
@@ -47,7 +48,7 @@ class stash:
 
     __slots__ = ('name', 'tensor')
 
-    def __init__(self, name: str, tensor: Optional[Tensor]) -> None:
+    def __init__(self, name: str, tensor: Tensor | None) -> None:
         self.name = name
         self.tensor = tensor
 
@@ -77,11 +78,11 @@ class pop:
 
 
 #: What to annotate the ``forward`` of a skippable layer with: ``-> SkipGenerator``.
-SkipGenerator = Generator[Union[stash, pop], Any, Any]
+SkipGenerator = Generator[stash | pop, Any, Any]
 
 
-def drive(generator: Any, namespaced: Callable[[str], Key], stashable: FrozenSet[str],
-          poppable: FrozenSet[str]) -> Any:
+def drive(generator: Any, namespaced: Callable[[str], Key], stashable: frozenset[str],
+          poppable: frozenset[str]) -> Any:
     """Run the generator that a forward is, and do what it asks for.
 
     Args:
@@ -98,7 +99,7 @@ def drive(generator: Any, namespaced: Callable[[str], Key], stashable: FrozenSet
     if isinstance(generator, GeneratorType):
         # A list, from which a step is taken before it runs, so that no error is in a cycle with
         # the frame that it leaves.
-        steps: List[Callable[[], Any]] = [partial(generator.send, None)]
+        steps: list[Callable[[], Any]] = [partial(generator.send, None)]
         while True:
             try:
                 request = steps.pop()()
@@ -119,8 +120,8 @@ def drive(generator: Any, namespaced: Callable[[str], Key], stashable: FrozenSet
     return output
 
 
-def _obey(request: Any, namespaced: Callable[[str], Key], stashable: FrozenSet[str],
-          poppable: FrozenSet[str], to_stash: Set[str], to_pop: Set[str]) -> Optional[Tensor]:
+def _obey(request: Any, namespaced: Callable[[str], Key], stashable: frozenset[str],
+          poppable: frozenset[str], to_stash: set[str], to_pop: set[str]) -> Tensor | None:
     if isinstance(request, stash):
         _check(request.name, stashable, to_stash, 'stashable', 'stashed')
         if request.tensor is not None and not isinstance(request.tensor, Tensor):
@@ -138,7 +139,7 @@ def _obey(request: Any, namespaced: Callable[[str], Key], stashable: FrozenSet[s
                     f'{request!r}')
 
 
-def _check(name: str, declared: FrozenSet[str], left: Set[str], adjective: str, participle: str
+def _check(name: str, declared: frozenset[str], left: set[str], adjective: str, participle: str
            ) -> None:
     if name not in declared:
         raise RuntimeError(f"'{name}' has not been declared as {adjective}")

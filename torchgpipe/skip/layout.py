@@ -8,7 +8,8 @@
                                 b ──────▶ b                         copied once, from 1 to 2
                                                        c            not copied
 """
-from typing import Dict, Iterable, Iterator, List, Optional, Protocol, Tuple, runtime_checkable
+from collections.abc import Iterable, Iterator
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 
@@ -42,10 +43,10 @@ class SkipLayout:
         skip_routes: For each skip ``(namespace, name)`` the partitions ``(source, destination)``.
     """
 
-    def __init__(self, num_partitions: int, skip_routes: Dict[Key, Tuple[int, int]]) -> None:
+    def __init__(self, num_partitions: int, skip_routes: dict[Key, tuple[int, int]]) -> None:
         self._routes = dict(skip_routes)
-        self._incoming: List[List[Tuple[int, Key]]] = [[] for _ in range(num_partitions)]
-        self._outgoing: List[List[Tuple[int, Key]]] = [[] for _ in range(num_partitions)]
+        self._incoming: list[list[tuple[int, Key]]] = [[] for _ in range(num_partitions)]
+        self._outgoing: list[list[tuple[int, Key]]] = [[] for _ in range(num_partitions)]
         for key, (prev_j, next_j) in skip_routes.items():
             if prev_j != next_j:
                 self._incoming[next_j].append((prev_j, key))
@@ -53,22 +54,22 @@ class SkipLayout:
         for incoming in self._incoming:
             incoming.sort(key=lambda route: route[0])
 
-    def requires_copy(self, ns: Optional[Namespace], name: str) -> bool:
+    def requires_copy(self, ns: Namespace | None, name: str) -> bool:
         """Tell whether a skip goes from one partition to another."""
         prev_j, next_j = self._routes.get((ns, name), (-1, -1))
         return prev_j != next_j
 
-    def copy_policy(self, next_j: int) -> Iterator[Tuple[int, Optional[Namespace], str]]:
+    def copy_policy(self, next_j: int) -> Iterator[tuple[int, Namespace | None, str]]:
         """Yield ``(source, namespace, name)`` of what comes into a partition, sources ascending.
         """
         for prev_j, (ns, name) in self._incoming[next_j]:
             yield prev_j, ns, name
 
-    def incoming(self, j: int) -> List[Tuple[int, Key]]:
+    def incoming(self, j: int) -> list[tuple[int, Key]]:
         """Give the skips that come into a partition, each with its source."""
         return self._incoming[j]
 
-    def outgoing(self, j: int) -> List[Tuple[int, Key]]:
+    def outgoing(self, j: int) -> list[tuple[int, Key]]:
         """Give the skips that leave a partition, each with its destination."""
         return self._outgoing[j]
 
@@ -89,8 +90,8 @@ def inspect_skip_layout(partitions: Iterable[nn.Module]) -> SkipLayout:
     Raises:
         TypeError: A layer within a child has a skip like one that goes to another partition.
     """
-    stashed_at: Dict[Key, int] = {}
-    routes: Dict[Key, Tuple[int, int]] = {}
+    stashed_at: dict[Key, int] = {}
+    routes: dict[Key, tuple[int, int]] = {}
     parts = list(partitions)
     for j, partition in enumerate(parts):
         for layer in partition.children():

@@ -2,7 +2,6 @@
 import uuid
 from abc import ABCMeta
 from dataclasses import dataclass, field
-from typing import Optional, Tuple
 
 __all__ = ['Key', 'Namespace']
 
@@ -27,4 +26,4 @@ class Namespace(metaclass=ABCMeta):
 Namespace.register(type(None))
 
 #: What tells a skip tensor from all others of a model: its namespace and its name.
-Key = Tuple[Optional[Namespace], str]
+Key = tuple[Namespace | None, str]

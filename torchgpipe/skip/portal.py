@@ -28,7 +28,8 @@ with ``create_graph`` it owns nodes that own the portal. So the pass owns it, by
 engine, and the portal only refers to it.
 """
 import weakref
-from typing import Any, Callable, Optional, Tuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,10 +61,10 @@ class Portal:
 
     __slots__ = ('_holder', '_version', 'tensor', 'tensor_life')
 
-    def __init__(self, tensor: Optional[Tensor], tensor_life: int) -> None:
-        self.tensor: Optional[Tensor] = None
+    def __init__(self, tensor: Tensor | None, tensor_life: int) -> None:
+        self.tensor: Tensor | None = None
         self.tensor_life = 0
-        self._holder: Callable[[], Optional[_Holder]] = _nobody
+        self._holder: Callable[[], _Holder | None] = _nobody
         self.put_tensor(tensor, tensor_life)
 
     def blue(self) -> Tensor:
@@ -77,7 +78,7 @@ class Portal:
             self.tensor = self.tensor.detach()
         return PortalBlue.apply(self, tensor)  # type: ignore[no-any-return,no-untyped-call]
 
-    def orange(self, phony: Tensor) -> Optional[Tensor]:
+    def orange(self, phony: Tensor) -> Tensor | None:
         """Let the tensor out, in exchange for the phony."""
         self.check_tensor_life()
         if self.tensor is None:
@@ -110,13 +111,13 @@ class Portal:
         if self.tensor_life <= 0:
             raise RuntimeError('tensor in portal has been removed')
 
-    def put_tensor(self, tensor: Optional[Tensor], tensor_life: int) -> None:
+    def put_tensor(self, tensor: Tensor | None, tensor_life: int) -> None:
         """Keep a tensor until it has been used ``tensor_life`` times."""
         self.tensor_life = tensor_life
         self.tensor = tensor if tensor_life > 0 else None
         self._version = [] if self.tensor is None else versions([self.tensor])
 
-    def use_tensor(self) -> Optional[Tensor]:
+    def use_tensor(self) -> Tensor | None:
         """Give the tensor, and let go of it if that was the last time."""
         self.check_tensor_life()
         tensor = self.tensor
@@ -126,7 +127,7 @@ class Portal:
         return tensor
 
     @property
-    def grad(self) -> Optional[Tensor]:
+    def grad(self) -> Tensor | None:
         """The gradient that is in the portal, if any."""
         holder = self._holder()
         return None if holder is None else holder.grad
@@ -154,7 +155,7 @@ class _Holder:
 
     __slots__ = ('__weakref__', 'grad')
 
-    def __init__(self, grad: Optional[Tensor]) -> None:
+    def __init__(self, grad: Tensor | None) -> None:
         self.grad = grad
 
     def drop(self) -> None:
@@ -184,7 +185,7 @@ class PortalBlue(torch.autograd.Function):
         return get_phony(tensor.device, requires_grad=False).detach()
 
     @staticmethod
-    def backward(ctx: Any, grad_phony: Optional[Tensor]) -> Tuple[None, Optional[Tensor]]:
+    def backward(ctx: Any, grad_phony: Tensor | None) -> tuple[None, Tensor | None]:
         # None where this pass did not come through PortalOrange, since the tensor was not used,
         # but through another output of the cell.
         portal: Portal = ctx.portal
@@ -203,7 +204,7 @@ class PortalOrange(torch.autograd.Function):
         return tensor.detach()  # [Note: Identity without a view]
 
     @staticmethod
-    def backward(ctx: Any, grad: Optional[Tensor]) -> Tuple[None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None]:
         if grad is not None:
             ctx.portal.put_grad(grad)
         return None, None
@@ -226,7 +227,7 @@ class PortalCopy(torch.autograd.Function):
         return get_phony(get_device(next_stream), requires_grad=False).detach()
 
     @staticmethod
-    def backward(ctx: Any, grad_phony: Optional[Tensor]) -> Tuple[None, None, None, None]:
+    def backward(ctx: Any, grad_phony: Tensor | None) -> tuple[None, None, None, None]:
         portal: Portal = ctx.portal
         prev_stream, next_stream = ctx.streams
         if portal.grad is not None:

@@ -7,10 +7,10 @@ in ``state_dict``, ``named_modules`` and ``named_parameters``, and the attribute
 from it to the layer, so checkpoints and code that go by names fit.
 """
 import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from types import new_class
-from typing import (Any, Callable, ClassVar, Dict, FrozenSet, Iterable, Iterator, List, Mapping,
-                    Optional, Set, Tuple, Type, TypeVar)
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
@@ -36,10 +36,10 @@ class Skippable(nn.Module):
     (True, ['x'])
     """
 
-    stashable_names: ClassVar[FrozenSet[str]] = frozenset()
-    poppable_names: ClassVar[FrozenSet[str]] = frozenset()
+    stashable_names: ClassVar[frozenset[str]] = frozenset()
+    poppable_names: ClassVar[frozenset[str]] = frozenset()
     #: The namespaces of those names that are not in the default one.
-    namespaces: Mapping[str, Optional[Namespace]] = {}
+    namespaces: Mapping[str, Namespace | None] = {}
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -61,7 +61,7 @@ class Skippable(nn.Module):
         """Yield the skips that this layer pops."""
         return map(self.namespaced, sorted(self.poppable_names))
 
-    def isolate(self: TSkippable, ns: Optional[Namespace], *, only: Optional[Iterable[str]] = None
+    def isolate(self: TSkippable, ns: Namespace | None, *, only: Iterable[str] | None = None
                 ) -> TSkippable:
         """Put this layer's skips into a namespace, so that their names can be used again.
 
@@ -103,7 +103,7 @@ class Skippable(nn.Module):
                               for key in destination if key not in before})
         return destination
 
-    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Names without the level are taken too, from a model before it was skippable.
         mine = set(super().state_dict(prefix=prefix, keep_vars=True))
         level = prefix + 'module.'
@@ -112,8 +112,8 @@ class Skippable(nn.Module):
                              if key.startswith(level) and (complete or key not in mine)})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def named_modules(self, memo: Optional[Set[nn.Module]] = None, prefix: str = '',
-                      remove_duplicate: bool = True) -> Iterator[Tuple[str, nn.Module]]:
+    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = '',
+                      remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
         """Yield this layer and all within: [Note: The level called module]."""
         prefix = prefix + '.module' if prefix else 'module'
         yield from super().named_modules(memo, prefix, remove_duplicate)
@@ -129,7 +129,7 @@ class Skippable(nn.Module):
         return reduced
 
 
-def _rename(state_dict: Dict[str, Any], names: Dict[str, str]) -> None:
+def _rename(state_dict: dict[str, Any], names: dict[str, str]) -> None:
     # All are taken out first: the new name of one may be the old name of another.
     values = [state_dict.pop(name) for name in names]
     state_dict.update(zip(names.values(), values))
@@ -143,13 +143,13 @@ def _find(cls: type) -> Any:
     return found
 
 
-def _restore(base: Type[nn.Module], stashable: FrozenSet[str], poppable: FrozenSet[str]) -> Any:
+def _restore(base: type[nn.Module], stashable: frozenset[str], poppable: frozenset[str]) -> Any:
     cls = skippable(stashable, poppable)(base)
     return cls.__new__(cls)
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()
-              ) -> Callable[[Type[TModule]], Type[TModule]]:
+              ) -> Callable[[type[TModule]], type[TModule]]:
     """Declare the skips of a layer: a class decorator.
 
     The layer's ``forward`` is a generator then, which yields :class:`stash` and :class:`pop`.
@@ -183,7 +183,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()
                         f"skippable(stash=[{(stash or pop)!r}])")
     stashable, poppable = frozenset(stash), frozenset(pop)
 
-    def decorate(module_cls: Type[TModule]) -> Type[TModule]:
+    def decorate(module_cls: type[TModule]) -> type[TModule]:
         if not (isinstance(module_cls, type) and issubclass(module_cls, nn.Module)):
             raise TypeError(f'a skippable layer is a class of nn.Module, not {module_cls!r}')
         return _derive(module_cls, stashable, poppable)
@@ -191,7 +191,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()
     return decorate
 
 
-def _derive(base: Type[Any], stashable: FrozenSet[str], poppable: FrozenSet[str]) -> Type[Any]:
+def _derive(base: type[Any], stashable: frozenset[str], poppable: frozenset[str]) -> type[Any]:
     for derived in base.__subclasses__():
         if derived.__dict__.get('_decorated') is base and (
                 derived.stashable_names, derived.poppable_names) == (stashable, poppable):
@@ -231,9 +231,9 @@ def verify_skippables(module: nn.Sequential) -> None:
     Raises:
         TypeError: Some are not, one line for each.
     """
-    problems: List[str] = []
-    stashed: Set[Key] = set()
-    popped: Set[Key] = set()
+    problems: list[str] = []
+    stashed: set[Key] = set()
+    popped: set[Key] = set()
     for layer_name, layer in module.named_children():
         if isinstance(layer, Skippable):
             problems += _verify_layer(layer_name, layer, stashed, popped)
@@ -246,7 +246,7 @@ def verify_skippables(module: nn.Sequential) -> None:
                           'layer.isolate(Namespace()).')
 
 
-def _verify_layer(layer_name: str, layer: Skippable, stashed: Set[Key], popped: Set[Key]
+def _verify_layer(layer_name: str, layer: Skippable, stashed: set[Key], popped: set[Key]
                   ) -> Iterator[str]:
     both = set(layer.stashable()) & set(layer.poppable())
     for _, name in sorted(both, key=lambda key: key[1]):

@@ -23,9 +23,9 @@ mode have no versions, so a change goes unnoticed there. Micro-batches are views
 have one version: to change the input of the model in place and then stash it raises needlessly.)
 """
 import threading
-from contextlib import contextmanager
-from typing import (Any, ContextManager, Dict, Iterable, Iterator, List, Optional, Sequence, Set,
-                    Tuple)
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,19 +54,19 @@ class SkipTracker:
     """
 
     def __init__(self) -> None:
-        self.tensors: Dict[Key, Optional[Tensor]] = {}
+        self.tensors: dict[Key, Tensor | None] = {}
 
-    def save(self, batch: Batch, ns: Optional[Namespace], name: str, tensor: Optional[Tensor]
+    def save(self, batch: Batch, ns: Namespace | None, name: str, tensor: Tensor | None
              ) -> None:
         """Keep a skip tensor."""
         self.tensors[ns, name] = tensor
 
-    def load(self, batch: Batch, ns: Optional[Namespace], name: str) -> Optional[Tensor]:
+    def load(self, batch: Batch, ns: Namespace | None, name: str) -> Tensor | None:
         """Give a skip tensor and let go of it; :exc:`KeyError` if there is none."""
         return self.tensors.pop((ns, name))
 
     def copy(self, batch: Batch, prev_stream: AbstractStream, next_stream: AbstractStream,
-             ns: Optional[Namespace], name: str) -> None:
+             ns: Namespace | None, name: str) -> None:
         """Move a skip tensor to another device."""
         raise TypeError('copying is not supported without portals')
 
@@ -88,15 +88,15 @@ class SkipTrackerThroughPortals(SkipTracker):
         self.skip_layout = skip_layout
         self._again = again
         self._mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self.portals: Dict[Key, Portal] = {}
-        self.phonies: Dict[Key, Tensor] = {}
-        self.stashed: Dict[Key, Optional[Tensor]] = {}
+        self.portals: dict[Key, Portal] = {}
+        self.phonies: dict[Key, Tensor] = {}
+        self.stashed: dict[Key, Tensor | None] = {}
         #: Skips in whose memory the batch itself lies too. See "Changes in place" above.
-        self.shared: Set[Key] = set()
+        self.shared: set[Key] = set()
         #: For each skip, the others in whose memory it lies.
-        self.aliases: Dict[Key, Set[Key]] = {}
+        self.aliases: dict[Key, set[Key]] = {}
 
-    def save(self, batch: Batch, ns: Optional[Namespace], name: str, tensor: Optional[Tensor]
+    def save(self, batch: Batch, ns: Namespace | None, name: str, tensor: Tensor | None
              ) -> None:
         """Keep a skip tensor: [Note: Tensor life of a portal]."""
         if not self.skip_layout.requires_copy(ns, name):
@@ -115,25 +115,25 @@ class SkipTrackerThroughPortals(SkipTracker):
             self.phonies[ns, name] = portal.blue()
         self.stashed[ns, name] = tensor
 
-    def load(self, batch: Batch, ns: Optional[Namespace], name: str) -> Optional[Tensor]:
+    def load(self, batch: Batch, ns: Namespace | None, name: str) -> Tensor | None:
         """Give a skip tensor; :exc:`KeyError` if there is none."""
         if not self.skip_layout.requires_copy(ns, name):
             return super().load(batch, ns, name)
         with self._outer_mode():
             return self.portals[ns, name].orange(self.phonies[ns, name])
 
-    def _outer_mode(self) -> ContextManager[Any]:
+    def _outer_mode(self) -> AbstractContextManager[Any]:
         """Be in the mode around the layer, where it yields within ``torch.no_grad()``."""
         now = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         return no_context if now == self._mode else _mode(*self._mode)
 
     def copy(self, batch: Batch, prev_stream: AbstractStream, next_stream: AbstractStream,
-             ns: Optional[Namespace], name: str) -> None:
+             ns: Namespace | None, name: str) -> None:
         """Move a skip tensor to another device."""
         self.phonies[ns, name] = self.portals[ns, name].copy(
             prev_stream, next_stream, self.phonies[ns, name])
 
-    def seal(self, keys: Iterable[Key]) -> List[Tensor]:
+    def seal(self, keys: Iterable[Key]) -> list[Tensor]:
         """Give the phonies of skips whose cell has ended: [Note: Changes in place]."""
         for key in keys:
             if key not in self.stashed:
@@ -144,7 +144,7 @@ class SkipTrackerThroughPortals(SkipTracker):
                 self.phonies[key] = portal.blue()
         return self.take_phonies(keys)
 
-    def take_phonies(self, keys: Iterable[Key]) -> List[Tensor]:
+    def take_phonies(self, keys: Iterable[Key]) -> list[Tensor]:
         """Give the phonies of some skips, and let go of them."""
         return [self.phonies.pop(key) for key in keys]
 
@@ -152,7 +152,7 @@ class SkipTrackerThroughPortals(SkipTracker):
         """Keep the phonies of some skips."""
         self.phonies.update(zip(keys, phonies))
 
-    def renew(self, kept: Iterable[Tuple[Key, Optional[Tensor]]]) -> 'SkipTrackerThroughPortals':
+    def renew(self, kept: Iterable[tuple[Key, Tensor | None]]) -> 'SkipTrackerThroughPortals':
         """Give a tracker for a recomputation, which pops what was kept."""
         tracker = SkipTrackerThroughPortals(self.skip_layout, again=True)
         for key, tensor in kept:

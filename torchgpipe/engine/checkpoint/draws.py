@@ -26,8 +26,9 @@ operation. So each random operation is tried at once as a recomputation will run
 with a generator in the state before. If that one ends in the state after, nobody drew in between.
 Otherwise the operation runs again, and what it drew at first is used by nobody.
 """
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Callable, Iterable, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor

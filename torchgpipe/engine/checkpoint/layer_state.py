@@ -19,8 +19,10 @@ embedding with a largest norm does. All others must still have the version that 
 cell's first pass ended; otherwise backward raises, as autograd does without checkpoints. On other
 devices than the CPU, the same goes for large buffers and for frozen parameters.
 """
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any, Callable, ContextManager, Iterator, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +91,7 @@ class Layers:
     """
 
     def __init__(self, partition: nn.Module, observed: dict[tuple[bool, ...], Observed],
-                 lock: ContextManager[Any]) -> None:
+                 lock: AbstractContextManager[Any]) -> None:
         self.lock = lock
         self.modules = list(partition.modules())
         self._training = [module.training for module in self.modules]

@@ -4,7 +4,8 @@ Nobody can tell from a module whether it will. So the first cell of a partition 
 watched by a dispatch mode, and later cells do only what these layers need: they record random
 numbers, and copy what the layers write to.
 """
-from typing import Any, Iterable
+from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor, nn
 

@@ -1,6 +1,7 @@
 """What an operation says of itself: whether it draws, from which generator, what it writes to."""
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, Iterator, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor

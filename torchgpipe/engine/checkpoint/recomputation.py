@@ -21,8 +21,9 @@ unpacks all its tensors whenever its author says `ctx.saved_tensors`, so these s
 node's turn. What no node asked for is dropped at the end of the pass.
 """
 import weakref
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import Tensor
