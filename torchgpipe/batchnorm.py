@@ -13,13 +13,12 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
 from torchgpipe.engine.mini_batch import current
 from torchgpipe.engine.passes import pass_state
-from torchgpipe.private import is_full_backward_hook
+from torchgpipe.private import BatchNorm, is_full_backward_hook
 
 __all__ = ['DeferredBatchNorm']
 
@@ -64,7 +63,7 @@ class _Statistics:
         self.moments[self._call] = moments if before is None else before.merge(moments)
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredBatchNorm(BatchNorm):
     """Batch normalization for micro-batches: running statistics once per mini-batch.
 
     In a :class:`~torchgpipe.GPipe` the pipeline says when the mini-batch ends, also if some
@@ -198,7 +197,7 @@ class DeferredBatchNorm(_BatchNorm):
         # A layer that stands in two places is replaced by one layer in both.
         if module not in done:
             done[module] = module
-            if isinstance(module, _BatchNorm):
+            if isinstance(module, BatchNorm):
                 done[module] = cls._convert(module, chunks)
             for name, child in module._modules.items():
                 if child is not None:
@@ -206,12 +205,12 @@ class DeferredBatchNorm(_BatchNorm):
         return done[module]
 
     @classmethod
-    def _convert(cls, module: _BatchNorm, chunks: int) -> _BatchNorm:
+    def _convert(cls, module: BatchNorm, chunks: int) -> BatchNorm:
         if isinstance(module, LazyModuleMixin):
             raise ValueError(f'{type(module).__name__} does not know its number of channels yet; '
                              'call the module once before it is converted')
         known = isinstance(module, cls) and module.chunks != chunks
-        plain = type(module).forward is _BatchNorm.forward and module.track_running_stats
+        plain = type(module).forward is BatchNorm.forward and module.track_running_stats
         if not known and not plain:
             return module
         if is_parametrized(module):

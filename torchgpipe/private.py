@@ -10,12 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-__all__ = ['DISPATCH_MODES', 'FUNCTION_MODES', 'Hooks', 'ModeStack', 'PythonNode',
-           'at_end_of_backward', 'backward_pass', 'current_node', 'data_address',
-           'innermost_hooks', 'is_full_backward_hook', 'is_tracing', 'is_transformed',
-           'lazy_clone', 'parse_to', 'pop_hooks', 'proxy_mode', 'retains_graph', 'storage_id',
-           'unseen']
+__all__ = ['DISPATCH_MODES', 'FUNCTION_MODES', 'BatchNorm', 'DeviceContext', 'Hooks', 'ModeStack',
+           'PythonNode', 'TorchDispatchMode', 'at_end_of_backward', 'backward_pass',
+           'current_node', 'data_address', 'innermost_hooks', 'is_full_backward_hook',
+           'is_tracing', 'is_transformed', 'lazy_clone', 'parse_to', 'pop_hooks', 'proxy_mode',
+           'retains_graph', 'storage_id', 'tree_leaves', 'tree_map', 'tree_map_only', 'unseen']
+
+# Given on as they are: `DeviceContext` is what `torch.set_default_device` enters, and a worker has
+# to tell it from a mode of the user's. `TorchDispatchMode` is the way to see all operations, and
+# PyTorch's documentation names it, but not where it is to be imported from. The functions of trees
+# go through values of any nesting; PyTorch has no public module for them.
 
 #: Pack and unpack of ``torch.autograd.graph.saved_tensors_hooks``.
 Hooks = tuple[Callable[..., Any], Callable[..., Any]]
@@ -166,6 +175,9 @@ def parse_to(*args: Any, **kwargs: Any) -> Any:
     """Give the device that ``module.to(…)`` is asked for, as ``nn.Module.to`` itself reads it."""
     return torch._C._nn._parse_to(*args, **kwargs)[0]
 
+
+#: What all of ``nn.BatchNorm1d``, ``2d`` and ``3d`` derive from, with the code that they share.
+BatchNorm = _BatchNorm
 
 #: The attribute in which a module keeps whether its backward hooks are full ones.
 is_full_backward_hook = '_is_full_backward_hook'

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from torchgpipe.private import TorchDispatchMode, storage_id, tree_leaves
 
 __all__ = ['LiveTensors']
 
@@ -43,20 +43,20 @@ class LiveTensors:
     def now(self) -> int:
         """Bytes at the moment."""
         with self._lock:
-            self._settle()
+            self._forget_ended()
             return self._now
 
     def knows(self, tensor: Tensor) -> bool:
         """Tell whether the memory of a tensor was made while it was watched."""
         with self._lock:
-            self._settle()
-            return tensor.untyped_storage()._cdata in self._known
+            self._forget_ended()
+            return storage_id(tensor) in self._known
 
     def give(self, tensor: Tensor, owner: Hashable) -> None:
         """Let a tensor belong to another owner from now on."""
         with self._lock:
-            self._settle()
-            memory = self._known.get(tensor.untyped_storage()._cdata)
+            self._forget_ended()
+            memory = self._known.get(storage_id(tensor))
             if memory is not None:
                 self._owned[memory.owner] -= memory.size
                 self._own(memory, owner)
@@ -67,18 +67,18 @@ class LiveTensors:
         self.peaks[owner] = max(self.peaks.get(owner, 0), self._owned[owner])
 
     def _add(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
+        storage, key = tensor.untyped_storage(), storage_id(tensor)
         with self._lock:
-            self._settle()
-            if storage._cdata in self._known:
+            self._forget_ended()
+            if key in self._known:
                 return
-            memory = self._known[storage._cdata] = _Memory(storage, self._ended.append)
-            memory.key, memory.size = storage._cdata, storage.nbytes()
+            memory = self._known[key] = _Memory(storage, self._ended.append)
+            memory.key, memory.size = key, storage.nbytes()
             self._own(memory, self._owner())
             self._now += memory.size
             self.peak = max(self.peak, self._now)
 
-    def _settle(self) -> None:
+    def _forget_ended(self) -> None:
         """Take note of memory that has ended."""
         while self._ended:
             memory = self._ended.popleft()
@@ -110,9 +110,9 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        inputs = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if _strided(x)}
+        inputs = {storage_id(x) for x in tree_leaves((args, kwargs)) if _strided(x)}
         for x in tree_leaves(output):
-            if _strided(x) and x.untyped_storage()._cdata not in inputs:
+            if _strided(x) and storage_id(x) not in inputs:
                 self._live._add(x)
         return output
 

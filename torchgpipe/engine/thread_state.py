@@ -16,11 +16,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._device import DeviceContext
-from torch.utils._pytree import tree_any, tree_map_only
 
 from torchgpipe.engine.passes import pass_state
-from torchgpipe.private import DISPATCH_MODES, FUNCTION_MODES, Hooks, innermost_hooks, pop_hooks
+from torchgpipe.private import (DISPATCH_MODES, FUNCTION_MODES, DeviceContext, Hooks,
+                                innermost_hooks, pop_hooks, tree_leaves, tree_map_only)
 
 __all__ = ['ThreadState', 'drop_hooks_above', 'running']
 
@@ -243,7 +242,7 @@ def _context() -> contextvars.Context:
     """
     context = contextvars.copy_context()
     for variable, value in context.items():
-        if tree_any(_has_graph, value):
+        if any(map(_has_graph, tree_leaves(value))):
             context.run(variable.set, tree_map_only(Tensor, Tensor.detach, value))
     return context
 

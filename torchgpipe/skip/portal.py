@@ -38,6 +38,7 @@ from torchgpipe.engine.copy import copy_tensor
 from torchgpipe.engine.memory import versions
 from torchgpipe.engine.phony import get_phony
 from torchgpipe.engine.stream import AbstractStream, current_stream, get_device
+from torchgpipe.private import at_end_of_backward, backward_pass
 
 __all__ = ['Portal', 'PortalBlue', 'PortalCopy', 'PortalOrange']
 
@@ -135,10 +136,10 @@ class Portal:
     def put_grad(self, grad: Tensor) -> None:
         """Keep a gradient until it is used: [Note: Life of a gradient in a portal]."""
         holder = _Holder(grad)
-        if torch._C._current_graph_task_id() == -1:
+        if backward_pass() == -1:
             self._holder = lambda: holder
         else:
-            torch.autograd.Variable._execution_engine.queue_callback(holder.drop)
+            at_end_of_backward(holder.drop)
             self._holder = weakref.ref(holder)
 
     def use_grad(self) -> Tensor:

@@ -32,13 +32,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from torchgpipe.engine.checkpoint.operations import Operation, operation_of
 from torchgpipe.errors import other_path
 from torchgpipe.locks import new_lock
-from torchgpipe.private import DISPATCH_MODES, unseen
+from torchgpipe.private import DISPATCH_MODES, TorchDispatchMode, tree_leaves, tree_map, unseen
 
 __all__ = ['Draws', 'Recorder', 'Witness']
 

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from torchgpipe.private import tree_leaves
 
 __all__ = ['Operation', 'operation_of']
 

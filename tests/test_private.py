@@ -1,0 +1,167 @@
+"""Private names of PyTorch: each is used by itself, so that a release that lacks one is found out.
+
+Which of them stands where is tested too: nowhere else in the package.
+"""
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchgpipe
+from torchgpipe import private
+
+PRIVATE = re.compile(r'torch\._\w+|\bnn\.\w+\._\w+\.|_cdata|_execution_engine|_is_full_backward'
+                     r'|import Backward\w+|from torch(?!gpipe)[\w.]* import _\w+|from torch(?!gpipe)[\w.]*\._\w+')
+
+
+def test_no_other_file_uses_private_names():
+    root = Path(torchgpipe.__file__).parent
+    for path in root.rglob('*.py'):
+        found = PRIVATE.findall(path.read_text())
+        assert bool(found) == (path.name == 'private.py'), (path, found)
+
+
+def test_saved_tensor_hooks():
+    assert private.innermost_hooks() is None
+    with saved_tensors_hooks(len, str):
+        assert private.innermost_hooks() == (len, str)
+        with saved_tensors_hooks(abs, int):
+            private.pop_hooks()
+            assert private.innermost_hooks() == (len, str)
+            torch.autograd.graph.saved_tensors_hooks(abs, int).__enter__()
+    assert private.innermost_hooks() is None
+
+
+class Look(torch.autograd.Function):
+    """Note in backward what is known of the pass."""
+
+    seen = []
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        Look.seen += [private.backward_pass(), private.retains_graph(), private.current_node()]
+        private.at_end_of_backward(lambda: Look.seen.append('end'))
+        return grad * 2
+
+
+def test_a_backward_pass():
+    Look.seen = []
+    assert private.backward_pass() == -1
+    y = Look.apply(torch.ones(1, requires_grad=True))
+    node = y.grad_fn
+    assert isinstance(node, private.PythonNode)
+    assert not isinstance((y * 2).grad_fn, private.PythonNode)
+    y.backward(retain_graph=True)
+    y.backward()
+    first, retained, running, end, second, retained_again, running_again, _ = Look.seen
+    assert -1 not in (first, second) and first != second
+    assert (retained, retained_again) == (True, False)
+    assert running is node and running_again is node and end == 'end'
+
+
+def test_memory():
+    x = torch.zeros(3)
+    assert private.storage_id(x) == private.storage_id(x[1:]) != private.storage_id(x.clone())
+    empty = torch.empty(0, device='meta'), torch.empty(0, device='meta')
+    assert private.storage_id(empty[0]) != private.storage_id(empty[1])
+    assert private.data_address(x[1:]) == private.data_address(x) == x.data_ptr()
+
+
+def test_a_copy_on_write():
+    x = torch.zeros(3)
+    version = x._version
+    copy = private.lazy_clone(x)
+    assert private.data_address(copy) == private.data_address(x)
+    x.data.add_(1)  # no new version
+    assert private.data_address(copy) != private.data_address(x)
+    assert x._version == version and copy.sum() == 0
+
+
+class Function(TorchFunctionMode):
+    """Count calls."""
+
+    calls = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        Function.calls += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Dispatch(TorchDispatchMode):
+    """Count operations."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        Dispatch.calls += 1
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize('kind, stack', [(Function, private.FUNCTION_MODES),
+                                         (Dispatch, private.DISPATCH_MODES)])
+def test_modes(kind, stack):
+    kind.calls = 0
+    mode = kind()
+    assert stack.len() == 0 and stack.read() == ()
+    with mode:
+        assert stack.read() == (mode,)
+        torch.ones(1).neg()
+        seen = kind.calls
+        with private.unseen():
+            torch.ones(1).neg()
+            assert stack.len() == 0
+        assert kind.calls == seen > 0
+        stack.write(())
+        stack.push(mode)
+        assert stack.pop() is mode
+        stack.write((mode,))
+    assert stack.len() == 0
+
+
+def test_transforms_and_traces():
+    seen = []
+
+    def look(x):
+        seen.append((private.is_transformed(), private.is_tracing(), private.proxy_mode()))
+        return x * 2
+
+    look(torch.ones(1))
+    torch.func.vmap(look)(torch.ones(1))
+    make_fx(look)(torch.ones(1))
+    with pytest.warns(DeprecationWarning):
+        torch.jit.trace(look, torch.ones(1), check_trace=False)
+    plain, transformed, proxy, traced = seen
+    assert plain == (False, False, None)
+    assert transformed[0] and traced[1] and proxy[2] is not None
+
+
+def test_trees():
+    value = {'a': [1, (2,)], 'b': None}
+    assert private.tree_leaves(value) == [1, 2, None]
+    assert private.tree_map(str, value) == {'a': ['1', ('2',)], 'b': 'None'}
+    assert private.tree_map_only(int, str, value) == {'a': ['1', ('2',)], 'b': None}
+
+
+def test_the_default_device():
+    with torch.device('meta'):
+        assert isinstance(private.FUNCTION_MODES.read()[0], private.DeviceContext)
+
+
+def test_modules():
+    assert issubclass(nn.BatchNorm2d, private.BatchNorm)
+    assert private.is_full_backward_hook in vars(nn.Linear(1, 1))
+
+
+def test_parse_to():
+    assert private.parse_to('cuda:1', torch.float) == torch.device('cuda:1')
+    assert private.parse_to(torch.float) is None
