@@ -1,4 +1,5 @@
 """What the library refuses: one small program for each row of ``docs/guide/restrictions.md``."""
+from collections import OrderedDict
 from unittest.mock import patch
 
 import torch
@@ -204,6 +205,7 @@ REFUSALS = [
     lambda: GPipe(Net(linear()), [1], devices=['cpu']),
     own_parameter,
     own_hook,
+    lambda: GPipe(nn.Sequential(OrderedDict(partitions=linear())), [1], devices=['cpu']),
     same_child,
     same_parameter,
     lambda: GPipe(nn.Sequential(linear()), devices=['cpu']),
@@ -217,7 +219,6 @@ REFUSALS = [
     lambda: wrap(linear(), linear(), checkpoint='sometimes'),
     lambda: wrap(Stash(), linear()),
     lambda: wrap(linear(), linear()).to('cpu'),
-    lambda: getattr(wrap(linear(), linear()), '0'),
     replaced,
     lambda: wrap(linear(), linear())([torch.randn(4, 4)]),
     lambda: wrap(linear(), linear())((torch.randn(4, 4), torch.randn(3, 4))),

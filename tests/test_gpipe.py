@@ -52,18 +52,22 @@ def test_the_sequence_protocol():
             model[index]
 
 
-def test_names_of_modules():
-    a, b = nn.Linear(1, 1), nn.Linear(1, 1)
-    model = pipe(nn.Sequential(OrderedDict([('a', a), ('b', b)])), [1, 1])
-    named = dict(model.named_modules())
-    assert list(named) == ['', 'partitions', 'partitions.0', 'partitions.0.a', 'partitions.1',
-                           'partitions.1.b']
-    assert named['partitions.0.a'] is a and model.get_submodule('partitions.1.b') is b
-    assert [name for name, _ in nn.Sequential(model).named_modules()][2] == '0.partitions'
-    assert [name for name, _ in model.named_parameters()][0] == 'partitions.0.a.weight'
-    assert model.get_parameter('partitions.0.a.weight') is a.weight
-    with pytest.raises(AttributeError, match='index'):
-        model.a
+def test_names_are_those_of_the_module():
+    module = nn.Sequential(OrderedDict(
+        a=nn.Linear(1, 1), b=nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)))).double()
+    model = pipe(module, [1, 1])
+    for names in ('named_modules', 'named_children', 'named_parameters', 'named_buffers'):
+        pairs = [(name, value) for name, value in getattr(module, names)() if name]
+        assert [(name, value) for name, value in getattr(model, names)() if name] == pairs
+    assert model.get_submodule('b.1') is module[1][1] and model.a is module[0]
+    assert model.get_parameter('b.1.weight') is module[1][1].weight
+    assert model.get_buffer('b.0.running_mean') is module[1][0].running_mean
+    assert model.get_submodule('') is model
+    outer = dict(nn.Sequential(model).named_modules())
+    assert list(outer) == ['', '0', '0.a', '0.b', '0.b.0', '0.b.1']
+    assert model.get_submodule('partitions.1.b') is module[1]
+    with pytest.raises(AttributeError):
+        model.get_submodule('c')
 
 
 def test_layers_keep_the_modes_that_they_had():
@@ -109,11 +113,26 @@ def test_modules_that_are_added_later():
 
 
 def test_layers_with_names_of_its_own():
-    names = ['_engine', '_names', 'partitions', 'balance', 'chunks', 'devices', 'checkpoint']
-    model = nn.Sequential(OrderedDict((name, nn.Linear(2, 2)) for name in names))
-    gpipe = pipe(model, [3, 4], chunks=2)
-    gpipe(torch.rand(4, 2)).sum().backward()
-    assert list(gpipe.state_dict())[0] == '_engine.weight' and gpipe.chunks == 2
+    """The attribute wins where it is asked for as such; what takes strings finds the layer."""
+    names = ['_engine', '_names', 'balance', 'chunks', 'devices', 'checkpoint']
+    model = nn.Sequential(OrderedDict((name, nn.Linear(2, 2)) for name in names)).double()
+    gpipe = pipe(model, [3, 3], chunks=2)
+    x = torch.rand(4, 2).double()
+    gpipe(x).sum().backward()
+    assert gpipe.chunks == 2 and gpipe.balance == [3, 3]
+    assert list(gpipe.state_dict()) == list(model.state_dict())
+    assert [name for name, _ in gpipe.named_parameters()] == list(model.state_dict())
+    for name in names:
+        assert gpipe.get_submodule(name) is model.get_submodule(name)
+        assert gpipe.get_parameter(name + '.weight').grad is not None
+    # What goes from attribute to attribute ends with an error.
+    with pytest.raises(TypeError):
+        torch.func.functional_call(gpipe, model.state_dict(), x)
+
+
+def test_a_layer_that_is_called_partitions():
+    with pytest.raises(ValueError, match="called 'partitions'"):
+        pipe(nn.Sequential(OrderedDict(partitions=nn.Linear(1, 1))), [1])
 
 
 def test_the_mode_is_that_of_all_modules():

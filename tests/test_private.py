@@ -17,7 +17,8 @@ import torchgpipe
 from torchgpipe import private
 
 PRIVATE = re.compile(r'torch\._\w+|\bnn\.\w+\._\w+\.|_cdata|_execution_engine|_is_full_backward'
-                     r'|import Backward\w+|from torch(?!gpipe)[\w.]* import _\w+|from torch(?!gpipe)[\w.]*\._\w+')
+                     r'|import Backward\w+'
+                     r'|from torch(?!gpipe)[\w.]*( import |\.)_\w+')
 
 
 def test_no_other_file_uses_private_names():

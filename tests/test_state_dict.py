@@ -58,13 +58,6 @@ def test_in_v007_keys_had_the_partition_in_them(old_balance, nested):
     assert_same(target.state_dict().values(), source.state_dict().values())
 
 
-def test_a_layer_that_is_called_partitions():
-    model = nn.Sequential(OrderedDict(partitions=nn.Sequential(nn.Linear(1, 1))))
-    gpipe = GPipe(copy.deepcopy(model), [1], devices=['cpu'])
-    assert list(gpipe.state_dict()) == ['partitions.0.weight', 'partitions.0.bias']
-    gpipe.load_state_dict(model.state_dict())
-
-
 def test_within_another_module():
     outer = nn.Sequential(OrderedDict(head=nn.Linear(3, 3), pipe=pipe()))
     plain = nn.Sequential(OrderedDict(head=nn.Linear(3, 3), pipe=make(seed=1)))

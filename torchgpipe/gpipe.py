@@ -12,7 +12,7 @@ from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.private import is_tracing, is_transformed, parse_to, proxy_mode
 from torchgpipe.skip.skippable import verify_skippables
-from torchgpipe.split import (Device, split, take_balance, take_devices, verify_module,
+from torchgpipe.split import (Device, parse_balance, parse_devices, split, verify_module,
                               verify_source)
 
 __all__ = ['GPipe']
@@ -78,7 +78,7 @@ class GPipe(nn.Module):
                  devices: Iterable[Device] | None = None, chunks: int = 1,
                  checkpoint: str = 'except_last', deferred_batch_norm: bool = False) -> None:
         super().__init__()
-        self.chunks = _take_chunks(chunks)
+        self.chunks = _parse_chunks(chunks)
         self.checkpoint = str(checkpoint)
         if self.checkpoint not in _MODES:
             raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never': "
@@ -86,15 +86,16 @@ class GPipe(nn.Module):
         verify_module(module)
         verify_skippables(module)
         verify_source(balance, module)
-        self.balance = take_balance(balance, len(module))
-        self.devices = take_devices(devices, len(self.balance))
+        self.balance = parse_balance(balance, len(module))
+        self.devices = parse_devices(devices, len(self.balance))
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
 
         # [Note: Two views of the layers]
-        # The layers are registered as children under their own names, so that `state_dict` and all
-        # that stands on it speak these names, whatever the balance. Partitions are a second view
-        # of the same layers; through `named_modules` they give the names of torchgpipe 0.0.7.
+        # The layers are registered as children under their own names, so that all that goes by
+        # names speaks those of the module, whatever the balance. Partitions are a second view of
+        # the same layers, and no child. Where a layer has the name of an attribute of this class,
+        # `model.name` is the attribute, and what takes names as strings finds the layer.
         self.training = module.training
         partitions = nn.ModuleList(split(module, self.balance, self.devices))
         partitions.training = module.training
@@ -162,27 +163,17 @@ class GPipe(nn.Module):
     def _layers(self) -> list[nn.Module]:
         return [layer for partition in self.partitions for layer in partition.children()]
 
-    def __getattr__(self, name: str) -> Any:
-        # As in 0.0.7. Otherwise which layers can be reached by name would depend on which names
-        # this class takes for itself.
-        if name in self.__dict__.get('_names', ()):
-            raise AttributeError(f"a layer of a GPipe is reached by its index, not as '{name}'")
-        return super().__getattr__(name)
+    def get_submodule(self, target: str) -> nn.Module:
+        """Give a module by its name, also a layer that has the name of an attribute of this.
 
-    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = '',
-                      remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
-        """Yield this module, its partitions and all within: [Note: Two views of the layers]."""
-        memo = set() if memo is None else memo
-        if self in memo:
-            return
-        if remove_duplicate:
-            memo.add(self)
-        yield prefix, self
-        start = prefix + '.' if prefix else ''
-        yield from self.partitions.named_modules(memo, start + 'partitions', remove_duplicate)
-        for name, module in self._modules.items():  # those that were added later
-            if module is not None and name not in self._names:
-                yield from module.named_modules(memo, start + name, remove_duplicate)
+        >>> from collections import OrderedDict
+        >>> model = nn.Sequential(OrderedDict(chunks=nn.Linear(2, 2)))
+        >>> GPipe(model, [1], devices=['cpu']).get_parameter('chunks.bias').shape
+        torch.Size([2])
+        """
+        name, _, rest = target.partition('.')
+        layer = self._modules.get(name)
+        return super().get_submodule(target) if layer is None else layer.get_submodule(rest)
 
     def train(self, mode: bool = True) -> 'GPipe':
         """Set training or evaluation mode."""
@@ -199,11 +190,10 @@ class GPipe(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Keys of 0.0.7 are `partitions.<j>.<layer>.…`, from any balance.
         old = prefix + 'partitions.'
-        if 'partitions' not in self._names:
-            for key in [key for key in state_dict if key.startswith(old)]:
-                name = key[len(old):].partition('.')[2]
-                if name.partition('.')[0] in self._names:
-                    state_dict.setdefault(prefix + name, state_dict.pop(key))
+        for key in [key for key in state_dict if key.startswith(old)]:
+            name = key[len(old):].partition('.')[2]
+            if name.partition('.')[0] in self._names:
+                state_dict.setdefault(prefix + name, state_dict.pop(key))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def cuda(self, device: Any = None) -> 'GPipe':
@@ -262,7 +252,7 @@ def _denied() -> TypeError:
                      'devices=…)')
 
 
-def _take_chunks(chunks: int | str | Any) -> int:
+def _parse_chunks(chunks: int | str | Any) -> int:
     try:
         number = int(chunks)
     except (OverflowError, TypeError, ValueError):

@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from torchgpipe.engine.memory import size_of
 
-__all__ = ['Device', 'split', 'take_balance', 'take_devices', 'verify_module', 'verify_source']
+__all__ = ['Device', 'split', 'parse_balance', 'parse_devices', 'verify_module', 'verify_source']
 
 Device = torch.device | int | str
 
@@ -31,13 +31,15 @@ def verify_module(module: nn.Module) -> None:
 
     Raises:
         TypeError: It is not an :class:`torch.nn.Sequential`, or has a forward of its own.
-        ValueError: A child appears twice, or a parameter in two children.
+        ValueError: A child appears twice, or a parameter in two children, or a child has a name
+            that it can not have.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError('module must be nn.Sequential to be partitioned, but got '
                         f'{type(module).__name__}')
     _verify_plain(module)
     layers = list(module._modules.items())
+    _verify_names(layers)
     _verify_children(layers)
     _verify_parameters(layers)
 
@@ -58,6 +60,13 @@ def _verify_plain(module: nn.Sequential) -> None:
     for name, layer in module._modules.items():
         if layer is None:
             raise ValueError(f"layer '{name}' is None")
+
+
+def _verify_names(layers: Sequence[tuple[str, Any]]) -> None:
+    # What goes from attribute to attribute would take the one for the other without an error.
+    if any(name == 'partitions' for name, _ in layers):
+        raise ValueError("a layer to be partitioned can not be called 'partitions', which is what "
+                         'a GPipe calls its parts; give it another name')
 
 
 def _verify_children(layers: Sequence[tuple[str, Any]]) -> None:
@@ -81,7 +90,7 @@ def _verify_parameters(layers: Sequence[tuple[str, Any]]) -> None:
                                  f"'{owner}'; merge both layers into one child, or untie them")
 
 
-def take_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
+def parse_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
     """Check a balance against the number of layers.
 
     Raises:
@@ -139,7 +148,7 @@ def _other_module(difference: str) -> ValueError:
                       'numbers all the same')
 
 
-def take_devices(devices: Iterable[Device] | None, partitions: int) -> list[torch.device]:
+def parse_devices(devices: Iterable[Device] | None, partitions: int) -> list[torch.device]:
     """Resolve one device per partition; by default all CUDA devices.
 
     Raises:

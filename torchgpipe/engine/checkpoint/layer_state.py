@@ -113,10 +113,16 @@ class Layers:
                 if isinstance(module, ScriptModule)]
 
     @cached_property
+    def own_parameters(self) -> dict[nn.Module, dict[str, Tensor]]:
+        """The parameters of each module, which `torch.func.functional_call` gives others for."""
+        return {module: {name: parameter for name, parameter in module._parameters.items()
+                         if parameter is not None and not is_lazy(parameter)}
+                for module in self.modules}
+
+    @cached_property
     def _parameters(self) -> list[Place]:
-        return [((module, name), parameter) for module in self.modules
-                for name, parameter in module._parameters.items()
-                if parameter is not None and not is_lazy(parameter)]
+        return [((module, name), parameter) for module, own in self.own_parameters.items()
+                for name, parameter in own.items()]
 
     def watch(self) -> Watch:
         """Give what watches the first cell."""
@@ -310,7 +316,8 @@ class CellState:
         if module in self._attributes:
             attributes = _restored(self._attributes[module], now, memories)
         attributes['training'] = training
-        attributes['_parameters'] = parameters = {**now['_parameters']}
+        own = self._layers.own_parameters[module]
+        attributes['_parameters'] = parameters = {**now['_parameters'], **own}
         if module in self._parameters:
             parameters.update(_restored(self._parameters[module], parameters, memories))
         attributes['_buffers'] = _restored(
@@ -321,11 +328,14 @@ class CellState:
                       ) -> Iterator[ScriptSwap]:
         """Yield the same for a module of TorchScript, attribute by attribute."""
         yield module, 'training', module.training, training
+        own = self._layers.own_parameters[module]
         for now, restores in ((module._parameters, self._parameters.get(module, _NONE)),
                               (module._buffers, self._buffers.get(module, _NONE))):
             for name, tensor in now.items():
                 if name in restores:
                     yield module, name, tensor, restores[name](tensor, memories)
+                elif own.get(name, tensor) is not tensor:
+                    yield module, name, tensor, own[name]
 
 
 def _restored(restores: dict[str, Restore], now: dict[str, Any], memories: Memories
