@@ -23,17 +23,17 @@ autodoc_typehints_description_target = 'documented_params'
 autodoc_default_options = {'members': True}
 napoleon_use_ivar = True
 
-rooms = ('balance', 'balance.blockpartition', 'balance.costs', 'balance.layers',
+modules = ('balance', 'balance.blockpartition', 'balance.costs', 'balance.layers',
          'balance.profile', 'batchnorm', 'checkpoint', 'copy', 'dependency', 'microbatch', 'phony',
          'pipeline', 'skip', 'skip.layout', 'skip.portal', 'skip.tracker', 'stream', 'worker')
 doctest_global_setup = '\n'.join([
     'import torch', 'from torch import nn', 'from torchgpipe import *',
-    *(f'from torchgpipe.{room} import *' for room in rooms)])
+    *(f'from torchgpipe.{module} import *' for module in modules)])
 
 # Every reference has to resolve, but those to other projects and to what is not public.
 nitpicky = True
 nitpick_ignore_regex = [
-    ('py:.*', r'(torch|typing|nn|_?queue|collections)\..*'),
-    ('py:class', r'torchgpipe\.(.*\.)?(T\w*|ThreadState|Snapshot|Quiet|Workers|CPUStreamType)'),
+    ('py:.*', r'(torch|typing|nn|_?queue|collections|contextlib)\..*'),
+    ('py:class', r'torchgpipe\.(.*\.)?(T\w*|ThreadState|Workers|CPUStreamType)'),
     ('py:class', 'OutQueue'),
 ]

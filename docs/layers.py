@@ -15,7 +15,8 @@ TABLE = re.compile(r'(?<=<!-- import layers -->\n).*?(?=<!-- end of import layer
 
 def module(path: Path) -> str:
     """Give a file's name within the package: ``skip.portal``, and ``skip`` for a folder's."""
-    return '.'.join(path.relative_to(PACKAGE).with_suffix('').parts).removesuffix('.__init__')
+    parts = path.relative_to(PACKAGE.parent).with_suffix('').parts
+    return '.'.join(parts).removesuffix('.__init__').removeprefix('torchgpipe.')
 
 
 FILES = {module(path): path for path in sorted(PACKAGE.glob('**/*.py'))}
@@ -28,7 +29,7 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('torchgpipe'):
             base = node.module.partition('.')[2]
             names = {f'{base}.{alias.name}'.lstrip('.') for alias in node.names}
-            found |= {name if name in FILES else base for name in names}
+            found |= {name if name in FILES else base or 'torchgpipe' for name in names}
         elif isinstance(node, ast.Import):
             found |= {alias.name.partition('.')[2] for alias in node.names
                       if alias.name.startswith('torchgpipe')}
@@ -74,7 +75,7 @@ def table() -> str:
     rows = ['| layer | files |', '|---|---|']
     for k in sorted(set(found.values()), reverse=True):
         names = sorted(name for name, layer in found.items() if layer == k and '__' not in name)
-        cells = [f'`{name or "torchgpipe"}`: {idea(FILES[name])}' for name in names]
+        cells = [f'`{name}`: {idea(FILES[name])}' for name in names]
         rows.append(f'| {k} | ' + '<br>'.join(cells) + ' |')
     return '\n'.join(rows) + '\n'
 

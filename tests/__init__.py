@@ -1,1 +1,1 @@
-"""The tests, one file per room of the package, and one per promise that spans rooms."""
+"""The tests, one file per module of the package, and one per promise that spans modules."""

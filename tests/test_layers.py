@@ -66,3 +66,22 @@ def test_importing_needs_torch_only():
 def test_the_changelog_is_up_to_date():
     newest = re.search(r'^## ([\d.]+) ', (ROOT / 'docs/changelog.md').read_text(), re.M)
     assert newest.group(1) == torchgpipe.__version__
+
+
+NOTE = re.compile(r'\[Note: ([^\]]+)\]')
+
+
+def test_notes_are_where_the_design_page_says():
+    """And what is cited is there."""
+    text = re.sub(r'\s*\n\s*(# )?', ' ', layers.PAGE.read_text().partition('| note | file |')[2])
+    rows = re.findall(r'\| ([^|]+) \| `([\w/.]+)` \|', text)
+    notes = {note: path for titles, path in rows for note in titles.split('; ')}
+    for note, path in notes.items():
+        assert note in cited(layers.PACKAGE / path), note
+    found = {note for path in layers.FILES.values() for note in cited(path)}
+    assert found == set(notes)
+
+
+def cited(path):
+    """Give the titles of notes in a file."""
+    return {re.sub(r'\s+(# )?', ' ', note) for note in NOTE.findall(path.read_text())}

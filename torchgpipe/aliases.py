@@ -1,4 +1,4 @@
-"""Type aliases that several rooms share."""
+"""Type aliases that several modules share."""
 from collections.abc import Callable
 
 from torch import Tensor

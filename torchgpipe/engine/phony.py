@@ -7,7 +7,7 @@ from torchgpipe.engine.stream import default_stream, use_stream
 
 __all__ = ['get_phony']
 
-# Filled once per device, never emptied, read-only afterwards: the one global of this package.
+# Filled once per device, never emptied, read-only afterwards.
 _phonies: dict[tuple[torch.device, bool], Tensor] = {}
 
 
