@@ -127,7 +127,7 @@ class GPipe(nn.Module):
         engine = self._engine
         if engine is None:
             engine = self._engine = self._make_engine(self.partitions)
-        _check_tracing(threads=not engine.alone or checkpoint_stop > 0)
+        _check_tracing(threads=not engine.one_worker or checkpoint_stop > 0)
         Pipeline(engine, batches, checkpoint_stop).run()
         return gather(batches, sizes)
 

@@ -124,15 +124,15 @@ def _most_even(prefix: list[int], partitions: int, bound: int) -> list[int]:
     """Find the cuts that keep the bound and have the least sum of squares."""
     # Squares of lengths come second: they can not outweigh one unit of the squares of sums.
     weight = len(prefix) ** 2
-    alone = [weight * total * total + a * a for a, total in enumerate(prefix)]
+    squares = [weight * total * total + a * a for a, total in enumerate(prefix)]
     weighted = [2 * weight * total for total in prefix]
     # The first place where a block that ends at b may start.
     earliest = [bisect_left(prefix, total - bound) for total in prefix]
     windows = _windows(prefix, partitions, bound)
-    costs = alone
+    costs = squares
     rows: list[list[int]] = []
     for window, previous in zip(windows, [(0, 0), *windows]):
-        row, costs = _choose(prefix, alone, weighted, costs, earliest, window, previous)
+        row, costs = _choose(prefix, squares, weighted, costs, earliest, window, previous)
         rows.append(row)
     cuts = [len(prefix) - 1]
     for row in reversed(rows):
@@ -140,16 +140,16 @@ def _most_even(prefix: list[int], partitions: int, bound: int) -> list[int]:
     return cuts[-2:0:-1]
 
 
-def _choose(prefix: list[int], alone: list[int], weighted: list[int], costs: list[int],
+def _choose(prefix: list[int], squares: list[int], weighted: list[int], costs: list[int],
             earliest: list[int], window: tuple[int, int], previous: tuple[int, int]
             ) -> tuple[list[int], list[int]]:
     """Add a block: find for each end ``b`` in a window its best start ``a`` in the previous one.
 
-    A block costs ``weight * (S[b] - S[a])² + (b - a)²``, which is ``alone[b] + alone[a]`` less
+    A block costs ``weight * (S[b] - S[a])² + (b - a)²``, which is ``squares[b] + squares[a]`` less
     ``weighted[b] * S[a] + 2 * b * a``.
 
     Returns:
-        Two lists by ``b``: the best ``a``, and the least cost, with ``alone[b]`` added to it.
+        Two lists by ``b``: the best ``a``, and the least cost, with ``squares[b]`` added to it.
     """
     start, size = window[0], window[1] - window[0] + 1
     row, least = [0] * len(prefix), [0] * len(prefix)
@@ -166,7 +166,7 @@ def _choose(prefix: list[int], alone: list[int], weighted: list[int], costs: lis
                 value = costs[a] - factor * prefix[a] - twice * a
                 if value < best:
                     best, choice = value, a
-            row[b], least[b] = choice, best + 2 * alone[b]
+            row[b], least[b] = choice, best + 2 * squares[b]
             earliest[b] = choice  # With one block more, the last cut comes no earlier.
         stride //= 2
     return row, least

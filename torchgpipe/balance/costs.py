@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torchgpipe.balance.blockpartition import check_partitions
 from torchgpipe.balance.bounded import solve_bounded
 from torchgpipe.balance.layers import LayerProfile, SkipProfile
-from torchgpipe.balance.step import Balance, Step, even_cuts, group, ungroup
+from torchgpipe.balance.step import Balance, StepCost, even_cuts, group, ungroup
 from torchgpipe.balance.table import format_bytes, table
 
 __all__ = ['Profile']
@@ -129,8 +129,8 @@ class Profile:
         """
         partitions, chunks = _take(partitions, 'partitions'), _take(chunks, 'chunks')
         limits = _take_limits(memory_limit, partitions)
-        step = Step(self.layers, self.skips, self.input_bytes, partitions,
-                    min(chunks, self.batch_size), param_scale, checkpoint)
+        step = StepCost(self.layers, self.skips, self.input_bytes, partitions,
+                        min(chunks, self.batch_size), param_scale, checkpoint)
         check_partitions(step.costs, partitions)
         edges = self.edges()
         if len(edges) <= partitions:

@@ -9,7 +9,7 @@ from torchgpipe.balance.bounded import reachable
 from torchgpipe.balance.layers import LayerProfile, SkipProfile
 from torchgpipe.balance.table import format_bytes
 
-__all__ = ['Balance', 'Step', 'even_cuts', 'group', 'ungroup']
+__all__ = ['Balance', 'StepCost', 'even_cuts', 'group', 'ungroup']
 
 
 class Balance(list[int]):
@@ -39,7 +39,7 @@ class Balance(list[int]):
     layers: tuple[tuple[str, int], ...]
 
 
-class Step:
+class StepCost:
     """A training step of a pipeline over profiled layers: its times and its memory.
 
     At its peak, a partition of the layers ``a`` to ``b-1`` holds
@@ -68,10 +68,10 @@ class Step:
         self.skips = skips
         self.m = m
         self.waiting = min(m, max(1, partitions - 1)) / m
-        self.again = recomputed[checkpoint]
+        self.recomputed = recomputed[checkpoint]
         self.share = 1 if checkpoint == 'never' else m
         self.forward = [x.forward_seconds + (m - 1) * x.forward_overhead for x in layers]
-        self.costs = [forward * (1 + self.again) + x.backward_seconds
+        self.costs = [forward * (1 + self.recomputed) + x.backward_seconds
                       + (m - 1) * x.backward_overhead
                       for forward, x in zip(self.forward, layers)]
         self.resident = [0, *accumulate(
@@ -114,9 +114,9 @@ class Step:
         balance.bytes = [self.bytes(a, b) for a, b in parts]
         backward = [both - once for both, once in zip(balance.seconds, forward)]
         total = self._clocks(forward) + self._clocks(backward)
-        alone = sum(x.forward_seconds + x.backward_seconds for x in self.layers)
+        sequential = sum(x.forward_seconds + x.backward_seconds for x in self.layers)
         balance.bubble = 1 - sum(balance.seconds) / (len(lengths) * total) if total else 0.0
-        balance.speed_up = alone / total if total else 1.0
+        balance.speed_up = sequential / total if total else 1.0
         return balance
 
     def _clocks(self, seconds: list[float]) -> float:

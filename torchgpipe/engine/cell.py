@@ -26,18 +26,18 @@ class Cells:
         partition: The partition.
         checkpoint_stop: The first ``checkpoint_stop`` micro-batches are checkpointed.
         state: The state of the thread that asked for the forward pass.
-        alone: Whether no other partition can run at the same time.
+        one_worker: Whether all partitions run on one worker, so none at the same time.
     """
 
-    def __init__(self, partition: Partition, checkpoint_stop: int, state: ThreadState, alone: bool
-                 ) -> None:
+    def __init__(self, partition: Partition, checkpoint_stop: int, state: ThreadState,
+                 one_worker: bool) -> None:
         self._partition = partition
         self._state = state
         self._checkpoint_stop = checkpoint_stop if state.grad else 0
         self._trainable = self._checkpoint_stop > 0 and any(
             parameter.requires_grad for parameter in partition.layers.parameters())
         #: What has to be known of the layers, where it matters what they do.
-        self.layers = None if alone and not self._checkpoint_stop else Layers(
+        self.layers = None if one_worker and not self._checkpoint_stop else Layers(
             partition.layers, partition.observed, partition.lock)
         #: Tells after the forward pass whether any layers drew that were not known to.
         self.witness: Witness | None = None

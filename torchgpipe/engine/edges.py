@@ -75,7 +75,7 @@ class Edges:
             _wait(self._arrivals[i], self.stream, batch)  # 1
 
     def leave(self, i: int, output: Batch, recomputation: Recomputation | None) -> None:
-        """Hang onto the output of micro-batch ``i`` what backward has to meet first, in place."""
+        """Let micro-batch ``i`` leave: add to its output, in place, what backward runs first."""
         departures = self._departures
         if departures is None and recomputation is None and not self._orders:
             return  # [Note: Outputs that stay as they are]

@@ -72,7 +72,7 @@ class Engine:
         self.workers = Workers()
         #: On one device nothing can run at the same time, so a thread would only make its caller
         #: wait, and cost as much as several small layers.
-        self.alone = len({partition.worker for partition in self.partitions}) <= 1
+        self.one_worker = len({partition.worker for partition in self.partitions}) <= 1
         for j, partition in enumerate(self.partitions):
             partition.moves = j > 0 and self.apart(j - 1, j)
         for j, partition in enumerate(self.partitions):

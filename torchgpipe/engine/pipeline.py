@@ -37,12 +37,12 @@ from torchgpipe.skip.tracker import SkipTrackerThroughPortals
 __all__ = ['Pipeline', 'clock_cycles']
 
 #: Micro-batch and partition: ``(i, j)``.
-Place = tuple[int, int]
+CellIndex = tuple[int, int]
 
 _serial = itertools.count()
 
 
-def clock_cycles(m: int, n: int) -> Iterator[list[Place]]:
+def clock_cycles(m: int, n: int) -> Iterator[list[CellIndex]]:
     """Yield, clock by clock, the cells ``(i, j)`` that run at the same time.
 
     >>> list(clock_cycles(m=3, n=2))
@@ -89,7 +89,7 @@ class Pipeline:
         self._copy_streams = copy_streams or [
             engine.workers.copy_streams(partition.device, len(batches))
             if partition.arrives or partition.departs else [] for partition in engine.partitions]
-        self._cells = [Cells(partition, checkpoint_stop, state, engine.alone)
+        self._cells = [Cells(partition, checkpoint_stop, state, engine.one_worker)
                        for partition in engine.partitions]
         #: Looks after all of this pass; or, where some partitions draw, after less than that.
         self._witness = None if any(
@@ -119,7 +119,7 @@ class Pipeline:
             BaseException: What a cell raised, the first in clock order. Cells after it are not
                 started; those that ran beside it have ended.
         """
-        if not self._engine.alone:
+        if not self._engine.one_worker:
             self._engine.workers.check_caller()
         try:
             for schedule in clock_cycles(len(self._batches), len(self._engine.partitions)):
@@ -134,7 +134,7 @@ class Pipeline:
             for tracker in self._trackers:
                 tracker.clear()
 
-    def fence(self, schedule: Sequence[Place]) -> None:
+    def fence(self, schedule: Sequence[CellIndex]) -> None:
         """Copy skips and batches into the partitions that need them.
 
         See :mod:`torchgpipe.engine.edges` for the waits. A batch that stays in its memory is left
@@ -161,9 +161,9 @@ class Pipeline:
             return self._copy_streams[prev_j][i], self._copy_streams[next_j][i]
         return self._edges[prev_j].stream, self._edges[next_j].stream
 
-    def compute(self, schedule: Sequence[Place]) -> None:
+    def compute(self, schedule: Sequence[CellIndex]) -> None:
         """Run the cells of one clock."""
-        if self._engine.alone:
+        if self._engine.one_worker:
             with use_device(self._engine.partitions[0].device):
                 for i, j in schedule:
                     self._run_cell(i, j)
@@ -175,7 +175,7 @@ class Pipeline:
         else:
             self._compute_at_once(schedule)
 
-    def _takes_turns(self, schedule: Sequence[Place]) -> bool:
+    def _takes_turns(self, schedule: Sequence[CellIndex]) -> bool:
         """Tell whether the cells of a clock have to run one after the other.
 
         Two that draw from one generator must, for their numbers to be the same in every run. One
@@ -184,8 +184,8 @@ class Pipeline:
         draw = [self._cells[j].draws() for _, j in schedule]
         return self._state.takes_turns or True in draw or draw.count(None) > 1
 
-    def _compute_at_once(self, schedule: Sequence[Place]) -> None:
-        groups: dict[Any, list[Place]] = {}
+    def _compute_at_once(self, schedule: Sequence[CellIndex]) -> None:
+        groups: dict[Any, list[CellIndex]] = {}
         for i, j in schedule:
             groups.setdefault(self._engine.partitions[j].worker, []).append((i, j))
         witness = Witness() if self._witness is None else None
@@ -199,7 +199,7 @@ class Pipeline:
             for j in partitions:
                 self._cells[j].suspect()
 
-    def _dispatch(self, groups: Sequence[Sequence[Place]]) -> None:
+    def _dispatch(self, groups: Sequence[Sequence[CellIndex]]) -> None:
         """Give each worker its cells, and wait for all of them."""
         workers = self._engine.workers
         try:
@@ -223,13 +223,13 @@ class Pipeline:
             finally:
                 del first  # or its traceback, this frame and the error would be a cycle
 
-    def _run_group(self, group: Sequence[Place]) -> None:
+    def _run_group(self, group: Sequence[CellIndex]) -> None:
         """Run the cells of one worker in a clock, up to the first failure."""
         stream = self._edges[group[0][1]].stream
         with use_device(get_device(stream)), use_stream(stream):
             self._state.run(partial(self._run_in_state, group))
 
-    def _run_in_state(self, group: Sequence[Place]) -> None:
+    def _run_in_state(self, group: Sequence[CellIndex]) -> None:
         for i, j in group:
             if self._errors and min(self._errors) < j:
                 break
@@ -246,8 +246,8 @@ class Pipeline:
             i, len(batches), next(_serial), self._mini_batch, lock)
         try:
             with lock:
-                watched = i in self._parted or (self._trackers and self._trackers[i].shared)
-                run = self._run_watched if watched else self._run
+                aliases = self._trackers[i].aliased_with_batch if self._trackers else None
+                run = self._run_watched if aliases or i in self._parted else self._run
                 batches[i] = run(i, j, batches[i])
         finally:
             current.micro_batch = outside
@@ -276,7 +276,7 @@ class Pipeline:
         That is a skip tensor ([Note: Changes in place]), or another tensor of the batch itself
         that a copy has parted from it.
         """
-        shared = self._trackers[i].shared if self._trackers else set()
+        shared = self._trackers[i].aliased_with_batch if self._trackers else set()
         parted = self._parted.get(i, [])
         watched = set(shared)
         before, before_parted = versions(tuple(batch)), versions(parted)

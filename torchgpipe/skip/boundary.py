@@ -102,10 +102,11 @@ class _Watch:
     def __init__(self, tracker: SkipTrackerThroughPortals, incoming: Sequence[Key]) -> None:
         self._tracker = tracker
         self._seen: list[tuple[Key, Tensor, list[int]]] = []
-        if tracker.aliases or tracker.shared:
+        if tracker.aliases or tracker.aliased_with_batch:
             for key in incoming:
                 tensor = tracker.portals[key].tensor
-                if tensor is not None and (key in tracker.shared or tracker.aliases.get(key)):
+                aliased = key in tracker.aliased_with_batch or tracker.aliases.get(key)
+                if tensor is not None and aliased:
                     self._seen.append((key, tensor, versions([tensor])))
 
     def finish(self, output: Batch) -> None:
@@ -116,7 +117,8 @@ class _Watch:
                     f"the skip tensor '{key[1]}', whose memory is also that of the batch or of "
                     'another skip,'))
             if share_memory([tensor], output):
-                self._tracker.shared |= self._tracker.aliases.get(key, set())
+                tracker = self._tracker
+                tracker.aliased_with_batch |= tracker.aliases.get(key, set())
 
 
 def _find_aliases(tracker: SkipTrackerThroughPortals, outgoing: Sequence[Key], output: Batch
@@ -126,7 +128,7 @@ def _find_aliases(tracker: SkipTrackerThroughPortals, outgoing: Sequence[Key], o
                if (tensor := tracker.stashed.get(key)) is not None]
     for key, tensor in stashed:
         if share_memory([tensor], output):
-            tracker.shared.add(key)
+            tracker.aliased_with_batch.add(key)
         others: set[Key] = {other for other, x in stashed
                             if other != key and share_memory([tensor], [x])}
         if others:

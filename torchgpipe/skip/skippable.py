@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
-from torchgpipe.skip.drive import SkipGenerator, drive, pop, stash
+from torchgpipe.skip.generator import SkipGenerator, pop, run_generator, stash
 from torchgpipe.skip.namespace import Key, Namespace
 
 __all__ = ['SkipGenerator', 'Skippable', 'pop', 'skippable', 'stash', 'verify_skippables']
@@ -199,7 +199,8 @@ def _derive(base: type[Any], stashable: frozenset[str], poppable: frozenset[str]
 
     @wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return drive(base.forward(self, *args, **kwargs), self.namespaced, stashable, poppable)
+        generator = base.forward(self, *args, **kwargs)
+        return run_generator(generator, self.namespaced, stashable, poppable)
 
     bases = (base,) if issubclass(base, Skippable) else (Skippable, base)
     body = {'__doc__': base.__doc__, '__module__': base.__module__,

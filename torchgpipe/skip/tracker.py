@@ -12,15 +12,16 @@ more input of the cell that pops it. So all that the graph does with outputs and
 (wait for streams, recompute, keep the order of micro-batches) holds for skips as well.
 
 [Note: Changes in place]
-Who pops a tensor should see what became of it since, as without a pipeline. Within the cell
-that stashes it nothing is in the way: at the cell's end, a changed tensor enters its portal anew,
-with the history it has by then. Later, a change in the memory of a tensor would be seen or
-not, depending on whether it was copied, and its gradient would be wrong; so it raises. It
-is noticed by the tensor's version in a portal. Where a batch lies in the memory of a skip
-(``return input`` after ``yield stash('name', input)``), or two skips lie in one memory, versions
-of the one are watched for the sake of the other, also if it is a copy. (Tensors of inference
-mode have no versions, so a change goes unnoticed there. Micro-batches are views of one tensor and
-have one version: to change the input of the model in place and then stash it raises needlessly.)
+The layer that pops a tensor gets it with all changes in place since its stash, as without a
+pipeline. Changes within the cell that stashes it are no problem: at the cell's end, a changed
+tensor enters its portal anew, with the history it has by then. Later, a change in the memory of a
+tensor would be seen or not, depending on whether it was copied, and its gradient would be wrong;
+so it raises. It is noticed by the tensor's version in a portal. Where a batch lies in the memory
+of a skip (``return input`` after ``yield stash('name', input)``), or two skips lie in one memory,
+versions of the one are watched for the sake of the other, also if it is a copy. (Tensors of
+inference mode have no versions, so a change goes unnoticed there. Micro-batches are views of one
+tensor and have one version: to change the input of the model in place and then stash it raises
+needlessly.)
 """
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -79,20 +80,20 @@ class SkipTrackerThroughPortals(SkipTracker):
 
     Args:
         skip_layout: Tells which skips go to another partition.
-        again: Whether it is for a recomputation. Each has its own, since those of one micro-batch
-            may run at the same time; what is stashed there is for nobody.
+        recomputing: Whether it is for a recomputation. Each has its own, since those of one
+            micro-batch may run at the same time; what is stashed there is for nobody.
     """
 
-    def __init__(self, skip_layout: SkipLayout, again: bool = False) -> None:
+    def __init__(self, skip_layout: SkipLayout, recomputing: bool = False) -> None:
         super().__init__()
         self.skip_layout = skip_layout
-        self._again = again
+        self._recomputing = recomputing
         self._mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.portals: dict[Key, Portal] = {}
         self.phonies: dict[Key, Tensor] = {}
         self.stashed: dict[Key, Tensor | None] = {}
         #: Skips in whose memory the batch itself lies too. See "Changes in place" above.
-        self.shared: set[Key] = set()
+        self.aliased_with_batch: set[Key] = set()
         #: For each skip, the others in whose memory it lies.
         self.aliases: dict[Key, set[Key]] = {}
 
@@ -105,8 +106,8 @@ class SkipTrackerThroughPortals(SkipTracker):
         # A pipeline within a layer that is recomputed is in its first pass all the same, and then
         # it has no portal yet.
         portal = self.portals.get((ns, name))
-        again = self._again or (portal is not None and pass_state.recomputing)
-        life = 1 if again else 3 if pass_state.checkpointing else 2
+        recomputing = self._recomputing or (portal is not None and pass_state.recomputing)
+        life = 1 if recomputing else 3 if pass_state.checkpointing else 2
         if portal is None:
             portal = self.portals[ns, name] = Portal(tensor, life)
         else:
@@ -154,7 +155,7 @@ class SkipTrackerThroughPortals(SkipTracker):
 
     def renew(self, kept: Iterable[tuple[Key, Tensor | None]]) -> 'SkipTrackerThroughPortals':
         """Give a tracker for a recomputation, which pops what was kept."""
-        tracker = SkipTrackerThroughPortals(self.skip_layout, again=True)
+        tracker = SkipTrackerThroughPortals(self.skip_layout, recomputing=True)
         for key, tensor in kept:
             tracker.portals[key] = Portal(tensor, 1)
         return tracker

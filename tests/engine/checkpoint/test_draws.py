@@ -365,7 +365,7 @@ def test_a_draw_of_another_thread_within_an_operation(number, monkeypatch):
     first = cell.first_pass(lambda: F.dropout(torch.ones(100)) + torch.rand(100))
     assert left == [0] and len(recorder.draws) == 2
     now = torch.get_rng_state()
-    assert torch.equal(cell.again(lambda: F.dropout(torch.ones(100)) + torch.rand(100)), first)
+    assert torch.equal(cell.replay(lambda: F.dropout(torch.ones(100)) + torch.rand(100)), first)
     assert torch.equal(torch.get_rng_state(), now)
 
 

@@ -321,8 +321,8 @@ class Draws:
         """Whether someone drew in a first pass that was not recorded."""
         return self._witness is not None and self._witness.drawn
 
-    def again(self, function: Callable[[], T]) -> T:
-        """Run the cell again."""
+    def replay(self, function: Callable[[], T]) -> T:
+        """Run the cell again, on the numbers that it drew."""
         if self._draws or self.suspect:
             function = partial(Replayer(self._draws, self._random).run, function)
         before, after = self._before, self._after

@@ -52,7 +52,7 @@ Swap = tuple[nn.Module, dict[str, Any], dict[str, Any]]
 ScriptSwap = tuple[nn.Module, str, Any, Any]
 
 #: Where a tensor is, and the tensor.
-Place = tuple[Slot, Tensor]
+SlotTensor = tuple[Slot, Tensor]
 
 #: Buffers of at most so many bytes are copied for every cell where copies can't be made on write.
 SMALL = 1 << 16
@@ -98,7 +98,7 @@ class Layers:
         self.observed = observed.setdefault(tuple(self._training), Observed())
         #: The values that cells keep.
         self.kept: dict[Slot, Kept] = {}
-        self._split: tuple[int, list[Place], list[Place]] = -1, [], []
+        self._split: tuple[int, list[SlotTensor], list[SlotTensor]] = -1, [], []
 
     @cached_property
     def plain(self) -> list[tuple[nn.Module, bool]]:
@@ -120,7 +120,7 @@ class Layers:
                 for module in self.modules}
 
     @cached_property
-    def _parameters(self) -> list[Place]:
+    def _parameters(self) -> list[SlotTensor]:
         return [((module, name), parameter) for module, own in self.own_parameters.items()
                 for name, parameter in own.items()]
 
@@ -128,7 +128,7 @@ class Layers:
         """Give what watches the first cell."""
         return Watch(self.modules)
 
-    def parameters(self) -> tuple[list[Place], list[Place]]:
+    def parameters(self) -> tuple[list[SlotTensor], list[SlotTensor]]:
         """Give the parameters that are kept, and those that are told by their version."""
         written = self.observed.written
         if self._split[0] != len(written):

@@ -167,7 +167,7 @@ class Recomputation:
 
     def _run(self, leaves: tuple[Tensor, ...]) -> Any:
         function: Callable[[], Any] = partial(self._function, self._kind(leaves))
-        function = partial(self._draws.again, function)
+        function = partial(self._draws.replay, function)
         if self._layers is not None:
             function = partial(self._layers.run, function)
         return self._state.rerun(function)

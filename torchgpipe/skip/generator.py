@@ -1,4 +1,4 @@
-"""Drive a forward that is a generator: do what it yields, resume it with the answer.
+"""Run a forward that is a generator: do what it yields, resume it with the answer.
 
 A skippable layer's ``forward`` is a generator. It yields what it wants done, and is resumed with
 the answer; what it returns at last is the layer's output::
@@ -21,7 +21,7 @@ from torchgpipe.engine.batch import Batch
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import current_skip_tracker
 
-__all__ = ['SkipGenerator', 'drive', 'pop', 'stash']
+__all__ = ['SkipGenerator', 'pop', 'run_generator', 'stash']
 
 # The batch for trackers' methods, which have no use for it any more.
 _no_batch = Batch(())
@@ -81,8 +81,8 @@ class pop:
 SkipGenerator = Generator[stash | pop, Any, Any]
 
 
-def drive(generator: Any, namespaced: Callable[[str], Key], stashable: frozenset[str],
-          poppable: frozenset[str]) -> Any:
+def run_generator(generator: Any, namespaced: Callable[[str], Key], stashable: frozenset[str],
+                  poppable: frozenset[str]) -> Any:
     """Run the generator that a forward is, and do what it asks for.
 
     Args:
