@@ -2,12 +2,18 @@
 
 ::
 
-    published     the tables of torchgpipe 0.0.7 and the GPipe paper    experiment  what they are
-    options       what the user chooses                                 commands    the commands
-    campaign      settings one after another, tables, JSON, pictures    job         one setting
-    speed, memory, timeline, accuracy                                   what is measured
-    overhead, concurrency, balance, digits                              further benchmarks
-    results       what was measured, and is kept                        page        its page
+    commands      the commands of the published experiments
+    experiments   what is measured: digits, speed, memory, timeline, accuracy, overhead,
+                  concurrency, balance
+    harness       what they share:
+                  published   the tables of torchgpipe 0.0.7 and the GPipe paper
+                  experiment  what they are
+                  options     what the user chooses
+                  job         one setting
+                  campaign    settings one after another, tables, JSON, pictures
+                  page        the page of the results
+    models        the models of the published tables
+    results       what was measured, and is kept
 """
 from tqdm import tqdm
 

@@ -4,13 +4,13 @@ from typing import NoReturn
 
 import click
 
-from benchmarks.balance import balance
 from benchmarks.commands import EXPERIMENT_COMMANDS
-from benchmarks.concurrency import concurrency
-from benchmarks.digits import digits
-from benchmarks.listing import listing
-from benchmarks.overhead import overhead
-from benchmarks.page import page
+from benchmarks.experiments.balance import balance
+from benchmarks.experiments.concurrency import concurrency
+from benchmarks.experiments.digits import digits
+from benchmarks.experiments.overhead import overhead
+from benchmarks.harness.listing import listing
+from benchmarks.harness.page import page
 
 
 @click.group(context_settings={'help_option_names': ['-h', '--help']})

@@ -5,15 +5,15 @@ from typing import Any
 
 import click
 
-from benchmarks import accuracy, memory, speed, timeline
-from benchmarks.accuracy.pictures import write_pictures
-from benchmarks.accuracy.recipe import EPOCHS
-from benchmarks.campaign import campaign
-from benchmarks.experiment import Experiment
-from benchmarks.options import experiment_options, take_options
-from benchmarks.published import (AMOEBANETD_MEMORY, AMOEBANETD_SPEED, RESNET_ACCURACY,
-                                  RESNET_SPEED, UNET_MEMORY, UNET_SPEED, UNET_TIMELINE)
-from benchmarks.report import cores, output_folder
+from benchmarks.experiments import accuracy, memory, speed, timeline
+from benchmarks.experiments.accuracy.pictures import write_pictures
+from benchmarks.experiments.accuracy.recipe import EPOCHS
+from benchmarks.harness.campaign import campaign
+from benchmarks.harness.experiment import Experiment
+from benchmarks.harness.options import experiment_options, take_options
+from benchmarks.harness.published import (AMOEBANETD_MEMORY, AMOEBANETD_SPEED, RESNET_ACCURACY,
+                                          RESNET_SPEED, UNET_MEMORY, UNET_SPEED, UNET_TIMELINE)
+from benchmarks.harness.report import cores, output_folder
 
 __all__ = ['EXPERIMENT_COMMANDS']
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.report import machine
-from benchmarks.timeline.record import record
+from benchmarks.experiments.timeline.record import record
+from benchmarks.harness.report import machine
 from torchgpipe import GPipe
 
 CHUNKS, WIDTH, DEPTH, ROWS, STEPS = 4, 512, 8, 256, 21

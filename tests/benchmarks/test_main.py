@@ -9,13 +9,13 @@ import time
 import pytest
 import torch
 
-from benchmarks import balance as balance_module
-from benchmarks import concurrency as concurrency_module
-from benchmarks import overhead as overhead_module
-from benchmarks.overhead import ratios
-from benchmarks.page import PAGE, make_page
-from benchmarks.published import EXPERIMENTS
-from benchmarks.report import table
+from benchmarks.experiments import balance as balance_module
+from benchmarks.experiments import concurrency as concurrency_module
+from benchmarks.experiments import overhead as overhead_module
+from benchmarks.experiments.overhead import ratios
+from benchmarks.harness.page import PAGE, make_page
+from benchmarks.harness.published import EXPERIMENTS
+from benchmarks.harness.report import table
 from torchgpipe.balance.live import LiveTensors
 
 

@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.experiment import OURS, Experiment, Model, Setting
-from benchmarks.options import Options
-from benchmarks.published import UNET_TIMELINE
+from benchmarks.harness.experiment import OURS, Experiment, Model, Setting
+from benchmarks.harness.options import Options
+from benchmarks.harness.published import UNET_TIMELINE
 
 #: 44 + 21 layers.
 UNET = Model('unet', (1, 4))

@@ -1,6 +1,0 @@
-"""Train ResNet-101 on ImageNet, or on any folder of images laid out alike."""
-from benchmarks.accuracy.images import open_folders
-from benchmarks.accuracy.progress import refuse_to_overwrite
-from benchmarks.accuracy.train import measure
-
-__all__ = ['measure', 'open_folders', 'refuse_to_overwrite']

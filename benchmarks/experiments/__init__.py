@@ -1,0 +1,1 @@
+"""The experiments: what each measures, on the harness that they share."""

@@ -1,0 +1,136 @@
+"""Measure memory: parameters, gradients, optimizer state and peak activations of each partition.
+
+*Model memory* is parameters, gradients and optimizer state. *Activation memory* is the peak of
+all memory over two steps, less the model memory; gradients stay from step to step. Both are summed
+over partitions.
+
+Where each partition has a CUDA device for itself, the peak is what its allocator has reserved.
+Where partitions share a memory, the peak of each is that of live tensors: those that the partition
+made, its input, the gradient of its output and the skip tensors that it pops, as they would be on
+its own device. That leaves out what kernels need for themselves and what the allocator rounds up,
+and a tensor that two partitions hold at the same time counts for the later one only.
+"""
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from benchmarks.harness.experiment import Experiment, Setting
+from benchmarks.harness.job import Job, synchronize
+from benchmarks.harness.memory import GIB, size_of_partition
+from benchmarks.harness.options import Options
+from benchmarks.harness.published import ACTIVATIONS, MODEL
+from benchmarks.harness.turns import Turns
+from torchgpipe.balance.live import LiveTensors
+from torchgpipe.engine.pipeline import Pipeline
+
+__all__ = ['measure', 'peaks_by_partition']
+
+
+def measure(experiment: Experiment, setting: Setting, options: Options, result: dict[str, Any]
+            ) -> None:
+    """Train for some steps, and add to the result what each partition took."""
+    job = Job(experiment, setting, options)
+    # Gradients and optimizer state, which belong to the model, are there after one step.
+    before, steps = max(1, options.skip_epochs), options.epochs - options.skip_epochs
+    by_allocator = all(_has_own_devices(options.place(each)) for each in options.settings)
+    with tqdm(total=(before + steps) * job.batch, desc=setting.name, unit=' samples', leave=False
+              ) as bar:
+        def run(number: int, turns: Turns | None = None) -> None:
+            for _ in range(number):
+                _step(job, turns)
+                bar.update(job.batch)
+        peaks = (_reserved if by_allocator else _live)(job, run, before, steps)
+    model = [size_of_partition(partition, job.optimizers[j])
+             for j, partition in enumerate(job.partitions)]
+    if by_allocator:
+        peaks = [peak - sum(sizes.values()) for peak, sizes in zip(peaks, model)]
+    total = sum(sum(sizes.values()) for sizes in model)
+    result['partitions'] = [{'device': str(device), **sizes, 'activations': peak}
+                            for device, sizes, peak in zip(job.devices, model, peaks)]
+    result['measured_by'] = 'the allocator' if by_allocator else 'live tensors'
+    result['figure'] = (total + sum(peaks)) / GIB
+    result['details'].update({MODEL: total / GIB, ACTIVATIONS: sum(peaks) / GIB})
+
+
+def _has_own_devices(devices: Sequence[torch.device]) -> bool:
+    return len({device for device in devices if device.type == 'cuda'}) == len(devices)
+
+
+def _step(job: Job, turns: Turns | None) -> None:
+    """Train on one mini-batch; the gradients stay.
+
+    What is in no partition is on the last device: the output and the loss. The optimizer needs
+    memory for a parameter at a time, on its device.
+    """
+    turns = turns or Turns([])
+    turns.give(len(job.partitions) - 1)
+    job.forward().backward()
+    for j, optimizer in enumerate(job.optimizers):
+        turns.give(j)
+        optimizer.step()
+    turns.give(None)
+
+
+def _reserved(job: Job, run: Callable[..., None], before: int, steps: int) -> list[int]:
+    """Ask the allocator of each partition's own device."""
+    synchronize(job.devices)
+    torch.cuda.empty_cache()
+    for device in job.devices:
+        torch.cuda.reset_peak_memory_stats(device)
+    run(before + steps)
+    synchronize(job.devices)
+    return [torch.cuda.max_memory_reserved(device) for device in job.devices]
+
+
+def _live(job: Job, run: Callable[..., None], before: int, steps: int) -> list[int]:
+    run(before)
+    peaks = peaks_by_partition(job.partitions, lambda turns: run(steps, turns))
+    return [peaks[j] for j in range(len(job.partitions))]
+
+
+class _Owners(Turns):
+    """Turns that count what reaches a partition as its own."""
+
+    def __init__(self, partitions: Sequence[nn.Module]) -> None:
+        super().__init__(partitions)
+        self.live = LiveTensors(lambda: self.owner)
+
+    def receive(self, j: int, grads: Sequence[Tensor]) -> None:
+        for grad in grads:
+            self.live.give(grad, j)
+
+    def fence(self, pipeline: Pipeline, schedule: Sequence[tuple[int, int]]) -> None:
+        """Hand over batches and skips where a pipeline would copy them to another device."""
+        for i, j in schedule:
+            skips = [pipeline._trackers[i].portals[key].tensor
+                     for _, key in pipeline._engine.partitions[j].incoming]
+            for tensor in (*pipeline._batches[i], *skips):
+                if tensor is not None:
+                    self.live.give(tensor, j)
+
+
+def peaks_by_partition(partitions: Sequence[nn.Module], run: Callable[[Turns], None]
+                       ) -> dict[int, int]:
+    """Give the peak bytes of live tensors of each partition, in a memory that they share.
+
+    Args:
+        partitions: The partitions.
+        run: What to measure. It is given the turns, to say whose work it does between partitions.
+    """
+    owners = _Owners(partitions)
+    fence = Pipeline.fence
+
+    def fence_and_hand_over(pipeline: Pipeline, schedule: Sequence[tuple[int, int]]) -> None:
+        fence(pipeline, schedule)
+        owners.fence(pipeline, schedule)
+    try:
+        with owners.live.watched(), \
+                patch.object(Pipeline, 'fence', fence_and_hand_over):
+            run(owners)
+    finally:
+        owners.close()
+    return {j: owners.live.peaks.get(j, 0) for j in range(len(partitions))}

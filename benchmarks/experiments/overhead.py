@@ -1,0 +1,135 @@
+"""What the engine itself costs: cells so small that nothing else is left."""
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import click
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+from benchmarks.harness.report import Rows, machine, output_folder, table, write_json
+from torchgpipe import GPipe
+
+ROWS = 4
+SIZES = [(n, m) for n in (2, 4, 8) for m in (4, 8, 32)]
+WORKERS: dict[str, Callable[[int], list[str]]] = {
+    'one device': lambda n: ['cpu'] * n, 'n devices': lambda n: [f'cpu:{j}' for j in range(n)]}
+
+MEANING = ('µs per cell, plain loop → GPipe, and the ratio of the difference to the loop\n'
+           "(for 'always': loop of torch.utils.checkpoint → GPipe, and the ratio of what each\n"
+           'adds to the plain loop)')
+
+Step = Callable[[], object]
+
+
+def steps(n: int, m: int, devices: list[str]) -> dict[str, tuple[Step, Step]]:
+    """Give, for each kind of step, the plain loop's and the pipeline's."""
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(n)])
+    layers = list(model)
+    never, always = (GPipe(model, [1] * n, devices=devices, chunks=m, checkpoint=mode)
+                     for mode in ('never', 'always'))
+    x = torch.rand(ROWS * m, 8)
+
+    def loop() -> Tensor:
+        outputs = []
+        for value in x.split(ROWS):
+            for layer in layers:
+                value = layer(value)
+            outputs.append(value)
+        return torch.cat(outputs)
+
+    def checkpointed_loop() -> Tensor:
+        outputs = []
+        for value in x.split(ROWS):
+            for layer in layers:
+                value = checkpoint(layer, value, use_reentrant=False)
+            outputs.append(value)
+        return torch.cat(outputs)
+
+    def no_grad(step: Callable[[], Tensor]) -> Step:
+        def run() -> None:
+            with torch.no_grad():
+                step()
+        return run
+
+    def train(step: Callable[[], Tensor]) -> Step:
+        return lambda: step().sum().backward()
+
+    return {'forward without grad': (no_grad(loop), no_grad(lambda: never(x))),
+            'forward': (loop, lambda: never(x)),
+            "forward + backward, 'never'": (train(loop), train(lambda: never(x))),
+            "forward + backward, 'always'": (train(checkpointed_loop), train(lambda: always(x)))}
+
+
+def measure(n: int, m: int, devices: list[str], rounds: int) -> dict[str, tuple[float, float]]:
+    """Give microseconds per cell of each step, (loop, pipeline): medians over rounds."""
+    calls = {(kind, k): step for kind, pair in steps(n, m, devices).items()
+             for k, step in enumerate(pair)}
+    repeat = max(2, 256 // (n * m))
+    times: dict[Any, list[float]] = {key: [] for key in calls}
+    for step in calls.values():
+        step()
+    for _ in range(rounds):
+        for key, step in calls.items():
+            start = time.perf_counter()
+            for _ in range(repeat):
+                step()
+            times[key].append((time.perf_counter() - start) / repeat / (n * m) * 1e6)
+    return {kind: (median(times[kind, 0]), median(times[kind, 1])) for kind, _ in calls}
+
+
+def ratios(times: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """Relate the engine's own time to the plain loop's.
+
+    With checkpoints, relate what the engine adds to the plain loop to what
+    ``torch.utils.checkpoint`` adds to it.
+    """
+    plain = times["forward + backward, 'never'"][0]
+    return {kind: (ours - plain) / (loop - plain) if 'always' in kind else (ours - loop) / loop
+            for kind, (loop, ours) in times.items()}
+
+
+@click.command()
+@click.option('--rounds', type=click.IntRange(1), default=11, show_default=True,
+              help='Interleaved rounds, of which the medians count.')
+@click.option('--output', default='results', show_default=True, metavar='DIR',
+              help='Where the JSON file goes.')
+def overhead(rounds: int, output: str) -> None:
+    """Time the engine on trivial cells: Linear(8, 8) on 4 rows.
+
+    Microseconds per cell, beside a plain Python loop over the same cells, for n partitions and m
+    micro-batches. On one device cells run in the calling thread; on n devices, each clock
+    hands every cell to another thread.
+    """
+    folder = output_folder(output)
+    results = []
+    sizes = [(where, n, m) for where in WORKERS for n, m in SIZES]
+    for where, n, m in tqdm(sizes, desc='overhead', leave=False):
+        times = measure(n, m, WORKERS[where](n), rounds)
+        results.append({'where': where, 'n': n, 'm': m, 'us_per_cell': times,
+                        'ratio': ratios(times)})
+    click.echo(f"torch {machine()['torch']}, {machine()['cpu']}, {machine()['cores']} cores")
+    for where in WORKERS:
+        print_table(where, [result for result in results if result['where'] == where])
+    click.echo(f"\n{write_json(folder, 'overhead', results)}")
+
+
+def print_table(where: str, results: list[Any]) -> None:
+    """Print the times on one kind of devices, and the medians of the ratios."""
+    click.echo(f'\n{where}: {MEANING}\n')
+    click.echo(table(*overhead_rows(results)))
+
+
+def overhead_rows(results: list[Any]) -> Rows:
+    """Give the header and the rows."""
+    kinds = list(results[0]['ratio'])
+    rows = []
+    for result in results:
+        cells = [f'{loop:.1f} → {ours:.1f}  {result["ratio"][kind]:.2f}'
+                 for kind, (loop, ours) in result['us_per_cell'].items()]
+        rows.append([f"n={result['n']} m={result['m']}", *cells])
+    medians = [f"{median(result['ratio'][kind] for result in results):.2f}" for kind in kinds]
+    return ['', *kinds], [*rows, ['median', *medians]]

@@ -1,0 +1,62 @@
+"""The ablation, and the measured timeline of each of its settings."""
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.experiments.timeline.ablation import without
+from benchmarks.experiments.timeline.carry import carry
+from benchmarks.experiments.timeline.draw import draw_timeline, write_trace
+from benchmarks.experiments.timeline.record import record, utilisation
+from benchmarks.harness.epochs import time_epochs
+from benchmarks.harness.experiment import Experiment, Setting
+from benchmarks.harness.job import Job
+from benchmarks.harness.memory import GIB, peak_memory, size_of_partition
+from benchmarks.harness.options import Options
+from benchmarks.harness.published import (AMOEBANETD_SPEED, MEMORY, RESNET_SPEED, UNET_TIMELINE,
+                                          UTILISATION)
+from torchgpipe import GPipe
+
+__all__ = ['experiment_for', 'measure']
+
+#: Where the other models' balances for four devices come from.
+OTHERS = {'resnet101': (RESNET_SPEED, 'pipeline-4'), 'amoebanetd': (AMOEBANETD_SPEED, 'n4m4')}
+
+
+def experiment_for(model: str) -> Experiment:
+    """Give the ablation for a model: published for U-Net, with nothing to compare for others."""
+    if model == 'unet':
+        return UNET_TIMELINE
+    source, name = OTHERS[model]
+    like = source.setting(name)
+    return replace(UNET_TIMELINE, name=f'{model}-timeline', resolution=source.resolution,
+                   title=UNET_TIMELINE.title.replace('U-Net', model),
+                   settings=tuple(replace(setting, model=like.model, balance=like.balance,
+                                          published={}, details={})
+                                  for setting in UNET_TIMELINE.settings))
+
+
+def measure(experiment: Experiment, setting: Setting, options: Options, result: dict[str, Any]
+            ) -> None:
+    """Time epochs, then take the memory and the timeline of one step each."""
+    with without(setting.off):
+        job = Job(experiment, setting, options,
+                  carry if 'portals' in setting.off else lambda model: model)
+        time_epochs(job, result)
+        assert isinstance(job.model, GPipe)
+        boxes = record(job.model, lambda: job.forward().backward())
+        job.clear()
+        kept = sum(sum(size_of_partition(partition, optimizer).values())
+                   for partition, optimizer in zip(job.partitions, job.optimizers))
+        # Last, since PyTorch does not run compiled layers any more once it was watched.
+        peak = peak_memory(job.step, job.devices)
+    result['details'].update({UTILISATION: 100 * utilisation(boxes, job.devices),
+                              MEMORY: (kept + peak) / GIB})
+    stem = Path(options.output) / f'{experiment.name}-{setting.name}'
+    title = f'{setting.model}: {_list(setting)}'
+    files = draw_timeline(boxes, job.devices, title, stem)
+    files.append(write_trace(boxes, job.devices, stem.with_suffix('.trace.json')))
+    result['files'] = [path.name for path in files]
+
+
+def _list(setting: Setting) -> str:
+    return 'without ' + ', '.join(setting.off) if setting.off else 'as it is'

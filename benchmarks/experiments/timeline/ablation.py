@@ -1,0 +1,43 @@
+"""Switch off what torchgpipe does for speed and memory, to see what each thing brings.
+
+==============  ============================================================================
+off             instead
+==============  ============================================================================
+``dependency``  no edge keeps the order of micro-batches in backward
+``streams``     copies wait in the stream of the computation
+``portals``     skips are carried through every partition
+                (:mod:`benchmarks.experiments.timeline.carry`)
+==============  ============================================================================
+
+The numbers that the model computes stay the same.
+"""
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from torchgpipe.engine.stream import AbstractStream, current_stream
+from torchgpipe.engine.worker import Workers
+
+__all__ = ['without']
+
+
+@contextmanager
+def without(off: Collection[str]) -> Iterator[None]:
+    """Switch off, within the context, what can be switched off without changing the model."""
+    with ExitStack() as stack:
+        if 'dependency' in off:
+            stack.enter_context(patch('torchgpipe.engine.edges.join', _no_edge))
+        if 'streams' in off:
+            stack.enter_context(patch.object(Workers, 'copy_streams', _compute_streams))
+        yield
+
+
+def _no_edge(tensor: Tensor, phony: Tensor) -> Tensor:
+    return tensor
+
+
+def _compute_streams(workers: Workers, device: torch.device, m: int) -> list[AbstractStream]:
+    return [current_stream(device)] * m

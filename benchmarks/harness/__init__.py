@@ -1,0 +1,1 @@
+"""The harness: what experiments share, from options to tables and pictures."""

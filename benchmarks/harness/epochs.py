@@ -1,0 +1,38 @@
+"""Epochs of training, and how long they take."""
+import time
+from statistics import median
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.harness.experiment import Setting
+from benchmarks.harness.job import Job, synchronize
+
+__all__ = ['steps_of_an_epoch', 'time_epochs']
+
+#: Samples of an epoch at full scale.
+SAMPLES = 10_000
+
+
+def steps_of_an_epoch(setting: Setting, scale: float) -> int:
+    """Give the number of steps in an epoch: a fraction of those at full scale."""
+    return max(1, round(SAMPLES / setting.batch * scale))
+
+
+def time_epochs(job: Job, result: dict[str, Any]) -> None:
+    """Time epochs; the first ones are there to get warm."""
+    setting, options = job.setting, job.options
+    steps = steps_of_an_epoch(setting, options.scale)
+    throughputs = []
+    with tqdm(total=options.epochs * steps * job.batch, desc=setting.name, unit=' samples',
+              leave=False) as bar:
+        for epoch in range(options.epochs):
+            start = time.perf_counter()
+            for _ in range(steps):
+                job.step()
+                bar.update(job.batch)
+            synchronize(job.devices)
+            seconds = time.perf_counter() - start
+            if epoch >= options.skip_epochs:
+                throughputs.append(steps * job.batch / seconds)
+                result.update(figure=median(throughputs), epochs=throughputs)

@@ -1,0 +1,138 @@
+"""A model in training: what one step of a setting needs."""
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.harness.compiled import compile_partition
+from benchmarks.harness.exhaustion import require
+from benchmarks.harness.experiment import Experiment, Setting
+from benchmarks.harness.options import Options
+from torchgpipe import GPipe
+
+__all__ = ['Job', 'autocast', 'memory_of', 'share_cores', 'synchronize', 'wrap']
+
+#: Tensors as large as the parameters: weights, gradients and what the optimizer keeps.
+COPIES = {'SGD': 2, 'RMSprop': 3}
+
+
+@contextmanager
+def share_cores(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Let workers that run at the same time on the CPU share its cores."""
+    workers = len({device for device in devices if device.type == 'cpu'}) or 1
+    cores = torch.get_num_threads()
+    torch.set_num_threads(max(1, cores // workers))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(cores)
+
+
+def synchronize(devices: Sequence[torch.device]) -> None:
+    """Wait until all devices have done what is queued."""
+    for device in set(devices):
+        if device.type == 'cuda':
+            torch.cuda.synchronize(device)
+
+
+@contextmanager
+def autocast(options: Options, devices: Sequence[torch.device]) -> Iterator[None]:
+    """Compute in mixed precision within the context, if that was asked for."""
+    with ExitStack() as stack:
+        for kind in {device.type for device in devices} if options.autocast else ():
+            stack.enter_context(torch.autocast(kind, options.autocast))
+        yield
+
+
+def wrap(model: nn.Sequential, setting: Setting, options: Options, batch: int, **kwargs: Any
+         ) -> nn.Module:
+    """Put a model on its devices: into GPipe, or by itself if the setting has no balance."""
+    devices = options.place(setting)
+    if options.dtype == torch.float64:
+        model.double()
+    wrapped: nn.Module = model.to(memory_of(devices[0])) if not setting.balance else GPipe(
+        model, setting.balance, devices=devices, chunks=min(setting.chunks, batch),
+        checkpoint=setting.checkpoint, **kwargs)
+    if options.compile:
+        for partition in partitions_of(wrapped):
+            compile_partition(partition)
+    return wrapped
+
+
+def partitions_of(model: nn.Module) -> list[nn.Sequential]:
+    """Give the partitions of a GPipe; a model without one is one partition."""
+    partitions: Any = model.partitions if isinstance(model, GPipe) else [model]
+    return list(partitions)
+
+
+def memory_of(device: torch.device) -> torch.device:
+    """Give the device whose memory tensors are in: one for all workers on the CPU."""
+    return device if device.type == 'cuda' else torch.device('cpu')
+
+
+class Job:
+    """A setting's model, with random data of the right shape.
+
+    Args:
+        experiment: Which table.
+        setting: Which line of it.
+        options: What the user chose.
+        change: What an ablation makes of the model.
+
+    Raises:
+        MemoryError: The host has not enough memory for the model.
+    """
+
+    def __init__(self, experiment: Experiment, setting: Setting, options: Options,
+                 change: Callable[[nn.Sequential], nn.Sequential] = lambda model: model) -> None:
+        self.setting = setting
+        self.options = options
+        self.devices = options.place(setting)
+        self.batch = setting.scaled_batch(options.scale)
+        self.chunks = min(setting.chunks, self.batch)
+        self.resolution = experiment.scaled_resolution(options.scale)
+        copies = COPIES[experiment.optimizer] if self.devices[0].type == 'cpu' else 1
+        with torch.device('meta'):
+            number = sum(p.numel() for p in setting.model.build().parameters())
+        require(number * max(4, options.dtype.itemsize) * copies, str(setting.model))
+        torch.manual_seed(options.seed)
+        self.model = wrap(change(setting.model.build()), setting, options, self.batch)
+        self.partitions = partitions_of(self.model)
+        # Where memory counts, one parameter at a time: `foreach` may copy all of them at once.
+        foreach = False if experiment.figure == 'memory' else None
+        self.optimizers = [getattr(torch.optim, experiment.optimizer)(
+            partition.parameters(), lr=1e-3, foreach=foreach) for partition in self.partitions]
+        self.input, self.target = self._data()
+
+    def _data(self) -> Any:
+        dtype = self.options.dtype if self.options.autocast is None else torch.float32
+        x = torch.rand(self.batch, 3, self.resolution, self.resolution, dtype=dtype)
+        y = torch.randint(1000, (self.batch,))
+        if self.setting.model.kind == 'unet':
+            y = torch.rand(self.batch, 1, self.resolution, self.resolution).round().to(dtype)
+        return x.to(memory_of(self.devices[0])), y.to(memory_of(self.devices[-1]))
+
+    def forward(self) -> Tensor:
+        """Compute the loss."""
+        with autocast(self.options, self.devices):
+            with share_cores(self.devices):
+                output = self.model(self.input)
+            if self.setting.model.kind == 'unet':
+                return F.binary_cross_entropy_with_logits(output.to(self.target.dtype),
+                                                          self.target)
+            return F.cross_entropy(output, self.target)
+
+    def step(self) -> None:
+        """Train on one mini-batch."""
+        self.forward().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.clear()
+
+    def clear(self) -> None:
+        """Let go of the gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()

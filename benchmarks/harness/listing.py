@@ -1,0 +1,54 @@
+"""The command that lists all experiments, with settings and published figures."""
+
+import click
+
+from benchmarks.harness.experiment import OURS, Experiment, Setting
+from benchmarks.harness.published import ACTIVATIONS, EXPERIMENTS, MODEL
+from benchmarks.harness.tables import number, published
+
+__all__ = ['listing']
+
+#: Memory was published in two parts; their sum is ours.
+PARTS = (MODEL, ACTIVATIONS)
+
+
+@click.command('list')
+def listing() -> None:
+    """List the experiments: settings, and the figures published of each.
+
+    The first setting of each is the baseline of its ratios.
+    """
+    for experiment in EXPERIMENTS.values():
+        click.echo(f'{experiment.name}: {experiment.title}, {experiment.resolution}² '
+                   f'({experiment.figure}, {experiment.unit})')
+        rows = [_row(experiment, setting) for setting in experiment.settings]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        for row in rows:
+            click.echo('  ' + '  '.join(cell.ljust(width) for cell, width in zip(row, widths)
+                                        ).rstrip())
+    click.echo('\nFigures are those of torchgpipe 0.0.7 (ratio), then of other sources; memory is '
+               'model + activations, in GB in the GPipe paper.\n'
+               'Without published figures: digits, balance, overhead, concurrency. '
+               'More: COMMAND --help.')
+
+
+def _row(experiment: Experiment, setting: Setting) -> list[str]:
+    size = f'batch {setting.batch}' + (f' in {setting.chunks}' if setting.balance else '')
+    ratio = experiment.published_ratio(setting, OURS)
+    figure = _figure(setting, OURS)
+    if ratio is not None and experiment.figure == 'throughput':
+        figure += f' ({number(ratio)})'
+    others = [f'{source} {_figure(setting, source)}' for source in setting.published
+              if source != OURS]
+    details = [f'{published(sources[OURS])} {name}' for name, sources in setting.details.items()
+               if name not in PARTS]
+    return [setting.name, str(setting.model.size or ''), size,
+            ','.join(map(str, setting.balance)) or 'without GPipe', figure,
+            '; '.join([*details, *others])]
+
+
+def _figure(setting: Setting, source: str) -> str:
+    if PARTS[0] in setting.details:
+        return ' + '.join(published(setting.details[part][source]) for part in PARTS)
+    spread = f' ± {setting.spread[source]}' if source in setting.spread else ''
+    return published(setting.published[source]) + spread

@@ -1,0 +1,43 @@
+"""The memory that a partition keeps, and the peak of what a step takes."""
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchgpipe.balance.live import LiveTensors
+
+__all__ = ['GIB', 'peak_memory', 'size_of_partition']
+
+GIB = 2 ** 30
+
+
+def size_of_partition(partition: nn.Module, optimizer: Optimizer) -> dict[str, int]:
+    """Give the bytes that stay: parameters (with buffers), gradients, optimizer state."""
+    parameters = list(partition.parameters())
+    state = [value for p in parameters for value in optimizer.state[p].values()
+             if isinstance(value, Tensor)]
+    return {'parameters': _bytes([*parameters, *partition.buffers()]),
+            'gradients': _bytes([p.grad for p in parameters if p.grad is not None]),
+            'optimizer': _bytes(state)}
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def peak_memory(step: Any, devices: list[torch.device]) -> int:
+    """Give the peak of one step in bytes, beyond what was alive before it, over all devices."""
+    cuda = {device for device in devices if device.type == 'cuda'}
+    if not cuda:
+        with LiveTensors().watched() as live:
+            step()
+        return live.peak
+    before = {}
+    for device in cuda:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before[device] = torch.cuda.memory_allocated(device)
+    step()
+    return sum(torch.cuda.max_memory_allocated(device) - before[device] for device in cuda)

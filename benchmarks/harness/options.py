@@ -1,0 +1,124 @@
+"""The options that all experiments have in common."""
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import torch
+
+from benchmarks.harness.experiment import Experiment, Setting
+
+__all__ = ['Options', 'choose_devices', 'experiment_options', 'take_options']
+
+DTYPES = {name: getattr(torch, name) for name in ('float32', 'float64', 'bfloat16', 'float16')}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user chose."""
+
+    settings: tuple[Setting, ...]
+    devices: tuple[torch.device, ...]
+    scale: float
+    epochs: int
+    skip_epochs: int
+    dtype: torch.dtype
+    compile: bool
+    seed: int
+    output: str
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """Give the data type for automatic mixed precision, if that was asked for."""
+        return self.dtype if self.dtype.itemsize < 4 else None
+
+    def place(self, setting: Setting) -> list[torch.device]:
+        """Give a device for each partition, again from the first where there are too few."""
+        if not self.devices:
+            return choose_devices(len(setting))
+        return [self.devices[j % len(self.devices)] for j in range(len(setting))]
+
+
+def choose_devices(n: int) -> list[torch.device]:
+    """Give n CUDA devices, again from the first where there are fewer, or n CPU workers."""
+    count = torch.cuda.device_count()
+    return [torch.device('cuda', j % count) if count else torch.device('cpu', j)
+            for j in range(n)]
+
+
+def _parse_devices(context: Any, parameter: Any, value: str | None) -> tuple[Any, ...]:
+    """Read devices like cuda:0,cuda:1 and see that they are there."""
+    devices = []
+    for name in (value or '').split(',') if value else ():
+        try:
+            device = torch.device(name.strip())
+            torch.empty(0, device=device)
+        except (AssertionError, RuntimeError) as error:
+            raise click.BadParameter(f'{name!r}: {str(error).splitlines()[0]}') from None
+        if device.type not in ('cpu', 'cuda'):
+            raise click.BadParameter(f'{name!r} is neither a CPU nor a CUDA device')
+        devices.append(torch.device('cuda', torch.cuda.current_device())
+                       if device == torch.device('cuda') else device)
+    return tuple(devices)
+
+
+def _refuse_nan(context: Any, parameter: Any, value: float) -> float:
+    if value != value:
+        raise click.BadParameter('it is not a number')
+    return value
+
+
+def experiment_options(experiment: Experiment, epochs: int = 3, skip_epochs: int = 1,
+                       epoch: str = '10,000 samples; --scale takes a fraction of the steps too'
+                       ) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a command with the options that all experiments have in common."""
+    names = [setting.name for setting in experiment.settings]
+    options = [
+        click.option('--setting', 'settings', type=click.Choice([*names, 'all']), multiple=True,
+                     default=('all',), show_default=True,
+                     help='Which line of the table; may be given several times.'),
+        click.option('--devices', callback=_parse_devices, metavar='D,D,…',
+                     help='Where partitions go, again from the first if there are too few. '
+                     '[default: all CUDA devices, or cpu:0, cpu:1, …]'),
+        click.option('--scale', type=click.FloatRange(0, 1, min_open=True), default=1.,
+                     callback=_refuse_nan, show_default=True,
+                     help='Fraction of the published batch, and of height and width of the '
+                     f'images ({experiment.resolution}, at least 64).'),
+        click.option('--epochs', type=click.IntRange(1), default=epochs, show_default=True,
+                     help=f'Passes over the data: {epoch}.'),
+        click.option('--skip-epochs', type=click.IntRange(0),
+                     default=lambda: min(skip_epochs, _epochs_of_context() - 1),
+                     show_default=str(skip_epochs),
+                     help='How many of these come first and do not count.'),
+        click.option('--dtype', type=click.Choice(list(DTYPES)), default='float32',
+                     show_default=True,
+                     help='float16 and bfloat16: mixed precision, by autocast.'),
+        click.option('--compile', is_flag=True, help='Compile each partition (torch.compile).'),
+        click.option('--seed', type=click.IntRange(0, 2 ** 32 - 1), default=0, show_default=True,
+                     help='For parameters, data and dropout.'),
+        click.option('--output', default='results', show_default=True, metavar='DIR',
+                     help='Where tables, pictures and logs go.')]
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+    return decorate
+
+
+def _epochs_of_context() -> int:
+    """Give --epochs, which was parsed before: of one epoch none can be skipped."""
+    return int(click.get_current_context().params['epochs'])
+
+
+def take_options(experiment: Experiment, settings: tuple[str, ...], devices: tuple[Any, ...],
+                 scale: float, epochs: int, skip_epochs: int, dtype: str, compile: bool,
+                 seed: int, output: str) -> Options:
+    """Check what belongs together."""
+    if skip_epochs >= epochs:
+        raise click.BadParameter(f'{skip_epochs} of {epochs} epochs leave nothing to measure',
+                                 param_hint='--skip-epochs')
+    chosen = experiment.settings if 'all' in settings else tuple(
+        setting for setting in experiment.settings if setting.name in settings)
+    return Options(chosen, devices, scale, epochs, skip_epochs, DTYPES[dtype], compile, seed,
+                   output)

@@ -1,0 +1,114 @@
+"""The documentation's page of benchmarks, made of the results that are kept."""
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.experiments.balance import balance_rows
+from benchmarks.experiments.concurrency import concurrency_rows
+from benchmarks.experiments.overhead import MEANING, WORKERS, overhead_rows
+from benchmarks.harness.published import EXPERIMENTS
+from benchmarks.harness.report import Rows, describe
+from benchmarks.harness.tables import experiment_rows, is_cuda, notes, partition_rows
+
+__all__ = ['make_page', 'page']
+
+RESULTS = Path(__file__).parents[1] / 'results'
+PAGE = RESULTS.parents[1] / 'docs/benchmarks.md'
+
+START = '''# Benchmarks
+
+<!-- Written by `python -m benchmarks page` from benchmarks/results; do not edit. -->
+
+The tables that torchgpipe 0.0.7 and the GPipe paper published can be run again, each with one
+command: `python -m benchmarks list` shows them all, `python -m benchmarks COMMAND --help` says
+what each can be asked. `--scale 0.01` takes a hundredth of the batch and smaller images, for a
+small machine.
+
+Published figures stand beside the measured ones. They were measured on Tesla P40 GPUs (torchgpipe
+0.0.7) or come from the [GPipe paper](https://arxiv.org/abs/1811.06965). Every other figure on this
+page was measured where and when it says, and is kept in `benchmarks/results`. What was not
+measured is not there.
+'''
+
+
+def make_page() -> str:
+    """Write the page."""
+    sections = [_experiment(name, title) for name, title in
+                ((experiment.name, experiment.title) for experiment in EXPERIMENTS.values())]
+    return '\n'.join([START, *filter(None, [*sections, _balance(), _overhead(), _concurrency()])])
+
+
+def _kept(name: str) -> dict[str, Any]:
+    path = RESULTS / f'{name}.json'
+    kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return kept
+
+
+def _markdown(rows: Rows) -> str:
+    header, body = rows
+    lines = [header, ['---', *['--:'] * (len(header) - 1)], *body]
+    return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
+
+
+def _section(title: str, command: str, kept: dict[str, Any], *parts: str, cuda: bool = False
+             ) -> str:
+    where = f"`{command}`, {describe(kept['machine'], cuda)}:"
+    return '\n\n'.join([f'## {title}', where, *parts]) + '\n'
+
+
+def _experiment(name: str, title: str) -> str:
+    kept = _kept(name)
+    if not kept:
+        return ''
+    summary = kept['results']
+    parts = [_markdown(experiment_rows(summary)), *notes(summary)]
+    if partition_rows(summary)[1]:
+        parts.insert(1, _markdown(partition_rows(summary)))
+    parts += [f'![{title}](../benchmarks/results/{picture})' for picture in _pictures(name)]
+    return _section(title, _command(name, summary), kept, *parts, cuda=is_cuda(summary))
+
+
+def _command(name: str, summary: dict[str, Any]) -> str:
+    options = [f"--{option.replace('_', '-')} {summary[option]}" for option in
+               ('scale', 'epochs', 'skip_epochs', 'dtype', 'seed')]
+    if summary['compile']:
+        options.append('--compile')
+    settings = [result['setting'] for result in summary['settings']]
+    if settings != [setting.name for setting in EXPERIMENTS[name].settings]:
+        options += [f'--setting {setting}' for setting in settings]
+    return ' '.join([f'python -m benchmarks {name}', *options])
+
+
+def _pictures(name: str) -> list[str]:
+    return [path.name for path in sorted(RESULTS.glob(f'{name}*.svg'))]
+
+
+def _balance() -> str:
+    kept = _kept('balance')
+    return _section('Predicted and measured time of the slowest partition',
+                    'python -m benchmarks balance', kept,
+                    _markdown(balance_rows(kept['results'])))
+
+
+def _overhead() -> str:
+    kept = _kept('overhead')
+    parts = [f'In {MEANING}.']
+    for where in WORKERS:
+        rows = overhead_rows([r for r in kept['results'] if r['where'] == where])
+        parts += [f'On {where}:', _markdown(rows)]
+    return _section('Overhead of the engine', 'python -m benchmarks overhead', kept, *parts)
+
+
+def _concurrency() -> str:
+    kept = _kept('concurrency')
+    return _section('Two partitions at the same time', 'python -m benchmarks concurrency', kept,
+                    _markdown(concurrency_rows(kept['results'])))
+
+
+@click.command(hidden=True)
+def page() -> None:
+    """Write docs/benchmarks.md from benchmarks/results."""
+    PAGE.write_text(make_page())
+    click.echo(PAGE)

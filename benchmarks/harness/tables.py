@@ -1,0 +1,139 @@
+"""Results of an experiment as rows of a table, and what has to be said of them."""
+from typing import Any
+
+from benchmarks.harness.experiment import OURS
+from benchmarks.harness.report import Rows
+
+__all__ = ['experiment_rows', 'is_cuda', 'notes', 'number', 'partition_rows', 'published']
+
+
+def number(value: float | None, missing: str = '') -> str:
+    """Write a figure with four digits.
+
+    >>> number(411.662), number(0.8527), number(12.3456), number(None, '—')
+    ('411.7', '0.853', '12.35', '—')
+    """
+    if value is None:
+        return missing
+    return f'{value:.{3 if abs(value) < 1 else 2 if abs(value) < 100 else 1}f}'
+
+
+def published(value: float | None) -> str:
+    """Write a figure as it was published: nobody's digits are cut, or added.
+
+    >>> published(95.862), published(20.3), published(None)
+    ('95.862', '20.3', 'out of memory')
+    """
+    return 'out of memory' if value is None else f'{value:g}'
+
+
+def is_cuda(summary: dict[str, Any]) -> bool:
+    """Tell whether anything was measured on a CUDA device."""
+    return any(device.startswith('cuda') for result in summary['settings']
+               for device in result['devices'])
+
+
+def experiment_rows(summary: dict[str, Any]) -> Rows:
+    """Give the header and the rows: each figure with the published one beside it."""
+    settings = summary['settings']
+    sources = sorted({source for result in settings for source in result['published']},
+                     key=lambda source: (source != OURS, source))
+    details = list(dict.fromkeys(name for result in settings for name in
+                                 (*result['published_details'], *result['details'])))
+    header = ['setting', 'batch', 'chunks', f"{summary['figure']}, {summary['unit']}",
+              *(['published'] if OURS in sources else []), 'ratio',
+              *('published ratio' if source == OURS else source for source in sources)]
+    for name in details:
+        header += [name, 'published'] if _is_published(settings, name) else [name]
+    return header, [_row(result, sources, details, settings) for result in settings]
+
+
+def _row(result: dict[str, Any], sources: list[str], details: list[str],
+         settings: list[dict[str, Any]]) -> list[str]:
+    row = [result['setting'], str(result['batch']), str(result['chunks']),
+           number(result['figure'], result['status'])]
+    if OURS in sources:
+        row.append(published(result['published'][OURS]['figure']))
+    row.append(number(result['ratio'], '—'))
+    row += [number(result['published'].get(source, {}).get('ratio'), '—') for source in sources]
+    for name in details:
+        row.append(number(result['details'].get(name), '—'))
+        if _is_published(settings, name):
+            figure = result['published_details'].get(name, {}).get(OURS)
+            row.append('—' if figure is None else published(figure))
+    return row
+
+
+def _is_published(settings: list[dict[str, Any]], name: str) -> bool:
+    return any(name in result['published_details'] for result in settings)
+
+
+def partition_rows(summary: dict[str, Any]) -> Rows:
+    """Give the memory of each partition, where it was measured."""
+    parts = ['parameters', 'gradients', 'optimizer', 'activations']
+    rows = [[f"{result['setting']}, {j}", partition['device'],
+             *(f'{partition[part] / 2**30:.3f}' for part in parts)]
+            for result in summary['settings']
+            for j, partition in enumerate(result.get('partitions', []))]
+    return ['setting, partition', 'device', *(f'{part}, GiB' for part in parts)], rows
+
+
+def notes(summary: dict[str, Any]) -> list[str]:
+    """Say what a reader has to know before comparing these figures with the published ones."""
+    settings = summary['settings']
+    return [*_notes_on_ratios(summary), *_notes_on_devices(summary),
+            *_notes_on_memory(summary), *_notes_on_images(settings),
+            *(f"{result['setting']}: {result['reason'].rstrip('.')}." for result in settings
+              if 'reason' in result)]
+
+
+def _notes_on_ratios(summary: dict[str, Any]) -> list[str]:
+    found = [f"ratio: to '{summary['baseline']}' of this run; beside it those of the sources, to "
+             'their own.']
+    if not any(result['ratio'] for result in summary['settings']):
+        found = [f"No ratio: '{summary['baseline']}', to which they relate, has no figure."]
+    if summary['scale'] < 1:
+        found.append(
+            f"At scale {summary['scale']:g}, with images of {summary['resolution']}² and small "
+            'batches, these figures say that all of it runs, not how it does at full scale.')
+    if not summary['skip_epochs'] and summary['figure'] == 'throughput':
+        found.append('No epoch was skipped: what is slow at the beginning counts.')
+    return found
+
+
+def _notes_on_devices(summary: dict[str, Any]) -> list[str]:
+    placed = [['cpu:0' if device == 'cpu' else device for device in result['devices']]
+              for result in summary['settings']]
+    found = []
+    if any(len(set(devices)) < len(devices) for devices in placed):
+        found.append('Partitions share devices, which work for one of them at a time: speeds are '
+                     'no speed-ups; memory of each partition is valid.')
+    if any(device.startswith('cpu') for devices in placed for device in devices):
+        found.append('On the CPU workers share the cores, and backward runs in one thread.')
+    memories = {device.partition(':')[0] if device.startswith('cpu') else device
+                for devices in placed for device in devices}
+    if summary['experiment'].endswith('timeline') and len(memories) == 1:
+        found.append('In one memory nothing is copied, so streams and portals have no effect.')
+    return found
+
+
+def _notes_on_images(settings: list[dict[str, Any]]) -> list[str]:
+    found = next((result['images'] for result in settings if 'images' in result), None)
+    if found is None or found['classes'] == 1000:
+        return []
+    return [f"These images are not ImageNet: {found['classes']} classes, {found['train']} images "
+            f"for training and {found['val']} for validation. Their error does not compare."]
+
+
+def _notes_on_memory(summary: dict[str, Any]) -> list[str]:
+    how = {result['measured_by'] for result in summary['settings'] if 'measured_by' in result}
+    if not how:
+        return []
+    found = [
+        'Model memory is parameters (with buffers), gradients and optimizer state; activation '
+        'memory is the peak of all memory, less the model memory; both summed over partitions. '
+        f"Measured by {' and '.join(sorted(how))}."]
+    if summary['compile'] and 'live tensors' in how:
+        found.append('While live tensors are counted, PyTorch runs compiled layers uncompiled: '
+                     'this is the memory of the layers as they are.')
+    return found

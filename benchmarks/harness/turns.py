@@ -1,0 +1,75 @@
+"""Turns: which partition a thread works for at the moment.
+
+::
+
+    forward      enter ──▶ layers ──▶ leave      whose turn it was before, goes on
+    backward     recomputation: enter ──▶ leave
+                 a node of a partition's graph: its turn, until a node of another one
+
+Workers number their nodes each by itself, and one thread runs those of all partitions on the CPU,
+by these numbers; so partitions may take turns in backward at any node.
+"""
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.harness.graph import nodes_between
+from torchgpipe import is_recomputing
+
+__all__ = ['Turns']
+
+
+class Turns:
+    """Follow the work of partitions through forward, recomputation and backward.
+
+    Args:
+        partitions: In their order.
+    """
+
+    def __init__(self, partitions: Sequence[nn.Module]) -> None:
+        self._local = threading.local()
+        self._handles: list[Any] = []
+        for j, partition in enumerate(partitions):
+            self._handles += [
+                partition.register_forward_pre_hook(lambda *_, j=j: self._enter(j)),
+                partition.register_forward_hook(
+                    lambda _, args, output, j=j: self._leave(j, args, output))]
+
+    @property
+    def owner(self) -> int | None:
+        """Whose turn it is in this thread, if anyone's."""
+        return getattr(self._local, 'owner', None)
+
+    def give(self, j: int | None) -> None:
+        """Make it the turn of a partition in this thread, or nobody's."""
+        self._local.owner = j
+
+    def receive(self, j: int, grads: Sequence[Tensor]) -> None:
+        """Take note that gradients have come to a node of a partition."""
+
+    def close(self) -> None:
+        """Stop following."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, j: int) -> None:
+        self._local.__dict__.setdefault('stack', []).append(self.owner)
+        self.give(j)
+
+    def _leave(self, j: int, args: Any, output: Any) -> None:
+        self.give(self._local.stack.pop())
+        if not is_recomputing():
+            for node in nodes_between(_tensors(args), _tensors(output)):
+                node.register_prehook(lambda grads: self._turn(j, grads))
+
+    def _turn(self, j: int, grads: Sequence[Tensor]) -> None:
+        if self.owner != j:
+            self.give(j)
+            self.receive(j, [grad for grad in grads if grad is not None])
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

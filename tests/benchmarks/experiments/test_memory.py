@@ -1,0 +1,77 @@
+"""Peaks of partitions in a shared memory: each counts what it would have on its own device."""
+import torch
+from torch import nn
+
+from benchmarks.experiments.memory import peaks_by_partition
+from tests.benchmarks import tiny
+from torchgpipe import GPipe
+from torchgpipe.skip import Namespace, SkipGenerator, Skippable, pop, skippable, stash
+
+MIB = 2 ** 20
+
+
+@skippable(stash=['large'])
+class Stash(Skippable):
+    """Stash a large tensor, and go on with a small one."""
+
+    def forward(self, x: torch.Tensor) -> SkipGenerator:
+        """Give the first column."""
+        yield stash('large', x * 2)
+        return x[:, :1].clone()
+
+
+@skippable(pop=['large'])
+class Pop(Skippable):
+    """Pop it, and look at one column only."""
+
+    def forward(self, x: torch.Tensor) -> SkipGenerator:
+        """Add a column."""
+        large = yield pop('large')
+        return x + large[:, :1]
+
+
+def peaks(devices, mode, columns=MIB // 4):
+    """Give the peaks of three partitions; the skip from first to last has 4 MiB."""
+    level = Namespace()
+    model = nn.Sequential(Stash().isolate(level), nn.Linear(1, 1), Pop().isolate(level))
+    gpipe = GPipe(model, [1, 1, 1], devices=devices, chunks=1, checkpoint=mode)
+    x = torch.rand(4, columns)
+
+    def step(turns=None):
+        gpipe(x).sum().backward()
+    step()
+    return peaks_by_partition(list(gpipe.partitions), step)
+
+
+def test_a_skip_counts_where_it_is():
+    for devices in (['cpu'] * 3, ['cpu:0', 'cpu:1', 'cpu:2']):
+        first, middle, last = peaks(devices, 'never').values()
+        assert 4 * MIB <= first < 4.01 * MIB
+        assert middle < 1000
+        assert 4 * MIB <= last < 8.01 * MIB
+        # It is not counted twice for the one that stashed it, whose memory it leaves.
+        assert peaks(devices, 'always')[0] < 4.01 * MIB
+
+
+def test_what_a_partition_gives_counts_for_the_next():
+    wide = nn.Sequential(nn.Linear(1, MIB // 4, bias=False), nn.Flatten(),
+                         nn.Linear(MIB // 4, 1, bias=False))
+    gpipe = GPipe(wide, [1, 2], devices=['cpu', 'cpu'], chunks=2, checkpoint='always')
+    x = torch.rand(8, 1)
+    found = peaks_by_partition(list(gpipe.partitions), lambda turns: gpipe(x))
+    # 4 rows of a MiB each in the first, while it runs; all 8 are kept by the second.
+    assert 4 * MIB <= found[0] < 4.01 * MIB and 8 * MIB <= found[1] < 8.1 * MIB
+
+
+def test_partitions_that_take_turns_in_backward_have_the_peaks_of_those_that_do_not():
+    found = []
+    for devices in (['cpu'] * 3, ['cpu:0', 'cpu:1', 'cpu:2']):
+        torch.manual_seed(0)
+        gpipe = GPipe(tiny.UNET.build(), [20, 20, 25], devices=devices, chunks=8,
+                      checkpoint='always')
+        x = torch.rand(8, 3, 64, 64)
+        gpipe(x).sum().backward()
+        found.append(peaks_by_partition(list(gpipe.partitions),
+                                        lambda turns: gpipe(x).sum().backward()))
+    alone, workers = found
+    assert all(.9 * alone[j] < workers[j] < 1.1 * alone[j] + 2 ** 15 for j in range(3))

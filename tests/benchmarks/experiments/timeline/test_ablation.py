@@ -1,0 +1,109 @@
+"""What is switched off changes speed and memory, and no number."""
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.experiments.timeline.ablation import without
+from benchmarks.experiments.timeline.carry import carry
+from tests.benchmarks import tiny
+from tests.helpers import assert_same, gradients
+from torchgpipe import GPipe
+from torchgpipe.engine.worker import Workers
+from torchgpipe.skip.layout import inspect_skip_layout
+
+
+def unet():
+    """Give a U-Net whose numbers do not depend on random draws."""
+    model = tiny.UNET.build().double()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout2d):
+            module.p = 0.
+    return model
+
+
+def train(model, setting, x):
+    """Give output and gradients of the model under a setting of the ablation."""
+    with without(setting.off):
+        layers = carry(model) if 'portals' in setting.off else model
+        gpipe = GPipe(layers, setting.balance, devices=['cpu:0', 'cpu:1', 'cpu:2'],
+                      chunks=setting.chunks)
+        output = gpipe(x)
+        output.square().sum().backward()
+    return [output, *gradients(gpipe)]
+
+
+@pytest.mark.parametrize('setting', tiny.TIMELINE.settings, ids=lambda setting: setting.name)
+def test_the_numbers_are_those_of_the_model(setting):
+    model, x = unet(), torch.rand(4, 3, 64, 64, dtype=torch.double)
+    reference = copy.deepcopy(model)
+    expected = reference(x)
+    expected.square().sum().backward()
+    assert_same(train(model, setting, x), [expected, *gradients(reference)])
+
+
+def test_carried_skips_cross_every_boundary():
+    model = tiny.UNET.build()
+    parts = [nn.Sequential(*list(model)[k:k + 13]) for k in range(0, 65, 13)]
+    assert sum(len(inspect_skip_layout(parts).outgoing(j)) for j in range(5)) > 2
+    carried = carry(model)
+    assert not any(inspect_skip_layout([nn.Sequential(layer) for layer in carried]).outgoing(j)
+                   for j in range(65))
+    x = torch.rand(2, 3, 64, 64)
+    widths = []
+    for layer in carried:
+        x = layer(x)
+        widths.append(len(x) if isinstance(x, tuple) else 1)
+    assert max(widths) == 6 and widths[-1] == 1 and x.shape == (2, 1, 64, 64)
+
+
+def test_layers_that_give_tuples_can_be_carried():
+    class Two(nn.Module):
+        def forward(self, x):
+            """Give two tensors."""
+            return x, x + 1
+
+    class One(nn.Module):
+        def forward(self, input):
+            """Take two."""
+            return input[0] * input[1]
+    x = torch.rand(3)
+    assert torch.equal(carry(nn.Sequential(Two(), One()))(x), x * (x + 1))
+
+
+def order_of_backward(off):
+    """Give the order in which micro-batches of the last partition go through backward."""
+    seen = []
+
+    class Look(nn.Module):
+        def forward(self, x):
+            """Note when the gradient comes."""
+            number = int(x[0, 0].item())
+            x = x * 1
+            x.register_hook(lambda _: seen.append(number))
+            return x
+    model = nn.Sequential(nn.Identity(), Look())
+    x = torch.arange(4.)[:, None].requires_grad_()
+    with without(off):
+        gpipe = GPipe(model, [1, 1], devices=['cpu', 'cpu'], chunks=4, checkpoint='never')
+        output = gpipe(x)
+    edges = str(output.grad_fn.next_functions)
+    output.sum().backward()
+    return seen, edges
+
+
+def test_without_dependency_there_is_no_edge_between_micro_batches():
+    seen, edges = order_of_backward([])
+    assert seen == [3, 2, 1, 0] and 'Join' in edges
+    seen, edges = order_of_backward(['dependency'])
+    assert sorted(seen) == [0, 1, 2, 3] and 'Join' not in edges
+
+
+def test_without_streams_copies_use_the_stream_of_the_computation(monkeypatch):
+    monkeypatch.setattr('benchmarks.experiments.timeline.ablation.current_stream',
+                        lambda device: device)
+    with without(['streams']):
+        assert Workers().copy_streams(torch.device('cpu', 1), 2) == [torch.device('cpu', 1)] * 2
+    with without([]):
+        assert Workers().copy_streams(torch.device('cpu', 1), 2) != [torch.device('cpu', 1)] * 2
