@@ -2,9 +2,8 @@
 
 ::
 
-    commands      the commands of the published experiments
-    experiments   what is measured: digits, speed, memory, timeline, accuracy, overhead,
-                  concurrency, balance
+    commands      the list of experiments: where a new one is added
+    experiments   what is measured: a module each
     harness       what they share:
                   published   the tables of torchgpipe 0.0.7 and the GPipe paper
                   experiment  what they are

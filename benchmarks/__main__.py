@@ -4,11 +4,7 @@ from typing import NoReturn
 
 import click
 
-from benchmarks.commands import EXPERIMENT_COMMANDS
-from benchmarks.experiments.balance import balance
-from benchmarks.experiments.concurrency import concurrency
-from benchmarks.experiments.digits import digits
-from benchmarks.experiments.overhead import overhead
+from benchmarks.commands import MODULES
 from benchmarks.harness.listing import listing
 from benchmarks.harness.page import page
 
@@ -18,15 +14,14 @@ def cli() -> None:
     """Measure torchgpipe on this machine, and train with it on real data."""
 
 
-for command in (listing, digits, *EXPERIMENT_COMMANDS, balance, overhead, concurrency,
-                page):
+for command in (listing, page, *(command for module in MODULES for command in module.COMMANDS)):
     cli.add_command(command)
 
 
 def main() -> NoReturn:
     """Run a command; what is wrong with its options takes one line."""
     try:
-        cli(prog_name='python -m benchmarks', standalone_mode=False)
+        cli(prog_name='python -m benchmarks', standalone_mode=False, obj=MODULES)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
     except click.ClickException as error:

@@ -1,1 +1,1 @@
-"""The experiments: what each measures, on the harness that they share."""
+"""The experiments, each a module that benchmarks.commands lists, on the harness they share."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from benchmarks.harness.page import Section
 from benchmarks.harness.report import Rows, machine, output_folder, table, write_json
 from benchmarks.harness.turns import Turns
 from torchgpipe import GPipe
@@ -166,3 +167,8 @@ def balance_rows(results: list[dict[str, Any]]) -> Rows:
          f"{r['predicted_seconds'] * 1e3:.1f}", f"{r['measured_seconds'] * 1e3:.1f}",
          f"{r['ratio']:.2f}", f"{min(r['ratios']):.2f}–{max(r['ratios']):.2f}"]
         for r in results]
+
+
+COMMANDS = [balance]
+SECTION = Section('Predicted and measured time of the slowest partition', 'balance',
+                  lambda results: [balance_rows(results)])

@@ -7,6 +7,7 @@ import click
 import torch
 from torch import nn
 
+from benchmarks.harness.page import Section
 from benchmarks.harness.report import Rows, machine, output_folder, table, write_json
 from torchgpipe import GPipe
 
@@ -75,3 +76,8 @@ def concurrency_rows(results: list[dict[str, float]]) -> Rows:
     return ['ms per layer', 'ms per cell', 'serial, ms', 'GPipe, ms', 'speed-up'], [
         [f'{value:.3f}' if name == 'layer_ms' else f'{value:.2f}' for name, value in row.items()]
         for row in results]
+
+
+COMMANDS = [concurrency]
+SECTION = Section('Two partitions at the same time', 'concurrency',
+                  lambda results: [concurrency_rows(results)])

@@ -176,3 +176,6 @@ def print_results(results: dict[str, Result], model: GPipe, chunks: int, checkpo
                f'(mean {(a - b).abs().mean():.4f}) in {len(a)} steps; each micro-batch is '
                'normalised by itself.')
     click.echo('peak memory: of one training step, beyond parameters and optimizer state.')
+
+
+COMMANDS = [digits]

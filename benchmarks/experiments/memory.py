@@ -14,20 +14,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
+import click
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from benchmarks.harness.campaign import campaign
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.job import Job, synchronize
 from benchmarks.harness.memory import GIB, size_of_partition
-from benchmarks.harness.options import Options
-from benchmarks.harness.published import ACTIVATIONS, MODEL
+from benchmarks.harness.options import Options, experiment_options, take_options
+from benchmarks.harness.published import ACTIVATIONS, AMOEBANETD_MEMORY, MODEL, UNET_MEMORY
 from benchmarks.harness.turns import Turns
 from torchgpipe.balance.live import LiveTensors
 from torchgpipe.engine.pipeline import Pipeline
 
-__all__ = ['measure', 'peaks_by_partition']
+__all__ = ['COMMANDS', 'measure', 'peaks_by_partition']
 
 
 def measure(experiment: Experiment, setting: Setting, options: Options, result: dict[str, Any]
@@ -134,3 +136,17 @@ def peaks_by_partition(partitions: Sequence[nn.Module], run: Callable[[Turns], N
     finally:
         owners.close()
     return {j: owners.live.peaks.get(j, 0) for j in range(len(partitions))}
+
+
+def _command(experiment: Experiment) -> click.Command:
+    @click.command(experiment.name, help=(
+        f'{experiment.title}: what parameters, gradients, optimizer state and activations of each '
+        'partition take. Model memory is all of these but activations; activation memory is the '
+        'peak of all memory, less the model memory.'))
+    @experiment_options(experiment, 2, 1, 'a step each, at least one of which comes first')
+    def command(**options: Any) -> None:
+        campaign(experiment, take_options(experiment, **options), measure)
+    return command
+
+
+COMMANDS = [_command(experiment) for experiment in (AMOEBANETD_MEMORY, UNET_MEMORY)]

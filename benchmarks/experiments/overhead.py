@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
+from benchmarks.harness.page import Section
 from benchmarks.harness.report import Rows, machine, output_folder, table, write_json
 from torchgpipe import GPipe
 
@@ -133,3 +134,16 @@ def overhead_rows(results: list[Any]) -> Rows:
         rows.append([f"n={result['n']} m={result['m']}", *cells])
     medians = [f"{median(result['ratio'][kind] for result in results):.2f}" for kind in kinds]
     return ['', *kinds], [*rows, ['median', *medians]]
+
+
+def _parts(results: list[Any]) -> list[str | Rows]:
+    """Give the page a table for each kind of devices."""
+    parts: list[str | Rows] = [f'In {MEANING}.']
+    for where in WORKERS:
+        parts += [f'On {where}:',
+                  overhead_rows([result for result in results if result['where'] == where])]
+    return parts
+
+
+COMMANDS = [overhead]
+SECTION = Section('Overhead of the engine', 'overhead', _parts)

@@ -1,15 +1,32 @@
 """Measure the speed of training: samples per second."""
 from typing import Any
 
+import click
+
+from benchmarks.harness.campaign import campaign
 from benchmarks.harness.epochs import time_epochs
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.job import Job
-from benchmarks.harness.options import Options
+from benchmarks.harness.options import Options, experiment_options, take_options
+from benchmarks.harness.published import AMOEBANETD_SPEED, RESNET_SPEED, UNET_SPEED
 
-__all__ = ['measure']
+__all__ = ['COMMANDS', 'measure']
 
 
 def measure(experiment: Experiment, setting: Setting, options: Options, result: dict[str, Any]
             ) -> None:
     """Train for some epochs, and add to the result what each of them gave."""
     time_epochs(Job(experiment, setting, options), result)
+
+
+def _command(experiment: Experiment) -> click.Command:
+    @click.command(experiment.name, help=(
+        f'{experiment.title}: train on random data, and relate the samples per second to the '
+        'baseline. The median epoch counts.'))
+    @experiment_options(experiment)
+    def command(**options: Any) -> None:
+        campaign(experiment, take_options(experiment, **options), measure)
+    return command
+
+
+COMMANDS = [_command(experiment) for experiment in (RESNET_SPEED, AMOEBANETD_SPEED, UNET_SPEED)]

@@ -1,4 +1,6 @@
 """The command that lists all experiments, with settings and published figures."""
+from collections.abc import Sequence
+from types import ModuleType
 
 import click
 
@@ -13,7 +15,8 @@ PARTS = (MODEL, ACTIVATIONS)
 
 
 @click.command('list')
-def listing() -> None:
+@click.pass_obj
+def listing(modules: Sequence[ModuleType]) -> None:
     """List the experiments: settings, and the figures published of each.
 
     The first setting of each is the baseline of its ratios.
@@ -26,10 +29,11 @@ def listing() -> None:
         for row in rows:
             click.echo('  ' + '  '.join(cell.ljust(width) for cell, width in zip(row, widths)
                                         ).rstrip())
+    names = [[command.name for command in module.COMMANDS] for module in modules]
+    others = [name for group in names if not {*group} & {*EXPERIMENTS} for name in group]
     click.echo('\nFigures are those of torchgpipe 0.0.7 (ratio), then of other sources; memory is '
                'model + activations, in GB in the GPipe paper.\n'
-               'Without published figures: digits, balance, overhead, concurrency. '
-               'More: COMMAND --help.')
+               f"Without published figures: {', '.join(others)}. More: COMMAND --help.")
 
 
 def _row(experiment: Experiment, setting: Setting) -> list[str]:

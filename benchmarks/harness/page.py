@@ -1,18 +1,17 @@
 """The documentation's page of benchmarks, made of the results that are kept."""
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import click
 
-from benchmarks.experiments.balance import balance_rows
-from benchmarks.experiments.concurrency import concurrency_rows
-from benchmarks.experiments.overhead import MEANING, WORKERS, overhead_rows
 from benchmarks.harness.published import EXPERIMENTS
 from benchmarks.harness.report import Rows, describe
 from benchmarks.harness.tables import experiment_rows, is_cuda, notes, partition_rows
 
-__all__ = ['make_page', 'page']
+__all__ = ['Section', 'make_page', 'page']
 
 RESULTS = Path(__file__).parents[1] / 'results'
 PAGE = RESULTS.parents[1] / 'docs/benchmarks.md'
@@ -33,11 +32,26 @@ measured is not there.
 '''
 
 
-def make_page() -> str:
-    """Write the page."""
-    sections = [_experiment(name, title) for name, title in
-                ((experiment.name, experiment.title) for experiment in EXPERIMENTS.values())]
-    return '\n'.join([START, *filter(None, [*sections, _balance(), _overhead(), _concurrency()])])
+class Section(NamedTuple):
+    """What the page says of an experiment without a published table.
+
+    Attributes:
+        title: Its heading.
+        name: The command, and the file of its results.
+        parts: Makes text and tables of the results.
+    """
+
+    title: str
+    name: str
+    parts: Callable[[Any], Sequence[str | Rows]]
+
+
+def make_page(modules: Sequence[ModuleType]) -> str:
+    """Write the page: published tables, then the sections of those modules that have one."""
+    tables = [_experiment(name, title) for name, title in
+              ((experiment.name, experiment.title) for experiment in EXPERIMENTS.values())]
+    others = [_other(module.SECTION) for module in modules if hasattr(module, 'SECTION')]
+    return '\n'.join([START, *filter(None, [*tables, *others])])
 
 
 def _kept(name: str) -> dict[str, Any]:
@@ -70,6 +84,15 @@ def _experiment(name: str, title: str) -> str:
     return _section(title, _command(name, summary), kept, *parts, cuda=is_cuda(summary))
 
 
+def _other(section: Section) -> str:
+    kept = _kept(section.name)
+    if not kept:
+        return ''
+    return _section(section.title, f'python -m benchmarks {section.name}', kept, *(
+        part if isinstance(part, str) else _markdown(part)
+        for part in section.parts(kept['results'])))
+
+
 def _command(name: str, summary: dict[str, Any]) -> str:
     options = [f"--{option.replace('_', '-')} {summary[option]}" for option in
                ('scale', 'epochs', 'skip_epochs', 'dtype', 'seed')]
@@ -85,30 +108,9 @@ def _pictures(name: str) -> list[str]:
     return [path.name for path in sorted(RESULTS.glob(f'{name}*.svg'))]
 
 
-def _balance() -> str:
-    kept = _kept('balance')
-    return _section('Predicted and measured time of the slowest partition',
-                    'python -m benchmarks balance', kept,
-                    _markdown(balance_rows(kept['results'])))
-
-
-def _overhead() -> str:
-    kept = _kept('overhead')
-    parts = [f'In {MEANING}.']
-    for where in WORKERS:
-        rows = overhead_rows([r for r in kept['results'] if r['where'] == where])
-        parts += [f'On {where}:', _markdown(rows)]
-    return _section('Overhead of the engine', 'python -m benchmarks overhead', kept, *parts)
-
-
-def _concurrency() -> str:
-    kept = _kept('concurrency')
-    return _section('Two partitions at the same time', 'python -m benchmarks concurrency', kept,
-                    _markdown(concurrency_rows(kept['results'])))
-
-
 @click.command(hidden=True)
-def page() -> None:
+@click.pass_obj
+def page(modules: Sequence[ModuleType]) -> None:
     """Write docs/benchmarks.md from benchmarks/results."""
-    PAGE.write_text(make_page())
+    PAGE.write_text(make_page(modules))
     click.echo(PAGE)

@@ -1,6 +1,6 @@
-"""The command line: help, wrong options, and each command once, at a small size."""
+"""The command line: help, wrong options, and a published model."""
 import json
-import re
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -9,14 +9,10 @@ import time
 import pytest
 import torch
 
-from benchmarks.experiments import balance as balance_module
-from benchmarks.experiments import concurrency as concurrency_module
-from benchmarks.experiments import overhead as overhead_module
-from benchmarks.experiments.overhead import ratios
-from benchmarks.harness.page import PAGE, make_page
+from benchmarks import experiments
+from benchmarks.commands import MODULES
+from benchmarks.harness.page import PAGE
 from benchmarks.harness.published import EXPERIMENTS
-from benchmarks.harness.report import table
-from torchgpipe.balance.live import LiveTensors
 
 
 def test_help(run):
@@ -30,6 +26,11 @@ def test_help(run):
     for option in ('--epochs', '--chunks', '--balance', '--checkpoint', '--output'):
         assert option in out
     assert run()[0] == 0
+
+
+def test_all_experiments_are_in_the_list():
+    found = pkgutil.iter_modules(experiments.__path__, 'benchmarks.experiments.')
+    assert {module.__name__ for module in MODULES} == {info.name for info in found}
 
 
 @pytest.mark.parametrize('args, reason', [
@@ -103,65 +104,3 @@ def test_ctrl_c_in_a_process_of_its_own(tmp_path):
     out, err = process.communicate()
     assert process.returncode == 130 and err.endswith('Stopped.\n') and 'baseline' in out
     assert json.loads(path.read_text())['results']['settings'][0]['status'] == 'measured'
-
-
-def test_the_page_is_made_of_the_results_that_are_kept():
-    assert PAGE.read_text() == make_page()
-
-
-def test_digits(run, tmp_path):
-    code, out, _ = run('digits', '--epochs', 3, '--checkpoint', 'always', '--output', tmp_path)
-    assert code == 0
-    accuracies = re.findall(r'(?:unwrapped|GPipe) +([\d.]+)%', out)
-    assert len(accuracies) == 2 and all(float(accuracy) > 90 for accuracy in accuracies)
-    assert 'largest difference of the losses' in out
-    assert (tmp_path / 'digits.png').read_bytes().startswith(b'\x89PNG')
-
-
-def test_overhead(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(overhead_module, 'SIZES', [(2, 4)])
-    code, out, _ = run('overhead', '--rounds', 1, '--output', tmp_path)
-    assert code == 0 and 'n=2 m=4' in out and 'median' in out
-    written = json.loads((tmp_path / 'overhead.json').read_text())
-    assert written['machine']['torch'] == torch.__version__ and len(written['results']) == 2
-
-
-def test_balance(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(balance_module, 'SIZES', (2,))
-    monkeypatch.setattr(balance_module, 'MODES', ('except_last',))
-    code, out, _ = run('balance', '--rounds', 1, '--output', tmp_path)
-    assert code == 0 and all(name in out for name in balance_module.MODELS)
-    results = json.loads((tmp_path / 'balance.json').read_text())['results']
-    assert len(results) == 3 and all(0.1 < result['ratio'] < 10 for result in results)
-    code, _, err = run('balance', '--device', 'cuda:99')
-    assert code == 1 and '--device cuda:99' in err and err.count('\n') == 1
-
-
-def test_concurrency(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(concurrency_module, 'ROWS', 2)
-    code, out, _ = run('concurrency', '--rounds', 1, '--output', tmp_path)
-    assert code == 0 and 'speed-up' in out and (tmp_path / 'concurrency.json').exists()
-
-
-def test_ratios():
-    got = ratios({'forward': (5., 15.), "forward + backward, 'never'": (20., 30.),
-                  "forward + backward, 'always'": (100., 60.)})
-    assert got == {'forward': 2., "forward + backward, 'never'": .5,
-                   "forward + backward, 'always'": .5}
-
-
-def test_tables_are_aligned():
-    assert table(['', 'x'], [['ab', 1], ['c', 10]]).splitlines() == [
-        '     x', '──  ──', 'ab   1', 'c   10']
-
-
-def test_live_tensors_are_counted_once_and_until_they_die():
-    with LiveTensors().watched() as live:
-        a = torch.empty(100)
-        b = a.view(10, 10)
-        assert live.now == 400
-        c = b + 1
-        del a, c
-        assert live.now == 400
-        del b
-    assert (live.now, live.peak) == (0, 800)

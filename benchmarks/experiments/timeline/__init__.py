@@ -3,20 +3,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
+
 from benchmarks.experiments.timeline.ablation import without
 from benchmarks.experiments.timeline.carry import carry
 from benchmarks.experiments.timeline.draw import draw_timeline, write_trace
 from benchmarks.experiments.timeline.record import record, utilisation
+from benchmarks.harness.campaign import campaign
 from benchmarks.harness.epochs import time_epochs
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.job import Job
 from benchmarks.harness.memory import GIB, peak_memory, size_of_partition
-from benchmarks.harness.options import Options
+from benchmarks.harness.options import Options, experiment_options, take_options
 from benchmarks.harness.published import (AMOEBANETD_SPEED, MEMORY, RESNET_SPEED, UNET_TIMELINE,
                                           UTILISATION)
 from torchgpipe import GPipe
 
-__all__ = ['experiment_for', 'measure']
+__all__ = ['COMMANDS', 'experiment_for', 'measure']
 
 #: Where the other models' balances for four devices come from.
 OTHERS = {'resnet101': (RESNET_SPEED, 'pipeline-4'), 'amoebanetd': (AMOEBANETD_SPEED, 'n4m4')}
@@ -60,3 +63,18 @@ def measure(experiment: Experiment, setting: Setting, options: Options, result: 
 
 def _list(setting: Setting) -> str:
     return 'without ' + ', '.join(setting.off) if setting.off else 'as it is'
+
+
+@click.command(UNET_TIMELINE.name, help=(
+    f'{UNET_TIMELINE.title}: each setting adds one to the settings before. Draws the measured '
+    'timeline of a step (PNG, SVG), with a lane for each partition, and writes a trace for '
+    'Perfetto or chrome://tracing.'))
+@experiment_options(UNET_TIMELINE)
+@click.option('--model', type=click.Choice(['unet', 'resnet101', 'amoebanetd']), default='unet',
+              show_default=True, help='Which model; published figures are there for U-Net only.')
+def _command(model: str, **options: Any) -> None:
+    experiment = experiment_for(model)
+    campaign(experiment, take_options(experiment, **options), measure)
+
+
+COMMANDS = [_command]

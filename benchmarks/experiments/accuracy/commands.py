@@ -1,0 +1,51 @@
+"""The commands: train on a folder of images, and write one to try it on."""
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.experiments.accuracy.images import open_folders
+from benchmarks.experiments.accuracy.pictures import write_pictures
+from benchmarks.experiments.accuracy.progress import refuse_to_overwrite
+from benchmarks.experiments.accuracy.recipe import EPOCHS
+from benchmarks.experiments.accuracy.train import measure
+from benchmarks.harness.campaign import campaign
+from benchmarks.harness.options import experiment_options, take_options
+from benchmarks.harness.published import RESNET_ACCURACY
+from benchmarks.harness.report import cores, output_folder
+
+__all__ = ['COMMANDS']
+
+
+@click.command(RESNET_ACCURACY.name, help=(
+    f'{RESNET_ACCURACY.title}, or on any images: the recipe of Goyal et al., with a validation '
+    'after each epoch. Every epoch is kept, in a CSV log and in a checkpoint. To try it without '
+    'ImageNet, make a folder with the command `pictures`.'))
+@experiment_options(RESNET_ACCURACY, EPOCHS, 0, 'all images')
+@click.option('--data', required=True, metavar='DIR',
+              help='Images in train/<class>/ and val/<class>/.')
+@click.option('--workers', type=click.IntRange(0), default=lambda: len(cores()),
+              show_default='cores', help='Processes that read images.')
+@click.option('--resume', is_flag=True, help='Go on from the checkpoint in --output.')
+def _accuracy(data: str, workers: int, resume: bool, **options: Any) -> None:
+    taken = take_options(RESNET_ACCURACY, **options)
+    open_folders(Path(data), resolution=1, seed=0)
+    if not resume:
+        refuse_to_overwrite(RESNET_ACCURACY, taken)
+    campaign(RESNET_ACCURACY, taken, partial(
+        measure, data=Path(data), workers=workers, resume=resume))
+
+
+@click.command()
+@click.argument('folder', metavar='DIR')
+def pictures(folder: str) -> None:
+    """Write a small folder of images, to try resnet101-accuracy on.
+
+    Crops of two photographs and some handwritten digits, from scikit-learn: 80 for training, 20
+    for validation, in 5 classes.
+    """
+    write_pictures(output_folder(folder))
+
+
+COMMANDS = [pictures, _accuracy]

@@ -1,0 +1,22 @@
+"""Overhead: one size, and the ratios by hand."""
+import json
+
+import torch
+
+from benchmarks.experiments import overhead
+
+
+def test_overhead(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(overhead, 'SIZES', [(2, 4)])
+    code, out, _ = run('overhead', '--rounds', 1, '--output', tmp_path)
+    assert code == 0 and 'n=2 m=4' in out and 'median' in out
+    written = json.loads((tmp_path / 'overhead.json').read_text())
+    assert written['machine']['torch'] == torch.__version__ and len(written['results']) == 2
+
+
+def test_ratios():
+    got = overhead.ratios({
+        'forward': (5., 15.), "forward + backward, 'never'": (20., 30.),
+        "forward + backward, 'always'": (100., 60.)})
+    assert got == {'forward': 2., "forward + backward, 'never'": .5,
+                   "forward + backward, 'always'": .5}
