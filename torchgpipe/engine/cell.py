@@ -86,7 +86,7 @@ class Cells:
         layers = self.layers
         assert layers is not None
         observed = layers.observed
-        watch = layers.watch() if observed.draws is None else None
+        watch = None if observed.watched and observed.draws is not None else layers.watch()
         recorder = watch or observed.recorder()
         found = CellState(layers, watch)
         device = self._partition.device

@@ -122,8 +122,7 @@ class Recorder(_Mode):
 
     Args:
         random: Operations that draw and do not say so. With ``None``, all that are not PyTorch's
-            own
-            are looked at, and those that do are found.
+            own are looked at, and those that do are found.
     """
 
     def __init__(self, random: Iterable[Any] | None = None) -> None:
@@ -284,10 +283,10 @@ class Draws:
     """The random numbers of one cell.
 
     Args:
-        device: Where it runs. recorder: Records its first pass; ``None`` if its layers were seen
-            not to draw. witness: Tells whether anyone drew, after the first pass. By default one
-            that looks at the end
-            of this cell.
+        device: Where it runs.
+        recorder: Records its first pass; ``None`` if its layers were seen not to draw.
+        witness: Tells after the first pass whether anyone drew. By default one that looks at the
+            end of this cell.
     """
 
     __slots__ = ('_after', '_before', '_device', '_draws', '_random', '_recorder', '_witness')

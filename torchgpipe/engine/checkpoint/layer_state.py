@@ -24,14 +24,14 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
+from torchgpipe.engine.checkpoint.attributes import OWN, SIMPLE, attributes_of, contents_of
 from torchgpipe.engine.checkpoint.kept import (Kept, Memories, copy_of, copy_on_write, is_plain,
                                                view_of)
-from torchgpipe.engine.checkpoint.observed import OWN, Observed, Slot, Watch
+from torchgpipe.engine.checkpoint.observed import Observed, Slot, Watch
 from torchgpipe.engine.memory import size_of, versions
 from torchgpipe.engine.passes import pass_state
 from torchgpipe.private import storage_id, unseen
@@ -61,10 +61,6 @@ _NONE: dict[str, Restore] = {}
 
 #: Sets an attribute of a module, without what `nn.Module` makes of that.
 assign = object.__setattr__
-
-#: Attributes that are put back as they were. Others, like lists, may have changed in themselves.
-_SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device,
-           torch.Size)
 
 
 def _now(now: Any, memories: Memories) -> Any:
@@ -218,12 +214,15 @@ class CellState:
 
     def _keep_attributes(self, module: nn.Module) -> dict[str, Restore]:
         return {name: self._keep_attribute((module, name), value)
-                for name, value in module.__dict__.items() if name not in OWN}
+                for name, value in attributes_of(module).items()}
 
     def _keep_attribute(self, slot: Slot, value: Any) -> Restore:
         if isinstance(value, Tensor):
             return self._keep(slot, value, at_once=True)
-        return (lambda now, memories: value) if isinstance(value, _SIMPLE) else _now
+        if contents_of(slot[1], value) is not None:
+            kept = value.copy()
+            return lambda now, memories: kept.copy()
+        return (lambda now, memories: value) if isinstance(value, SIMPLE) else _now
 
     def end(self) -> None:
         """Look what the first pass has changed."""
@@ -234,6 +233,7 @@ class CellState:
         self._end_told(after, {} if watch is None else watch.copies)
         if watch is not None:
             observed = self._layers.observed
+            observed.watched = True
             observed.aware |= pass_state.asked
             observed.restless |= set() if observed.aware else watch.restless()
             self._attributes = {module: restores for module, restores in self._attributes.items()

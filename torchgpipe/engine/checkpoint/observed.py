@@ -7,17 +7,15 @@ numbers, and copy what the layers write to.
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from torchgpipe.engine.checkpoint.attributes import attributes_of, contents_of, is_restless
 from torchgpipe.engine.checkpoint.draws import Recorder
 from torchgpipe.engine.checkpoint.kept import Memories, copy_of, is_plain
 from torchgpipe.engine.checkpoint.operations import operation_of
 from torchgpipe.private import storage_id
 
-__all__ = ['OWN', 'Observed', 'Slot', 'Watch']
-
-#: Attributes of a module that are looked at by themselves.
-OWN = ('_buffers', '_parameters', 'training')
+__all__ = ['Observed', 'Slot', 'Watch']
 
 #: The place of a parameter or a buffer: a module and a name.
 Slot = tuple[nn.Module, str]
@@ -30,6 +28,8 @@ class Observed:
         #: Whether they draw from a generator that other threads may use; ``None`` if not known
         #: yet.
         self.draws: bool | None = None
+        #: Whether a checkpointed cell was watched. Others show only whether they draw.
+        self.watched = False
         #: Operations of theirs that draw although PyTorch does not say so.
         self.random: set[Any] = set()
         #: Parameters and buffers that they write to.
@@ -74,7 +74,11 @@ class Watch(Recorder):
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         super().__init__()
         self.copies: Memories = {}
-        self._found = {module: _attributes_of(module) for module in modules}
+        self._found = {module: attributes_of(module) for module in modules}
+        self._contents = {
+            module: {name: contents for name, value in found.items()
+                     if (contents := contents_of(name, value)) is not None}
+            for module, found in self._found.items()}
         self._watched = {storage_id(x) for module in self._found
                          for x in (*module._parameters.values(), *module._buffers.values())
                          if x is not None and is_plain(x)}
@@ -88,15 +92,4 @@ class Watch(Recorder):
     def restless(self) -> set[nn.Module]:
         """Give the modules whose attributes are others now, or are tensors."""
         return {module for module, found in self._found.items()
-                if any(isinstance(value, Tensor) for value in found.values())
-                or not _are_same(found, _attributes_of(module))}
-
-
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Give the attributes of a module but for its parameters and buffers."""
-    return {name: value for name, value in module.__dict__.items() if name not in OWN}
-
-
-def _are_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Tell whether attributes are the very same objects."""
-    return a.keys() == b.keys() and all(a[name] is b[name] for name in a)
+                if is_restless(found, self._contents[module], attributes_of(module))}

@@ -1,0 +1,63 @@
+"""Attributes of a module beside its parameters and buffers: did they change, how to put them back.
+
+An attribute can be put back if it is a number, a string and the like, a tensor, or one of Python's
+containers; of a container, which things it holds, but not what these are made of.
+"""
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ['OWN', 'SIMPLE', 'Attributes', 'attributes_of', 'contents_of', 'is_restless']
+
+#: Attributes of a module that are looked at by themselves.
+OWN = ('_buffers', '_parameters', 'training')
+
+#: What is put back as it was.
+SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+_SEQUENCES = (list, set, deque)
+_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+
+#: Values by their names.
+Attributes = dict[str, Any]
+
+# Hooks and children, which a module has anyway, are the user's to change.
+_EVERY = frozenset(vars(nn.Module()))
+
+
+def attributes_of(module: nn.Module) -> Attributes:
+    """Give the attributes of a module but for its parameters and buffers."""
+    return {name: value for name, value in module.__dict__.items() if name not in OWN}
+
+
+def contents_of(name: str, value: Any) -> list[Any] | None:
+    """Give what a container holds; ``None`` for all that is none."""
+    if name in _EVERY:
+        return None
+    if type(value) in _SEQUENCES:
+        return list(value)
+    return [*value, *value.values()] if type(value) in _MAPPINGS else None
+
+
+def is_restless(before: Attributes, contents: Attributes, after: Attributes) -> bool:
+    """Tell whether attributes have changed, or may change in a way that can't be seen.
+
+    Args:
+        before: The attributes.
+        contents: What containers among them held.
+        after: The attributes now.
+    """
+    if before.keys() != after.keys():
+        return True
+    return any(isinstance(value, Tensor) or after[name] is not value
+               or not _are_same(contents.get(name), contents_of(name, value))
+               for name, value in before.items())
+
+
+def _are_same(a: list[Any] | None, b: list[Any] | None) -> bool:
+    """Tell whether two lists hold the very same objects."""
+    if a is None or b is None:
+        return a is b
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b))
