@@ -13,6 +13,7 @@ from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.checkpoint.draws import Draws, Recorder, Witness
 from torchgpipe.engine.checkpoint.layer_state import CellState, Layers
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
+from torchgpipe.engine.checkpoint.samples import compare_late
 from torchgpipe.engine.partition import Partition
 from torchgpipe.engine.thread_state import ThreadState
 
@@ -31,6 +32,7 @@ class Cells:
 
     def __init__(self, partition: Partition, checkpoint_stop: int, state: ThreadState,
                  one_worker: bool) -> None:
+        compare_late(partition.late, partition.j)
         self._partition = partition
         self._state = state
         self._checkpoint_stop = checkpoint_stop if state.grad else 0
@@ -91,7 +93,8 @@ class Cells:
         found = CellState(layers, watch)
         device = self._partition.device
         draws = Draws(device, recorder, self.witness)
-        recomputation = Recomputation(function, self._state, draws, found, device, blame)
+        recomputation = Recomputation(function, self._state, draws, found, device, blame,
+                                      self._partition.late)
         output = recomputation.first_pass(batch)
         found.end()
         if recorder is not None:

@@ -1,4 +1,5 @@
 """What the engine knows of a partition, and of all of them, from one forward pass to the next."""
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -6,6 +7,7 @@ import torch
 from torch import nn
 
 from torchgpipe.engine.checkpoint.observed import Observed
+from torchgpipe.engine.checkpoint.samples import Late
 from torchgpipe.engine.compute import Compute
 from torchgpipe.engine.worker import Workers, device_key
 from torchgpipe.locks import layer_lock
@@ -47,6 +49,8 @@ class Partition:
         self.fenced = False
         #: Held by whoever runs it: see :mod:`torchgpipe.locks`.
         self.lock = layer_lock(layers)
+        #: Outputs that could not be compared yet with those of their recomputation.
+        self.late: deque[Late] = deque()
         #: What its layers were seen to do, by mode.
         self.observed: dict[tuple[bool, ...], Observed] = {}
 

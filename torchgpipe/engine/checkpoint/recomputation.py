@@ -21,6 +21,7 @@ unpacks all its tensors whenever its author says `ctx.saved_tensors`, so these s
 node's turn. What no node asked for is dropped at the end of the pass.
 """
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,7 +34,7 @@ from torchgpipe.aliases import Function
 from torchgpipe.engine.batch import Batch, kind_of
 from torchgpipe.engine.checkpoint.draws import Draws
 from torchgpipe.engine.checkpoint.layer_state import CellState
-from torchgpipe.engine.checkpoint.samples import compare, keep, samples_of
+from torchgpipe.engine.checkpoint.samples import Late, compare, keep, samples_of
 from torchgpipe.engine.dependency import join
 from torchgpipe.engine.memory import versions
 from torchgpipe.engine.passes import enable_checkpointing, enable_recomputing
@@ -57,17 +58,20 @@ class Recomputation:
         layers: What it is made of, if that changes.
         device: Where it runs.
         blame: Says who changed the input in place.
+        late: Where to put outputs that can't be compared yet.
     """
 
-    __slots__ = ('_blame', '_changed', '_draws', '_fills', '_function', '_input', '_kind',
+    __slots__ = ('_blame', '_changed', '_draws', '_fills', '_function', '_input', '_kind', '_late',
                  '_layers', '_node', '_open', '_samples', '_saved', '_state', '_stream',
                  '__weakref__')
 
     def __init__(self, function: Function, state: ThreadState, draws: Draws,
                  layers: CellState | None, device: torch.device,
-                 blame: Callable[[Any], str] | None = None) -> None:
+                 blame: Callable[[Any], str] | None = None, late: deque[Late] | None = None
+                 ) -> None:
         self._function = function
         self._blame = blame
+        self._late: deque[Late] = deque() if late is None else late
         self._state = state
         self._draws = draws
         self._layers = layers
@@ -149,7 +153,7 @@ class Recomputation:
             # Autograd may call this on another stream than the one whose nodes take the tensors.
             with use_stream(self._stream), enable_recomputing(), torch.enable_grad(), \
                     saved_tensors_hooks(fill.keep, _own_gradient):
-                output = self._run(leaves)
+                output = Batch(self._run(leaves))
         finally:
             drop_hooks_above(hooks)
         if self._changed:
@@ -158,7 +162,8 @@ class Recomputation:
                 "changed in place; change a copy instead, or use checkpoint='never'"
                 if self._blame is None else self._blame(self._kind(leaves)))
         fill.close()
-        compare(samples_of(Batch(output)), self._samples)
+        with use_stream(self._stream):
+            self._late.extend(compare(samples_of(output), self._samples))
         number = backward_pass()
         self._fills[number] = fill
         if number != -1:

@@ -1,4 +1,17 @@
-"""Some elements of what a pass gave, to see whether another pass gives the same."""
+"""Some elements of what a pass gave, to see whether another pass gives the same.
+
+[Note: Samples of other devices] To look at a number on another device than the CPU is to wait for
+that device. So samples are copied to the CPU without waiting, and compared when they have come,
+which is noticed by an event. If they differ, the next forward pass raises::
+
+    forward          sample ── copy ──▶ a
+    recomputation    sample ── copy ──▶ b, then an event
+    next forward     if the event has happened: compare a and b
+"""
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -6,31 +19,48 @@ from torchgpipe.engine.batch import Batch
 from torchgpipe.errors import other_path
 from torchgpipe.private import unseen
 
-__all__ = ['compare', 'keep', 'samples_of']
+__all__ = ['Late', 'Sample', 'compare', 'compare_late', 'keep', 'samples_of']
 
 #: How many elements of an output are compared, about.
 NUMBER = 64
 
+DIFFERENCE = 'its output has other values'
 
-#: Type, shape and some elements of a tensor; ``None`` for those that can't be looked at.
-Sample = tuple[torch.dtype, torch.Size, Tensor | None]
+
+class Sample(NamedTuple):
+    """Type, shape and some elements of a tensor; no elements where they can't be looked at."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    device: torch.device
+    elements: Tensor | None
+
+
+class Late(NamedTuple):
+    """Two samples that are still on their way from another device."""
+
+    now: Tensor
+    before: Tensor
+    #: Whether they have come.
+    is_there: Callable[[], bool]
 
 
 def samples_of(output: Batch) -> list[Sample]:
     """Take samples of the tensors that a pass gave; they share the memory of these."""
     with unseen():
-        return [(x.dtype, x.shape, _elements(x)) for x in map(Tensor.detach, output)]
+        return [Sample(x.dtype, x.shape, x.device, _elements(x))
+                for x in map(Tensor.detach, output)]
 
 
 def keep(samples: list[Sample]) -> list[Sample]:
     """Copy samples, so that they outlive the tensors and change no more."""
     with unseen():
-        return [(dtype, shape, None if x is None else x.clone()) for dtype, shape, x in samples]
+        return [sample if sample.elements is None
+                else sample._replace(elements=_copy(sample.elements)) for sample in samples]
 
 
 def _elements(x: Tensor) -> Tensor | None:
-    # On another device than the CPU, to look at a number is to wait for it.
-    if not x.is_cpu or x.layout is not torch.strided:
+    if x.is_meta or x.layout is not torch.strided:
         return None
     if x.is_complex():
         x = torch.view_as_real(x)
@@ -40,16 +70,69 @@ def _elements(x: Tensor) -> Tensor | None:
     return x if number <= NUMBER else x.flatten()[::number // NUMBER]
 
 
-def compare(now: list[Sample], before: list[Sample]) -> None:
-    """Raise :exc:`RuntimeError` if a recomputation gave something else than its first pass."""
+def _copy(elements: Tensor) -> Tensor:
+    return elements.to('cpu', non_blocking=True, copy=True)
+
+
+def _is_here(device: torch.device) -> bool:
+    """Tell whether the elements of a tensor can be looked at without waiting."""
+    return device.type == 'cpu'
+
+
+def compare(now: list[Sample], before: list[Sample]) -> list[Late]:
+    """Compare what a recomputation gave with what its first pass gave.
+
+    Args:
+        now: Samples of the recomputation.
+        before: Samples that were kept of the first pass.
+
+    Returns:
+        What can't be compared yet: [Note: Samples of other devices].
+
+    Raises:
+        RuntimeError: They differ.
+    """
     if len(now) != len(before):
         raise other_path(f'it gave {len(now)} tensors, the first pass {len(before)}')
-    for k, ((dtype, shape, a), (old_dtype, old_shape, b)) in enumerate(zip(now, before)):
-        if dtype != old_dtype or shape != old_shape:
-            raise other_path(f'its output {k} is {dtype} of shape {tuple(shape)}, that of the '
-                             f'first pass {old_dtype} of shape {tuple(old_shape)}')
-        if a is not None and b is not None and not _agree(a, b):
-            raise other_path('its output has other values')
+    late = []
+    for k, (new, old) in enumerate(zip(now, before)):
+        if (new.dtype, new.shape) != (old.dtype, old.shape):
+            raise other_path(f'its output {k} is {new.dtype} of shape {tuple(new.shape)}, that of '
+                             f'the first pass {old.dtype} of shape {tuple(old.shape)}')
+        if new.elements is None or old.elements is None:
+            continue
+        if not _is_here(new.device):
+            with unseen():
+                late.append(Late(_copy(new.elements), old.elements, _event(new.device)))
+        elif not _agree(new.elements, old.elements):
+            raise other_path(DIFFERENCE)
+    return late
+
+
+def compare_late(late: deque[Late], j: int) -> None:
+    """Compare those samples of partition ``j`` that have come; the others stay.
+
+    Raises:
+        RuntimeError: They differ.
+    """
+    while late:
+        try:
+            pair = late.popleft()
+        except IndexError:  # Another thread was faster.
+            return
+        if not pair.is_there():
+            late.appendleft(pair)
+            return
+        if not _agree(pair.now, pair.before):
+            late.clear()
+            raise other_path(f'{DIFFERENCE}, in partition {j} and an earlier backward pass')
+
+
+def _event(device: torch.device) -> Callable[[], bool]:
+    """Give what tells whether all that was queued so far on the current stream is done."""
+    event = torch.Event(device)
+    event.record()
+    return event.query
 
 
 def _agree(a: Tensor, b: Tensor) -> bool:

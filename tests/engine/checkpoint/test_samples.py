@@ -1,0 +1,100 @@
+"""Samples of outputs: compared at once on the CPU, and later where a look would be a wait."""
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from torchgpipe import GPipe
+from torchgpipe.engine.checkpoint import samples
+
+
+class Layer(nn.Linear):
+    """A layer whose output depends on what a closure counts, if that is switched on."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        counter = itertools.count()
+        self.on = True
+        self.count = lambda: next(counter)
+
+    def forward(self, x):
+        """Add the number of calls."""
+        return super().forward(x) + (self.count() if self.on else 0)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Take the CPU for a device that takes its time; give the events that are still to come."""
+    events = []
+
+    def event(device):
+        events.append(False)
+        k = len(events) - 1
+        return lambda: events[k]
+
+    monkeypatch.setattr(samples, '_is_here', lambda device: False)
+    monkeypatch.setattr(samples, '_event', event)
+    return events
+
+
+def make():
+    """Give a pipeline of two partitions, the second of which does something else each time."""
+    model = nn.Sequential(nn.Linear(4, 4), Layer())
+    return GPipe(model, [1, 1], devices=['cpu'] * 2, chunks=2, checkpoint='always')
+
+
+def step(gpipe):
+    """Run forward and backward."""
+    gpipe(torch.rand(4, 4)).sum().backward()
+
+
+def test_at_once():
+    with pytest.raises(RuntimeError, match='its output has other values'):
+        step(make())
+
+
+def test_as_soon_as_the_device_is_done(elsewhere):
+    gpipe = make()
+    step(gpipe)
+    step(gpipe)  # Nothing has come yet.
+    assert elsewhere == [False] * 8
+    elsewhere[:] = [True] * 8
+    with pytest.raises(RuntimeError, match='other values, in partition 1 and an earlier backward'):
+        step(gpipe)
+    gpipe[1].on = False
+    step(gpipe)  # It is said once.
+    elsewhere[:] = [True] * len(elsewhere)
+    step(gpipe)
+
+
+def test_what_has_been_compared_is_let_go(elsewhere):
+    gpipe = make()
+    gpipe[1].on = False
+    step(gpipe)
+    late = [partition.late for partition in gpipe._engine.partitions]
+    assert [len(each) for each in late] == [2, 2]
+    elsewhere[:] = [True, True, True, False]
+    with torch.no_grad():
+        gpipe(torch.rand(4, 4))
+    assert sum(len(each) for each in late) == 1
+
+
+def test_samples_are_copies(elsewhere):
+    gpipe = make()
+    gpipe[1].on = False
+    output = gpipe(torch.rand(4, 4))
+    output.sum().backward()
+    with torch.no_grad():
+        output.zero_()
+    elsewhere[:] = [True] * 4
+    step(gpipe)
+
+
+@pytest.mark.cuda
+def test_on_cuda():
+    gpipe = GPipe(nn.Sequential(Layer()), [1], devices=['cuda'], chunks=2, checkpoint='always')
+    gpipe(torch.rand(4, 4, device='cuda')).sum().backward()
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match='other values, in partition 0 and an earlier backward'):
+        gpipe(torch.rand(4, 4, device='cuda'))
