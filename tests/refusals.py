@@ -136,6 +136,12 @@ def own_gradient(x):
     return torch.autograd.grad(y, x, create_graph=True)[0]
 
 
+def leave_grad_mode(x):
+    """Switch grad mode off for all that comes."""
+    torch.set_grad_enabled(False)
+    return x
+
+
 def own_call():
     """Let a layer call the pipeline that runs it."""
     layer = Layer(lambda x: layer.model[0](x))
@@ -230,6 +236,7 @@ REFUSALS = [
     lambda: make_fx(wrap(linear(), linear()))(torch.randn(4, 4)),
     lambda: torch.func.vmap(wrap(linear(), linear()))(torch.randn(4, 4, 4)),
     own_call,
+    lambda: train(wrap(Layer(leave_grad_mode), linear())),
     lambda: train(wrap(Stash(lambda x: None), Pop())),
     lambda: train(wrap(Stash(lambda x: stash('y', x)), Pop())),
     change_skip,

@@ -149,7 +149,6 @@ def test_transforms_and_traces():
 def test_trees():
     value = {'a': [1, (2,)], 'b': None}
     assert private.tree_leaves(value) == [1, 2, None]
-    assert private.tree_map(str, value) == {'a': ['1', ('2',)], 'b': 'None'}
     assert private.tree_map_only(int, str, value) == {'a': ['1', ('2',)], 'b': None}
 
 
@@ -161,6 +160,22 @@ def test_the_default_device():
 def test_modules():
     assert issubclass(nn.BatchNorm2d, private.BatchNorm)
     assert private.is_full_backward_hook in vars(nn.Linear(1, 1))
+
+
+@pytest.mark.filterwarnings('ignore:.*torch.jit:DeprecationWarning')
+def test_attributes_of_torch_script():
+    class Counter(nn.Module):
+        n: int
+
+        def __init__(self):
+            super().__init__()
+            self.n = 0
+
+        def forward(self, x: torch.Tensor):
+            self.n += 1
+            return x
+
+    assert private.script_attributes(torch.jit.script(Counter())) == ['n']
 
 
 def test_parse_to():

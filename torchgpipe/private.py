@@ -13,13 +13,14 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ['DISPATCH_MODES', 'FUNCTION_MODES', 'BatchNorm', 'DeviceContext', 'Hooks', 'ModeStack',
            'PythonNode', 'TorchDispatchMode', 'at_end_of_backward', 'backward_pass',
            'current_node', 'data_address', 'innermost_hooks', 'is_full_backward_hook',
            'is_tracing', 'is_transformed', 'lazy_clone', 'parse_to', 'pop_hooks', 'proxy_mode',
-           'retains_graph', 'storage_id', 'tree_leaves', 'tree_map', 'tree_map_only', 'unseen']
+           'retains_graph', 'script_attributes',
+           'storage_id', 'tree_leaves', 'tree_map_only', 'unseen']
 
 # Given on as they are: `DeviceContext` is what `torch.set_default_device` enters, and a worker has
 # to tell it from a mode of the user's. `TorchDispatchMode` is the way to see all operations, and
@@ -178,6 +179,14 @@ def parse_to(*args: Any, **kwargs: Any) -> Any:
 
 #: What all of ``nn.BatchNorm1d``, ``2d`` and ``3d`` derive from, with the code that they share.
 BatchNorm = _BatchNorm
+
+
+def script_attributes(module: Any) -> list[str]:
+    """Name the attributes of a module of TorchScript, which are not Python's."""
+    concrete = getattr(module, '_concrete_type', None)  # not of one that was loaded
+    names = [] if concrete is None else concrete.get_attributes()
+    return [name for name in names if name not in ('training', is_full_backward_hook)]
+
 
 #: The attribute in which a module keeps whether its backward hooks are full ones.
 is_full_backward_hook = '_is_full_backward_hook'

@@ -53,8 +53,11 @@ class Compute:
             value: Its value.
         """
         outside, current.tracker = current.tracker, tracker or SkipTracker()
+        grad = torch.is_grad_enabled()
         try:
             output: TensorOrTensors = self.partition(value)
+            if torch.is_grad_enabled() is not grad:
+                raise _left_grad_mode(grad)
         except Exception as error:
             layer = _failing_layer(self.partition, error.__traceback__)
             add_note(error, self._where(i, m, layer))
@@ -87,6 +90,14 @@ class Compute:
     def _where(self, i: int, m: int, layer: str | None) -> str:
         where = f'in partition {self.j} on {self.device}, micro-batch {i} of {m}'
         return where if layer is None else f"{where}, layer '{layer}'"
+
+
+def _left_grad_mode(grad: bool) -> RuntimeError:
+    torch.set_grad_enabled(grad)
+    return RuntimeError(f'the layers of a partition left grad mode {"off" if grad else "on"}, as '
+                        'torch.set_grad_enabled does. What runs after them, and in which thread, '
+                        'is not what comes after them in the model. Use it as a context: with '
+                        'torch.set_grad_enabled(…): …')
 
 
 def _failing_layer(partition: nn.Module, traceback: TracebackType | None) -> str | None:

@@ -1,15 +1,19 @@
 """Attributes of a module beside its parameters and buffers: did they change, how to put them back.
 
 An attribute can be put back if it is a number, a string and the like, a tensor, or one of Python's
-containers; of a container, which things it holds, but not what these are made of.
+containers, of any nesting; of a container, which things it holds, but not what these are made of.
 """
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 
-__all__ = ['OWN', 'SIMPLE', 'Attributes', 'attributes_of', 'contents_of', 'is_restless']
+from torchgpipe.private import script_attributes
+
+__all__ = ['HOOKS', 'OWN', 'SIMPLE', 'Attributes', 'attributes_of', 'contents_of',
+           'copy_of_container', 'is_restless']
 
 #: Attributes of a module that are looked at by themselves.
 OWN = ('_buffers', '_parameters', 'training')
@@ -17,8 +21,13 @@ OWN = ('_buffers', '_parameters', 'training')
 #: What is put back as it was.
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
-_SEQUENCES = (list, set, deque)
+#: Where a module has its forward hooks, and those that forward makes nodes in the graph of.
+HOOKS = ('_forward_hooks', '_forward_hooks_with_kwargs', '_forward_hooks_always_called',
+         '_forward_pre_hooks', '_forward_pre_hooks_with_kwargs', '_backward_hooks',
+         '_backward_pre_hooks')
+
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+_CONTAINERS = (list, set, deque, *_MAPPINGS)
 
 #: Values by their names.
 Attributes = dict[str, Any]
@@ -29,6 +38,9 @@ _EVERY = frozenset(vars(nn.Module()))
 
 def attributes_of(module: nn.Module) -> Attributes:
     """Give the attributes of a module but for its parameters and buffers."""
+    if isinstance(module, ScriptModule):
+        names = script_attributes(module)
+        return {name: getattr(module, name) for name in names if name not in module._buffers}
     return {name: value for name, value in module.__dict__.items() if name not in OWN}
 
 
@@ -36,9 +48,29 @@ def contents_of(name: str, value: Any) -> list[Any] | None:
     """Give what a container holds; ``None`` for all that is none."""
     if name in _EVERY:
         return None
-    if type(value) in _SEQUENCES:
-        return list(value)
-    return [*value, *value.values()] if type(value) in _MAPPINGS else None
+    if type(value) not in _CONTAINERS:
+        return None
+    found: list[Any] = []
+    _copy(value, {}, found)
+    return found
+
+
+def copy_of_container(value: Any) -> Any:
+    """Copy a container, and those in it, but not what else they hold."""
+    return _copy(value, {}, [])
+
+
+def _copy(value: Any, copies: dict[int, Any], found: list[Any]) -> Any:
+    """Copy a container, once each; list all that is found."""
+    if id(value) in copies:
+        return copies[id(value)]
+    copy = copies[id(value)] = value.copy()
+    items = value.items() if type(value) in _MAPPINGS else enumerate(value)
+    for key, item in items:
+        found += key, item
+        if type(item) in _CONTAINERS:
+            copy[key] = _copy(item, copies, found)
+    return copy
 
 
 def is_restless(before: Attributes, contents: Attributes, after: Attributes) -> bool:
@@ -60,4 +92,5 @@ def _are_same(a: list[Any] | None, b: list[Any] | None) -> bool:
     """Tell whether two lists hold the very same objects."""
     if a is None or b is None:
         return a is b
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b))
+    # Indices are made anew each time.
+    return len(a) == len(b) and all(x is y or (type(x) is int and x == y) for x, y in zip(a, b))

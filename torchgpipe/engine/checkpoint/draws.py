@@ -36,7 +36,7 @@ from torch import Tensor
 from torchgpipe.engine.checkpoint.operations import Operation, operation_of
 from torchgpipe.errors import other_path
 from torchgpipe.locks import new_lock
-from torchgpipe.private import DISPATCH_MODES, TorchDispatchMode, tree_leaves, tree_map, unseen
+from torchgpipe.private import DISPATCH_MODES, TorchDispatchMode, tree_leaves, unseen
 
 __all__ = ['Draws', 'Recorder', 'Witness']
 
@@ -156,8 +156,7 @@ class Recorder(_Mode):
             self.draws[call] = draw = Draw(before, after, generator.device)
             with unseen():
                 copies = {id(x): y.clone() for x, y in zip(written, found)}
-                end = _run_at(draw, operation, func, *tree_map(
-                    lambda x: copies.get(id(x), x), (args, kwargs)))[1]
+                end = _run_at(draw, operation, func, *_replaced((args, kwargs), copies))[1]
                 if _same(end, after):
                     return output
                 for x, y in zip(written, found):
@@ -175,6 +174,15 @@ class Recorder(_Mode):
             if not operation.random:
                 self.random.add(func)
         return output
+
+
+def _replaced(value: Any, copies: dict[int, Tensor]) -> Any:
+    """Put copies in the place of tensors. (A function for any tree would leave cycles behind.)"""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_replaced(x, copies) for x in value)
+    if isinstance(value, dict):
+        return {name: _replaced(x, copies) for name, x in value.items()}
+    return copies.get(id(value), value)
 
 
 def _run_at(draw: Draw, operation: Operation, func: Any, args: Any, kwargs: Any

@@ -4,7 +4,8 @@
 with the tensor until someone writes to either (copy-on-write). A kernel has to ask before it
 writes, so this finds every change, also one that does not count as a new version of the tensor,
 and it is free for what never changes. It exists for ordinary tensors only. Others, and those on
-other devices, have to be copied at once.
+other devices, have to be copied at once. And PyTorch fails to resize a memory that is shared in
+this way, so what may be resized gets a memory of its own before (:func:`own_memory`).
 """
 import weakref
 from typing import Any
@@ -15,7 +16,8 @@ from torch.nn.parameter import Buffer
 
 from torchgpipe.private import data_address, lazy_clone, storage_id
 
-__all__ = ['Kept', 'Memories', 'copy_of', 'copy_on_write', 'is_plain', 'view_of']
+__all__ = ['Kept', 'Memories', 'copy_of', 'copy_on_write', 'is_plain', 'own_memory',
+           'view_of', 'with_grad']
 
 #: Copies of memories, by :func:`storage_id` of what they were copied from.
 Memories = dict[int, Tensor]
@@ -55,7 +57,9 @@ def copy_on_write(x: Tensor, memories: Memories) -> Tensor | None:
 
 
 def _on_write(x: Tensor) -> Tensor | None:
-    if x.device.type != 'cpu':
+    # What `torch.load` gives can not be resized and knows no allocator. To write to it, were it
+    # copied on write, would end the process.
+    if x.device.type != 'cpu' or not x.untyped_storage().resizable():
         return None
     try:
         return lazy_clone(x.detach())
@@ -83,38 +87,67 @@ class Kept:
         value: A copy of it.
     """
 
-    __slots__ = ('_requires_grad', '_tensor', '_value')
+    __slots__ = ('_on_write', '_requires_grad', '_tensor', '_value')
 
     def __init__(self, tensor: Tensor, value: Tensor) -> None:
         self._tensor = weakref.ref(tensor)
         self._requires_grad = tensor.requires_grad
         self._value = value
+        #: Whether the copy is one on write.
+        self._on_write = _share_memory(tensor, value)
 
     def is_still(self, now: Any) -> bool:
-        """Tell for certain, and without waiting, that this is what is there now, unchanged."""
-        tensor, value = self._tensor(), self._value
-        if tensor is None or tensor is not now:
-            return False
-        if not is_plain(tensor) or tensor.device.type != 'cpu':
-            return False
-        if data_address(tensor) == data_address(value):
+        """Tell without waiting for a device whether this is there now, with the same value."""
+        if self._is_unwritten(now):
             return True
+        tensor, value = self._tensor(), self._value
         # Some kernels ask for the right to write and only read.
-        facts = (tensor.shape, tensor.dtype)
-        return facts == (value.shape, value.dtype) and torch.equal(tensor, value)
+        return (tensor is not None and tensor is now and tensor.device.type == 'cpu'
+                and (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
+                and is_plain(tensor) and torch.equal(tensor, value))
+
+    def _is_unwritten(self, now: Any) -> bool:
+        """Tell whether nobody has written since, be it the same value."""
+        tensor = self._tensor()
+        return (self._on_write and tensor is not None and tensor is now
+                and _share_memory(tensor, self._value))
 
     def was_written(self, now: Any) -> bool:
-        """Tell whether the value is another one now, where that can't be told without a look."""
+        """Tell whether the value is another one now, where a copy on write does not tell it."""
         tensor = self._tensor()
-        if tensor is None or tensor is not now or tensor.device.type == 'cpu':
+        if self._on_write or tensor is None or tensor is not now:
             return False
         return not torch.equal(self._value, tensor)
 
     def restored(self, now: Any, memories: Memories) -> Any:
         """Give what a recomputation may use, and write to, in place of what is there now."""
-        if self.is_still(now):
-            return now  # The first pass did not write to it, so neither will the recomputation.
+        if self._is_unwritten(now):
+            # The first pass did not write to it, so neither will the recomputation.
+            return with_grad(now, self._requires_grad)
         value = copy_of(self._value, memories)
+        if now is not None and now.shape != value.shape:
+            own_memory(value)
         if isinstance(now, nn.Parameter):
             return nn.Parameter(value, self._requires_grad)
         return value.requires_grad_(self._requires_grad)
+
+
+def own_memory(tensor: Tensor) -> None:
+    """Let a copy on write, or what it is a copy of, have its own memory from now on."""
+    if is_plain(tensor):
+        tensor.data_ptr()  # Who asks for the address may write.
+
+
+def _share_memory(tensor: Tensor, copy: Tensor) -> bool:
+    """Tell whether nobody has written to a tensor or to its copy on write."""
+    return is_plain(tensor) and tensor.device.type == 'cpu' \
+        and data_address(tensor) == data_address(copy)
+
+
+def with_grad(tensor: Tensor, requires_grad: bool) -> Tensor:
+    """Give a tensor that requires grad or not, over the same memory."""
+    if tensor.requires_grad is requires_grad:
+        return tensor
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.detach(), requires_grad)
+    return tensor.detach().requires_grad_(requires_grad)

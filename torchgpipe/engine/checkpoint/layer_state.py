@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
-from torchgpipe.engine.checkpoint.attributes import OWN, SIMPLE, attributes_of, contents_of
+from torchgpipe.engine.checkpoint.attributes import (HOOKS, OWN, SIMPLE, attributes_of,
+                                                     contents_of, copy_of_container)
 from torchgpipe.engine.checkpoint.kept import (Kept, Memories, copy_of, copy_on_write, is_plain,
-                                               view_of)
+                                               view_of, with_grad)
 from torchgpipe.engine.checkpoint.observed import Observed, Slot, Watch
 from torchgpipe.engine.memory import size_of, versions
 from torchgpipe.engine.passes import pass_state
@@ -109,16 +110,36 @@ class Layers:
                 if isinstance(module, ScriptModule)]
 
     @cached_property
-    def own_parameters(self) -> dict[nn.Module, dict[str, Tensor]]:
-        """The parameters of each module, which `torch.func.functional_call` gives others for."""
-        return {module: {name: parameter for name, parameter in module._parameters.items()
+    def _own_parameters(self) -> dict[nn.Module, dict[str, tuple[Tensor, bool]]]:
+        """The parameters of each module in this forward pass, and whether they require grad.
+
+        Afterwards `torch.func.functional_call` takes back what it gave, and others are frozen.
+        """
+        return {module: {name: (parameter, parameter.requires_grad)
+                         for name, parameter in module._parameters.items()
                          if parameter is not None and not is_lazy(parameter)}
                 for module in self.modules}
 
+    def parameters_of(self, module: nn.Module) -> dict[str, Tensor]:
+        """Give the parameters of a module as they were in this forward pass."""
+        return {name: with_grad(parameter, requires_grad)
+                for name, (parameter, requires_grad) in self._own_parameters[module].items()}
+
+    @cached_property
+    def hooks(self) -> dict[nn.Module, dict[str, Any]]:
+        """The hooks of modules when a first cell has ended, where there are any."""
+        found = {}
+        for module, _ in self.plain:
+            own = module.__dict__
+            hooks = {name: own[name].copy() for name in HOOKS if own[name]}
+            if hooks:
+                found[module] = hooks
+        return found
+
     @cached_property
     def _parameters(self) -> list[SlotTensor]:
-        return [((module, name), parameter) for module, own in self.own_parameters.items()
-                for name, parameter in own.items()]
+        return [((module, name), parameter) for module, own in self._own_parameters.items()
+                for name, (parameter, _) in own.items()]
 
     def watch(self) -> Watch:
         """Give what watches the first cell."""
@@ -220,12 +241,13 @@ class CellState:
         if isinstance(value, Tensor):
             return self._keep(slot, value, at_once=True)
         if contents_of(slot[1], value) is not None:
-            kept = value.copy()
-            return lambda now, memories: kept.copy()
+            kept = copy_of_container(value)
+            return lambda now, memories: copy_of_container(kept)
         return (lambda now, memories: value) if isinstance(value, SIMPLE) else _now
 
     def end(self) -> None:
         """Look what the first pass has changed."""
+        self._layers.hooks  # as of now, since a hook may remove itself
         watch, self._memories = self._watch, {}
         after = versions([tensor for _, tensor in self._told])
         if watch is None and after == self._versions:
@@ -266,6 +288,10 @@ class CellState:
                 where = self._buffers if slot[1] in slot[0]._buffers else self._parameters
                 _put(where, slot, Kept(tensor, view_of(copy, tensor)).restored)
         self._told, self._versions = told, versions([tensor for _, tensor in told])
+
+    def watch_again(self) -> None:
+        """Take note that a recomputation failed, so that more was to be seen than was seen."""
+        self._layers.observed.watch_again()
 
     def run(self, function: Callable[[], T]) -> T:
         """Run a recomputation on what the first pass found."""
@@ -316,7 +342,10 @@ class CellState:
         if module in self._attributes:
             attributes = _restored(self._attributes[module], now, memories)
         attributes['training'] = training
-        own = self._layers.own_parameters[module]
+        hooks = self._layers.hooks.get(module, _NONE)
+        attributes.update((name, hooks.get(name, {})) for name in HOOKS
+                          if name in hooks or now[name])
+        own = self._layers.parameters_of(module)
         attributes['_parameters'] = parameters = {**now['_parameters'], **own}
         if module in self._parameters:
             parameters.update(_restored(self._parameters[module], parameters, memories))
@@ -328,7 +357,7 @@ class CellState:
                       ) -> Iterator[ScriptSwap]:
         """Yield the same for a module of TorchScript, attribute by attribute."""
         yield module, 'training', module.training, training
-        own = self._layers.own_parameters[module]
+        own = self._layers.parameters_of(module)
         for now, restores in ((module._parameters, self._parameters.get(module, _NONE)),
                               (module._buffers, self._buffers.get(module, _NONE))):
             for name, tensor in now.items():
@@ -336,6 +365,9 @@ class CellState:
                     yield module, name, tensor, restores[name](tensor, memories)
                 elif own.get(name, tensor) is not tensor:
                     yield module, name, tensor, own[name]
+        for name, restore in self._attributes.get(module, _NONE).items():
+            value = getattr(module, name)
+            yield module, name, value, restore(value, memories)
 
 
 def _restored(restores: dict[str, Restore], now: dict[str, Any], memories: Memories

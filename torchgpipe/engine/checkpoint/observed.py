@@ -11,7 +11,7 @@ from torch import nn
 
 from torchgpipe.engine.checkpoint.attributes import attributes_of, contents_of, is_restless
 from torchgpipe.engine.checkpoint.draws import Recorder
-from torchgpipe.engine.checkpoint.kept import Memories, copy_of, is_plain
+from torchgpipe.engine.checkpoint.kept import Memories, copy_of, is_plain, own_memory
 from torchgpipe.engine.checkpoint.operations import operation_of
 from torchgpipe.private import storage_id
 
@@ -61,6 +61,11 @@ class Observed:
             if self._suspicions & (self._suspicions - 1) == 0:  # a power of two
                 self.draws = None
 
+    def watch_again(self) -> None:
+        """Let the next cell be watched as the first one was."""
+        self.draws = None
+        self.watched = False
+
 
 class Watch(Recorder):
     """A recorder that also sees what a cell makes of its layers.
@@ -87,6 +92,7 @@ class Watch(Recorder):
         for x in operation_of(func).written_by(args, kwargs or {}):
             if is_plain(x) and storage_id(x) in self._watched:
                 copy_of(x, self.copies)
+                own_memory(x)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def restless(self) -> set[nn.Module]:

@@ -148,6 +148,22 @@ class Recomputation:
         input = self._input if self._node is None or self._changed else self._node.saved_tensors
         leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in input)
         fill = Fill(self._saved, self._state.hooks_of_recomputation())
+        try:
+            output = self._recompute(leaves, fill)
+            fill.close()
+            with use_stream(self._stream):
+                self._late.extend(compare(samples_of(output), self._samples))
+        except Exception:
+            if self._layers is not None:
+                self._layers.watch_again()
+            raise
+        number = backward_pass()
+        self._fills[number] = fill
+        if number != -1:
+            at_end_of_backward(partial(self._drop, number))
+        return fill
+
+    def _recompute(self, leaves: tuple[Tensor, ...], fill: 'Fill') -> Batch:
         hooks = innermost_hooks()
         try:
             # Autograd may call this on another stream than the one whose nodes take the tensors.
@@ -161,14 +177,7 @@ class Recomputation:
                 'the input of a checkpointed micro-batch, or a skip tensor that it popped, was '
                 "changed in place; change a copy instead, or use checkpoint='never'"
                 if self._blame is None else self._blame(self._kind(leaves)))
-        fill.close()
-        with use_stream(self._stream):
-            self._late.extend(compare(samples_of(output), self._samples))
-        number = backward_pass()
-        self._fills[number] = fill
-        if number != -1:
-            at_end_of_backward(partial(self._drop, number))
-        return fill
+        return output
 
     def _run(self, leaves: tuple[Tensor, ...]) -> Any:
         function: Callable[[], Any] = partial(self._function, self._kind(leaves))

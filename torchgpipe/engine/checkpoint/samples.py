@@ -63,7 +63,7 @@ def _elements(x: Tensor) -> Tensor | None:
     if x.is_meta or x.layout is not torch.strided:
         return None
     if x.is_complex():
-        x = torch.view_as_real(x)
+        x = torch.view_as_real(x.resolve_conj())
     elif not x.is_floating_point():
         return None
     number = x.numel()

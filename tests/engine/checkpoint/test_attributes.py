@@ -1,0 +1,99 @@
+"""Attributes of modules: what is noticed to have changed, and what a copy has in common."""
+from collections import Counter, OrderedDict, defaultdict, deque
+
+import pytest
+import torch
+from torch import nn
+
+from torchgpipe import GPipe
+from torchgpipe.engine.checkpoint.attributes import (attributes_of, contents_of, copy_of_container,
+                                                     is_restless)
+
+
+class Module(nn.Module):
+    """A module with one attribute."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+
+def changes(value, change):
+    """Tell whether a change of a module is noticed."""
+    module = Module(value)
+    before = attributes_of(module)
+    contents = {name: contents_of(name, value) for name, value in before.items()}
+    change(module)
+    return is_restless(before, contents, attributes_of(module))
+
+
+CHANGES = [(0, lambda module: setattr(module, 'value', 1)),
+           ([1], lambda module: module.value.append(2)),
+           ([1, 2], lambda module: module.value.reverse()),
+           ({1}, lambda module: module.value.add(2)),
+           (deque([1], 3), lambda module: module.value.append(1)),
+           ({'a': 1}, lambda module: module.value.update(a=2)),
+           (OrderedDict(a=1), lambda module: module.value.pop('a')),
+           (Counter('a'), lambda module: module.value.update('a')),
+           (defaultdict(list), lambda module: module.value['a']),
+           ({'a': {'b': [1]}}, lambda module: module.value['a']['b'].append(2)),
+           ([[[0]]], lambda module: module.value[0][0].__setitem__(0, 1)),
+           (None, lambda module: setattr(module, 'other', 1)),
+           (torch.zeros(1), lambda module: None)]
+
+
+@pytest.mark.parametrize('value, change', CHANGES)
+def test_changes(value, change):
+    assert changes(value, change)
+
+
+@pytest.mark.parametrize('value, change', CHANGES[:-1])
+def test_no_change(value, change):
+    assert not changes(value, lambda module: None)
+
+
+def test_what_is_the_users_to_change():
+    """As hooks and children, or what none of Python's own containers holds."""
+    assert not changes(0, lambda module: module.register_forward_hook(print))
+    assert not changes(0, lambda module: module.register_module('child', nn.ReLU()))
+
+
+def test_a_copy_has_containers_of_its_own():
+    leaf = object()
+    value = {'a': [leaf, deque([1], maxlen=2)], 'b': defaultdict(int)}
+    value['itself'] = value
+    copy = copy_of_container(value)
+    assert copy['itself'] is copy and copy['a'][0] is leaf
+    copy['a'][1].append(2), copy['a'][1].append(3), copy['b']['x']
+    assert copy['a'][1] == deque([2, 3]) and copy['b'] == {'x': 0}
+    assert value['a'][1] == deque([1]) and value['b'] == {}
+
+
+@pytest.mark.filterwarnings('ignore:.*torch.jit:DeprecationWarning')
+def test_attributes_of_torch_script_are_those_of_one_pass():
+    class Layer(nn.Module):
+        n: int
+        numbers: list[int]
+
+        def __init__(self):
+            super().__init__()
+            self.n = 0
+            self.numbers = [0]
+            self.tensor = torch.ones(2)
+
+        def forward(self, x: torch.Tensor):
+            self.n += 1
+            self.numbers.append(self.n)
+            self.tensor = self.tensor * 2
+            return x.sin() * self.n * len(self.numbers) * self.tensor
+
+    plain = torch.jit.script(Layer())
+    model = torch.jit.script(Layer())
+    gpipe = GPipe(nn.Sequential(model), [1], devices=['cpu'], chunks=2, checkpoint='always')
+    for _ in range(2):
+        a, b = (torch.ones(4, 2, requires_grad=True) for _ in range(2))
+        torch.cat([plain(c) for c in a.chunk(2)]).sum().backward()
+        gpipe(b).sum().backward()
+        assert torch.equal(a.grad, b.grad)
+        assert (model.n, list(model.numbers)) == (plain.n, list(plain.numbers))
+        assert torch.equal(model.tensor, plain.tensor)

@@ -1,0 +1,159 @@
+"""What is changed between forward and backward: the recomputation finds what was there before."""
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import DEVICES, MODES, assert_same, gradients
+from torchgpipe import GPipe
+
+devices = pytest.mark.parametrize('devices', list(DEVICES.values()), ids=list(DEVICES))
+modes = pytest.mark.parametrize('mode', MODES)
+
+
+def make():
+    """Give a model."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Sigmoid()).double()
+
+
+def wrap(devices, mode):
+    """Wrap it."""
+    return GPipe(make(), [2, 2], devices=devices(2), chunks=2, checkpoint=mode)
+
+
+def inputs():
+    """Give two mini-batches."""
+    torch.manual_seed(1)
+    return torch.rand(2, 6, 4, dtype=torch.double)
+
+
+@devices
+@modes
+def test_layers_that_are_frozen(devices, mode):
+    """Two forward passes with other layers frozen, and one backward pass."""
+    results = []
+    for net in (make(), wrap(devices, mode)):
+        outputs = []
+        for x, frozen in zip(inputs(), (0, 2)):
+            net.requires_grad_(True)
+            net[frozen].requires_grad_(False)
+            outputs.append(net(x))
+        net.requires_grad_(True)
+        sum(output.square().sum() for output in outputs).backward()
+        results.append([*outputs, *gradients(net)])
+    assert_same(*results)
+
+
+@devices
+@modes
+@pytest.mark.parametrize('kind', ['register_forward_hook', 'register_forward_pre_hook'])
+@pytest.mark.parametrize('added', [True, False])
+def test_hooks(devices, mode, kind, added):
+    """They are added, or removed, before backward. They change what only gradients show."""
+    results = []
+    for net in (make(), wrap(devices, mode)):
+        def hook(module, *values):
+            return values[-1][0] * 2 if kind.endswith('pre_hook') else values[-1] * 2
+
+        handle = None if added else getattr(net[2], kind)(hook)
+        outputs = [net(x) for x in inputs()]
+        getattr(net[2], kind)(hook) if handle is None else handle.remove()
+        sum(output.square().sum() for output in outputs).backward()
+        results.append([*outputs, *gradients(net)])
+    assert_same(*results)
+
+
+class Begins(nn.Module):
+    """A layer that does something new from some call on."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+        self.register_buffer('calls', torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        """Count, and do it."""
+        self.calls += 1
+        return self.what(self, x) if self.calls > 4 else x.sin()
+
+
+def set_attribute(layer, x):
+    """Count in an attribute."""
+    layer.number = getattr(layer, 'number', 0) + 1
+    return x.sin() * layer.number
+
+
+def drop(layer, x):
+    """Drop some."""
+    return nn.functional.dropout(x).sin()
+
+
+@pytest.mark.parametrize('what', [set_attribute, drop])
+def test_a_layer_that_begins_to_do_something_new(what):
+    """It is refused once, and watched from then on."""
+    gpipe = GPipe(nn.Sequential(Begins(what)), [1], devices=['cpu'], chunks=2,
+                  checkpoint='always')
+    x = torch.rand(4, 4, dtype=torch.double, requires_grad=True)
+    for _ in range(2):
+        gpipe(x).sum().backward()
+    with pytest.raises(RuntimeError, match='took another path'):
+        gpipe(x).sum().backward()
+    for _ in range(3):
+        x.grad = None
+        output = gpipe(x)
+        output.sum().backward()
+        # The gradient is that of the same factors.
+        scale = (output.detach() / x.detach().sin()).round()
+        if what is set_attribute:
+            assert torch.allclose(x.grad, scale * x.detach().cos())
+        else:
+            assert torch.equal(x.grad == 0, output == 0)
+
+
+@devices
+def test_grad_mode_that_a_layer_leaves_changed(devices):
+    class Off(nn.Module):
+        def forward(self, x):
+            torch.set_grad_enabled(False)
+            return x
+
+    gpipe = GPipe(nn.Sequential(Off(), nn.Linear(4, 4)), [1, 1], devices=devices(2), chunks=2)
+    with pytest.raises(RuntimeError, match='left grad mode off'):
+        gpipe(torch.rand(4, 4))
+    assert torch.is_grad_enabled()
+
+
+def test_conjugate_views_between_partitions():
+    class Conjugate(nn.Module):
+        def forward(self, x):
+            return torch.complex(x, x.sin()).conj()
+
+    class Real(nn.Module):
+        def forward(self, x):
+            return (x * x).real + x.imag
+
+    results = []
+    plain = nn.Sequential(Conjugate(), Real())
+    for net in (plain, GPipe(plain, [1, 1], devices=['cpu'] * 2, chunks=2, checkpoint='always')):
+        x = inputs()[0].requires_grad_()
+        net(x).sum().backward()
+        results.append([x.grad])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize('layer', [nn.Dropout(), nn.RReLU(), nn.Tanh()])
+def test_no_cycle_is_left_for_the_garbage_collector(layer):
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), layer), [2], devices=['cpu'], chunks=2,
+                  checkpoint='always')
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            gpipe(torch.rand(4, 4)).sum().backward()
+        gc.collect()
+        gpipe(torch.rand(4, 4)).sum().backward()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

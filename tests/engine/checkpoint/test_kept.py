@@ -1,0 +1,128 @@
+"""Copies of tensors: on write, of memories of every origin, and told from what has changed."""
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import assert_same, gradients
+from torchgpipe import GPipe
+from torchgpipe.engine.checkpoint.kept import Kept, copy_of, copy_on_write, own_memory, with_grad
+
+
+def loaded(value):
+    """Save and load a value."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize('how', ['assign', 'module', 'gpipe'])
+def test_what_was_loaded_from_a_file(how):
+    """To copy its memory on write would end the process with the first write."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    other = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+    def wrap(module):
+        return GPipe(module, [1, 2], devices=['cpu', 'cpu'], chunks=2, checkpoint='always')
+
+    if how == 'assign':
+        other.load_state_dict(loaded(plain.state_dict()), assign=True)
+        gpipe = wrap(other)
+    elif how == 'module':
+        gpipe = wrap(loaded(plain))
+    else:
+        gpipe = loaded(wrap(loaded(plain)))
+    for _ in range(3):
+        x = torch.rand(8, 6, dtype=torch.double)
+        expected, actual = torch.cat([plain(c) for c in x.chunk(2)]), gpipe(x)
+        expected.square().sum().backward()
+        actual.square().sum().backward()
+        assert_same([actual, *gradients(gpipe), *gpipe.buffers()],
+                    [expected, *gradients(plain), *plain.buffers()])
+
+
+def test_a_memory_without_an_allocator_is_copied_at_once():
+    x = loaded(torch.zeros(3))
+    assert copy_on_write(x, {}) is None
+    copy = copy_of(x, {})
+    x.add_(1)
+    assert copy.sum() == 0 and x.sum() == 3
+
+
+class Grows(nn.Module):
+    """A layer that makes room for a buffer in its first forward, as observers per channel do."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.register_buffer('seen', torch.ones(size, dtype=torch.double))
+
+    def forward(self, x):
+        """Move the buffer."""
+        if len(self.seen) != 4:
+            self.seen.resize_(4).zero_()
+        self.seen.add_(x.detach().mean(0))
+        return x.sin() * self.seen.clone()
+
+
+@pytest.mark.parametrize('size', [0, 1])
+def test_a_buffer_that_is_resized(size):
+    plain, gpipe = Grows(size), GPipe(nn.Sequential(Grows(size)), [1], devices=['cpu'], chunks=2,
+                                      checkpoint='always')
+    for _ in range(2):
+        a, b = (torch.ones(4, 4, dtype=torch.double, requires_grad=True) for _ in range(2))
+        torch.cat([plain(c) for c in a.chunk(2)]).sum().backward()
+        gpipe(b).sum().backward()
+        assert_same([b.grad, *gpipe.buffers()], [a.grad, *plain.buffers()])
+
+
+def test_the_same_value_again_is_not_the_same_as_never_written():
+    """A recomputation writes to what it is given."""
+    x = torch.ones(3)
+    kept = Kept(x, copy_of(x, {}))
+    assert kept.restored(x, {}) is x
+    x.mul_(1)
+    assert kept.is_still(x) and kept.restored(x, {}) is not x
+    x.add_(1)
+    assert not kept.is_still(x) and kept.restored(x, {}).sum() == 3
+
+
+class There(nn.Module):
+    """A buffer that goes to and fro."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('sign', torch.ones((), dtype=torch.double))
+
+    def forward(self, x):
+        """Turn it."""
+        self.sign.data.neg_()
+        return x.sin() * self.sign.clone()
+
+
+def test_a_buffer_that_has_an_earlier_value_again():
+    plain = There()
+    gpipe = GPipe(nn.Sequential(There()), [1], devices=['cpu'], chunks=3, checkpoint='always')
+    a, b = (torch.ones(6, dtype=torch.double, requires_grad=True) for _ in range(2))
+    torch.cat([plain(c) for c in a.chunk(3)]).sum().backward()
+    gpipe(b).sum().backward()
+    assert_same([b.grad, *gpipe.buffers()], [a.grad, *plain.buffers()])
+
+
+def test_own_memory():
+    x = torch.ones(3)
+    copy = copy_of(x, {})
+    own_memory(x)
+    x.resize_(6).zero_()
+    assert copy.sum() == 3
+
+
+@pytest.mark.parametrize('make', [nn.Parameter, torch.Tensor.clone])
+def test_with_grad(make):
+    x = make(torch.ones(3)).requires_grad_()
+    assert with_grad(x, True) is x
+    frozen = with_grad(x, False)
+    assert not frozen.requires_grad and x.requires_grad and type(frozen) is type(x)
+    assert frozen.data_ptr() == x.data_ptr()
