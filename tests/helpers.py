@@ -2,6 +2,7 @@
 import copy
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -10,6 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 DEVICES = {'one worker': lambda n: ['cpu'] * n,
            'a worker each': lambda n: [f'cpu:{j}' for j in range(n)]}
 MODES = ['always', 'except_last', 'never']
+
+devices = pytest.mark.parametrize('devices', list(DEVICES.values()), ids=list(DEVICES))
+modes = pytest.mark.parametrize('mode', MODES)
 
 
 def tensors_of(value):

@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import DEVICES, MODES, Spy, WeakLog, assert_same, gradients
+from tests.helpers import MODES, Spy, WeakLog, assert_same, devices, gradients
 from torchgpipe import GPipe, is_recomputing
-
-devices = pytest.mark.parametrize('devices', list(DEVICES.values()), ids=list(DEVICES))
 
 
 class Oops(Exception):

@@ -3,12 +3,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import DEVICES, MODES, STEPS, WeakLog
+from tests.helpers import MODES, STEPS, WeakLog, devices, modes
 from torchgpipe import GPipe
 from torchgpipe.balance.live import LiveTensors
-
-devices = pytest.mark.parametrize('devices', list(DEVICES.values()), ids=list(DEVICES))
-modes = pytest.mark.parametrize('mode', MODES)
 
 
 def make(devices, mode):

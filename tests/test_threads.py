@@ -2,16 +2,12 @@
 import copy
 import threading
 
-import pytest
 import torch
 from torch import nn
 
-from tests.helpers import DEVICES, MODES, assert_same, gradients
+from tests.helpers import assert_same, devices, gradients, modes
 from torchgpipe import GPipe
 from torchgpipe.locks import layer_lock
-
-devices = pytest.mark.parametrize('devices', list(DEVICES.values()), ids=list(DEVICES))
-modes = pytest.mark.parametrize('mode', MODES)
 
 
 def run_at_once(*functions):

@@ -5,11 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import DEVICES, MODES, assert_same, gradients
+from tests.helpers import MODES, assert_same, devices, gradients
 from torchgpipe import GPipe
 from torchgpipe.engine import pipeline
-
-devices = pytest.mark.parametrize('devices', list(DEVICES.values()), ids=list(DEVICES))
 
 
 class Layer(nn.Module):

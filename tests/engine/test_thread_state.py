@@ -13,14 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers import (DEVICES, MODES, STEPS, Spy, WeakLog, assert_same, gradients, nothing,
+from tests.helpers import (STEPS, Spy, WeakLog, assert_same, devices, gradients, modes, nothing,
                            train_both)
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.private import DISPATCH_MODES, FUNCTION_MODES
-
-devices = pytest.mark.parametrize('devices', list(DEVICES.values()), ids=list(DEVICES))
-modes = pytest.mark.parametrize('mode', MODES)
 
 
 def pipe(model, devices, mode, chunks=4):

@@ -8,16 +8,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.helpers import (DEVICES, MODES, STEPS, WeakLog, assert_same, gradients, small_model,
-                           train_both, train_twice)
+from tests.helpers import (DEVICES, MODES, STEPS, WeakLog, assert_same, devices, gradients, modes,
+                           small_model, train_both, train_twice)
 from tests.skip.layers import Pop, Stash, StashLinear, popping, stashing
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
 from torchgpipe.skip import Namespace, pop, skippable, stash
 from torchgpipe.skip.portal import Portal, PortalBlue, PortalCopy, PortalOrange
 from torchgpipe.skip.tracker import current_skip_tracker
-
-devices = pytest.mark.parametrize('devices', list(DEVICES.values()), ids=list(DEVICES))
-modes = pytest.mark.parametrize('mode', MODES)
 
 WIDTH = 3
 

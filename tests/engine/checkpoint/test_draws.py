@@ -8,13 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from tests.helpers import DEVICES, MODES, assert_same, gradients, micro_batches
+from tests.helpers import DEVICES, assert_same, devices, gradients, micro_batches, modes
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.checkpoint import checkpoint
 from torchgpipe.engine.checkpoint import draws
-
-devices = pytest.mark.parametrize('devices', list(DEVICES.values()), ids=list(DEVICES))
-modes = pytest.mark.parametrize('mode', MODES)
 
 
 class Dropouts(nn.Dropout):

@@ -12,14 +12,12 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from tests.helpers import DEVICES, assert_same, gradients
+from tests.helpers import DEVICES, assert_same, devices, gradients
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.balance.live import LiveTensors
 from torchgpipe.engine.checkpoint import kept, layer_state
 from torchgpipe.engine.checkpoint.kept import copy_of
 from torchgpipe.private import data_address
-
-devices = pytest.mark.parametrize('devices', list(DEVICES.values()), ids=list(DEVICES))
 
 
 class Decay(nn.Module):
