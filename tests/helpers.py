@@ -43,6 +43,17 @@ def assert_same(actual, expected, tolerance=1e-12):
             assert (a - b).abs().max().item() <= tolerance
 
 
+def nodes(tensor):
+    """Give all nodes of the graph that leads to a tensor."""
+    found, queue = set(), [tensor.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            queue += [following for following, _ in node.next_functions]
+    return found
+
+
 def train_both(model, gpipe, x, *, context=None):
     """Run forward and backward on both, and compare outputs and gradients."""
     reference = copy.deepcopy(model)

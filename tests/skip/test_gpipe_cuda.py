@@ -1,0 +1,58 @@
+"""Skips between CUDA devices, and between them and the CPU."""
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import assert_same, gradients, modes
+from tests.skip.models import WIDTH, crossing
+from torchgpipe import GPipe
+
+
+@pytest.mark.cuda
+@modes
+@pytest.mark.parametrize('where', [['cuda'] * 3, ['cpu', 'cuda', 'cpu'], ['cuda', 'cpu', 'cuda'],
+                                   ['cuda', 'cuda', 'cpu'], ['cpu', 'cuda', 'cuda']])
+def test_cuda_and_mixed_devices(mode, where):
+    count = torch.cuda.device_count()
+    places = [f'cuda:{j % count}' if d == 'cuda' else d for j, d in enumerate(where)]
+    model = crossing()
+    reference = copy.deepcopy(model)
+    gpipe = GPipe(model, [2, 2, 2], devices=places, chunks=4, checkpoint=mode)
+    for size in (1, 4, 9):
+        x = torch.randn(size, WIDTH, dtype=torch.double)
+        expected, actual = reference(x), gpipe(x.to(gpipe.devices[0]))
+        expected.square().sum().backward()
+        actual.square().sum().backward()
+        assert_same([actual.cpu(), *(g.cpu() for g in gradients(gpipe))],
+                    [expected, *gradients(reference)], 1e-10)
+
+
+@pytest.mark.cuda
+@modes
+def test_cuda_streams_do_not_race(mode, monkeypatch):
+    """Three partitions on one GPU, made to copy as if they were on three, behind slow kernels."""
+    from torchgpipe import pipeline
+
+    keys = iter(range(1 << 30))
+    monkeypatch.setattr(pipeline, 'device_key', lambda device: ('cuda', next(keys) % 3))
+
+    class Slow(nn.Module):
+        def forward(self, x):
+            torch.cuda._sleep(2_000_000)
+            return x * 1
+
+    model = crossing()
+    reference = copy.deepcopy(model)
+    layers = [layer for pair in zip([Slow() for _ in model], model) for layer in pair]
+    gpipe = GPipe(nn.Sequential(*layers), [4, 4, 4], devices=['cuda'] * 3, chunks=6,
+                  checkpoint=mode)
+    for _ in range(10):
+        x = torch.randn(24, WIDTH, dtype=torch.double)
+        reference.zero_grad(), gpipe.zero_grad()
+        expected, actual = reference(x), gpipe(x.cuda())
+        expected.square().sum().backward()
+        actual.square().sum().backward()
+        assert_same([actual.cpu(), *(g.cpu() for g in gradients(gpipe))],
+                    [expected, *gradients(reference)], 1e-9)

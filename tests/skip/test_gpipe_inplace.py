@@ -1,0 +1,138 @@
+"""Changes in place around skips: as in the unwrapped model, or an error, and never wrong."""
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import assert_same, devices, modes, train_both
+from tests.skip.layers import Pop, Stash, StashLinear, popping, stashing
+from torchgpipe import GPipe
+from torchgpipe.skip import pop, skippable
+
+
+class Change(nn.Module):
+    """Change the input in place."""
+
+    def forward(self, x):
+        """Do so."""
+        return x.relu_()
+
+
+@skippable(pop=['a'])
+class ChangePopped(nn.Module):
+    """Change in place what was popped."""
+
+    def forward(self, x):
+        """Do so."""
+        a = yield pop('a')
+        return x + a.relu_()
+
+
+@devices
+@modes
+def test_an_inplace_change_of_what_was_stashed(devices, mode):
+    """As in the unwrapped model, whoever pops sees it."""
+    layers = [nn.Linear(4, 4), Stash(), Change(), nn.Linear(4, 4), Pop()]
+    model = nn.Sequential(*layers).double()
+    gpipe = GPipe(copy.deepcopy(model), [4, 1], devices=devices(2), chunks=2, checkpoint=mode)
+    train_both(model, gpipe, torch.randn(4, 4, dtype=torch.double))
+
+
+@devices
+@modes
+@pytest.mark.parametrize('balance', [[2, 2], [2, 1, 1], [1, 1, 1, 1]])
+def test_an_inplace_change_in_another_partition_raises(devices, mode, balance):
+    """There the unwrapped model's numbers can't be had: whether it is seen depends on copies."""
+    model = nn.Sequential(nn.Linear(4, 4), Stash(), Change(), Pop())
+    gpipe = GPipe(model, balance, devices=devices(len(balance)), chunks=2, checkpoint=mode)
+    with pytest.raises(RuntimeError, match="skip tensor.*was changed in place"):
+        gpipe(torch.rand(4, 4))
+    with pytest.raises(RuntimeError, match="skip tensor.*was changed in place"), \
+            torch.no_grad():
+        gpipe(torch.rand(4, 4))
+
+
+@modes
+def test_an_inplace_change_after_the_pop_is_fine(mode):
+    model = nn.Sequential(nn.Linear(4, 4), Stash(), nn.Identity(), Pop(), Change()).double()
+    gpipe = GPipe(copy.deepcopy(model), [1, 1, 1, 1, 1], devices=['cpu'] * 5, chunks=2,
+                  checkpoint=mode)
+    if mode == 'never':
+        train_both(model, gpipe, torch.randn(4, 4, dtype=torch.double))
+    with torch.no_grad():
+        x = torch.randn(4, 4, dtype=torch.double)
+        assert_same([gpipe(x)], [model(x)])
+
+
+def test_an_inplace_change_through_another_skip_raises():
+    model = nn.Sequential(nn.Linear(4, 4), stashing('a', 'b')(), nn.Linear(4, 4),
+                          ChangePopped(), popping('b')())
+    gpipe = GPipe(model, [3, 1, 1], devices=['cpu'] * 3)
+    with pytest.raises(RuntimeError, match='skip tensor .* was changed in place'):
+        gpipe(torch.rand(4, 4))
+
+
+@pytest.mark.parametrize('requires_grad', [True, False])
+def test_an_inplace_change_of_what_was_popped_raises_under_checkpoints(requires_grad):
+    @skippable(pop=['skip'])
+    class Change(nn.Module):
+        def forward(self, x):
+            skip = yield pop('skip')
+            return skip.mul_(2) + x
+
+    def make(mode):
+        torch.manual_seed(0)
+        model = nn.Sequential(StashLinear(), nn.Linear(4, 4), Change()).double()
+        model[0].requires_grad_(requires_grad)
+        return model, GPipe(copy.deepcopy(model), [1, 1, 1], devices=['cpu'] * 3, chunks=2,
+                            checkpoint=mode)
+
+    x = torch.randn(4, 4, dtype=torch.double)
+    model, gpipe = make('never')
+    train_both(model, gpipe, x)
+    _, gpipe = make('always')
+    with pytest.raises(RuntimeError, match='skip tensor that it popped, was changed in place'):
+        gpipe(x).sum().backward()
+
+
+def test_a_skip_that_shares_its_memory_must_not_be_changed_after_its_pop():
+    @skippable(pop=['a'])
+    class Swap(nn.Module):
+        def forward(self, x):
+            return (yield pop('a'))
+
+    first = nn.Linear(4, 4), stashing('a', 'b')()
+    for layers, balance in (
+            ((*first, nn.Linear(4, 4), ChangePopped(), popping('b')()), [3, 1, 1]),
+            ((*first, Swap(), Change(), popping('b')()), [2, 1, 1, 1]),
+            ((nn.Linear(4, 4), stashing('a')(), ChangePopped()), [2, 1])):
+        gpipe = GPipe(nn.Sequential(*layers), balance, devices=['cpu'] * len(balance))
+        with pytest.raises(RuntimeError, match='skip tensor .* was changed in place'):
+            gpipe(torch.rand(4, 4))
+
+
+@devices
+def test_an_inplace_first_layer_before_a_stash(devices):
+    """Micro-batches are views that count changes together: never wrong, but it may raise."""
+    model = nn.Sequential(nn.ReLU(inplace=True), Stash(), nn.Linear(4, 4), Pop()).double()
+    x = torch.randn(6, 4, dtype=torch.double)
+    for chunks in (1, 3):
+        gpipe = GPipe(copy.deepcopy(model), [3, 1], devices=devices(2), chunks=chunks,
+                      checkpoint='never')
+        try:
+            assert_same([gpipe(x.clone())], [model(x.clone())])
+        except RuntimeError as error:
+            assert chunks == 3 and 'Use an operation that is not in place' in str(error)
+        del gpipe
+
+
+@modes
+def test_a_change_of_the_mini_batch_between_forward_and_backward_raises(mode):
+    model = nn.Sequential(nn.Linear(4, 4), StashLinear(), nn.Linear(4, 4), Pop())
+    gpipe = GPipe(model, [2, 2], devices=['cpu', 'cpu'], chunks=2, checkpoint=mode)
+    x = torch.rand(4, 4)
+    output = gpipe(x)
+    x.zero_()
+    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+        output.sum().backward()

@@ -1,0 +1,150 @@
+"""Layers that stash and pop in ways of their own: tuples, nesting, contexts, sparse tensors."""
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import MODES, devices, modes, train_both
+from tests.skip.layers import Pop, Stash, StashLinear, popping
+from tests.skip.models import WIDTH
+from torchgpipe import GPipe
+from torchgpipe.skip import Namespace, pop, skippable, stash
+
+
+def test_tuples_and_skips():
+    class Branch(nn.Module):
+        def forward(self, x):
+            return x, x * 2
+
+    @skippable(stash=['a', 'b'])
+    class StashPair(nn.Module):
+        def forward(self, input):
+            yield stash('a', input[0])
+            yield stash('b', input[1])
+            return input
+
+    class Merge(nn.Module):
+        def forward(self, input):
+            return input[0] * input[1]
+
+    for balance in ([1, 1, 1, 1, 1], [2, 3], [3, 2]):
+        model = nn.Sequential(nn.Linear(4, 4), Branch(), StashPair(), Merge(), popping('b', 'a')())
+        model = model.double()
+        gpipe = GPipe(copy.deepcopy(model), balance, devices=['cpu'] * len(balance), chunks=2,
+                      checkpoint='always')
+        train_both(model, gpipe, torch.randn(4, 4, dtype=torch.double))
+
+
+def test_sparse_tensors_may_skip():
+    @skippable(stash=['skip'])
+    class StashSparse(nn.Module):
+        def forward(self, x):
+            yield stash('skip', x.detach().to_sparse())
+            return x
+
+    @skippable(pop=['skip'])
+    class PopSparse(nn.Module):
+        def forward(self, x):
+            return x + (yield pop('skip')).to_dense()
+
+    model = nn.Sequential(StashSparse(), nn.Linear(4, 4), PopSparse()).double()
+    gpipe = GPipe(copy.deepcopy(model), [1, 1, 1], devices=['cpu'] * 3, chunks=2,
+                  checkpoint='never')
+    train_both(model, gpipe, torch.randn(4, 4, dtype=torch.double))
+
+
+@modes
+def test_skips_within_a_layer_stay_there(mode):
+    def block():
+        return nn.Sequential(Stash(), nn.Linear(4, 4), Pop())
+
+    model = nn.Sequential(block(), block(), block()).double()
+    gpipe = GPipe(copy.deepcopy(model), [1, 1, 1], devices=['cpu:0', 'cpu:1', 'cpu:2'], chunks=2,
+                  checkpoint=mode)
+    train_both(model, gpipe, torch.randn(4, 4, dtype=torch.double))
+    # From one layer into another, where nobody declared it, a skip does not come.
+    model = nn.Sequential(nn.Sequential(Stash()), nn.Sequential(Pop()))
+    gpipe = GPipe(model, [1, 1], devices=['cpu', 'cpu'])
+    with pytest.raises(RuntimeError, match="'skip' has not been stashed"):
+        gpipe(torch.rand(2, 4))
+
+
+def test_a_skip_within_a_layer_must_not_have_the_name_of_one_that_crosses():
+    model = nn.Sequential(Stash(), nn.Linear(4, 4), Pop(),
+                          nn.Sequential(Stash(), nn.Linear(4, 4), Pop()))
+    GPipe(model, [3, 1], devices=['cpu'] * 2)(torch.rand(2, 4))
+    with pytest.raises(TypeError, match="a layer within '3' declared 'skip'"):
+        GPipe(model, [2, 2], devices=['cpu'] * 2)
+
+
+@modes
+@pytest.mark.parametrize('inner_mode', MODES)
+def test_a_pipeline_within_a_layer(mode, inner_mode):
+    def model(wrap):
+        torch.manual_seed(0)
+        inner = nn.Sequential(StashLinear(), nn.Linear(4, 4), Pop()).double()
+        if wrap:
+            inner = GPipe(inner, [1, 1, 1], devices=['cpu'] * 3, chunks=2, checkpoint=inner_mode)
+        one = Namespace()
+        return nn.Sequential(StashLinear().double().isolate(one), inner, Pop().isolate(one))
+
+    gpipe = GPipe(model(True), [1, 1, 1], devices=['cpu'] * 3, chunks=2, checkpoint=mode)
+    train_both(model(False), gpipe, torch.randn(8, 4, dtype=torch.double))
+
+
+@devices
+@modes
+@pytest.mark.parametrize('context', [torch.no_grad, torch.inference_mode])
+def test_a_yield_within_no_grad(devices, mode, context):
+    @skippable(stash=['skip'])
+    class StashWithin(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            skip = self.fc(x)
+            with context():
+                yield stash('skip', skip)
+            return x
+
+    @skippable(pop=['skip'])
+    class PopWithin(nn.Module):
+        def forward(self, x):
+            with context():
+                skip = yield pop('skip')
+            return x * skip
+
+    model = nn.Sequential(StashWithin(), nn.Linear(WIDTH, WIDTH), PopWithin()).double()
+    gpipe = GPipe(copy.deepcopy(model), [1, 1, 1], devices=devices(3), chunks=2, checkpoint=mode)
+    train_both(model, gpipe, torch.randn(4, WIDTH, dtype=torch.double))
+
+
+def test_an_error_of_a_yield_appears_where_it_was_made():
+    states = []
+
+    @skippable(stash=['skip'])
+    class Wrong(nn.Module):
+        def forward(self, x):
+            try:
+                with torch.no_grad():
+                    yield stash('typo', x)
+            finally:
+                states.append(torch.is_grad_enabled())
+
+    with pytest.raises(RuntimeError, match="'typo' has not been declared") as error:
+        Wrong()(torch.rand(2))
+    assert states == [True] and torch.is_grad_enabled()
+    assert "yield stash('typo', x)" in str(error.getrepr())
+
+
+@devices
+def test_a_skip_that_is_not_stashed_after_all(devices):
+    class Lazy(type(Stash())):
+        def forward(self, x):
+            return x
+
+    gpipe = GPipe(nn.Sequential(Lazy(), Pop()), [1, 1], devices=devices(2))
+    with pytest.raises(RuntimeError, match="'skip' must be stashed but have not"):
+        gpipe(torch.rand(2, 4))
