@@ -1,11 +1,14 @@
 """Oracles and test doubles that several test files share."""
 import copy
+import itertools
 from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from torchgpipe.engine import partition
 
 #: One worker for all partitions, and one for each.
 DEVICES = {'one worker': lambda n: ['cpu'] * n,
@@ -28,8 +31,8 @@ def micro_batches(x, chunks):
 
 
 def gradients(module):
-    """Give a copy of all gradients."""
-    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+    """Give a copy of all gradients, on the CPU."""
+    return [None if p.grad is None else p.grad.clone().cpu() for p in module.parameters()]
 
 
 def assert_same(actual, expected, tolerance=1e-12):
@@ -79,6 +82,21 @@ def small_model(n=4, width=4):
     for _ in range(n):
         layers += [nn.Linear(width, width), nn.Tanh()]
     return nn.Sequential(*layers).double()
+
+
+def as_if_on_several(monkeypatch, number):
+    """Take partitions on one GPU for partitions on several, so that they copy and wait."""
+    keys = itertools.cycle(range(number))
+    monkeypatch.setattr(partition, 'device_key', lambda device: (device.type, next(keys)))
+
+
+class Slow(nn.Module):
+    """Keep a GPU busy for a while, so that whoever does not wait for it comes too early."""
+
+    def forward(self, x):
+        """Do so."""
+        torch.cuda._sleep(2_000_000)
+        return x * 1
 
 
 class Spy(nn.Module):

@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.helpers import (DEVICES, MODES, assert_same, gradients, micro_batches, train_both,
-                           train_twice)
+from tests.helpers import (DEVICES, MODES, Slow, as_if_on_several, assert_same, gradients,
+                           micro_batches, train_both, train_twice)
 from torchgpipe import GPipe
-from torchgpipe.stream import CPUStream, new_stream
 
 
 class Pair(nn.Module):
@@ -199,36 +198,23 @@ def test_cuda_and_mixed_devices(mode, where):
         assert actual.device == gpipe.devices[-1]
         expected.square().sum().backward()
         actual.square().sum().backward()
-        assert_same([actual.cpu(), *(g.cpu() for g in gradients(gpipe))],
-                    [expected, *gradients(reference)], 1e-10)
+        assert_same([actual.cpu(), *gradients(gpipe)], [expected, *gradients(reference)], 1e-10)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize('mode', MODES)
 def test_cuda_streams_do_not_race(mode, monkeypatch):
     """Two partitions on one GPU, made to copy as if they were on two, behind slow kernels."""
-    from torchgpipe import pipeline, worker
-
-    keys = iter(range(1 << 30))
-    real = worker.device_key
-    monkeypatch.setattr(pipeline, 'device_key', lambda device: ('cuda', next(keys) % 2))
-    assert real(torch.device('cuda:0')) == ('cuda', 0)
-    assert new_stream(torch.device('cuda')) is not CPUStream
-
-    class Slow(nn.Module):
-        def forward(self, x):
-            torch.cuda._sleep(2_000_000)
-            return x * 1
-
+    as_if_on_several(monkeypatch, 2)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).double()
     reference = copy.deepcopy(model)
     slow = nn.Sequential(Slow(), model[0], Slow(), model[1], Slow(), model[2])
     gpipe = GPipe(slow, [3, 3], devices=['cuda', 'cuda'], chunks=8, checkpoint=mode)
+    assert [partition.moves for partition in gpipe._engine.partitions] == [False, True]
     for _ in range(10):
         x = torch.randn(64, 64, dtype=torch.double)
         reference.zero_grad(), gpipe.zero_grad()
         expected, actual = reference(x), gpipe(x.cuda())
         expected.square().sum().backward()
         actual.square().sum().backward()
-        assert_same([actual.cpu(), *(g.cpu() for g in gradients(gpipe))],
-                    [expected, *gradients(reference)], 1e-9)
+        assert_same([actual.cpu(), *gradients(gpipe)], [expected, *gradients(reference)], 1e-9)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import assert_same, gradients, modes
+from tests.helpers import Slow, as_if_on_several, assert_same, gradients, modes
 from tests.skip.models import WIDTH, crossing
 from torchgpipe import GPipe
 
@@ -25,34 +25,24 @@ def test_cuda_and_mixed_devices(mode, where):
         expected, actual = reference(x), gpipe(x.to(gpipe.devices[0]))
         expected.square().sum().backward()
         actual.square().sum().backward()
-        assert_same([actual.cpu(), *(g.cpu() for g in gradients(gpipe))],
-                    [expected, *gradients(reference)], 1e-10)
+        assert_same([actual.cpu(), *gradients(gpipe)], [expected, *gradients(reference)], 1e-10)
 
 
 @pytest.mark.cuda
 @modes
 def test_cuda_streams_do_not_race(mode, monkeypatch):
     """Three partitions on one GPU, made to copy as if they were on three, behind slow kernels."""
-    from torchgpipe import pipeline
-
-    keys = iter(range(1 << 30))
-    monkeypatch.setattr(pipeline, 'device_key', lambda device: ('cuda', next(keys) % 3))
-
-    class Slow(nn.Module):
-        def forward(self, x):
-            torch.cuda._sleep(2_000_000)
-            return x * 1
-
+    as_if_on_several(monkeypatch, 3)
     model = crossing()
     reference = copy.deepcopy(model)
     layers = [layer for pair in zip([Slow() for _ in model], model) for layer in pair]
     gpipe = GPipe(nn.Sequential(*layers), [4, 4, 4], devices=['cuda'] * 3, chunks=6,
                   checkpoint=mode)
+    assert [partition.moves for partition in gpipe._engine.partitions] == [False, True, True]
     for _ in range(10):
         x = torch.randn(24, WIDTH, dtype=torch.double)
         reference.zero_grad(), gpipe.zero_grad()
         expected, actual = reference(x), gpipe(x.cuda())
         expected.square().sum().backward()
         actual.square().sum().backward()
-        assert_same([actual.cpu(), *(g.cpu() for g in gradients(gpipe))],
-                    [expected, *gradients(reference)], 1e-9)
+        assert_same([actual.cpu(), *gradients(gpipe)], [expected, *gradients(reference)], 1e-9)
