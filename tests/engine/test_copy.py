@@ -19,19 +19,24 @@ def streams():
     return pairs
 
 
-@pytest.mark.parametrize('function', [Copy, Wait])
+def between_waits(prev_stream, next_stream, x):
+    """Copy as the pipeline does: both copy streams wait for compute streams, and the other way."""
+    x, = Wait.apply(current_stream(get_device(prev_stream)), prev_stream, x)
+    y, = Copy.apply(prev_stream, next_stream, x)
+    return Wait.apply(next_stream, current_stream(get_device(next_stream)), y)
+
+
+@pytest.mark.parametrize('function', [between_waits, Wait.apply], ids=['copy', 'wait'])
 @pytest.mark.parametrize('prev_stream, next_stream', streams())
 def test_backward_is_the_adjoint_and_goes_the_other_way(function, prev_stream, next_stream):
     x = torch.randn(100, device=get_device(prev_stream), requires_grad=True)
-    y, = function.apply(prev_stream, next_stream, x)
-    where = get_device(next_stream) if function is Copy else x.device
+    y, = function(prev_stream, next_stream, x)
+    where = get_device(next_stream) if function is between_waits else x.device
     v = torch.randn(100).to(where)
-    wait_stream(current_stream(where), next_stream)
     forward = (y * v).sum()
     assert y.device == where
     assert y.detach().cpu().equal(x.detach().cpu())
     forward.backward()
-    wait_stream(current_stream(x.device), prev_stream)
     assert x.grad.device == x.device and x.grad.cpu().equal(v.cpu())
 
 
