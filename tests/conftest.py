@@ -1,9 +1,15 @@
-"""What every test gets: a seed, one intra-op thread, and a check that it leaves no thread."""
+"""What every test gets: a seed, one intra-op thread, and a check that it leaves no thread.
+
+And a clock, for those that ask for it.
+"""
 import gc
 import threading
+from importlib import import_module
 
 import pytest
 import torch
+
+from tests.clock import Clock
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +35,15 @@ def no_thread_left():
     if set(threading.enumerate()) - before:
         gc.collect()
     assert not set(threading.enumerate()) - before
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Let the profiler look at a clock that the test moves."""
+    clock = Clock()
+    for name in ('measure', 'profile'):  # a function hides the module of the second name
+        monkeypatch.setattr(import_module(f'torchgpipe.balance.{name}'), 'time', clock)
+    return clock
 
 
 def pytest_collection_modifyitems(items):
