@@ -3,8 +3,9 @@ import gc
 import multiprocessing
 import os
 import pickle
+import select
+import signal
 import threading
-import time
 import weakref
 
 import pytest
@@ -176,18 +177,16 @@ def test_a_fork_while_another_thread_holds_every_lock():
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait(20)
+    reading, writing = os.pipe()  # of which the child has the only other end, until it exits
     child = os.fork()
     if child == 0:
         gpipe(torch.rand(4, 4)).sum().backward()
         os._exit(0)
+    os.close(writing)
     end.set()
     thread.join()
-    for _ in range(2000):
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            break
-        time.sleep(0.01)
-    else:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-    assert pid and os.waitstatus_to_exitcode(status) == 0
+    ended, _, _ = select.select([reading], [], [], 20)
+    os.close(reading)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
