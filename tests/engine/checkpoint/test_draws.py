@@ -200,12 +200,14 @@ def test_a_thread_that_draws_beside_a_training_gets_no_number_twice(mode):
     thread = threading.Thread(target=draw)
     thread.start()
     try:
-        for _ in range(60):
+        steps = 0
+        while steps < 20 or len(numbers) < 100:
             assert_output_and_gradient_agree(gpipe, torch.rand(8, 16) + 0.5)
+            steps += 1
     finally:
         end.set()
         thread.join()
-    assert len(numbers) > 100 and len(set(numbers)) == len(numbers)
+    assert len(set(numbers)) == len(numbers)
 
 
 @modes
