@@ -1,0 +1,81 @@
+"""Attributes of layers are those of the first pass, also after Ctrl-C in a recomputation."""
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.checkpoint.layers import Decay, Layer, compare_modes, count
+from tests.helpers import assert_same
+from torchgpipe import GPipe, is_recomputing
+from torchgpipe.engine.checkpoint import layer_state
+
+
+def test_python_attributes_are_those_of_one_pass():
+    layers = []
+
+    def make():
+        layers.append(Layer(count, calls=0))
+        return nn.Sequential(nn.Linear(4, 4).double(), layers[-1])
+
+    compare_modes(make)
+    assert [layer.calls for layer in layers] == [9, 9]
+
+
+def test_an_output_that_a_layer_keeps_is_that_of_the_first_pass():
+    """As an auxiliary loss: what the recomputation sets would keep a graph of no use alive."""
+    def keep(layer, x):
+        layer.aux = x.sum()
+        return x * 2
+
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Layer(keep)), [1, 1], devices=['cpu'] * 2,
+                  chunks=2, checkpoint='always')
+    output = gpipe(torch.rand(4, 4))
+    kept = gpipe[1].aux
+    output.sum().backward()
+    assert gpipe[1].aux is kept
+
+
+def test_a_layer_that_asks_which_pass_it_is_in_deals_with_its_attributes_itself():
+    seen = []
+
+    def see(layer, x):
+        if is_recomputing():
+            layer.recomputations += 1
+            seen.append(layer.kept)
+        else:
+            layer.kept = len(x)
+        return x * 2
+
+    layer = Layer(see, recomputations=0, kept=0)
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), layer), [1, 1], devices=['cpu'] * 2, chunks=2,
+                  checkpoint='always')
+    for step in (1, 2):
+        gpipe(torch.rand(5, 4)).sum().backward()
+        assert layer.recomputations == 2 * step
+    assert seen == [2] * 4  # what the last micro-batch left behind
+
+
+@pytest.mark.parametrize('at', range(12))
+def test_ctrl_c_while_attributes_are_put_back(at):
+    """In v0.3.0, copies stayed behind as the model's buffers."""
+    model = nn.Sequential(nn.Linear(4, 4), Decay(True), nn.BatchNorm1d(4)).double()
+    gpipe = GPipe(model, [3], devices=['cpu'], chunks=2, checkpoint='always')
+    gpipe(torch.rand(4, 4, dtype=torch.double)).sum().backward()
+    output = gpipe(torch.rand(4, 4, dtype=torch.double))
+    before = {module: module.__dict__ for module in model.modules()}
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    # Two recomputations, in each four modules get other attributes and get back their own.
+    calls = itertools.count()
+
+    def interrupt(module, name, value):
+        object.__setattr__(module, name, value)
+        if next(calls) == at:
+            raise KeyboardInterrupt
+
+    with mock.patch.object(layer_state, 'assign', interrupt), pytest.raises(KeyboardInterrupt):
+        output.sum().backward()
+    assert all(module.__dict__ is before[module] for module in model.modules())
+    assert_same(model.buffers(), buffers, 0)
+    gpipe(torch.rand(4, 4, dtype=torch.double)).sum().backward()

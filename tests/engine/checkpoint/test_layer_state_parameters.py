@@ -1,0 +1,104 @@
+"""Who may write to parameters between forward and backward, and who gets an error."""
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.checkpoint.layers import Layer, doubles
+from tests.helpers import DEVICES, assert_same, gradients
+from torchgpipe import GPipe
+
+
+@pytest.mark.parametrize('mode', ['always', 'never'])
+def test_a_step_between_forward_and_backward_raises_as_without_checkpoints(mode):
+    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], devices=['cpu', 'cpu'],
+                  chunks=2, checkpoint=mode)
+    optimizer = torch.optim.SGD(gpipe.parameters(), 0.1)
+    gpipe(torch.rand(4, 2)).sum().backward()
+    output = gpipe(torch.rand(4, 2))
+    optimizer.step()
+    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+        output.sum().backward()
+
+
+def test_a_step_in_a_hook_of_backward_is_fine():
+    """The optimizer in backward: each parameter moves when its gradient is complete."""
+    def train(make):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).double()
+        net = make(model)
+        for parameter in model.parameters():
+            def step(p):
+                with torch.no_grad():
+                    p.sub_(p.grad * 0.1)
+                p.grad = None
+            parameter.register_post_accumulate_grad_hook(step)
+        for _ in range(3):
+            net(torch.rand(5, 2, dtype=torch.double)).square().sum().backward()
+        return list(model.parameters())
+
+    expected = train(lambda model: model)
+    for make in DEVICES.values():
+        actual = train(lambda model: GPipe(model, [1, 2], devices=make(2), chunks=3,
+                                           checkpoint='always'))
+        assert_same(actual, expected)
+
+
+def test_a_layer_may_write_to_its_own_parameters():
+    model = nn.Sequential(nn.Embedding(10, 4, max_norm=1.0), nn.Linear(4, 2)).double()
+    reference = copy.deepcopy(model)
+    gpipe = GPipe(model, [2], devices=['cpu'], chunks=3, checkpoint='always')
+    x = torch.randint(10, (7,))
+    gpipe(x).square().sum().backward()
+    reference(x).square().sum().backward()
+    assert_same(gradients(gpipe), gradients(reference))
+
+
+class Clipped(nn.Embedding):
+    """A layer whose weight is clipped by a hook."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.register_forward_pre_hook(Clipped.clip)
+
+    def clip(self, args):
+        """Clip it."""
+        self.weight.data.clamp_(-0.5, 0.5)
+
+
+@pytest.mark.parametrize('make', [lambda: nn.Embedding(10, 4, max_norm=1.0),
+                                  lambda: Clipped(10, 4)])
+def test_two_forwards_then_backward_with_a_layer_that_writes_to_its_weight(make):
+    """In v0.3.0: "modified between forward and backward, before the optimizer's step"."""
+    model = nn.Sequential(make(), nn.Linear(4, 2)).double()
+    reference = copy.deepcopy(model)
+    gpipe = GPipe(model, [2], devices=['cpu'], chunks=3, checkpoint='always')
+    for _ in range(2):
+        x, y = torch.randint(10, (7,)), torch.randint(10, (7,))
+        for net in (reference, gpipe):
+            net.zero_grad()
+            (net(x).square().sum() + net(y).square().sum()).backward()
+        assert_same([*gradients(gpipe), *gpipe.parameters()],
+                    [*gradients(reference), *reference.parameters()])
+
+
+def test_a_parameter_that_a_layer_begins_to_write_to():
+    def maybe_write(layer, x):
+        if layer.on:
+            with torch.no_grad():
+                layer.weight.mul_(0.9)
+        return x * layer.weight.clone()
+
+    layer = Layer(maybe_write, parameters={'weight': (doubles(4), True)}, on=False)
+    gpipe = GPipe(nn.Sequential(layer), [1], devices=['cpu'], chunks=2, checkpoint='always')
+    gpipe(doubles(4, 4)).sum().backward()
+    layer.on = True
+    with pytest.raises(RuntimeError, match="parameter '0.weight' was written to by its layer"):
+        gpipe(doubles(4, 4)).sum().backward()
+    for _ in range(2):
+        before = layer.weight.detach().clone()
+        layer.zero_grad()
+        gpipe(doubles(4, 4)).sum().backward()
+        assert torch.allclose(layer.weight, before * 0.81)
+        assert torch.allclose(layer.weight.grad, doubles(4) * 4)
