@@ -112,11 +112,16 @@ class Spy(nn.Module):
         return input
 
 
-class WeakLog:
-    """Weak references to the memory of every tensor that passes a module.
+def memory_of(x):
+    """Give a weak reference to the memory of a tensor, which tells when it has ``expired``.
 
     To the memory, because what autograd saves may be another tensor over the same memory.
     """
+    return StorageWeakRef(x.untyped_storage())
+
+
+class WeakLog:
+    """Weak references to the memory of every tensor that passes a module."""
 
     def __init__(self, *modules):
         self.refs = []
@@ -125,7 +130,7 @@ class WeakLog:
 
     def _see(self, module, args, output):
         for value in (*args, output):
-            self.refs += [StorageWeakRef(x.untyped_storage()) for x in tensors_of(value)]
+            self.refs += [memory_of(x) for x in tensors_of(value)]
 
     def alive(self):
         """Count what is still alive, without any help of the garbage collector."""

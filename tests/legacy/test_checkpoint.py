@@ -1,11 +1,11 @@
 """Checkpointing by itself: what is kept, what is computed again, and when."""
-import weakref
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from tests.helpers import memory_of
 from torchgpipe.checkpoint import (Checkpoint, Checkpointing, Recompute, checkpoint,
                                    enable_checkpointing, enable_recomputing, is_checkpointing,
                                    is_recomputing)
@@ -70,14 +70,14 @@ def test_no_activation_outlives_the_first_pass():
 
     def function(x):
         y = (x * 2).exp()
-        refs.append(weakref.ref(y))
+        refs.append(memory_of(y))
         return y.sin().cos()
 
     x = torch.rand(3, requires_grad=True)
     y = checkpoint(function, x)
-    assert refs[0]() is None
+    assert refs[0].expired()
     y.sum().backward()
-    assert refs[1]() is None
+    assert refs[1].expired()
 
 
 def test_a_function_that_requires_no_grad():
@@ -290,7 +290,7 @@ def test_what_no_node_asked_for_is_freed_at_the_end_of_backward():
         def forward(ctx, x):
             y = x * 2
             if is_recomputing():
-                refs.append(weakref.ref(y))
+                refs.append(memory_of(y))
             ctx.save_for_backward(y)
             return y.clone()
 
@@ -300,16 +300,17 @@ def test_what_no_node_asked_for_is_freed_at_the_end_of_backward():
 
     y = checkpoint(Ignore.apply, torch.rand(1, requires_grad=True))
     y.backward()
-    assert refs and refs[0]() is None
+    assert refs and refs[0].expired()
 
 
 def test_the_input_is_freed_by_backward():
     x = torch.rand(3, requires_grad=True) * 1
-    ref = weakref.ref(x)
+    ref = memory_of(x)
     y = checkpoint(torch.exp, x)
     del x
+    assert not ref.expired()
     y.sum().backward()
-    assert ref() is None
+    assert ref.expired()
 
 
 def test_a_layer_that_asks_for_gradients_within_its_forward():

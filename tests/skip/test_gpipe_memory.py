@@ -4,9 +4,8 @@ import gc
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.helpers import DEVICES, STEPS, WeakLog, devices, modes
+from tests.helpers import DEVICES, STEPS, WeakLog, devices, memory_of, modes
 from tests.skip.layers import Pop, StashLinear, popping, stashing
 from tests.skip.models import WIDTH
 from torchgpipe import GPipe, is_recomputing
@@ -99,7 +98,7 @@ def test_a_skip_dies_within_the_layer_that_pops_it(devices, grad):
     class Make(nn.Module):
         def forward(self, x):
             tensor = x.detach() * 2
-            refs.append(StorageWeakRef(tensor.untyped_storage()))
+            refs.append(memory_of(tensor))
             yield stash('skip', tensor)
             return x
 
