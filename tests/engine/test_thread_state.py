@@ -93,8 +93,11 @@ def test_a_new_weight_is_cast_anew(devices):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1)
-        with torch.autocast('cpu', torch.bfloat16), torch.no_grad():
-            assert torch.equal(gpipe(x), model(x))
+        outputs = []
+        for net in (gpipe, model):  # each with a cache of its own, or both would use a stale copy
+            with torch.autocast('cpu', torch.bfloat16), torch.no_grad():
+                outputs.append(net(x))
+        assert torch.equal(*outputs)
 
 
 @devices
