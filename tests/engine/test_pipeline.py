@@ -1,13 +1,14 @@
 """The clock, and who runs at the same time as whom."""
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
-from tests.helpers import Spy, assert_same
+from tests.helpers import Spy, assert_same, devices, modes, nodes
 from tests.skip.layers import Pop, Stash
-from torchgpipe import GPipe
+from torchgpipe import GPipe, is_recomputing
 from torchgpipe.microbatch import Batch, gather, scatter
 from torchgpipe.pipeline import Pipeline, clock_cycles
 from torchgpipe.skip.layout import SkipLayout
@@ -27,9 +28,9 @@ def test_a_pipeline_by_itself():
     before = set(threading.enumerate())
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)).double()
     x = torch.rand(5, 2, dtype=torch.double)
-    for devices in (None, [torch.device('cpu:0'), torch.device('cpu:1')]):
+    for places in (None, [torch.device('cpu:0'), torch.device('cpu:1')]):
         batches = scatter(x, 2)
-        Pipeline(batches, [model[:1], model[1:]], devices, checkpoint_stop=1).run()
+        Pipeline(batches, [model[:1], model[1:]], places, checkpoint_stop=1).run()
         assert_same([gather(batches)], [model(x)])
     assert set(threading.enumerate()) == before
 
@@ -90,36 +91,88 @@ def test_partitions_on_one_device_need_no_thread():
     assert seen == {threading.current_thread()} and set(threading.enumerate()) == before
 
 
-@pytest.mark.parametrize('devices', [['cpu'] * 3, ['cpu:0', 'cpu:1', 'cpu:2']])
-@pytest.mark.parametrize('mode', ['always', 'except_last', 'never'])
-def test_backward_takes_the_last_micro_batch_first(devices, mode):
-    log = []
+class Note(torch.autograd.Function):
+    """An identity that notes its micro-batch, known by its size, and its partition in backward."""
 
-    class Note(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, j, x):
-            ctx.place = len(x), j
-            return x * 1
+    @staticmethod
+    def forward(ctx, log, j, x):
+        ctx.log, ctx.place = log, (len(x), j)
+        return x * 1
 
-        @staticmethod
-        def backward(ctx, grad):
-            log.append(ctx.place)
-            return None, grad
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.log.append(ctx.place)
+        return None, None, grad
 
-    class Layer(nn.Linear):
-        def forward(self, x):
-            return Note.apply(self.j, super().forward(x))
 
-    layers = [Layer(2, 2) for _ in range(3)]
-    for j, layer in enumerate(layers):
-        layer.j = j
-    gpipe = GPipe(nn.Sequential(*layers), [1] * 3, devices=devices, chunks=3, checkpoint=mode)
-    for _ in range(20):
-        log.clear()
-        batches = [torch.rand(i + 1, 2) for i in range(3)]  # a micro-batch is known by its size
-        boxed = [Batch(x) for x in batches]
-        Pipeline(boxed, gpipe.partitions, gpipe.devices,
-                 checkpoint_stop={'always': 3, 'except_last': 2, 'never': 0}[mode]).run()
-        torch.cat([batch.tensor for batch in boxed]).sum().backward()
+class Noted(nn.Linear):
+    """A layer that notes its recomputation and its backward."""
+
+    def __init__(self, log, j):
+        super().__init__(2, 2)
+        self.log, self.j = log, j
+
+    def forward(self, x):
+        """Note what runs."""
+        for _ in range(10):  # nodes that nobody needs, for those that count to have high numbers
+            x.new_ones(1).requires_grad_() + 1
+        if is_recomputing():
+            self.log['recomputation'].append((len(x), self.j))
+        return Note.apply(self.log['backward'], self.j, super().forward(x))
+
+
+def in_a_new_thread(function):
+    """Call a function where autograd's nodes get the lowest numbers, so that they come last."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+#: Losses of outputs, such that gradients come at once, or one when all else is done.
+LOSSES = {'at once': lambda outputs: torch.cat(outputs).sum(),
+          'last first': lambda outputs: in_a_new_thread(lambda: sum(x.sum() for x in outputs)),
+          'first first': lambda outputs: in_a_new_thread(
+              lambda: sum(x.sum() for x in reversed(outputs)))}
+
+
+@devices
+@modes
+@pytest.mark.parametrize('loss', list(LOSSES.values()), ids=list(LOSSES))
+def test_backward_takes_the_last_micro_batch_first(devices, mode, loss):
+    """By itself, autograd would begin with the node that was made last, so with either end."""
+    log = {'recomputation': [], 'backward': []}
+    gpipe = GPipe(nn.Sequential(*[Noted(log, j) for j in range(3)]), [1] * 3, devices=devices(3))
+    checkpoint_stop = {'always': 3, 'except_last': 2, 'never': 0}[mode]
+    for _ in range(5):
+        batches = [Batch(torch.rand(i + 1, 2)) for i in range(3)]
+        Pipeline(batches, gpipe.partitions, gpipe.devices, checkpoint_stop=checkpoint_stop).run()
+        loss([batch.tensor for batch in batches]).backward()
         for j in range(3):
-            assert [size for size, where in log if where == j] == [3, 2, 1]
+            assert [size for size, where in log['backward'] if where == j] == [3, 2, 1]
+            assert [size for size, where in log['recomputation'] if where == j] == \
+                [3, 2, 1][3 - checkpoint_stop:]
+        log['recomputation'].clear(), log['backward'].clear()
+
+
+@devices
+@modes
+def test_an_output_has_an_edge_to_that_of_the_micro_batch_before(devices, mode):
+    """Wherever a partition has edges at all: [Note: Outputs that stay as they are]."""
+    outputs = {}
+
+    def see(j):
+        def look(x):
+            if not is_recomputing():
+                outputs[j - 1, len(x)] = x
+        return look
+
+    model = nn.Sequential(*[nn.Sequential(Spy(see(j)), nn.Linear(2, 2)) for j in range(3)])
+    batches = [Batch(torch.rand(i + 1, 2)) for i in range(3)]
+    checkpoint_stop = {'always': 3, 'except_last': 2, 'never': 0}[mode]
+    gpipe = GPipe(model, [1] * 3, devices=devices(3))
+    Pipeline(batches, gpipe.partitions, gpipe.devices, checkpoint_stop=checkpoint_stop).run()
+    for batch in batches:
+        see(3)(batch.tensor)
+    for j in range(3):
+        ordered = [outputs[j, size].grad_fn in nodes(outputs[j, size + 1]) for size in (1, 2)]
+        assert ordered == ([True, True] if j == 2 else {
+            'always': [True, True], 'except_last': [True, False], 'never': [False, False]}[mode])
