@@ -205,6 +205,19 @@ def change_skip():
     train(model)
 
 
+def unwrapped_twice():
+    """Go back twice through a graph that is not retained."""
+    loss = torch.ones(1, requires_grad=True).exp()
+    loss.backward()
+    loss.backward()
+
+
+#: What PyTorch raises without the library, for the rows that say so, in their order.
+UNWRAPPED = [
+    lambda: nn.BatchNorm1d(4)(torch.randn(1, 4)),
+    lambda: torch.ones(1, requires_grad=True).add_(1),
+    unwrapped_twice]
+
 #: In the order of the page.
 REFUSALS = [
     lambda: GPipe(linear(), [1], devices=['cpu']),
