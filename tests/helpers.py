@@ -1,6 +1,10 @@
 """Oracles and test doubles that several test files share."""
 import copy
 import itertools
+import os
+import select
+import signal
+import traceback
 from contextlib import contextmanager
 
 import pytest
@@ -97,6 +101,33 @@ class Slow(nn.Module):
         """Do so."""
         torch.cuda._sleep(2_000_000)
         return x * 1
+
+
+class Child:
+    """A forked process that calls a function, and is killed if it does not end.
+
+    So a test can fail by a deadlock, also by one in which a thread holds the GIL.
+    """
+
+    def __init__(self, function):
+        self._reading, writing = os.pipe()  # the child has its other end, until it exits
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                function()
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        os.close(writing)
+
+    def wait(self):
+        """Give its exit code, which is not 0 if it was killed."""
+        ended, _, _ = select.select([self._reading], [], [], 20)
+        os.close(self._reading)
+        if not ended:
+            os.kill(self._pid, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
 
 class Spy(nn.Module):

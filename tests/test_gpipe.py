@@ -1,7 +1,6 @@
 """The module that the user holds: construction, protocol, copies, names, moves."""
 import copy
 import io
-import os
 import pickle
 import threading
 from collections import OrderedDict
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 import torchgpipe
-from tests.helpers import assert_same, gradients, nothing, small_model
+from tests.helpers import Child, assert_same, gradients, nothing, small_model
 from torchgpipe import GPipe
 
 
@@ -359,14 +358,11 @@ def test_a_forked_process_starts_workers_of_its_own():
     model = pipe(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1])
     x = torch.ones(2, 1)
     model(x)
-    child = os.fork()
-    if child == 0:
-        ok = False
-        try:
-            ok = model(x).equal(x)
-        finally:
-            os._exit(0 if ok else 1)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def call():
+        assert model(x).equal(x)
+
+    assert Child(call).wait() == 0
 
 
 def test_two_threads_may_call_the_same_model():

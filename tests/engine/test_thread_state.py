@@ -447,7 +447,7 @@ def test_the_last_output_in_a_context_variable(devices, mode, step, box):
     log = WeakLog(gpipe)
 
     def run():
-        for _ in range(30):
+        for _ in range(8):
             step(gpipe)
 
     contextvars.copy_context().run(run)

@@ -1,10 +1,6 @@
 """Workers by themselves: values, errors, lifetime, forks, and who may wait for them."""
 import gc
-import multiprocessing
-import os
 import pickle
-import select
-import signal
 import threading
 import weakref
 
@@ -12,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import Spy
+from tests.helpers import Child, Spy
 from torchgpipe import GPipe
 from torchgpipe.engine.worker import Workers
 
@@ -144,18 +140,12 @@ def test_a_fork_while_another_thread_runs_the_model():
         torch.set_num_threads(1)
         with torch.no_grad():
             gpipe.eval()(torch.rand(4, 4))
-        os._exit(0)
 
     thread = threading.Thread(target=train)
     thread.start()
     try:
-        for _ in range(20):
-            child = multiprocessing.get_context('fork').Process(target=in_child)
-            child.start()
-            child.join(20)
-            if child.exitcode is None:
-                child.kill()
-            assert child.exitcode == 0
+        for _ in range(8):
+            assert Child(in_child).wait() == 0
     finally:
         end.set()
         thread.join()
@@ -177,16 +167,7 @@ def test_a_fork_while_another_thread_holds_every_lock():
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait(20)
-    reading, writing = os.pipe()  # of which the child has the only other end, until it exits
-    child = os.fork()
-    if child == 0:
-        gpipe(torch.rand(4, 4)).sum().backward()
-        os._exit(0)
-    os.close(writing)
+    child = Child(lambda: gpipe(torch.rand(4, 4)).sum().backward())
     end.set()
     thread.join()
-    ended, _, _ = select.select([reading], [], [], 20)
-    os.close(reading)
-    if not ended:
-        os.kill(child, signal.SIGKILL)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert child.wait() == 0

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from tests.helpers import DEVICES, assert_same, devices, gradients, micro_batches, modes
+from tests.helpers import DEVICES, Child, assert_same, devices, gradients, micro_batches, modes
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.checkpoint import checkpoint
 from torchgpipe.engine.checkpoint import draws
@@ -66,7 +66,7 @@ def assert_output_and_gradient_agree(gpipe, x):
 def test_recomputation_draws_what_the_first_pass_drew(devices, mode, make):
     gpipe = GPipe(nn.Sequential(make(), make(), make()), [1] * 3, devices=devices(3), chunks=5,
                   checkpoint=mode)
-    for _ in range(10):
+    for _ in range(3):
         assert_output_and_gradient_agree(gpipe, torch.rand(10, 20, dtype=torch.double) + 0.5)
 
 
@@ -77,7 +77,7 @@ def test_a_seed_gives_the_same_numbers_on_one_worker_or_many(mode):
         torch.manual_seed(1)
         model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), Dropouts()) for _ in range(3)])
         gpipe = GPipe(model, [1] * 3, devices=make(3), chunks=4, checkpoint=mode)
-        for _ in range(3):
+        for _ in range(2):
             gpipe(torch.rand(8, 8)).sum().backward()
         results.append(gradients(gpipe))
     for result in results[1:]:
@@ -201,7 +201,7 @@ def test_a_thread_that_draws_beside_a_training_gets_no_number_twice(mode):
     thread.start()
     try:
         steps = 0
-        while steps < 20 or len(numbers) < 100:
+        while steps < 10 or len(numbers) < 100:
             assert_output_and_gradient_agree(gpipe, torch.rand(8, 16) + 0.5)
             steps += 1
     finally:
@@ -220,7 +220,7 @@ def test_two_models_with_dropout_in_threads_of_their_own(mode, threads):
         gpipe = GPipe(nn.Sequential(nn.Dropout(0.3), Dropouts(), nn.Dropout(0.3)), [1] * 3,
                       devices=['cpu:0', 'cpu:1', 'cpu:2'], chunks=4, checkpoint=mode)
         try:
-            for _ in range(200 // threads):
+            for _ in range(40 // threads):
                 assert_output_and_gradient_agree(gpipe, torch.rand(8, 16) + 0.5)
         except BaseException as error:
             problems.append(error)
@@ -398,24 +398,29 @@ def test_dropout_on_cuda(mode):
     assert torch.allclose(output.cuda(), x * x.grad)
 
 
-def test_two_workers_at_the_generator_do_not_wait_for_each_other_for_ever():
-    """Saving a state may start the garbage collector, which lets go of the GIL."""
-    class Cyclic(nn.Module):
-        def forward(self, x):
-            for _ in range(20):  # garbage that only the collector can free, with tensors in it
-                cycle = [x * 1, None]
-                cycle[1] = cycle
-            return x
+@pytest.mark.filterwarnings('ignore::DeprecationWarning')
+def test_threads_at_the_generator_do_not_wait_for_each_other_for_ever():
+    """Saving a state may start the garbage collector, which may let go of the GIL.
 
-    gpipe = GPipe(nn.Sequential(*[nn.Sequential(Cyclic(), nn.Linear(2, 2)) for _ in range(3)]),
-                  [1] * 3, devices=['cpu:0', 'cpu:1', 'cpu:2'], chunks=8, checkpoint='always')
-    before = gc.get_threshold()
-    gc.set_threshold(7)
-    try:
-        for _ in range(150):
-            gpipe(torch.rand(8, 2)).sum().backward()
-    finally:
-        gc.set_threshold(*before)
+    It does not start it from Python 3.12 on.
+    """
+    def look():
+        for _ in range(1000):
+            for _ in range(5):  # garbage that only the collector can free, with a graph in it
+                cycle = [torch.ones(3, requires_grad=True).exp(), None]
+                cycle[1] = cycle
+            for _ in range(5):
+                draws.Witness().look()
+
+    def look_in_threads():
+        gc.set_threshold(3)
+        threads = [threading.Thread(target=look) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    assert Child(look_in_threads).wait() == 0
 
 
 def test_a_function_by_itself():
