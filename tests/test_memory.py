@@ -87,7 +87,6 @@ def test_the_peak_of_a_training_step(devices, n):
     inputs = (n - 1) * m * boundary  # those of the first partition are the caller's mini-batch
     output_and_gradient = 2 * m * boundary  # in which that of the one cell is contained
     expected = inputs + output_and_gradient + cell.peak - boundary + parameters
-    print(n, live.peak, expected, live.peak/expected)
     assert 0.8 * expected <= live.peak <= 1.1 * expected
     assert live.now == parameters  # and nothing is left but gradients
 
@@ -96,7 +95,6 @@ def test_the_peak_of_a_training_step(devices, n):
     gpipe.checkpoint = 'never'
     with LiveTensors().watched() as live:
         step(gpipe, x)
-    print(live.peak/expected)
     assert live.peak > 1.5 * expected
 
 
