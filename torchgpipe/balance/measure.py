@@ -20,9 +20,8 @@ from torchgpipe.aliases import TensorOrTensors
 from torchgpipe.balance.layers import SkipProfile
 from torchgpipe.balance.live import LiveTensors
 from torchgpipe.engine.batch import Batch, check
-from torchgpipe.engine.dependency import join
+from torchgpipe.engine.dependency import get_phony, join
 from torchgpipe.engine.memory import size_of, versions
-from torchgpipe.engine.phony import get_phony
 from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker

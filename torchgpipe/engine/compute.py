@@ -52,7 +52,7 @@ class Compute:
             tracker: Where its skips are, if any come from or go to another partition.
             value: Its value.
         """
-        outside, current.tracker = current.tracker, tracker or SkipTracker()
+        outside, current.tracker = current.tracker, tracker
         grad = torch.is_grad_enabled()
         try:
             output: TensorOrTensors = self.partition(value)
@@ -65,7 +65,8 @@ class Compute:
                 add_note(error, VIEWS)
             raise
         finally:
-            current.tracker.tensors.clear()
+            if current.tracker is not None:
+                current.tracker.tensors.clear()
             current.tracker = outside
         try:
             check(output)

@@ -9,15 +9,47 @@ before the fork waits until whatever comes after the join has been started::
 
     1. Join runs as soon as the gradient of b' is there.
     2. Fork has to wait for Join, also when the gradient of a' came first.
+
+A phony is a tensor without elements: it carries the edge, and no data.
 """
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchgpipe.engine.phony import get_phony
+from torchgpipe.engine.stream import default_stream, use_stream
 
-__all__ = ['Fork', 'Join', 'fork', 'join']
+__all__ = ['Fork', 'Join', 'fork', 'get_phony', 'join']
+
+# Filled once per device, never emptied, read-only afterwards.
+_phonies: dict[tuple[torch.device, bool], Tensor] = {}
+
+
+def get_phony(device: torch.device, *, requires_grad: bool) -> Tensor:
+    """Give the empty tensor of a device, always the same object for the same arguments.
+
+    >>> import torch
+    >>> get_phony(torch.device('cpu'), requires_grad=True).shape
+    torch.Size([0])
+
+    Args:
+        device: Where the tensor lies.
+        requires_grad: Whether an autograd function that takes it makes a node in the graph.
+
+    Returns:
+        A tensor of shape ``(0,)``. It is shared, so detach it before it becomes an output of an
+        autograd function.
+    """
+    key = (device, requires_grad)
+    phony = _phonies.get(key)
+    if phony is None:
+        # Neither the caller's inference mode nor its stream may stick to a tensor that outlives
+        # the call.
+        with torch.inference_mode(False), use_stream(default_stream(device)):
+            phony = torch.empty(0, device=device, requires_grad=requires_grad)
+        phony = _phonies.setdefault(key, phony)
+    return phony
+
 
 # [Note: Identity without a view]
 # The functions of this package that hand a tensor on return `tensor.detach()`. Autograd treats

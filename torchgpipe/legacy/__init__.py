@@ -9,7 +9,7 @@ from importlib import import_module
 #: Old paths within this package, and where what they had is now.
 PATHS = {'checkpoint': 'legacy.checkpoint', 'copy': 'engine.copy',
          'dependency': 'engine.dependency', 'microbatch': 'engine.batch',
-         'phony': 'engine.phony', 'pipeline': 'legacy.pipeline', 'stream': 'engine.stream',
+         'phony': 'engine.dependency', 'pipeline': 'legacy.pipeline', 'stream': 'engine.stream',
          'worker': 'legacy.worker'}
 
 for _old, _new in PATHS.items():

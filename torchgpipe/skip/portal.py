@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from torchgpipe.engine.copy import copy_tensor
+from torchgpipe.engine.dependency import get_phony
 from torchgpipe.engine.memory import versions
-from torchgpipe.engine.phony import get_phony
 from torchgpipe.engine.stream import AbstractStream, current_stream, get_device
 from torchgpipe.private import at_end_of_backward, backward_pass
 

@@ -190,11 +190,10 @@ SkipTrackerThroughPotals = SkipTrackerThroughPortals
 
 
 class _Current(threading.local):
-    def __init__(self) -> None:
-        self.tracker = SkipTracker()
+    tracker: SkipTracker | None = None
 
 
-#: ``current.tracker`` is this thread's tracker.
+#: ``current.tracker`` is this thread's tracker, if anyone has asked for it.
 current = _Current()
 
 
@@ -219,4 +218,6 @@ def use_skip_tracker(skip_tracker: SkipTracker) -> Iterator[None]:
 
 def current_skip_tracker() -> SkipTracker:
     """Give this thread's tracker: see :func:`use_skip_tracker`."""
+    if current.tracker is None:
+        current.tracker = SkipTracker()
     return current.tracker

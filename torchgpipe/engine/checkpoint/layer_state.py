@@ -92,7 +92,10 @@ class Layers:
         self.lock = lock
         self.modules = list(partition.modules())
         self._training = [module.training for module in self.modules]
-        self.observed = observed.setdefault(tuple(self._training), Observed())
+        mode = tuple(self._training)
+        if mode not in observed:
+            observed[mode] = Observed()
+        self.observed = observed[mode]
         #: The values that cells keep.
         self.kept: dict[Slot, Kept] = {}
         self._split: tuple[int, list[SlotTensor], list[SlotTensor]] = -1, [], []

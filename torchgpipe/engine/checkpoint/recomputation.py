@@ -34,11 +34,10 @@ from torchgpipe.aliases import Function
 from torchgpipe.engine.batch import Batch, kind_of
 from torchgpipe.engine.checkpoint.draws import Draws
 from torchgpipe.engine.checkpoint.layer_state import CellState
-from torchgpipe.engine.checkpoint.samples import Late, compare, keep, samples_of
-from torchgpipe.engine.dependency import join
+from torchgpipe.engine.checkpoint.samples import Late, compare, keep
+from torchgpipe.engine.dependency import get_phony, join
 from torchgpipe.engine.memory import versions
 from torchgpipe.engine.passes import enable_checkpointing, enable_recomputing
-from torchgpipe.engine.phony import get_phony
 from torchgpipe.engine.stream import current_stream, use_stream
 from torchgpipe.engine.thread_state import ThreadState, drop_hooks_above
 from torchgpipe.errors import other_path
@@ -101,7 +100,7 @@ class Recomputation:
         finally:
             self._open = False
         self._changed = versions(self._input) != before
-        self._samples = keep(samples_of(output))
+        self._samples = keep(output)
         self._mark(output, always)
         return output
 
@@ -152,7 +151,7 @@ class Recomputation:
             output = self._recompute(leaves, fill)
             fill.close()
             with use_stream(self._stream):
-                self._late.extend(compare(samples_of(output), self._samples))
+                self._late.extend(compare(output, self._samples))
         except Exception:
             if self._layers is not None:
                 self._layers.watch_again()

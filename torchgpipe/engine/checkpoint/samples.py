@@ -19,7 +19,7 @@ from torchgpipe.engine.batch import Batch
 from torchgpipe.errors import other_path
 from torchgpipe.private import unseen
 
-__all__ = ['Late', 'Sample', 'compare', 'compare_late', 'keep', 'samples_of']
+__all__ = ['Late', 'Sample', 'compare', 'compare_late', 'keep']
 
 #: How many elements of an output are compared, about.
 NUMBER = 64
@@ -32,7 +32,6 @@ class Sample(NamedTuple):
 
     dtype: torch.dtype
     shape: torch.Size
-    device: torch.device
     elements: Tensor | None
 
 
@@ -45,21 +44,16 @@ class Late(NamedTuple):
     is_there: Callable[[], bool]
 
 
-def samples_of(output: Batch) -> list[Sample]:
-    """Take samples of the tensors that a pass gave; they share the memory of these."""
+def keep(output: Batch) -> list[Sample]:
+    """Take samples of the tensors that a first pass gave, which outlive these."""
     with unseen():
-        return [Sample(x.dtype, x.shape, x.device, _elements(x))
-                for x in map(Tensor.detach, output)]
-
-
-def keep(samples: list[Sample]) -> list[Sample]:
-    """Copy samples, so that they outlive the tensors and change no more."""
-    with unseen():
-        return [sample if sample.elements is None
-                else sample._replace(elements=_copy(sample.elements)) for sample in samples]
+        return [Sample(x.dtype, x.shape, None if (elements := _elements(x)) is None
+                       else elements.to('cpu', non_blocking=True, copy=True)) for x in output]
 
 
 def _elements(x: Tensor) -> Tensor | None:
+    """Give some elements, in the memory of the tensor."""
+    x = x.detach()
     if x.is_meta or x.layout is not torch.strided:
         return None
     if x.is_complex():
@@ -70,21 +64,17 @@ def _elements(x: Tensor) -> Tensor | None:
     return x if number <= NUMBER else x.flatten()[::number // NUMBER]
 
 
-def _copy(elements: Tensor) -> Tensor:
-    return elements.to('cpu', non_blocking=True, copy=True)
-
-
 def _is_here(device: torch.device) -> bool:
     """Tell whether the elements of a tensor can be looked at without waiting."""
     return device.type == 'cpu'
 
 
-def compare(now: list[Sample], before: list[Sample]) -> list[Late]:
+def compare(output: Batch, before: list[Sample]) -> list[Late]:
     """Compare what a recomputation gave with what its first pass gave.
 
     Args:
-        now: Samples of the recomputation.
-        before: Samples that were kept of the first pass.
+        output: What it gave.
+        before: What was kept of the first pass.
 
     Returns:
         What can't be compared yet: [Note: Samples of other devices].
@@ -92,20 +82,22 @@ def compare(now: list[Sample], before: list[Sample]) -> list[Late]:
     Raises:
         RuntimeError: They differ.
     """
-    if len(now) != len(before):
-        raise other_path(f'it gave {len(now)} tensors, the first pass {len(before)}')
+    if len(output) != len(before):
+        raise other_path(f'it gave {len(output)} tensors, the first pass {len(before)}')
     late = []
-    for k, (new, old) in enumerate(zip(now, before)):
-        if (new.dtype, new.shape) != (old.dtype, old.shape):
-            raise other_path(f'its output {k} is {new.dtype} of shape {tuple(new.shape)}, that of '
-                             f'the first pass {old.dtype} of shape {tuple(old.shape)}')
-        if new.elements is None or old.elements is None:
-            continue
-        if not _is_here(new.device):
-            with unseen():
-                late.append(Late(_copy(new.elements), old.elements, _event(new.device)))
-        elif not _agree(new.elements, old.elements):
-            raise other_path(DIFFERENCE)
+    with unseen():
+        for k, (x, old) in enumerate(zip(output, before)):
+            if (x.dtype, x.shape) != (old.dtype, old.shape):
+                raise other_path(f'its output {k} is {x.dtype} of shape {tuple(x.shape)}, that of '
+                                 f'the first pass {old.dtype} of shape {tuple(old.shape)}')
+            elements = _elements(x)
+            if elements is None or old.elements is None:
+                continue
+            if not _is_here(x.device):
+                elements = elements.to('cpu', non_blocking=True, copy=True)
+                late.append(Late(elements, old.elements, _event(x.device)))
+            elif not _agree(elements, old.elements):
+                raise other_path(DIFFERENCE)
     return late
 
 
@@ -123,7 +115,9 @@ def compare_late(late: deque[Late], j: int) -> None:
         if not pair.is_there():
             late.appendleft(pair)
             return
-        if not _agree(pair.now, pair.before):
+        with unseen():
+            agree = _agree(pair.now, pair.before)
+        if not agree:
             late.clear()
             raise other_path(f'{DIFFERENCE}, in partition {j} and an earlier backward pass')
 
@@ -136,10 +130,9 @@ def _event(device: torch.device) -> Callable[[], bool]:
 
 
 def _agree(a: Tensor, b: Tensor) -> bool:
-    with unseen():
-        if torch.equal(a, b):
-            return True
-        # A kernel may add in another order, as where memory lies at another address.
-        tolerance = torch.finfo(b.dtype).eps ** 0.5
-        scale = b.abs().nan_to_num(0, 0, 0).max().item()
-        return torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+    if torch.equal(a, b):
+        return True
+    # A kernel may add in another order, as where memory lies at another address.
+    tolerance = torch.finfo(b.dtype).eps ** 0.5
+    scale = b.abs().nan_to_num(0, 0, 0).max().item()
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
