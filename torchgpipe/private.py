@@ -119,7 +119,9 @@ class ModeStack:
 
     def write(self, modes: tuple[Any, ...]) -> None:
         """Put other modes there."""
-        for _ in range(self.len()):
+        # Some releases use a mode once more when it is popped, so it has to live that long.
+        held = self.read()
+        for _ in held:
             self.pop()
         for mode in modes:
             self.push(mode)
