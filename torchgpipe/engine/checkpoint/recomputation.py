@@ -61,7 +61,7 @@ class Recomputation:
     """
 
     __slots__ = ('_blame', '_changed', '_draws', '_fills', '_function', '_input', '_kind', '_late',
-                 '_layers', '_node', '_open', '_samples', '_saved', '_state', '_stream',
+                 '_layers', '_open', '_phony', '_samples', '_saved', '_state', '_stream',
                  '__weakref__')
 
     def __init__(self, function: Function, state: ThreadState, draws: Draws,
@@ -78,7 +78,7 @@ class Recomputation:
         self._input: tuple[Tensor, ...] = ()
         self._saved: list[int] = []
         self._fills: dict[int, Fill] = {}
-        self._node: Any = None
+        self._phony: Tensor | None = None
         self._changed = False
 
     def first_pass(self, batch: Batch, always: bool = False) -> Batch:
@@ -129,7 +129,7 @@ class Recomputation:
         phony = get_phony(output[k].device, requires_grad=True)
         kept = () if self._changed else self._input
         phony = Recompute.apply(phony, weakref.ref(self), kept)  # type: ignore[no-untyped-call]
-        self._node = phony.grad_fn
+        self._phony = phony  # It keeps the node alive; in torch 2.8 `phony.grad_fn` would not.
         if kept:
             self._input = ()
         output[k] = join(output[k], phony)
@@ -144,7 +144,8 @@ class Recomputation:
     def fill(self) -> 'Fill':
         """Run the function again, and keep what its nodes save for this backward pass."""
         # Where an earlier backward has freed the input, PyTorch raises its usual error here.
-        input = self._input if self._node is None or self._changed else self._node.saved_tensors
+        node: Any = None if self._phony is None else self._phony.grad_fn
+        input = self._input if node is None or self._changed else node.saved_tensors
         leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in input)
         fill = Fill(self._saved, self._state.hooks_of_recomputation())
         try:
