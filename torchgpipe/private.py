@@ -134,6 +134,9 @@ FUNCTION_MODES = ModeStack('function')
 DISPATCH_MODES = ModeStack('dispatch', None)
 
 
+_len_of_function_modes, _len_of_dispatch_modes = FUNCTION_MODES.len, DISPATCH_MODES.len
+
+
 class unseen:
     """A context in which no mode sees what is done, since it is none of the user's operations."""
 
@@ -141,7 +144,7 @@ class unseen:
 
     def __enter__(self) -> None:
         self._modes: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
-        if DISPATCH_MODES.len() or FUNCTION_MODES.len():
+        if _len_of_dispatch_modes() or _len_of_function_modes():
             self._modes = DISPATCH_MODES.read(), FUNCTION_MODES.read()
             DISPATCH_MODES.write(())
             FUNCTION_MODES.write(())

@@ -204,8 +204,8 @@ class ThreadState(NamedTuple):
 
     def _rerun(self, function: Callable[[], T]) -> T:
         number = torch.get_num_threads()
-        modes = FUNCTION_MODES.read(), DISPATCH_MODES.read()
-        same_modes = modes == (self.function_modes, self.dispatch_modes)
+        same_modes = (FUNCTION_MODES.read(), DISPATCH_MODES.read()) == (
+            self.function_modes, self.dispatch_modes)
         autocast = _Autocast.capture()
         if same_modes and number == self.num_threads and autocast == self.autocast:
             return function()

@@ -65,7 +65,8 @@ def elsewhere(monkeypatch):
         k = len(events) - 1
         return lambda: events[k]
 
-    monkeypatch.setattr(samples, '_is_here', lambda device: False)
+    monkeypatch.setattr(samples, '_is_here', lambda x: False)
+    monkeypatch.setattr(samples, '_copy', torch.clone)
     monkeypatch.setattr(samples, '_event', event)
     return events
 

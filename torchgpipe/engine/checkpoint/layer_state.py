@@ -125,19 +125,15 @@ class Layers:
 
     def parameters_of(self, module: nn.Module) -> dict[str, Tensor]:
         """Give the parameters of a module as they were in this forward pass."""
-        return {name: with_grad(parameter, requires_grad)
+        return {name: parameter if parameter.requires_grad is requires_grad
+                else with_grad(parameter, requires_grad)
                 for name, (parameter, requires_grad) in self._own_parameters[module].items()}
 
     @cached_property
     def hooks(self) -> dict[nn.Module, dict[str, Any]]:
-        """The hooks of modules when a first cell has ended, where there are any."""
-        found = {}
-        for module, _ in self.plain:
-            own = module.__dict__
-            hooks = {name: own[name].copy() for name in HOOKS if own[name]}
-            if hooks:
-                found[module] = hooks
-        return found
+        """The hooks of modules when a first cell has ended."""
+        return {module: {name: hooks.copy() if (hooks := module.__dict__[name]) else {}
+                         for name in HOOKS} for module, _ in self.plain}
 
     @cached_property
     def _parameters(self) -> list[SlotTensor]:
@@ -340,20 +336,18 @@ class CellState:
     def _attributes_for(self, module: nn.Module, training: bool, memories: Memories
                         ) -> dict[str, Any]:
         """Give the attributes of a module for a recomputation."""
-        now = module.__dict__
-        attributes = {**now}
-        if module in self._attributes:
-            attributes = _restored(self._attributes[module], now, memories)
+        now, layers = module.__dict__, self._layers
+        restless = self._attributes.get(module)
+        attributes = {**now} if restless is None else _restored(restless, now, memories)
         attributes['training'] = training
-        hooks = self._layers.hooks.get(module, _NONE)
-        attributes.update((name, hooks.get(name, {})) for name in HOOKS
-                          if name in hooks or now[name])
-        own = self._layers.parameters_of(module)
-        attributes['_parameters'] = parameters = {**now['_parameters'], **own}
+        attributes.update(layers.hooks[module])
+        attributes['_parameters'] = parameters = {
+            **now['_parameters'], **layers.parameters_of(module)}
         if module in self._parameters:
             parameters.update(_restored(self._parameters[module], parameters, memories))
-        attributes['_buffers'] = _restored(
-            self._buffers.get(module, _NONE), now['_buffers'], memories)
+        buffers = self._buffers.get(module)
+        attributes['_buffers'] = {} if buffers is None else _restored(
+            buffers, now['_buffers'], memories)
         return attributes
 
     def _script_swaps(self, module: nn.Module, training: bool, memories: Memories

@@ -146,7 +146,7 @@ class Recomputation:
         # Where an earlier backward has freed the input, PyTorch raises its usual error here.
         node: Any = None if self._phony is None else self._phony.grad_fn
         input = self._input if node is None or self._changed else node.saved_tensors
-        leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in input)
+        leaves = tuple([x.detach().requires_grad_(x.requires_grad) for x in input])
         fill = Fill(self._saved, self._state.hooks_of_recomputation())
         try:
             output = self._recompute(leaves, fill)

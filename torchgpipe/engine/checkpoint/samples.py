@@ -48,7 +48,7 @@ def keep(output: Batch) -> list[Sample]:
     """Take samples of the tensors that a first pass gave, which outlive these."""
     with unseen():
         return [Sample(x.dtype, x.shape, None if (elements := _elements(x)) is None
-                       else elements.to('cpu', non_blocking=True, copy=True)) for x in output]
+                       else _copy(elements)) for x in output]
 
 
 def _elements(x: Tensor) -> Tensor | None:
@@ -64,9 +64,13 @@ def _elements(x: Tensor) -> Tensor | None:
     return x if number <= NUMBER else x.flatten()[::number // NUMBER]
 
 
-def _is_here(device: torch.device) -> bool:
+def _copy(elements: Tensor) -> Tensor:
+    return elements.clone() if _is_here(elements) else elements.to('cpu', non_blocking=True)
+
+
+def _is_here(x: Tensor) -> bool:
     """Tell whether the elements of a tensor can be looked at without waiting."""
-    return device.type == 'cpu'
+    return x.is_cpu
 
 
 def compare(output: Batch, before: list[Sample]) -> list[Late]:
@@ -93,9 +97,8 @@ def compare(output: Batch, before: list[Sample]) -> list[Late]:
             elements = _elements(x)
             if elements is None or old.elements is None:
                 continue
-            if not _is_here(x.device):
-                elements = elements.to('cpu', non_blocking=True, copy=True)
-                late.append(Late(elements, old.elements, _event(x.device)))
+            if not _is_here(x):
+                late.append(Late(_copy(elements), old.elements, _event(x.device)))
             elif not _agree(elements, old.elements):
                 raise other_path(DIFFERENCE)
     return late
