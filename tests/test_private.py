@@ -164,7 +164,6 @@ def test_modules():
     assert private.is_full_backward_hook in vars(nn.Linear(1, 1))
 
 
-@pytest.mark.filterwarnings('ignore:.*torch.jit:DeprecationWarning')
 def test_attributes_of_torch_script():
     class Counter(nn.Module):
         n: int

@@ -69,7 +69,6 @@ def test_a_copy_has_containers_of_its_own():
     assert value['a'][1] == deque([1]) and value['b'] == {}
 
 
-@pytest.mark.filterwarnings('ignore:.*torch.jit:DeprecationWarning')
 def test_attributes_of_torch_script_are_those_of_one_pass():
     class Layer(nn.Module):
         n: int
