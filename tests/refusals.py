@@ -165,6 +165,11 @@ def drawn_elsewhere():
         train(one(linear(), nn.Dropout()))
 
 
+def transformed(x):
+    """Transform a function within a forward."""
+    return x * torch.func.grad(lambda x: x.square().sum())(x)
+
+
 def begins_to_write():
     """Write to a parameter in the second step."""
     def forward(x):
@@ -212,11 +217,18 @@ def unwrapped_twice():
     loss.backward()
 
 
+def unwrapped_transform():
+    """Transform a function under hooks."""
+    with torch.autograd.graph.saved_tensors_hooks(id, id):
+        transformed(torch.ones(1))
+
+
 #: What PyTorch raises without the library, for the rows that say so, in their order.
 UNWRAPPED = [
     lambda: nn.BatchNorm1d(4)(torch.randn(1, 4)),
     lambda: torch.ones(1, requires_grad=True).add_(1),
-    unwrapped_twice]
+    unwrapped_twice,
+    unwrapped_transform]
 
 #: In the order of the page.
 REFUSALS = [
@@ -261,6 +273,7 @@ REFUSALS = [
     parameter_step,
     twice,
     lambda: train(one(linear(), Layer(own_gradient))),
+    lambda: train(one(linear(), Layer(transformed))),
     begins_to_write,
     with_gradient,
     lambda: costs(linear()).balance(2, chunks=2),
