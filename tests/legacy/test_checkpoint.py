@@ -1,16 +1,19 @@
 """Checkpointing by itself: what is kept, what is computed again, and when."""
+import weakref
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from tests.helpers import memory_of
+from tests.helpers import memory_of, nodes
 from torchgpipe.checkpoint import (Checkpoint, Checkpointing, Recompute, checkpoint,
                                    enable_checkpointing, enable_recomputing, is_checkpointing,
                                    is_recomputing)
 from torchgpipe.dependency import fork, join
+from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.microbatch import Batch
+from torchgpipe.private import current_node
 
 
 class Log(torch.autograd.Function):
@@ -189,6 +192,32 @@ def test_gradients_of_some_inputs_only():
     assert torch.allclose(grad, a.exp()) and a.grad is None
 
 
+def test_a_recomputation_runs_in_no_node_of_the_layers():
+    """Not while one of them unpacks what it saved, which PyTorch does under the node's lock."""
+    log = []
+    b = torch.rand(1, requires_grad=True)
+
+    def function(x):
+        if is_recomputing():
+            log.append(type(current_node()))
+        return x.exp() * b
+
+    y = checkpoint(function, torch.rand(1, requires_grad=True))
+    torch.autograd.grad(y, b, retain_graph=True)
+    y.backward()
+    assert log == [Checkpoint._backward_cls, Recompute._backward_cls]
+
+
+def test_what_a_node_saved_can_be_looked_at_outside_of_a_backward_pass():
+    x = torch.rand(3, requires_grad=True)
+    y = checkpoint(torch.exp, x)
+    node, = [node for node in nodes(y) if node.name() == 'ExpBackward0']
+    for _ in range(2):
+        assert torch.equal(node._saved_result, x.exp())
+    y.sum().backward()
+    assert torch.equal(x.grad, x.exp())
+
+
 def test_a_gradient_of_a_gradient():
     x = torch.rand(4, dtype=torch.double, requires_grad=True)
     assert torch.autograd.gradgradcheck(
@@ -262,6 +291,20 @@ def test_another_path_is_noticed(more, less):
         y.backward()
 
 
+@pytest.mark.parametrize('more, less, numbers', [
+    (1, 0, 'saved 0 tensors for backward, the first pass 1'),
+    (0, 1, 'saved 1 tensors for backward, the first pass 0')])
+def test_another_path_to_the_same_values_is_noticed(more, less, numbers):
+    def function(x):
+        for _ in range(less if is_recomputing() else more):
+            x = x.relu()
+        return x * 1
+
+    y = checkpoint(function, torch.rand(3, requires_grad=True))
+    with pytest.raises(RuntimeError, match=numbers):
+        y.sum().backward()
+
+
 def test_another_shape_is_noticed():
     def function(x):
         return (x.repeat(2) if is_recomputing() else x).exp().sum()
@@ -303,6 +346,67 @@ def test_what_no_node_asked_for_is_freed_at_the_end_of_backward():
     assert refs and refs[0].expired()
 
 
+def test_what_a_custom_function_saved_is_freed_when_another_node_asks():
+    refs, alive = [], []
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = x * 2
+            if is_recomputing():
+                refs.append(memory_of(y))
+            ctx.save_for_backward(y)
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            ctx.saved_tensors
+            alive.append(sum(not ref.expired() for ref in refs))
+            return grad * 2
+
+    def function(x):
+        return Double.apply(Double.apply(Double.apply(x)))
+
+    checkpoint(function, torch.rand(1, requires_grad=True)).backward()
+    assert alive == [3, 2, 1]
+
+
+def test_the_graph_of_a_recomputation_is_freed_when_it_ends():
+    """Its nodes may own more than what they saved."""
+    refs, log = [], []
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.own = x * 2
+            if is_recomputing():
+                refs.append(memory_of(ctx.own))
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    def function(x):
+        y = Own.apply(x).exp()
+        y.register_hook(lambda _: log.append([ref.expired() for ref in refs]))
+        return y
+
+    checkpoint(function, torch.rand(1, requires_grad=True)).backward()
+    assert log == [[True]]
+
+
+def test_what_is_needed_to_recompute_is_freed_by_backward():
+    function = nn.Linear(3, 3)
+    ref = weakref.ref(function)
+    y = checkpoint(function, torch.rand(3, requires_grad=True))
+    del function
+    y.sum().backward(retain_graph=True)
+    assert ref() is not None
+    y.sum().backward()
+    assert ref() is None
+
+
 def test_the_input_is_freed_by_backward():
     x = torch.rand(3, requires_grad=True) * 1
     ref = memory_of(x)
@@ -321,6 +425,32 @@ def test_a_layer_that_asks_for_gradients_within_its_forward():
 
     with pytest.raises(RuntimeError, match="within its own forward.*checkpoint='never'"):
         checkpoint(force, torch.rand(3, requires_grad=True))
+
+
+def test_a_layer_that_asks_for_gradients_within_its_recomputation():
+    def function(x):
+        y = x.exp()
+        if is_recomputing():
+            torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return y
+
+    y = checkpoint(function, torch.rand(3, requires_grad=True))
+    with pytest.raises(RuntimeError, match="within its own forward.*checkpoint='never'"):
+        y.sum().backward()
+
+
+def test_hooks_that_an_interrupt_left_behind_in_a_recomputation_are_dropped():
+    def function(x):
+        if is_recomputing():
+            # As if Ctrl-C came when a context has pushed them and does not count as entered.
+            torch._C._autograd._push_saved_tensors_default_hooks(id, id)
+            raise KeyboardInterrupt
+        return x.exp()
+
+    y = checkpoint(function, torch.rand(3, requires_grad=True))
+    with pytest.raises(KeyboardInterrupt):
+        y.sum().backward()
+    assert ThreadState.capture().plain
 
 
 def test_a_recomputation_that_failed_can_be_tried_again():
