@@ -16,8 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers import (STEPS, Spy, WeakLog, assert_same, devices, gradients, modes, nothing,
                            train_both)
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.engine.thread_state import ThreadState
-from torchgpipe.private import DISPATCH_MODES, FUNCTION_MODES
 
 
 def pipe(model, devices, mode, chunks=4):
@@ -231,16 +229,6 @@ def test_a_pipeline_within_a_recomputation_knows_that_it_is_in_one():
     outer = GPipe(nn.Sequential(inner), [1], devices=['cpu'], checkpoint='always')
     outer(torch.rand(2, 2, requires_grad=True)).sum().backward()
     assert seen == [False, True]
-
-
-def test_a_captured_state_is_taken_back_afterwards():
-    with torch.no_grad(), torch.autocast('cpu', torch.float16, cache_enabled=False):
-        state = ThreadState.capture()
-    before = ThreadState.capture()
-    inside = state.run(ThreadState.capture)
-    after = ThreadState.capture()
-    assert (inside.grad, inside.autocast) == (False, state.autocast) != (True, before.autocast)
-    assert (after.grad, after.autocast) == (before.grad, before.autocast)
 
 
 class CountCalls(TorchFunctionMode):
@@ -457,18 +445,3 @@ def test_the_last_output_in_a_context_variable(devices, mode, step, box):
     context = contextvars.copy_context()
     context.run(run)
     assert log.alive() <= 4
-
-
-def test_hooks_and_modes_that_an_interrupt_left_behind_are_dropped():
-    mine = saved_tensors_hooks(lambda x: x, lambda x: x)
-    with mine, CountCalls(), CountOperations():
-        state = ThreadState.capture()
-        for _ in range(3):
-            torch._C._autograd._push_saved_tensors_default_hooks(id, id)
-            FUNCTION_MODES.push(CountCalls())
-            DISPATCH_MODES.push(CountOperations())
-        state.repair()
-        now = ThreadState.capture()
-        assert (now.hooks, now.function_modes, now.dispatch_modes) == (
-            state.hooks, state.function_modes, state.dispatch_modes)
-    assert ThreadState.capture().plain

@@ -1,0 +1,165 @@
+"""The captured state by itself: what it holds, what is taken back, what a recomputation needs."""
+import contextvars
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers import Spy, assert_same, nothing
+from torchgpipe import GPipe
+from torchgpipe.engine.passes import enable_checkpointing, enable_recomputing
+from torchgpipe.engine.thread_state import ThreadState, running
+from torchgpipe.private import DISPATCH_MODES, FUNCTION_MODES
+
+
+class See(TorchFunctionMode):
+    """See calls, and change nothing."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class SeeOperations(TorchDispatchMode):
+    """The same, for operations."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def hooks():
+    """Give hooks for saved tensors that do nothing."""
+    return saved_tensors_hooks(lambda x: x, lambda x: x)
+
+
+def autocast():
+    """Give a context of autocast that differs in all from what is there without it."""
+    return torch.autocast('cpu', torch.float16, cache_enabled=False)
+
+
+STATES = {'grad': torch.no_grad, 'inference': torch.inference_mode, 'autocast': autocast,
+          'hooks': hooks, 'function_modes': See, 'dispatch_modes': SeeOperations,
+          'checkpointing': enable_checkpointing, 'recomputing': enable_recomputing}
+
+
+@pytest.mark.parametrize('field', [*STATES, 'workers'])
+def test_a_captured_state_is_entered_and_taken_back_afterwards(field, monkeypatch):
+    with STATES.get(field, nothing)():
+        if field == 'workers':
+            monkeypatch.setattr(running, 'workers', frozenset({-1}))
+        state = ThreadState.capture()
+    monkeypatch.undo()
+    before = ThreadState.capture()
+    inside, after = state.run(ThreadState.capture), ThreadState.capture()
+    assert getattr(inside, field) == getattr(state, field) != getattr(before, field)
+    assert getattr(after, field) == getattr(before, field)
+
+
+@pytest.mark.parametrize('context, takes_turns', [
+    (nothing, False), (torch.no_grad, False), (autocast, False), (enable_recomputing, False),
+    (lambda: torch.device('cpu'), False), (hooks, True), (See, True), (SeeOperations, True)])
+def test_cells_take_turns_where_the_user_s_code_sees_what_they_do(context, takes_turns):
+    with context():
+        assert ThreadState.capture().takes_turns is takes_turns
+
+
+def test_what_an_interrupt_left_behind_is_dropped():
+    with hooks(), See(), SeeOperations():
+        state = ThreadState.capture()
+        for _ in range(3):
+            torch._C._autograd._push_saved_tensors_default_hooks(id, id)
+            FUNCTION_MODES.push(See())
+            DISPATCH_MODES.push(SeeOperations())
+            enable_checkpointing().__enter__()
+            enable_recomputing().__enter__()
+        state.repair()
+        now = ThreadState.capture()
+        assert (now.hooks, now.function_modes, now.dispatch_modes) == (
+            state.hooks, state.function_modes, state.dispatch_modes)
+    assert ThreadState.capture().plain
+
+
+def test_a_forward_pass_leaves_nothing_behind_that_an_interrupt_has_cut_short():
+    def interrupt(_):
+        # As if Ctrl-C came when a context has pushed them and does not count as entered.
+        torch._C._autograd._push_saved_tensors_default_hooks(id, id)
+        raise KeyboardInterrupt
+
+    gpipe = GPipe(nn.Sequential(Spy(interrupt)), [1], devices=['cpu'])
+    with pytest.raises(KeyboardInterrupt):
+        gpipe(torch.rand(2, 2))
+    assert ThreadState.capture().plain
+
+
+def test_a_context_variable_that_a_layer_sets_is_as_before_in_each_recomputation():
+    number = contextvars.ContextVar('number', default=1.)
+
+    class Next(nn.Linear):
+        def forward(self, x):
+            number.set(number.get() + 1)
+            return super().forward(x * number.get())
+
+    layer = Next(2, 2).double()
+    gpipe = GPipe(nn.Sequential(layer), [1], devices=['cpu'], checkpoint='always')
+    x = torch.rand(3, 2, dtype=torch.double)
+    loss = gpipe(x).sum()
+    for step in (1, 2, 3):
+        loss.backward(retain_graph=True)
+        assert_same([layer.weight.grad], [step * 2 * x.sum(0).expand(2, 2)])
+
+
+class Look(torch.autograd.Function):
+    """A function that notes autocast's flags in backward."""
+
+    @staticmethod
+    def forward(ctx, log, x):
+        ctx.log = log
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.log.append((torch.is_autocast_enabled('cpu'), torch.get_autocast_dtype('cpu'),
+                        torch.is_autocast_cache_enabled()))
+        return None, grad
+
+
+class Looking(nn.Module):
+    """A layer that does so."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.log = log
+
+    def forward(self, x):
+        """Note them in backward."""
+        return Look.apply(self.log, x)
+
+
+@pytest.mark.parametrize('forward, backward', [(autocast, nothing), (nothing, autocast)])
+def test_nodes_have_autocast_as_in_backward_after_a_recomputation_had_it_as_in_forward(
+        forward, backward):
+    logs = [], []
+    for net in (Looking(logs[0]), GPipe(nn.Sequential(Looking(logs[1])), [1], devices=['cpu'],
+                                        checkpoint='always')):
+        with forward():
+            loss = net(torch.rand(2, 2, requires_grad=True)).sum()
+        with backward():
+            loss.backward()
+    assert logs[0] == logs[1] and len(logs[0]) == 1
+
+
+def test_a_recomputation_leaves_the_casts_of_the_autocast_around_backward_alone():
+    layer, x = nn.Linear(2, 2), torch.rand(2, 2)
+    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=['cpu'], checkpoint='always')
+    loss = gpipe(x).sum()
+
+    def cast():
+        # addmm ─▶ t ─▶ the cast of the weight
+        return layer(x).grad_fn.next_functions[2][0].next_functions[0][0]
+
+    with torch.autocast('cpu', torch.bfloat16):
+        first = cast()
+        loss.backward()
+        assert cast() is first
