@@ -92,6 +92,21 @@ def test_on_one_worker_later_cells_of_the_clock_do_not_start():
     assert log == []
 
 
+def test_a_cell_does_not_start_when_an_earlier_one_of_its_clock_has_failed_on_another_worker():
+    log = []
+
+    def wait(x):
+        if int(x[0]) == 1:  # beside the failure; what a worker is given next, it does afterwards
+            gpipe._engine.workers.submit(torch.device('cpu:0'), int).result()
+
+    gpipe = GPipe(nn.Sequential(Fail(lambda x: int(x[0]) == 2), Spy(wait),
+                                Spy(lambda x: log.append(int(x[0])))), [1] * 3,
+                  devices=['cpu:0', 'cpu:1', 'cpu:1'], chunks=3)
+    with pytest.raises(Oops):
+        gpipe(torch.arange(3.))
+    assert log == []
+
+
 @devices
 def test_a_thousand_failures_then_a_success(devices):
     state = {'at': None}

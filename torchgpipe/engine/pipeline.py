@@ -237,7 +237,6 @@ class Pipeline:
                 self._run_cell(i, j)
             except BaseException as error:
                 self._errors[j] = error
-                break
 
     def _run_cell(self, i: int, j: int) -> None:
         batches, outside = self._batches, current.micro_batch
