@@ -21,7 +21,7 @@ from torchgpipe.engine.passes import pass_state
 from torchgpipe.private import (DISPATCH_MODES, FUNCTION_MODES, DeviceContext, Hooks,
                                 innermost_hooks, pop_hooks, tree_leaves, tree_map_only)
 
-__all__ = ['ThreadState', 'drop_hooks_above', 'running']
+__all__ = ['ThreadState', 'running']
 
 T = TypeVar('T')
 
@@ -148,7 +148,8 @@ class ThreadState(NamedTuple):
         as entered, so that it is never left. Hooks and modes that stay behind would spoil all that
         the thread does from then on.
         """
-        drop_hooks_above(self.hooks)
+        while (top := innermost_hooks()) is not None and top != self.hooks:
+            pop_hooks()
         for stack, modes in ((FUNCTION_MODES, self.function_modes),
                              (DISPATCH_MODES, self.dispatch_modes)):
             if stack.read() != modes:
@@ -249,12 +250,6 @@ def _context() -> contextvars.Context:
 
 def _has_graph(value: Any) -> bool:
     return isinstance(value, Tensor) and value.grad_fn is not None
-
-
-def drop_hooks_above(hooks: Hooks | None) -> None:
-    """Let these saved-tensor hooks be in force again: see :meth:`ThreadState.repair`."""
-    while (top := innermost_hooks()) is not None and top != hooks:
-        pop_hooks()
 
 
 #: Where hooks of checkpoints come from.

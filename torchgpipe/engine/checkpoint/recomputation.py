@@ -39,10 +39,10 @@ from torchgpipe.engine.dependency import get_phony, join
 from torchgpipe.engine.memory import versions
 from torchgpipe.engine.passes import enable_checkpointing, enable_recomputing
 from torchgpipe.engine.stream import current_stream, use_stream
-from torchgpipe.engine.thread_state import ThreadState, drop_hooks_above
+from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.errors import other_path
 from torchgpipe.private import (Hooks, PythonNode, at_end_of_backward, backward_pass, current_node,
-                                innermost_hooks, retains_graph)
+                                retains_graph)
 
 __all__ = ['Checkpoint', 'Recomputation', 'Recompute']
 
@@ -164,14 +164,11 @@ class Recomputation:
         return fill
 
     def _recompute(self, leaves: tuple[Tensor, ...], fill: 'Fill') -> Batch:
-        hooks = innermost_hooks()
-        try:
-            # Autograd may call this on another stream than the one whose nodes take the tensors.
-            with use_stream(self._stream), enable_recomputing(), torch.enable_grad(), \
-                    saved_tensors_hooks(fill.keep, _own_gradient):
-                output = Batch(self._run(leaves))
-        finally:
-            drop_hooks_above(hooks)
+        # Autograd may call this on another stream than the one whose nodes take the tensors. What
+        # an interrupt leaves behind of these hooks is dropped by it when the backward pass ends.
+        with use_stream(self._stream), enable_recomputing(), torch.enable_grad(), \
+                saved_tensors_hooks(fill.keep, _own_gradient):
+            output = Batch(self._run(leaves))
         if self._changed:
             raise RuntimeError(
                 'the input of a checkpointed micro-batch, or a skip tensor that it popped, was '
