@@ -244,8 +244,9 @@ class Maybe(nn.Module):
 
 
 @devices
-def test_a_partition_that_begins_to_draw_is_recorded_from_then_on(devices, monkeypatch):
-    gpipe = GPipe(nn.Sequential(Maybe(), Maybe()), [1, 1], devices=devices(2), chunks=3,
+@pytest.mark.parametrize('first', [Maybe, Dropouts])
+def test_a_partition_that_begins_to_draw_is_recorded_from_then_on(devices, first, monkeypatch):
+    gpipe = GPipe(nn.Sequential(first(), Maybe()), [1, 1], devices=devices(2), chunks=3,
                   checkpoint='always')
     x = torch.rand(3, 1)
     assert_output_and_gradient_agree(gpipe, x)
@@ -272,6 +273,18 @@ def test_a_partition_that_begins_to_draw_takes_turns_from_then_on(monkeypatch):
         torch.manual_seed(5)
         results.append(gpipe(x))
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_partitions_that_begin_to_draw_beside_one_that_always_did_take_turns(monkeypatch):
+    gpipe = GPipe(nn.Sequential(nn.Dropout(0.5), Maybe(), Maybe()), [1] * 3,
+                  devices=['cpu:0', 'cpu:1', 'cpu:2'], chunks=4, checkpoint='never')
+    x = torch.rand(4, 1)
+    # They are found out in the last clock in which both run, before the last of partition 2.
+    for on, known in (False, [False, False]), (True, [None, True]), (True, [True, True]):
+        monkeypatch.setattr(Maybe, 'on', on)
+        gpipe(x)
+        assert [observed.draws for partition in gpipe._engine.partitions[1:]
+                for observed in partition.observed.values()] == known
 
 
 @devices
@@ -341,38 +354,6 @@ def test_an_operation_that_draws_and_does_not_say_so():
                   chunks=3, checkpoint='always')
     for _ in range(3):
         assert_output_and_gradient_agree(gpipe, torch.rand(6, 4) + 0.5)
-
-
-@pytest.mark.parametrize('number', [1, 3])
-def test_a_draw_of_another_thread_within_an_operation(number, monkeypatch):
-    """It is found out, and the operation runs again."""
-    left = [number]
-
-    real = draws._state
-
-    def state(generator=torch.default_generator):
-        if left[0] and generator is torch.default_generator:
-            result = real(generator)
-            left[0] -= 1
-            torch.rand(1)  # as another thread would, right after the look
-            return result
-        return real(generator)
-
-    recorder = draws.Recorder()
-    cell = draws.Draws(torch.device('cpu'), recorder)
-    monkeypatch.setattr(draws, '_state', state)
-    first = cell.first_pass(lambda: F.dropout(torch.ones(100)) + torch.rand(100))
-    assert left == [0] and len(recorder.draws) == 2
-    now = torch.get_rng_state()
-    assert torch.equal(cell.replay(lambda: F.dropout(torch.ones(100)) + torch.rand(100)), first)
-    assert torch.equal(torch.get_rng_state(), now)
-
-
-def test_draws_of_other_threads_without_end_are_an_error(monkeypatch):
-    monkeypatch.setattr(draws, '_state', lambda generator=None: torch.Generator().manual_seed(
-        int(torch.randint(1 << 30, ()))).get_state())
-    with pytest.raises(RuntimeError, match='another thread drew .* torch.Generator of its own'):
-        draws.Recorder().run(lambda: torch.rand(3))
 
 
 def test_a_layer_that_draws_in_its_first_pass_only():

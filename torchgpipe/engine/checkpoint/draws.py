@@ -98,10 +98,6 @@ class _Mode(TorchDispatchMode):
     def is_infra_mode(cls) -> bool:
         return True
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
     def number(self, func: Any) -> Call:
         """Name a call."""
         number = self._calls.get(func, 0)
