@@ -1,0 +1,89 @@
+"""A simulated accelerator: four devices with asynchronous streams in the memory of the host.
+
+``load()`` makes it the accelerator of this process, with devices ``sim:0`` to ``sim:3``. That has
+to come before the first backward pass, as autograd counts devices only once. Each stream is a
+thread that runs kernels of the CPU later, in their order; see ``csrc`` for the rest.
+"""
+import atexit
+from contextlib import contextmanager
+
+import torch
+
+from tests.accelerator.build import extension, reason
+from tests.accelerator.module import make
+
+__all__ = ['clear_races', 'detection', 'is_available', 'is_loaded', 'load', 'races', 'reason',
+           'set_delays', 'set_memory_limit', 'sleep']
+
+_loaded = None
+
+
+def is_available():
+    """Tell whether it can be loaded, or is loaded already."""
+    return is_loaded() or not reason()
+
+
+def is_loaded():
+    """Tell whether it is the accelerator of this process."""
+    return _loaded is not None
+
+
+def load():
+    """Make it the accelerator of this process, and give the device module, ``torch.sim``."""
+    global _loaded
+    if _loaded is None:
+        if reason():
+            raise RuntimeError(reason())
+        torch.utils.rename_privateuse1_backend('sim')
+        _loaded = extension()
+        torch._register_device_module('sim', make(_loaded))
+        torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+        atexit.register(_end)
+    return torch.sim
+
+
+def _end():
+    """Let kernels end that are still queued: what they use is about to go."""
+    if not _loaded.is_forked():
+        set_delays(0, 0)
+        for device in range(_loaded.device_count):
+            try:
+                _loaded.synchronize(device)
+            except Exception:
+                pass  # nobody waits for that result any more
+
+
+def set_delays(seed=0, max_microseconds=0):
+    """Let each kernel begin later by a random time, another one for another seed."""
+    _loaded.set_delays(seed, max_microseconds)
+
+
+def set_memory_limit(bytes):
+    """Let allocations fail beyond so many bytes on a device."""
+    _loaded.set_memory_limit(bytes)
+
+
+def sleep(microseconds):
+    """Queue a kernel that does nothing for so long on the current stream."""
+    _loaded.sleep(microseconds)
+
+
+@contextmanager
+def detection(lines=True):
+    """Look for races within the context; give a function that tells those found so far."""
+    _loaded.clear_races()
+    _loaded.detect(True, lines)
+    try:
+        yield races
+    finally:
+        _loaded.detect(False, False)
+
+
+def races():
+    """Give what the detector found, as texts."""
+    return _loaded.races()
+
+
+def clear_races():
+    """Forget what it found."""
+    _loaded.clear_races()
