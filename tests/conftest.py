@@ -3,12 +3,14 @@
 And a clock, for those that ask for it.
 """
 import gc
+import os
 import threading
 from importlib import import_module
 
 import pytest
 import torch
 
+from tests import accelerator
 from tests.clock import Clock
 
 
@@ -46,10 +48,44 @@ def clock(monkeypatch):
     return clock
 
 
+@pytest.fixture
+def no_race():
+    """Fail a test that races on the simulated accelerator."""
+    with accelerator.no_race():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def on_sim(request):
+    """Let the tests of the simulated accelerator start with no delays, and look for races."""
+    if 'sim' not in request.keywords:
+        yield
+        return
+    accelerator.set_delays()
+    request.getfixturevalue('no_race')
+    yield
+    accelerator.set_delays()
+
+
 def pytest_collection_modifyitems(items):
-    """Skip what this machine has no device for."""
+    """Load the simulated accelerator where tests need it; skip what this machine can not run."""
+    if any('sim' in item.keywords for item in items):
+        _load_accelerator(items)
     if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason='needs a CUDA device')
-        for item in items:
-            if 'cuda' in item.keywords:
-                item.add_marker(skip)
+        _skip(items, 'cuda', 'needs a CUDA device')
+
+
+def _load_accelerator(items):
+    # Before the first backward pass, as autograd counts devices only once.
+    if not accelerator.reason():
+        accelerator.load()
+    elif os.environ.get('TORCHGPIPE_SIM') == 'required':
+        raise pytest.UsageError(accelerator.reason())
+    else:
+        _skip(items, 'sim', accelerator.reason())
+
+
+def _skip(items, keyword, reason):
+    for item in items:
+        if keyword in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -12,8 +12,8 @@ import torch
 from tests.accelerator.build import extension, reason
 from tests.accelerator.module import make
 
-__all__ = ['clear_races', 'detection', 'is_available', 'is_loaded', 'load', 'races', 'reason',
-           'set_delays', 'set_memory_limit', 'sleep']
+__all__ = ['clear_races', 'detection', 'is_available', 'is_loaded', 'load', 'no_race',
+           'on', 'races', 'reason', 'set_delays', 'set_memory_limit', 'sleep']
 
 _loaded = None
 
@@ -69,6 +69,19 @@ def sleep(microseconds):
 
 
 @contextmanager
+def on(stream):
+    """Make a stream, and its device, current within the context."""
+    device = torch.accelerator.current_device_index()
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(device)
+
+
+@contextmanager
 def detection(lines=True):
     """Look for races within the context; give a function that tells those found so far."""
     _loaded.clear_races()
@@ -77,6 +90,16 @@ def detection(lines=True):
         yield races
     finally:
         _loaded.detect(False, False)
+
+
+@contextmanager
+def no_race():
+    """Fail if there was a race within the context."""
+    with detection():
+        yield
+        for device in range(_loaded.device_count):
+            _loaded.synchronize(device)
+        assert not races(), '\n\n'.join(races())
 
 
 def races():

@@ -27,7 +27,7 @@ def reason():
         return 'the simulated accelerator needs a C++ compiler'
     if not Path(sysconfig.get_path('include'), 'Python.h').exists():
         return "the simulated accelerator needs Python's headers"
-    if shutil.which('ninja') is None:
+    if not _find_ninja():
         return 'the simulated accelerator needs ninja'
     return ''
 
@@ -41,6 +41,17 @@ def extension():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _find_ninja():
+    """Tell whether there is a ninja, also where the package of that name keeps it."""
+    try:
+        from ninja import BIN_DIR
+    except ImportError:
+        pass
+    else:
+        os.environ['PATH'] += os.pathsep + BIN_DIR
+    return shutil.which('ninja') is not None
 
 
 def _library():

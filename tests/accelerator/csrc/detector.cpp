@@ -91,9 +91,12 @@ void access(int stream, History& history, size_t low, size_t high, bool write,
   const auto& clock = state().streams[stream];
   Access now{stream, clock.at(stream), low, high, write, operation};
   auto is_ordered = [&](const Access& before) { return clock.at(before.stream) >= before.time; };
-  for (const auto& before : history)
-    if ((write || before.write) && overlap(before, now) && !is_ordered(before))
-      report(before, now);
+  auto is_race = [&](const Access& before) {
+    return (write || before.write) && overlap(before, now) && !is_ordered(before);
+  };
+  // One report is enough, and the latest access says most.
+  auto race = std::find_if(history.rbegin(), history.rend(), is_race);
+  if (race != history.rend()) report(*race, now);
   // What is ordered before this access, and weaker, cannot be in a conflict that this one is not.
   auto is_replaced = [&](const Access& before) {
     return (write || !before.write) && covers(now, before) && is_ordered(before);
