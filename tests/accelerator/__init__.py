@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from tests.accelerator.build import extension, reason
-from tests.accelerator.module import make
+from tests.accelerator.module import make, on
 
 __all__ = ['clear_races', 'detection', 'is_available', 'is_loaded', 'load', 'no_race',
            'on', 'races', 'reason', 'set_delays', 'set_memory_limit', 'sleep']
@@ -66,19 +66,6 @@ def set_memory_limit(bytes):
 def sleep(microseconds):
     """Queue a kernel that does nothing for so long on the current stream."""
     _loaded.sleep(microseconds)
-
-
-@contextmanager
-def on(stream):
-    """Make a stream, and its device, current within the context."""
-    device = torch.accelerator.current_device_index()
-    before = torch.accelerator.current_stream(stream.device)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
-        torch.accelerator.set_device_index(device)
 
 
 @contextmanager

@@ -1,9 +1,23 @@
 """The device module ``torch.sim``: what ``torch.cuda`` is for CUDA."""
 import types
+from contextlib import contextmanager, nullcontext
 
 import torch
 
-__all__ = ['make']
+__all__ = ['make', 'on']
+
+
+@contextmanager
+def on(stream):
+    """Make a stream, and its device, current within the context."""
+    device = torch.accelerator.current_device_index()
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(device)
 
 
 def make(extension):
@@ -69,6 +83,9 @@ def _streams(extension):
 
     def set_stream(stream):
         torch.accelerator.set_stream(stream)
+
+    def stream(stream):
+        return nullcontext() if stream is None else on(stream)
 
     class Stream:
         """Make a stream: a name of :class:`torch.Stream`."""

@@ -84,8 +84,9 @@ def models():
     torch.manual_seed(1)
     image, words = torch.randn(4, 3, 8, 8), torch.randint(0, 9, (4, 5))
     conv = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(),
-                         nn.MaxPool2d(2), nn.ConvTranspose2d(4, 2, 2, stride=2), nn.GroupNorm(2, 2),
-                         nn.Upsample(scale_factor=2), nn.Flatten(), nn.Linear(512, 3))
+                         nn.MaxPool2d(2), nn.ConvTranspose2d(4, 2, 2, stride=2),
+                         nn.GroupNorm(2, 2), nn.Upsample(scale_factor=2), nn.Flatten(),
+                         nn.Linear(512, 3))
     attention = nn.Sequential(nn.Embedding(9, 8),
                               nn.TransformerEncoderLayer(8, 2, 16, 0., batch_first=True),
                               nn.LayerNorm(8), nn.GELU())
