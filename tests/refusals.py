@@ -245,7 +245,6 @@ REFUSALS = [
     lambda: wrap(linear(), linear(), balance=costs(nn.ReLU(), linear()).balance(2, chunks=2)),
     lambda: wrap(linear(), linear(), devices=['cpu']),
     lambda: wrap(linear(), linear(), devices=['cpu', 'cuda:99']),
-    lambda: wrap(linear(), linear(), devices=['cpu', 'meta']),
     lambda: wrap(linear(), linear(), chunks=0),
     lambda: wrap(linear(), linear(), checkpoint='sometimes'),
     lambda: wrap(Stash(), linear()),

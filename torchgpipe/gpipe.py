@@ -38,9 +38,9 @@ class GPipe(nn.Module):
     Args:
         module: The model. Its layers move to the devices, and are shared with this module.
         balance: The number of layers in each partition; :mod:`torchgpipe.balance` finds one.
-        devices: Where each partition lives and runs, by default all CUDA devices. The input
-            belongs on the first one, the output will be on the last one. ``'cpu:0'`` and
-            ``'cpu:1'`` run at the same time, in one memory.
+        devices: Where each partition lives and runs, by default all devices of the accelerator.
+            The input belongs on the first one, the output will be on the last one. ``'cpu:0'``
+            and ``'cpu:1'`` run at the same time, in one memory.
         chunks: Into how many micro-batches a mini-batch is split; a batch of fewer samples makes
             fewer.
         checkpoint: Which micro-batches give up their activations in training, to compute them

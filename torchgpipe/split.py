@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.engine.memory import size_of
+from torchgpipe.engine.stream import accelerators, current_device
 
 __all__ = ['Device', 'split', 'parse_balance', 'parse_devices', 'verify_module', 'verify_source']
 
@@ -21,7 +22,7 @@ Let torchgpipe.balance find a balance that fits:
     from torchgpipe.balance import balance_by_time
 
     sample = torch.rand(...)  # one mini-batch
-    balance = balance_by_time(torch.cuda.device_count(), model, sample)
+    balance = balance_by_time(torch.accelerator.device_count(), model, sample)
     model = GPipe(model, balance, chunks=...)
 '''
 
@@ -149,14 +150,14 @@ def _other_module(difference: str) -> ValueError:
 
 
 def parse_devices(devices: Iterable[Device] | None, partitions: int) -> list[torch.device]:
-    """Resolve one device per partition; by default all CUDA devices.
+    """Resolve one device per partition; by default all devices of the accelerator.
 
     Raises:
         IndexError: There are fewer devices than partitions.
         ValueError: A device is unknown or not on this machine.
     """
     if devices is None:
-        devices = range(torch.cuda.device_count())
+        devices = accelerators()
     elif isinstance(devices, (str, int, torch.device)):
         raise TypeError('devices must be an iterable of devices, one per partition: '
                         f'[{devices!r}]')
@@ -176,15 +177,15 @@ def _resolve(device: Device) -> torch.device:
         raise ValueError(f'unknown device {device!r}: {reason}') from None
     if resolved.type == 'cpu':
         return resolved
-    if resolved.type != 'cuda':
-        raise ValueError(f"a pipeline runs on 'cpu' and 'cuda' devices, not on '{resolved}'")
-    count = torch.cuda.device_count()
-    if count == 0 or (resolved.index or 0) >= count:
-        raise ValueError(f"device '{resolved}' is not on this machine, which has {count} CUDA "
-                         'devices')
-    # 'cuda' means the device that is current now, not the one that will be at each call.
-    index = torch.cuda.current_device() if resolved.index is None else resolved.index
-    return torch.device('cuda', index)
+    there = accelerators()
+    if there and resolved == torch.device(there[0].type):
+        # The device that is current now, not the one that will be at each call.
+        return current_device()
+    if resolved not in there:
+        names = f"'{there[0]}' to '{there[-1]}'" if there else 'no accelerator'
+        raise ValueError(f"a pipeline can not run on device '{resolved}'; there are the CPU and "
+                         f'{names} on this machine')
+    return resolved
 
 
 def split(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]

@@ -25,7 +25,7 @@ setattr(profile, 'layerwise_sandbox', layerwise_sandbox)
 
 
 def balance_by_time(partitions: int, module: nn.Sequential, sample: TensorOrTensors, *,
-                    timeout: float = 1.0, device: Device = 'cuda') -> list[int]:
+                    timeout: float = 1.0, device: Device | None = None) -> list[int]:
     """Balance a sequential module by the time of forward and backward.
 
     >>> import torch
@@ -39,7 +39,7 @@ def balance_by_time(partitions: int, module: nn.Sequential, sample: TensorOrTens
         module: The model. It is left as it is.
         sample: A mini-batch, a tensor of shape ``(batch, …)`` or a tuple of such.
         timeout: Seconds to spend, about.
-        device: Where to measure, one layer at a time.
+        device: Where to measure, one layer at a time; by default on the accelerator.
 
     Returns:
         The number of layers of each partition.
@@ -56,7 +56,7 @@ def balance_by_time(partitions: int, module: nn.Sequential, sample: TensorOrTens
 
 
 def balance_by_size(partitions: int, module: nn.Sequential, input: TensorOrTensors, *,
-                    chunks: int = 1, param_scale: float = 2.0, device: Device = 'cuda'
+                    chunks: int = 1, param_scale: float = 2.0, device: Device | None = None
                     ) -> list[int]:
     """Balance a sequential module by memory: parameters, and activations of one micro-batch.
 
@@ -73,7 +73,8 @@ def balance_by_size(partitions: int, module: nn.Sequential, input: TensorOrTenso
         chunks: Number of micro-batches.
         param_scale: Bytes for a trainable parameter, its gradient and the optimizer's state,
             relative to the parameter: SGD 2–3, Adam 4–5, Adadelta 4, Adagrad 3, RMSprop 3–5.
-        device: Where to run the layers, one at a time. On ``'meta'`` it takes no memory.
+        device: Where to run the layers, one at a time; by default on the accelerator. On
+            ``'meta'`` it takes no memory.
 
     Returns:
         The number of layers of each partition.

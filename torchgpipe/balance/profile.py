@@ -30,7 +30,7 @@ from torchgpipe.balance.layers import LayerProfile
 from torchgpipe.balance.measure import Flow, Measurement
 from torchgpipe.engine.batch import Batch, check, scatter
 from torchgpipe.engine.memory import size_of
-from torchgpipe.engine.stream import use_device
+from torchgpipe.engine.stream import accelerator, use_device
 from torchgpipe.errors import add_note
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.split import Device, verify_module
@@ -44,7 +44,7 @@ REPEATS = 3
 SMALLEST = 8
 
 
-def profile(module: nn.Sequential, sample: TensorOrTensors, *, device: Device = 'cuda',
+def profile(module: nn.Sequential, sample: TensorOrTensors, *, device: Device | None = None,
             timeout: float = 1.0) -> Profile:
     """Measure time and memory of each layer of a sequential module.
 
@@ -61,7 +61,7 @@ def profile(module: nn.Sequential, sample: TensorOrTensors, *, device: Device = 
     Args:
         module: The model.
         sample: A mini-batch, a tensor of shape ``(batch, …)`` or a tuple of such.
-        device: Where to measure.
+        device: Where to measure, by default on the accelerator.
         timeout: Seconds to spend, about; each layer runs a few times in any case. More make
             better medians.
 
@@ -81,7 +81,8 @@ def profile(module: nn.Sequential, sample: TensorOrTensors, *, device: Device = 
     return _profile(module, sample, resolved, timeout)
 
 
-def profile_bytes(module: nn.Sequential, sample: TensorOrTensors, device: Device) -> Profile:
+def profile_bytes(module: nn.Sequential, sample: TensorOrTensors, device: Device | None
+                  ) -> Profile:
     """Measure memory only; on the ``meta`` device too, where there is none."""
     return _profile(module, sample, _take_device(device), None)
 
@@ -148,7 +149,12 @@ def _is_pytorchs(hook: Any) -> bool:
     return name.partition('.')[0] == 'torch'
 
 
-def _take_device(device: Device) -> torch.device:
+def _take_device(device: Device | None) -> torch.device:
+    if device is None:
+        device = accelerator()
+    if device is None:
+        raise ValueError("there is no accelerator on this machine; name the device, as in "
+                         "device='cpu'")
     try:
         resolved = torch.device(device)
         return torch.empty(0, device=resolved).device
@@ -205,7 +211,7 @@ def _random_states(device: torch.device) -> Iterator[None]:
     states = random.getstate(), None if numpy is None else numpy.random.get_state()
     devices = [] if device.type in ('cpu', 'meta') else [device]
     try:
-        with torch.random.fork_rng(devices, device_type=device.type if devices else 'cuda'):
+        with torch.random.fork_rng(devices, device_type=device.type if devices else 'cpu'):
             yield
     finally:
         random.setstate(states[0])

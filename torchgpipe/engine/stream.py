@@ -1,7 +1,11 @@
-"""One face for CUDA streams and for the CPU, which has none.
+"""One face for the streams of accelerators and for the CPU, which has none.
 
 Work on the CPU is done when the call returns. So a :data:`CPUStream` never has
 anything to wait for, and every function below does nothing where it meets one.
+
+An accelerator is whatever PyTorch takes for one and has streams: CUDA, XPU, or a backend of
+somebody else's. There is one kind of it in a process. What PyTorch has no generic form for, and
+the package needs, stands here too.
 """
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -9,9 +13,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-__all__ = ['AbstractStream', 'CPUStream', 'CPUStreamType', 'as_cuda', 'current_stream',
-           'default_stream', 'get_device', 'is_cuda', 'new_stream', 'no_context',
-           'record_stream', 'use_device', 'use_stream', 'wait_stream']
+__all__ = ['AbstractStream', 'CPUStream', 'CPUStreamType', 'accelerator', 'accelerators',
+           'as_cuda', 'current_device', 'current_stream', 'default_stream', 'get_device',
+           'is_cuda', 'new_stream', 'no_context', 'record_stream', 'use_device', 'use_stream',
+           'wait_stream']
 
 
 class CPUStreamType:
@@ -21,17 +26,35 @@ class CPUStreamType:
         return 'CPUStream'
 
 
-#: Stands where a :class:`torch.cuda.Stream` would stand if the device had streams.
+#: Stands where a :class:`torch.Stream` would stand if the device had streams.
 CPUStream = CPUStreamType()
 
-AbstractStream = torch.cuda.Stream | CPUStreamType
+AbstractStream = torch.Stream | CPUStreamType
 
 #: A context that does nothing, and takes no time to make.
 no_context: AbstractContextManager[Any] = nullcontext()
 
 
+def accelerator() -> str | None:
+    """Give the type of device that has streams here, like ``'cuda'``, if there is one."""
+    device = torch.accelerator.current_accelerator()
+    # A Mac's GPU has one queue, and PyTorch no streams for it.
+    return None if device is None or device.type == 'mps' else device.type
+
+
+def accelerators() -> list[torch.device]:
+    """Give all devices that have streams."""
+    kind = accelerator()
+    return [] if kind is None else [torch.device(kind, index)
+                                    for index in range(torch.accelerator.device_count())]
+
+
+def _has_streams(device: torch.device) -> bool:
+    return device.type == accelerator()
+
+
 def is_cuda(stream: AbstractStream) -> bool:
-    """Tell a CUDA stream from :data:`CPUStream`.
+    """Tell a stream of an accelerator, which need not be CUDA, from :data:`CPUStream`.
 
     >>> is_cuda(CPUStream)
     False
@@ -39,18 +62,20 @@ def is_cuda(stream: AbstractStream) -> bool:
     return stream is not CPUStream
 
 
-def as_cuda(stream: AbstractStream) -> torch.cuda.Stream:
-    """Narrow the type of a stream that is known to be a CUDA stream."""
-    return cast(torch.cuda.Stream, stream)
+def as_cuda(stream: AbstractStream) -> torch.Stream:
+    """Narrow the type of a stream that is known to be an accelerator's."""
+    return cast(torch.Stream, stream)
 
 
 def new_stream(device: torch.device) -> AbstractStream:
-    """Make a stream on a CUDA device; :data:`CPUStream` for any other device.
+    """Make a stream on an accelerator; :data:`CPUStream` for any other device.
 
     >>> new_stream(torch.device('cpu'))
     CPUStream
     """
-    return torch.cuda.Stream(device) if device.type == 'cuda' else CPUStream
+    if device.type == 'cpu' or not _has_streams(device):
+        return CPUStream
+    return torch.Stream(device)
 
 
 def current_stream(device: torch.device) -> AbstractStream:
@@ -59,26 +84,61 @@ def current_stream(device: torch.device) -> AbstractStream:
     >>> current_stream(torch.device('cpu'))
     CPUStream
     """
-    return torch.cuda.current_stream(device) if device.type == 'cuda' else CPUStream
+    if device.type == 'cpu' or not _has_streams(device):
+        return CPUStream
+    return torch.accelerator.current_stream(device)
 
 
 def default_stream(device: torch.device) -> AbstractStream:
-    """Give the default stream of a device.
+    """Give the default stream of a device; its current one, where a backend tells no default.
 
     >>> default_stream(torch.device('cpu'))
     CPUStream
     """
-    return torch.cuda.default_stream(device) if device.type == 'cuda' else CPUStream
+    if device.type == 'cpu' or not _has_streams(device):
+        return CPUStream
+    module = torch.get_device_module(device)
+    find = getattr(module, 'default_stream', torch.accelerator.current_stream)
+    return cast(torch.Stream, find(device))
+
+
+def current_device() -> torch.device:
+    """Give the calling thread's current device among the accelerators."""
+    return torch.device(str(accelerator()), torch.accelerator.current_device_index())
 
 
 def use_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a CUDA device current within the context; do nothing for the CPU."""
-    return torch.cuda.device(device) if device.type == 'cuda' else no_context
+    """Make an accelerator current within the context; do nothing for the CPU."""
+    if device.type == 'cpu' or not _has_streams(device):
+        return no_context
+    return torch.accelerator.device_index(device.index)
 
 
 def use_stream(stream: AbstractStream) -> AbstractContextManager[Any]:
-    """Make a CUDA stream, and its device, current within the context; do nothing for the CPU."""
-    return torch.cuda.stream(as_cuda(stream)) if is_cuda(stream) else no_context
+    """Make a stream, and its device, current within the context; do nothing for the CPU."""
+    return _Current(as_cuda(stream)) if is_cuda(stream) else no_context
+
+
+class _Current:
+    """The context of :func:`use_stream`.
+
+    A stream is a context of its own, but it keeps on itself what was current before, and threads
+    share streams here.
+    """
+
+    __slots__ = ('_before', '_device', '_stream')
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._device = torch.accelerator.current_device_index()
+        self._before = torch.accelerator.current_stream(self._stream.device)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        torch.accelerator.set_stream(self._before)
+        torch.accelerator.set_device_index(self._device)
 
 
 def get_device(stream: AbstractStream) -> torch.device:
@@ -93,7 +153,7 @@ def get_device(stream: AbstractStream) -> torch.device:
 def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
     """Let ``source`` wait for the work that is queued on ``target`` by now.
 
-    The host waits only where the CPU has to wait for a CUDA stream.
+    The host waits only where the CPU has to wait for an accelerator's stream.
 
     >>> wait_stream(CPUStream, CPUStream)  # does nothing
     """
@@ -114,5 +174,5 @@ def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
 
     >>> record_stream(torch.ones(2), CPUStream)  # does nothing
     """
-    if is_cuda(stream) and tensor.is_cuda:
+    if is_cuda(stream) and tensor.device.type == as_cuda(stream).device.type:
         tensor.record_stream(as_cuda(stream))

@@ -12,6 +12,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -25,8 +26,12 @@ __all__ = ['ThreadState', 'running']
 
 T = TypeVar('T')
 
-_AUTOCAST_TYPES = tuple(type for type in ('cpu', 'cuda', 'xpu', 'mps')
-                        if torch.amp.is_autocast_available(type))
+
+@cache
+def _autocast_types(accelerator: torch.device | None) -> tuple[str, ...]:
+    there = [] if accelerator is None else [accelerator.type]
+    types = dict.fromkeys(['cpu', 'cuda', 'xpu', 'mps', *there])
+    return tuple(type for type in types if torch.amp.is_autocast_available(type))
 
 
 class _Autocast(NamedTuple):
@@ -38,8 +43,9 @@ class _Autocast(NamedTuple):
 
     @staticmethod
     def capture() -> '_Autocast':
+        types = _autocast_types(torch.accelerator.current_accelerator())
         devices = tuple([(torch.is_autocast_enabled(type), torch.get_autocast_dtype(type))
-                         for type in _AUTOCAST_TYPES])
+                         for type in types])
         return _Autocast(devices, torch.is_autocast_cache_enabled())
 
     def set(self) -> None:
@@ -49,7 +55,8 @@ class _Autocast(NamedTuple):
         ``torch.autocast`` empties it. A worker that only sets flags shares the caller's casts and
         leaves the emptying to the caller: one cast per weight, not one per micro-batch.
         """
-        for type, (enabled, dtype) in zip(_AUTOCAST_TYPES, self.devices):
+        types = _autocast_types(torch.accelerator.current_accelerator())
+        for type, (enabled, dtype) in zip(types, self.devices):
             torch.set_autocast_enabled(type, enabled)
             torch.set_autocast_dtype(type, dtype)
         torch.set_autocast_cache_enabled(self.cache)
