@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from benchmarks.harness.job import synchronize
 from benchmarks.harness.page import Section
 from benchmarks.harness.report import Rows, machine, output_folder, table, write_json
 from benchmarks.harness.turns import Turns
@@ -81,12 +82,11 @@ class Stopwatch(Turns):
         super().__init__(list(gpipe.partitions))
         self.seconds = [0.0] * len(gpipe.partitions)
         self._since = time.perf_counter()
-        self._cuda = gpipe.devices[0].type == 'cuda'
+        self._devices = gpipe.devices
 
     def give(self, j: int | None) -> None:
         """Let the time from now on be that of a partition, or nobody's."""
-        if self._cuda:
-            torch.cuda.synchronize()
+        synchronize(self._devices)
         now = time.perf_counter()
         if self.owner is not None:
             self.seconds[self.owner] += now - self._since

@@ -136,7 +136,7 @@ def parse_balance(context: Any, parameter: Any, value: str) -> list[int]:
 def digits(epochs: int, chunks: int, balance: list[int], checkpoint: str, output: str) -> None:
     """Train on scikit-learn's handwritten digits twice, unwrapped and in GPipe.
 
-    The partitions are on all CUDA devices, or else on cpu:0, cpu:1 and so on.
+    The partitions are on all accelerators, or else on cpu:0, cpu:1 and so on.
     """
     folder = output_folder(output)
     devices = choose_devices(len(balance))
@@ -153,7 +153,7 @@ def digits(epochs: int, chunks: int, balance: list[int], checkpoint: str, output
                                    'mini-batch')
 
     data = load()
-    first = devices[0] if devices[0].type == 'cuda' else torch.device('cpu')
+    first = torch.device('cpu') if devices[0].type == 'cpu' else devices[0]
     results = {'unwrapped': train('unwrapped', plain.to(first), data, epochs, [first])}
     results['GPipe'] = train('GPipe', piped, data, epochs, devices)
 

@@ -4,7 +4,7 @@
 all memory over two steps, less the model memory; gradients stay from step to step. Both are summed
 over partitions.
 
-Where each partition has a CUDA device for itself, the peak is what its allocator has reserved.
+Where each partition has an accelerator for itself, the peak is what its allocator has reserved.
 Where partitions share a memory, the peak of each is that of live tensors: those that the partition
 made, its input, the gradient of its output and the skip tensors that it pops, as they would be on
 its own device. That leaves out what kernels need for themselves and what the allocator rounds up,
@@ -59,7 +59,7 @@ def measure(experiment: Experiment, setting: Setting, options: Options, result: 
 
 
 def _has_own_devices(devices: Sequence[torch.device]) -> bool:
-    return len({device for device in devices if device.type == 'cuda'}) == len(devices)
+    return len({device for device in devices if device.type != 'cpu'}) == len(devices)
 
 
 def _step(job: Job, turns: Turns | None) -> None:
@@ -80,12 +80,13 @@ def _step(job: Job, turns: Turns | None) -> None:
 def _reserved(job: Job, run: Callable[..., None], before: int, steps: int) -> list[int]:
     """Ask the allocator of each partition's own device."""
     synchronize(job.devices)
-    torch.cuda.empty_cache()
+    module = torch.get_device_module(job.devices[0])
+    module.empty_cache()
     for device in job.devices:
-        torch.cuda.reset_peak_memory_stats(device)
+        module.reset_peak_memory_stats(device)
     run(before + steps)
     synchronize(job.devices)
-    return [torch.cuda.max_memory_reserved(device) for device in job.devices]
+    return [module.max_memory_reserved(device) for device in job.devices]
 
 
 def _live(job: Job, run: Callable[..., None], before: int, steps: int) -> list[int]:

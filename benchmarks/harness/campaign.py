@@ -13,7 +13,7 @@ from benchmarks.harness.exhaustion import is_exhaustion, memory_limit
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.options import Options
 from benchmarks.harness.report import describe, machine, output_folder, table, write_json
-from benchmarks.harness.tables import experiment_rows, is_cuda, notes, partition_rows
+from benchmarks.harness.tables import experiment_rows, is_accelerated, notes, partition_rows
 
 __all__ = ['Measure', 'campaign']
 
@@ -64,9 +64,9 @@ def _describe(experiment: Experiment, setting: Setting, options: Options) -> dic
 
 def _measure(experiment: Experiment, setting: Setting, options: Options, measure: Measure,
              result: dict[str, Any]) -> None:
-    cuda = any(device.type == 'cuda' for device in options.place(setting))
+    accelerators = {device for device in options.place(setting) if device.type != 'cpu'}
     try:
-        with nullcontext() if cuda else memory_limit():
+        with nullcontext() if accelerators else memory_limit():
             measure(experiment, setting, options, result)
         result['status'] = 'measured'
     except (MemoryError, RuntimeError) as error:
@@ -79,8 +79,8 @@ def _measure(experiment: Experiment, setting: Setting, options: Options, measure
         raise
     finally:
         gc.collect()
-        if cuda:
-            torch.cuda.empty_cache()
+        for device in accelerators:
+            torch.get_device_module(device).empty_cache()
 
 
 def _relate(experiment: Experiment, results: list[dict[str, Any]]) -> None:
@@ -100,7 +100,7 @@ def _summary(experiment: Experiment, options: Options, results: list[dict[str, A
 
 
 def _show(experiment: Experiment, summary: dict[str, Any], folder: Path) -> None:
-    click.echo(f'{experiment.title}: {describe(machine(), is_cuda(summary))}\n')
+    click.echo(f'{experiment.title}: {describe(machine(), is_accelerated(summary))}\n')
     click.echo(table(*experiment_rows(summary)))
     if partition_rows(summary)[1]:
         click.echo('\n' + table(*partition_rows(summary)))

@@ -34,8 +34,8 @@ def share_cores(devices: Sequence[torch.device]) -> Iterator[None]:
 def synchronize(devices: Sequence[torch.device]) -> None:
     """Wait until all devices have done what is queued."""
     for device in set(devices):
-        if device.type == 'cuda':
-            torch.cuda.synchronize(device)
+        if device.type != 'cpu':
+            torch.accelerator.synchronize(device)
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def partitions_of(model: nn.Module) -> list[nn.Sequential]:
 
 def memory_of(device: torch.device) -> torch.device:
     """Give the device whose memory tensors are in: one for all workers on the CPU."""
-    return device if device.type == 'cuda' else torch.device('cpu')
+    return torch.device('cpu') if device.type == 'cpu' else device
 
 
 class Job:

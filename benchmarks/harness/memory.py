@@ -29,15 +29,17 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 def peak_memory(step: Any, devices: list[torch.device]) -> int:
     """Give the peak of one step in bytes, beyond what was alive before it, over all devices."""
-    cuda = {device for device in devices if device.type == 'cuda'}
-    if not cuda:
+    accelerators = {device: torch.get_device_module(device) for device in devices
+                    if device.type != 'cpu'}
+    if not accelerators:
         with LiveTensors().watched() as live:
             step()
         return live.peak
     before = {}
-    for device in cuda:
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before[device] = torch.cuda.memory_allocated(device)
+    for device, module in accelerators.items():
+        torch.accelerator.synchronize(device)
+        module.reset_peak_memory_stats(device)
+        before[device] = module.memory_allocated(device)
     step()
-    return sum(torch.cuda.max_memory_allocated(device) - before[device] for device in cuda)
+    return sum(module.max_memory_allocated(device) - before[device]
+               for device, module in accelerators.items())

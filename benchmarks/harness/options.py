@@ -7,6 +7,7 @@ import click
 import torch
 
 from benchmarks.harness.experiment import Experiment, Setting
+from torchgpipe.engine.stream import accelerator, accelerators, current_device
 
 __all__ = ['Options', 'choose_devices', 'experiment_options', 'take_options']
 
@@ -40,10 +41,9 @@ class Options:
 
 
 def choose_devices(n: int) -> list[torch.device]:
-    """Give n CUDA devices, again from the first where there are fewer, or n CPU workers."""
-    count = torch.cuda.device_count()
-    return [torch.device('cuda', j % count) if count else torch.device('cpu', j)
-            for j in range(n)]
+    """Give n accelerators, again from the first where there are fewer, or n CPU workers."""
+    there = accelerators()
+    return [there[j % len(there)] if there else torch.device('cpu', j) for j in range(n)]
 
 
 def _parse_devices(context: Any, parameter: Any, value: str | None) -> tuple[Any, ...]:
@@ -55,10 +55,10 @@ def _parse_devices(context: Any, parameter: Any, value: str | None) -> tuple[Any
             torch.empty(0, device=device)
         except (AssertionError, RuntimeError) as error:
             raise click.BadParameter(f'{name!r}: {str(error).splitlines()[0]}') from None
-        if device.type not in ('cpu', 'cuda'):
-            raise click.BadParameter(f'{name!r} is neither a CPU nor a CUDA device')
-        devices.append(torch.device('cuda', torch.cuda.current_device())
-                       if device == torch.device('cuda') else device)
+        if device.type not in ('cpu', accelerator()):
+            raise click.BadParameter(f'{name!r} is neither a CPU nor an accelerator with streams')
+        is_current = device.type != 'cpu' and device.index is None
+        devices.append(current_device() if is_current else device)
     return tuple(devices)
 
 
@@ -79,7 +79,7 @@ def experiment_options(experiment: Experiment, epochs: int = 3, skip_epochs: int
                      help='Which line of the table; may be given several times.'),
         click.option('--devices', callback=_parse_devices, metavar='D,D,…',
                      help='Where partitions go, again from the first if there are too few. '
-                     '[default: all CUDA devices, or cpu:0, cpu:1, …]'),
+                     '[default: all accelerators, or cpu:0, cpu:1, …]'),
         click.option('--scale', type=click.FloatRange(0, 1, min_open=True), default=1.,
                      callback=_refuse_nan, show_default=True,
                      help='Fraction of the published batch, and of height and width of the '

@@ -9,7 +9,7 @@ import click
 
 from benchmarks.harness.published import EXPERIMENTS
 from benchmarks.harness.report import Rows, describe
-from benchmarks.harness.tables import experiment_rows, is_cuda, notes, partition_rows
+from benchmarks.harness.tables import experiment_rows, is_accelerated, notes, partition_rows
 
 __all__ = ['Section', 'make_page', 'page']
 
@@ -66,9 +66,9 @@ def _markdown(rows: Rows) -> str:
     return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
 
 
-def _section(title: str, command: str, kept: dict[str, Any], *parts: str, cuda: bool = False
+def _section(title: str, command: str, kept: dict[str, Any], *parts: str, accelerated: bool = False
              ) -> str:
-    where = f"`{command}`, {describe(kept['machine'], cuda)}:"
+    where = f"`{command}`, {describe(kept['machine'], accelerated)}:"
     return '\n\n'.join([f'## {title}', where, *parts]) + '\n'
 
 
@@ -81,7 +81,8 @@ def _experiment(name: str, title: str) -> str:
     if partition_rows(summary)[1]:
         parts.insert(1, _markdown(partition_rows(summary)))
     parts += [f'![{title}](../benchmarks/results/{picture})' for picture in _pictures(name)]
-    return _section(title, _command(name, summary), kept, *parts, cuda=is_cuda(summary))
+    return _section(title, _command(name, summary), kept, *parts,
+                    accelerated=is_accelerated(summary))
 
 
 def _other(section: Section) -> str:

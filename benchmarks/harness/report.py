@@ -13,6 +13,7 @@ import torch
 
 import torchgpipe
 from torchgpipe.balance.table import table
+from torchgpipe.engine.stream import accelerator, accelerators
 
 __all__ = ['Rows', 'cores', 'describe', 'machine', 'output_folder', 'replacing', 'table',
            'write_json']
@@ -36,18 +37,21 @@ def output_folder(path: str) -> Path:
 
 def machine() -> dict[str, Any]:
     """Say what was measured where and when."""
-    gpus = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
+    gpus = [torch.get_device_module(device).get_device_name(device)
+            for device in accelerators()]
     return {'date': date.today().isoformat(), 'torchgpipe': torchgpipe.__version__,
             'torch': torch.__version__, 'python': platform.python_version(),
             'cpu': _cpu_name(), 'cores': len(cores()), 'gpus': gpus, 'cuda': torch.version.cuda,
-            'cudnn': torch.backends.cudnn.version() if gpus else None}
+            'cudnn': torch.backends.cudnn.version() if accelerator() == 'cuda' else None}
 
 
-def describe(here: dict[str, Any], cuda: bool = False) -> str:
-    """Say in one line where and when figures were measured: on CUDA devices, or on the CPU."""
+def describe(here: dict[str, Any], accelerated: bool = False) -> str:
+    """Say in one line where and when figures were measured: on accelerators, or on the CPU."""
     hardware = f"{here['cpu']}, {here['cores']} cores"
-    if cuda:
-        hardware = f"{', '.join(here['gpus'])}, CUDA {here['cuda']}, cuDNN {here['cudnn']}"
+    if accelerated:
+        hardware = ', '.join(here['gpus'])
+        if here['cuda']:
+            hardware += f", CUDA {here['cuda']}, cuDNN {here['cudnn']}"
     return f"torchgpipe {here['torchgpipe']}, torch {here['torch']}, {hardware}, {here['date']}"
 
 

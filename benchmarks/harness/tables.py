@@ -4,7 +4,7 @@ from typing import Any
 from benchmarks.harness.experiment import OURS
 from benchmarks.harness.report import Rows
 
-__all__ = ['experiment_rows', 'is_cuda', 'notes', 'number', 'partition_rows', 'published']
+__all__ = ['experiment_rows', 'is_accelerated', 'notes', 'number', 'partition_rows', 'published']
 
 
 def number(value: float | None, missing: str = '') -> str:
@@ -27,9 +27,9 @@ def published(value: float | None) -> str:
     return 'out of memory' if value is None else f'{value:g}'
 
 
-def is_cuda(summary: dict[str, Any]) -> bool:
-    """Tell whether anything was measured on a CUDA device."""
-    return any(device.startswith('cuda') for result in summary['settings']
+def is_accelerated(summary: dict[str, Any]) -> bool:
+    """Tell whether anything was measured on an accelerator."""
+    return any(not device.startswith('cpu') for result in summary['settings']
                for device in result['devices'])
 
 

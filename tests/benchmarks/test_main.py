@@ -45,7 +45,7 @@ def test_all_experiments_are_in_the_list():
     (['unet-speed', '--epochs', '2', '--skip-epochs', '2'], 'nothing to measure'),
     (['unet-speed', '--devices', 'cpu:0,gpu'], "'gpu'"),
     (['unet-speed', '--devices', 'cuda:99'], "'cuda:99'"),
-    (['unet-speed', '--devices', 'meta'], 'neither a CPU nor a CUDA device'),
+    (['unet-speed', '--devices', 'meta'], 'neither a CPU nor an accelerator'),
     (['unet-speed', '--dtype', 'int8'], "'bfloat16'"),
     (['unet-speed', '--output', '/proc/nothing'], '/proc/nothing'),
     (['unet-timeline', '--model', 'vgg'], "'resnet101'"),

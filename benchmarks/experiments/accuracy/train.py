@@ -55,7 +55,7 @@ class Training:
     def _load(self, images: ImageFolder, shuffle: bool) -> DataLoader[Any]:
         random = torch.Generator().manual_seed(hash((self.options.seed, images.epoch)) % 2 ** 63)
         return DataLoader(images, self.batch, shuffle=shuffle, generator=random,
-                          num_workers=self.workers, pin_memory=self.devices[0].type == 'cuda')
+                          num_workers=self.workers, pin_memory=self.devices[0].type != 'cpu')
 
     def _forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         dtype = torch.float64 if self.options.dtype == torch.float64 else torch.float32

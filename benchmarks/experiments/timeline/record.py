@@ -179,13 +179,13 @@ class Recorder:
     def _seconds(self, stamp: Stamp) -> float:
         device, point = stamp
         zero = self._zero[device]
-        return zero.elapsed_time(point) / 1e3 if device.type == 'cuda' else point - zero
+        return zero.elapsed_time(point) / 1e3 if device.type != 'cpu' else point - zero
 
 
 def _stamp(stream: AbstractStream) -> Stamp:
-    """Mark now: on the CPU, or when a CUDA stream gets there."""
+    """Mark now: on the CPU, or when a stream gets there."""
     if not is_cuda(stream):
         return torch.device('cpu'), time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.Event(get_device(stream), enable_timing=True)
     event.record(as_cuda(stream))
     return get_device(stream), event

@@ -20,7 +20,7 @@ def boxes_of(checkpoint, devices, m=4):
     """Record a step of a pipeline of three partitions."""
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
     gpipe = GPipe(model, [2, 2, 2], devices=devices, chunks=m, checkpoint=checkpoint)
-    x = torch.rand(2 * m, 8)
+    x = torch.rand(2 * m, 8, device=gpipe.devices[0])
     return record(gpipe, lambda: gpipe(x).sum().backward())
 
 
