@@ -22,9 +22,11 @@ TIMELINE = replace(SPEED, name='tiny-timeline', settings=tuple(
     replace(setting, model=UNET, batch=4, chunks=4, balance=(20, 20, 25))
     for setting in UNET_TIMELINE.settings))
 
+DEVICES = tuple(torch.device('cpu', j) for j in range(3))
+
 
 def options(experiment, folder, **changes):
-    """Give the options that a user would have chosen."""
-    return Options(**{'settings': experiment.settings, 'devices': (), 'scale': 1 / 2, 'epochs': 2,
-                      'skip_epochs': 1, 'dtype': torch.float32, 'compile': False, 'seed': 0,
+    """Give the options that a user would have chosen: the CPU, whatever else there is."""
+    return Options(**{'settings': experiment.settings, 'devices': DEVICES, 'scale': 1 / 2,
+                      'epochs': 2, 'skip_epochs': 1, 'dtype': torch.float32, 'compile': False, 'seed': 0,
                       'output': str(folder), **changes})
