@@ -37,6 +37,11 @@ no_context: AbstractContextManager[Any] = nullcontext()
 
 def accelerator() -> str | None:
     """Give the type of device that has streams here, like ``'cuda'``, if there is one."""
+    # PyTorch also names an accelerator that it was built for and that is not there.
+    return _kind() if torch.accelerator.is_available() else None
+
+
+def _kind() -> str | None:
     device = torch.accelerator.current_accelerator()
     # A Mac's GPU has one queue, and PyTorch no streams for it.
     return None if device is None or device.type == 'mps' else device.type
@@ -50,7 +55,7 @@ def accelerators() -> list[torch.device]:
 
 
 def _has_streams(device: torch.device) -> bool:
-    return device.type == accelerator()
+    return device.type == _kind()
 
 
 def is_cuda(stream: AbstractStream) -> bool:
