@@ -1,0 +1,140 @@
+"""Who waits for whom, and on which stream what runs: with streams that only take notes."""
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import Spy
+from torchgpipe import GPipe, is_recomputing
+from torchgpipe.engine import copy, dependency, edges, pipeline, worker
+from torchgpipe.engine.checkpoint import recomputation
+from torchgpipe.engine.partition import Engine
+
+
+class Streams:
+    """Stands where :mod:`torchgpipe.engine.stream` stands, and takes notes.
+
+    Streams are names that end in the index of their device.
+    """
+
+    def __init__(self):
+        self.log = []
+        self._here = threading.local()
+
+    @contextmanager
+    def _enter(self, name, value):
+        stack = self._here.__dict__.setdefault(name, [])
+        stack.append(value)
+        try:
+            yield
+        finally:
+            stack.pop()
+
+    def use_stream(self, stream):
+        """Make a stream current."""
+        return self._enter('streams', stream)
+
+    def use_device(self, device):
+        """Make a device current."""
+        return self._enter('devices', str(device))
+
+    def here(self, number=1, name='streams'):
+        """Name what is current here."""
+        return ', '.join(self._here.__dict__.get(name, [])[-number:])
+
+    def current_stream(self, device):
+        """Give the compute stream."""
+        return f'compute {device.index}'
+
+    def new_stream(self, device):
+        """Give a copy stream."""
+        return f'copy {device.index}'
+
+    def default_stream(self, device):
+        """Give the default stream."""
+        return 'default'
+
+    def get_device(self, stream):
+        """Give the device of a stream."""
+        return torch.device('cpu', int(stream[-1]))
+
+    def wait_stream(self, source, target):
+        """Note that one waits for another, and on which stream this is asked for."""
+        self.log.append(f'{source} waits for {target}, on {self.here()}')
+
+    def record_stream(self, tensor, stream):
+        """Note who uses which tensor."""
+        self.log.append(f'{stream} uses {tensor.tolist()}')
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Give the notes of all that the engine does with streams."""
+    streams = Streams()
+    for module in (copy, edges, pipeline, recomputation, worker):
+        for name in dir(Streams):
+            if hasattr(module, name) and not name.startswith('_'):
+                monkeypatch.setattr(module, name, getattr(streams, name))
+    monkeypatch.setattr(Engine, 'apart', lambda self, j, k: j != k)
+    return streams
+
+
+def test_a_batch_goes_to_another_device_on_copy_streams(streams, monkeypatch):
+    def to(tensor, device):
+        streams.log.append(f'copy on {streams.here(2)}')
+        return tensor + 1  # another tensor
+
+    monkeypatch.setattr(torch.Tensor, 'to', to)
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    gpipe = GPipe(model, [1, 1], devices=['cpu:0', 'cpu:1'], checkpoint='never')
+    x = torch.zeros(1, requires_grad=True)
+    output = gpipe(x)
+    assert streams.log == [
+        'copy 0 waits for compute 0, on copy 0', 'copy on copy 0, copy 1', 'copy 0 uses [0.0]',
+        'compute 1 uses [1.0]', 'compute 1 waits for copy 1, on compute 1']
+    streams.log.clear()
+    output.backward(torch.full((1,), 5.))
+    assert streams.log == [
+        'copy 1 waits for compute 1, on ', 'copy on copy 1, copy 0', 'copy 1 uses [5.0]',
+        'compute 0 uses [6.0]', 'compute 0 waits for copy 0, on ']
+    assert (output.tolist(), x.grad.tolist()) == ([1], [6])
+
+
+@pytest.mark.parametrize('devices', [['cpu:0', 'cpu:1'], ['cpu:1', 'cpu:1']])
+def test_layers_and_recomputations_run_on_the_compute_stream_of_their_device(
+        devices, streams, monkeypatch):
+    seen = []
+
+    def see(_):
+        stream = streams.here()
+        if is_recomputing():
+            assert stream == 'compute 1'
+        else:
+            assert streams.here(name='devices') == 'cpu:1'
+            assert stream == 'compute 1' or devices[0] == 'cpu:1'
+        seen.append(is_recomputing())
+
+    real = recomputation.compare
+
+    def compare(*args):
+        seen.append(streams.here())
+        return real(*args)
+
+    monkeypatch.setattr(recomputation, 'compare', compare)
+    gpipe = GPipe(nn.Sequential(nn.Identity(), nn.Sequential(Spy(see), nn.Linear(2, 2))), [1, 1],
+                  devices=devices, checkpoint='always')
+    gpipe(torch.rand(2, 2)).sum().backward()
+    assert seen == [False, True, 'compute 1']
+
+
+def test_a_phony_belongs_to_the_default_stream(streams, monkeypatch):
+    real = torch.empty
+    for name in ('use_stream', 'default_stream'):
+        monkeypatch.setattr(dependency, name, getattr(streams, name))
+    monkeypatch.setattr(dependency, '_phonies', {})
+    monkeypatch.setattr(torch, 'empty', lambda *args, **kwargs: (
+        streams.log.append(streams.here()), real(*args, **kwargs))[1])
+    dependency.get_phony(torch.device('cpu'), requires_grad=False)
+    assert streams.log == ['default']
