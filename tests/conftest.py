@@ -12,6 +12,7 @@ import torch
 
 from tests import accelerator
 from tests.clock import Clock
+from tests.helpers import ACCELERATOR
 
 
 @pytest.fixture(autouse=True)
@@ -63,8 +64,8 @@ def no_race():
 
 @pytest.fixture(autouse=True)
 def on_sim(request):
-    """Let the tests of the simulated accelerator start with no delays, and look for races."""
-    if 'sim' not in request.keywords:
+    """Let tests on the simulated accelerator start with no delays, and look for races."""
+    if not (accelerator.is_loaded() and {'sim', 'accelerator'} & set(request.keywords)):
         yield
         return
     accelerator.set_delays()
@@ -75,10 +76,12 @@ def on_sim(request):
 
 def pytest_collection_modifyitems(items):
     """Load the simulated accelerator where tests need it; skip what this machine can not run."""
-    if any('sim' in item.keywords for item in items):
-        _load_accelerator(items)
-    if not torch.cuda.is_available():
-        _skip(items, 'cuda', 'needs a CUDA device')
+    ours = [item for item in items if 'sim' in item.keywords]
+    any_kind = [item for item in items if 'accelerator' in item.keywords]
+    if ACCELERATOR != 'sim':
+        _skip(ours, f"there is one accelerator in a process, here '{ACCELERATOR}'")
+    elif ours or any_kind:
+        _load_accelerator([*ours, *any_kind])
 
 
 def _load_accelerator(items):
@@ -88,10 +91,9 @@ def _load_accelerator(items):
     elif os.environ.get('TORCHGPIPE_SIM') == 'required':
         raise pytest.UsageError(accelerator.reason())
     else:
-        _skip(items, 'sim', accelerator.reason())
+        _skip(items, accelerator.reason())
 
 
-def _skip(items, keyword, reason):
+def _skip(items, reason):
     for item in items:
-        if keyword in item.keywords:
-            item.add_marker(pytest.mark.skip(reason=reason))
+        item.add_marker(pytest.mark.skip(reason=reason))

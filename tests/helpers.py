@@ -12,7 +12,11 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tests import accelerator
 from torchgpipe.engine import partition
+
+#: The type of device that tests marked `accelerator` run on: a real one, or the simulated one.
+ACCELERATOR = str(torch.accelerator.current_accelerator(check_available=True) or 'sim')
 
 #: One worker for all partitions, and one for each.
 DEVICES = {'one worker': lambda n: ['cpu'] * n,
@@ -89,17 +93,32 @@ def small_model(n=4, width=4):
 
 
 def as_if_on_several(monkeypatch, number):
-    """Take partitions on one GPU for partitions on several, so that they copy and wait."""
+    """Take partitions on one device for partitions on several, so that they copy and wait."""
     keys = itertools.cycle(range(number))
     monkeypatch.setattr(partition, 'device_key', lambda device: (device.type, next(keys)))
 
 
+def places(letters):
+    """Give a device for each letter: `c` is the CPU, `a` the next of the accelerators."""
+    count = torch.accelerator.device_count()
+    return ['cpu' if letter == 'c' else f'{ACCELERATOR}:{j % count}'
+            for j, letter in enumerate(letters)]
+
+
+def sleep(milliseconds):
+    """Keep the current stream busy for about so long."""
+    if accelerator.is_loaded():
+        accelerator.sleep(milliseconds * 1000)
+    else:
+        torch.cuda._sleep(milliseconds * 2_000_000)
+
+
 class Slow(nn.Module):
-    """Keep a GPU busy for a while, so that whoever does not wait for it comes too early."""
+    """Keep a device busy for a while, so that whoever does not wait for it comes too early."""
 
     def forward(self, x):
         """Do so."""
-        torch.cuda._sleep(2_000_000)
+        sleep(1)
         return x * 1
 
 

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from tests.balance.models import MODELS, resnet
+from tests.helpers import ACCELERATOR
 from torchgpipe import GPipe
 from torchgpipe.balance import Profile, balance_by_size, balance_by_time, profile
 
@@ -126,14 +127,15 @@ def test_layers_that_are_hard_to_copy(make, clock):
     assert all(p.grad is None and p.requires_grad and p.is_leaf for p in model.parameters())
 
 
-@pytest.mark.cuda
+@pytest.mark.accelerator
 @pytest.mark.parametrize('make', MODELS)
-def test_cuda(make):
+def test_accelerator(make):
     model, sample = make()
-    state = torch.cuda.get_rng_state()
+    module = torch.get_device_module(ACCELERATOR)
+    state = module.get_rng_state()
     costs = profile(model, sample, timeout=0)
     assert all(p.device.type == 'cpu' for p in model.parameters())
-    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert torch.equal(module.get_rng_state(), state)
     cpu = profile(model, sample, timeout=0, device='cpu')
     assert [x.parameter_bytes for x in costs.layers] == [x.parameter_bytes for x in cpu.layers]
     assert [x.output_bytes for x in costs.layers] == [x.output_bytes for x in cpu.layers]

@@ -2,6 +2,7 @@
 import pytest
 import torch
 
+from tests.helpers import ACCELERATOR, places, sleep
 from torchgpipe.copy import Copy, Wait
 from torchgpipe.stream import (CPUStream, current_stream, default_stream, get_device, is_cuda,
                                new_stream, record_stream, use_device, use_stream, wait_stream)
@@ -9,14 +10,8 @@ from torchgpipe.stream import (CPUStream, current_stream, default_stream, get_de
 cpu = torch.device('cpu')
 
 
-def streams():
-    """Give pairs of streams between which this machine can copy."""
-    pairs = [(CPUStream, CPUStream)]
-    if torch.cuda.is_available():
-        cuda = torch.device('cuda', torch.cuda.device_count() - 1)
-        a, b = new_stream(torch.device('cuda', 0)), new_stream(cuda)
-        pairs += [(CPUStream, b), (a, CPUStream), (a, b)]
-    return pairs
+#: Between which devices to copy.
+WAYS = ['cc', *(pytest.param(way, marks=pytest.mark.accelerator) for way in ('ca', 'ac', 'aa'))]
 
 
 def between_waits(prev_stream, next_stream, x):
@@ -27,8 +22,9 @@ def between_waits(prev_stream, next_stream, x):
 
 
 @pytest.mark.parametrize('function', [between_waits, Wait.apply], ids=['copy', 'wait'])
-@pytest.mark.parametrize('prev_stream, next_stream', streams())
-def test_backward_is_the_adjoint_and_goes_the_other_way(function, prev_stream, next_stream):
+@pytest.mark.parametrize('way', WAYS)
+def test_backward_is_the_adjoint_and_goes_the_other_way(function, way):
+    prev_stream, next_stream = [new_stream(torch.device(place)) for place in places(way)]
     x = torch.randn(100, device=get_device(prev_stream), requires_grad=True)
     y, = function(prev_stream, next_stream, x)
     where = get_device(next_stream) if function is between_waits else x.device
@@ -67,9 +63,9 @@ def test_the_cpu_has_one_placeholder_for_a_stream():
         record_stream(torch.rand(1), CPUStream)
 
 
-@pytest.mark.cuda
+@pytest.mark.accelerator
 def test_a_stream_is_current_within_the_context():
-    device = torch.device('cuda', 0)
+    device = torch.device(ACCELERATOR, 0)
     stream = new_stream(device)
     assert is_cuda(stream) and get_device(stream) == device
     with use_stream(stream):
@@ -77,22 +73,22 @@ def test_a_stream_is_current_within_the_context():
     assert current_stream(device) == default_stream(device)
 
 
-@pytest.mark.cuda
+@pytest.mark.accelerator
 def test_a_recorded_tensor_is_not_overwritten_while_another_stream_reads_it():
-    device = torch.device('cuda', 0)
+    device = torch.device(ACCELERATOR, 0)
     stream = new_stream(device)
     source = torch.ones(1 << 20, device=device)
     shifted = source[1:]  # a view that does not start where its memory starts
     wait_stream(stream, current_stream(device))
     with use_stream(stream):
-        torch.cuda._sleep(200_000_000)
+        sleep(100)
         total = shifted.sum()
     record_stream(shifted, stream)
     pointer = source.data_ptr()
     del source, shifted
     other = torch.zeros(1 << 20, device=device)
     assert other.data_ptr() != pointer
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     assert total.item() == (1 << 20) - 1
 
 

@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 
+from tests.helpers import ACCELERATOR
 from torchgpipe.dependency import Fork, Join, fork, join
 from torchgpipe.phony import get_phony
 
@@ -115,7 +116,7 @@ def test_a_phony_made_in_inference_mode_is_of_use_outside():
     assert not phony.is_inference()
 
 
-@pytest.mark.cuda
+@pytest.mark.accelerator
 def test_a_phony_lies_on_its_device():
-    device = torch.device('cuda', 0)
+    device = torch.device(ACCELERATOR, 0)
     assert get_phony(device, requires_grad=False).device == device

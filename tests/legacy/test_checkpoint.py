@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import memory_of, nodes
+from tests.helpers import ACCELERATOR, memory_of, nodes
 from torchgpipe.checkpoint import (Checkpoint, Checkpointing, Recompute, checkpoint,
                                    enable_checkpointing, enable_recomputing, is_checkpointing,
                                    is_recomputing)
@@ -117,15 +117,17 @@ def test_without_grad_nothing_is_kept():
     assert not y.requires_grad
 
 
-@pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=pytest.mark.cuda)])
+@pytest.mark.parametrize('device', [
+    'cpu', pytest.param(ACCELERATOR, marks=pytest.mark.accelerator)])
 def test_random_numbers_are_drawn_again(device):
     dropout = nn.Dropout(0.5)
     x = torch.rand(50, 50, device=device, requires_grad=True)
-    state = torch.cuda.get_rng_state() if device == 'cuda' else torch.get_rng_state()
+    random = torch if device == 'cpu' else torch.get_device_module(device)
+    state = random.get_rng_state()
     expected = dropout(x)
     expected.sum().backward()
     x_grad, x.grad = x.grad, None
-    (torch.cuda.set_rng_state if device == 'cuda' else torch.set_rng_state)(state)
+    random.set_rng_state(state)
     actual = checkpoint(dropout, x)
     after = torch.rand(1, device=device)
     torch.rand(10, device=device)

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from tests.helpers import DEVICES, Child, assert_same, devices, gradients, micro_batches, modes
+from tests.helpers import (ACCELERATOR, DEVICES, Child, assert_same, devices, gradients,
+                           micro_batches, modes)
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.checkpoint import checkpoint
 from torchgpipe.engine.checkpoint import draws
@@ -368,15 +369,15 @@ def test_a_layer_that_draws_in_its_first_pass_only():
         assert_output_and_gradient_agree(gpipe, torch.rand(6, 4) + 0.5)
 
 
-@pytest.mark.cuda
+@pytest.mark.accelerator
 @modes
-def test_dropout_on_cuda(mode):
-    gpipe = GPipe(nn.Sequential(Dropouts(), Dropouts()), [1, 1], devices=['cuda', 'cpu'],
+def test_dropout_on_an_accelerator(mode):
+    gpipe = GPipe(nn.Sequential(Dropouts(), Dropouts()), [1, 1], devices=[ACCELERATOR, 'cpu'],
                   chunks=4, checkpoint=mode)
-    x = torch.rand(8, 16, device='cuda', requires_grad=True)
+    x = torch.rand(8, 16, device=ACCELERATOR, requires_grad=True)
     output = gpipe(x)
     output.sum().backward()
-    assert torch.allclose(output.cuda(), x * x.grad)
+    assert torch.allclose(output.to(ACCELERATOR), x * x.grad)
 
 
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')

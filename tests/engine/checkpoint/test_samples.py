@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers import ACCELERATOR
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.checkpoint import samples
 
@@ -119,10 +120,11 @@ def test_samples_are_copies(elsewhere):
     step(gpipe)
 
 
-@pytest.mark.cuda
-def test_on_cuda():
-    gpipe = GPipe(nn.Sequential(Layer()), [1], devices=['cuda'], chunks=2, checkpoint='always')
-    gpipe(torch.rand(4, 4, device='cuda')).sum().backward()
-    torch.cuda.synchronize()
+@pytest.mark.accelerator
+def test_on_an_accelerator():
+    gpipe = GPipe(nn.Sequential(Layer()), [1], devices=[ACCELERATOR], chunks=2,
+                  checkpoint='always')
+    gpipe(torch.rand(4, 4, device=ACCELERATOR)).sum().backward()
+    torch.accelerator.synchronize()
     with pytest.raises(RuntimeError, match='other values, in partition 0 and an earlier backward'):
-        gpipe(torch.rand(4, 4, device='cuda'))
+        gpipe(torch.rand(4, 4, device=ACCELERATOR))
