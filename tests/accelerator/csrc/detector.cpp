@@ -2,6 +2,7 @@
 #include "detector.h"
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <set>
 
@@ -26,8 +27,8 @@ namespace detector {
 namespace {
 
 struct State {
-  bool on = false;
-  bool lines = false;
+  std::atomic<bool> on{false};
+  std::atomic<bool> lines{false};
   uint64_t epoch = 0;
   std::map<int, Clock> streams;
   // One clock for all threads of the host: that one thread waits for another is not seen here.

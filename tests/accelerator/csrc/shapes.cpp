@@ -4,6 +4,8 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/DefaultDtype.h>
+#include <c10/core/ScalarTypeToTypeMeta.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <unordered_map>
@@ -128,6 +130,8 @@ std::shared_ptr<const Plan> plan_of(const c10::OperatorHandle& op, const Signatu
   static auto* plans = new std::unordered_map<std::string, std::shared_ptr<const Plan>>;
   if (!signature.gives_tensors) return std::make_shared<Plan>();
   Key key;
+  // Integers divided give floats of the type that is the default now.
+  key.add(static_cast<int64_t>(c10::typeMetaToScalarType(c10::get_default_dtype())));
   key.add(c10::IValue(reinterpret_cast<int64_t>(&op.schema())));
   for (const auto& argument : arguments) key.add(argument);
   if (key.is_complete) {

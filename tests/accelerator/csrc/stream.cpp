@@ -209,7 +209,7 @@ PointPtr record(Stream& stream) {
   return record_locked(stream);
 }
 
-void block(Stream& stream, const PointPtr& point) {
+void block(Stream& stream, PointPtr point) {
   Order order;
   if (detector::is_on()) detector::join(stream.number, point->clock);
   if (!point->is_reached()) stream.push([point] { point->wait(); }, false);
@@ -234,7 +234,7 @@ void tell_host(const PointPtr& point) {
 
 }  // namespace
 
-void wait(const PointPtr& point) {
+void wait(PointPtr point) {
   {
     Released released;
     point->wait();
@@ -243,7 +243,7 @@ void wait(const PointPtr& point) {
   throw_error(point->device);
 }
 
-bool query(const PointPtr& point) {
+bool query(PointPtr point) {
   if (!point->is_reached()) return false;
   tell_host(point);
   return true;

@@ -105,15 +105,16 @@ void set_current(Stream& stream);
 // `record_locked` is for those who hold the lock of Order already.
 PointPtr record(Stream& stream);
 PointPtr record_locked(Stream& stream);
-void block(Stream& stream, const PointPtr& point);
+void block(Stream& stream, PointPtr point);
 
-// The host waits, and gets the first error of the device since the last time.
-void wait(const PointPtr& point);
+// The host waits, and gets the first error of the device since the last time. Points are taken by
+// value, as another thread may record the event again.
+void wait(PointPtr point);
 void synchronize(Stream& stream);
 void synchronize_device(int device);
 // Tells that all is over, in which case the host knows it, as after a wait.
 bool query(Stream& stream);
-bool query(const PointPtr& point);
+bool query(PointPtr point);
 void throw_error(int device);
 
 // Before each kernel, its stream sleeps for up to so many microseconds.
