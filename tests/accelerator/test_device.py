@@ -15,7 +15,8 @@ pytestmark = pytest.mark.sim
 
 @pytest.fixture(autouse=True)
 def synchronized():
-    """Start with nothing queued."""
+    """Start with nothing queued and nothing cached; leave nothing queued."""
+    torch.accelerator.empty_cache()
     yield
     accelerator.set_delays(0, 0)
     for device in range(4):
