@@ -65,8 +65,6 @@ class Compute:
                 add_note(error, VIEWS)
             raise
         finally:
-            if current.tracker is not None:
-                current.tracker.tensors.clear()
             current.tracker = outside
         try:
             check(output)
@@ -124,7 +122,7 @@ def _changing_layer(partition: nn.Sequential, value: TensorOrTensors) -> str | N
         for name, layer in partition.named_children():
             try:
                 output = layer(output)
-            except RuntimeError:  # It pops what another partition stashed.
+            except RuntimeError:  # It does not run by itself.
                 return None
             if any(x._version for x in tensors):
                 return name
