@@ -1,5 +1,6 @@
 """Errors: they keep type and traceback, name the culprit, hang nothing and spoil nothing."""
 import copy
+import gc
 import signal
 import threading
 import traceback
@@ -9,7 +10,10 @@ import torch
 from torch import nn
 
 from tests.helpers import MODES, Spy, WeakLog, assert_same, devices, gradients
+from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, is_recomputing
+from torchgpipe.engine.worker import Workers
+from torchgpipe.skip.tracker import current_skip_tracker
 
 
 class Oops(Exception):
@@ -200,6 +204,32 @@ def test_keyboard_interrupt_waits_for_the_cells_under_way(ctrl_c):
     assert ended == ['partition 0']
 
 
+def test_keyboard_interrupt_stops_the_workers_and_keeps_nothing_alive(ctrl_c, monkeypatch):
+    log, stopping = [], threading.Event()
+
+    def interrupt(x):
+        if len(x) == 1:  # in micro-batch 1, beside partition 2
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            assert stopping.wait(20)
+            log.append('partition 1')
+
+    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Spy(interrupt),
+                                Spy(lambda x: log.append('partition 2'))), [1] * 3,
+                  devices=['cpu:0', 'cpu:1', 'cpu:1'], chunks=2)
+    alive = WeakLog(gpipe[0])
+    real = Workers.stop
+    monkeypatch.setattr(Workers, 'stop', lambda self: (stopping.set(), real(self)))
+    gc.disable()
+    try:
+        gpipe(torch.rand(3, 2))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        gc.enable()
+    assert log == ['partition 1']  # it has ended, and none has started after it
+    assert alive.alive() == 0
+
+
 @pytest.mark.parametrize('error', [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration])
 @devices
 def test_other_exceptions_pass_too(devices, error):
@@ -232,6 +262,29 @@ def test_an_in_place_change_that_autograd_would_not_catch(layers, culprit, devic
     with pytest.raises(RuntimeError, match=f"layer '{culprit}' of partition 0 on cpu.*changed the "
                                            "input of the partition in place.*'never'"):
         output.sum().backward()
+
+
+def test_an_in_place_change_by_a_layer_that_can_not_be_named():
+    class NeedsGrad(nn.Module):
+        def forward(self, x):
+            if not torch.is_grad_enabled():
+                raise RuntimeError('needs grad')
+            return x
+
+    gpipe = GPipe(nn.Sequential(NeedsGrad(), AddOne(), nn.Linear(2, 2)), [3], devices=['cpu'],
+                  checkpoint='always')
+    output = gpipe(torch.rand(8, 2))
+    with pytest.raises(RuntimeError, match='^a layer of partition 0 on cpu changed the input'):
+        output.sum().backward()
+
+
+def test_an_in_place_change_between_a_stash_and_its_pop_leaves_no_skip_behind():
+    gpipe = GPipe(nn.Sequential(Stash(), AddOne(), Pop(), nn.Linear(2, 2)), [4], devices=['cpu'],
+                  checkpoint='always')
+    output = gpipe(torch.rand(8, 2))
+    with pytest.raises(RuntimeError, match="layer '1' of partition 0"):
+        output.sum().backward()
+    assert current_skip_tracker().tensors == {}
 
 
 def test_an_in_place_change_of_one_of_two_inputs():

@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.helpers import assert_same, devices, gradients, modes
 from torchgpipe import GPipe
-from torchgpipe.locks import layer_lock
+from torchgpipe.locks import _Several, layer_lock
 
 
 def run_at_once(*functions):
@@ -153,3 +153,24 @@ def test_layers_have_one_lock_each():
     def take_now():
         assert first.acquire(blocking=False)
     run_at_once(take_now)
+
+
+def test_several_locks_are_taken_in_one_order():
+    log = []
+
+    class Lock:
+        def __enter__(self):
+            log.append(self)
+
+        def __exit__(self, *args):
+            log.remove(self)
+
+        def release(self):
+            self.__exit__()
+
+    orders, locks = [], [Lock() for _ in range(5)]
+    for given in (locks, locks[::-1]):
+        with _Several(given):
+            orders.append(log.copy())
+        assert log == []
+    assert orders[0] == orders[1] and len(orders[0]) == 5

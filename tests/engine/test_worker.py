@@ -1,8 +1,11 @@
 """Workers by themselves: values, errors, lifetime, forks, and who may wait for them."""
 import gc
 import pickle
+import subprocess
+import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from torch import nn
 
 from tests.helpers import Child, Spy
 from torchgpipe import GPipe
-from torchgpipe.engine.worker import Workers
+from torchgpipe.engine.worker import Worker, Workers, _stop
 
 cpu = torch.device('cpu')
 
@@ -20,6 +23,24 @@ def test_a_function_s_value_or_error_comes_back():
     assert workers.submit(cpu, lambda: 42).result() == 42
     with pytest.raises(ZeroDivisionError):
         workers.submit(cpu, lambda: 1 / 0).result()
+
+
+def test_an_error_is_freed_without_the_garbage_collector():
+    class Oops(Exception):
+        pass
+
+    def fail():
+        raise Oops
+
+    workers = Workers()
+    gc.disable()
+    try:
+        workers.submit(cpu, fail).result()
+    except Oops as error:
+        ref = weakref.ref(error)
+    finally:
+        gc.enable()
+    assert ref() is None
 
 
 def test_devices_have_threads_of_their_own():
@@ -59,6 +80,80 @@ def test_workers_end_with_their_owner_also_by_the_garbage_collector():
     del workers
     gc.collect()
     assert set(threading.enumerate()) == before
+
+
+def test_a_thread_ends_whose_worker_nobody_has():
+    worker = Worker('test', 0)
+    thread = worker.thread
+    del worker
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_a_thread_does_not_keep_the_interpreter_from_exiting():
+    program = """if True:
+        import torch
+        from torchgpipe.engine.worker import Workers
+        workers = Workers()
+        workers.submit(torch.device('cpu'), int).result()"""
+    assert subprocess.run([sys.executable, '-c', program], timeout=50).returncode == 0
+
+
+def is_free(lock):
+    """Tell whether another thread could take a lock."""
+    def take():
+        taken = lock.acquire(blocking=False)
+        if taken:
+            lock.release()
+        return taken
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(take).result()
+
+
+def test_no_task_is_given_to_a_worker_while_it_is_told_to_end():
+    free = []
+
+    class Watched(Workers):
+        def worker(self, device):
+            free.append(is_free(self._lock))
+            return super().worker(device)
+
+    class WatchedDict(dict):
+        def clear(self):
+            free.append(is_free(workers._lock))
+            super().clear()
+
+    workers = Watched()
+    workers.submit(cpu, int).result()
+    _stop(WatchedDict(workers._workers), workers._lock)
+    assert free == [False, False] and is_free(workers._lock)
+
+
+def test_a_worker_may_tell_itself_to_end():
+    """As where the garbage collector runs in it, and finds its owner."""
+    workers = Workers()
+    thread = workers.worker(cpu).thread
+    workers.submit(cpu, lambda: _stop(workers._workers, workers._lock)).result()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_workers_start_anew_after_an_interrupt_has_cut_short_that_they_end(monkeypatch):
+    workers, end = Workers(), threading.Event()
+    workers.submit(cpu, lambda: end.wait(20))
+    thread = workers.worker(cpu).thread
+
+    def join():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(thread, 'join', join)
+        with pytest.raises(KeyboardInterrupt):
+            workers.stop()
+    assert thread.is_alive() and workers.worker(cpu).thread is not thread
+    end.set()
+    thread.join()
 
 
 def test_a_pickled_copy_has_no_threads():
