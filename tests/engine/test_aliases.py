@@ -147,6 +147,21 @@ def test_that_there_are_several_micro_batches_of_is_said(devices):
     assert 'inplace=False' in error.value.__notes__[1]
 
 
+@pytest.mark.parametrize('chunks, j', [(1, 0), (2, 1)])
+def test_that_is_not_said_where_it_is_not_the_reason(chunks, j):
+    class ChangeView(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).unbind()[0].add_(1)
+
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    layers[j] = ChangeView(4, 4)
+    gpipe = GPipe(nn.Sequential(*layers), [1, 1], devices=['cpu', 'cpu'], chunks=chunks,
+                  checkpoint='never')
+    with pytest.raises(RuntimeError, match='is being modified inplace') as error:
+        gpipe(torch.rand(6, 4))
+    assert len(error.value.__notes__) == 1
+
+
 def test_a_block_that_is_cut_in_two():
     """The everyday form: a residual block whose second half works in place."""
     class Start(nn.Linear):

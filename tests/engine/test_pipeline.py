@@ -9,6 +9,7 @@ from torch import nn
 from tests.helpers import Spy, assert_same, devices, modes, nodes
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, is_recomputing
+from torchgpipe.dependency import Fork, Join
 from torchgpipe.microbatch import Batch, gather, scatter
 from torchgpipe.pipeline import Pipeline, clock_cycles
 from torchgpipe.skip.layout import SkipLayout
@@ -176,3 +177,10 @@ def test_an_output_has_an_edge_to_that_of_the_micro_batch_before(devices, mode):
         ordered = [outputs[j, size].grad_fn in nodes(outputs[j, size + 1]) for size in (1, 2)]
         assert ordered == ([True, True] if j == 2 else {
             'always': [True, True], 'except_last': [True, False], 'never': [False, False]}[mode])
+
+
+def test_there_are_no_edges_to_nowhere():
+    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=['cpu'], chunks=4,
+                  checkpoint='never')
+    kinds = [type(node) for node in nodes(gpipe(torch.rand(4, 2)))]
+    assert kinds.count(Fork._backward_cls) == kinds.count(Join._backward_cls) == 3
