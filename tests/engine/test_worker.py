@@ -221,32 +221,8 @@ def test_a_finalizer_on_a_worker_that_calls_the_pipeline(monkeypatch):
 
 
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')
-def test_a_fork_while_another_thread_runs_the_model():
-    """In v0.3.0 the child waited for locks that nobody held any more."""
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), [1, 1],
-                  devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint='always')
-    end = threading.Event()
-
-    def train():
-        while not end.is_set():
-            gpipe(torch.rand(4, 4)).sum().backward()
-
-    def in_child():
-        torch.set_num_threads(1)
-        with torch.no_grad():
-            gpipe.eval()(torch.rand(4, 4))
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    try:
-        for _ in range(8):
-            assert Child(in_child).wait() == 0
-    finally:
-        end.set()
-        thread.join()
-
-
 def test_a_fork_while_another_thread_holds_every_lock():
+    """In v0.3.0 the child waited for locks that nobody held any more."""
     gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), [1, 1],
                   devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint='always')
     held, end = threading.Event(), threading.Event()
