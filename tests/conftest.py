@@ -86,12 +86,16 @@ def pytest_collection_modifyitems(items):
 
 def _load_accelerator(items):
     # Before the first backward pass, as autograd counts devices only once.
-    if not accelerator.reason():
-        accelerator.load()
-    elif os.environ.get('TORCHGPIPE_SIM') == 'required':
-        raise pytest.UsageError(accelerator.reason())
-    else:
-        _skip(items, accelerator.reason())
+    reason = accelerator.reason()
+    if not reason:
+        try:
+            accelerator.load()
+        except RuntimeError as error:  # as with a release of PyTorch that it was not written for
+            reason = f'the simulated accelerator can not be built: {str(error).splitlines()[0]}'
+    if reason and os.environ.get('TORCHGPIPE_SIM') == 'required':
+        raise pytest.UsageError(reason)
+    if reason:
+        _skip(items, reason)
 
 
 def _skip(items, reason):
