@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torchgpipe import GPipe, is_recomputing
+from torchgpipe import GPipe, NoChunk, is_recomputing
 from torchgpipe.balance import profile
 from torchgpipe.skip import pop, skippable, stash
 
@@ -250,11 +250,22 @@ REFUSALS = [
     lambda: wrap(Stash(), linear()),
     lambda: wrap(linear(), linear()).to('cpu'),
     replaced,
-    lambda: wrap(linear(), linear())([torch.randn(4, 4)]),
+    lambda: wrap(linear(), linear())({'x': torch.randn(4, 4), 'y': object()}),
+    lambda: wrap(linear(), Layer(NoChunk), linear(), balance=[2, 1])(torch.randn(4, 4)),
+    lambda: wrap(linear(), linear())(torch.randn(4, 4), mask=None),
+    lambda: wrap(linear(), linear(), batch_dim='last'),
+    lambda: wrap(linear(), linear(), batch_dim=None),
     lambda: wrap(linear(), linear())((torch.randn(4, 4), torch.randn(3, 4))),
+    lambda: wrap(linear(), linear())([NoChunk(torch.randn(4, 4))]),
+    lambda: wrap(linear(), linear())(torch.nested.nested_tensor(
+        [torch.zeros(2, 4), torch.zeros(3, 4)], layout=torch.jagged)),
+    lambda: wrap(Layer(lambda x, y: y.add_(1)), linear())(
+        torch.randn(4, 4), NoChunk(torch.randn(4))),
     lambda: wrap(linear(), linear())(torch.randn(0, 4)),
     lambda: wrap(linear(), linear())(torch.tensor(1.0)),
     lambda: train(wrap(linear(), Layer(lambda x: x.mean()))),
+    lambda: train(wrap(linear(), Layer(lambda x: x[:1]), chunks=1)),
+    lambda: wrap(linear(), Layer(lambda x: [x] * len(x)), chunks=3)(torch.randn(4, 4)),
     lambda: train(wrap(linear(), nn.BatchNorm1d(4), chunks=4)),
     lambda: wrap(linear(), linear())(torch.eye(4).to_sparse()),
     lambda: make_fx(wrap(linear(), linear()))(torch.randn(4, 4)),

@@ -11,7 +11,7 @@ from torch import nn
 
 import torchgpipe
 from tests.helpers import Child, assert_same, gradients, nothing, small_model
-from torchgpipe import GPipe
+from torchgpipe import GPipe, NoChunk
 
 
 def pipe(model=None, balance=(4, 4), devices=('cpu:0', 'cpu:1'), **kwargs):
@@ -20,7 +20,8 @@ def pipe(model=None, balance=(4, 4), devices=('cpu:0', 'cpu:1'), **kwargs):
 
 
 def test_the_public_names():
-    assert torchgpipe.__all__ == ['GPipe', '__version__', 'is_checkpointing', 'is_recomputing']
+    assert torchgpipe.__all__ == ['Arguments', 'GPipe', 'NoChunk', '__version__',
+                                  'is_checkpointing', 'is_recomputing']
     assert all(hasattr(torchgpipe, name) for name in torchgpipe.__all__)
     assert not torchgpipe.is_checkpointing() and not torchgpipe.is_recomputing()
 
@@ -240,12 +241,12 @@ def test_checkpoint_nodes_in_the_graph(mode, count):
 
 
 @pytest.mark.parametrize('input, error, text', [
-    ([torch.rand(2, 4)], TypeError, 'expected Tensor, but got list'),
-    ({'x': torch.rand(2, 4)}, TypeError, 'expected Tensor, but got dict'),
+    ([], TypeError, 'expected Tensor, but got list'),
+    ({'x': object()}, TypeError, r"expected Tensor, but got object as value\['x'\]"),
     ('text', TypeError, 'expected Tensor, but got str'),
     (None, TypeError, 'expected Tensor, but got NoneType'),
-    ((torch.rand(2, 4), 1), TypeError, 'expected Tensor, but got int'),
-    ((torch.rand(2, 4), torch.rand(3, 4)), ValueError, r'\[2, 3\]'),
+    ((torch.rand(2, 4), {1}), TypeError, r'expected Tensor, but got set as value\[1\]'),
+    ((torch.rand(2, 4), torch.rand(3, 4)), ValueError, r'input\[0\]: 2, input\[1\]: 3'),
     (torch.rand(()), ValueError, r'no dimensions'),
     (torch.rand(0, 4), ValueError, r'empty.*\(0, 4\)')])
 def test_input_that_is_refused(input, error, text):
@@ -254,13 +255,17 @@ def test_input_that_is_refused(input, error, text):
 
 
 def test_two_positional_inputs():
-    with pytest.raises(TypeError, match='positional'):
+    with pytest.raises(TypeError, match="the first layer, '0' .Linear., can not be called with "
+                                        'these 2 arguments .*: too many positional arguments. '
+                                        'Its forward takes .*as a skip'):
         pipe()(torch.rand(2, 4), torch.rand(2, 4))
+    with pytest.raises(TypeError, match='missing a required argument'):
+        pipe()()
 
 
 @pytest.mark.parametrize('returned, text', [
     (None, 'NoneType'), ([1], 'list'), ('x', 'str'), ({}, 'dict'),
-    ((torch.rand(1), None), 'NoneType')])
+    ((torch.rand(1), {1}), 'set'), (NoChunk(torch.rand(1)), 'NoChunk')])
 @pytest.mark.parametrize('where', [0, 1])
 def test_a_partition_that_returns_something_else(returned, text, where):
     class Return(nn.Module):

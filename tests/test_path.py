@@ -45,11 +45,14 @@ def counts(devices):
 
 
 def test_the_way_does_not_grow_unnoticed():
-    """In v0.3.0 it was 17 files and 78 functions, with workers 96; and 10 and 39 in backward."""
-    for devices, functions in ((['cpu'] * 2, 92), (['cpu:0', 'cpu:1'], 113)):
+    """In v0.3.0 it was 17 files and 78 functions, with workers 96; and 10 and 39 in backward.
+
+    What a tensor costs more since values may have any nesting: to be put into a batch and out.
+    """
+    for devices, functions in ((['cpu'] * 2, 103), (['cpu:0', 'cpu:1'], 124)):
         forward, backward = counts(devices)
-        assert forward[0] <= 19 and forward[1] <= functions
-        assert backward[0] <= 13 and backward[1] <= 52
+        assert forward[0] <= 23 and forward[1] <= functions
+        assert backward[0] <= 14 and backward[1] <= 52
 
 
 if __name__ == '__main__':

@@ -152,6 +152,12 @@ def test_trees():
     value = {'a': [1, (2,)], 'b': None}
     assert private.tree_leaves(value) == [1, 2, None]
     assert private.tree_map_only(int, str, value) == {'a': ['1', ('2',)], 'b': None}
+    leaves, spec = private.tree_flatten(value, is_leaf=lambda x: isinstance(x, tuple))
+    assert leaves == [1, (2,), None] and private.tree_unflatten([3, 4, 5], spec) == {
+        'a': [3, 4], 'b': 5}
+    paths, _ = private.tree_flatten_with_path(value)
+    assert [(path[0].key, leaf) for path, leaf in paths] == [('a', 1), ('a', 2), ('b', None)]
+    assert paths[0][0][1].idx == 0
 
 
 def test_the_default_device():

@@ -2,7 +2,8 @@
 from torchgpipe.__version__ import __version__
 from torchgpipe.engine.passes import is_checkpointing, is_recomputing
 from torchgpipe.gpipe import GPipe
+from torchgpipe.structure import Arguments, NoChunk
 
 import torchgpipe.legacy  # noqa: F401,I100,I202  isort: skip  # the old paths
 
-__all__ = ['GPipe', '__version__', 'is_checkpointing', 'is_recomputing']
+__all__ = ['Arguments', 'GPipe', 'NoChunk', '__version__', 'is_checkpointing', 'is_recomputing']

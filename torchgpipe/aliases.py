@@ -1,10 +1,13 @@
 """Type aliases that several modules share."""
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
 Tensors = tuple[Tensor, ...]
-TensorOrTensors = Tensor | Tensors
+
+#: A tensor, or any structure of tensors: see :mod:`torchgpipe.structure`.
+Value = Any
 
 #: What a cell runs: a partition, or any callable from value to value.
-Function = Callable[[TensorOrTensors], TensorOrTensors]
+Function = Callable[[Value], Value]

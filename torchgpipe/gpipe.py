@@ -1,19 +1,21 @@
 """What the user holds: a module that runs a sequential model on several devices."""
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchgpipe.aliases import TensorOrTensors
+from torchgpipe.aliases import Value
 from torchgpipe.batchnorm import DeferredBatchNorm
-from torchgpipe.engine.batch import check, gather, scatter
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.pipeline import Pipeline
+from torchgpipe.engine.scatter import REDUCTIONS, check_rule, cut, gather
 from torchgpipe.private import is_tracing, is_transformed, parse_to, proxy_mode
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.split import (Device, parse_balance, parse_devices, split, verify_module,
                               verify_source)
+from torchgpipe.structure import Arguments, flatten_nested
 
 __all__ = ['GPipe']
 
@@ -49,12 +51,20 @@ class GPipe(nn.Module):
         deferred_batch_norm: Whether batch normalization updates its running statistics once per
             mini-batch, as without micro-batches, by converting ``module`` to
             :class:`~torchgpipe.batchnorm.DeferredBatchNorm` layers in place.
+        batch_dim: The dimension of the batch in the tensors of the input and the output; or, for
+            parts of the input, a dict or a sequence by its keys, like ``{'mask': 1}``, where
+            ``None`` is for what all micro-batches share, and others are split along dimension 0.
+        gather: What becomes of the tensors of micro-batches in the output: the dimension by which
+            they are put together, if that is another one; for scalars ``'mean'``, weighted by
+            samples, ``'sum'`` or ``'stack'``. By keys of the output, these may be said of parts.
 
     Attributes:
         balance (list[int]): As given.
         devices (list[torch.device]): One per partition.
         chunks (int): As given.
         checkpoint (str): As given.
+        batch_dim: As given.
+        gather: As given.
         partitions (nn.ModuleList): One :class:`torch.nn.Sequential` per device, whose children
             have the names that they have in the module.
 
@@ -71,13 +81,23 @@ class GPipe(nn.Module):
     devices: list[torch.device]
     chunks: int
     checkpoint: str
+    batch_dim: Any
+    gather: Any
     partitions: nn.ModuleList
     _names: tuple[str, ...]
 
     def __init__(self, module: nn.Sequential, balance: Iterable[int] | None = None, *,
                  devices: Iterable[Device] | None = None, chunks: int = 1,
-                 checkpoint: str = 'except_last', deferred_batch_norm: bool = False) -> None:
+                 checkpoint: str = 'except_last', deferred_batch_norm: bool = False,
+                 batch_dim: Any = 0, gather: Any = None) -> None:
         super().__init__()
+        check_rule('batch_dim', batch_dim, [None])
+        check_rule('gather', gather, [None, *REDUCTIONS])
+        if batch_dim is None:
+            raise ValueError('batch_dim is None, so there would be nothing to split; name the '
+                             'dimension, or those of parts: batch_dim={\'table\': None}')
+        self.batch_dim = batch_dim
+        self.gather = gather
         self.chunks = _parse_chunks(chunks)
         self.checkpoint = str(checkpoint)
         if self.checkpoint not in _MODES:
@@ -104,35 +124,58 @@ class GPipe(nn.Module):
         self.__dict__['_names'] = tuple(module._modules)
         self._modules.update(module._modules)
 
-    def forward(self, input: TensorOrTensors) -> TensorOrTensors:
+    def forward(self, *args: Value, **kwargs: Value) -> Value:
         """Run the model on a mini-batch.
 
+        >>> class Attend(nn.Module):
+        ...     def forward(self, query, *, mask=None):
+        ...         return query if mask is None else query * mask
+        >>> layers = nn.Sequential(Attend(), nn.ReLU())
+        >>> model = GPipe(layers, [1, 1], devices=['cpu', 'cpu'], chunks=2)
+        >>> model(torch.ones(4, 2), mask=torch.zeros(4, 1)).sum()
+        tensor(0.)
+
         Args:
-            input: A tensor of shape ``(batch, …)``, or a tuple of tensors of one batch size.
+            *args: What the first layer takes, mostly one value: a tensor of shape
+                ``(batch, …)``; or tuples, lists, dicts and dataclasses of any nesting with such
+                tensors, ``None`` and plain Python values. Scalars, plain values and what is in a
+                :class:`~torchgpipe.NoChunk` are the same for all micro-batches.
+            **kwargs: What it takes by name.
 
         Returns:
-            What the last layer returns, a tensor or a tuple of tensors, on ``devices[-1]``.
+            What the last layer returns, of the same nesting, on ``devices[-1]``.
 
         Raises:
-            TypeError: The input, or what a partition returned, is made of something else.
-            ValueError: Batch sizes disagree or are zero, or the output has another one.
+            TypeError: The input, or what a partition returned, is made of something else, or the
+                first layer does not take it.
+            ValueError: Batch sizes disagree or are zero, the output has another one, or has a
+                scalar and no rule for it.
         """
-        check(input)
+        input = _value_of(args, kwargs)
         self._check_views()
         if not self.devices:
+            flatten_nested(input)
             return input
-        batches = scatter(input, self.chunks)
-        sizes = [len(batch[0]) for batch in batches]
+        if isinstance(input, Arguments):
+            _check_arguments(self.partitions[0], input)
+        batches, sizes, common = cut(input, self.chunks, self.batch_dim)
         checkpoint_stop = self._checkpoint_stop(len(batches))
         engine = self._engine
         if engine is None:
             engine = self._engine = self._make_engine(self.partitions)
         _check_tracing(threads=not engine.one_worker or checkpoint_stop > 0)
-        Pipeline(engine, batches, checkpoint_stop).run()
-        return gather(batches, sizes)
+        pipeline = Pipeline(engine, batches, checkpoint_stop, common=common)
+        pipeline.run()
+        batch_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
+        return gather(batches, sizes, self.gather, batch_dim, pipeline.aliasing.common(0))
 
     def _make_engine(self, partitions: nn.ModuleList) -> Engine:
         return Engine(partitions.children(), self.devices)  # type: ignore[arg-type]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A pickle of an earlier version has no rules for batches.
+        super().__setstate__({  # type: ignore[no-untyped-call]
+            'batch_dim': 0, 'gather': None, **state})
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy starts with no threads.
@@ -227,6 +270,33 @@ class GPipe(nn.Module):
                 raise _denied()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
+
+
+def _value_of(args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
+    """Give the one value that a pipeline is called with, or what stands for several."""
+    if len(args) == 1 and not kwargs:
+        return args[0]
+    if not args and [*kwargs] == ['input']:  # as a sequential module calls its own
+        return kwargs['input']
+    return Arguments(*args, **kwargs)
+
+
+def _check_arguments(partition: nn.Module, input: Arguments) -> None:
+    """Check that a first layer takes several arguments."""
+    name, layer = next(partition.named_children())
+    try:
+        signature = inspect.signature(layer.forward)
+    except ValueError:  # It is not Python's.
+        return
+    try:
+        signature.bind(*input.args, **input.kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"the first layer, '{name}' ({type(layer).__name__}), can not be called with these "
+            f'{len(input.args)} arguments and keywords {sorted(input.kwargs)}: {error}. Its '
+            f'forward takes {signature}. What the model is called with goes to its first layer '
+            'alone; what later layers need travels in the value that each layer returns, such as '
+            'a dict, or as a skip (torchgpipe.skip)') from None
 
 
 def _check_tracing(threads: bool) -> None:

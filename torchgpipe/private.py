@@ -13,14 +13,16 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import (tree_flatten, tree_flatten_with_path, tree_leaves, tree_map_only,
+                                 tree_unflatten)
 
 __all__ = ['DISPATCH_MODES', 'FUNCTION_MODES', 'BatchNorm', 'DeviceContext', 'Hooks', 'ModeStack',
            'PythonNode', 'TorchDispatchMode', 'at_end_of_backward', 'backward_pass',
            'current_node', 'data_address', 'innermost_hooks', 'is_full_backward_hook',
            'is_tracing', 'is_transformed', 'lazy_clone', 'parse_to', 'pop_hooks', 'proxy_mode',
            'retains_graph', 'script_attributes',
-           'storage_id', 'tree_leaves', 'tree_map_only', 'unseen']
+           'storage_id', 'tree_flatten', 'tree_flatten_with_path', 'tree_leaves', 'tree_map_only',
+           'tree_unflatten', 'unseen']
 
 # Given on as they are: `DeviceContext` is what `torch.set_default_device` enters, and a worker has
 # to tell it from a mode of the user's. `TorchDispatchMode` is the way to see all operations, and

@@ -10,7 +10,8 @@ from torch.nn.parameter import is_lazy
 from torchgpipe.engine.memory import size_of
 from torchgpipe.engine.stream import accelerators, current_device
 
-__all__ = ['Device', 'split', 'parse_balance', 'parse_devices', 'verify_module', 'verify_source']
+__all__ = ['Device', 'Sequential', 'split', 'parse_balance', 'parse_devices', 'verify_module',
+           'verify_source']
 
 Device = torch.device | int | str
 
@@ -47,7 +48,8 @@ def verify_module(module: nn.Module) -> None:
 
 def _verify_plain(module: nn.Sequential) -> None:
     """Refuse what the layers alone would not do, since only they are run."""
-    if type(module).forward is not nn.Sequential.forward or 'forward' in module.__dict__:
+    plain = nn.Sequential.forward, Sequential.forward
+    if type(module).forward not in plain or 'forward' in module.__dict__:
         raise TypeError(f'module must be nn.Sequential to be partitioned, but '
                         f'{type(module).__name__} has a forward of its own')
     if module._parameters or module._buffers:
@@ -188,6 +190,16 @@ def _resolve(device: Device) -> torch.device:
     return resolved
 
 
+class Sequential(nn.Sequential):
+    """A sequential module whose first layer may take several arguments."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call each layer with what the layer before gave, the first one with the arguments."""
+        for module in self:
+            args, kwargs = (module(*args, **kwargs),), {}
+        return args[0]
+
+
 def split(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
           ) -> list[nn.Sequential]:
     """Split a verified module by a checked balance, and move each partition to its device.
@@ -197,7 +209,7 @@ def split(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch
     layers = iter(module._modules.items())
     partitions = []
     for number, device in zip(balance, devices):
-        partition: Any = nn.Sequential(OrderedDict(next(layers) for _ in range(number)))
+        partition: Any = Sequential(OrderedDict(next(layers) for _ in range(number)))
         partition.training = module.training
         partitions.append(partition.to('cpu' if device.type == 'cpu' else device))
     return partitions

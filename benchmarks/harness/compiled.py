@@ -14,13 +14,13 @@ from itertools import groupby
 import torch
 from torch import nn
 
-from torchgpipe.aliases import TensorOrTensors
+from torchgpipe.aliases import Value
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.skip.layout import DeclaresSkips
 
 __all__ = ['compile_partition']
 
-Step = Callable[[TensorOrTensors], TensorOrTensors]
+Step = Callable[[Value], Value]
 
 
 def compile_partition(partition: nn.Sequential) -> None:
@@ -29,7 +29,7 @@ def compile_partition(partition: nn.Sequential) -> None:
     for alone, layers in groupby(partition, key=_is_left_alone):
         steps += layers if alone else [torch.compile(_run(list(layers), len(steps)))]
 
-    def forward(input: TensorOrTensors) -> TensorOrTensors:
+    def forward(input: Value) -> Value:
         for step in steps:
             input = step(input)
         return input
@@ -41,7 +41,7 @@ def _run(layers: list[nn.Module], number: int) -> Step:
 
     PyTorch counts compilations by code object, and gives up at the eighth.
     """
-    def run(input: TensorOrTensors) -> TensorOrTensors:
+    def run(input: Value) -> Value:
         for layer in layers:
             input = layer(input)
         return input

@@ -14,8 +14,8 @@ def test_bad_input(function):
     model = nn.Sequential(nn.Linear(3, 3))
     with pytest.raises(TypeError, match='expected Tensor, but got str'):
         function(model, 'text', device='cpu')
-    with pytest.raises(TypeError, match='expected Tensor, but got int'):
-        function(model, (torch.rand(2, 3), 1), device='cpu')
+    with pytest.raises(TypeError, match='expected Tensor, but got set'):
+        function(model, (torch.rand(2, 3), {1}), device='cpu')
     with pytest.raises(TypeError, match='must be nn.Sequential'):
         function(nn.Linear(3, 3), torch.rand(2, 3), device='cpu') if function is profile else \
             function(nn.ModuleList([nn.Linear(3, 3)]), torch.rand(2, 3), device='cpu')

@@ -5,16 +5,17 @@
   for any number of partitions, micro-batches and memory limits, and says what to expect of it.
 """
 from math import inf
+from typing import Any
 
 from torch import nn
 
-from torchgpipe.aliases import TensorOrTensors
+from torchgpipe.aliases import Value
 from torchgpipe.balance.blockpartition import check_partitions
 from torchgpipe.balance.costs import Profile
 from torchgpipe.balance.layers import LayerProfile, SkipProfile
 from torchgpipe.balance.profile import layerwise_sandbox, profile, profile_bytes
 from torchgpipe.balance.step import Balance, even_cuts
-from torchgpipe.engine.batch import check, scatter
+from torchgpipe.engine.scatter import cut
 from torchgpipe.split import Device, verify_module
 
 __all__ = ['Balance', 'LayerProfile', 'Profile', 'SkipProfile', 'balance_by_size',
@@ -24,8 +25,9 @@ __all__ = ['Balance', 'LayerProfile', 'Profile', 'SkipProfile', 'balance_by_size
 setattr(profile, 'layerwise_sandbox', layerwise_sandbox)
 
 
-def balance_by_time(partitions: int, module: nn.Sequential, sample: TensorOrTensors, *,
-                    timeout: float = 1.0, device: Device | None = None) -> list[int]:
+def balance_by_time(partitions: int, module: nn.Sequential, sample: Value, *,
+                    timeout: float = 1.0, device: Device | None = None, batch_dim: Any = 0
+                    ) -> list[int]:
     """Balance a sequential module by the time of forward and backward.
 
     >>> import torch
@@ -37,9 +39,11 @@ def balance_by_time(partitions: int, module: nn.Sequential, sample: TensorOrTens
     Args:
         partitions: Number of partitions.
         module: The model. It is left as it is.
-        sample: A mini-batch, a tensor of shape ``(batch, …)`` or a tuple of such.
+        sample: A mini-batch, as the model would be called with one: a tensor of shape
+            ``(batch, …)``, a structure of such, or :class:`~torchgpipe.Arguments`.
         timeout: Seconds to spend, about.
         device: Where to measure, one layer at a time; by default on the accelerator.
+        batch_dim: Where the batch is: see :class:`~torchgpipe.GPipe`.
 
     Returns:
         The number of layers of each partition.
@@ -51,13 +55,13 @@ def balance_by_time(partitions: int, module: nn.Sequential, sample: TensorOrTens
     """
     verify_module(module)
     check_partitions(module, partitions)
-    costs = profile(module, sample, device=device, timeout=timeout)
+    costs = profile(module, sample, device=device, timeout=timeout, batch_dim=batch_dim)
     return _cut(costs, [x.forward_seconds + x.backward_seconds for x in costs.layers], partitions)
 
 
-def balance_by_size(partitions: int, module: nn.Sequential, input: TensorOrTensors, *,
-                    chunks: int = 1, param_scale: float = 2.0, device: Device | None = None
-                    ) -> list[int]:
+def balance_by_size(partitions: int, module: nn.Sequential, input: Value, *,
+                    chunks: int = 1, param_scale: float = 2.0, device: Device | None = None,
+                    batch_dim: Any = 0) -> list[int]:
     """Balance a sequential module by memory: parameters, and activations of one micro-batch.
 
     >>> import torch
@@ -69,12 +73,14 @@ def balance_by_size(partitions: int, module: nn.Sequential, input: TensorOrTenso
     Args:
         partitions: Number of partitions.
         module: The model. It is left as it is.
-        input: A mini-batch, a tensor of shape ``(batch, …)`` or a tuple of such.
+        input: A mini-batch, as the model would be called with one: a tensor of shape
+            ``(batch, …)``, a structure of such, or :class:`~torchgpipe.Arguments`.
         chunks: Number of micro-batches.
         param_scale: Bytes for a trainable parameter, its gradient and the optimizer's state,
             relative to the parameter: SGD 2–3, Adam 4–5, Adadelta 4, Adagrad 3, RMSprop 3–5.
         device: Where to run the layers, one at a time; by default on the accelerator. On
             ``'meta'`` it takes no memory.
+        batch_dim: Where the batch is: see :class:`~torchgpipe.GPipe`.
 
     Returns:
         The number of layers of each partition.
@@ -90,8 +96,8 @@ def balance_by_size(partitions: int, module: nn.Sequential, input: TensorOrTenso
         raise ValueError(f'number of chunks must be a positive integer, but got {chunks}')
     if not 0 <= param_scale < inf:
         raise ValueError(f'param_scale must be zero or more, but is {param_scale}')
-    check(input)
-    costs = profile_bytes(module, scatter(input, chunks)[0].value, device)
+    batches, sizes, _ = cut(input, chunks, batch_dim)
+    costs = profile_bytes(module, batches[0], sizes[0], device)
     return _cut(costs, [x.activation_bytes + x.frozen_bytes + x.buffer_bytes
                         + (x.parameter_bytes - x.frozen_bytes) * param_scale
                         for x in costs.layers], partitions)

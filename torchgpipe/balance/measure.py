@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.aliases import TensorOrTensors
 from torchgpipe.balance.layers import SkipProfile
 from torchgpipe.balance.live import LiveTensors
-from torchgpipe.engine.batch import Batch, check
+from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.dependency import get_phony, join
 from torchgpipe.engine.memory import size_of, versions
 from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
+from torchgpipe.structure import call
 
 __all__ = ['Flow', 'Measurement']
 
@@ -57,13 +57,13 @@ class Value:
 class Flow:
     """What goes from layer to layer: the batch, and skips that have been stashed."""
 
-    def __init__(self, sample: TensorOrTensors, device: torch.device, size: int) -> None:
+    def __init__(self, sample: Batch, device: torch.device, size: int) -> None:
         with torch.inference_mode(False):
             self.values = [Value(x.detach().to(device).clone(), x.requires_grad,
-                                 Memory(None, size_of(x))) for x in Batch(sample)]
+                                 Memory(None, size_of(x))) for x in sample]
         self.device = device
         self.size = size
-        self.atomic = isinstance(sample, Tensor)
+        self.kind = sample.kind
         self.stashed: dict[Key, tuple[int, Value | None]] = {}
         self.skips: list[SkipProfile] = []
 
@@ -79,7 +79,7 @@ class Measurement:
     def start(self, module: nn.Module) -> None:
         """Take what the layers before gave."""
         self.module: Any = module
-        self.inputs, self.atomic = self.flow.values, self.flow.atomic
+        self.inputs, self.kind = self.flow.values, self.flow.kind
         declared = module if isinstance(module, DeclaresSkips) else None
         self.stashes: list[Key] = [*declared.stashable()] if declared else []
         poppable: list[Key] = [*declared.poppable()] if declared else []
@@ -93,22 +93,21 @@ class Measurement:
         self.buffer_bytes = sum(map(size_of, self.module.buffers()))
         del self.module, self.inputs, self.pops
 
-    def _start(self) -> tuple[TensorOrTensors, SkipTracker]:
+    def _start(self) -> tuple[Batch, SkipTracker]:
         tensors = tuple(value.fresh() for value in self.inputs)
         tracker = SkipTracker()
         for key, (_, value) in self.pops.items():
             tracker.tensors[key] = None if value is None else value.fresh()
-        return tensors[0] if self.atomic else tensors, tracker
+        return Batch.of(tensors, self.kind), tracker
 
-    def _forward(self, input: TensorOrTensors, tracker: SkipTracker) -> Any:
+    def _forward(self, input: Batch, tracker: SkipTracker) -> Batch:
         with use_skip_tracker(tracker):
-            return self.module(input)
+            return Batch(call(self.module, input.value))
 
-    def _results(self, output: Any, tracker: SkipTracker) -> list[Tensor]:
+    def _results(self, output: Batch, tracker: SkipTracker) -> list[Tensor]:
         """Give all that the layer gave: outputs, and what it stashed."""
-        check(output)
         stashed = [tracker.tensors[key] for key in self.stashes]
-        return [*Batch(output), *(x for x in stashed if x is not None)]
+        return [*output, *(x for x in stashed if x is not None)]
 
     def train(self) -> tuple[float, float]:
         """Run forward and backward, and take the time."""
@@ -131,7 +130,7 @@ class Measurement:
     def watch(self) -> None:
         """Run forward; see which memory is kept, and hand on the results."""
         input, tracker = self._start()
-        given: list[tuple[Any, Value]] = [*zip(Batch(input), self.inputs), *(
+        given: list[tuple[Any, Value]] = [*zip(input, self.inputs), *(
             (tracker.tensors[key], value) for key, (_, value) in self.pops.items() if value)]
         known = {_storage(x): value.memory for x, value in given}
         before = versions([x for x, _ in given])
@@ -149,7 +148,7 @@ class Measurement:
         del output, input, tracker
         self._see(graph, references, live)
 
-    def _hand_on(self, output: Any, tracker: SkipTracker, known: dict[Any, Memory],
+    def _hand_on(self, output: Batch, tracker: SkipTracker, known: dict[Any, Memory],
                  live: LiveTensors) -> None:
         def value(x: Tensor) -> Value:
             storage = _storage(x)
@@ -159,9 +158,9 @@ class Measurement:
                 self.memories += [known[storage]] if made else []
             return Value(x.detach().clone(), x.requires_grad, known[storage])
 
-        self.flow.values = [value(x) for x in Batch(output)]
-        self.flow.atomic = isinstance(output, Tensor)
-        self.output_bytes = sum(size_of(x) for x in Batch(output))
+        self.flow.values = [value(x) for x in output]
+        self.flow.kind = output.kind
+        self.output_bytes = sum(size_of(x) for x in output)
         for key in self.stashes:
             tensor = tracker.tensors[key]
             self.flow.stashed[key] = self.index, None if tensor is None else value(tensor)

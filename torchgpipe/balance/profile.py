@@ -24,12 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 
-from torchgpipe.aliases import TensorOrTensors
+from torchgpipe.aliases import Value
 from torchgpipe.balance.costs import Profile
 from torchgpipe.balance.layers import LayerProfile
 from torchgpipe.balance.measure import Flow, Measurement
-from torchgpipe.engine.batch import Batch, check, scatter
+from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.memory import size_of
+from torchgpipe.engine.scatter import cut
 from torchgpipe.engine.stream import accelerator, use_device
 from torchgpipe.errors import add_note
 from torchgpipe.skip.skippable import verify_skippables
@@ -44,8 +45,8 @@ REPEATS = 3
 SMALLEST = 8
 
 
-def profile(module: nn.Sequential, sample: TensorOrTensors, *, device: Device | None = None,
-            timeout: float = 1.0) -> Profile:
+def profile(module: nn.Sequential, sample: Value, *, device: Device | None = None,
+            timeout: float = 1.0, batch_dim: Any = 0) -> Profile:
     """Measure time and memory of each layer of a sequential module.
 
     The module itself is left as it is: its mode, buffers, gradients, hooks, the device that it is
@@ -60,10 +61,12 @@ def profile(module: nn.Sequential, sample: TensorOrTensors, *, device: Device | 
 
     Args:
         module: The model.
-        sample: A mini-batch, a tensor of shape ``(batch, …)`` or a tuple of such.
+        sample: A mini-batch, as the model would be called with one: a tensor of shape
+            ``(batch, …)``, a structure of such, or :class:`~torchgpipe.Arguments`.
         device: Where to measure, by default on the accelerator.
         timeout: Seconds to spend, about; each layer runs a few times in any case. More make
             better medians.
+        batch_dim: Where the batch is: see :class:`~torchgpipe.GPipe`.
 
     Returns:
         What each layer costs, for the whole sample.
@@ -78,13 +81,13 @@ def profile(module: nn.Sequential, sample: TensorOrTensors, *, device: Device | 
     if resolved.type == 'meta':
         raise ValueError("nothing runs on 'meta', so there is no time to measure; there is only "
                          "balance_by_size(…, device='meta')")
-    return _profile(module, sample, resolved, timeout)
+    return _profile(module, sample, resolved, timeout, batch_dim)
 
 
-def profile_bytes(module: nn.Sequential, sample: TensorOrTensors, device: Device | None
+def profile_bytes(module: nn.Sequential, sample: Batch, size: int, device: Device | None
                   ) -> Profile:
     """Measure memory only; on the ``meta`` device too, where there is none."""
-    return _profile(module, sample, _take_device(device), None)
+    return _measure(module, [(sample, size)], _take_device(device), None)
 
 
 def layerwise_sandbox(module: nn.Sequential, device: torch.device) -> Iterator[nn.Module]:
@@ -164,29 +167,34 @@ def _take_device(device: Device | None) -> torch.device:
                          "is, as in device='cpu'") from None
 
 
-def _check(module: nn.Sequential, sample: TensorOrTensors, device: torch.device) -> int:
-    """Check what is given; return the batch size."""
-    verify_module(module)
+def _check(module: nn.Sequential, sample: Batch, device: torch.device) -> None:
     verify_skippables(module)
-    check(sample)
-    size = len(scatter(sample, 1)[0][0])
-    if device.type != 'meta' and any(x.is_meta for x in Batch(sample)):
+    if device.type != 'meta' and any(x.is_meta for x in sample):
         raise ValueError(f"the sample is on 'meta', without data to run the layers on '{device}'")
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             raise ValueError(f"some parameter already has gradient: '{name}'; profile before "
                              'training, or after module.zero_grad(set_to_none=True)')
-    return size
 
 
-def _profile(module: nn.Sequential, sample: TensorOrTensors, device: torch.device,
+def _profile(module: nn.Sequential, sample: Value, device: torch.device,
+             timeout: float, batch_dim: Any) -> Profile:
+    verify_module(module)
+    samples = []
+    for chunks in (1, 4):
+        batches, sizes, _ = cut(sample, chunks, batch_dim)
+        samples.append((batches[0], sizes[0]))
+        if sizes[0] < SMALLEST:
+            break
+    return _measure(module, samples, device, timeout)
+
+
+def _measure(module: nn.Sequential, samples: list[tuple[Batch, int]], device: torch.device,
              timeout: float | None) -> Profile:
-    size = _check(module, sample, device)
+    sample, size = samples[0]
+    _check(module, sample, device)
     names = [name for name, _ in module.named_children()]
-    flows = [Flow(sample, device, size)]
-    if timeout is not None and size >= SMALLEST:
-        quarter = -(-size // 4)
-        flows.append(Flow(scatter(sample, 4)[0].value, device, quarter))
+    flows = [Flow(each, device, number) for each, number in samples]
     budget = None if timeout is None else timeout / max(1, len(names))
     measured: list[list[Measurement]] = []
     with _random_states(device), torch.inference_mode(False), torch.enable_grad(), \
@@ -201,7 +209,7 @@ def _profile(module: nn.Sequential, sample: TensorOrTensors, device: torch.devic
                                 f'{" and ".join(str(flow.size) for flow in flows)} samples')
                 raise
     return Profile(tuple(map(_result, names, measured)), tuple(flows[0].skips), size,
-                   sum(size_of(x) for x in Batch(sample)), str(device))
+                   sum(size_of(x) for x in sample), str(device))
 
 
 @contextmanager

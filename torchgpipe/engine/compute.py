@@ -10,12 +10,14 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from torchgpipe.aliases import TensorOrTensors
+from torchgpipe.aliases import Value
 from torchgpipe.engine.batch import Batch, check
 from torchgpipe.errors import add_note
 from torchgpipe.skip.tracker import SkipTracker, current, use_skip_tracker
+from torchgpipe.split import Sequential
+from torchgpipe.structure import call
 
 __all__ = ['Compute']
 
@@ -42,8 +44,8 @@ class Compute:
         self.partition = partition
         self.device = device
 
-    def __call__(self, i: int, m: int, tracker: SkipTracker | None, value: TensorOrTensors
-                 ) -> TensorOrTensors:
+    def __call__(self, i: int, m: int, tracker: SkipTracker | None, value: Value
+                 ) -> Value:
         """Compute micro-batch ``i`` of ``m``.
 
         Args:
@@ -55,7 +57,7 @@ class Compute:
         outside, current.tracker = current.tracker, tracker
         grad = torch.is_grad_enabled()
         try:
-            output: TensorOrTensors = self.partition(value)
+            output = call(self.partition, value)
             if torch.is_grad_enabled() is not grad:
                 raise _left_grad_mode(grad)
         except Exception as error:
@@ -73,7 +75,7 @@ class Compute:
             raise
         return output
 
-    def blame(self, value: TensorOrTensors) -> str:
+    def blame(self, value: Value) -> str:
         """Say which layer changed the input of a checkpointed cell in place.
 
         Where the input requires grad, autograd says so. Where it does not, a recomputation would
@@ -101,10 +103,10 @@ def _left_grad_mode(grad: bool) -> RuntimeError:
 
 def _failing_layer(partition: nn.Module, traceback: TracebackType | None) -> str | None:
     """Find the layer that was running, in the frames of the error: free while all goes well."""
-    forward: Any = nn.Sequential.forward
+    forwards: Any = nn.Sequential.forward.__code__, Sequential.forward.__code__
     while traceback is not None:
         frame = traceback.tb_frame
-        if frame.f_code is forward.__code__ and frame.f_locals.get('self') is partition:
+        if frame.f_code in forwards and frame.f_locals.get('self') is partition:
             return _name(partition, frame.f_locals.get('module'))
         traceback = traceback.tb_next
     return None
@@ -114,14 +116,15 @@ def _name(partition: nn.Module, layer: Any) -> str | None:
     return next((name for name, child in partition.named_children() if child is layer), None)
 
 
-def _changing_layer(partition: nn.Sequential, value: TensorOrTensors) -> str | None:
+def _changing_layer(partition: nn.Sequential, value: Value) -> str | None:
     """Find the layer that changes the partition's input in place, by running them on a copy."""
-    tensors = tuple(x.detach().clone() for x in Batch(value))
-    output: Any = tensors[0] if isinstance(value, Tensor) else tensors
+    batch = Batch(value)
+    tensors = tuple(x.detach().clone() for x in batch)
+    output = batch.kind(tensors)
     with torch.no_grad(), use_skip_tracker(SkipTracker()):
         for name, layer in partition.named_children():
             try:
-                output = layer(output)
+                output = call(layer, output)
             except RuntimeError:  # It does not run by itself.
                 return None
             if any(x._version for x in tensors):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from torchgpipe.private import storage_id
 
-__all__ = ['share_memory', 'size_of', 'versions']
+__all__ = ['is_among', 'share_memory', 'size_of', 'versions']
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
@@ -24,6 +24,16 @@ def share_memory(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
     """Tell whether any of some tensors lies in the memory of any of the others."""
     memories = {storage_id(x) for x in others if x.layout is torch.strided}
     return any(storage_id(x) in memories for x in some if x.layout is torch.strided)
+
+
+def is_among(x: Tensor, others: Iterable[Tensor]) -> bool:
+    """Tell whether a tensor has the very same elements in the same places as one of the others."""
+    return any(x is y or _place(x) == _place(y) for y in others
+               if x.layout is y.layout is torch.strided)
+
+
+def _place(x: Tensor) -> tuple[object, ...]:
+    return storage_id(x), x.storage_offset(), x.shape, x.stride()
 
 
 def size_of(x: Tensor) -> int:

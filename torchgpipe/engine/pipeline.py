@@ -16,14 +16,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
+from torchgpipe.engine.aliasing import Aliasing
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.cell import Cells
 from torchgpipe.engine.checkpoint.draws import Witness
 from torchgpipe.engine.copy import Copy
 from torchgpipe.engine.edges import Edges
-from torchgpipe.engine.memory import share_memory, versions
 from torchgpipe.engine.mini_batch import MicroBatchContext, MiniBatch, current
 from torchgpipe.engine.partition import Engine, Partition
 from torchgpipe.engine.stream import (AbstractStream, current_stream, get_device, use_device,
@@ -31,7 +29,6 @@ from torchgpipe.engine.stream import (AbstractStream, current_stream, get_device
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.private import is_transformed
 from torchgpipe.skip.boundary import SkipBoundary
-from torchgpipe.skip.portal import changed_in_place
 from torchgpipe.skip.tracker import SkipTrackerThroughPortals
 
 __all__ = ['Pipeline', 'clock_cycles']
@@ -64,7 +61,7 @@ class Pipeline:
 
     >>> import torch
     >>> from torch import nn
-    >>> from torchgpipe.engine.batch import gather, scatter
+    >>> from torchgpipe.engine.scatter import gather, scatter
     >>> batches = scatter(torch.ones(4, 2), chunks=2)
     >>> Pipeline(Engine([nn.Sequential(nn.Flatten()), nn.Sequential(nn.ReLU())]), batches).run()
     >>> gather(batches).shape
@@ -76,10 +73,12 @@ class Pipeline:
         checkpoint_stop: The first ``checkpoint_stop`` micro-batches are checkpointed.
         copy_streams: ``copy_streams[j][i]`` carries micro-batch ``i`` into or out of partition
             ``j``; made by the workers if missing.
+        common: The indices of tensors that all micro-batches share.
     """
 
     def __init__(self, engine: Engine, batches: list[Batch], checkpoint_stop: int = 0,
-                 copy_streams: Sequence[Sequence[AbstractStream]] | None = None) -> None:
+                 copy_streams: Sequence[Sequence[AbstractStream]] | None = None,
+                 common: Sequence[int] = ()) -> None:
         self._engine = engine
         self._batches = batches
         #: Of each micro-batch, where there are skips.
@@ -100,8 +99,7 @@ class Pipeline:
         outer = current.micro_batch
         self._is_outermost = outer is None
         self._mini_batch = MiniBatch() if outer is None else outer.mini_batch
-        #: Tensors of each micro-batch that shared a memory before a copy parted them.
-        self._parted: dict[int, list[Tensor]] = {}
+        self.aliasing = Aliasing(batches, common)
         self._errors: dict[int, BaseException] = {}
 
     def _make_edges(self, partition: Partition) -> Edges:
@@ -148,12 +146,12 @@ class Pipeline:
             for prev_j, (ns, name) in partition.incoming:
                 self._trackers[i].copy(batch, *self._streams(i, prev_j, j), ns, name)
             if partition.moves:
-                parted = i in self._parted or (len(batch) > 1 and any(
-                    share_memory([x], tuple(batch)[k + 1:]) for k, x in enumerate(batch)))
-                batch[:] = Copy.apply(  # type: ignore[no-untyped-call]
-                    *self._streams(i, j - 1, j), *batch)
-                if parted:
-                    self._parted[i] = list(batch)
+                self.aliasing.copy(i, batch, partial(self._copy, *self._streams(i, j - 1, j)))
+
+    def _copy(self, prev_stream: AbstractStream, next_stream: AbstractStream, batch: Batch
+              ) -> None:
+        batch[:] = Copy.apply(  # type: ignore[no-untyped-call]
+            prev_stream, next_stream, *batch)
 
     def _streams(self, i: int, prev_j: int, next_j: int) -> tuple[AbstractStream, AbstractStream]:
         """Give the streams on which micro-batch ``i`` goes from one partition to another."""
@@ -245,9 +243,13 @@ class Pipeline:
             i, len(batches), next(_serial), self._mini_batch, lock)
         try:
             with lock:
-                aliases = self._trackers[i].aliased_with_batch if self._trackers else None
-                run = self._run_watched if aliases or i in self._parted else self._run
-                batches[i] = run(i, j, batches[i])
+                aliased = self._trackers[i].aliased_with_batch if self._trackers else set()
+                if aliased or self.aliasing.concerns(i):
+                    popped = {key for _, key in self._engine.partitions[j].incoming}
+                    batches[i] = self.aliasing.run(
+                        i, j, batches[i], aliased, popped, partial(self._run, i, j))
+                else:
+                    batches[i] = self._run(i, j, batches[i])
         finally:
             current.micro_batch = outside
 
@@ -268,30 +270,3 @@ class Pipeline:
             i, partial(boundary, partial(compute, i, m)), batch, boundary.keep)
         edges.leave(i, output, recomputation)
         return boundary.leave(output)
-
-    def _run_watched(self, i: int, j: int, batch: Batch) -> Batch:
-        """Run a cell on a batch in whose memory something else lies as well, or should.
-
-        That is a skip tensor ([Note: Changes in place]), or another tensor of the batch itself
-        that a copy has parted from it.
-        """
-        shared = self._trackers[i].aliased_with_batch if self._trackers else set()
-        parted = self._parted.get(i, [])
-        watched = set(shared)
-        before, before_parted = versions(tuple(batch)), versions(parted)
-        output = self._run(i, j, batch)
-        if versions(parted) != before_parted:
-            raise RuntimeError(
-                f'a tensor of the input of partition {j} was changed in place, and another one '
-                'lay in its memory before both were copied from another device. Without a '
-                'pipeline, both would change. Use an operation that is not in place, or let the '
-                'partition before return a copy: tensor.clone().')
-        if versions(tuple(batch)) != before:
-            names = ', '.join(sorted(f"'{name}'" for _, name in watched))
-            raise RuntimeError(changed_in_place(
-                f'the input of partition {j}, which is also the skip tensor {names},'))
-        incoming = {key for _, key in self._engine.partitions[j].incoming}
-        shared.difference_update(incoming if share_memory(batch, output) else watched)
-        if not share_memory(parted, output):
-            self._parted.pop(i, None)
-        return output

@@ -8,7 +8,7 @@ from importlib import import_module
 
 #: Old paths within this package, and where what they had is now.
 PATHS = {'checkpoint': 'legacy.checkpoint', 'copy': 'engine.copy',
-         'dependency': 'engine.dependency', 'microbatch': 'engine.batch',
+         'dependency': 'engine.dependency', 'microbatch': 'legacy.microbatch',
          'phony': 'engine.dependency', 'pipeline': 'legacy.pipeline', 'stream': 'engine.stream',
          'worker': 'legacy.worker'}
 

@@ -4,7 +4,7 @@ See [Note: How checkpointing works] in :mod:`torchgpipe.engine.checkpoint`.
 """
 import torch
 
-from torchgpipe.aliases import Function, TensorOrTensors
+from torchgpipe.aliases import Function, Value
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.checkpoint.draws import Draws, Recorder
 from torchgpipe.engine.checkpoint.recomputation import Checkpoint, Recomputation, Recompute
@@ -16,7 +16,7 @@ __all__ = ['Checkpoint', 'Checkpointing', 'Recompute', 'checkpoint', 'enable_che
            'enable_recomputing', 'is_checkpointing', 'is_recomputing']
 
 
-def checkpoint(function: Function, input: TensorOrTensors) -> TensorOrTensors:
+def checkpoint(function: Function, input: Value) -> Value:
     """Call a function with checkpointing: :class:`Checkpointing` in one step.
 
     Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).

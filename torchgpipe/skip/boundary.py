@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-from torchgpipe.aliases import TensorOrTensors, Tensors
-from torchgpipe.engine.batch import Batch, Kind, kind_of
+from torchgpipe.aliases import Tensors, Value
+from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.memory import share_memory, versions
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.portal import changed_in_place
 from torchgpipe.skip.tracker import SkipTracker, SkipTrackerThroughPortals
+from torchgpipe.structure import Kind
 
 __all__ = ['SkipBoundary']
 
@@ -39,7 +40,7 @@ class SkipBoundary:
         self._tracker = tracker
         self._incoming = [key for _, key in incoming]
         self._outgoing = [key for _, key in outgoing]
-        self._kind = kind_of(batch.value)
+        self._kind = batch.kind
         self._number = len(batch)
         self._kept: tuple[Key, ...] = ()
         self._called = False
@@ -47,24 +48,24 @@ class SkipBoundary:
 
     def enter(self, batch: Batch) -> Batch:
         """Put the phonies that come in beside a batch."""
-        return Batch((*batch, *self._tracker.take_phonies(self._incoming)))
+        return Batch.of((*batch, *self._tracker.take_phonies(self._incoming)))
 
     def keep(self, batch: Batch) -> Batch:
         """Put the tensors behind these phonies there too."""
         portals = self._tracker.portals
         held = [(key, portals[key].tensor) for key in self._incoming]
         self._kept = tuple(key for key, tensor in held if tensor is not None)
-        return Batch((*batch, *(tensor for _, tensor in held if tensor is not None)))
+        return Batch.of((*batch, *(tensor for _, tensor in held if tensor is not None)))
 
     def leave(self, output: Batch) -> Batch:
         """Take the phonies that go out from beside a batch."""
         tensors = tuple(output)
         number = len(tensors) - len(self._outgoing)
         self._tracker.put_phonies(self._outgoing, tensors[number:])
-        return Batch(self._result_kind(tensors[:number]))
+        return Batch.of(tensors[:number], self._result_kind)
 
-    def __call__(self, function: Callable[[SkipTracker, TensorOrTensors], TensorOrTensors],
-                 value: TensorOrTensors) -> Tensors:
+    def __call__(self, function: Callable[[SkipTracker, Value], Value],
+                 value: Value) -> Tensors:
         """Compute; any call but the first is a recomputation, from what was kept.
 
         Args:
@@ -82,7 +83,7 @@ class SkipBoundary:
         watch = None if recomputing else _Watch(tracker, self._incoming)
         try:
             output = Batch(function(tracker, self._kind(tensors[:number])))
-            self._result_kind = kind_of(output.value)
+            self._result_kind = output.kind
             if watch is not None:
                 watch.finish(output)
                 _find_aliases(tracker, self._outgoing, output)

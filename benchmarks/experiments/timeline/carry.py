@@ -9,7 +9,7 @@
 
 from torch import Tensor, nn
 
-from torchgpipe.aliases import TensorOrTensors, Tensors
+from torchgpipe.aliases import Tensors, Value
 from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
@@ -48,7 +48,7 @@ class _Carrying(nn.Module):
         self.before = before
         self.after = after
 
-    def forward(self, input: TensorOrTensors) -> TensorOrTensors:
+    def forward(self, input: Value) -> Value:
         skips: Tensors = ()
         if self.before:
             tensors = tuple(input)
@@ -60,8 +60,8 @@ class _Carrying(nn.Module):
         tensors = (output,) if isinstance(output, Tensor) else output
         return (*tensors, *(carried[key] for key in self.after))
 
-    def _call(self, input: TensorOrTensors, carried: dict[Key, Tensor | None]
-              ) -> TensorOrTensors:
+    def _call(self, input: Value, carried: dict[Key, Tensor | None]
+              ) -> Value:
         """Let the layer pop and stash what is carried."""
         tracker = SkipTracker()
         tracker.tensors = carried
@@ -69,5 +69,5 @@ class _Carrying(nn.Module):
             return self.layer(input)
 
 
-def _unpack(tensors: Tensors) -> TensorOrTensors:
+def _unpack(tensors: Tensors) -> Value:
     return tensors[0] if len(tensors) == 1 else tensors

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchgpipe.engine.batch import scatter
 from torchgpipe.engine.checkpoint import draws
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.pipeline import Pipeline
+from torchgpipe.engine.scatter import scatter
 
 cpu = torch.device('cpu')
 

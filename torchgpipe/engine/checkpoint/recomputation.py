@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.aliases import Function
-from torchgpipe.engine.batch import Batch, kind_of
+from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.checkpoint.draws import Draws
 from torchgpipe.engine.checkpoint.layer_state import CellState
 from torchgpipe.engine.checkpoint.samples import Late, compare, keep
@@ -91,7 +91,7 @@ class Recomputation:
         Returns:
             What the function gave, marked by ``Checkpoint``.
         """
-        self._kind, self._input = kind_of(batch.value), tuple(batch)
+        self._kind, self._input = batch.kind, tuple(batch)
         before = versions(self._input)
         self._open = True
         try:
@@ -193,7 +193,7 @@ class Recomputation:
 
     def forget(self) -> None:
         """Let go of what was needed to run again: [Note: Who owns a recomputation]."""
-        del self._function, self._draws, self._layers, self._state
+        del self._function, self._draws, self._layers, self._state, self._blame
 
     def _unpack(self, k: int) -> Tensor:
         """Unpack hook of the first pass: [Note: Lifetime of a recomputed tensor]."""

@@ -1,0 +1,127 @@
+"""How a mini-batch is cut into micro-batches, and how these are put together."""
+import pytest
+import torch
+
+from torchgpipe import Arguments, NoChunk
+from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.scatter import check_rule, gather, scatter
+
+JAGGED = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+
+
+@pytest.mark.parametrize('size', range(1, 12))
+@pytest.mark.parametrize('chunks', [1, 2, 3, 8])
+def test_scatter_balances_sizes_and_loses_nothing(size, chunks):
+    x = torch.arange(size)
+    batches = scatter((x, x * 2), chunks)
+    sizes = [len(batch[0]) for batch in batches]
+    assert len(batches) == min(chunks, size)
+    assert sum(sizes) == size and max(sizes) - min(sizes) <= 1
+    a, b = gather(batches, sizes)
+    assert torch.equal(a, x) and torch.equal(b, x * 2)
+
+
+def test_scatter_and_gather_are_adjoint():
+    x = torch.randn(7, 3, dtype=torch.double, requires_grad=True)
+    ys = [torch.randn(n, 3, dtype=torch.double) for n in (3, 2, 2)]
+    forward = sum((batch.tensor * y).sum() for batch, y in zip(scatter(x, 3), ys))
+    forward.backward()
+    assert torch.equal(x.grad, gather([Batch(y) for y in ys]))
+
+
+@pytest.mark.parametrize('input, numbers', [
+    ((torch.zeros(4, 1), torch.zeros(3, 1)), r'input\[0\]: 4, input\[1\]: 3.*NoChunk'),
+    ({'x': torch.zeros(4, 1), 'y': torch.zeros(1, 4)}, r"input\['x'\]: 4, input\['y'\]: 1"),
+    (Arguments(torch.zeros(4), k=[torch.zeros(2)]), r"args\[0\]: 4, kwargs\['k'\]\[0\]: 2"),
+    (torch.tensor(1.), 'input has no dimensions'),
+    ((torch.tensor(1.), NoChunk(torch.zeros(2))), r'no tensor .* \[\(\), \(2,\)\]'),
+    (torch.zeros(0, 5), r'\(0, 5\)'),
+    ((), 'empty tuple'),
+    ({'x': torch.zeros(4, 1).to_sparse()}, r"input\['x'\] is sparse"),
+    ([JAGGED], r'input\[0\] is a nested')])
+def test_scatter_refuses_what_it_would_lose(input, numbers):
+    with pytest.raises(ValueError, match=numbers):
+        scatter(input, 2)
+
+
+@pytest.mark.parametrize('outputs', [[torch.zeros(1, 3), torch.zeros(2, 3)],
+                                     [torch.zeros(()), torch.zeros(())],
+                                     [torch.zeros(4, 3), torch.zeros(4, 3)]])
+def test_gather_refuses_another_number_of_samples(outputs):
+    with pytest.raises(ValueError, match='with 2 samples and came out with shape'):
+        gather([Batch(x) for x in outputs], [2, 2])
+
+
+def test_gather_refuses_different_numbers_of_tensors():
+    x = torch.zeros(1)
+    with pytest.raises(ValueError, match=r'\[1, 2\]'):
+        gather([Batch(x), Batch((x, x))], [1, 1])
+
+
+def test_gather_refuses_other_structures_and_plain_values():
+    x = torch.zeros(1)
+    with pytest.raises(ValueError, match='different numbers of tensors, or with other plain'):
+        gather([Batch({'x': x}), Batch({'y': x})], [1, 1])
+    with pytest.raises(ValueError, match=r"\{'x': \(1,\), 'n': 3\}, \{'x': \(1,\), 'n': 4\}"):
+        gather([Batch({'x': x, 'n': 3}), Batch({'x': x, 'n': 4})], [1, 1])
+
+
+def values(value, chunks, rule=0):
+    """Give the values of micro-batches."""
+    return [batch.value for batch in scatter(value, chunks, rule)]
+
+
+def test_what_is_shared_is_whole_in_each_micro_batch():
+    x, table = torch.arange(3), torch.zeros(5)
+    first, second = values({'x': x, 'n': 3, 's': torch.tensor(7), 'none': None,
+                            't': NoChunk([table, {'u': table}])}, 2)
+    assert torch.equal(first.pop('x'), x[:2]) and torch.equal(second.pop('x'), x[2:])
+    assert first['t'][0] is table and second['t'][1]['u'] is table
+    assert first.pop('s') is second.pop('s')
+    assert [*first] == ['n', 'none', 't'] and first['n'] == 3 and first['none'] is None
+
+
+def test_a_rule_says_where_the_batch_is():
+    x = torch.arange(12).reshape(3, 4)
+    assert [y.shape[1] for y in values(x, 2, 1)] == [2, 2]
+    assert [y.shape[1] for y in values(x, 2, -1)] == [2, 2]
+    (a, b), _ = values((x, x.T), 2, [1])
+    assert a.shape == (3, 2) and b.shape == (2, 3)
+    rule = {'mask': {'a': 1}, 'table': None}
+    one, two = values({'x': x.T, 'mask': {'a': x, 'b': x.T}, 'table': [x]}, 2, rule)
+    assert one['mask']['a'].shape == (3, 2) and one['mask']['b'].shape == (2, 3)
+    assert one['table'][0] is two['table'][0] is x
+    one, two = values(Arguments(x.T, mask=x), 2, {'mask': 1})
+    assert one.args[0].shape == (2, 3) and two.kwargs['mask'].shape == (3, 2)
+    with pytest.raises(ValueError, match=r"input\['x'\] has no dimension 2 .* \(3, 4\)"):
+        scatter({'x': x}, 2, {'x': 2})
+
+
+def test_scalars_are_put_together_by_a_rule():
+    batches = [Batch({'y': torch.zeros(2, 1), 'loss': torch.tensor(1.)}),
+               Batch({'y': torch.ones(1, 1), 'loss': torch.tensor(4.)})]
+    with pytest.raises(ValueError, match=r"shape \(\) as output\['loss'\].*gather='mean'"):
+        gather(batches, [2, 1])
+    for rule in ({'loss': 'mean'}, 'mean'):
+        output = gather(batches, [2, 1], rule)
+        assert output['y'].tolist() == [[0], [0], [1]] and output['loss'].item() == 2
+    assert gather(batches, [2, 1], 'sum')['loss'].item() == 5
+    x = torch.tensor(3)
+    assert gather([Batch(x)], [2], 'mean').item() == 3
+    assert gather(batches, [2, 1], 'stack')['loss'].tolist() == [1, 4]
+
+
+def test_a_rule_by_name_is_for_any_shape():
+    batches = [Batch((torch.ones(2, 3), torch.ones(5))), Batch((torch.ones(2, 3), torch.ones(5)))]
+    with pytest.raises(ValueError, match=r'shape \(5,\) as output\[1\]'):
+        gather(batches, [2, 2], 'sum')
+    assert gather(batches, [2, 2], {1: 'sum'})[1].tolist() == [2] * 5
+    assert gather(batches, [2, 2], (0, 'stack'))[1].shape == (2, 5)
+    turned = [Batch(torch.ones(3, 2)), Batch(torch.ones(3, 1))]
+    assert gather(turned, [2, 1], 1).shape == gather(turned, [2, 1], None, 1).shape == (3, 3)
+
+
+@pytest.mark.parametrize('rule', ['max', {'x': 'max'}, [0, 1.5], (True,)])
+def test_a_rule_that_is_none(rule):
+    with pytest.raises(ValueError, match='gather must be a dimension, one of None, .sum., or'):
+        check_rule('gather', rule, [None, 'sum'])

@@ -1,0 +1,276 @@
+"""Structured values: what a pipeline takes, hands from partition to partition, and gives."""
+import copy
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.helpers import assert_same, devices, gradients, modes
+from torchgpipe import Arguments, GPipe, NoChunk
+from torchgpipe.balance import balance_by_size, profile
+from torchgpipe.skip import pop, skippable, stash
+
+
+class State(NamedTuple):
+    """What goes from layer to layer."""
+
+    hidden: torch.Tensor
+    mask: object
+    table: torch.Tensor
+    more: object
+
+
+@dataclass
+class Info:
+    """A part of it."""
+
+    scale: float
+    losses: list
+
+
+class Start(nn.Linear):
+    """Take several arguments, give a structure."""
+
+    def forward(self, x, mask=None, *, table, scale=1.0):
+        """Do so."""
+        return State(super().forward(x), mask, table, {'info': Info(scale, [x.mean()])})
+
+
+class Block(nn.Linear):
+    """Take and give a structure, of the same classes."""
+
+    def forward(self, state):
+        """Do so."""
+        assert isinstance(state, State) and isinstance(state.more['info'], Info)
+        hidden = super().forward(state.hidden).tanh() + state.table * state.more['info'].scale
+        if state.mask is not None:
+            hidden = hidden.masked_fill(state.mask, 0)
+        state.more['info'].losses.append(hidden.square().mean())
+        return state._replace(hidden=hidden)
+
+
+class End(nn.Linear):
+    """Give a dict."""
+
+    def forward(self, state):
+        """Do so."""
+        return {'y': super().forward(state.hidden), 'loss': sum(state.more['info'].losses),
+                'table': state.table, 'mask': state.mask}
+
+
+def network():
+    """Give a model of these layers."""
+    return nn.Sequential(Start(4, 4), Block(4, 4), Block(4, 4), End(4, 2)).double()
+
+
+@modes
+@devices
+@pytest.mark.parametrize('masked', [True, False])
+@pytest.mark.parametrize('size, chunks', [(6, 3), (4, 1), (2, 2)])
+def test_structures(devices, mode, masked, size, chunks):
+    model = network()
+    reference = copy.deepcopy(model)
+    gpipe = GPipe(model, [1, 2, 1], devices=devices(3), chunks=chunks, checkpoint=mode,
+                  gather='mean')
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (gpipe, reference)]
+    for _ in range(3):
+        x, table = torch.rand(size, 4).double(), torch.rand(4).double().requires_grad_()
+        mask = torch.rand(size, 4) < 0.5 if masked else None
+        state = reference[0](x, mask, table=table, scale=2.0)
+        expected = reference[1:](state)
+        (expected['y'].square().sum() + expected['loss']).backward()
+        table_grad, table.grad = table.grad, None
+        output = gpipe(x, mask, table=NoChunk(table), scale=2.0)
+        (output['y'].square().sum() + output['loss']).backward()
+        assert [*output] == [*expected] and output['table'].shape == (4,)
+        assert (output['mask'] is None) == (mask is None)
+        assert_same([output['y'], output['loss'], output['table']],
+                    [expected['y'], expected['loss'], expected['table']])
+        assert mask is None or torch.equal(output['mask'], mask)
+        assert_same([table.grad, *gradients(gpipe)], [table_grad, *gradients(reference)])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_shared_tensor_that_comes_out_is_one():
+    """Also where its shape is that of a micro-batch, and after copies."""
+    class Pass(nn.Module):
+        def forward(self, value):
+            return [value[0] * 2, value[1]]
+
+    for n in (1, 3):
+        gpipe = GPipe(nn.Sequential(*[Pass() for _ in range(3)]), [3] if n == 1 else [1, 1, 1],
+                      devices=[f'cpu:{j}' for j in range(n)], chunks=4)
+        x, table = torch.rand(4, 2), torch.rand(1, 2, requires_grad=True)
+        y, out = gpipe([x, NoChunk(table)])
+        assert torch.equal(y, x * 8) and torch.equal(out, table)
+        out.sum().backward()
+        assert table.grad.tolist() == [[1, 1]]
+
+
+def test_the_batch_and_a_shared_tensor_in_one_memory():
+    class Add(nn.Module):
+        def forward(self, x, everything):
+            return x, x + everything.sum(0)
+
+    x = torch.rand(6, 2)
+    a, b = GPipe(nn.Sequential(Add()), [1], devices=['cpu'], chunks=3)(x, NoChunk(x))
+    assert torch.equal(a, x) and torch.equal(b, x + x.sum(0))
+
+
+class Attention(nn.Module):
+    """A layer whose batch dimension is the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)
+
+    def forward(self, x):
+        """Do so."""
+        return self.layer(x)
+
+
+@modes
+@devices
+def test_another_batch_dimension(devices, mode):
+    model = nn.Sequential(Attention(), nn.Linear(4, 4), Attention()).double()
+    reference = copy.deepcopy(model)
+    gpipe = GPipe(model, [1, 2], devices=devices(2), chunks=3, checkpoint=mode, batch_dim=1)
+    x = torch.rand(4, 5, 4).double()
+    expected, output = reference(x), gpipe(x)
+    expected.square().sum().backward()
+    output.square().sum().backward()
+    assert_same([output, *gradients(gpipe)], [expected, *gradients(reference)])
+    assert GPipe(copy.deepcopy(model), [3], devices=['cpu'], batch_dim=1, chunks=2,
+                 gather=1)(x).shape == x.shape
+
+
+def test_rules_by_part():
+    class Mix(nn.Module):
+        def forward(self, value):
+            return {'y': value['x'] + value['t'].T, 'turned': value['t'], 'n': value['x'].sum()}
+
+    gpipe = GPipe(nn.Sequential(Mix(), nn.Identity()), [1, 1], devices=['cpu:0', 'cpu:1'],
+                  chunks=2, batch_dim={'t': 1}, gather={'turned': 1, 'n': 'sum'})
+    x, t = torch.rand(5, 3), torch.rand(3, 5)
+    output = gpipe({'x': x, 't': t})
+    assert torch.equal(output['y'], x + t.T) and torch.equal(output['turned'], t)
+    assert torch.allclose(output['n'], x.sum())
+
+
+def test_rules_that_are_none():
+    with pytest.raises(ValueError, match='batch_dim must be a dimension'):
+        GPipe(nn.Sequential(nn.ReLU()), [1], devices=['cpu'], batch_dim='first')
+    with pytest.raises(ValueError, match='gather must be a dimension'):
+        GPipe(nn.Sequential(nn.ReLU()), [1], devices=['cpu'], gather='max')
+    with pytest.raises(ValueError, match='batch_dim is None'):
+        GPipe(nn.Sequential(nn.ReLU()), [1], devices=['cpu'], batch_dim=None)
+
+
+@devices
+def test_a_shared_tensor_that_changes_in_place(devices):
+    class Grow(nn.Module):
+        def forward(self, x, table):
+            table += 1
+            return x + table
+
+    for mark in (NoChunk(torch.zeros(2)), torch.tensor(0.)):
+        gpipe = GPipe(nn.Sequential(Grow(), nn.ReLU()), [1, 1], devices=devices(2), chunks=2)
+        with pytest.raises(RuntimeError, match='partition 0 changed a tensor in place that all'):
+            gpipe(torch.zeros(4, 2), mark)
+        gpipe.chunks = 1
+        assert gpipe(torch.zeros(4, 2), mark).max() > 0
+
+
+@skippable(stash=['mask'])
+class Stash(nn.Module):
+    """Stash a part of the value."""
+
+    def forward(self, value):
+        """Do so."""
+        yield stash('mask', value['mask'])
+        return {'x': value['x'], 'n': 2}
+
+
+@skippable(pop=['mask'])
+class Pop(nn.Module):
+    """Use what was stashed."""
+
+    def forward(self, value):
+        """Do so."""
+        mask = yield pop('mask')
+        return [value['x'] * mask * value['n']]
+
+
+@modes
+@devices
+def test_structures_and_skips(devices, mode):
+    class Double(nn.Linear):
+        def forward(self, value):
+            return {**value, 'x': super().forward(value['x'])}
+
+    model = nn.Sequential(Stash(), Double(3, 3), Pop()).double()
+    reference = copy.deepcopy(model)
+    gpipe = GPipe(model, [1, 1, 1], devices=devices(3), chunks=2, checkpoint=mode)
+    value = {'x': torch.rand(5, 3).double().requires_grad_(), 'mask': torch.rand(5, 3).double()}
+    (expected,), (output,) = reference(value), gpipe(value)
+    expected.sum().backward()
+    grad, value['x'].grad = value['x'].grad, None
+    output.sum().backward()
+    assert_same([output, value['x'].grad, *gradients(gpipe)],
+                [expected, grad, *gradients(reference)])
+
+
+def test_one_keyword_named_input():
+    class Named(nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    gpipe = GPipe(nn.Sequential(Named()), [1], devices=['cpu'])
+    assert gpipe(input=torch.ones(2)).tolist() == gpipe(x=torch.ones(2)).tolist() == [2, 2]
+
+
+def test_hooks_and_names_of_a_first_layer_with_several_arguments():
+    seen = []
+    model = network()
+    model[0].register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append((len(args), sorted(kwargs))), with_kwargs=True)
+    gpipe = GPipe(model, [2, 2], devices=['cpu:0', 'cpu:1'], chunks=2, gather='mean')
+    gpipe(torch.rand(2, 4).double(), table=NoChunk(torch.rand(4).double()))['y'].sum().backward()
+    assert seen == [(1, ['table'])] * 3  # and once again, to recompute
+
+
+def test_costs_of_structures():
+    sample = Arguments(torch.rand(16, 4).double(), table=NoChunk(torch.rand(4).double()))
+    costs = profile(network(), sample, device='cpu', timeout=0)
+    assert costs.layers[0].output_bytes == 16 * 4 * 8 + 4 * 8 + 8 and costs.batch_size == 16
+    assert sum(balance_by_size(2, network(), sample, device='cpu', chunks=4)) == 4
+    turned = profile(nn.Sequential(Attention()), torch.rand(3, 16, 4), device='cpu', timeout=0,
+                     batch_dim=1)
+    assert turned.batch_size == 16
+
+
+def test_a_partition_is_a_sequential_module():
+    gpipe = GPipe(network(), [2, 2], devices=['cpu', 'cpu'])
+    assert all(isinstance(partition, nn.Sequential) for partition in gpipe.partitions)
+    again = GPipe(gpipe.partitions[1], [2], devices=['cpu'], gather='mean')
+    state = network()[0](torch.rand(2, 4).double(), table=torch.rand(4).double())
+    assert again({**state._asdict()} and state._replace(table=NoChunk(state.table)))['y'].shape \
+        == (2, 2)
+
+
+def test_dropout_in_functional_form_with_structures():
+    class Drop(nn.Module):
+        def forward(self, value):
+            return {'x': F.dropout(value['x'])}
+
+    gpipe = GPipe(nn.Sequential(Drop(), Drop()), [1, 1], devices=['cpu:0', 'cpu:1'], chunks=2,
+                  checkpoint='always')
+    x = torch.ones(8, 8, requires_grad=True)
+    y = gpipe({'x': x})['x']
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())

@@ -1,0 +1,243 @@
+"""Cut a mini-batch into micro-batches, and put their outputs together again.
+
+::
+
+    input      {'x': (8, 3), 'table': NoChunk((5, 2))}        batch dimension 0, 4 chunks
+    scatter    {'x': (2, 3), 'table': (5, 2)}  × 4            views of it; a shared one is whole
+    gather     {'y': (8, 7), 'loss': ()}                      'y' put together, 'loss' by a rule
+
+A *rule* says something of each tensor of a value. Where it is a dict or a sequence, it goes by the
+keys of the value, as deep as it goes itself: ``{'mask': 1}`` is a rule for ``mask`` and all in it.
+"""
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.memory import is_among
+from torchgpipe.structure import Arguments, Leaf, Path, flatten_nested, leaves_of, path_name
+
+__all__ = ['REDUCTIONS', 'check_rule', 'cut', 'gather', 'scatter']
+
+#: How tensors of micro-batches that have no batch dimension may become one.
+REDUCTIONS = ('mean', 'sum', 'stack')
+
+
+def scatter(input: Any, chunks: int, batch_dim: Any = 0) -> list[Batch]:
+    """Split a mini-batch along its batch dimension.
+
+    >>> import torch
+    >>> [len(batch.tensor) for batch in scatter(torch.zeros(7, 2), chunks=3)]
+    [3, 2, 2]
+
+    Args:
+        input: A tensor of shape ``(batch, …)``, or a structure of such tensors. Scalars, and what
+            is in a :class:`~torchgpipe.NoChunk`, are the same for all micro-batches.
+        chunks: The largest number of micro-batches.
+        batch_dim: The rule for the batch dimension, ``None`` for what is the same for all.
+
+    Returns:
+        ``min(chunks, batch)`` batches, whose sizes differ by one at most, larger ones first.
+
+    Raises:
+        TypeError: The input is not made of tensors and plain values.
+        ValueError: Batch sizes disagree, are zero, or there is no tensor to split.
+    """
+    return cut(input, chunks, batch_dim)[0]
+
+
+def cut(input: Any, chunks: int, batch_dim: Any = 0
+        ) -> tuple[list[Batch], list[int], list[int]]:
+    """Do as :func:`scatter` does; give the batches, their sizes, and which tensors are shared."""
+    batch, dims = _read(input, batch_dim)
+    tensors = tuple(batch)
+    size = _batch_size(input, tensors, dims)
+    m = min(chunks, size)
+    sizes = [size // m + (i < size % m) for i in range(m)]
+    shared = [k for k, dim in enumerate(dims) if dim is None]
+    if m == 1:
+        return [batch], sizes, shared
+    parts = [(x,) * m if dim is None else x.split(sizes, dim) for x, dim in zip(tensors, dims)]
+    return [Batch.of(xs, batch.kind) for xs in zip(*parts)], sizes, shared
+
+
+def _read(input: Any, batch_dim: Any) -> tuple[Batch, list[int | None]]:
+    """Give a value as a batch, and the batch dimension of each of its tensors."""
+    if isinstance(input, Tensor):
+        return Batch(input), [batch_dim if isinstance(batch_dim, int) else 0]
+    if isinstance(input, tuple) and not input:
+        raise ValueError('the input is an empty tuple; a pipeline needs at least one tensor')
+    batch = Batch.of(*flatten_nested(input))
+    # Several arguments go by their positions and names.
+    start = 1 if isinstance(input, Arguments) else 0
+    return batch, [_batch_dim(leaf, leaf.path[start:], batch_dim) for leaf in leaves_of(input)
+                   if isinstance(leaf.value, Tensor)]
+
+
+def _batch_dim(leaf: Leaf, path: Path, rule: Any) -> int | None:
+    if leaf.shared or leaf.value.dim() == 0:
+        return None
+    found, _ = _look_up(rule, path)
+    return 0 if found is _DEFAULT else found
+
+
+def _batch_size(input: Any, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> int:
+    sizes = []
+    for k, (x, dim) in enumerate(zip(tensors, dims)):
+        if dim is not None:
+            if x.layout is not torch.strided or x.is_nested or not -x.dim() <= dim < x.dim():
+                raise _not_cut(_name(input, k), x, dim)
+            sizes.append(x.shape[dim])
+    if not sizes:
+        raise ValueError('no tensor of the input has a batch dimension, so there is nothing to '
+                         f'split (shapes: {[tuple(x.shape) for x in tensors]})')
+    if len(set(sizes)) > 1:
+        found = ', '.join(f'{_name(input, k)}: {x.shape[dim]}' for k, (x, dim)
+                          in enumerate(zip(tensors, dims)) if dim is not None)
+        raise ValueError(f'the tensors of the input disagree in batch size: {found}; every one '
+                         'must hold the same samples. Mark what all micro-batches share, like a '
+                         'table or position ids: NoChunk(tensor). Say where the batch is, if it '
+                         'is not dimension 0: GPipe(…, batch_dim=1)')
+    if sizes[0] == 0:
+        raise ValueError('the batch is empty: the batch dimension of the input has size 0, at '
+                         f'least 1 is needed (shapes: {[tuple(x.shape) for x in tensors]})')
+    return sizes[0]
+
+
+def _not_cut(name: str, x: Tensor, dim: int) -> ValueError:
+    if x.is_nested:
+        why = ('is a nested tensor', 'pad it, or make it nested in the first layer')
+    elif x.layout is not torch.strided:
+        why = (f'is sparse ({x.layout})', 'make it dense, or make it sparse in the first layer')
+    elif x.dim() == 0:
+        why = ('has no dimensions', 'give it a batch dimension')
+    else:
+        why = (f'has no dimension {dim} (its shape is {tuple(x.shape)})',
+               'say where its batch is by batch_dim')
+    return ValueError(f'{name} {why[0]}, so it can not be split into micro-batches; {why[1]}, or '
+                      'mark it as the same for all micro-batches: NoChunk(tensor)')
+
+
+def _name(value: Any, k: int, what: str = 'input') -> str:
+    """Name tensor ``k`` of a value: ``input['labels']``."""
+    paths = [leaf.path for leaf in leaves_of(value) if isinstance(leaf.value, Tensor)]
+    name = path_name(paths[k])
+    return name[1:] if name[:6] in ('.args[', '.kwarg') else what + name
+
+
+_DEFAULT = object()
+
+
+def _look_up(rule: Any, path: Iterable[Any]) -> tuple[Any, bool]:
+    """Find what a rule says of a path, and whether it says so of this path by its keys."""
+    named = False
+    for key in path:
+        if isinstance(rule, Mapping):
+            rule = rule.get(key, _DEFAULT)
+        elif isinstance(rule, (list, tuple)):
+            rule = rule[key] if isinstance(key, int) and key < len(rule) else _DEFAULT
+        else:
+            break
+        named = True
+    return (_DEFAULT, named) if isinstance(rule, (Mapping, list, tuple)) else (rule, named)
+
+
+def check_rule(name: str, rule: Any, allowed: Sequence[Any]) -> None:
+    """Check that a rule is made of integers, and of some other values.
+
+    Raises:
+        ValueError: It says something else.
+    """
+    if isinstance(rule, Mapping):
+        for each in rule.values():
+            check_rule(name, each, allowed)
+    elif isinstance(rule, (list, tuple)):
+        for each in rule:
+            check_rule(name, each, allowed)
+    elif rule not in allowed and (isinstance(rule, bool) or not isinstance(rule, int)):
+        others = ', '.join(map(repr, allowed))
+        raise ValueError(f'{name} must be a dimension, one of {others}, or a dict or a sequence '
+                         f'of these by the keys of the value, but has {rule!r}')
+
+
+def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: Any = None,
+           batch_dim: int = 0, shared: Sequence[Tensor] = ()) -> Any:
+    """Put micro-batches together.
+
+    >>> import torch
+    >>> gather([Batch(torch.zeros(2, 3)), Batch(torch.ones(1, 3))]).shape
+    torch.Size([3, 3])
+
+    Args:
+        batches: At least one batch, all of one structure.
+        sizes: How many samples went into each, to check that as many came out.
+        rule: For tensors, by which dimension they are put together, or one of
+            :data:`REDUCTIONS`. Such a word alone is for scalars only.
+        batch_dim: The dimension for all others.
+        shared: Tensors of the first one that are the same for all micro-batches.
+
+    Returns:
+        A value of that structure, its tensors of shape ``(batch, …)``.
+
+    Raises:
+        ValueError: The number of samples or the structure changed within the pipeline, or there is
+            a scalar without a rule.
+    """
+    first = batches[0]
+    if any(len(batch) != len(first) or batch.kind != first.kind for batch in batches):
+        raise ValueError('the micro-batches came out of the pipeline with different numbers of '
+                         f'tensors, or with other plain values: {[len(x) for x in batches]} '
+                         f'tensors, {", ".join(_outline(batch) for batch in batches)}')
+    paths = [()] if first.atomic else [
+        leaf.path for leaf in leaves_of(first.value) if isinstance(leaf.value, Tensor)]
+    return first.kind([
+        xs[0] if is_among(xs[0], shared)
+        else _join(xs, sizes, _rule_of(rule, path, xs[0], batch_dim), path)
+        for path, *xs in zip(paths, *batches)])
+
+
+def _outline(batch: Batch) -> str:
+    """Write a value with the shapes of its tensors in their places."""
+    return repr(batch.kind([tuple(x.shape) for x in batch]))  # type: ignore[misc]
+
+
+def _rule_of(rule: Any, path: Path, x: Tensor, batch_dim: int) -> int | str:
+    found, named = _look_up(rule, path)
+    if found is _DEFAULT or found is None or (
+            isinstance(found, str) and not named and x.dim() > 0):
+        return batch_dim
+    return found  # type: ignore[no-any-return]
+
+
+def _join(xs: Sequence[Tensor], sizes: Sequence[int] | None, rule: int | str, path: Path
+          ) -> Tensor:
+    """Put one tensor of all micro-batches together."""
+    if rule == 'stack':
+        return torch.stack(list(xs))
+    if rule == 'sum':
+        return torch.stack(list(xs)).sum(0)
+    if rule == 'mean':
+        assert sizes is not None
+        return torch.stack([x * (size / sum(sizes)) for x, size in zip(xs, sizes)]).sum(0)
+    assert isinstance(rule, int)
+    for i, x in enumerate(xs):
+        if not -x.dim() <= rule < x.dim() or (sizes is not None and x.shape[rule] != sizes[i]):
+            raise _not_joined(i, x, sizes, rule, 'output' + path_name(path))
+    return xs[0] if len(xs) == 1 else torch.cat(list(xs), rule)
+
+
+def _not_joined(i: int, x: Tensor, sizes: Sequence[int] | None, dim: int, name: str
+                ) -> ValueError:
+    went = '' if sizes is None else f'went into the pipeline with {sizes[i]} samples and '
+    if x.dim() == 0:
+        return ValueError(
+            f'micro-batch {i} {went}came out with shape () as {name}, a scalar: say what becomes '
+            "of the scalars of micro-batches: GPipe(…, gather='mean'), weighted by samples, 'sum' "
+            "or 'stack'. Or reduce over the batch after the pipeline, not in it")
+    return ValueError(
+        f'micro-batch {i} {went}came out with shape {tuple(x.shape)} as {name}: outputs are '
+        f'gathered along dimension {dim}, which must be the batch dimension. Say where the batch '
+        "is, or what else to do with it, as in GPipe(…, gather={'labels': 1, 'counts': 'sum'}), "
+        'or reduce over the batch after the pipeline, not in it')

@@ -1,0 +1,5 @@
+"""Micro-batches as torchgpipe 0.0.7 had them, all in one module."""
+from torchgpipe.engine.batch import Batch, check
+from torchgpipe.engine.scatter import gather, scatter
+
+__all__ = ['Batch', 'check', 'gather', 'scatter']

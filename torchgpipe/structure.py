@@ -1,0 +1,279 @@
+"""Values of any nesting: take the tensors out, put the value together again, name a leaf.
+
+::
+
+    {'x': tensor, 'pair': (tensor, None), 'n': 3}
+          │ flatten                       ▲
+          ▼                               │ structure(tensors)
+    (tensor, tensor)  +  structure: {'x': ·, 'pair': (·, None), 'n': 3}
+
+What holds values is what PyTorch's pytree knows (tuples, lists, dicts and what is registered with
+it, as the outputs of models often are), and dataclasses. Leaves are tensors, ``None`` and plain
+Python values. Each time a value is put together anew, so a layer may change a dict that it gets.
+"""
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from numbers import Number
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe.private import tree_flatten, tree_flatten_with_path, tree_unflatten
+
+__all__ = ['Arguments', 'Kind', 'Leaf', 'NoChunk', 'Path', 'Structure', 'bare', 'call', 'flatten',
+           'flatten_nested', 'leaves_of', 'path_name']
+
+#: Puts a value together from its tensors.
+Kind = Callable[[Sequence[Tensor]], Any]
+
+#: The kind of a value that is a tensor itself.
+bare: Kind = itemgetter(0)
+
+#: What may be a leaf beside tensors: it is the same for all micro-batches, and is not moved.
+PLAIN = (type(None), Number, str, bytes, enum.Enum, slice, range, torch.dtype,
+         torch.device, torch.layout, torch.memory_format, torch.Size)
+
+#: Where a leaf is: keys, indices and names of attributes, from the outside to the inside.
+Path = tuple[Any, ...]
+
+_TENSOR = object()
+
+
+@dataclass(init=False, eq=False)
+class Arguments:
+    """Several arguments for a first layer: ``Arguments(ids, attention_mask=mask)``.
+
+    A :class:`~torchgpipe.GPipe` is called with them as they are. This stands for them where one
+    value is asked for, as for the sample that a balance is measured with.
+
+    >>> import torch
+    >>> value = Arguments(torch.zeros(2), scale=3)
+    >>> value.args, value.kwargs
+    ((tensor([0., 0.]),), {'scale': 3})
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args = args
+        self.kwargs = kwargs
+
+
+def call(function: Callable[..., Any], value: Any) -> Any:
+    """Call a function with a value, or with the several that :class:`Arguments` are."""
+    if type(value) is Arguments:
+        return function(*value.args, **value.kwargs)
+    return function(value)
+
+
+class NoChunk:
+    """Mark a part of an input that all micro-batches share: ``model(x, NoChunk(table))``.
+
+    What is inside, of any nesting, reaches the first layer as it is, without the mark. Its
+    gradient is the sum over micro-batches.
+
+    Args:
+        value: A tensor of any shape, or a value with tensors in it.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f'NoChunk({self.value!r})'
+
+
+class Structure:
+    """How a value of some nesting is put together from its tensors.
+
+    Args:
+        spec: The nesting, as pytree tells it.
+        leaves: What goes there: :data:`_TENSOR`, the structure of a part, or a plain value.
+        cls: A dataclass, if this is one; its attributes are what is nested then.
+    """
+
+    __slots__ = ('_cls', '_leaves', '_spec')
+
+    def __init__(self, spec: Any, leaves: list[Any], cls: type | None = None) -> None:
+        self._spec = spec
+        self._leaves = leaves
+        self._cls = cls
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        return self._build(iter(tensors))
+
+    def _build(self, tensors: Iterator[Tensor]) -> Any:
+        value = tree_unflatten([
+            next(tensors) if leaf is _TENSOR
+            else leaf._build(tensors) if isinstance(leaf, Structure) else leaf
+            for leaf in self._leaves], self._spec)
+        if self._cls is None:
+            return value
+        made: Any = object.__new__(self._cls)
+        for name, attribute in value.items():
+            object.__setattr__(made, name, attribute)  # also where it is frozen
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Structure) and (self._spec, self._leaves, self._cls) == (
+            other._spec, other._leaves, other._cls)
+
+
+def flatten(value: Any) -> tuple[tuple[Tensor, ...], Kind]:
+    """Take the tensors out of a value, and give what puts it together again.
+
+    >>> import torch
+    >>> tensors, kind = flatten({'x': torch.zeros(1), 'n': 3})
+    >>> tensors, kind([torch.ones(1)])
+    ((tensor([0.]),), {'x': tensor([1.]), 'n': 3})
+
+    Raises:
+        TypeError: There is no tensor in it, or a leaf is neither a tensor nor a plain value.
+    """
+    if isinstance(value, Tensor):
+        return (value,), bare
+    if type(value) is tuple:
+        for x in value:
+            if not isinstance(x, Tensor):
+                break
+        else:
+            return value, tuple
+    return flatten_nested(value, marks=False)
+
+
+def flatten_nested(value: Any, marks: bool = True) -> tuple[tuple[Tensor, ...], Structure]:
+    """Do as :func:`flatten` does, also with a value that has marks in it, which it takes off.
+
+    Args:
+        value: The value.
+        marks: Whether :class:`NoChunk` may be in it.
+    """
+    tensors: list[Tensor] = []
+    structure = _flatten(value, tensors, marks)
+    if structure is None or not tensors:
+        raise _refuse(value, marks)
+    return tuple(tensors), structure
+
+
+def _flatten(value: Any, tensors: list[Tensor], marks: bool) -> Structure | None:
+    """Append the tensors of a value to a list; give ``None`` if a leaf will not do."""
+    leaves, spec = tree_flatten(value, is_leaf=_is_leaf)
+    for k, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+            leaves[k] = _TENSOR
+        elif _is_object(leaf):
+            part = leaves[k] = _flatten(_attributes(leaf), tensors, marks)
+            if part is None:
+                return None
+            part._cls = type(leaf)
+        elif marks and isinstance(leaf, NoChunk):
+            leaves[k] = _flatten(leaf.value, tensors, marks)
+            if leaves[k] is None:
+                return None
+        elif not isinstance(leaf, PLAIN):
+            return None
+    return Structure(spec, leaves)
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, torch.Size)  # which would come back as a tuple
+
+
+def _is_object(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    names = dict.fromkeys([field.name for field in fields(value)])
+    return {name: getattr(value, name) for name in (names | getattr(value, '__dict__', {}))
+            if hasattr(value, name)}
+
+
+def _refuse(value: Any, marks: bool) -> TypeError:
+    for leaf in leaves_of(value):
+        if leaf.shared and not marks:
+            return TypeError(f'expected Tensor, but got NoChunk at value{path_name(leaf.path)}; '
+                             'it marks what a model is called with, and layers get and give what '
+                             'is inside of it')
+        if not isinstance(leaf.value, (Tensor, *PLAIN)):
+            return _not_a_tensor(leaf.value, 'value' + path_name(leaf.path) if leaf.path
+                                 else 'the value')
+    return _not_a_tensor(value, 'the value')
+
+
+def _not_a_tensor(value: Any, where: str) -> TypeError:
+    return TypeError(
+        f'expected Tensor, but got {type(value).__name__} as {where}; into a pipeline, out of it '
+        'and between partitions go tensors, and tuples, lists, dicts and dataclasses with '
+        'tensors, None and plain Python values in them. Register a class of your own with '
+        'PyTorch\'s pytree, or make it a dataclass')
+
+
+class Leaf:
+    """A leaf of a value.
+
+    Attributes:
+        path: Where it is.
+        value: What is there.
+        shared: Whether it is within :class:`NoChunk`.
+    """
+
+    __slots__ = ('path', 'shared', 'value')
+
+    def __init__(self, path: Path, value: Any, shared: bool) -> None:
+        self.path = path
+        self.value = value
+        self.shared = shared
+
+
+def leaves_of(value: Any, path: Path = (), shared: bool = False) -> list[Leaf]:
+    """Give all leaves of a value, with their paths, in the order of :func:`flatten`.
+
+    >>> [(path_name(leaf.path), leaf.value) for leaf in leaves_of({'n': (3, NoChunk([4]))})]
+    [("['n'][0]", 3), ("['n'][1][0]", 4)]
+    """
+    found = []
+    for keys, leaf in _with_paths(value):
+        here = path + keys
+        if isinstance(leaf, NoChunk):
+            found += leaves_of(leaf.value, here, True)
+        elif _is_object(leaf):
+            attributes = ((_Attribute(name), x) for name, x in _attributes(leaf).items())
+            found += [each for name, x in attributes for each in leaves_of(x, (*here, name),
+                                                                           shared)]
+        else:
+            found.append(Leaf(here, leaf, shared))
+    return found
+
+
+class _Attribute(str):
+    """The name of an attribute, in a path."""
+
+    __slots__ = ()
+
+
+def _with_paths(value: Any) -> list[tuple[Path, Any]]:
+    try:
+        found, _ = tree_flatten_with_path(value, is_leaf=_is_leaf)
+    except ValueError:  # A class is registered without names for what is in it.
+        leaves, _ = tree_flatten(value, is_leaf=_is_leaf)
+        return [((k,), leaf) for k, leaf in enumerate(leaves)]
+    return [(tuple(_key(entry) for entry in path), leaf) for path, leaf in found]
+
+
+def _key(entry: Any) -> Any:
+    """Give a dict's key, a sequence's index or an attribute's name from a path of pytree's."""
+    for name in ('key', 'idx'):
+        if hasattr(entry, name):
+            return getattr(entry, name)
+    return _Attribute(entry.name)
+
+
+def path_name(path: Path) -> str:
+    """Write a path as Python would: ``['labels'][0].x``."""
+    return ''.join(f'.{key}' if isinstance(key, _Attribute) else f'[{key!r}]' for key in path)
