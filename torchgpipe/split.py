@@ -195,9 +195,12 @@ class Sequential(nn.Sequential):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call each layer with what the layer before gave, the first one with the arguments."""
+        first = True
+        value: Any = None
         for module in self:
-            args, kwargs = (module(*args, **kwargs),), {}
-        return args[0]
+            value = module(*args, **kwargs) if first else module(value)
+            first = False
+        return value
 
 
 def split(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]

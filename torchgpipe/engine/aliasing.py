@@ -35,10 +35,8 @@ class Aliasing:
                         for i, batch in enumerate(batches)} if common else {}
         #: And those that shared a memory before a copy parted them.
         self._parted: dict[int, list[Tensor]] = {}
-
-    def concerns(self, i: int) -> bool:
-        """Tell whether there is anything to see to in a micro-batch, beside skips."""
-        return i in self._common or i in self._parted
+        #: The micro-batches in which there is anything to see to, beside skips.
+        self.watched = {*self._common}
 
     def common(self, i: int) -> list[Tensor]:
         """Give the tensors of a micro-batch that all share, or copies of them."""
@@ -55,6 +53,7 @@ class Aliasing:
             self._common[i] = [batch[k] for k in where]
         if parted:
             self._parted[i] = list(batch)
+            self.watched.add(i)
 
     def run(self, i: int, j: int, batch: Batch, aliased: set[Key], popped: set[Key],
             run: Callable[[Batch], Batch]) -> Batch:

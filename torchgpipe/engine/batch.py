@@ -30,10 +30,14 @@ class Batch:
 
     __slots__ = ('_tensors', 'kind')
 
+    _tensors: Tensors
     kind: Kind
 
     def __init__(self, value: Any) -> None:
-        self._tensors, self.kind = flatten(value)
+        if isinstance(value, Tensor):  # as mostly, so without a call
+            self._tensors, self.kind = (value,), bare
+        else:
+            self._tensors, self.kind = flatten(value)
 
     @classmethod
     def of(cls, tensors: Tensors, kind: Kind = tuple) -> 'Batch':
@@ -45,7 +49,7 @@ class Batch:
     @property
     def value(self) -> Any:
         """The value; what holds its tensors is made anew."""
-        return self.kind(self._tensors)
+        return self._tensors[0] if self.kind is bare else self.kind(self._tensors)
 
     @property
     def atomic(self) -> bool:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchgpipe.aliases import Value
 from torchgpipe.engine.batch import Batch, check
@@ -69,7 +69,8 @@ class Compute:
         finally:
             current.tracker = outside
         try:
-            check(output)
+            if not isinstance(output, Tensor):
+                check(output)
         except TypeError as error:
             add_note(error, self._where(i, m, next(reversed(self.partition._modules))))
             raise

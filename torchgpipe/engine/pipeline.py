@@ -244,7 +244,7 @@ class Pipeline:
         try:
             with lock:
                 aliased = self._trackers[i].aliased_with_batch if self._trackers else set()
-                if aliased or self.aliasing.concerns(i):
+                if aliased or i in self.aliasing.watched:
                     popped = {key for _, key in self._engine.partitions[j].incoming}
                     batches[i] = self.aliasing.run(
                         i, j, batches[i], aliased, popped, partial(self._run, i, j))
