@@ -14,7 +14,7 @@ __all__ = ['Batch', 'check']
 class Batch:
     """One micro-batch: a tensor (then it is *atomic*), or a value with tensors in it.
 
-    As a sequence it is that of its tensors, in the order of :func:`torchgpipe.structure.flatten`.
+    As a sequence it is that of its tensors, in the order in which they stand in the value.
 
     >>> import torch
     >>> batch = Batch((torch.zeros(2, 3), torch.ones(2)))

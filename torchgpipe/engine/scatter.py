@@ -173,8 +173,8 @@ def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: A
     Args:
         batches: At least one batch, all of one structure.
         sizes: How many samples went into each, to check that as many came out.
-        rule: For tensors, by which dimension they are put together, or one of
-            :data:`REDUCTIONS`. Such a word alone is for scalars only.
+        rule: For tensors, by which dimension they are put together, or ``'mean'``, ``'sum'`` or
+            ``'stack'``. Such a word alone is for scalars only.
         batch_dim: The dimension for all others.
         shared: Tensors of the first one that are the same for all micro-batches.
 
