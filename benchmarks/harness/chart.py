@@ -22,26 +22,36 @@ def draw_ratios(summary: dict[str, Any], stem: Path) -> list[Path]:
         'this run': [result['ratio'] for result in settings],
         **{source: [result['published'].get(source, {}).get('ratio') for result in settings]
            for source in sources}}
-    figure = Figure(figsize=(max(6, 1.4 * len(settings)), 4), layout='constrained')
+    figure = Figure(figsize=(7.5, 1.6 + len(settings) * (.2 + .24 * len(series))),
+                    layout='constrained')
     axes = figure.subplots()
-    width = .8 / len(series)
+    height = .84 / len(series)
     for k, (name, ratios) in enumerate(series.items()):
-        places = [j + (k - (len(series) - 1) / 2) * width for j in range(len(settings))]
-        axes.bar(places, [ratio or 0 for ratio in ratios], width * .92, label=name,
-                 color=COLORS[k % len(COLORS)])
+        places = [j + (k - (len(series) - 1) / 2) * height for j in range(len(settings))]
+        axes.barh(places, [ratio or 0 for ratio in ratios], height * .9, label=name,
+                  color=COLORS[k % len(COLORS)])
         for place, ratio, result in zip(places, ratios, settings):
             text = f'{ratio:.2f}' if ratio else _why_not(result, name)
-            tall = text == 'out of memory'
-            axes.text(place, ratio or 0, f' {text}' if tall else text, ha='center', va='bottom',
-                      fontsize=7, rotation=90 if tall else 0, color=NEUTRAL)
-    axes.set_xticks(range(len(settings)), [result['setting'] for result in settings])
-    axes.set_ylabel(f"{summary['figure']}, relative to {summary['baseline']}")
-    axes.set_title(summary['experiment'] + (
-        f", at scale {summary['scale']:g}" if summary['scale'] < 1 else ''))
-    legend = axes.legend(frameon=False)
-    for text in [axes.title, axes.yaxis.label, *legend.get_texts()]:
+            axes.text(ratio or 0, place, f' {text}', va='center', fontsize=10, color=NEUTRAL)
+    axes.set_yticks(range(len(settings)), [result['setting'] for result in settings], fontsize=11)
+    axes.invert_yaxis()
+    axes.margins(x=.1)
+    axes.set_xlabel(f"{summary['figure']}, relative to {summary['baseline']}", fontsize=11)
+    axes.set_title(summary['experiment'] + _caveat(summary), fontsize=12)
+    # Below, where no bar can be in its way.
+    legend = figure.legend(frameon=False, loc='outside lower center', ncols=len(series),
+                           fontsize=11)
+    for text in [axes.title, axes.xaxis.label, *legend.get_texts()]:
         text.set_color(NEUTRAL)
     return save(figure, axes, stem)
+
+
+def _caveat(summary: dict[str, Any]) -> str:
+    """Say below the title what a scaled run does not show."""
+    if summary['scale'] >= 1:
+        return ''
+    return (f", at scale {summary['scale']:g}\n"
+            'this run shows that all of it works, not how it does at full scale')
 
 
 def _why_not(result: dict[str, Any], source: str) -> str:
