@@ -3,6 +3,9 @@
 ``load()`` makes it the accelerator of this process, with devices ``sim:0`` to ``sim:3``. That has
 to come before the first backward pass, as autograd counts devices only once. Each stream is a
 thread that runs kernels of the CPU later, in their order; see ``csrc`` for the rest.
+
+Events with timing tell the time of devices that have a core each, and are never kept waiting by
+the host: a kernel takes the time for which its thread computes, or that it is told to take.
 """
 import atexit
 from contextlib import contextmanager
@@ -13,7 +16,7 @@ from tests.accelerator.build import extension, reason
 from tests.accelerator.module import make, on
 
 __all__ = ['clear_races', 'detection', 'is_available', 'is_loaded', 'load', 'no_race',
-           'on', 'races', 'reason', 'set_delays', 'set_memory_limit', 'sleep']
+           'on', 'races', 'reason', 'set_copy_time', 'set_delays', 'set_memory_limit', 'sleep']
 
 _loaded = None
 
@@ -56,6 +59,11 @@ def _end():
 def set_delays(seed=0, max_microseconds=0):
     """Let each kernel begin later by a random time, another one for another seed."""
     _loaded.set_delays(seed, max_microseconds)
+
+
+def set_copy_time(microseconds=0):
+    """Let copies from one device to another take longer by so much."""
+    _loaded.set_copy_time(microseconds)
 
 
 def set_memory_limit(bytes):

@@ -18,7 +18,8 @@ def synchronized():
     """Start with nothing queued and nothing cached; leave nothing queued."""
     torch.accelerator.empty_cache()
     yield
-    accelerator.set_delays(0, 0)
+    accelerator.set_delays()
+    accelerator.set_copy_time()
     for device in range(4):
         torch.accelerator.synchronize(device)
 
@@ -163,6 +164,82 @@ def test_streams_run_beside_each_other():
     (a, b), (c, d) = events
     assert a.elapsed_time(b) >= 100 and c.elapsed_time(d) >= 100
     assert c.elapsed_time(b) > 0 and a.elapsed_time(d) > 0
+
+
+def stamp(stream=None):
+    """Record an event with timing."""
+    event = torch.Event('sim:0', enable_timing=True)
+    event.record(stream)
+    return event
+
+
+def test_a_kernel_takes_the_time_that_it_is_told_to_take():
+    accelerator.set_delays(0, 20000)  # which are no part of it
+    begin = stamp()
+    accelerator.sleep(300)
+    end = stamp()
+    end.synchronize()
+    assert .3 <= begin.elapsed_time(end) < .5
+
+
+def test_a_kernel_takes_the_time_for_which_it_computes():
+    stamps = []
+    for size in (10, 10, 300):
+        x = torch.zeros(size, size, device='sim:0')
+        before = stamp()
+        x @ x
+        stamps.append((before, stamp()))
+    torch.accelerator.synchronize(0)
+    _, small, large = (before.elapsed_time(after) for before, after in stamps)
+    assert 0 < 10 * small < large
+
+
+def test_a_stream_goes_on_when_what_it_waits_for_is_over():
+    a, b, c = (torch.Stream('sim:0') for _ in range(3))
+    begin = stamp(a)
+    with on(a):
+        accelerator.sleep(2000)
+    b.wait_stream(a)
+    ends = [stamp(stream) for stream in (a, b, c)]
+    torch.accelerator.synchronize(0)
+    later = stamp(c)
+    later.synchronize()
+    assert [begin.elapsed_time(end) >= 2 for end in (*ends, later)] == [True, True, False, True]
+    assert ends[0].elapsed_time(ends[1]) == ends[0].elapsed_time(later) == 0
+
+
+@pytest.mark.parametrize('wait', [
+    lambda stream, event: stream.synchronize(), lambda stream, event: event.synchronize(),
+    lambda stream, event: until(stream.query), lambda stream, event: until(event.query)])
+def test_what_the_host_queues_after_a_wait_begins_later(wait):
+    a, b = torch.Stream('sim:0'), torch.Stream('sim:0')
+    with on(a):
+        accelerator.sleep(2000)
+    end = stamp(a)
+    wait(a, end)
+    begin = stamp(b)
+    begin.synchronize()
+    assert end.elapsed_time(begin) == 0
+
+
+def until(function):
+    """Call a function until it says yes."""
+    while not function():
+        pass
+
+
+def test_copies_between_devices_take_the_time_that_they_are_told_to_take():
+    x = torch.zeros(10, device='sim:0')
+    stamps = []
+    for time in (0, 2000):
+        accelerator.set_copy_time(time)
+        before = stamp()
+        y = x.to('sim:1')
+        stamps.append((before, stamp()))
+        y + y.clone() + x.cpu().to('sim:1')  # others are as they were
+        stamps.append((stamps[-1][1], stamp()))
+    torch.accelerator.synchronize(0)
+    assert [a.elapsed_time(b) >= 2 for a, b in stamps] == [False, False, True, False]
 
 
 def test_event():

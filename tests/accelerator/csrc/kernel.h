@@ -31,6 +31,9 @@ void submit(Stream& stream, const std::string& name, const std::vector<Use>& use
 void submit_and_wait(Stream& stream, const std::string& name, const std::vector<Use>& uses,
                      const Task& task);
 
+// Copies between devices take so much longer than the memory of the host.
+void set_copy_time(uint64_t microseconds);
+
 // Gives a storage other memory, with what fits of what was in it.
 void resize_storage(const c10::Storage& storage, size_t bytes);
 

@@ -6,7 +6,6 @@
 #include <torch/csrc/Generator.h>
 
 #include <chrono>
-#include <thread>
 
 #include "allocator.h"
 #include "generator.h"
@@ -43,7 +42,7 @@ std::string find_line() {
 // A kernel that does nothing for a while, on the current stream.
 void sleep(uint64_t microseconds) {
   submit(current_stream(current_device()), "sleep", {},
-         [=] { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); });
+         [=] { spend(std::chrono::microseconds(microseconds)); });
 }
 
 py::object generator(int device) {
@@ -60,6 +59,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_forked", &sim::is_forked);
   m.def("default_generator", &sim::generator);
   m.def("set_delays", &sim::set_delays, released);
+  m.def("set_copy_time", &sim::set_copy_time, released);
   m.def("set_memory_limit", &sim::set_memory_limit, released);
   m.def("synchronize", &sim::synchronize_device, released);
   m.def("sleep", &sim::sleep, released);

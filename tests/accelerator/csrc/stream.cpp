@@ -8,7 +8,9 @@
 #include <c10/util/ParallelGuard.h>
 #include <dlfcn.h>
 #include <pthread.h>
+#include <time.h>
 
+#include <algorithm>
 #include <array>
 #include <thread>
 
@@ -17,6 +19,10 @@ namespace {
 
 std::atomic<uint64_t> delay_seed{0}, delay_most{0}, delay_version{0};
 std::atomic<bool> forked{false};
+// Up to when the host knows that all it waited for is over.
+std::atomic<Time> host_time{Time{0}};
+// The time of the stream whose thread this is.
+thread_local Time now{0};
 
 std::mutex& order_mutex() {
   static auto* mutex = new std::mutex;
@@ -56,6 +62,12 @@ void use_one_thread() {
   if (auto set = reinterpret_cast<Setter>(dlsym(RTLD_DEFAULT, "omp_set_num_threads"))) set(1);
 }
 
+Time computed() {
+  timespec time;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return std::chrono::seconds(time.tv_sec) + Time(time.tv_nsec);
+}
+
 struct Current {
   int device = 0;
   std::array<Stream*, kDevices> streams{};
@@ -68,13 +80,18 @@ thread_local Current current;
 void Point::reach() {
   std::lock_guard<std::mutex> lock(mutex_);
   reached_ = true;
-  time_ = std::chrono::steady_clock::now();
+  time_ = now;
   changed_.notify_all();
 }
 
 void Point::wait() {
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [this] { return reached_; });
+}
+
+void Point::wait_in_stream() {
+  wait();
+  now = std::max(now, time());
 }
 
 bool Point::is_reached() {
@@ -105,7 +122,7 @@ void Stream::push(Task task, bool is_kernel) {
     started_ = true;
     std::thread([this] { run(); }).detach();
   }
-  queue_.emplace_back(std::move(task), is_kernel);
+  queue_.push_back({std::move(task), is_kernel, host_time});
   changed_.notify_one();
 }
 
@@ -125,7 +142,7 @@ void Stream::run() {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   at::NoGradGuard no_grad;
   for (;;) {
-    std::pair<Task, bool> next;
+    Entry next;
     {
       std::unique_lock<std::mutex> lock(mutex_);
       busy_ = false;
@@ -134,13 +151,20 @@ void Stream::run() {
       next = std::move(queue_.front());
       queue_.pop_front();
     }
-    if (next.second) delay();
-    try {
-      next.first();
-    } catch (...) {
-      keep_error(device, std::current_exception());
-    }
+    run(std::move(next));
   }
+}
+
+void Stream::run(Entry entry) {
+  if (entry.is_kernel) delay();
+  now = std::max(now, entry.queued);
+  const Time before = computed();
+  try {
+    entry.task();
+  } catch (...) {
+    keep_error(device, std::current_exception());
+  }
+  if (entry.is_kernel) now += computed() - before;
 }
 
 void Stream::delay() {
@@ -212,7 +236,7 @@ PointPtr record(Stream& stream) {
 void block(Stream& stream, PointPtr point) {
   Order order;
   if (detector::is_on()) detector::join(stream.number, point->clock);
-  if (!point->is_reached()) stream.push([point] { point->wait(); }, false);
+  stream.push([point] { point->wait_in_stream(); }, false);
 }
 
 void throw_error(int device) {
@@ -227,9 +251,22 @@ void throw_error(int device) {
 namespace {
 
 void tell_host(const PointPtr& point) {
+  const Time time = point->time();
+  for (Time known = host_time; known < time && !host_time.compare_exchange_weak(known, time);) {
+  }
   if (!detector::is_on()) return;
   Order order;
   detector::join_host(point->clock);
+}
+
+// Waits, for a stream of which it is known that this ends.
+void wait_for_end(Stream& stream) {
+  auto point = record(stream);
+  {
+    Released released;
+    point->wait();
+  }
+  tell_host(point);
 }
 
 }  // namespace
@@ -255,20 +292,14 @@ void synchronize_device(int device) {
   for (auto& stream : devices().streams.at(device)) {
     if (!stream->is_started()) continue;
     // Also one that is idle may have done something that the detector has not been told is over.
-    auto point = record(*stream);
-    {
-      Released released;
-      point->wait();
-    }
-    tell_host(point);
+    wait_for_end(*stream);
   }
   throw_error(device);
 }
 
 bool query(Stream& stream) {
-  Order order;
   if (!stream.is_idle()) return false;
-  if (detector::is_on()) detector::join_host(detector::clock_of(stream.number));
+  wait_for_end(stream);
   return true;
 }
 
@@ -276,6 +307,12 @@ void set_delays(uint64_t seed, uint64_t most_microseconds) {
   delay_seed = seed;
   delay_most = most_microseconds;
   delay_version++;
+}
+
+void spend(std::chrono::microseconds time) {
+  const Time before = computed();
+  std::this_thread::sleep_for(time);
+  now += time - (computed() - before);
 }
 
 }  // namespace sim

@@ -1,4 +1,9 @@
 // Streams: queues of kernels, with a thread each that runs them later; and what waits for them.
+//
+// Time is that of the devices, as if each had a core for itself: a kernel takes as long as its
+// thread computes, or as long as it is said to take, and begins when all that its stream waits for
+// is over. The host takes no time; what it queues after a wait begins after what it waited for. So
+// events tell the same on a busy machine as on an idle one.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -21,14 +26,16 @@ constexpr int kDevices = 4;
 constexpr int kStreams = 64;
 
 using Task = std::function<void()>;
-using Time = std::chrono::steady_clock::time_point;
+using Time = std::chrono::nanoseconds;
 
 // A point in the queue of a stream, for which others may wait.
 class Point {
  public:
   explicit Point(int device) : device(device) {}
   void reach();
+  // By the host, or by a stream, which is as late then as the point.
   void wait();
+  void wait_in_stream();
   bool is_reached();
   Time time();
 
@@ -39,7 +46,7 @@ class Point {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool reached_ = false;
-  Time time_;
+  Time time_{0};
 };
 
 using PointPtr = std::shared_ptr<Point>;
@@ -47,7 +54,8 @@ using PointPtr = std::shared_ptr<Point>;
 class Stream {
  public:
   Stream(int device, int id);
-  // Kernels may be delayed, what belongs to events is not. Call it under the lock of Order.
+  // Kernels take time, and may be delayed; what belongs to events is not, and takes none. Call it
+  // under the lock of Order.
   void push(Task task, bool is_kernel);
   bool is_started();
   bool is_idle();
@@ -59,12 +67,19 @@ class Stream {
   const std::string name;
 
  private:
+  struct Entry {
+    Task task;
+    bool is_kernel;
+    Time queued;
+  };
+
   void run();
+  void run(Entry entry);
   void delay();
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::pair<Task, bool>> queue_;
+  std::deque<Entry> queue_;
   bool busy_ = false;
   bool started_ = false;
   uint64_t delays_ = 0;
@@ -117,7 +132,9 @@ bool query(Stream& stream);
 bool query(PointPtr point);
 void throw_error(int device);
 
-// Before each kernel, its stream sleeps for up to so many microseconds.
+// Before each kernel, its stream sleeps for up to so many microseconds, which are not counted.
 void set_delays(uint64_t seed, uint64_t most_microseconds);
+// Within a kernel: makes it take so much longer.
+void spend(std::chrono::microseconds time);
 
 }  // namespace sim
