@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.harness.campaign import campaign
 from benchmarks.harness.experiment import Experiment, Setting
-from benchmarks.harness.job import Job, synchronize
+from benchmarks.harness.job import Job, memory_of, synchronize
 from benchmarks.harness.memory import GIB, size_of_partition
 from benchmarks.harness.options import Options, experiment_options, take_options
 from benchmarks.harness.published import ACTIVATIONS, AMOEBANETD_MEMORY, MODEL, UNET_MEMORY
@@ -106,14 +106,13 @@ class _Owners(Turns):
         for grad in grads:
             self.live.give(grad, j)
 
-    def fence(self, pipeline: Pipeline, schedule: Sequence[tuple[int, int]]) -> None:
-        """Hand over batches and skips where a pipeline would copy them to another device."""
-        for i, j in schedule:
-            skips = [pipeline._trackers[i].portals[key].tensor
-                     for _, key in pipeline._engine.partitions[j].incoming]
-            for tensor in (*pipeline._batches[i], *skips):
-                if tensor is not None:
-                    self.live.give(tensor, j)
+    def hand_over(self, pipeline: Pipeline, i: int, j: int) -> None:
+        """Give a cell what it takes and is where it runs, also where that is no copy."""
+        partition = pipeline._engine.partitions[j]
+        skips = [pipeline._trackers[i].portals[key].tensor for _, key in partition.incoming]
+        for tensor in (*pipeline._batches[i], *skips):
+            if tensor is not None and tensor.device == memory_of(partition.device):
+                self.live.give(tensor, j)
 
 
 def peaks_by_partition(partitions: Sequence[nn.Module], run: Callable[[Turns], None]
@@ -125,14 +124,19 @@ def peaks_by_partition(partitions: Sequence[nn.Module], run: Callable[[Turns], N
         run: What to measure. It is given the turns, to say whose work it does between partitions.
     """
     owners = _Owners(partitions)
-    fence = Pipeline.fence
+    fence, compute = Pipeline.fence, Pipeline.compute
 
-    def fence_and_hand_over(pipeline: Pipeline, schedule: Sequence[tuple[int, int]]) -> None:
-        fence(pipeline, schedule)
-        owners.fence(pipeline, schedule)
+    def fence_and_hand_over(pipeline: Pipeline, i: int, j: int) -> None:
+        fence(pipeline, i, j)
+        owners.hand_over(pipeline, i, j)
+
+    def hand_over_and_compute(pipeline: Pipeline, schedule: Sequence[tuple[int, int]]) -> None:
+        for place in schedule:
+            owners.hand_over(pipeline, *place)
+        compute(pipeline, schedule)
     try:
-        with owners.live.watched(), \
-                patch.object(Pipeline, 'fence', fence_and_hand_over):
+        with owners.live.watched(), patch.object(Pipeline, 'fence', fence_and_hand_over), \
+                patch.object(Pipeline, 'compute', hand_over_and_compute):
             run(owners)
     finally:
         owners.close()

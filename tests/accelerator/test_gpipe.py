@@ -1,11 +1,13 @@
 """GPipe on the simulated accelerator: the numbers of the unwrapped model, and no race."""
 import copy
+from contextlib import ExitStack
 
 import pytest
 import torch
 from torch import nn
 
 from tests import accelerator
+from tests.accelerator import on
 from tests.helpers import MODES, assert_same, gradients
 from torchgpipe import GPipe
 from torchgpipe.balance import balance_by_size, balance_by_time
@@ -64,6 +66,25 @@ def test_skips_between_four_devices(mode, seed):
         assert actual.device == torch.device('sim:3')
         assert_same([actual.cpu(), y.grad.cpu(), *gradients(gpipe)],
                     [expected, x_grad, *gradients(reference)], 1e-11)
+
+
+@modes
+def test_the_current_streams_are_those_of_the_caller(mode):
+    accelerator.set_delays(0, 300)
+    model = layers()
+    reference = copy.deepcopy(model)
+    gpipe = GPipe(model, [3, 3, 3, 3], chunks=5, checkpoint=mode)
+    x = torch.randn(11, 6, dtype=torch.double)
+    with ExitStack() as stack:
+        for device in gpipe.devices:
+            stream = torch.Stream(device)
+            stream.wait_stream(torch.accelerator.current_stream(device))
+            stack.enter_context(on(stream))
+        for module, device in ((reference, 'cpu'), (gpipe, 'sim:0')):
+            loss = module(x.to(device)).square().sum()
+            for _ in range(3):  # memory of one pass is there for the next
+                loss.backward(retain_graph=True)
+        assert_same(gradients(gpipe), gradients(reference), 1e-11)
 
 
 @seeds

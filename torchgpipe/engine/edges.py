@@ -22,9 +22,12 @@ an edge to the output of the micro-batch before::
     backward    3. last             2.                  1. first
 
 Micro-batch ``i`` thus starts no earlier than ``i+1`` has started, and it does not overtake it:
-autograd takes the ready node that was made last, and the nodes of one partition are all made by
-one thread, in order. The edge hangs on outputs, not on inputs, because a join makes its tensor
-require grad, and the first partition would go on to compute a gradient for data that needs none.
+autograd takes the ready node that was made last, by a number that each thread counts for itself,
+and the nodes of one partition are all made by one thread, in order. So are the copies to it. With
+numbers of another thread, autograd may leave them until nothing else is left to do on the device,
+and the partition before would get no gradient until this one has computed all of them. The edge
+hangs on outputs, not on inputs, because a join makes its tensor require grad, and the first
+partition would go on to compute a gradient for data that needs none.
 
 [Note: Outputs that stay as they are] An edge makes another tensor of an output, with a history of
 its own. Whatever else lies in the output's memory (another output, a view, what a layer keeps for
@@ -80,9 +83,10 @@ class Edges:
         if departures is None and recomputation is None and not self._orders:
             return  # [Note: Outputs that stay as they are]
         # [Note: Stream of the nodes behind a cell]
-        # When autograd hands a gradient on, it lets the stream of the next node wait for it at
-        # once. These nodes belong to the copy stream, so that the compute stream does not wait
-        # until `Wait` says so, and the recomputation, queued before, overlaps with the copy.
+        # When autograd hands a gradient on, it lets the stream of the next node wait at once for
+        # all that is queued on the stream of this one. These nodes belong to the copy stream, so
+        # that the compute stream does not wait until `Wait` says so, and the recomputation, queued
+        # before, overlaps with the computation of the gradient and with its copy.
         with no_context if departures is None else use_stream(departures[i]):
             if departures is not None:
                 _wait(self.stream, departures[i], output)  # 2

@@ -12,6 +12,7 @@ from torchgpipe.engine.compute import Compute
 from torchgpipe.engine.worker import Workers, device_key
 from torchgpipe.locks import layer_lock
 from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
+from torchgpipe.skip.namespace import Key
 
 __all__ = ['Engine', 'Partition']
 
@@ -45,8 +46,9 @@ class Partition:
         #: Whether anything comes from another memory, or goes to one.
         self.arrives = False
         self.departs = False
-        #: Whether anything has to be brought before it runs.
-        self.fenced = False
+        #: What has to be brought before it runs, with the partition that it comes from: skips by
+        #: their keys, and the batch, ``None``, if it moves.
+        self.brought: list[tuple[int, Key | None]] = []
         #: Held by whoever runs it: see :mod:`torchgpipe.locks`.
         self.lock = layer_lock(layers)
         #: Outputs that could not be compared yet with those of their recomputation.
@@ -80,7 +82,9 @@ class Engine:
         for j, partition in enumerate(self.partitions):
             partition.moves = j > 0 and self.apart(j - 1, j)
         for j, partition in enumerate(self.partitions):
-            partition.fenced = partition.moves or bool(partition.incoming)
+            partition.brought = [*partition.incoming]
+            if partition.moves:
+                partition.brought.append((j - 1, None))
             partition.arrives = partition.moves or any(
                 self.apart(prev_j, j) for prev_j, _ in partition.incoming)
             partition.departs = any(next.moves for next in self.partitions[j + 1:j + 2]) or any(

@@ -121,7 +121,6 @@ class Pipeline:
             self._engine.workers.check_caller()
         try:
             for schedule in clock_cycles(len(self._batches), len(self._engine.partitions)):
-                self.fence(schedule)
                 self.compute(schedule)
             if self._witness is not None:
                 self._hear(self._witness, range(len(self._cells)))
@@ -132,21 +131,20 @@ class Pipeline:
             for tracker in self._trackers:
                 tracker.clear()
 
-    def fence(self, schedule: Sequence[CellIndex]) -> None:
-        """Copy skips and batches into the partitions that need them.
+    def fence(self, i: int, j: int) -> None:
+        """Copy a batch, and the skips that partition ``j`` pops, to where they are needed.
 
-        See :mod:`torchgpipe.engine.edges` for the waits. A batch that stays in its memory is left
-        as it is. A skip is handed on once, from its source straight to its destination.
+        See :mod:`torchgpipe.engine.edges` for the waits, and for why the worker does this that
+        runs the cell. A batch that stays in its memory is left as it is. A skip is handed on once,
+        from its source straight to its destination.
         """
-        for i, j in schedule:
-            partition = self._engine.partitions[j]
-            if not partition.fenced:
-                continue
-            batch = self._batches[i]
-            for prev_j, (ns, name) in partition.incoming:
-                self._trackers[i].copy(batch, *self._streams(i, prev_j, j), ns, name)
-            if partition.moves:
-                self.aliasing.copy(i, batch, partial(self._copy, *self._streams(i, j - 1, j)))
+        for prev_j, key in self._engine.partitions[j].brought:
+            streams = self._streams(i, prev_j, j)
+            with use_stream(self._edges[prev_j].stream):  # on that device it is not current here
+                if key is None:
+                    self.aliasing.copy(i, self._batches[i], partial(self._copy, *streams))
+                else:
+                    self._trackers[i].copy(self._batches[i], *streams, *key)
 
     def _copy(self, prev_stream: AbstractStream, next_stream: AbstractStream, batch: Batch
               ) -> None:
@@ -242,6 +240,7 @@ class Pipeline:
         current.micro_batch = MicroBatchContext(
             i, len(batches), next(_serial), self._mini_batch, lock)
         try:
+            self.fence(i, j)
             with lock:
                 aliased = self._trackers[i].aliased_with_batch if self._trackers else set()
                 if aliased or i in self.aliasing.watched:

@@ -1,0 +1,290 @@
+"""What runs beside what on four devices, by the events of a training step.
+
+Kernels and copies take known times here, and the host takes none. So what has to wait for what
+decides alone when each begins.
+"""
+import threading
+from contextlib import contextmanager
+from functools import partialmethod
+from itertools import product
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.experiments.timeline.ablation import without
+from benchmarks.experiments.timeline.record import record
+from tests import accelerator
+from tests.helpers import MODES
+from torchgpipe import GPipe
+from torchgpipe.engine import edges
+from torchgpipe.engine.checkpoint import samples
+from torchgpipe.engine.pipeline import Pipeline
+from torchgpipe.engine.stream import no_context
+from torchgpipe.skip import pop, skippable, stash
+
+pytestmark = pytest.mark.sim
+
+#: Micro-batches and partitions.
+M, N = 6, 4
+
+#: Microseconds of a kernel and a copy.
+FORWARD, BACKWARD, COPY = 2000, 4000, 1000
+
+
+class Sleep(torch.autograd.Function):
+    """Keep the device busy, in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        accelerator.sleep(FORWARD)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        accelerator.sleep(BACKWARD)
+        return grad.clone()
+
+
+class Busy(nn.Module):
+    """A layer that does so."""
+
+    def forward(self, x):
+        """Keep the device busy."""
+        return Sleep.apply(x)
+
+
+@pytest.fixture(autouse=True)
+def slow_copies():
+    """Let copies take a time."""
+    accelerator.set_copy_time(COPY)
+    yield
+    accelerator.set_copy_time()
+
+
+@skippable(stash=['skip'])
+class Stash(nn.Module):
+    """Stash the input."""
+
+    def forward(self, x):
+        """Do so."""
+        yield stash('skip', x)
+        return x.tanh()
+
+
+@skippable(pop=['skip'])
+class Pop(nn.Module):
+    """Add what was stashed."""
+
+    def forward(self, x):
+        """Do so."""
+        return x + (yield pop('skip'))
+
+
+class Timeline:
+    """When a training step does what: `(start, end)` by micro-batch and partition.
+
+    Attributes:
+        forward, recomputation, backward: Of cells.
+        copies: Of a micro-batch to a partition.
+        gradients: Of copies of its gradient to a partition.
+    """
+
+    def __init__(self, mode, first=nn.Tanh, last=nn.Tanh):
+        layers = [layer for _ in range(N) for layer in (Busy(), nn.Tanh(), nn.Tanh(), nn.Tanh())]
+        layers[1], layers[-1] = first(), last()
+        # PyTorch numbers nodes by thread, and backward prefers high numbers. In a new thread they
+        # do not depend on the tests before this one.
+        thread = threading.Thread(target=self._run, args=[nn.Sequential(*layers), mode])
+        thread.start()
+        thread.join()
+
+    def _run(self, model, mode):
+        gpipe = GPipe(model, [4] * N, chunks=M, checkpoint=mode)
+        x = torch.rand(M, 3, device='sim:0', requires_grad=True)
+
+        def step():
+            gpipe(x).sum().backward()
+        for _ in range(2):
+            step()
+        self._boxes = record(gpipe, step)
+        self.forward, self.recomputation, self.backward = (
+            {(box.i, box.j): (box.start, box.end) for box in self._boxes if box.kind == kind}
+            for kind in ('forward', 'recomputation', 'backward'))
+
+    def _copies(self, j):
+        """Give those to a partition, of batches first, then of gradients in their order."""
+        return [(box.start, box.end) for box in self._boxes if (box.kind, box.j) == ('copy', j)]
+
+    @property
+    def copies(self):
+        return {(i, j): self._copies(j)[i] for i, j in product(range(M), range(1, N))}
+
+    @property
+    def gradients(self):
+        return {(i, j): self._copies(j)[-1 - i] for i, j in product(range(M), range(N - 1))}
+
+
+def beside(a, b):
+    """Tell whether two things are under way at the same time."""
+    return a[0] < b[1] and b[0] < a[1]
+
+
+def forward_is_a_pipeline(timeline):
+    """While a partition works on a micro-batch, the one before it works on the next one."""
+    forward = timeline.forward
+    assert all(beside(forward[i, j], forward[i + 1, j - 1])
+               for i, j in product(range(M - 1), range(1, N)))
+
+
+def backward_is_a_pipeline(timeline):
+    """While a partition works on a micro-batch, the one behind it works on the one before."""
+    backward, again = timeline.backward, timeline.recomputation
+    assert all(beside(backward[i, j], backward[i - 1, j + 1]) or (i - 1, j + 1) in again
+               and beside(backward[i, j], again[i - 1, j + 1])
+               for i, j in product(range(1, M), range(N - 1)))
+
+
+def copies_run_beside_forward(timeline):
+    """While a micro-batch is copied, both partitions work on others."""
+    forward, copies = timeline.forward, timeline.copies
+    assert all(beside(copies[i, j], forward[i + 1, j - 1])
+               and beside(copies[i, j], forward[i - 1, j])
+               for i, j in product(range(1, M - 1), range(1, N)))
+
+
+def gradients_are_copied_beside_backward(timeline):
+    """While a gradient is copied, the partition that gave it works on the micro-batch before."""
+    backward, again, copies = timeline.backward, timeline.recomputation, timeline.gradients
+    assert all(beside(copies[i, j], again.get((i - 1, j + 1), backward[i - 1, j + 1]))
+               for i, j in product(range(1, M), range(N - 1)))
+
+
+def one_micro_batch_at_a_time(timeline):
+    """A partition recomputes no micro-batch before it is done with the one that comes first."""
+    backward, again = timeline.backward, timeline.recomputation
+    assert all(backward[i + 1, j][1] <= again.get((i, j), backward[i, j])[0]
+               for i, j in product(range(M - 1), range(N)))
+
+
+def gradients_are_copied_beside_recomputations(timeline):
+    """While the gradient of a micro-batch is copied to a partition, that recomputes it.
+
+    With the last one it is done by then, as it has nothing else to do after forward.
+    """
+    again, copies = timeline.recomputation, timeline.gradients
+    assert all(beside(copies[i, j], again[i, j]) for i, j in product(range(M - 1), range(N - 1)))
+    assert all(again[M - 1, j][1] <= copies[M - 1, j][0] for j in range(N - 1)
+               if (M - 1, j) in again)
+
+
+def recomputations_wait_for_no_gradient(timeline):
+    """A micro-batch is recomputed while the partition behind still computes its gradient."""
+    again, backward = timeline.recomputation, timeline.backward
+    assert again and all(start < backward[i, j + 1][1]
+                         for (i, j), (start, _) in again.items() if j < N - 1)
+
+
+FOR_ALL = [forward_is_a_pipeline, backward_is_a_pipeline, one_micro_batch_at_a_time,
+           copies_run_beside_forward, gradients_are_copied_beside_backward]
+FOR_CHECKPOINTS = [gradients_are_copied_beside_recomputations, recomputations_wait_for_no_gradient]
+
+
+@pytest.mark.parametrize('mode', MODES)
+def test_what_runs_beside_what(mode):
+    timeline = Timeline(mode)
+    for promise in FOR_ALL if mode == 'never' else FOR_ALL + FOR_CHECKPOINTS:
+        promise(timeline)
+
+
+@pytest.mark.parametrize('mode', MODES)
+def test_with_skips(mode):
+    timeline = Timeline(mode, Stash, Pop)
+    for promise in (forward_is_a_pipeline, backward_is_a_pipeline, one_micro_batch_at_a_time):
+        promise(timeline)
+
+
+@contextmanager
+def caller_brings(which):
+    """Let the calling thread bring what cells need, and so number the nodes of these copies."""
+    fence, compute = Pipeline.fence, Pipeline.compute
+
+    def fence_some(pipeline, i, j, wanted):
+        partition = pipeline._engine.partitions[j]
+        everything = partition.brought
+        partition.brought = [each for each in everything if which(each) is wanted]
+        fence(pipeline, i, j)
+        partition.brought = everything
+
+    def fence_and_compute(pipeline, schedule):
+        for place in schedule:
+            fence_some(pipeline, *place, True)
+        compute(pipeline, schedule)
+    with patch.object(Pipeline, 'fence', partialmethod(fence_some, wanted=False)), \
+            patch.object(Pipeline, 'compute', fence_and_compute):
+        yield
+
+
+def caller_brings_everything():
+    """Let workers bring nothing."""
+    return caller_brings(lambda each: True)
+
+
+def caller_brings_skips():
+    """Let workers bring batches only."""
+    return caller_brings(lambda each: each[1] is not None)
+
+
+@contextmanager
+def host_waits_for_cells():
+    """Let cells take turns, and the host wait for each."""
+    run = Pipeline._run
+
+    def run_and_wait(pipeline, i, j, batch):
+        output = run(pipeline, i, j, batch)
+        torch.accelerator.synchronize(j)
+        return output
+    with patch.object(Pipeline, '_run', run_and_wait), \
+            patch.object(Pipeline, '_takes_turns', lambda pipeline, schedule: True):
+        yield
+
+
+def host_waits_for_samples():
+    """Let the host wait until it can look at samples of outputs."""
+    return patch.object(samples, '_copy', lambda elements: elements.to('cpu'))
+
+
+def copies_on_the_compute_stream():
+    """Let copies wait in the stream of the computation."""
+    return without(['streams'])
+
+
+def nodes_on_the_compute_stream():
+    """Let the nodes behind a cell belong to the compute stream: see engine/edges.py."""
+    return patch.object(edges, 'use_stream', lambda stream: no_context)
+
+
+#: What is taken out, and what holds no longer then.
+WHY = [(host_waits_for_cells, forward_is_a_pipeline),
+       (host_waits_for_samples, copies_run_beside_forward),
+       (copies_on_the_compute_stream, copies_run_beside_forward),
+       (copies_on_the_compute_stream, gradients_are_copied_beside_backward),
+       (caller_brings_everything, backward_is_a_pipeline),
+       (nodes_on_the_compute_stream, gradients_are_copied_beside_recomputations),
+       (nodes_on_the_compute_stream, recomputations_wait_for_no_gradient)]
+
+
+@pytest.mark.parametrize('mutation, promise', WHY, ids=lambda function: function.__name__)
+def test_why(mutation, promise):
+    with mutation():
+        timeline = Timeline('always')
+    with pytest.raises(AssertionError):
+        promise(timeline)
+
+
+def test_why_with_skips():
+    with caller_brings_skips():
+        timeline = Timeline('always', Stash, Pop)
+    with pytest.raises(AssertionError):
+        one_micro_batch_at_a_time(timeline)
