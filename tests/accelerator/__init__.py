@@ -15,8 +15,9 @@ import torch
 from tests.accelerator.build import extension, reason
 from tests.accelerator.module import make, on
 
-__all__ = ['clear_races', 'detection', 'is_available', 'is_loaded', 'load', 'no_race',
-           'on', 'races', 'reason', 'set_copy_time', 'set_delays', 'set_memory_limit', 'sleep']
+__all__ = ['clear_races', 'detection', 'is_available', 'is_loaded', 'is_ordered', 'load',
+           'no_race', 'on', 'races', 'reason', 'set_copy_time', 'set_delays', 'set_memory_limit',
+           'sleep']
 
 _loaded = None
 
@@ -100,6 +101,11 @@ def no_race():
 def races():
     """Give what the detector found, as texts."""
     return _loaded.races()
+
+
+def is_ordered(before, after):
+    """Tell, within :func:`detection`, whether one event is known to be over at another one."""
+    return _loaded.is_ordered(before.event_id, after.event_id)
 
 
 def clear_races():

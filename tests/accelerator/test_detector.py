@@ -191,6 +191,24 @@ def test_wait_after_it_was_freed_is_enough():
     assert not reports(program)
 
 
+def test_which_event_is_over_at_which():
+    a, b = torch.Stream('sim:0'), torch.Stream('sim:1')
+    with accelerator.detection():
+        first, other = a.record_event(), b.record_event()
+        b.wait_stream(a)
+        second = b.record_event()
+        assert accelerator.is_ordered(first, second) and accelerator.is_ordered(other, second)
+        assert not accelerator.is_ordered(first, other)
+        assert not accelerator.is_ordered(second, first)
+        a.synchronize()
+        assert accelerator.is_ordered(first, torch.Stream('sim:2').record_event())
+        with pytest.raises(RuntimeError, match='not recorded'):
+            accelerator.is_ordered(first, torch.Event('sim'))
+    event = a.record_event()
+    with pytest.raises(RuntimeError, match='detector was off'):
+        accelerator.is_ordered(event, event)
+
+
 def test_fixture_fails():
     with pytest.raises(AssertionError, match='race: aten::mul'), accelerator.no_race():
         two_streams(waits=False)

@@ -367,6 +367,16 @@ def test_copies():
     assert y.tolist() == [1, 1, 1]
 
 
+def test_a_copy_to_the_cpu_that_may_be_late_is_nan_until_then():
+    stream = torch.accelerator.current_stream(0)
+    x = torch.ones(3, device='sim:0')
+    accelerator.sleep(50000)
+    y = x.to('cpu', non_blocking=True)
+    assert y.isnan().all() or stream.query()
+    stream.synchronize()
+    assert y.tolist() == [1, 1, 1]
+
+
 def test_pickle_deepcopy_and_save():
     x = torch.randn(3, device='sim:1')
     assert torch.equal(copy.deepcopy(x), x)

@@ -16,7 +16,6 @@ using Stats = c10::CachingDeviceAllocator::DeviceStats;
 
 constexpr size_t kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
 constexpr size_t kUnit = 512;
-constexpr int kPoison = 0xff;  // NaN in each floating type, -1 as an integer
 
 size_t round_up(size_t bytes) { return (bytes + kUnit - 1) / kUnit * kUnit; }
 

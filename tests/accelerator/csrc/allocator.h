@@ -17,6 +17,9 @@
 
 namespace sim {
 
+// What memory is filled with that nobody may read: NaN in each floating type, -1 as an integer.
+constexpr int kPoison = 0xff;
+
 struct Block {
   void* memory;
   size_t capacity;

@@ -110,4 +110,17 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 }  // namespace
+
+bool is_ordered(uintptr_t before, uintptr_t after) {
+  auto point_of = [](uintptr_t id) {
+    TORCH_CHECK(id != 0, "the event was not recorded");
+    return reinterpret_cast<Event*>(id)->point;
+  };
+  const PointPtr first = point_of(before), second = point_of(after);
+  Order order;
+  const auto time = first->clock.at(first->stream);
+  TORCH_CHECK(time > 0, "the event was recorded while the detector was off");
+  return second->clock.at(first->stream) >= time;
+}
+
 }  // namespace sim

@@ -12,6 +12,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <cstring>
+
 #include "fallback.h"
 #include "kernel.h"
 
@@ -86,10 +88,13 @@ void copy_from_cpu(const Tensor& source, const Tensor& target) {
 void copy_to_cpu(const Tensor& source, const Tensor& target, bool may_be_late) {
   Stream& stream = current_stream(source.device().index());
   auto task = [from = on_host(source), to = target.detach()] { to.copy_(from); };
-  if (may_be_late)
-    submit(stream, "aten::copy_ to the CPU", {{source, false}}, task);
-  else
+  if (!may_be_late) {
     submit_and_wait(stream, "aten::copy_ to the CPU", {{source, false}}, task);
+    return;
+  }
+  // Who looks before it has come finds NaN.
+  if (target.is_contiguous()) std::memset(target.mutable_data_ptr(), kPoison, target.nbytes());
+  submit(stream, "aten::copy_ to the CPU", {{source, false}}, task);
 }
 
 Tensor copy_from(const Tensor& self, const Tensor& target, bool non_blocking) {

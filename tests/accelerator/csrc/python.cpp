@@ -71,6 +71,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     sim::Order order;
     return sim::detector::races();
   }, released);
+  m.def("is_ordered", &sim::is_ordered, released);
   m.def("clear_races", [] {
     sim::Order order;
     sim::detector::clear_races();

@@ -77,6 +77,8 @@ thread_local Current current;
 
 }  // namespace
 
+Point::Point(const Stream& stream) : device(stream.device), stream(stream.number) {}
+
 void Point::reach() {
   std::lock_guard<std::mutex> lock(mutex_);
   reached_ = true;
@@ -219,7 +221,7 @@ Stream& stream_of(const c10::Stream& face) {
 void set_current(Stream& stream) { current.streams[stream.device] = &stream; }
 
 PointPtr record_locked(Stream& stream) {
-  auto point = std::make_shared<Point>(stream.device);
+  auto point = std::make_shared<Point>(stream);
   if (detector::is_on()) {
     detector::tick(stream.number);
     point->clock = detector::clock_of(stream.number);

@@ -28,10 +28,12 @@ constexpr int kStreams = 64;
 using Task = std::function<void()>;
 using Time = std::chrono::nanoseconds;
 
+class Stream;
+
 // A point in the queue of a stream, for which others may wait.
 class Point {
  public:
-  explicit Point(int device) : device(device) {}
+  explicit Point(const Stream& stream);
   void reach();
   // By the host, or by a stream, which is as late then as the point.
   void wait();
@@ -39,7 +41,7 @@ class Point {
   bool is_reached();
   Time time();
 
-  const int device;
+  const int device, stream;
   Clock clock;
 
  private:
@@ -131,6 +133,10 @@ void synchronize_device(int device);
 bool query(Stream& stream);
 bool query(PointPtr point);
 void throw_error(int device);
+
+// Tells, while the detector is on, whether all before one event is known to be over at another.
+// Takes what `torch.Event.event_id` gives.
+bool is_ordered(uintptr_t before, uintptr_t after);
 
 // Before each kernel, its stream sleeps for up to so many microseconds, which are not counted.
 void set_delays(uint64_t seed, uint64_t most_microseconds);
