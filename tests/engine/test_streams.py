@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.helpers import Spy
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.engine import copy, dependency, edges, pipeline, worker
+from torchgpipe.engine import copy, edges, pipeline, worker
 from torchgpipe.engine.checkpoint import recomputation
 from torchgpipe.engine.partition import Engine
 
@@ -51,10 +51,6 @@ class Streams:
     def new_stream(self, device):
         """Give a copy stream."""
         return f'copy {device.index}'
-
-    def default_stream(self, device):
-        """Give the default stream."""
-        return 'default'
 
     def get_device(self, stream):
         """Give the device of a stream."""
@@ -127,14 +123,3 @@ def test_layers_and_recomputations_run_on_the_compute_stream_of_their_device(
                   devices=devices, checkpoint='always')
     gpipe(torch.rand(2, 2)).sum().backward()
     assert seen == [False, True, 'compute 1']
-
-
-def test_a_phony_belongs_to_the_default_stream(streams, monkeypatch):
-    real = torch.empty
-    for name in ('use_stream', 'default_stream'):
-        monkeypatch.setattr(dependency, name, getattr(streams, name))
-    monkeypatch.setattr(dependency, '_phonies', {})
-    monkeypatch.setattr(torch, 'empty', lambda *args, **kwargs: (
-        streams.log.append(streams.here()), real(*args, **kwargs))[1])
-    dependency.get_phony(torch.device('cpu'), requires_grad=False)
-    assert streams.log == ['default']

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.engine.stream import default_stream, use_stream
-
 __all__ = ['Fork', 'Join', 'fork', 'get_phony', 'join']
 
 # Filled once per device, never emptied, read-only afterwards.
@@ -43,9 +41,9 @@ def get_phony(device: torch.device, *, requires_grad: bool) -> Tensor:
     key = (device, requires_grad)
     phony = _phonies.get(key)
     if phony is None:
-        # Neither the caller's inference mode nor its stream may stick to a tensor that outlives
-        # the call.
-        with torch.inference_mode(False), use_stream(default_stream(device)):
+        # The caller's inference mode may not stick to a tensor that outlives the call. Its stream
+        # does not: a tensor without elements has no memory that an allocator would take back.
+        with torch.inference_mode(False):
             phony = torch.empty(0, device=device, requires_grad=requires_grad)
         phony = _phonies.setdefault(key, phony)
     return phony
