@@ -24,8 +24,7 @@ from torchgpipe.engine.copy import Copy
 from torchgpipe.engine.edges import Edges
 from torchgpipe.engine.mini_batch import MicroBatchContext, MiniBatch, current
 from torchgpipe.engine.partition import Engine, Partition
-from torchgpipe.engine.stream import (AbstractStream, current_stream, get_device, use_device,
-                                      use_stream)
+from torchgpipe.engine.stream import AbstractStream, current_stream, use_device, use_stream
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.private import is_transformed
 from torchgpipe.skip.boundary import SkipBoundary
@@ -221,8 +220,7 @@ class Pipeline:
 
     def _run_group(self, group: Sequence[CellIndex]) -> None:
         """Run the cells of one worker in a clock, up to the first failure."""
-        stream = self._edges[group[0][1]].stream
-        with use_device(get_device(stream)), use_stream(stream):
+        with use_stream(self._edges[group[0][1]].stream):
             self._state.run(partial(self._run_in_state, group))
 
     def _run_in_state(self, group: Sequence[CellIndex]) -> None:

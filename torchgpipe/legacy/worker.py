@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchgpipe.engine.batch import Batch
-from torchgpipe.engine.stream import AbstractStream, get_device, use_device, use_stream
+from torchgpipe.engine.stream import AbstractStream, use_stream
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.engine.worker import device_key
 
@@ -47,14 +47,14 @@ class Task:
 
     def compute(self) -> Batch:
         """Run the work in the maker's state."""
-        with use_device(get_device(self.stream)), use_stream(self.stream):
+        with use_stream(self.stream):
             return self._state.run(self._compute)
 
     def finalize(self, batch: Batch) -> None:
         """Run the second half of the work, in the thread that got the result."""
         if self._finalize is None:
             return
-        with use_device(get_device(self.stream)), use_stream(self.stream):
+        with use_stream(self.stream):
             self._finalize(batch)
 
 
