@@ -113,12 +113,14 @@ class Workers:
         return Workers, ()
 
     def worker(self, device: Any) -> Worker:
-        """Give the worker of a device; start it if there is none, as after a fork."""
+        """Give the worker of a device; start it if there is none, as after a fork.
+
+        Whoever shares this object with other threads calls :meth:`submit`.
+        """
         key = device_key(device)
-        with self._lock:
-            worker = self._workers.get(key)
-            if worker is None or not worker.thread.is_alive():
-                worker = self._workers[key] = Worker(f'torchgpipe-{key[0]}:{key[1]}', id(self))
+        worker = self._workers.get(key)
+        if worker is None or not worker.thread.is_alive():
+            worker = self._workers[key] = Worker(f'torchgpipe-{key[0]}:{key[1]}', id(self))
         return worker
 
     def check_caller(self) -> None:
@@ -142,11 +144,11 @@ class Workers:
 
     def copy_streams(self, device: torch.device, m: int) -> list[AbstractStream]:
         """Give ``m`` streams of a device to copy micro-batches on."""
-        with self._lock:
-            streams = self._copy_streams.setdefault(device_key(device), [])
-            while len(streams) < m:
-                streams.append(new_stream(device))
-            return streams[:m]
+        # Threads that do this at the same time make more streams than needed, and get the same.
+        streams = self._copy_streams.setdefault(device_key(device), [])
+        while len(streams) < m:
+            streams.append(new_stream(device))
+        return streams[:m]
 
     def stop(self) -> None:
         """Let the tasks in flight end, then the threads; new ones start when needed."""
