@@ -33,6 +33,15 @@ def test_call_keeps_the_kind_of_what_the_function_returns():
     assert Batch((torch.tensor(1),)).call(lambda xs: xs[0]).atomic
 
 
+def test_the_cpu_comes_last_among_tensors_that_require_grad():
+    constant, here = torch.ones(1), torch.ones(1, requires_grad=True)
+    elsewhere = torch.ones(1, device='meta', requires_grad=True)
+    assert Batch(here).find_grad() == 0 and Batch(constant).find_grad() is None
+    assert Batch((constant, here, here)).find_grad() == 1
+    assert Batch((constant, here, elsewhere, elsewhere)).find_grad() == 2
+    assert Batch((constant,)).find_grad() is None
+
+
 def test_assignment_by_index():
     atomic, pair = Batch(torch.tensor(1)), Batch((torch.tensor(1), torch.tensor(2)))
     atomic[0] = torch.tensor(5)

@@ -89,11 +89,19 @@ class Batch:
         return Batch(function(self.value))
 
     def find_grad(self) -> int | None:
-        """Give the index of the first tensor that requires grad, or ``None``."""
+        """Give the index of the first tensor that requires grad, or ``None``.
+
+        One on the CPU comes last: so a node that is hung on the tensor runs in backward in the
+        same thread as the node that gave it beside others.
+        """
+        found = None
         for k, x in enumerate(self._tensors):
             if x.requires_grad:
-                return k
-        return None
+                if not x.is_cpu:
+                    return k
+                if found is None:
+                    found = k
+        return found
 
     def __repr__(self) -> str:
         return f'Batch({self.value!r})'
