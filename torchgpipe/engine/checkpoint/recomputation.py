@@ -149,9 +149,10 @@ class Recomputation:
         leaves = tuple([x.detach().requires_grad_(x.requires_grad) for x in input])
         fill = Fill(self._saved, self._state.hooks_of_recomputation())
         try:
-            output = self._recompute(leaves, fill)
-            fill.close()
+            # Autograd may call this on another stream than the one whose nodes take the tensors.
             with use_stream(self._stream):
+                output = self._recompute(leaves, fill)
+                fill.close()
                 self._late.extend(compare(output, self._samples))
         except Exception:
             if self._layers is not None:
@@ -164,9 +165,9 @@ class Recomputation:
         return fill
 
     def _recompute(self, leaves: tuple[Tensor, ...], fill: 'Fill') -> Batch:
-        # Autograd may call this on another stream than the one whose nodes take the tensors. What
-        # an interrupt leaves behind of these hooks is dropped by it when the backward pass ends.
-        with use_stream(self._stream), enable_recomputing(), torch.enable_grad(), \
+        # What an interrupt leaves behind of these hooks is dropped by autograd when the backward
+        # pass ends.
+        with enable_recomputing(), torch.enable_grad(), \
                 saved_tensors_hooks(fill.keep, _own_gradient):
             output = Batch(self._run(leaves))
         if self._changed:

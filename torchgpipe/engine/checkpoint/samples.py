@@ -127,9 +127,7 @@ def compare_late(late: deque[Late], j: int) -> None:
 
 def _event(device: torch.device) -> Callable[[], bool]:
     """Give what tells whether all that was queued so far on the current stream is done."""
-    event = torch.Event(device)
-    event.record()
-    return event.query
+    return torch.accelerator.current_stream(device).record_event().query
 
 
 def _agree(a: Tensor, b: Tensor) -> bool:
