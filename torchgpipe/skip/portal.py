@@ -8,6 +8,9 @@ The autograd graph has an edge of its own for each skip, which the partitions be
     backward    grad ◀──PortalBlue── · ◀──PortalCopy── · ◀──PortalOrange── grad
                       out: portal.grad      moved back                      in: portal.grad
 
+A phony lies where the tensor is: autograd runs a node in its thread for the device of what the
+node gave in forward, and the thread of another device may be busy.
+
 [Note: Tensor life of a portal]
 A portal lets go of its tensor when each that needs it has had it. Its *life* is how many there
 are still to come::

@@ -1,0 +1,171 @@
+"""Mutations: each line of the package that waits, records or chooses a stream, taken out.
+
+With each goes the program that notices, by a race, a wrong number, an error, or by what it no
+longer does at the same time.
+"""
+import ast
+import inspect
+import textwrap
+from typing import Any, NamedTuple
+
+from tests.accelerator import programs as P
+from torchgpipe.engine import copy, edges, pipeline, stream, worker
+from torchgpipe.engine.checkpoint import recomputation, samples
+from torchgpipe.skip import portal
+from torchgpipe.stream import default_stream, no_context
+
+__all__ = ['MUTATIONS', 'Mutation']
+
+
+class Mutation(NamedTuple):
+    """A piece of a function's source, who notices when it is gone, and what to put in its place.
+
+    That says ``mutated()``, or ``mutated(value)``: see :class:`Mutated`.
+    """
+
+    function: Any
+    old: str
+    program: Any
+    new: str = 'mutated()'
+
+    def __str__(self):
+        new = '' if self.new == 'mutated()' else f' -> {self.new}'
+        return f'{self.function.__qualname__}: {self.old}{new}'
+
+    def force(self, monkeypatch):
+        """Put it in force; give what counts."""
+        mutated = Mutated()
+        monkeypatch.setitem(self.function.__globals__, 'mutated', mutated)
+        monkeypatch.setattr(self.function, '__code__', self._code())
+        return mutated
+
+    def _code(self):
+        source = textwrap.dedent(inspect.getsource(self.function))
+        assert source.count(self.old) == 1, f'{self}: not what the function says'
+        tree = ast.parse(source.replace(self.old, self.new))
+        tree.body[0].decorator_list = []
+        scope = dict(self.function.__globals__)
+        exec(compile(tree, f'<{self}>', 'exec'), scope)
+        return scope[self.function.__name__].__code__
+
+
+class Mutated:
+    """What stands in the place of a line, and counts how often."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, value=no_context):
+        """Give a value, or a context that does nothing."""
+        self.calls += 1
+        return value
+
+    def default(self, device):
+        """Give the default stream of a device."""
+        return self(default_stream(device))
+
+
+def where_copies(name, wait):
+    """Leave out a wait where that stream is a copy stream, which is never the default one."""
+    return f'mutated() if {name}.stream_id else {wait}'
+
+
+WAIT, WAIT_BACK = 'wait_stream(next_stream, prev_stream)', 'wait_stream(prev_stream, next_stream)'
+
+# In backward the later one of two nodes on a tensor comes first.
+RECOMPUTE_LATER = ('''_wait(self.stream, departures[i], output)  # 2
+        if recomputation is not None:
+            recomputation.join(output)  # 3
+''', '''recomputation is not None and recomputation.join(output)
+            mutated(_wait(self.stream, departures[i], output))
+''')
+
+MUTATIONS = [Mutation(*mutation) for mutation in [
+    # Copies
+    (copy.copy_tensor, 'use_stream(source)', P.copies_overlap_with_computation),
+    (copy.copy_tensor, 'use_stream(target)', P.copies_overlap_with_computation),
+    (copy.copy_tensor, 'record_stream(tensor, source)', P.training),
+    (copy.copy_tensor, 'record_stream(copied, compute)', P.without_grad),
+    (copy.Copy.forward, 'current_stream(get_device(next_stream))', P.without_grad,
+     'mutated(next_stream)'),
+    (copy.Copy.forward, 'current_stream(get_device(next_stream))', P.side_streams_without_grad,
+     'mutated.default(get_device(next_stream))'),
+    (copy.Copy.forward, 'current_stream(get_device(prev_stream))',
+     P.a_hook_gives_another_gradient, 'mutated.default(get_device(prev_stream))'),
+    (copy.Copy.backward, 'ctx.prev_compute', P.a_hook_gives_another_gradient,
+     'mutated(prev_stream)'),
+    (portal.PortalCopy.forward, 'current_stream(get_device(next_stream))', P.without_grad,
+     'mutated(next_stream)'),
+    (portal.PortalCopy.forward, 'current_stream(get_device(next_stream))',
+     P.side_streams_without_grad, 'mutated.default(get_device(next_stream))'),
+    (portal.PortalCopy.forward, 'current_stream(get_device(prev_stream))',
+     P.gradients_accumulate_on_side_streams, 'mutated.default(get_device(prev_stream))'),
+    (portal.PortalCopy.backward, 'ctx.prev_compute', P.gradients_accumulate_on_side_streams,
+     'mutated(prev_stream)'),
+
+    # Waits: of the compute stream for an arrival, and of a copy stream before a departure
+    (copy.Wait.forward, WAIT, P.training, where_copies('prev_stream', WAIT)),
+    (copy.Wait.forward, WAIT, P.training, where_copies('next_stream', WAIT)),
+    (copy.Wait.backward, WAIT_BACK, P.training, where_copies('prev_stream', WAIT_BACK)),
+    (copy.Wait.backward, WAIT_BACK, P.only_a_skip_has_a_gradient,
+     where_copies('next_stream', WAIT_BACK)),
+    (edges._wait, 'Wait.apply(prev_stream, next_stream, *batch)', P.training, 'mutated(batch)'),
+    (edges.Edges.arrive, '_wait(self._arrivals[i], self.stream, batch)', P.training),
+    (edges.Edges.leave, '_wait(self.stream, departures[i], output)', P.training),
+    (stream.wait_stream, 'as_cuda(source).wait_stream(as_cuda(target))', P.training),
+    (stream.wait_stream, 'as_cuda(target).synchronize()', P.the_host_waits),
+    (stream.record_stream, 'tensor.record_stream(as_cuda(stream))', P.training),
+
+    # The streams on which cells and copies run
+    (pipeline.Pipeline._make_edges, 'current_stream(partition.device)',
+     P.side_streams_without_grad, 'mutated.default(partition.device)'),
+    (pipeline.Pipeline._run_group, 'use_stream(self._edges[group[0][1]].stream)',
+     P.side_streams_without_grad),
+    (pipeline.Pipeline.compute, 'use_device(self._engine.partitions[0].device)',
+     P.layers_make_tensors),
+    (pipeline.Pipeline.__init__, 'engine.workers.copy_streams(partition.device, len(batches))',
+     P.copies_overlap_with_computation,
+     'mutated([current_stream(partition.device)] * len(batches))'),
+    (pipeline.Pipeline._streams, 'self._copy_streams[prev_j][i], self._copy_streams[next_j][i]',
+     P.copies_overlap_with_computation,
+     'mutated((self._edges[prev_j].stream, self._edges[next_j].stream))'),
+    (worker.Workers.copy_streams, 'new_stream(device)', P.copies_overlap_with_computation,
+     'mutated((streams or [new_stream(device)])[0])'),
+    (stream.new_stream, 'torch.Stream(device)', P.copies_overlap_with_computation,
+     'mutated(current_stream(device))'),
+    (stream.current_stream, 'torch.accelerator.current_stream(device)',
+     P.side_streams_without_grad, 'mutated.default(device)'),
+    (stream.use_device, 'torch.accelerator.device_index(device.index)', P.layers_make_tensors),
+    (stream._Current.__enter__, 'torch.accelerator.current_device_index()', P.layers_make_tensors,
+     'mutated(self._stream.device.index)'),
+    (stream._Current.__enter__, 'torch.accelerator.current_stream(self._stream.device)',
+     P.without_grad, 'mutated(self._stream)'),
+    (stream._Current.__enter__, 'torch.accelerator.set_stream(self._stream)',
+     P.copies_overlap_with_computation),
+    (stream._Current.__exit__, 'torch.accelerator.set_stream(self._before)', P.without_grad),
+    (stream._Current.__exit__, 'torch.accelerator.set_device_index(self._device)',
+     P.layers_make_tensors),
+
+    # Backward: recomputations, samples, and the nodes on the way
+    (recomputation.Recomputation.__init__, 'current_stream(device)',
+     P.gradients_accumulate_on_side_streams, 'mutated.default(device)'),
+    (recomputation.Recomputation.fill, 'use_stream(self._stream)',
+     P.recomputations_overlap_with_what_comes_before),
+    (recomputation.Recomputation.join, 'output.find_grad()', P.outputs_in_two_places,
+     'mutated(0)'),
+    (recomputation.Recomputation.join, 'output[k].device', P.outputs_in_two_places,
+     'mutated(torch.device("cpu"))'),
+    (samples._event, 'torch.accelerator.current_stream(device).record_event()',
+     P.samples_from_another_device, 'mutated(torch.Event(device))'),
+    (samples._event, 'torch.accelerator.current_stream(device)', P.samples_from_another_device,
+     'mutated(torch.accelerator.current_stream())'),
+    (edges.Edges.leave, 'no_context if departures is None else use_stream(departures[i])',
+     P.recomputations_overlap_with_what_comes_before),
+    (edges.Edges.leave, RECOMPUTE_LATER[0], P.recomputations_overlap_with_what_comes_before,
+     RECOMPUTE_LATER[1]),
+    (portal.PortalBlue.forward, 'tensor.device',
+     P.gradients_of_skips_stay_in_the_threads_of_their_devices, 'mutated(torch.device("cpu"))'),
+    (portal.PortalCopy.forward, 'get_phony(get_device(next_stream), ',
+     P.gradients_of_skips_stay_in_the_threads_of_their_devices,
+     'get_phony(mutated(torch.device("cpu")), '),
+]]

@@ -1,0 +1,263 @@
+"""Programs that need what the package does about streams: waits, records, choices of a stream.
+
+Each compares with the unwrapped model, or says what may not wait for what, while the race detector
+looks on. To copy a number to the CPU is to wait for all that was queued before, so they do that at
+their end only.
+"""
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from tests import accelerator
+from tests.accelerator.layers import AddTable, Elsewhere, First, Pop, Shift, Stash, TwoPlaces
+from tests.accelerator.timeline import Timeline
+from tests.helpers import assert_same, gradients
+from tests.skip.models import WIDTH, crossing
+from torchgpipe import GPipe, NoChunk
+from torchgpipe.copy import Copy, Wait
+from torchgpipe.skip.portal import Portal
+from torchgpipe.stream import CPUStream
+
+FOUR = ['sim:0', 'sim:1', 'sim:2', 'sim:3']
+
+
+class Pair:
+    """A model on the CPU, and the same in a pipeline."""
+
+    def __init__(self, model, balance, devices=FOUR, mode='always', chunks=3):
+        self.model = copy.deepcopy(model)
+        self.gpipe = GPipe(model, balance, devices=devices, chunks=chunks, checkpoint=mode)
+        self.outputs = []
+
+    def forward(self):
+        """Give the losses of both."""
+        x = torch.randn(7, WIDTH, dtype=torch.double)
+        expected, actual = self.model(x), self.gpipe(x.to(self.gpipe.devices[0]))
+        self.outputs.append((expected.detach(), actual.detach()))
+        return expected.square().sum(), actual.square().sum()
+
+    def train(self, steps=2):
+        """Let both do training steps, without a wait between them."""
+        for _ in range(steps):
+            for loss in self.forward():
+                loss.backward()
+
+    def check(self):
+        """Compare outputs and gradients."""
+        expected, actual = zip(*self.outputs)
+        assert_same([*(y.cpu() for y in actual), *gradients(self.gpipe)],
+                    [*expected, *gradients(self.model)], 1e-9)
+
+
+@contextmanager
+def side_streams():
+    """Let other streams than the default ones be current, on all devices."""
+    before = [torch.accelerator.current_stream(device) for device in range(4)]
+    sides = [torch.Stream(stream.device) for stream in before]
+    use = torch.accelerator.set_stream
+    for side, stream in zip(sides, before):
+        side.wait_stream(stream)
+        use(side)
+    torch.accelerator.set_device_index(0)
+    try:
+        yield
+    finally:
+        for side, stream in zip(sides, before):
+            stream.wait_stream(side)
+            use(stream)
+        torch.accelerator.set_device_index(0)
+
+
+def training(mode='except_last'):
+    """Train on four devices; skips cross, nest, and pass devices by."""
+    pair = Pair(crossing(), [2, 1, 2, 1], mode=mode)
+    pair.train()
+    pair.check()
+
+
+def without_grad():
+    """Free what was copied to the last partition while it is read: no backward comes after."""
+    pair = Pair(crossing(), [2, 2, 2])
+    with torch.no_grad():
+        for _ in range(3):
+            pair.forward()
+    pair.check()
+
+
+def partitions_share_devices(mode='except_last'):
+    """Let partitions have copy streams in common."""
+    pair = Pair(crossing(), [1, 2, 2, 1], ['sim:0', 'sim:1', 'sim:0', 'sim:1'], mode)
+    pair.train()
+    pair.check()
+
+
+def devices_and_the_cpu(mode='except_last'):
+    """Go from a device to the CPU and back, and the other way round."""
+    for devices in (['sim:0', 'cpu', 'sim:1'], ['cpu', 'sim:0', 'cpu']):
+        pair = Pair(crossing(), [2, 2, 2], devices, mode)
+        pair.train()
+        pair.check()
+
+
+def side_streams_without_grad():
+    """The same as without grad, where the current streams are not the default ones."""
+    with side_streams():
+        without_grad()
+
+
+def gradients_accumulate_on_side_streams(mode='except_last'):
+    """Copy gradients into memory that the backward pass before has freed.
+
+    Where the current stream is the default one, autograd orders that.
+    """
+    pair = Pair(crossing(), [2, 1, 2, 1], mode=mode)
+    with side_streams():
+        losses = [*pair.forward(), *pair.forward()]
+        for loss in losses:
+            loss.backward()
+    pair.check()
+
+
+def backward_in_another_thread(mode='except_last'):
+    """Call backward where other streams are current than in forward."""
+    pair = Pair(crossing(), [2, 1, 2, 1], mode=mode)
+    with side_streams(), ThreadPoolExecutor(1) as pool:
+        losses = [*pair.forward(), *pair.forward()]
+        for loss in losses:
+            pool.submit(loss.backward).result()
+    pair.check()
+
+
+def micro_batches_share_a_tensor(mode='except_last'):
+    """Copy one tensor for each micro-batch, and sum up what comes back."""
+    pair = Pair(nn.Sequential(AddTable(), AddTable(), AddTable(), First()).double(), [1, 1, 2],
+                mode=mode)
+    x, table = torch.randn(7, WIDTH).double(), torch.randn(WIDTH).double().requires_grad_()
+    there = table.detach().to('sim:0').requires_grad_()
+    for _ in range(2):
+        pair.model[1:](pair.model[0](x, table * 2)).square().sum().backward()
+        pair.gpipe(x.to('sim:0'), NoChunk(there * 2)).square().sum().backward()
+    assert_same([there.grad.cpu(), *gradients(pair.gpipe)],
+                [table.grad, *gradients(pair.model)], 1e-9)
+
+
+def a_hook_gives_another_gradient():
+    """Read what was copied in a hook, after which nobody needs it."""
+    with side_streams():
+        compute = [torch.accelerator.current_stream(device) for device in range(2)]
+        copies = [torch.Stream(stream.device) for stream in compute]
+
+        def double(grads, _):
+            compute[0].wait_stream(copies[0])
+            with accelerator.on(compute[0]):
+                return tuple(grad * 2 for grad in grads)
+
+        x, losses = torch.ones(1, device='sim:0', requires_grad=True), []
+        for _ in range(3):
+            y, = Wait.apply(compute[0], copies[0], x * 1)
+            y, = Copy.apply(*copies, y)
+            y.grad_fn.register_hook(double)
+            losses += Wait.apply(copies[1], compute[1], y)
+        for loss in losses:
+            loss.backward()
+    assert x.grad.item() == 6
+
+
+def only_a_skip_has_a_gradient(mode='except_last'):
+    """Bring back one gradient through a portal and none through autograd, which would wait."""
+    pair = Pair(nn.Sequential(Stash(WIDTH, WIDTH).double(), Pop()), [1, 1], mode=mode)
+    pair.train(3)
+    pair.check()
+
+
+def gradients_of_skips_stay_in_the_threads_of_their_devices():
+    """Let no node of a portal run in the thread of another device, which may be busy."""
+    portals, layers = [], []
+
+    def note(threads):
+        return lambda *_: threads.append(threading.get_ident())
+
+    gpipe = GPipe(nn.Sequential(Stash(WIDTH, WIDTH), Pop()), [1, 1])
+    gpipe.partitions[0].register_full_backward_hook(note(layers))
+    use_grad = Portal.use_grad
+    with patch.object(Portal, 'use_grad', lambda self: (note(portals)(), use_grad(self))[1]):
+        output = gpipe(torch.rand(1, WIDTH, device='sim:0', requires_grad=True))
+        output.register_hook(note(layers))
+        output.sum().backward()
+    assert len(set(layers)) == 2 and portals == layers
+
+
+def outputs_in_two_places():
+    """Recompute each micro-batch once, where two of autograd's threads are at work."""
+    layer = TwoPlaces()
+    gpipe = GPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), layer), [1, 1], chunks=4,
+                  checkpoint='always')
+    a, b = gpipe(torch.rand(4, WIDTH, device='sim:0'))
+    (a.sum() + b.cpu().sum()).backward()
+    assert layer.recomputed == 4
+
+
+def samples_from_another_device():
+    """Compare samples when they have come, wherever they come from."""
+    layer = Elsewhere()
+    pair = Pair(nn.Sequential(nn.Linear(WIDTH, WIDTH).double(), layer), [1, 1], chunks=1)
+    pair.train(1)
+    layer.moved.synchronize()
+    pair.train(1)
+    pair.check()
+
+
+def layers_make_tensors():
+    """Let layers find their device current, and the caller's be current afterwards."""
+    for devices in (['sim:2', 'sim:2'], ['sim:1', 'sim:2']):
+        pair = Pair(nn.Sequential(Shift(WIDTH, WIDTH), Shift(WIDTH, WIDTH)).double(), [1, 1],
+                    devices)
+        pair.train()
+        pair.check()
+        assert torch.accelerator.current_device_index() == 0
+
+
+def the_host_waits():
+    """Look at a number on the CPU that a stream has yet to copy there."""
+    stream = torch.Stream('sim:0')
+    with accelerator.on(stream):
+        x = torch.ones(3, device='sim:0', requires_grad=True)
+        accelerator.sleep(10000)
+        y = x.to('cpu', non_blocking=True)
+    y, = Wait.apply(stream, CPUStream, y)
+    assert y.tolist() == [1, 1, 1]
+
+
+def copies_overlap_with_computation():
+    """Let the next micro-batch be copied while a partition computes, and the other way round."""
+    timeline = Timeline().run()
+    for j in range(2):
+        there, back = (f'to {j + 1} from', j), (f'to {j} from', j + 1)
+        assert timeline.is_free(there, ('forward', j + 1), after=1)
+        assert timeline.is_free(('forward', j), there, after=1)
+        assert timeline.is_free(back, ('backward', j), after=1)
+        assert timeline.is_free(('backward', j + 1), back, after=1)
+
+
+def recomputations_overlap_with_what_comes_before():
+    """Recompute while the next partition is in backward, and while its gradient is copied."""
+    timeline = Timeline().run()
+    for j in range(2):
+        assert timeline.is_free(('recomputation', j), ('backward', j + 1))
+        assert timeline.is_free(('recomputation', j), (f'to {j} from', j + 1))
+
+
+#: Those that are run in each checkpoint mode.
+IN_MODES = [training, partitions_share_devices, devices_and_the_cpu,
+            gradients_accumulate_on_side_streams, backward_in_another_thread,
+            only_a_skip_has_a_gradient, micro_batches_share_a_tensor]
+
+OTHERS = [without_grad, side_streams_without_grad, a_hook_gives_another_gradient,
+          gradients_of_skips_stay_in_the_threads_of_their_devices, outputs_in_two_places,
+          samples_from_another_device, layers_make_tensors, the_host_waits,
+          copies_overlap_with_computation, recomputations_overlap_with_what_comes_before]

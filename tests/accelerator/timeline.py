@@ -1,0 +1,76 @@
+"""A timeline of a training step: what may be done at the same time, without a look at the time."""
+from collections import defaultdict
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from tests import accelerator
+from torchgpipe import GPipe, is_recomputing
+
+__all__ = ['Timeline']
+
+WIDTH = 3
+
+
+class Timeline:
+    """Events in the streams that do the work, by what is done where, in the order of the queue."""
+
+    def __init__(self):
+        self.events = defaultdict(list)
+
+    def mark(self, what, device):
+        """Note that something is queued on the current stream of a device."""
+        event = torch.accelerator.current_stream(device).record_event()
+        self.events[what, device.index].append(event)
+
+    def run(self):
+        """Do a step with three micro-batches on three devices, which are checkpointed."""
+        to = torch.Tensor.to
+
+        def copied(x, *args, **kwargs):
+            y = to(x, *args, **kwargs)
+            if {x.device.type, y.device.type} == {'sim'} and x.device != y.device:
+                self.mark(f'to {y.device.index} from', x.device)
+            return y
+
+        gpipe = GPipe(nn.Sequential(*[Marked(self) for _ in range(3)]), [1, 1, 1], chunks=3,
+                      checkpoint='always')
+        with patch.object(torch.Tensor, 'to', copied):
+            gpipe(torch.ones(3, WIDTH, device='sim:0')).sum().backward()
+        return self
+
+    def is_free(self, what, of, after=0):
+        """Tell whether the one does not wait for the other, with so many micro-batches between."""
+        waiting, over = self.events[what], self.events[of]
+        assert len(waiting) == len(over) == 3
+        return not any(map(accelerator.is_ordered, over, waiting[after:]))
+
+
+class Mark(torch.autograd.Function):
+    """An identity that is on the timeline."""
+
+    @staticmethod
+    def forward(ctx, x, timeline):
+        """Mark a first pass or a recomputation."""
+        ctx.timeline = timeline
+        timeline.mark('recomputation' if is_recomputing() else 'forward', x.device)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Mark a backward pass."""
+        ctx.timeline.mark('backward', grad.device)
+        return grad.clone(), None
+
+
+class Marked(nn.Linear):
+    """A layer that is on a timeline."""
+
+    def __init__(self, timeline):
+        super().__init__(WIDTH, WIDTH)
+        self.timeline = timeline
+
+    def forward(self, x):
+        """Do so."""
+        return Mark.apply(super().forward(x), self.timeline)
