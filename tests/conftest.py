@@ -5,6 +5,7 @@ And a clock, for those that ask for it.
 import gc
 import os
 import threading
+import zlib
 from importlib import import_module
 
 import pytest
@@ -12,7 +13,11 @@ import torch
 
 from tests import accelerator
 from tests.clock import Clock
-from tests.helpers import ACCELERATOR
+from tests.devices import ACCELERATOR
+from tests.everywhere import Everywhere
+
+#: A kernel of the simulated accelerator begins later by up to so much.
+MOST_MICROSECONDS = int(os.environ.get('TORCHGPIPE_SIM_MOST', 100))
 
 
 @pytest.fixture(autouse=True)
@@ -64,14 +69,30 @@ def no_race():
 
 @pytest.fixture(autouse=True)
 def on_sim(request):
-    """Let tests on the simulated accelerator start with no delays, and look for races."""
+    """Let tests run on the simulated accelerator behind delays, and look for races.
+
+    Those that are for the simulated accelerator only make delays of their own.
+    """
     if not (accelerator.is_loaded() and {'sim', 'accelerator'} & set(request.keywords)):
         yield
         return
-    accelerator.set_delays()
+    if 'sim' in request.keywords:
+        accelerator.set_delays()
+    else:
+        accelerator.set_delays(_seed_of(request.node.nodeid), MOST_MICROSECONDS)
     request.getfixturevalue('no_race')
     yield
     accelerator.set_delays()
+
+
+def _seed_of(name):
+    """Give each test delays of its own; others for another TORCHGPIPE_SIM_SEED."""
+    return zlib.crc32(f"{os.environ.get('TORCHGPIPE_SIM_SEED', '')} {name}".encode())
+
+
+def pytest_configure(config):
+    """Look after tests that have a device in them."""
+    config.pluginmanager.register(Everywhere())
 
 
 def pytest_collection_modifyitems(items):

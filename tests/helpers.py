@@ -13,17 +13,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests import accelerator
+from torchgpipe import GPipe
 from torchgpipe.engine import partition
 
-#: The type of device that tests marked `accelerator` run on: a real one, or the simulated one.
-ACCELERATOR = str(torch.accelerator.current_accelerator(check_available=True) or 'sim')
-
-#: One worker for all partitions, and one for each.
-DEVICES = {'one worker': lambda n: ['cpu'] * n,
-           'a worker each': lambda n: [f'cpu:{j}' for j in range(n)]}
 MODES = ['always', 'except_last', 'never']
 
-devices = pytest.mark.parametrize('devices', list(DEVICES.values()), ids=list(DEVICES))
 modes = pytest.mark.parametrize('mode', MODES)
 
 
@@ -44,14 +38,14 @@ def gradients(module):
 
 
 def assert_same(actual, expected, tolerance=1e-12):
-    """Compare two lists of tensors or Nones."""
+    """Compare two lists of tensors or Nones, on whatever devices."""
     actual, expected = list(actual), list(expected)
     assert len(actual) == len(expected)
     for a, b in zip(actual, expected):
         assert (a is None) == (b is None)
         if a is not None:
             assert a.dtype == b.dtype and a.shape == b.shape
-            assert (a - b).abs().max().item() <= tolerance
+            assert (a.cpu() - b.cpu()).abs().max().item() <= tolerance
 
 
 def nodes(tensor):
@@ -65,10 +59,20 @@ def nodes(tensor):
     return found
 
 
+def on_first(gpipe, x):
+    """Give a copy of a tensor on the device where a pipeline begins."""
+    return x.detach().to(gpipe.devices[0], copy=True)
+
+
+def call(net, x):
+    """Call a model on the CPU, or a pipeline, with an input where it begins."""
+    return net(x.to(net.devices[0]) if isinstance(net, GPipe) else x)
+
+
 def train_both(model, gpipe, x, *, context=None):
     """Run forward and backward on both, and compare outputs and gradients."""
     reference = copy.deepcopy(model)
-    a, b = x.detach().clone().requires_grad_(), x.detach().clone().requires_grad_()
+    a, b = x.detach().clone().requires_grad_(), on_first(gpipe, x).requires_grad_()
     with context() if context else nothing():
         expected = reference(a)
     expected.square().sum().backward()
@@ -96,13 +100,6 @@ def as_if_on_several(monkeypatch, number):
     """Take partitions on one device for partitions on several, so that they copy and wait."""
     keys = itertools.cycle(range(number))
     monkeypatch.setattr(partition, 'device_key', lambda device: (device.type, next(keys)))
-
-
-def places(letters):
-    """Give a device for each letter: `c` is the CPU, `a` the next of the accelerators."""
-    count = torch.accelerator.device_count() if 'a' in letters else 0
-    return ['cpu' if letter == 'c' else f'{ACCELERATOR}:{j % count}'
-            for j, letter in enumerate(letters)]
 
 
 def sleep(milliseconds):
@@ -189,16 +186,16 @@ class WeakLog:
 
 
 def _train(gpipe):
-    gpipe(torch.rand(8, 4)).sum().backward()
+    gpipe(torch.rand(8, 4, device=gpipe.devices[0])).sum().backward()
 
 
 def _forget(gpipe):
-    gpipe(torch.rand(8, 4))
+    gpipe(torch.rand(8, 4, device=gpipe.devices[0]))
 
 
 def _no_grad(gpipe):
     with torch.no_grad():
-        gpipe(torch.rand(8, 4))
+        gpipe(torch.rand(8, 4, device=gpipe.devices[0]))
 
 
 #: Steps after which nothing of them may be alive.
@@ -207,7 +204,7 @@ STEPS = {'backward': _train, 'no backward': _forget, 'no grad': _no_grad}
 
 def train_twice(reference, gpipe, x, input_grad):
     """Run two steps of both, and one without grad; compare all that comes of it."""
-    a, b = x.clone(), x.clone()
+    a, b = x.clone(), on_first(gpipe, x)
     if input_grad:
         a.requires_grad_(), b.requires_grad_()
     for _ in range(2):

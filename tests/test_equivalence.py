@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.helpers import (ACCELERATOR, DEVICES, MODES, Slow, as_if_on_several, assert_same,
-                           gradients, micro_batches, places, train_both, train_twice)
+from tests.devices import ACCELERATOR, devices, one_worker, places, workers
+from tests.helpers import (MODES, Slow, as_if_on_several, assert_same, call, gradients,
+                           micro_batches, modes, train_both, train_twice)
 from torchgpipe import GPipe
 
 
@@ -54,36 +55,36 @@ def cases(draw):
     return balance, kinds
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@devices
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(case=cases(), chunks=st.sampled_from([1, 2, 3, 8]), size=st.integers(1, 9),
-       mode=st.sampled_from(MODES), devices=st.sampled_from(list(DEVICES)),
-       input_grad=st.booleans())
-def test_outputs_and_gradients(case, chunks, size, mode, devices, input_grad):
+       mode=st.sampled_from(MODES), input_grad=st.booleans())
+def test_outputs_and_gradients(devices, case, chunks, size, mode, input_grad):
     balance, kinds = case
     torch.manual_seed(size * 31 + chunks)
     model = nn.Sequential(*layers(kinds)).double()
     reference = copy.deepcopy(model)
-    gpipe = GPipe(model, balance, devices=DEVICES[devices](len(balance)), chunks=chunks,
+    gpipe = GPipe(model, balance, devices=devices(len(balance)), chunks=chunks,
                   checkpoint=mode)
     train_twice(reference, gpipe, torch.randn(size, 3, dtype=torch.double), input_grad)
 
 
 @pytest.mark.parametrize('n', [1, 2, 3, 4])
-@pytest.mark.parametrize('mode', MODES)
+@modes
 @pytest.mark.parametrize('chunks', [1, 2, 3, 8])
-@pytest.mark.parametrize('devices', list(DEVICES))
+@devices
 def test_every_combination(n, mode, chunks, devices):
     """The grid of the same promise: every batch size from 1 to 9."""
     model = nn.Sequential(*layers(['linear', 'tanh', 'pair', 'linear'])).double()
     balance = {1: [4], 2: [1, 3], 3: [1, 2, 1], 4: [1, 1, 1, 1]}[n]
     for size in range(1, 10):
-        train_both(model, GPipe(copy.deepcopy(model), balance, devices=DEVICES[devices](n),
+        train_both(model, GPipe(copy.deepcopy(model), balance, devices=devices(n),
                                 chunks=chunks, checkpoint=mode),
                    torch.randn(size, 3, dtype=torch.double))
 
 
-@pytest.mark.parametrize('devices', list(DEVICES))
-@pytest.mark.parametrize('mode', MODES)
+@devices
+@modes
 def test_five_steps_with_momentum_and_dropout(mode, devices):
     """Float32, against the same micro-batches run unwrapped, in the order of the clock."""
     def make():
@@ -91,21 +92,24 @@ def test_five_steps_with_momentum_and_dropout(mode, devices):
         return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 16),
                              nn.Dropout(0.3), nn.Linear(16, 2))
 
-    def cells(model, x, chunks):
+    reference, model = make(), make()
+    gpipe = GPipe(model, [3, 3], devices=devices(2), chunks=4, checkpoint=mode)
+    # On the same devices, as these may have generators of their own.
+    parts = [reference[3 * j:3 * j + 3].to(device) for j, device in enumerate(gpipe.devices)]
+
+    def cells(x, chunks):
         values = list(micro_batches(x, chunks))
         m = len(values)
         for k in range(m + 1):
-            for i, part in ((k, model[:3]), (k - 1, model[3:])):
+            for i, part, device in zip((k, k - 1), parts, gpipe.devices):
                 if 0 <= i < m:
-                    values[i] = part(values[i])
+                    values[i] = part(values[i].to(device))
         return torch.cat(values)
 
-    reference, model = make(), make()
-    gpipe = GPipe(model, [3, 3], devices=DEVICES[devices](2), chunks=4, checkpoint=mode)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
                   for net in (reference, gpipe)]
-    data = torch.randn(5, 10, 6)
-    for run, net, optimizer in ((lambda x: cells(reference, x, 4), reference, optimizers[0]),
+    data = torch.randn(5, 10, 6).to(devices.first)
+    for run, net, optimizer in ((lambda x: cells(x, 4), reference, optimizers[0]),
                                 (gpipe, gpipe, optimizers[1])):
         torch.manual_seed(7)
         for x in data:
@@ -116,7 +120,7 @@ def test_five_steps_with_momentum_and_dropout(mode, devices):
     assert_same(gradients(gpipe), gradients(reference), 1e-6)
 
 
-@pytest.mark.parametrize('devices', list(DEVICES))
+@devices
 def test_layers_with_state_of_their_own(devices):
     class Last(nn.Module):
         def forward(self, input):
@@ -125,35 +129,38 @@ def test_layers_with_state_of_their_own(devices):
     model = nn.Sequential(nn.LSTM(3, 4, batch_first=True), Last(),
                           nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True),
                           nn.Flatten(), nn.Linear(20, 2)).double()
-    gpipe = GPipe(copy.deepcopy(model), [2, 3], devices=DEVICES[devices](2), chunks=3,
+    gpipe = GPipe(copy.deepcopy(model), [2, 3], devices=devices(2), chunks=3,
                   checkpoint='always')
     train_both(model, gpipe, torch.randn(7, 5, 3, dtype=torch.double))
 
 
-def test_integer_input():
+@workers
+def test_integer_input(devices):
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2)).double()
     reference = copy.deepcopy(model)
-    gpipe = GPipe(model, [1, 1], devices=['cpu:0', 'cpu:1'], chunks=3, checkpoint='always')
+    gpipe = GPipe(model, [1, 1], devices=devices(2), chunks=3, checkpoint='always')
     x = torch.randint(10, (7, 3))
-    expected, actual = reference(x), gpipe(x)
+    expected, actual = reference(x), call(gpipe, x)
     expected.square().sum().backward()
     actual.square().sum().backward()
     assert_same([actual, *gradients(gpipe)], [expected, *gradients(reference)])
 
 
-def test_gradients_accumulate():
+@workers
+def test_gradients_accumulate(devices):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
     reference = copy.deepcopy(model)
-    gpipe = GPipe(model, [1, 1], devices=['cpu:0', 'cpu:1'], chunks=2)
+    gpipe = GPipe(model, [1, 1], devices=devices(2), chunks=2)
     for _ in range(3):
         x = torch.randn(5, 3, dtype=torch.double)
-        gpipe(x).square().sum().backward()
+        call(gpipe, x).square().sum().backward()
         reference(x).square().sum().backward()
     assert_same(gradients(gpipe), gradients(reference))
 
 
-@pytest.mark.parametrize('mode', MODES)
-def test_no_gradient_is_computed_for_data_that_needs_none(mode):
+@one_worker
+@modes
+def test_no_gradient_is_computed_for_data_that_needs_none(devices, mode):
     asked = []
 
     class Product(torch.autograd.Function):
@@ -175,14 +182,14 @@ def test_no_gradient_is_computed_for_data_that_needs_none(mode):
         def forward(self, x):
             return Product.apply(x, self.weight)
 
-    gpipe = GPipe(nn.Sequential(First(), nn.Linear(2, 2)), [1, 1], devices=['cpu', 'cpu'],
+    gpipe = GPipe(nn.Sequential(First(), nn.Linear(2, 2)), [1, 1], devices=devices(2),
                   chunks=3, checkpoint=mode)
-    gpipe(torch.rand(3, 2)).sum().backward()
+    gpipe(torch.rand(3, 2, device=devices.first)).sum().backward()
     assert asked == [False] * 3
 
 
 @pytest.mark.accelerator
-@pytest.mark.parametrize('mode', MODES)
+@modes
 @pytest.mark.parametrize('where', ['aaa', 'cac', 'aca'])
 def test_accelerators_and_mixed_devices(mode, where):
     """With one accelerator, copies go to the CPU and back; with several, between them too."""
@@ -200,7 +207,7 @@ def test_accelerators_and_mixed_devices(mode, where):
 
 
 @pytest.mark.accelerator
-@pytest.mark.parametrize('mode', MODES)
+@modes
 def test_streams_do_not_race(mode, monkeypatch):
     """Two partitions on one device, made to copy as if they were on two, behind slow kernels."""
     as_if_on_several(monkeypatch, 2)

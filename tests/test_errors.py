@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import MODES, Spy, WeakLog, assert_same, devices, gradients
+from tests.devices import devices
+from tests.helpers import MODES, Spy, WeakLog, assert_same, gradients
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.worker import Workers

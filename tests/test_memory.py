@@ -3,7 +3,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import MODES, STEPS, WeakLog, devices, modes
+from tests.devices import devices
+from tests.helpers import MODES, STEPS, WeakLog, modes
 from torchgpipe import GPipe
 from torchgpipe.balance.live import LiveTensors
 

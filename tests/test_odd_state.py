@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
-from tests.helpers import DEVICES, MODES, assert_same, gradients
+from tests.devices import DEVICES
+from tests.helpers import MODES, assert_same, gradients
 from torchgpipe import GPipe
 
 #: What may be refused, by which kind of layer. Nothing else is an error, and nothing is wrong.

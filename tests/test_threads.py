@@ -5,7 +5,8 @@ import threading
 import torch
 from torch import nn
 
-from tests.helpers import assert_same, devices, gradients, modes
+from tests.devices import devices
+from tests.helpers import assert_same, gradients, modes
 from torchgpipe import GPipe
 from torchgpipe.locks import _Several, layer_lock
 

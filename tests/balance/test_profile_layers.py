@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from tests.balance.models import MODELS, resnet
-from tests.helpers import ACCELERATOR
+from tests.devices import ACCELERATOR
 from torchgpipe import GPipe
 from torchgpipe.balance import Profile, balance_by_size, balance_by_time, profile
 

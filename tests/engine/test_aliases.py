@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import MODES, assert_same, devices, gradients
+from tests.devices import devices
+from tests.helpers import MODES, assert_same, gradients
 from torchgpipe import GPipe
 from torchgpipe.engine import pipeline
 

@@ -2,7 +2,8 @@
 import pytest
 import torch
 
-from tests.helpers import ACCELERATOR, places, sleep
+from tests.devices import ACCELERATOR, places
+from tests.helpers import sleep
 from torchgpipe.copy import Copy, Wait
 from torchgpipe.stream import (CPUStream, current_stream, default_stream, get_device, is_cuda,
                                new_stream, record_stream, use_device, use_stream, wait_stream)

@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from tests.helpers import ACCELERATOR
+from tests.devices import ACCELERATOR
 from torchgpipe.dependency import Fork, Join, fork, join
 from torchgpipe.phony import get_phony
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import Spy, assert_same, devices, modes, nodes
+from tests.devices import devices
+from tests.helpers import Spy, assert_same, modes, nodes
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.dependency import Fork, Join

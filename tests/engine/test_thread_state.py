@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers import (STEPS, Spy, WeakLog, assert_same, devices, gradients, modes, nothing,
-                           train_both)
+from tests.devices import devices
+from tests.helpers import STEPS, Spy, WeakLog, assert_same, gradients, modes, nothing, train_both
 from torchgpipe import GPipe, is_recomputing
 
 

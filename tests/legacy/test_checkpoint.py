@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import ACCELERATOR, memory_of, nodes
+from tests.devices import ACCELERATOR
+from tests.helpers import memory_of, nodes
 from torchgpipe.checkpoint import (Checkpoint, Checkpointing, Recompute, checkpoint,
                                    enable_checkpointing, enable_recomputing, is_checkpointing,
                                    is_recomputing)

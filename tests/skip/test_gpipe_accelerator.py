@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import (ACCELERATOR, Slow, as_if_on_several, assert_same, gradients, modes,
-                           places)
+from tests.devices import ACCELERATOR, places
+from tests.helpers import Slow, as_if_on_several, assert_same, gradients, modes
 from tests.skip.models import WIDTH, crossing
 from torchgpipe import GPipe
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.helpers import (DEVICES, MODES, assert_same, devices, gradients, modes, train_both,
-                           train_twice)
+from tests.devices import DEVICES, devices
+from tests.helpers import MODES, assert_same, gradients, modes, train_both, train_twice
 from tests.skip.layers import Pop, StashLinear
 from tests.skip.models import KINDS, WIDTH, build, crossing
 from torchgpipe import GPipe

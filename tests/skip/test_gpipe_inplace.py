@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import assert_same, devices, modes, train_both
+from tests.devices import devices
+from tests.helpers import assert_same, modes, train_both
 from tests.skip.layers import Pop, Stash, StashLinear, popping, stashing
 from torchgpipe import GPipe
 from torchgpipe.skip import pop, skippable

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import MODES, devices, modes, train_both
+from tests.devices import devices
+from tests.helpers import MODES, modes, train_both
 from tests.skip.layers import Pop, Stash, StashLinear, popping
 from tests.skip.models import WIDTH
 from torchgpipe import GPipe

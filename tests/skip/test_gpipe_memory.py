@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import DEVICES, STEPS, WeakLog, devices, memory_of, modes
+from tests.devices import DEVICES, devices
+from tests.helpers import STEPS, WeakLog, memory_of, modes
 from tests.skip.layers import Pop, StashLinear, popping, stashing
 from tests.skip.models import WIDTH
 from torchgpipe import GPipe, is_recomputing

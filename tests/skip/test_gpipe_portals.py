@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import devices, modes, nodes, small_model, train_both
+from tests.devices import devices
+from tests.helpers import modes, nodes, small_model, train_both
 from tests.skip.layers import Pop, Stash, StashLinear
 from tests.skip.models import WIDTH, build
 from torchgpipe import GPipe, is_checkpointing, is_recomputing

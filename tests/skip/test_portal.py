@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from tests.helpers import ACCELERATOR
+from tests.devices import ACCELERATOR
 from torchgpipe.dependency import fork, join
 from torchgpipe.skip.portal import Portal, PortalBlue, PortalCopy, PortalOrange
 from torchgpipe.stream import CPUStream, default_stream

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import DEVICES, MODES, assert_same, gradients
+from tests.devices import DEVICES
+from tests.helpers import MODES, assert_same, gradients
 from torchgpipe import GPipe
 
 devices = pytest.mark.parametrize('devices', list(DEVICES.values()), ids=list(DEVICES))

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from tests.helpers import (ACCELERATOR, DEVICES, Child, assert_same, devices, gradients,
-                           micro_batches, modes)
+from tests.devices import ACCELERATOR, DEVICES, devices
+from tests.helpers import Child, assert_same, gradients, micro_batches, modes
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.checkpoint import checkpoint
 from torchgpipe.engine.checkpoint import draws

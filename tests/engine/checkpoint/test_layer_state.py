@@ -6,8 +6,9 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
+from tests.devices import devices
 from tests.engine.checkpoint.layers import ODD, Decay, Layer, compare_modes, doubles
-from tests.helpers import assert_same, devices, gradients
+from tests.helpers import assert_same, gradients
 from torchgpipe import GPipe, is_recomputing
 
 

@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.devices import DEVICES
 from tests.engine.checkpoint.layers import Layer, doubles
-from tests.helpers import DEVICES, assert_same, gradients
+from tests.helpers import assert_same, gradients
 from torchgpipe import GPipe
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import ACCELERATOR
+from tests.devices import ACCELERATOR
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.checkpoint import samples
 

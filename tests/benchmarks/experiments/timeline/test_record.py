@@ -12,7 +12,7 @@ from benchmarks.harness import epochs
 from benchmarks.harness.campaign import campaign
 from benchmarks.harness.published import UNET_TIMELINE
 from tests.benchmarks import tiny
-from tests.helpers import ACCELERATOR
+from tests.devices import ACCELERATOR
 from torchgpipe import GPipe
 from torchgpipe.stream import CPUStream
 

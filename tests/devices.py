@@ -1,0 +1,57 @@
+"""Where tests run: in one worker of the CPU, in a worker for each partition, on accelerators."""
+import pytest
+import torch
+
+__all__ = ['ACCELERATOR', 'DEVICES', 'cpu_only', 'devices', 'one_worker', 'places', 'workers']
+
+#: The type of device that tests marked `accelerator` run on: a real one, or the simulated one.
+ACCELERATOR = str(torch.accelerator.current_accelerator(check_available=True) or 'sim')
+
+
+def places(letters):
+    """Give a device for each letter: `c` is the CPU, `a` the next of the accelerators."""
+    count = torch.accelerator.device_count() if 'a' in letters else 0
+    return ['cpu' if letter == 'c' else f'{ACCELERATOR}:{j % count}'
+            for j, letter in enumerate(letters)]
+
+
+class Devices:
+    """Devices of one kind: call it with a number of partitions, to get one for each."""
+
+    def __init__(self, make):
+        self._make = make
+
+    def __call__(self, n):
+        """Give a list of n devices."""
+        return self._make(n)
+
+    @property
+    def first(self):
+        """The device of the first partition, where inputs have to be."""
+        return torch.device(self(1)[0])
+
+    @property
+    def are_accelerators(self):
+        """Whether work on them is queued, and done later."""
+        return self.first.type != 'cpu'
+
+
+DEVICES = {'one worker': Devices(lambda n: ['cpu'] * n),
+           'a worker each': Devices(lambda n: [f'cpu:{j}' for j in range(n)]),
+           'accelerators': Devices(lambda n: places('a' * n))}
+
+
+def _on(*names):
+    """Let a test run on several kinds of devices, the last of which are accelerators."""
+    return pytest.mark.parametrize('devices', [
+        pytest.param(DEVICES[name], id=name,
+                     marks=[pytest.mark.accelerator] if name == 'accelerators' else [])
+        for name in names])
+
+
+devices = _on('one worker', 'a worker each', 'accelerators')
+one_worker = _on('one worker', 'accelerators')
+workers = _on('a worker each', 'accelerators')
+
+#: `@cpu_only('reason')` is for tests that have a device in them, and can not run on accelerators.
+cpu_only = pytest.mark.cpu_only

@@ -1,0 +1,84 @@
+"""See that each test with a device in it runs on accelerators, too, or says why it does not.
+
+A test has a device in it if it makes what is told of one: a pipeline, a worker, a checkpoint, a
+profile, an edge or a copy.
+"""
+import functools
+
+import pytest
+
+from torchgpipe.balance.measure import Flow
+from torchgpipe.engine.checkpoint.recomputation import Recomputation
+from torchgpipe.engine.copy import Copy, Wait
+from torchgpipe.engine.dependency import Fork, Join
+from torchgpipe.engine.partition import Engine
+from torchgpipe.engine.worker import Workers
+from torchgpipe.skip.portal import Portal
+
+__all__ = ['Everywhere']
+
+#: What is told of a device.
+TOLD = [(Engine, '__init__'), (Workers, '__init__'), (Recomputation, '__init__'),
+        (Flow, '__init__'), (Portal, '__init__'), (Copy, 'forward'), (Wait, 'forward'),
+        (Fork, 'forward'), (Join, 'forward')]
+
+#: Tests of something else, which may use a pipeline to show it.
+APART = {'tests/benchmarks/': 'benchmarks have tests on accelerators of their own'}
+
+
+class Everywhere:
+    """A plugin of pytest that fails tests which run on the CPU only, and do not say why."""
+
+    def __init__(self):
+        #: Of each test function with a device in it, why it runs on the CPU only, if it does.
+        self._found = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item):
+        """Look whether a test has a device in it."""
+        if not isinstance(item, pytest.Function):
+            return (yield)
+        with pytest.MonkeyPatch.context() as patch:
+            seen = _watch(patch)
+            result = yield
+        if seen:
+            reason = _why_not(item)
+            self._found[item.nodeid.split('[')[0]] = reason
+            assert reason != '', (
+                'the test has a device in it: let it run on accelerators, by `devices` of '
+                'tests/devices.py, or mark it as cpu_only(reason)')
+        return result
+
+    def pytest_terminal_summary(self, terminalreporter):
+        """Say how many there are."""
+        reasons = [reason for reason in self._found.values() if reason is not None]
+        terminalreporter.write_line(
+            f'{len(self._found)} test functions have a device in them: '
+            f'{len(self._found) - len(reasons)} run on accelerators, {len(reasons)} say why not')
+
+
+def _watch(patch):
+    """Give a list that gets longer when something is told of a device."""
+    seen = []
+    for owner, name in TOLD:
+        def watched(*args, _function=getattr(owner, name), **kwargs):
+            seen.append(_function)
+            return _function(*args, **kwargs)
+
+        watched = functools.wraps(getattr(owner, name))(watched)
+        patch.setattr(owner, name, watched if name == '__init__' else staticmethod(watched))
+    return seen
+
+
+def _why_not(item):
+    """Give the reason why a test runs on the CPU only; nothing if it gives none; None if not."""
+    for mark in item.iter_markers('parametrize'):
+        if any(each.name == 'accelerator' for value in mark.args[1]
+               for each in getattr(value, 'marks', ())):
+            return None
+    if item.get_closest_marker('accelerator') or item.get_closest_marker('sim'):
+        return None
+    mark = item.get_closest_marker('cpu_only')
+    if mark is not None:
+        return mark.args[0]
+    return next((reason for path, reason in APART.items() if item.nodeid.startswith(path)), '')
