@@ -19,6 +19,15 @@ Each backward pass has a fill of its own, since several threads may go through a
 retained. A node of PyTorch's own unpacks a tensor exactly once. A `torch.autograd.Function`
 unpacks all its tensors whenever its author says `ctx.saved_tensors`, so these stay until another
 node's turn. What no node asked for is dropped at the end of the pass.
+
+[Note: Stream of packed inputs]
+Recompute belongs to the copy stream on which the output departs. So that is where autograd calls
+the user's saved-tensor hooks for the input, which the compute stream has::
+
+    forward     compute stream ──▶ pack on the copy stream ──▶ compute stream
+    backward    unpack on the copy stream ──▶ recomputation on the compute stream
+
+What they pack is theirs, and stays on that stream, whoever asks for the recomputation.
 """
 import weakref
 from collections import deque
@@ -38,7 +47,8 @@ from torchgpipe.engine.checkpoint.samples import Late, compare, keep
 from torchgpipe.engine.dependency import get_phony, join
 from torchgpipe.engine.memory import versions
 from torchgpipe.engine.passes import enable_checkpointing, enable_recomputing
-from torchgpipe.engine.stream import current_stream, use_stream
+from torchgpipe.engine.stream import (AbstractStream, current_stream, get_device, record_stream,
+                                      use_stream, wait_stream)
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.errors import other_path
 from torchgpipe.private import (Hooks, PythonNode, at_end_of_backward, backward_pass, current_node,
@@ -61,7 +71,7 @@ class Recomputation:
     """
 
     __slots__ = ('_blame', '_changed', '_draws', '_fills', '_function', '_input', '_kind', '_late',
-                 '_layers', '_open', '_phony', '_samples', '_saved', '_state', '_stream',
+                 '_layers', '_open', '_packer', '_phony', '_samples', '_saved', '_state', '_stream',
                  '__weakref__')
 
     def __init__(self, function: Function, state: ThreadState, draws: Draws,
@@ -79,6 +89,7 @@ class Recomputation:
         self._saved: list[int] = []
         self._fills: dict[int, Fill] = {}
         self._phony: Tensor | None = None
+        self._packer: AbstractStream | None = None
         self._changed = False
 
     def first_pass(self, batch: Batch, always: bool = False) -> Batch:
@@ -130,6 +141,9 @@ class Recomputation:
         kept = () if self._changed else self._input
         phony = Recompute.apply(phony, weakref.ref(self), kept)  # type: ignore[no-untyped-call]
         self._phony = phony  # It keeps the node alive; in torch 2.8 `phony.grad_fn` would not.
+        if self._state.hooks is not None:  # [Note: Stream of packed inputs]
+            self._packer = current_stream(get_device(self._stream))
+            wait_stream(self._stream, self._packer)
         if kept:
             self._input = ()
         output[k] = join(output[k], phony)
@@ -143,10 +157,7 @@ class Recomputation:
 
     def fill(self) -> 'Fill':
         """Run the function again, and keep what its nodes save for this backward pass."""
-        # Where an earlier backward has freed the input, PyTorch raises its usual error here.
-        node: Any = None if self._phony is None else self._phony.grad_fn
-        input = self._input if node is None or self._changed else node.saved_tensors
-        leaves = tuple([x.detach().requires_grad_(x.requires_grad) for x in input])
+        leaves = tuple([x.detach().requires_grad_(x.requires_grad) for x in self._take_input()])
         fill = Fill(self._saved, self._state.hooks_of_recomputation())
         try:
             # Autograd may call this on another stream than the one whose nodes take the tensors.
@@ -163,6 +174,21 @@ class Recomputation:
         if number != -1:
             at_end_of_backward(partial(self._drop, number))
         return fill
+
+    def _take_input(self) -> tuple[Tensor, ...]:
+        """Give the input, as it was kept or as the user's hooks unpack it."""
+        node: Any = None if self._phony is None else self._phony.grad_fn
+        if node is None or self._changed:
+            return self._input
+        # Where an earlier backward has freed the input, PyTorch raises its usual error here.
+        if self._packer is None:
+            return node.saved_tensors  # type: ignore[no-any-return]
+        with use_stream(self._packer):
+            input: tuple[Tensor, ...] = node.saved_tensors
+        wait_stream(self._stream, self._packer)
+        for x in input:
+            record_stream(x, self._stream)
+        return input
 
     def _recompute(self, leaves: tuple[Tensor, ...], fill: 'Fill') -> Batch:
         # What an interrupt leaves behind of these hooks is dropped by autograd when the backward
