@@ -4,7 +4,6 @@ And a clock, for those that ask for it.
 """
 import gc
 import os
-import threading
 import zlib
 from importlib import import_module
 
@@ -15,6 +14,7 @@ from tests import accelerator
 from tests.clock import Clock
 from tests.devices import ACCELERATOR
 from tests.everywhere import Everywhere
+from tests.helpers import threads
 
 #: A kernel of the simulated accelerator begins later by up to so much.
 MOST_MICROSECONDS = int(os.environ.get('TORCHGPIPE_SIM_MOST', 100))
@@ -38,17 +38,11 @@ def one_intra_op_thread():
 @pytest.fixture(autouse=True)
 def no_thread_left():
     """Fail a test that leaves a thread behind."""
-    before = _threads()
+    before = threads()
     yield
-    if _threads() - before:
+    if threads() - before:
         gc.collect()
-    assert not _threads() - before
-
-
-def _threads():
-    # Autograd has a thread for each device, which Python knows once it has run Python.
-    return {thread for thread in threading.enumerate()
-            if not isinstance(thread, threading._DummyThread)}
+    assert not threads() - before
 
 
 @pytest.fixture

@@ -25,6 +25,12 @@ class Devices:
         """Give a list of n devices."""
         return self._make(n)
 
+    def distinct(self, n):
+        """Give n different ones; skip the test if there are fewer."""
+        if self.are_accelerators and torch.accelerator.device_count() < n:
+            pytest.skip(f'needs {n} accelerators')
+        return self(n)
+
     @property
     def first(self):
         """The device of the first partition, where inputs have to be."""

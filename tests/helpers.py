@@ -4,6 +4,7 @@ import itertools
 import os
 import select
 import signal
+import threading
 import traceback
 from contextlib import contextmanager
 
@@ -64,6 +65,13 @@ def on_first(gpipe, x):
     return x.detach().to(gpipe.devices[0], copy=True)
 
 
+def to(device, x):
+    """Give tensors on a device, and anything else as it is."""
+    if isinstance(x, (tuple, list)):
+        return type(x)(to(device, each) for each in x)
+    return x.to(device) if isinstance(x, torch.Tensor) else x
+
+
 def call(net, x):
     """Call a model on the CPU, or a pipeline, with an input where it begins."""
     return net(x.to(net.devices[0]) if isinstance(net, GPipe) else x)
@@ -94,6 +102,12 @@ def small_model(n=4, width=4):
     for _ in range(n):
         layers += [nn.Linear(width, width), nn.Tanh()]
     return nn.Sequential(*layers).double()
+
+
+def threads():
+    """Give all threads but those of autograd, one per device, of which Python may know or not."""
+    return {thread for thread in threading.enumerate()
+            if not isinstance(thread, threading._DummyThread)}
 
 
 def as_if_on_several(monkeypatch, number):
