@@ -247,6 +247,8 @@ class Pipeline:
                         i, j, batches[i], aliased, popped, partial(self._run, i, j))
                 else:
                     batches[i] = self._run(i, j, batches[i])
+                if self._trackers:
+                    self._trackers[i].hand_on()
         finally:
             current.micro_batch = outside
 

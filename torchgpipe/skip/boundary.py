@@ -119,7 +119,7 @@ class _Watch:
                     'another skip,'))
             if share_memory([tensor], output):
                 tracker = self._tracker
-                tracker.aliased_with_batch |= tracker.aliases.get(key, set())
+                tracker.aliased_with_output |= tracker.aliases.get(key, set())
 
 
 def _find_aliases(tracker: SkipTrackerThroughPortals, outgoing: Sequence[Key], output: Batch
@@ -129,7 +129,7 @@ def _find_aliases(tracker: SkipTrackerThroughPortals, outgoing: Sequence[Key], o
                if (tensor := tracker.stashed.get(key)) is not None]
     for key, tensor in stashed:
         if share_memory([tensor], output):
-            tracker.aliased_with_batch.add(key)
+            tracker.aliased_with_output.add(key)
         others: set[Key] = {other for other, x in stashed
                             if other != key and share_memory([tensor], [x])}
         if others:

@@ -92,8 +92,10 @@ class SkipTrackerThroughPortals(SkipTracker):
         self.portals: dict[Key, Portal] = {}
         self.phonies: dict[Key, Tensor] = {}
         self.stashed: dict[Key, Tensor | None] = {}
-        #: Skips in whose memory the batch itself lies too. See "Changes in place" above.
+        #: Skips in whose memory the batch itself lies too, and those in which what a cell gives
+        #: does. See "Changes in place" above.
         self.aliased_with_batch: set[Key] = set()
+        self.aliased_with_output: set[Key] = set()
         #: For each skip, the others in whose memory it lies.
         self.aliases: dict[Key, set[Key]] = {}
 
@@ -169,6 +171,11 @@ class SkipTrackerThroughPortals(SkipTracker):
         for key in outgoing:
             self.phonies.pop(key, None)
             self.stashed.pop(key, None)
+
+    def hand_on(self) -> None:
+        """Take the output of a cell for the batch of the next one."""
+        self.aliased_with_batch |= self.aliased_with_output
+        self.aliased_with_output.clear()
 
     def clear(self) -> None:
         """Let go of everything, since what is still here will never be popped."""
