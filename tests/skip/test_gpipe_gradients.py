@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.devices import DEVICES, devices
-from tests.helpers import MODES, assert_same, gradients, modes, train_both, train_twice
+from tests.devices import devices, one_worker
+from tests.helpers import MODES, assert_same, call, gradients, modes, train_both, train_twice
 from tests.skip.layers import Pop, StashLinear
 from tests.skip.models import KINDS, WIDTH, build, crossing
 from torchgpipe import GPipe
@@ -30,16 +30,16 @@ def models(draw):
     return skips, kinds, computes, [b - a for a, b in zip(edges, edges[1:])]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@devices
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(model=models(), chunks=st.sampled_from([1, 2, 3]), size=st.integers(1, 5),
-       mode=st.sampled_from(MODES), devices=st.sampled_from(list(DEVICES)),
-       input_grad=st.booleans())
-def test_random_layouts(model, chunks, size, mode, devices, input_grad):
+       mode=st.sampled_from(MODES), input_grad=st.booleans())
+def test_random_layouts(devices, model, chunks, size, mode, input_grad):
     skips, kinds, computes, balance = model
     torch.manual_seed(size)
     module = build(skips, kinds, computes)
     reference = copy.deepcopy(module)
-    gpipe = GPipe(module, balance, devices=DEVICES[devices](len(balance)), chunks=chunks,
+    gpipe = GPipe(module, balance, devices=devices(len(balance)), chunks=chunks,
                   checkpoint=mode)
     train_twice(reference, gpipe, torch.randn(size, WIDTH, dtype=torch.double), input_grad)
 
@@ -64,19 +64,20 @@ def test_several_steps_of_an_optimizer(devices, mode):
         optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
         for _ in range(5):
             optimizer.zero_grad()
-            net(torch.randn(8, WIDTH, dtype=torch.double)).square().mean().backward()
+            call(net, torch.randn(8, WIDTH, dtype=torch.double)).square().mean().backward()
             optimizer.step()
     assert_same(gpipe.parameters(), model.parameters(), 1e-10)
 
 
+@one_worker
 @modes
-def test_gradients_may_be_asked_for_twice_and_of_gradients(mode):
+def test_gradients_may_be_asked_for_twice_and_of_gradients(devices, mode):
     model = crossing()
-    gpipe = GPipe(copy.deepcopy(model), [2, 2, 2], devices=['cpu'] * 3, chunks=2, checkpoint=mode)
+    gpipe = GPipe(copy.deepcopy(model), [2, 2, 2], devices=devices(3), chunks=2, checkpoint=mode)
     got = []
     for net in (model, gpipe):
         x = torch.linspace(-1, 1, 12, dtype=torch.double).view(4, 3).requires_grad_()
-        output = net(x).square().sum()
+        output = call(net, x).square().sum()
         output.backward(retain_graph=True)
         grad, = torch.autograd.grad(output, x, create_graph=True)
         grad.square().sum().backward()
@@ -86,8 +87,9 @@ def test_gradients_may_be_asked_for_twice_and_of_gradients(mode):
         output.backward()
 
 
+@one_worker
 @modes
-def test_a_skip_past_what_has_no_gradient(mode):
+def test_a_skip_past_what_has_no_gradient(devices, mode):
     """The main path is detached, or made of integers: the skip's gradient goes its own way."""
     class Indices(nn.Module):
         def forward(self, x):
@@ -97,7 +99,7 @@ def test_a_skip_past_what_has_no_gradient(mode):
     model = model.double()
     for balance in ([1, 1, 1, 1, 1], [2, 2, 1], [2, 1, 2]):
         model.zero_grad()
-        gpipe = GPipe(copy.deepcopy(model), balance, devices=['cpu'] * len(balance), chunks=3,
+        gpipe = GPipe(copy.deepcopy(model), balance, devices=devices(len(balance)), chunks=3,
                       checkpoint=mode)
         train_both(model, gpipe, torch.randn(6, 4, dtype=torch.double))
 
@@ -141,7 +143,7 @@ class PopIntoSecond(nn.Module):
 @modes
 def test_a_gradient_that_was_left_behind_does_not_reach_the_next_backward(devices, mode):
     def steps(net, model):
-        first, second = net(torch.ones(4, WIDTH, dtype=torch.double))
+        first, second = call(net, torch.ones(4, WIDTH, dtype=torch.double))
         grads = torch.autograd.grad(second.sum(), [model[0].fc.weight], retain_graph=True,
                                     allow_unused=True)
         first.sum().backward()

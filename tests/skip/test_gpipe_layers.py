@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import devices
+from tests.devices import cpu_only, devices, one_worker, workers
 from tests.helpers import MODES, modes, train_both
 from tests.skip.layers import Pop, Stash, StashLinear, popping
 from tests.skip.models import WIDTH
@@ -13,7 +13,8 @@ from torchgpipe import GPipe
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
 
-def test_tuples_and_skips():
+@one_worker
+def test_tuples_and_skips(devices):
     class Branch(nn.Module):
         def forward(self, x):
             return x, x * 2
@@ -32,11 +33,12 @@ def test_tuples_and_skips():
     for balance in ([1, 1, 1, 1, 1], [2, 3], [3, 2]):
         model = nn.Sequential(nn.Linear(4, 4), Branch(), StashPair(), Merge(), popping('b', 'a')())
         model = model.double()
-        gpipe = GPipe(copy.deepcopy(model), balance, devices=['cpu'] * len(balance), chunks=2,
+        gpipe = GPipe(copy.deepcopy(model), balance, devices=devices(len(balance)), chunks=2,
                       checkpoint='always')
         train_both(model, gpipe, torch.randn(4, 4, dtype=torch.double))
 
 
+@cpu_only('the simulated accelerator has no sparse tensors')
 def test_sparse_tensors_may_skip():
     @skippable(stash=['skip'])
     class StashSparse(nn.Module):
@@ -55,42 +57,46 @@ def test_sparse_tensors_may_skip():
     train_both(model, gpipe, torch.randn(4, 4, dtype=torch.double))
 
 
+@workers
 @modes
-def test_skips_within_a_layer_stay_there(mode):
+def test_skips_within_a_layer_stay_there(devices, mode):
     def block():
         return nn.Sequential(Stash(), nn.Linear(4, 4), Pop())
 
     model = nn.Sequential(block(), block(), block()).double()
-    gpipe = GPipe(copy.deepcopy(model), [1, 1, 1], devices=['cpu:0', 'cpu:1', 'cpu:2'], chunks=2,
+    gpipe = GPipe(copy.deepcopy(model), [1, 1, 1], devices=devices(3), chunks=2,
                   checkpoint=mode)
     train_both(model, gpipe, torch.randn(4, 4, dtype=torch.double))
     # From one layer into another, where nobody declared it, a skip does not come.
     model = nn.Sequential(nn.Sequential(Stash()), nn.Sequential(Pop()))
-    gpipe = GPipe(model, [1, 1], devices=['cpu', 'cpu'])
+    gpipe = GPipe(model, [1, 1], devices=devices(2))
     with pytest.raises(RuntimeError, match="'skip' has not been stashed"):
-        gpipe(torch.rand(2, 4))
+        gpipe(torch.rand(2, 4, device=devices.first))
 
 
-def test_a_skip_within_a_layer_must_not_have_the_name_of_one_that_crosses():
+@one_worker
+def test_a_skip_within_a_layer_must_not_have_the_name_of_one_that_crosses(devices):
     model = nn.Sequential(Stash(), nn.Linear(4, 4), Pop(),
                           nn.Sequential(Stash(), nn.Linear(4, 4), Pop()))
-    GPipe(model, [3, 1], devices=['cpu'] * 2)(torch.rand(2, 4))
+    GPipe(model, [3, 1], devices=devices(2))(torch.rand(2, 4, device=devices.first))
     with pytest.raises(TypeError, match="a layer within '3' declared 'skip'"):
-        GPipe(model, [2, 2], devices=['cpu'] * 2)
+        GPipe(model, [2, 2], devices=devices(2))
 
 
+@one_worker
 @modes
 @pytest.mark.parametrize('inner_mode', MODES)
-def test_a_pipeline_within_a_layer(mode, inner_mode):
+def test_a_pipeline_within_a_layer(devices, mode, inner_mode):
     def model(wrap):
         torch.manual_seed(0)
         inner = nn.Sequential(StashLinear(), nn.Linear(4, 4), Pop()).double()
-        if wrap:
-            inner = GPipe(inner, [1, 1, 1], devices=['cpu'] * 3, chunks=2, checkpoint=inner_mode)
+        if wrap:  # on the device of the partition that it is in
+            inner = GPipe(inner, [1, 1, 1], devices=devices(3)[1:2] * 3, chunks=2,
+                          checkpoint=inner_mode)
         one = Namespace()
         return nn.Sequential(StashLinear().double().isolate(one), inner, Pop().isolate(one))
 
-    gpipe = GPipe(model(True), [1, 1, 1], devices=['cpu'] * 3, chunks=2, checkpoint=mode)
+    gpipe = GPipe(model(True), [1, 1, 1], devices=devices(3), chunks=2, checkpoint=mode)
     train_both(model(False), gpipe, torch.randn(8, 4, dtype=torch.double))
 
 
@@ -148,4 +154,4 @@ def test_a_skip_that_is_not_stashed_after_all(devices):
 
     gpipe = GPipe(nn.Sequential(Lazy(), Pop()), [1, 1], devices=devices(2))
     with pytest.raises(RuntimeError, match="'skip' must be stashed but have not"):
-        gpipe(torch.rand(2, 4))
+        gpipe(torch.rand(2, 4, device=devices.first))

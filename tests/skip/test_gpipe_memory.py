@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import DEVICES, devices
-from tests.helpers import STEPS, WeakLog, memory_of, modes
+from tests.devices import devices, one_worker
+from tests.helpers import STEPS, WeakLog, call, memory_of, modes
 from tests.skip.layers import Pop, StashLinear, popping, stashing
 from tests.skip.models import WIDTH
 from torchgpipe import GPipe, is_recomputing
@@ -60,7 +60,7 @@ def test_nothing_is_alive_after_a_failure_between_stash_and_pop(devices, mode, w
         log = WeakLog(*gpipe)
     for _ in range(3):
         try:
-            gpipe(torch.rand(8, 4))
+            gpipe(torch.rand(8, 4, device=devices.first))
         except ZeroDivisionError:
             pass
         else:
@@ -75,7 +75,7 @@ def test_nothing_is_alive_after_a_recomputation_that_fails(devices):
     layer = Fail()
     layer.recomputing = True
     gpipe, log = make(devices, 'always', layer)
-    output = gpipe(torch.rand(8, 4)).sum()
+    output = gpipe(torch.rand(8, 4, device=devices.first)).sum()
     try:
         output.backward()
     except ZeroDivisionError:
@@ -111,27 +111,29 @@ def test_a_skip_dies_within_the_layer_that_pops_it(devices, grad):
     model = nn.Sequential(Make(), nn.Linear(4, 4), Look(), Pop(), Look())
     gpipe = GPipe(model, [1, 2, 2], devices=devices(3), chunks=1, checkpoint='never')
     with torch.set_grad_enabled(grad):
-        gpipe(torch.rand(2, 4))
+        gpipe(torch.rand(2, 4, device=devices.first))
     assert alive == [[True], [False]]
 
 
+@one_worker
 @modes
-def test_a_long_training_does_not_grow(mode):
-    gpipe, _ = make(DEVICES['one worker'], mode)
+def test_a_long_training_does_not_grow(devices, mode):
+    gpipe, _ = make(devices, mode)
     gc.collect()
     for _ in range(3):
-        gpipe(torch.rand(8, 4)).sum().backward()
+        gpipe(torch.rand(8, 4, device=devices.first)).sum().backward()
     before = sum(type(x) is Portal for x in gc.get_objects())
     for _ in range(30):
-        gpipe(torch.rand(8, 4)).sum().backward()
+        gpipe(torch.rand(8, 4, device=devices.first)).sum().backward()
     gc.collect()
     assert sum(type(x) is Portal for x in gc.get_objects()) <= before
 
 
+@one_worker
 @pytest.mark.filterwarnings('ignore:Using backward.. with create_graph')
 @modes
 @pytest.mark.parametrize('create_graph', [False, True])
-def test_portals_die_after_a_backward_that_does_not_get_through(mode, create_graph):
+def test_portals_die_after_a_backward_that_does_not_get_through(devices, mode, create_graph):
     def fail(grad):
         raise ZeroDivisionError
 
@@ -149,7 +151,7 @@ def test_portals_die_after_a_backward_that_does_not_get_through(mode, create_gra
             return x
 
     model = nn.Sequential(StashAndFail(), nn.Linear(WIDTH, WIDTH), Pop())
-    gpipe = GPipe(model, [1, 1, 1], devices=['cpu'] * 3, chunks=2, checkpoint=mode)
+    gpipe = GPipe(model, [1, 1, 1], devices=devices(3), chunks=2, checkpoint=mode)
 
     def count():
         gc.collect()
@@ -159,7 +161,8 @@ def test_portals_die_after_a_backward_that_does_not_get_through(mode, create_gra
     before = count()
     for _ in range(5):
         try:
-            gpipe(torch.rand(4, WIDTH)).square().sum().backward(create_graph=create_graph)
+            call(gpipe, torch.rand(4, WIDTH)).square().sum().backward(
+                create_graph=create_graph)
         except ZeroDivisionError:
             pass
         else:
@@ -168,8 +171,9 @@ def test_portals_die_after_a_backward_that_does_not_get_through(mode, create_gra
     assert count() == before
 
 
+@one_worker
 @modes
-def test_a_gradient_penalty_leaks_nothing(mode):
+def test_a_gradient_penalty_leaks_nothing(devices, mode):
     @skippable(stash=['skip'])
     class StashParameter(nn.Module):
         def __init__(self):
@@ -181,10 +185,10 @@ def test_a_gradient_penalty_leaks_nothing(mode):
             return x
 
     model = nn.Sequential(StashParameter(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), Pop())
-    gpipe = GPipe(model, [1, 2, 1], devices=['cpu'] * 3, chunks=2, checkpoint=mode)
+    gpipe = GPipe(model, [1, 2, 1], devices=devices(3), chunks=2, checkpoint=mode)
 
     def step():
-        x = torch.rand(4, WIDTH, requires_grad=True)
+        x = torch.rand(4, WIDTH, requires_grad=True, device=devices.first)
         grad, = torch.autograd.grad(gpipe(x).square().sum(), x, create_graph=True)
         grad.square().sum().backward()
 

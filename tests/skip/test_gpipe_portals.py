@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import devices
+from tests.devices import devices, one_worker, workers
 from tests.helpers import modes, nodes, small_model, train_both
 from tests.skip.layers import Pop, Stash, StashLinear
 from tests.skip.models import WIDTH, build
@@ -24,7 +24,7 @@ def test_one_copy_however_far_a_skip_goes(devices, mode, monkeypatch):
     for n, balance in ((2, [4, 4]), (4, [2, 2, 2, 2]), (8, [1] * 8)):
         copies.clear()
         gpipe = GPipe(model, balance, devices=devices(n), chunks=3, checkpoint=mode)
-        output = gpipe(torch.rand(6, 4))
+        output = gpipe(torch.rand(6, 4, device=devices.first))
         assert len(copies) == 3
         counts = [sum(isinstance(node, function._backward_cls) for node in nodes(output))
                   for function in (PortalBlue, PortalCopy, PortalOrange)]
@@ -33,7 +33,8 @@ def test_one_copy_however_far_a_skip_goes(devices, mode, monkeypatch):
         assert len(copies) == 3
 
 
-def test_the_partitions_between_never_see_a_skip():
+@one_worker
+def test_the_partitions_between_never_see_a_skip(devices):
     seen = []
 
     class See(nn.Module):
@@ -42,34 +43,37 @@ def test_the_partitions_between_never_see_a_skip():
             return x
 
     model = nn.Sequential(Stash(), See(), Pop())
-    GPipe(model, [1, 1, 1], devices=['cpu'] * 3, chunks=2)(torch.rand(4, 4))
+    GPipe(model, [1, 1, 1], devices=devices(3), chunks=2)(torch.rand(4, 4, device=devices.first))
     assert seen == [(torch.Tensor, {})] * 2
 
 
+@workers
 @modes
-def test_no_portal_within_a_partition(mode, monkeypatch):
+def test_no_portal_within_a_partition(devices, mode, monkeypatch):
     monkeypatch.setattr(Portal, '__init__', None)
     model = nn.Sequential(StashLinear(), nn.Linear(4, 4), Pop(), nn.Linear(4, 4)).double()
-    gpipe = GPipe(copy.deepcopy(model), [3, 1], devices=['cpu:0', 'cpu:1'], chunks=2,
+    gpipe = GPipe(copy.deepcopy(model), [3, 1], devices=devices(2), chunks=2,
                   checkpoint=mode)
     train_both(model, gpipe, torch.randn(4, 4, dtype=torch.double))
 
 
+@one_worker
 @modes
-def test_none_makes_no_node(mode):
+def test_none_makes_no_node(devices, mode):
     model = build([(0, 1)], {'s0': 'none'}, ['nothing', 'nothing'])
-    gpipe = GPipe(model, [1, 1], devices=['cpu', 'cpu'], chunks=5, checkpoint=mode)
-    x = torch.rand(10, WIDTH, dtype=torch.double, requires_grad=True)
+    gpipe = GPipe(model, [1, 1], devices=devices(2), chunks=5, checkpoint=mode)
+    x = torch.rand(10, WIDTH, dtype=torch.double, requires_grad=True, device=devices.first)
     output = gpipe(x)
     assert not any('Portal' in node.name() for node in nodes(output))
     output.sum().backward()
     assert torch.equal(x.grad, torch.ones_like(x))
 
 
-def test_a_model_without_skips_has_no_portal():
+@one_worker
+def test_a_model_without_skips_has_no_portal(devices):
     model = small_model()
-    gpipe = GPipe(copy.deepcopy(model), [4, 4], devices=['cpu', 'cpu'], chunks=2)
-    output = gpipe(torch.randn(4, 4, dtype=torch.double))
+    gpipe = GPipe(copy.deepcopy(model), [4, 4], devices=devices(2), chunks=2)
+    output = gpipe(torch.randn(4, 4, dtype=torch.double, device=devices.first))
     assert not any('Portal' in node.name() for node in nodes(output))
 
 
@@ -107,7 +111,7 @@ def test_the_life_of_a_portal(devices, train, mode):
     model[1].register_forward_hook(look('stash'))
     model[2].register_forward_hook(look('pop'))
     gpipe = GPipe(model, [2, 1], devices=devices(2), chunks=2, checkpoint=mode).train(train)
-    x = torch.rand(10, 2, requires_grad=True)
+    x = torch.rand(10, 2, requires_grad=True, device=devices.first)
     with torch.set_grad_enabled(train):
         output = gpipe(x)
     if train:
@@ -121,7 +125,8 @@ def test_the_life_of_a_portal(devices, train, mode):
     assert seen.count(('backward', '', 0, False)) == (2 if train else 0)
 
 
-def test_recomputations_at_the_same_time_have_trackers_of_their_own():
+@one_worker
+def test_recomputations_at_the_same_time_have_trackers_of_their_own(devices):
     seen = []
 
     class See(nn.Module):
@@ -131,6 +136,6 @@ def test_recomputations_at_the_same_time_have_trackers_of_their_own():
             return x * 1
 
     model = nn.Sequential(StashLinear(), See(), nn.Linear(4, 4), See(), Pop(), See())
-    gpipe = GPipe(model, [2, 2, 2], devices=['cpu'] * 3, checkpoint='always')
-    gpipe(torch.rand(4, 4)).sum().backward()
+    gpipe = GPipe(model, [2, 2, 2], devices=devices(3), checkpoint='always')
+    gpipe(torch.rand(4, 4, device=devices.first)).sum().backward()
     assert len(seen) == 3 and len(set(map(id, seen))) == 3

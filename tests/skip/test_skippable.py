@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import torchgpipe
+from tests.devices import one_worker
+from tests.helpers import assert_same, call
 from tests.skip.layers import Pop, Stash, StashLinear, popping, stashing
 from torchgpipe import GPipe
 from torchgpipe.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables
@@ -102,13 +104,15 @@ def test_copies_and_pickles(cls):
         assert torch.equal(clone.fc.weight, layer.fc.weight)
 
 
-def test_a_pickled_pipeline_still_knows_its_skips():
+@one_worker
+def test_a_pickled_pipeline_still_knows_its_skips(devices):
     model = nn.Sequential(Stash().isolate(Namespace()), nn.Linear(4, 4), Pop())
     model[2].isolate(model[0].namespaces['skip'])
-    gpipe = GPipe(model, [1, 1, 1], devices=['cpu'] * 3, chunks=2)
     x = torch.rand(4, 4)
+    expected = model(x)
+    gpipe = GPipe(model, [1, 1, 1], devices=devices(3), chunks=2)
     for clone in (copy.deepcopy(gpipe), pickle.loads(pickle.dumps(gpipe))):
-        assert torch.equal(clone(x), model(x))
+        assert_same([call(clone, x)], [expected], 1e-6)
 
 
 def test_names_have_the_level_of_0_0_7():
@@ -121,19 +125,20 @@ def test_names_have_the_level_of_0_0_7():
     assert model.get_submodule('1.module.fc') is model[1].fc
 
 
+@one_worker
 @pytest.mark.parametrize('wrapped', [False, True])
-def test_a_state_dict_with_or_without_the_level_loads(wrapped):
+def test_a_state_dict_with_or_without_the_level_loads(devices, wrapped):
     plain = nn.Sequential(Base(3), nn.BatchNorm1d(3))
     model = nn.Sequential(Decorated(3), nn.BatchNorm1d(3), popping('a')())
     if wrapped:
-        model = GPipe(model, [3], devices=['cpu'])
+        model = GPipe(model, [3], devices=devices(1))
     for state in (plain.state_dict(),
                   {key.replace('0.fc', '0.module.fc'): x for key, x in plain.state_dict().items()},
                   {'partitions.0.' + key.replace('0.fc', '0.module.fc'): x
                    for key, x in plain.state_dict().items()} if wrapped else plain.state_dict()):
         nn.init.zeros_(model[0].fc.weight)
         assert str(model.load_state_dict(state)) == '<All keys matched successfully>'
-        assert torch.equal(model[0].fc.weight, plain[0].fc.weight)
+        assert_same([model[0].fc.weight], [plain[0].fc.weight], 0)
     with pytest.raises(RuntimeError, match='0.more'):
         model.load_state_dict({**state, '0.module.more': torch.zeros(1)})
     assert str(model.state_dict()._metadata).count('version') >= 3
