@@ -6,6 +6,7 @@ import select
 import signal
 import threading
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -108,6 +109,21 @@ def threads():
     """Give all threads but those of autograd, one per device, of which Python may know or not."""
     return {thread for thread in threading.enumerate()
             if not isinstance(thread, threading._DummyThread)}
+
+
+def in_a_new_thread(function):
+    """Call a function where autograd's nodes get the lowest numbers, so that they come last."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def drop_failed_backward(gpipe):
+    """Let go of the nodes that a failed backward had queued: PyTorch does in the next one.
+
+    On each device in a thread of its own, which takes the last node last.
+    """
+    for device in {'cpu', *gpipe.devices}:
+        in_a_new_thread(lambda: torch.ones(1, device=device, requires_grad=True).sum()).backward()
 
 
 def as_if_on_several(monkeypatch, number):

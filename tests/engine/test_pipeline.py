@@ -1,13 +1,12 @@
 """The clock, and who runs at the same time as whom."""
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
 from tests.devices import devices
-from tests.helpers import Spy, assert_same, modes, nodes
+from tests.helpers import Spy, assert_same, in_a_new_thread, modes, nodes
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.dependency import Fork, Join
@@ -121,12 +120,6 @@ class Noted(nn.Linear):
         if is_recomputing():
             self.log['recomputation'].append((len(x), self.j))
         return Note.apply(self.log['backward'], self.j, super().forward(x))
-
-
-def in_a_new_thread(function):
-    """Call a function where autograd's nodes get the lowest numbers, so that they come last."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result()
 
 
 #: Losses of outputs, such that gradients come at once, or one when all else is done.

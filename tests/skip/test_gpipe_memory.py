@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tests.devices import devices, one_worker
-from tests.helpers import STEPS, WeakLog, call, memory_of, modes
+from tests.helpers import STEPS, WeakLog, call, drop_failed_backward, memory_of, modes
 from tests.skip.layers import Pop, StashLinear, popping, stashing
 from tests.skip.models import WIDTH
 from torchgpipe import GPipe, is_recomputing
@@ -83,8 +83,7 @@ def test_nothing_is_alive_after_a_recomputation_that_fails(devices):
     else:
         raise AssertionError
     del output
-    # PyTorch keeps the nodes that a failed backward had queued until the next one.
-    torch.ones(1, requires_grad=True).sum().backward()
+    drop_failed_backward(gpipe)
     assert log.alive() == 0
 
 
@@ -155,7 +154,7 @@ def test_portals_die_after_a_backward_that_does_not_get_through(devices, mode, c
 
     def count():
         gc.collect()
-        torch.ones(1, requires_grad=True).sum().backward()  # drops what the failed one had queued
+        drop_failed_backward(gpipe)
         return sum(type(x) is Portal for x in gc.get_objects())
 
     before = count()

@@ -2,22 +2,28 @@
 import pytest
 import torch
 
-from tests.devices import ACCELERATOR
+from tests.devices import ACCELERATOR, one_worker
 from torchgpipe.dependency import fork, join
 from torchgpipe.skip.portal import Portal, PortalBlue, PortalCopy, PortalOrange
 from torchgpipe.stream import CPUStream, default_stream
 
 
+def streams(devices):
+    """Give the stream of a device twice, to copy to where a tensor is already."""
+    return [default_stream(devices.first)] * 2
+
+
+@one_worker
 @pytest.mark.parametrize('requires_grad', [True, False])
 @pytest.mark.parametrize('through_main', [True, False])
 @pytest.mark.parametrize('copied', [True, False])
-def test_the_gradient_is_that_of_the_tensor_itself(requires_grad, through_main, copied):
-    main = torch.rand(1, requires_grad=True)
-    skip = torch.rand(1, requires_grad=requires_grad)
+def test_the_gradient_is_that_of_the_tensor_itself(devices, requires_grad, through_main, copied):
+    main = torch.rand(1, requires_grad=True, device=devices.first)
+    skip = torch.rand(1, requires_grad=requires_grad, device=devices.first)
     portal = Portal(skip, tensor_life=2)
     phony = portal.blue()
     if copied:
-        phony = portal.copy(CPUStream, CPUStream, phony)
+        phony = portal.copy(*streams(devices), phony)
     inner = main
     if through_main:  # as torchgpipe 0.0.7 did, and other code may
         inner, phony = fork(join(main, phony))
@@ -26,35 +32,39 @@ def test_the_gradient_is_that_of_the_tensor_itself(requires_grad, through_main, 
     assert skip.grad is None if not requires_grad else skip.grad.tolist() == [1]
 
 
-def test_adjoint_identity():
-    x = torch.rand(5, dtype=torch.double, requires_grad=True)
+@one_worker
+def test_adjoint_identity(devices):
+    x = torch.rand(5, dtype=torch.double, requires_grad=True, device=devices.first)
     portal = Portal(x, tensor_life=2)
-    y = portal.orange(portal.copy(CPUStream, CPUStream, portal.blue()))
-    v = torch.rand(5, dtype=torch.double)
+    y = portal.orange(portal.copy(*streams(devices), portal.blue()))
+    v = torch.rand(5, dtype=torch.double, device=devices.first)
     y.backward(v)
     assert torch.equal((y * v).sum(), (x * x.grad).sum())
 
 
-def test_a_gradient_of_a_gradient():
-    x = torch.tensor([3.], requires_grad=True)
+@one_worker
+def test_a_gradient_of_a_gradient(devices):
+    x = torch.tensor([3.], requires_grad=True, device=devices.first)
     portal = Portal(x * 1, tensor_life=2)
-    y = portal.orange(portal.copy(CPUStream, CPUStream, portal.blue())) ** 3
+    y = portal.orange(portal.copy(*streams(devices), portal.blue())) ** 3
     grad, = torch.autograd.grad(y, x, create_graph=True)
     assert torch.autograd.grad(grad, x)[0].item() == 18
 
 
-def test_a_tensor_that_is_popped_and_not_used_gets_no_gradient():
-    x = torch.rand(1, requires_grad=True)
+@one_worker
+def test_a_tensor_that_is_popped_and_not_used_gets_no_gradient(devices):
+    x = torch.rand(1, requires_grad=True, device=devices.first)
     portal = Portal(x, tensor_life=2)
     phony = portal.blue()
     assert portal.orange(phony) is not None
-    join(torch.rand(1, requires_grad=True), phony).backward()
+    join(torch.rand(1, requires_grad=True, device=devices.first), phony).backward()
     assert x.grad is None
 
 
+@one_worker
 @pytest.mark.parametrize('life, uses', [(0, ''), (1, 'b'), (2, 'bo'), (3, 'boo'), (4, 'boob')])
-def test_a_tensor_lives_as_long_as_it_says(life, uses):
-    tensor = torch.rand(1, requires_grad=True)
+def test_a_tensor_lives_as_long_as_it_says(devices, life, uses):
+    tensor = torch.rand(1, requires_grad=True, device=devices.first)
     portal = Portal(tensor, life)
     phony = None
     for k, use in enumerate(uses):
@@ -65,23 +75,25 @@ def test_a_tensor_lives_as_long_as_it_says(life, uses):
             assert portal.orange(phony).data_ptr() == tensor.data_ptr()
     assert portal.tensor_life == 0 and portal.tensor is None
     for ask in (portal.check_tensor_life, portal.use_tensor, portal.blue,
-                lambda: portal.orange(phony), lambda: portal.copy(CPUStream, CPUStream, phony)):
+                lambda: portal.orange(phony), lambda: portal.copy(*streams(devices), phony)):
         with pytest.raises(RuntimeError, match='tensor in portal has been removed'):
             ask()
 
 
-def test_a_tensor_stashed_again_lives_for_one_use():
-    portal = Portal(torch.rand(1, requires_grad=True), 3)
+@one_worker
+def test_a_tensor_stashed_again_lives_for_one_use(devices):
+    portal = Portal(torch.rand(1, requires_grad=True, device=devices.first), 3)
     phony = portal.blue()
     portal.orange(phony), portal.orange(phony)
-    portal.put_tensor(torch.rand(1, requires_grad=True), tensor_life=1)
+    portal.put_tensor(torch.rand(1, requires_grad=True, device=devices.first), tensor_life=1)
     portal.blue()
     assert portal.tensor is None
 
 
-def test_a_gradient_is_used_once():
+@one_worker
+def test_a_gradient_is_used_once(devices):
     portal = Portal(None, 1)
-    grad = torch.rand(1)
+    grad = torch.rand(1, device=devices.first)
     portal.put_grad(grad)
     assert portal.use_grad() is grad
     with pytest.raises(RuntimeError, match='grad in portal has been removed or never set'):
@@ -96,8 +108,9 @@ def test_none_makes_no_node(monkeypatch):
     assert portal.tensor_life == 0
 
 
-def test_the_waiting_tensor_does_not_own_a_graph():
-    portal = Portal(torch.rand(1, requires_grad=True) * 2, 2)
+@one_worker
+def test_the_waiting_tensor_does_not_own_a_graph(devices):
+    portal = Portal(torch.rand(1, requires_grad=True, device=devices.first) * 2, 2)
     phony = portal.blue()
     assert portal.tensor.grad_fn is None and phony.grad_fn is not None
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.devices import one_worker
 from tests.skip.layers import Pop, Stash
 from torchgpipe.engine.passes import enable_checkpointing, enable_recomputing
 from torchgpipe.microbatch import Batch
@@ -14,7 +15,7 @@ from torchgpipe.skip.portal import Portal
 from torchgpipe.skip.tracker import (SkipTracker, SkipTrackerThroughPortals,
                                      SkipTrackerThroughPotals, current_skip_tracker,
                                      use_skip_tracker)
-from torchgpipe.stream import CPUStream
+from torchgpipe.stream import CPUStream, default_stream
 
 batch = Batch(torch.ones(1))
 
@@ -76,10 +77,12 @@ def test_a_portal_is_reused(tracker):
     assert tracker.portals[None, 'far'] is portal and tracker.load(batch, None, 'far').item() == 0
 
 
-def test_tensor_life_without_checkpointing(tracker):
-    tracker.save(batch, None, 'far', torch.ones(1))
+@one_worker
+def test_tensor_life_without_checkpointing(devices, tracker):
+    stream = default_stream(devices.first)
+    tracker.save(batch, None, 'far', torch.ones(1, device=devices.first))
     assert tracker.portals[None, 'far'].tensor_life == 1
-    tracker.copy(batch, CPUStream, CPUStream, None, 'far')
+    tracker.copy(batch, stream, stream, None, 'far')
     tracker.load(batch, None, 'far')
     assert tracker.portals[None, 'far'].tensor_life == 0
 
