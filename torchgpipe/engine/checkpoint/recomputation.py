@@ -71,8 +71,8 @@ class Recomputation:
     """
 
     __slots__ = ('_blame', '_changed', '_draws', '_fills', '_function', '_input', '_kind', '_late',
-                 '_layers', '_open', '_packer', '_phony', '_samples', '_saved', '_state', '_stream',
-                 '__weakref__')
+                 '_layers', '_open', '_packer', '_phony', '_samples', '_saved', '_state',
+                 '_stream', '__weakref__')
 
     def __init__(self, function: Function, state: ThreadState, draws: Draws,
                  layers: CellState | None, device: torch.device,

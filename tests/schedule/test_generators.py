@@ -1,0 +1,79 @@
+"""The schedules of the literature: right for any numbers, and what their papers promise."""
+import pytest
+
+from torchgpipe.schedule import NAMES, make
+from torchgpipe.schedule.schedule import steps
+
+SEVERAL = {'interleaved': (1, 2, 3), 'looped-bfs': (1, 2, 3), 'zb-v': (2,)}
+
+
+def spans(schedule):
+    """Give the steps of each device from its first action to its last one."""
+    grid, _ = steps(schedule.rows)
+    busy = [[k for k, action in enumerate(row) if action] for row in grid]
+    return [row[-1] - row[0] + 1 for row in busy]
+
+
+def most_under_way(row, ends):
+    """Give the largest number of micro-batches whose activations a device holds."""
+    held, most = 0, 0
+    for action in row:
+        held += (action.kind == 'F') - (action.kind in ends)
+        most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('n', range(1, 7))
+def test_any_numbers(name, n):
+    for m in range(1, 16):
+        for v in SEVERAL.get(name, (1,)):
+            schedule = make(name, n, m, v)
+            schedule.validate()
+            assert len(schedule.rows) == n and schedule.micro_batches == m
+            assert all(len(stages) == v for stages in schedule.stages)
+            kinds = 3 if name.startswith('zb') else 2
+            assert sum(map(len, schedule.rows)) == n * v * m * kinds
+
+
+@pytest.mark.parametrize('n, m', [(1, 1), (2, 3), (4, 4), (4, 9), (8, 24)])
+def test_steps_and_memory(n, m):
+    assert max(spans(make('gpipe', n, m))) == max(spans(make('1f1b', n, m))) == 2 * (m + n - 1)
+    for s, row in enumerate(make('gpipe', n, m).rows):
+        assert most_under_way(row, 'B') == m
+    for s, row in enumerate(make('1f1b', n, m).rows):
+        assert most_under_way(row, 'B') == min(m, n - s)
+    for s, row in enumerate(make('zb-h1', n, m).rows):
+        assert most_under_way(row, 'I') == min(m, n - s)
+        assert most_under_way(row, 'W') <= min(m, n)
+    for s, row in enumerate(make('zb-h2', n, m).rows):
+        assert most_under_way(row, 'W') <= min(m, 2 * n - 1)
+
+
+@pytest.mark.parametrize('n, m, v', [(2, 4, 2), (4, 8, 2), (4, 8, 4), (3, 9, 3)])
+def test_stages_that_are_interleaved_divide_the_bubble(n, m, v):
+    assert max(spans(make('interleaved', n, m, v))) == 2 * (m * v + n - 1)
+    assert max(spans(make('looped-bfs', n, m, v))) == 2 * (m * v + n - 1)
+
+
+@pytest.mark.parametrize('n', range(1, 9))
+def test_there_is_no_bubble(n):
+    for m in (2 * n - 1, 2 * n, 5 * n):
+        schedule = make('zb-v', n, m)
+        assert max(spans(schedule)) == 6 * m
+        # A micro-batch of one of its two stages is half of one of 1F1B's.
+        assert max(most_under_way(row, 'W') for row in schedule.rows) <= 2 * n
+        assert max(spans(make('zb-h2', n, m))) == 3 * m
+    assert max(spans(make('zb-h1', n, 3 * n))) == 3 * 3 * n + n - 1
+
+
+@pytest.mark.parametrize('arguments, what', [
+    (('1f2b', 2, 2), 'no schedule .1f2b.; there are gpipe, 1f1b,'),
+    (('1f1b', 0, 2), 'devices must be a positive integer, but is 0'),
+    (('1f1b', 2, -1), 'micro_batches must be a positive integer, but is -1'),
+    (('1f1b', 2, 2, 2), '.1f1b. has one stage per device, but virtual is 2'),
+    (('zb-v', 2, 2, 3), '.zb-v. has two stages per device, but virtual is 3'),
+    (('interleaved', 2, 2, 0), '.interleaved. has any number of stages per device')])
+def test_what_there_is_not(arguments, what):
+    with pytest.raises(ValueError, match=what):
+        make(*arguments)

@@ -1,0 +1,165 @@
+"""The schedules of the literature, each from its paper, for any number of micro-batches.
+
+They differ in how many micro-batches are under way on a device (its *warm-up*, and so its memory),
+in how many stages it has, and in whether backward comes in two halves.
+"""
+from collections import Counter
+from collections.abc import Callable
+
+from torchgpipe.schedule.action import Action
+from torchgpipe.schedule.schedule import Schedule
+
+__all__ = ['NAMES', 'make']
+
+Rows = list[list[Action]]
+
+
+def make(name: str, devices: int, micro_batches: int, virtual: int | None = None) -> Schedule:
+    """Make a schedule by its name.
+
+    >>> print(make('zb-h1', devices=2, micro_batches=2))
+    0F0 0F1     0I0 0W0 0I1 0W1
+        1F0 1I0 1F1 1I1 1W0 1W1
+
+    Args:
+        name: One of :data:`NAMES`.
+        devices: Number of devices.
+        micro_batches: Number of micro-batches.
+        virtual: Stages per device: 2 by default where a schedule has several, otherwise 1.
+
+    Raises:
+        ValueError: There is no such schedule, or it does not exist with these numbers.
+    """
+    if name not in NAMES:
+        raise ValueError(f'there is no schedule {name!r}; there are {", ".join(NAMES)}')
+    for what, number in (('devices', devices), ('micro_batches', micro_batches)):
+        if number < 1:
+            raise ValueError(f'{what} must be a positive integer, but is {number}')
+    several = name in ('interleaved', 'looped-bfs', 'zb-v')
+    v = (2 if several else 1) if virtual is None else virtual
+    if v < 1 or (v != 1 and not several) or (v != 2 and name == 'zb-v'):
+        takes = 'two stages' if name == 'zb-v' else (
+            'any number of stages' if several else 'one stage')
+        raise ValueError(f'{name!r} has {takes} per device, but virtual is {virtual}')
+    rows = NAMES[name](devices, micro_batches, v)
+    return Schedule(tuple(map(tuple, rows)))
+
+
+def _gpipe(n: int, m: int, v: int) -> Rows:
+    """Fill and drain: Huang et al., "GPipe" (2019). Backward takes the last micro-batch first."""
+    return [[*(Action(s, 'F', i) for i in range(m)),
+             *(Action(s, 'B', i) for i in reversed(range(m)))] for s in range(n)]
+
+
+def _1f1b(n: int, m: int, v: int) -> Rows:
+    """One forward, one backward: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN
+    Training" (2021), there PipeDream-Flush. At most ``n - s`` micro-batches are under way.
+    """
+    return [_alternate(s, m, warm_up=n - s) for s in range(n)]
+
+
+def _zb_h1(n: int, m: int, v: int) -> Rows:
+    """Zero bubble, handcrafted, in the memory of 1F1B: Qi et al., "Zero Bubble Pipeline
+    Parallelism" (2023). Stage ``s`` puts its W off by ``s`` micro-batches.
+    """
+    return [_alternate(s, m, warm_up=n - s, delay=s) for s in range(n)]
+
+
+def _zb_h2(n: int, m: int, v: int) -> Rows:
+    """Zero bubble, handcrafted, in about twice the memory: the same paper. It warms up longer."""
+    return [_alternate(s, m, warm_up=2 * (n - s) - 1, delay=2 * s) for s in range(n)]
+
+
+def _alternate(stage: int, m: int, warm_up: int, delay: int | None = None) -> list[Action]:
+    """Give the actions of one stage: a warm-up, then one backward and one forward in turn.
+
+    Args:
+        stage: The stage.
+        m: The number of micro-batches.
+        warm_up: How many forwards come first.
+        delay: By how many micro-batches W is put off, if backward comes in two halves.
+    """
+    row = [Action(stage, 'F', i) for i in range(min(warm_up, m))]
+    for i in range(m):
+        row.append(Action(stage, 'B' if delay is None else 'I', i))
+        if delay is not None and i >= delay:
+            row.append(Action(stage, 'W', i - delay))
+        if i + warm_up < m:
+            row.append(Action(stage, 'F', i + warm_up))
+    if delay is not None:
+        row += [Action(stage, 'W', i) for i in range(max(0, m - delay), m)]
+    return row
+
+
+def _interleaved(n: int, m: int, v: int) -> Rows:
+    """1F1B over several stages per device: Narayanan et al., "Efficient Large-Scale Language Model
+    Training on GPU Clusters" (2021). Groups of ``n`` micro-batches go through a device's stages.
+
+    The paper needs ``n`` to divide ``m``. Otherwise it is that of the next larger number, without
+    those that are not there: what is left out keeps nobody from going on.
+    """
+    full = -(-m // n) * n
+    units = [(k, i) for first in range(0, full, n) for k in range(v)
+             for i in range(first, first + n)]
+    rows = []
+    for device in range(n):
+        warm_up = min(len(units), 2 * (n - device - 1) + (v - 1) * n + 1)
+        forward = [Action(k * n + device, 'F', i) for k, i in units]
+        backward = [Action((v - 1 - k) * n + device, 'B', i) for k, i in units]
+        row = forward[:warm_up]
+        for action, following in zip(backward, [*forward[warm_up:], *[None] * warm_up]):
+            row += [action] if following is None else [action, following]
+        rows.append([action for action in row if action.micro_batch < m])
+    return rows
+
+
+def _looped_bfs(n: int, m: int, v: int) -> Rows:
+    """Breadth-first: Lamy-Poirier, "Breadth-First Pipeline Parallelism" (2022). All micro-batches
+    go through a device's stage before the next one.
+    """
+    return [[*(Action(k * n + device, 'F', i) for k in range(v) for i in range(m)),
+             *(Action(k * n + device, 'B', i) for k in reversed(range(v)) for i in range(m))]
+            for device in range(n)]
+
+
+def _zb_v(n: int, m: int, v: int) -> Rows:
+    """Zero bubble in the memory of 1F1B: Qi et al., "Pipeline Parallelism with Controllable
+    Memory" (2024), there ZB-V. Device ``d`` has stages ``d`` and ``2n - 1 - d``, there and back.
+
+    It takes ``2n - 1`` micro-batches to fill the pipeline. With fewer, it is that of so many,
+    without those that are not there.
+    """
+    full = max(m, 2 * n - 1)
+    return [[action for action in _there_and_back(d, n, full) if action.micro_batch < m]
+            for d in range(n)]
+
+
+def _there_and_back(d: int, n: int, m: int) -> list[Action]:
+    """Give the actions of device ``d``: there stage ``a``, back stage ``b``."""
+    a, b = d, 2 * n - 1 - d
+    row: list[Action] = []
+    count: Counter[tuple[int, str]] = Counter()
+
+    def do(*actions: tuple[int, str]) -> None:
+        for stage, kind in actions:
+            row.append(Action(stage, kind, count[stage, kind]))
+            count[stage, kind] += 1
+
+    do(*[(a, 'F')] * (2 * (n - d) - 1))
+    do(*[(b, 'F'), (a, 'F')] * d)
+    do(*[(b, 'F'), (b, 'I'), (b, 'W')] * (n - d))
+    while count[b, 'F'] < m:
+        if count[a, 'F'] < m:
+            do((a, 'F'))
+        do((a, 'I'), (a, 'W'), (b, 'F'), (b, 'I'), (b, 'W'))
+    do(*[(a, 'I'), (b, 'I')] * d)
+    for stage in (b, a):  # What is left of W goes where I has to wait.
+        while count[stage, 'W'] < m:
+            do(*[(a, 'I')] * (count[a, 'I'] < m), (stage, 'W'))
+    return row
+
+
+#: The schedules, by name.
+NAMES: dict[str, Callable[[int, int, int], Rows]] = {
+    'gpipe': _gpipe, '1f1b': _1f1b, 'interleaved': _interleaved, 'looped-bfs': _looped_bfs,
+    'zb-h1': _zb_h1, 'zb-h2': _zb_h2, 'zb-v': _zb_v}

@@ -1,0 +1,210 @@
+"""A schedule: for each device the actions that it takes, in order; as data, as text, checked.
+
+What an action waits for, beside the action before it on its device::
+
+    0F0 ──▶ 1F0 ──▶ 2F0           forward of the stage before
+                     │
+                    2R0           a recomputation: its own forward
+                     ▼
+    0B0 ◀── 1B0 ◀── 2B0           backward of the stage after, its own forward and recomputation
+    0W0     1W0     2W0           its own I
+"""
+import csv
+import io
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from torchgpipe.schedule.action import Action
+
+__all__ = ['Schedule', 'steps', 'waits_for']
+
+#: What stands in a grid: an action that starts in a step, or nothing.
+Grid = list[list[Action | None]]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who does what, in which order.
+
+    >>> schedule = Schedule.parse('0F0,0B0\\n1F0,1B0')
+    >>> schedule.stages, schedule.micro_batches
+    (((0,), (1,)), 1)
+    >>> schedule.validate()
+
+    Args:
+        rows: The actions of each device.
+
+    Attributes:
+        rows: As given.
+    """
+
+    rows: tuple[tuple[Action, ...], ...]
+
+    @property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that each device owns, ascending; several are called virtual stages."""
+        return tuple(tuple(sorted({action.stage for action in row})) for row in self.rows)
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches."""
+        return len({action.micro_batch for row in self.rows for action in row})
+
+    @classmethod
+    def parse(cls, text: str) -> 'Schedule':
+        """Read what :meth:`to_csv` has written, or PyTorch's pipelining; empty cells are skipped.
+
+        Raises:
+            ValueError: A cell is no action; the message names its row and column.
+        """
+        rows = []
+        for number, line in enumerate(csv.reader(io.StringIO(text)), 1):
+            row = []
+            for column, cell in enumerate(line, 1):
+                try:
+                    row += [Action.parse(cell)] if cell.strip() else []
+                except ValueError as error:
+                    raise ValueError(f'row {number}, column {column}: {error}') from None
+            rows.append(tuple(row))
+        return cls(tuple(rows))
+
+    def to_csv(self) -> str:
+        """Write a row for each device, as PyTorch's pipelining reads it.
+
+        >>> Schedule.parse('0F0,,0B0').to_csv()
+        '0F0,0B0\\n'
+        """
+        return ''.join(','.join(map(str, row)) + '\n' for row in self.rows)
+
+    def validate(self) -> None:
+        """Check that it can be run, and does all that has to be done.
+
+        Raises:
+            ValueError: Something is missing, is there twice, is on two devices, or comes before
+                what it waits for. The message says what, and draws it.
+        """
+        if not any(self.rows):
+            raise ValueError('the schedule is empty')
+        self._check_numbers()
+        self._check_each_once()
+        self._check_complete()
+        self._check_own_order()
+        _, stuck = steps(self.rows)
+        if stuck:
+            waiting = '; '.join(f'{action} waits for {_names(waits_for(action, self._all()))}'
+                                for action in stuck)
+            raise self._wrong('it can not go on: ' + waiting, stuck)
+
+    def _all(self) -> set[Action]:
+        return {action for row in self.rows for action in row}
+
+    def _check_numbers(self) -> None:
+        for what in ('stage', 'micro_batch'):
+            numbers = {getattr(action, what) for action in self._all()}
+            missing = sorted(set(range(max(numbers) + 1)) - numbers)
+            if missing:
+                name = what.replace('_', '-')
+                raise self._wrong(f'it has a {name} {max(numbers)}, but none {missing}')
+
+    def _check_each_once(self) -> None:
+        owners: dict[int, int] = {}
+        seen: set[Action] = set()
+        for device, row in enumerate(self.rows):
+            for action in row:
+                if owners.setdefault(action.stage, device) != device:
+                    raise self._wrong(f'stage {action.stage} is on device {owners[action.stage]} '
+                                      f'and on device {device}', [action])
+                if action in seen:
+                    raise self._wrong(f'{action} is there twice', [action])
+                seen.add(action)
+
+    def _check_complete(self) -> None:
+        actions = self._all()
+        stages = 1 + max(action.stage for action in actions)
+        for stage in range(stages):
+            for i in range(self.micro_batches):
+                kinds = {action.kind for action in actions
+                         if (action.stage, action.micro_batch) == (stage, i)} - {'R'}
+                if kinds not in ({'F'}, {'F', 'B'}, {'F', 'I', 'W'}):
+                    raise self._wrong(
+                        f'stage {stage} does {_names(sorted(kinds)) or "nothing"} for micro-batch '
+                        f'{i}, but it takes F and B, or F, I and W, or F alone',
+                        [Action(stage, kind, i) for kind in kinds])
+        backward = {(action.stage, action.micro_batch) for action in actions
+                    if action.kind in 'BI'}
+        if backward and len(backward) < stages * self.micro_batches:
+            forward = {(action.stage, action.micro_batch) for action in actions}
+            stage, i = min(forward - backward)
+            raise self._wrong(f'stage {stage} has no backward for micro-batch {i}, and others '
+                              'have', [Action(stage, 'F', i)])
+
+    def _check_own_order(self) -> None:
+        for row in self.rows:
+            done: set[Action] = set()
+            for action in row:
+                late = [each for each in waits_for(action, self._all())
+                        if each in row and each not in done]
+                if late:
+                    raise self._wrong(f'{action} comes before {_names(late)}, for which it waits',
+                                      [action])
+                done.add(action)
+
+    def _wrong(self, what: str, cells: Iterable[Action] = ()) -> ValueError:
+        rows = [list(row) for row in self.rows]
+        return ValueError(f'this schedule will not do: {what}\n' + _draw(rows, set(cells)))
+
+    def __str__(self) -> str:
+        grid, _ = steps(self.rows)
+        return _draw(grid)
+
+
+def waits_for(action: Action, actions: set[Action]) -> list[Action]:
+    """Give what an action waits for, of all that there are.
+
+    >>> waits_for(Action(0, 'B', 3), {Action.parse(x) for x in ('0F3', '1I3', '0B3', '1F3')})
+    [Action(stage=0, kind='F', micro_batch=3), Action(stage=1, kind='I', micro_batch=3)]
+    """
+    stage, kind, i = action
+    if kind == 'F':
+        before = [(stage - 1, 'F')]
+    elif kind == 'R':
+        before = [(stage, 'F')]
+    elif kind == 'W':
+        before = [(stage, 'I')]
+    else:
+        before = [(stage, 'F'), (stage, 'R'), (stage + 1, 'B'), (stage + 1, 'I')]
+    return [each for s, k in before if (each := Action(s, k, i)) in actions]
+
+
+def steps(rows: Sequence[Sequence[Action]]) -> tuple[Grid, list[Action]]:
+    """Run a schedule in steps, of which each action takes one.
+
+    Returns:
+        What each device does in each step, and the actions at which devices are stuck, if any.
+    """
+    actions = {action for row in rows for action in row}
+    queues = [list(reversed(row)) for row in rows]
+    done: set[Action] = set()
+    grid: Grid = [[] for _ in rows]
+    while any(queues):
+        now = [queue[-1] if queue and done.issuperset(waits_for(queue[-1], actions)) else None
+               for queue in queues]
+        if not any(now):
+            return grid, [queue[-1] for queue in queues if queue]
+        for line, queue, action in zip(grid, queues, now):
+            line.append(action)
+            if action:
+                done.add(queue.pop())
+    return grid, []
+
+
+def _draw(grid: Sequence[Sequence[Action | None]], marked: Collection[Action] = ()) -> str:
+    """Draw a row for each device; what is marked stands between arrows."""
+    cells = [[f'>{action}<' if action in marked else str(action or '') for action in row]
+             for row in grid]
+    width = max((len(cell) for row in cells for cell in row), default=0)
+    return '\n'.join(' '.join(cell.ljust(width) for cell in row).rstrip() for row in cells)
+
+
+def _names(actions: Iterable[object]) -> str:
+    return ', '.join(map(str, actions))
