@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.helpers import assert_same, devices, gradients, modes
+from tests.devices import devices, one_worker, workers
+from tests.helpers import assert_same, gradients, modes
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.balance import balance_by_size, profile
 from torchgpipe.skip import pop, skippable, stash
@@ -83,20 +84,23 @@ def test_structures(devices, mode, masked, size, chunks):
         expected = reference[1:](state)
         (expected['y'].square().sum() + expected['loss']).backward()
         table_grad, table.grad = table.grad, None
-        output = gpipe(x, mask, table=NoChunk(table), scale=2.0)
+        first = devices.first
+        output = gpipe(x.to(first), None if mask is None else mask.to(first),
+                       table=NoChunk(table.to(first)), scale=2.0)
         (output['y'].square().sum() + output['loss']).backward()
         assert [*output] == [*expected] and output['table'].shape == (4,)
         assert (output['mask'] is None) == (mask is None)
         assert_same([output['y'], output['loss'], output['table']],
                     [expected['y'], expected['loss'], expected['table']])
-        assert mask is None or torch.equal(output['mask'], mask)
+        assert mask is None or torch.equal(output['mask'].cpu(), mask)
         assert_same([table.grad, *gradients(gpipe)], [table_grad, *gradients(reference)])
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
 
-def test_a_shared_tensor_that_comes_out_is_one():
+@workers
+def test_a_shared_tensor_that_comes_out_is_one(devices):
     """Also where its shape is that of a micro-batch, and after copies."""
     class Pass(nn.Module):
         def forward(self, value):
@@ -104,22 +108,24 @@ def test_a_shared_tensor_that_comes_out_is_one():
 
     for n in (1, 3):
         gpipe = GPipe(nn.Sequential(*[Pass() for _ in range(3)]), [3] if n == 1 else [1, 1, 1],
-                      devices=[f'cpu:{j}' for j in range(n)], chunks=4)
-        x, table = torch.rand(4, 2), torch.rand(1, 2, requires_grad=True)
-        y, out = gpipe([x, NoChunk(table)])
-        assert torch.equal(y, x * 8) and torch.equal(out, table)
+                      devices=devices(n), chunks=4)
+        x = torch.rand(4, 2)
+        table = torch.rand(1, 2, device=devices.first, requires_grad=True)
+        y, out = gpipe([x.to(devices.first), NoChunk(table)])
+        assert torch.equal(y.cpu(), x * 8) and torch.equal(out.cpu(), table.cpu())
         out.sum().backward()
         assert table.grad.tolist() == [[1, 1]]
 
 
-def test_the_batch_and_a_shared_tensor_in_one_memory():
+@one_worker
+def test_the_batch_and_a_shared_tensor_in_one_memory(devices):
     class Add(nn.Module):
         def forward(self, x, everything):
             return x, x + everything.sum(0)
 
-    x = torch.rand(6, 2)
-    a, b = GPipe(nn.Sequential(Add()), [1], devices=['cpu'], chunks=3)(x, NoChunk(x))
-    assert torch.equal(a, x) and torch.equal(b, x + x.sum(0))
+    x = torch.rand(6, 2, device=devices.first)
+    a, b = GPipe(nn.Sequential(Add()), [1], devices=devices(1), chunks=3)(x, NoChunk(x))
+    assert torch.equal(a.cpu(), x.cpu()) and torch.equal(b.cpu(), (x + x.sum(0)).cpu())
 
 
 class Attention(nn.Module):
@@ -141,25 +147,26 @@ def test_another_batch_dimension(devices, mode):
     reference = copy.deepcopy(model)
     gpipe = GPipe(model, [1, 2], devices=devices(2), chunks=3, checkpoint=mode, batch_dim=1)
     x = torch.rand(4, 5, 4).double()
-    expected, output = reference(x), gpipe(x)
+    expected, output = reference(x), gpipe(x.to(devices.first))
     expected.square().sum().backward()
     output.square().sum().backward()
     assert_same([output, *gradients(gpipe)], [expected, *gradients(reference)])
-    assert GPipe(copy.deepcopy(model), [3], devices=['cpu'], batch_dim=1, chunks=2,
-                 gather=1)(x).shape == x.shape
+    assert GPipe(copy.deepcopy(model), [3], devices=devices(1), batch_dim=1, chunks=2,
+                 gather=1)(x.to(devices.first)).shape == x.shape
 
 
-def test_rules_by_part():
+@workers
+def test_rules_by_part(devices):
     class Mix(nn.Module):
         def forward(self, value):
             return {'y': value['x'] + value['t'].T, 'turned': value['t'], 'n': value['x'].sum()}
 
-    gpipe = GPipe(nn.Sequential(Mix(), nn.Identity()), [1, 1], devices=['cpu:0', 'cpu:1'],
-                  chunks=2, batch_dim={'t': 1}, gather={'turned': 1, 'n': 'sum'})
+    gpipe = GPipe(nn.Sequential(Mix(), nn.Identity()), [1, 1], devices=devices(2), chunks=2,
+                  batch_dim={'t': 1}, gather={'turned': 1, 'n': 'sum'})
     x, t = torch.rand(5, 3), torch.rand(3, 5)
-    output = gpipe({'x': x, 't': t})
-    assert torch.equal(output['y'], x + t.T) and torch.equal(output['turned'], t)
-    assert torch.allclose(output['n'], x.sum())
+    output = gpipe({'x': x.to(devices.first), 't': t.to(devices.first)})
+    assert torch.equal(output['y'].cpu(), x + t.T) and torch.equal(output['turned'].cpu(), t)
+    assert torch.allclose(output['n'].cpu(), x.sum())
 
 
 def test_rules_that_are_none():
@@ -178,12 +185,13 @@ def test_a_shared_tensor_that_changes_in_place(devices):
             table += 1
             return x + table
 
-    for mark in (NoChunk(torch.zeros(2)), torch.tensor(0.)):
+    x = torch.zeros(4, 2, device=devices.first)
+    for mark in (NoChunk(x[0].clone()), x[0, 0].clone()):
         gpipe = GPipe(nn.Sequential(Grow(), nn.ReLU()), [1, 1], devices=devices(2), chunks=2)
         with pytest.raises(RuntimeError, match='partition 0 changed a tensor in place that all'):
-            gpipe(torch.zeros(4, 2), mark)
+            gpipe(x, mark)
         gpipe.chunks = 1
-        assert gpipe(torch.zeros(4, 2), mark).max() > 0
+        assert gpipe(x, mark).max() > 0
 
 
 @skippable(stash=['mask'])
@@ -217,7 +225,8 @@ def test_structures_and_skips(devices, mode):
     reference = copy.deepcopy(model)
     gpipe = GPipe(model, [1, 1, 1], devices=devices(3), chunks=2, checkpoint=mode)
     value = {'x': torch.rand(5, 3).double().requires_grad_(), 'mask': torch.rand(5, 3).double()}
-    (expected,), (output,) = reference(value), gpipe(value)
+    (expected,) = reference(value)
+    (output,) = gpipe({name: x.to(devices.first) for name, x in value.items()})
     expected.sum().backward()
     grad, value['x'].grad = value['x'].grad, None
     output.sum().backward()
@@ -225,52 +234,60 @@ def test_structures_and_skips(devices, mode):
                 [expected, grad, *gradients(reference)])
 
 
-def test_one_keyword_named_input():
+@one_worker
+def test_one_keyword_named_input(devices):
     class Named(nn.Module):
         def forward(self, x):
             return x * 2
 
-    gpipe = GPipe(nn.Sequential(Named()), [1], devices=['cpu'])
-    assert gpipe(input=torch.ones(2)).tolist() == gpipe(x=torch.ones(2)).tolist() == [2, 2]
+    gpipe = GPipe(nn.Sequential(Named()), [1], devices=devices(1))
+    x = torch.ones(2, device=devices.first)
+    assert gpipe(input=x).tolist() == gpipe(x=x).tolist() == [2, 2]
 
 
-def test_hooks_and_names_of_a_first_layer_with_several_arguments():
+@workers
+def test_hooks_and_names_of_a_first_layer_with_several_arguments(devices):
     seen = []
     model = network()
     model[0].register_forward_pre_hook(
         lambda module, args, kwargs: seen.append((len(args), sorted(kwargs))), with_kwargs=True)
-    gpipe = GPipe(model, [2, 2], devices=['cpu:0', 'cpu:1'], chunks=2, gather='mean')
-    gpipe(torch.rand(2, 4).double(), table=NoChunk(torch.rand(4).double()))['y'].sum().backward()
+    gpipe = GPipe(model, [2, 2], devices=devices(2), chunks=2, gather='mean')
+    x = torch.rand(2, 4).double().to(devices.first)
+    gpipe(x, table=NoChunk(x[0].clone()))['y'].sum().backward()
     assert seen == [(1, ['table'])] * 3  # and once again, to recompute
 
 
-def test_costs_of_structures():
+@one_worker
+def test_costs_of_structures(devices):
+    device = devices.first
     sample = Arguments(torch.rand(16, 4).double(), table=NoChunk(torch.rand(4).double()))
-    costs = profile(network(), sample, device='cpu', timeout=0)
+    costs = profile(network(), sample, device=device, timeout=0)
     assert costs.layers[0].output_bytes == 16 * 4 * 8 + 4 * 8 + 8 and costs.batch_size == 16
-    assert sum(balance_by_size(2, network(), sample, device='cpu', chunks=4)) == 4
-    turned = profile(nn.Sequential(Attention()), torch.rand(3, 16, 4), device='cpu', timeout=0,
+    assert sum(balance_by_size(2, network(), sample, device=device, chunks=4)) == 4
+    turned = profile(nn.Sequential(Attention()), torch.rand(3, 16, 4), device=device, timeout=0,
                      batch_dim=1)
     assert turned.batch_size == 16
 
 
-def test_a_partition_is_a_sequential_module():
-    gpipe = GPipe(network(), [2, 2], devices=['cpu', 'cpu'])
+@one_worker
+def test_a_partition_is_a_sequential_module(devices):
+    gpipe = GPipe(network(), [2, 2], devices=devices(2)[:1] * 2)
     assert all(isinstance(partition, nn.Sequential) for partition in gpipe.partitions)
-    again = GPipe(gpipe.partitions[1], [2], devices=['cpu'], gather='mean')
-    state = network()[0](torch.rand(2, 4).double(), table=torch.rand(4).double())
-    assert again({**state._asdict()} and state._replace(table=NoChunk(state.table)))['y'].shape \
-        == (2, 2)
+    again = GPipe(gpipe.partitions[1], [2], devices=devices(1), gather='mean')
+    x = torch.rand(2, 4).double().to(devices.first)
+    state = gpipe[0](x, table=x[0])
+    assert again(state._replace(table=NoChunk(state.table)))['y'].shape == (2, 2)
 
 
-def test_dropout_in_functional_form_with_structures():
+@workers
+def test_dropout_in_functional_form_with_structures(devices):
     class Drop(nn.Module):
         def forward(self, value):
             return {'x': F.dropout(value['x'])}
 
-    gpipe = GPipe(nn.Sequential(Drop(), Drop()), [1, 1], devices=['cpu:0', 'cpu:1'], chunks=2,
+    gpipe = GPipe(nn.Sequential(Drop(), Drop()), [1, 1], devices=devices(2), chunks=2,
                   checkpoint='always')
-    x = torch.ones(8, 8, requires_grad=True)
+    x = torch.ones(8, 8, device=devices.first, requires_grad=True)
     y = gpipe({'x': x})['x']
     y.sum().backward()
-    assert torch.equal(x.grad, y.detach())
+    assert torch.equal(x.grad.cpu(), y.detach().cpu())
