@@ -62,6 +62,8 @@ def test_gather_refuses_other_structures_and_plain_values():
     x = torch.zeros(1)
     with pytest.raises(ValueError, match='different numbers of tensors, or with other plain'):
         gather([Batch({'x': x}), Batch({'y': x})], [1, 1])
+    with pytest.raises(ValueError, match=r'numbers of tensors.*\[1, 2\] tensors'):
+        gather([Batch((x,)), Batch((x, x))], [1, 1])
     with pytest.raises(ValueError, match=r"\{'x': \(1,\), 'n': 3\}, \{'x': \(1,\), 'n': 4\}"):
         gather([Batch({'x': x, 'n': 3}), Batch({'x': x, 'n': 4})], [1, 1])
 
@@ -119,6 +121,18 @@ def test_a_rule_by_name_is_for_any_shape():
     assert gather(batches, [2, 2], (0, 'stack'))[1].shape == (2, 5)
     turned = [Batch(torch.ones(3, 2)), Batch(torch.ones(3, 1))]
     assert gather(turned, [2, 1], 1).shape == gather(turned, [2, 1], None, 1).shape == (3, 3)
+
+
+@pytest.mark.filterwarnings('ignore:The PyTorch API of nested tensors')
+def test_nested_tensors_of_either_layout_are_refused():
+    strided = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    assert strided.layout is torch.strided
+    with pytest.raises(ValueError, match='input is a nested tensor.*pad it'):
+        scatter(strided, 2)
+
+
+def test_a_rule_that_is_one():
+    check_rule('gather', {'x': [0, 'sum'], 'y': (None, -1)}, [None, 'sum'])
 
 
 @pytest.mark.parametrize('rule', ['max', {'x': 'max'}, [0, 1.5], (True,)])
