@@ -27,8 +27,8 @@ that node, and the recomputation has portals of its own.
 [Note: Life of a gradient in a portal]
 A backward pass may enter a portal by PortalOrange and end before PortalBlue, if it fails or if
 only some gradients are asked for. What it leaves behind must not reach the next pass, nor live:
-with ``create_graph`` it owns nodes that own the portal. So the pass owns it, by a callback of the
-engine, and the portal only refers to it.
+with ``create_graph`` it owns nodes that own the portal. So the pass owns it until it is used, by a
+callback of the engine, and the portal only refers to it.
 """
 import weakref
 from collections.abc import Callable
@@ -147,10 +147,11 @@ class Portal:
 
     def use_grad(self) -> Tensor:
         """Give the gradient and let go of it."""
-        grad = self.grad
-        if grad is None:
+        holder = self._holder()
+        if holder is None or holder.grad is None:
             raise RuntimeError('grad in portal has been removed or never set')
-        self._holder = _nobody
+        grad = holder.grad
+        holder.drop()
         return grad
 
 
@@ -163,7 +164,7 @@ class _Holder:
         self.grad = grad
 
     def drop(self) -> None:
-        """Let go of it, at the end of the pass."""
+        """Let go of it, when it is used or the pass ends."""
         self.grad = None
 
 
