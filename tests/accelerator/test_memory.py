@@ -1,0 +1,94 @@
+"""What each device holds at the peak of a step, by its allocator: as the guide to memory says."""
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import MODES
+from torchgpipe import GPipe
+from torchgpipe.balance import profile
+from torchgpipe.balance.step import StepCost
+from torchgpipe.skip import pop, skippable, stash
+
+pytestmark = pytest.mark.sim
+
+#: Micro-batches, partitions; rows of a micro-batch, columns, layers of a partition.
+M, N = 16, 4
+ROWS, COLUMNS, DEPTH = 128, 64, 24
+
+
+@skippable(stash=['skip'])
+class Stash(nn.Module):
+    """Stash the input."""
+
+    def forward(self, x):
+        """Do so."""
+        yield stash('skip', x)
+        return x.tanh()
+
+
+@skippable(pop=['skip'])
+class Pop(nn.Module):
+    """Add what was stashed."""
+
+    def forward(self, x):
+        """Do so."""
+        return x + (yield pop('skip'))
+
+
+def layers(kinds):
+    """Give `N` times `DEPTH` layers; some are of other kinds, by their places."""
+    model = [layer for _ in range(N * DEPTH // 2)
+             for layer in (nn.Linear(COLUMNS, COLUMNS), nn.Tanh())]
+    for place, kind in kinds.items():
+        model[place] = kind()
+    return nn.Sequential(*model)
+
+
+def keep_pace(gpipe):
+    """Let a partition hand on a gradient when the one before it has begun with the last one.
+
+    Autograd has a thread for each device. What one of them is ahead of another is memory as well,
+    up to a gradient for each micro-batch, and differs from run to run.
+    """
+    begun = [threading.Semaphore(1) for _ in range(N + 1)]
+
+    def look(j, args, output):
+        output.register_hook(lambda grad: begun[j + 1].release())
+        if args[0].requires_grad:
+            args[0].register_hook(lambda grad: begun[j].acquire(timeout=30) and None)
+    for j, partition in enumerate(gpipe.partitions):
+        partition.register_forward_hook(lambda _, *values, j=j: look(j, *values))
+
+
+def peaks(gpipe, x):
+    """Give the peak bytes of each device in a step."""
+    for device in range(N):
+        torch.accelerator.synchronize(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+    output = gpipe(x)
+    output.backward(torch.ones_like(output))
+    for device in range(N):
+        torch.accelerator.synchronize(device)
+    return [torch.accelerator.max_memory_allocated(device) for device in range(N)]
+
+
+def formula(costs, mode, param_scale):
+    """Give the bytes that the guide to memory tells."""
+    cost = StepCost(costs.layers, costs.skips, costs.input_bytes, N, M, param_scale, mode)
+    return cost.predict([DEPTH] * N).bytes
+
+
+@pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize('kinds', [{}, {1: Stash, DEPTH * N - 1: Pop}], ids=['plain', 'skip'])
+def test_the_peak_of_each_device_is_what_the_formula_says(kinds, mode):
+    model, x = layers(kinds), torch.rand(M * ROWS, COLUMNS)
+    costs = profile(model, x, device='cpu', timeout=.01)
+    before = [torch.accelerator.memory_allocated(device) for device in range(N)]
+    gpipe, x = GPipe(model, [DEPTH] * N, chunks=M, checkpoint=mode), x.to('sim:0')
+    keep_pace(gpipe)
+    for param_scale in (2, 3):  # in the second step there are gradients to add to
+        for measured, there, expected in zip(
+                peaks(gpipe, x), before, formula(costs, mode, param_scale)):
+            assert measured - there == pytest.approx(expected, rel=.1)
