@@ -180,4 +180,8 @@ def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
     >>> record_stream(torch.ones(2), CPUStream)  # does nothing
     """
     if is_cuda(stream) and tensor.device.type == as_cuda(stream).device.type:
+        if tensor.is_conj() or tensor.is_neg():
+            # Of such a view PyTorch would record a copy, and write that copy back.
+            memory = tensor.untyped_storage()
+            tensor = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
         tensor.record_stream(as_cuda(stream))
