@@ -126,6 +126,15 @@ def drop_failed_backward(gpipe):
         in_a_new_thread(lambda: torch.ones(1, device=device, requires_grad=True).sum()).backward()
 
 
+def see_late(gpipe):
+    """Let a pipeline look at what accelerators have given, which it compares when it is there."""
+    if gpipe.devices[0].type != 'cpu':
+        for device in gpipe.devices:
+            torch.accelerator.synchronize(device)
+        for each in gpipe._engine.partitions:
+            each.compare_late()
+
+
 def as_if_on_several(monkeypatch, number):
     """Take partitions on one device for partitions on several, so that they copy and wait."""
     keys = itertools.cycle(range(number))

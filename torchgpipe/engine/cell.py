@@ -13,7 +13,6 @@ from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.checkpoint.draws import Draws, Recorder, Witness
 from torchgpipe.engine.checkpoint.layer_state import CellState, Layers
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
-from torchgpipe.engine.checkpoint.samples import compare_late
 from torchgpipe.engine.partition import Partition
 from torchgpipe.engine.thread_state import ThreadState
 
@@ -32,7 +31,7 @@ class Cells:
 
     def __init__(self, partition: Partition, checkpoint_stop: int, state: ThreadState,
                  one_worker: bool) -> None:
-        compare_late(partition.late, partition.j)
+        partition.compare_late()
         self._partition = partition
         self._state = state
         self._checkpoint_stop = checkpoint_stop if state.grad else 0
