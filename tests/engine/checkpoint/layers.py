@@ -1,8 +1,10 @@
 """Layers with state that several test files share, and a comparison of modes."""
+import pytest
 import torch
 from torch import nn
 
-from tests.helpers import assert_same, gradients
+from tests import accelerator
+from tests.helpers import assert_same, call, gradients, see_late
 from torchgpipe import GPipe
 
 
@@ -61,7 +63,7 @@ def count(layer, x):
 def register(layer, x):
     """Register a buffer in the first forward."""
     if not hasattr(layer, 'late'):
-        layer.register_buffer('late', doubles(1))
+        layer.register_buffer('late', x.new_ones(1))
     layer.late += 1
     return x * layer.late.clone()
 
@@ -128,17 +130,40 @@ ODD = {
     'dropout': lambda: nn.Dropout(0.4)}
 
 
-def compare_modes(make, chunks=3, size=9, steps=3, devices=('cpu',)):
+LAZY = 'PyTorch moves lazy parameters to none of the backends that are not its own'
+
+
+def skip_unless_movable(name, devices):
+    """Skip a test of an odd layer that the simulated accelerator can not have."""
+    if accelerator.is_loaded() and devices.are_accelerators:
+        if name == 'sparse':
+            pytest.skip('the simulated accelerator has no sparse tensors')
+        if name == 'lazy':
+            pytest.skip(LAZY)
+
+
+def move_attributes(gpipe):
+    """Put tensors that are neither parameters nor buffers where these are."""
+    for partition, device in zip(gpipe.partitions, gpipe.devices):
+        for layer in partition.modules():
+            for name, value in vars(layer).items():
+                if isinstance(value, torch.Tensor):
+                    setattr(layer, name, value.to(device))
+
+
+def compare_modes(make, devices, chunks=3, size=9, steps=3):
     """Compare gradients, buffers and parameters with and without checkpoints, after some steps."""
     results = []
     for mode in ('never', 'always'):
         torch.manual_seed(0)
         model = make()
-        gpipe = GPipe(model, [1, len(model) - 1], devices=list(devices) * (2 // len(devices)),
-                      chunks=chunks, checkpoint=mode)
+        gpipe = GPipe(model, [1, len(model) - 1], devices=devices(2), chunks=chunks,
+                      checkpoint=mode)
+        move_attributes(gpipe)
         torch.manual_seed(1)
         for _ in range(steps):
-            gpipe(torch.randn(size, 4, dtype=torch.double)).square().sum().backward()
+            call(gpipe, torch.randn(size, 4, dtype=torch.double)).square().sum().backward()
+        see_late(gpipe)
         buffers = [x.to_dense() if x.is_sparse else x for x in gpipe.buffers()]
         results.append([*gradients(gpipe), *buffers, *gpipe.parameters()])
     assert_same(results[1], results[0])

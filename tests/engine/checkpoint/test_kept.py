@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import assert_same, gradients
+from tests.devices import one_worker
+from tests.helpers import assert_same, call, gradients
 from torchgpipe import GPipe
 from torchgpipe.engine.checkpoint.kept import Kept, copy_of, copy_on_write, own_memory, with_grad
 
@@ -18,15 +19,16 @@ def loaded(value):
     return torch.load(file, weights_only=False)
 
 
+@one_worker
 @pytest.mark.parametrize('how', ['assign', 'module', 'gpipe'])
-def test_what_was_loaded_from_a_file(how):
+def test_what_was_loaded_from_a_file(devices, how):
     """To copy its memory on write would end the process with the first write."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
     other = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
 
     def wrap(module):
-        return GPipe(module, [1, 2], devices=['cpu', 'cpu'], chunks=2, checkpoint='always')
+        return GPipe(module, [1, 2], devices=devices(2), chunks=2, checkpoint='always')
 
     if how == 'assign':
         other.load_state_dict(loaded(plain.state_dict()), assign=True)
@@ -37,7 +39,7 @@ def test_what_was_loaded_from_a_file(how):
         gpipe = loaded(wrap(loaded(plain)))
     for _ in range(3):
         x = torch.rand(8, 6, dtype=torch.double)
-        expected, actual = torch.cat([plain(c) for c in x.chunk(2)]), gpipe(x)
+        expected, actual = torch.cat([plain(c) for c in x.chunk(2)]), call(gpipe, x)
         expected.square().sum().backward()
         actual.square().sum().backward()
         assert_same([actual, *gradients(gpipe), *gpipe.buffers()],
@@ -67,14 +69,16 @@ class Grows(nn.Module):
         return x.sin() * self.seen.clone()
 
 
+@one_worker
 @pytest.mark.parametrize('size', [0, 1])
-def test_a_buffer_that_is_resized(size):
-    plain, gpipe = Grows(size), GPipe(nn.Sequential(Grows(size)), [1], devices=['cpu'], chunks=2,
-                                      checkpoint='always')
+def test_a_buffer_that_is_resized(devices, size):
+    plain = Grows(size)
+    gpipe = GPipe(nn.Sequential(Grows(size)), [1], devices=devices(1), chunks=2,
+                  checkpoint='always')
     for _ in range(2):
         a, b = (torch.ones(4, 4, dtype=torch.double, requires_grad=True) for _ in range(2))
         torch.cat([plain(c) for c in a.chunk(2)]).sum().backward()
-        gpipe(b).sum().backward()
+        call(gpipe, b).sum().backward()
         assert_same([b.grad, *gpipe.buffers()], [a.grad, *plain.buffers()])
 
 
@@ -102,12 +106,13 @@ class There(nn.Module):
         return x.sin() * self.sign.clone()
 
 
-def test_a_buffer_that_has_an_earlier_value_again():
+@one_worker
+def test_a_buffer_that_has_an_earlier_value_again(devices):
     plain = There()
-    gpipe = GPipe(nn.Sequential(There()), [1], devices=['cpu'], chunks=3, checkpoint='always')
+    gpipe = GPipe(nn.Sequential(There()), [1], devices=devices(1), chunks=3, checkpoint='always')
     a, b = (torch.ones(6, dtype=torch.double, requires_grad=True) for _ in range(2))
     torch.cat([plain(c) for c in a.chunk(3)]).sum().backward()
-    gpipe(b).sum().backward()
+    call(gpipe, b).sum().backward()
     assert_same([b.grad, *gpipe.buffers()], [a.grad, *plain.buffers()])
 
 

@@ -6,9 +6,10 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from tests.devices import devices
-from tests.engine.checkpoint.layers import ODD, Decay, Layer, compare_modes, doubles
-from tests.helpers import assert_same, gradients
+from tests.devices import cpu_only, devices, one_worker
+from tests.engine.checkpoint.layers import (LAZY, ODD, Decay, Layer, compare_modes, doubles,
+                                            skip_unless_movable)
+from tests.helpers import assert_same, call, gradients
 from torchgpipe import GPipe, is_recomputing
 
 
@@ -24,15 +25,16 @@ def test_buffers_move_once_and_gradients_are_those_without_checkpoints(layer, de
         gpipe = GPipe(copy.deepcopy(model), [2, 2], devices=devices(2), chunks=3, checkpoint=mode)
         torch.manual_seed(1)
         for _ in range(2):
-            gpipe(torch.randn(9, 4, dtype=torch.double)).square().sum().backward()
+            call(gpipe, torch.randn(9, 4, dtype=torch.double)).square().sum().backward()
         results.append([*gradients(gpipe), *gpipe.buffers()])
     assert_same(results[1], results[0])
 
 
-def test_buffers_move_once_in_a_graph_that_is_retained():
-    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2).double(), Decay(False)), [2], devices=['cpu'],
+@one_worker
+def test_buffers_move_once_in_a_graph_that_is_retained(devices):
+    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2).double(), Decay(False)), [2], devices=devices(1),
                   chunks=2, checkpoint='always')
-    output = gpipe(torch.rand(4, 2, dtype=torch.double)).sum()
+    output = gpipe(torch.rand(4, 2, dtype=torch.double, device=devices.first)).sum()
     output.backward(retain_graph=True)
     first = gradients(gpipe)
     gpipe.zero_grad()
@@ -41,23 +43,25 @@ def test_buffers_move_once_in_a_graph_that_is_retained():
     assert gpipe[1].scale.item() == pytest.approx(0.81)
 
 
-@pytest.mark.parametrize('devices', [('cpu',), ('cpu:0', 'cpu:1')], ids=['one', 'two'])
+@devices
 @pytest.mark.parametrize('name', ODD)
 def test_in_v030_some_state_moved_twice(name, devices):
     """Each layer stands in both partitions, and once more within a layer."""
+    skip_unless_movable(name, devices)
     compare_modes(lambda: nn.Sequential(
         nn.Sequential(nn.Linear(4, 4).double(), ODD[name]()), nn.Linear(4, 4).double(),
         nn.Sequential(nn.Sequential(ODD[name]()))), devices=devices)
 
 
-def test_one_buffer_in_two_layers():
+@one_worker
+def test_one_buffer_in_two_layers(devices):
     """In v0.3.0: "took another path"."""
     def make():
         shared = doubles(4)
         return nn.Sequential(nn.Linear(4, 4).double(), Layer(
             lambda layer, x: (layer.mine.mul_(0.9), x * layer.mine.clone())[1], {'mine': shared}),
             Layer(lambda layer, x: x + layer.mine.clone(), {'mine': shared}))
-    compare_modes(make)
+    compare_modes(make, devices)
 
 
 class Late(nn.Module):
@@ -83,24 +87,26 @@ def replace(layer):
     layer.scale = layer.scale * 2
 
 
+@one_worker
 @pytest.mark.parametrize('change', [replace, lambda layer: layer.scale.mul_(2)])
-def test_a_buffer_that_another_cell_changes_is_put_back_too(change):
+def test_a_buffer_that_another_cell_changes_is_put_back_too(devices, change):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), Late(change)).double()
     results = []
     for mode in ('never', 'always'):
-        gpipe = GPipe(copy.deepcopy(model), [2], devices=['cpu'], chunks=3, checkpoint=mode)
+        gpipe = GPipe(copy.deepcopy(model), [2], devices=devices(1), chunks=3, checkpoint=mode)
         torch.manual_seed(1)
         for _ in range(2):
-            gpipe(torch.randn(8, 4, dtype=torch.double)).square().sum().backward()
+            call(gpipe, torch.randn(8, 4, dtype=torch.double)).square().sum().backward()
         results.append([*gradients(gpipe), gpipe[1].scale])
     assert_same(results[1], results[0])
 
 
+@one_worker
 @pytest.mark.filterwarnings('ignore')
 @pytest.mark.parametrize('compile', [torch.jit.script, lambda module: torch.jit.trace(
     module, doubles(3, 4))])
-def test_torchscript_layers(compile):
+def test_torchscript_layers(devices, compile):
     """In v0.3.0: "'OrderedDictWrapper' object has no attribute 'get'"."""
     class Scripted(nn.Module):
         def __init__(self):
@@ -112,9 +118,10 @@ def test_torchscript_layers(compile):
             self.scale.mul_(0.9)
             return self.norm(x) * self.scale.clone()
 
-    compare_modes(lambda: nn.Sequential(nn.Linear(4, 4).double(), compile(Scripted())))
+    compare_modes(lambda: nn.Sequential(nn.Linear(4, 4).double(), compile(Scripted())), devices)
 
 
+@cpu_only(LAZY)
 def test_a_lazy_layer_s_buffers_move_once():
     gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d()), [2], devices=['cpu'],
                   chunks=2, checkpoint='always')
@@ -122,20 +129,21 @@ def test_a_lazy_layer_s_buffers_move_once():
     assert gpipe[1].num_batches_tracked == 2
 
 
+@one_worker
 @pytest.mark.parametrize('where', [lambda gpipe: gpipe, lambda gpipe: gpipe[1]])
-def test_a_mode_that_changes_between_forward_and_backward(where):
+def test_a_mode_that_changes_between_forward_and_backward(devices, where):
     """In v0.3.0, an error that did not say so; unwrapped, backward does not care."""
     def run(net, model):
         net.train()
         torch.manual_seed(2)
-        output = net(doubles(6, 4))
+        output = call(net, doubles(6, 4))
         where(net).eval()
         output.square().sum().backward()
         return [*gradients(model), *model.buffers()]
 
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
     reference = copy.deepcopy(model)
-    gpipe = GPipe(model, [3], devices=['cpu'], checkpoint='always')
+    gpipe = GPipe(model, [3], devices=devices(1), checkpoint='always')
     for _ in range(2):
         assert_same(run(gpipe, model), run(reference, reference))
         assert not where(gpipe).training

@@ -6,38 +6,42 @@ import pytest
 import torch
 from torch import nn
 
+from tests.devices import one_worker
 from tests.engine.checkpoint.layers import Decay, Layer, compare_modes, count
 from tests.helpers import assert_same
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.checkpoint import layer_state
 
 
-def test_python_attributes_are_those_of_one_pass():
+@one_worker
+def test_python_attributes_are_those_of_one_pass(devices):
     layers = []
 
     def make():
         layers.append(Layer(count, calls=0))
         return nn.Sequential(nn.Linear(4, 4).double(), layers[-1])
 
-    compare_modes(make)
+    compare_modes(make, devices)
     assert [layer.calls for layer in layers] == [9, 9]
 
 
-def test_an_output_that_a_layer_keeps_is_that_of_the_first_pass():
+@one_worker
+def test_an_output_that_a_layer_keeps_is_that_of_the_first_pass(devices):
     """As an auxiliary loss: what the recomputation sets would keep a graph of no use alive."""
     def keep(layer, x):
         layer.aux = x.sum()
         return x * 2
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Layer(keep)), [1, 1], devices=['cpu'] * 2,
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Layer(keep)), [1, 1], devices=devices(2),
                   chunks=2, checkpoint='always')
-    output = gpipe(torch.rand(4, 4))
+    output = gpipe(torch.rand(4, 4, device=devices.first))
     kept = gpipe[1].aux
     output.sum().backward()
     assert gpipe[1].aux is kept
 
 
-def test_a_layer_that_asks_which_pass_it_is_in_deals_with_its_attributes_itself():
+@one_worker
+def test_a_layer_that_asks_which_pass_it_is_in_deals_with_its_attributes_itself(devices):
     seen = []
 
     def see(layer, x):
@@ -49,21 +53,22 @@ def test_a_layer_that_asks_which_pass_it_is_in_deals_with_its_attributes_itself(
         return x * 2
 
     layer = Layer(see, recomputations=0, kept=0)
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), layer), [1, 1], devices=['cpu'] * 2, chunks=2,
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), layer), [1, 1], devices=devices(2), chunks=2,
                   checkpoint='always')
     for step in (1, 2):
-        gpipe(torch.rand(5, 4)).sum().backward()
+        gpipe(torch.rand(5, 4, device=devices.first)).sum().backward()
         assert layer.recomputations == 2 * step
     assert seen == [2] * 4  # what the last micro-batch left behind
 
 
+@one_worker
 @pytest.mark.parametrize('at', range(12))
-def test_ctrl_c_while_attributes_are_put_back(at):
+def test_ctrl_c_while_attributes_are_put_back(devices, at):
     """In v0.3.0, copies stayed behind as the model's buffers."""
     model = nn.Sequential(nn.Linear(4, 4), Decay(True), nn.BatchNorm1d(4)).double()
-    gpipe = GPipe(model, [3], devices=['cpu'], chunks=2, checkpoint='always')
-    gpipe(torch.rand(4, 4, dtype=torch.double)).sum().backward()
-    output = gpipe(torch.rand(4, 4, dtype=torch.double))
+    gpipe = GPipe(model, [3], devices=devices(1), chunks=2, checkpoint='always')
+    gpipe(torch.rand(4, 4, dtype=torch.double, device=devices.first)).sum().backward()
+    output = gpipe(torch.rand(4, 4, dtype=torch.double, device=devices.first))
     before = {module: module.__dict__ for module in model.modules()}
     buffers = [buffer.clone() for buffer in model.buffers()]
     # Two recomputations, in each four modules get other attributes and get back their own.
@@ -78,4 +83,4 @@ def test_ctrl_c_while_attributes_are_put_back(at):
         output.sum().backward()
     assert all(module.__dict__ is before[module] for module in model.modules())
     assert_same(model.buffers(), buffers, 0)
-    gpipe(torch.rand(4, 4, dtype=torch.double)).sum().backward()
+    gpipe(torch.rand(4, 4, dtype=torch.double, device=devices.first)).sum().backward()

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.checkpoint.layers import ODD, Layer, compare_modes, doubles
+from tests.devices import cpu_only, one_worker
+from tests.engine.checkpoint.layers import ODD, Layer, compare_modes, doubles, skip_unless_movable
 from torchgpipe import GPipe
 from torchgpipe.balance.live import LiveTensors
 from torchgpipe.engine.checkpoint import kept, layer_state
@@ -23,7 +24,8 @@ def resident():
     return int(Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
 
 
-def test_constant_buffers_cost_nothing():
+@one_worker
+def test_constant_buffers_cost_nothing(devices):
     """In v0.3.0, 90 MB of frozen weights in buffers took 96 MB more until backward."""
     class Frozen(nn.Linear):
         def __init__(self):
@@ -37,30 +39,32 @@ def test_constant_buffers_cost_nothing():
                 x = x + nn.functional.linear(y, self.get_buffer(f'weight{k}')[:8, :1250])
             return super().forward(x)
 
-    gpipe = GPipe(nn.Sequential(Frozen()), [1], devices=['cpu'], chunks=4, checkpoint='always')
-    gpipe(torch.rand(4, 8)).sum().backward()
+    gpipe = GPipe(nn.Sequential(Frozen()), [1], devices=devices(1), chunks=4, checkpoint='always')
+    gpipe(torch.rand(4, 8, device=devices.first)).sum().backward()
     addresses = [data_address(buffer) for buffer in gpipe.buffers()]
     assert sum(buffer.nbytes for buffer in gpipe.buffers()) == 90_000_000
     before = resident()
-    output = gpipe(torch.rand(4, 8))
+    output = gpipe(torch.rand(4, 8, device=devices.first))
     assert resident() - before < 9_000_000  # not even one of the nine has been copied
     output.sum().backward()
     assert [data_address(buffer) for buffer in gpipe.buffers()] == addresses
 
 
-def test_a_large_buffer_is_copied_once_per_forward_not_per_cell():
+@one_worker
+def test_a_large_buffer_is_copied_once_per_forward_not_per_cell(devices):
     class Mask(nn.Linear):
         def __init__(self):
             super().__init__(4, 4)
             self.register_buffer('mask', torch.ones(256, 1024))
 
-    gpipe = GPipe(nn.Sequential(Mask()), [1], devices=['cpu'], chunks=8, checkpoint='always')
+    gpipe = GPipe(nn.Sequential(Mask()), [1], devices=devices(1), chunks=8, checkpoint='always')
     with LiveTensors().watched() as live:
-        output = gpipe(torch.rand(8, 4))
+        output = gpipe(torch.rand(8, 4, device=devices.first))
     assert live.peak < 2 * gpipe[0].mask.nbytes
     assert output is not None
 
 
+@cpu_only('where a look is a wait, what is small and may be written to is copied for each cell')
 def test_what_a_kernel_only_reads_is_not_copied_for_each_cell():
     """Attention asks for the right to write to its mask."""
     class Attention(nn.Module):
@@ -74,8 +78,9 @@ def test_what_a_kernel_only_reads_is_not_copied_for_each_cell():
                 x * self.weight, x, x, attn_mask=self.mask)
 
     gpipe = GPipe(nn.Sequential(Attention()), [1], devices=['cpu'], chunks=8, checkpoint='always')
-    gpipe(torch.rand(8, 2, 64, 8)).sum().backward()
-    gpipe(torch.rand(8, 2, 64, 8)).sum().backward()
+    x = torch.rand(8, 2, 64, 8)
+    gpipe(x).sum().backward()
+    gpipe(x).sum().backward()
     layers = []
     real = layer_state.Layers.__init__
 
@@ -87,12 +92,13 @@ def test_what_a_kernel_only_reads_is_not_copied_for_each_cell():
     with mock.patch.object(layer_state.Layers, '__init__', note), \
             mock.patch.object(layer_state, 'copy_of', lambda x, *args: (
                 copies.append(x), copy_of(x, *args))[1]):
-        gpipe(torch.rand(8, 2, 64, 8)).sum().backward()
+        gpipe(x).sum().backward()
     assert len(layers) == 1 and len(copies) == 1
 
 
+@one_worker
 @pytest.mark.parametrize('memory', ['shared', 'numpy'])
-def test_memory_that_can_not_be_copied_on_write(memory):
+def test_memory_that_can_not_be_copied_on_write(devices, memory):
     def make():
         if memory == 'shared':
             buffer = doubles(4).share_memory_()
@@ -102,21 +108,25 @@ def test_memory_that_can_not_be_copied_on_write(memory):
         return nn.Sequential(nn.Linear(4, 4).double(), Layer(
             lambda layer, x: (layer.scale.mul_(0.9), x * layer.scale.clone())[1],
             {'scale': buffer}))
-    compare_modes(make)
+    compare_modes(make, devices)
 
 
+@one_worker
 @pytest.mark.parametrize('name', ODD)
 @pytest.mark.parametrize('large', [False, True], ids=['small', 'large'])
-def test_where_nothing_can_be_copied_on_write(name, large, monkeypatch):
+def test_where_nothing_can_be_copied_on_write(devices, name, large, monkeypatch):
     """As on a GPU: what was seen to change is copied, and so is what is small."""
-    monkeypatch.setattr(kept, '_on_write', lambda x: None)
-    monkeypatch.setattr(kept.Kept, 'is_still', lambda self, now: False)
-    monkeypatch.setattr(kept.Kept, 'was_written', lambda self, now: (
-        self._tensor() is not now or not torch.equal(self._value, now)))
+    skip_unless_movable(name, devices)
+    if not devices.are_accelerators:
+        monkeypatch.setattr(kept, '_on_write', lambda x: None)
+        monkeypatch.setattr(kept.Kept, 'is_still', lambda self, now: False)
+        monkeypatch.setattr(kept.Kept, 'was_written', lambda self, now: (
+            self._tensor() is not now or not torch.equal(self._value, now)))
     if large:
         monkeypatch.setattr(layer_state, 'SMALL', 0)
     # A kernel that writes to a large frozen parameter and does not say so can not be noticed
     # there.
     unseen = pytest.raises(RuntimeError, match='its output has other values')
     with unseen if large and name == 'frozen statistics' else nullcontext():
-        compare_modes(lambda: nn.Sequential(nn.Linear(4, 4).double(), ODD[name](), ODD[name]()))
+        compare_modes(lambda: nn.Sequential(
+            nn.Linear(4, 4).double(), ODD[name](), ODD[name]()), devices)

@@ -5,25 +5,27 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import DEVICES
+from tests.devices import devices, one_worker
 from tests.engine.checkpoint.layers import Layer, doubles
-from tests.helpers import assert_same, gradients
+from tests.helpers import assert_same, call, gradients
 from torchgpipe import GPipe
 
 
+@one_worker
 @pytest.mark.parametrize('mode', ['always', 'never'])
-def test_a_step_between_forward_and_backward_raises_as_without_checkpoints(mode):
-    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], devices=['cpu', 'cpu'],
+def test_a_step_between_forward_and_backward_raises_as_without_checkpoints(devices, mode):
+    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], devices=devices(2),
                   chunks=2, checkpoint=mode)
     optimizer = torch.optim.SGD(gpipe.parameters(), 0.1)
-    gpipe(torch.rand(4, 2)).sum().backward()
-    output = gpipe(torch.rand(4, 2))
+    gpipe(torch.rand(4, 2, device=devices.first)).sum().backward()
+    output = gpipe(torch.rand(4, 2, device=devices.first))
     optimizer.step()
     with pytest.raises(RuntimeError, match='modified by an inplace operation'):
         output.sum().backward()
 
 
-def test_a_step_in_a_hook_of_backward_is_fine():
+@devices
+def test_a_step_in_a_hook_of_backward_is_fine(devices):
     """The optimizer in backward: each parameter moves when its gradient is complete."""
     def train(make):
         torch.manual_seed(0)
@@ -36,22 +38,22 @@ def test_a_step_in_a_hook_of_backward_is_fine():
                 p.grad = None
             parameter.register_post_accumulate_grad_hook(step)
         for _ in range(3):
-            net(torch.rand(5, 2, dtype=torch.double)).square().sum().backward()
+            call(net, torch.rand(5, 2, dtype=torch.double)).square().sum().backward()
         return list(model.parameters())
 
     expected = train(lambda model: model)
-    for make in DEVICES.values():
-        actual = train(lambda model: GPipe(model, [1, 2], devices=make(2), chunks=3,
-                                           checkpoint='always'))
-        assert_same(actual, expected)
+    actual = train(lambda model: GPipe(model, [1, 2], devices=devices(2), chunks=3,
+                                       checkpoint='always'))
+    assert_same(actual, expected)
 
 
-def test_a_layer_may_write_to_its_own_parameters():
+@one_worker
+def test_a_layer_may_write_to_its_own_parameters(devices):
     model = nn.Sequential(nn.Embedding(10, 4, max_norm=1.0), nn.Linear(4, 2)).double()
     reference = copy.deepcopy(model)
-    gpipe = GPipe(model, [2], devices=['cpu'], chunks=3, checkpoint='always')
+    gpipe = GPipe(model, [2], devices=devices(1), chunks=3, checkpoint='always')
     x = torch.randint(10, (7,))
-    gpipe(x).square().sum().backward()
+    call(gpipe, x).square().sum().backward()
     reference(x).square().sum().backward()
     assert_same(gradients(gpipe), gradients(reference))
 
@@ -68,23 +70,25 @@ class Clipped(nn.Embedding):
         self.weight.data.clamp_(-0.5, 0.5)
 
 
+@one_worker
 @pytest.mark.parametrize('make', [lambda: nn.Embedding(10, 4, max_norm=1.0),
                                   lambda: Clipped(10, 4)])
-def test_two_forwards_then_backward_with_a_layer_that_writes_to_its_weight(make):
+def test_two_forwards_then_backward_with_a_layer_that_writes_to_its_weight(devices, make):
     """In v0.3.0: "modified between forward and backward, before the optimizer's step"."""
     model = nn.Sequential(make(), nn.Linear(4, 2)).double()
     reference = copy.deepcopy(model)
-    gpipe = GPipe(model, [2], devices=['cpu'], chunks=3, checkpoint='always')
+    gpipe = GPipe(model, [2], devices=devices(1), chunks=3, checkpoint='always')
     for _ in range(2):
         x, y = torch.randint(10, (7,)), torch.randint(10, (7,))
         for net in (reference, gpipe):
             net.zero_grad()
-            (net(x).square().sum() + net(y).square().sum()).backward()
+            (call(net, x).square().sum() + call(net, y).square().sum()).backward()
         assert_same([*gradients(gpipe), *gpipe.parameters()],
                     [*gradients(reference), *reference.parameters()])
 
 
-def test_a_parameter_that_a_layer_begins_to_write_to():
+@one_worker
+def test_a_parameter_that_a_layer_begins_to_write_to(devices):
     def maybe_write(layer, x):
         if layer.on:
             with torch.no_grad():
@@ -92,14 +96,13 @@ def test_a_parameter_that_a_layer_begins_to_write_to():
         return x * layer.weight.clone()
 
     layer = Layer(maybe_write, parameters={'weight': (doubles(4), True)}, on=False)
-    gpipe = GPipe(nn.Sequential(layer), [1], devices=['cpu'], chunks=2, checkpoint='always')
-    gpipe(doubles(4, 4)).sum().backward()
+    gpipe = GPipe(nn.Sequential(layer), [1], devices=devices(1), chunks=2, checkpoint='always')
+    call(gpipe, doubles(4, 4)).sum().backward()
     layer.on = True
     with pytest.raises(RuntimeError, match="parameter '0.weight' was written to by its layer"):
-        gpipe(doubles(4, 4)).sum().backward()
+        call(gpipe, doubles(4, 4)).sum().backward()
     for _ in range(2):
         before = layer.weight.detach().clone()
         layer.zero_grad()
-        gpipe(doubles(4, 4)).sum().backward()
-        assert torch.allclose(layer.weight, before * 0.81)
-        assert torch.allclose(layer.weight.grad, doubles(4) * 4)
+        call(gpipe, doubles(4, 4)).sum().backward()
+        assert_same([layer.weight, layer.weight.grad], [before * 0.81, doubles(4) * 4])

@@ -5,15 +5,17 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import ACCELERATOR
+from tests.devices import ACCELERATOR, cpu_only, one_worker
+from tests.helpers import see_late
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.checkpoint import samples
 
 
+@one_worker
 @pytest.mark.parametrize('forward', [
     lambda self, x: x * next(self.random), lambda self, x: (x.data.mul_(2), x * 1)[1]],
     ids=['a state of its own', 'input behind the version'])
-def test_what_no_snapshot_sees_is_found_out_by_its_result(forward):
+def test_what_no_snapshot_sees_is_found_out_by_its_result(devices, forward):
     class Layer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -23,23 +25,26 @@ def test_what_no_snapshot_sees_is_found_out_by_its_result(forward):
         def forward(self, x):
             return forward(self, x)
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Layer()), [1, 1], devices=['cpu', 'cpu'],
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Layer()), [1, 1], devices=devices(2),
                   chunks=2, checkpoint='always')
-    output = gpipe(torch.rand(4, 4))
+    output = gpipe(torch.rand(4, 4, device=devices.first))
     with pytest.raises(RuntimeError, match='its output has other values'):
         output.sum().backward()
+        see_late(gpipe)
 
 
+@one_worker
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float32, torch.bfloat16])
-def test_rounding_and_values_that_are_no_numbers_are_no_other_result(dtype):
+def test_rounding_and_values_that_are_no_numbers_are_no_other_result(devices, dtype):
     class Noise(nn.Module):
         def forward(self, x):
             y = x * (1e6 if not is_recomputing() else 1e6 * (1 + 4 * torch.finfo(dtype).eps))
             return torch.cat([y, x * float('nan'), x * float('inf')], 1)
 
     gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Noise()).to(dtype), [1, 1],
-                  devices=['cpu', 'cpu'], chunks=2, checkpoint='always')
-    gpipe(torch.rand(4, 4, dtype=dtype)).sum().backward()
+                  devices=devices(2), chunks=2, checkpoint='always')
+    gpipe(torch.rand(4, 4, dtype=dtype, device=devices.first)).sum().backward()
+    see_late(gpipe)
 
 
 class Layer(nn.Linear):
@@ -54,6 +59,9 @@ class Layer(nn.Linear):
     def forward(self, x):
         """Add the number of calls."""
         return super().forward(x) + (self.count() if self.on else 0)
+
+
+stands_for_a_device = cpu_only('the CPU stands for a device with events that the test sets')
 
 
 @pytest.fixture
@@ -83,6 +91,7 @@ def step(gpipe):
     gpipe(torch.rand(4, 4)).sum().backward()
 
 
+@stands_for_a_device
 def test_as_soon_as_the_device_is_done(elsewhere):
     gpipe = make()
     step(gpipe)
@@ -97,6 +106,7 @@ def test_as_soon_as_the_device_is_done(elsewhere):
     step(gpipe)
 
 
+@stands_for_a_device
 def test_what_has_been_compared_is_let_go(elsewhere):
     gpipe = make()
     gpipe[1].on = False
@@ -109,6 +119,7 @@ def test_what_has_been_compared_is_let_go(elsewhere):
     assert sum(len(each) for each in late) == 1
 
 
+@stands_for_a_device
 def test_samples_are_copies(elsewhere):
     gpipe = make()
     gpipe[1].on = False
