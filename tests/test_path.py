@@ -47,11 +47,12 @@ def counts(devices):
 def test_the_way_does_not_grow_unnoticed():
     """In v0.3.0 it was 17 files and 78 functions, with workers 96; and 10 and 39 in backward.
 
-    What a tensor costs more since values may have any nesting: to be put into a batch and out.
+    What a tensor costs more since values may have any nesting: to be put into a batch and out. And
+    the clock has a file of its own.
     """
-    for devices, functions in ((['cpu'] * 2, 100), (['cpu:0', 'cpu:1'], 121)):
+    for devices, functions in ((['cpu'] * 2, 101), (['cpu:0', 'cpu:1'], 121)):
         forward, backward = counts(devices)
-        assert forward[0] <= 23 and forward[1] <= functions
+        assert forward[0] <= 24 and forward[1] <= functions
         assert backward[0] <= 14 and backward[1] <= 52
 
 

@@ -1,4 +1,4 @@
-"""The clock, and who runs at the same time as whom."""
+"""The pipeline, and who runs at the same time as whom."""
 import threading
 
 import pytest
@@ -11,18 +11,8 @@ from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.dependency import Fork, Join
 from torchgpipe.microbatch import Batch, gather, scatter
-from torchgpipe.pipeline import Pipeline, clock_cycles
+from torchgpipe.pipeline import Pipeline
 from torchgpipe.skip.layout import SkipLayout
-
-
-@pytest.mark.parametrize('m, n, expected', [
-    (1, 1, [[(0, 0)]]),
-    (1, 3, [[(0, 0)], [(0, 1)], [(0, 2)]]),
-    (3, 1, [[(0, 0)], [(1, 0)], [(2, 0)]]),
-    (3, 3, [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1), (0, 2)], [(2, 1), (1, 2)], [(2, 2)]]),
-    (4, 2, [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1)], [(3, 0), (2, 1)], [(3, 1)]])])
-def test_clock_cycles(m, n, expected):
-    assert list(clock_cycles(m, n)) == expected
 
 
 def test_a_pipeline_by_itself():
@@ -44,11 +34,12 @@ def test_skips_are_found_in_the_layers_or_given(layout):
     assert gather(batches).tolist() == [[2], [2]]
 
 
-def test_micro_batches_are_in_lockstep():
+@modes
+def test_one_worker_takes_one_micro_batch_after_the_other_through_all_partitions(mode):
     log = []
     model = nn.Sequential(*[Spy(lambda x, j=j: log.append((int(x[0]), j))) for j in range(2)])
-    GPipe(model, [1, 1], devices=['cpu', 'cpu'], chunks=3)(torch.arange(3.))
-    assert log == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1)]
+    GPipe(model, [1, 1], devices=['cpu', 'cpu'], chunks=3, checkpoint=mode)(torch.arange(3.))
+    assert log == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
 
 
 def test_a_clock_waits_for_all_cells_of_the_clock_before():

@@ -1,18 +1,10 @@
-"""The clock: which cell runs when, and on which worker.
-
-Clock ``k`` runs the cells ``(i, j)`` with ``i + j = k``, each on its partition's device, at the
-same time. With ``m = 4`` micro-batches and ``n = 3`` partitions::
-
-    clock          0     1     2     3     4     5
-    partition 0   0,0   1,0   2,0   3,0
-    partition 1         0,1   1,1   2,1   3,1
-    partition 2               0,2   1,2   2,2   3,2
+"""The pipeline: bring micro-batches to their cells, clock by clock, each on its worker.
 
 A clock starts when all cells of the clock before were handed back, so whoever runs a cell is the
 only one to touch its micro-batch.
 """
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +12,7 @@ from torchgpipe.engine.aliasing import Aliasing
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.cell import Cells
 from torchgpipe.engine.checkpoint.draws import Witness
+from torchgpipe.engine.clock import CellIndex, clocks
 from torchgpipe.engine.copy import Copy
 from torchgpipe.engine.edges import Edges
 from torchgpipe.engine.mini_batch import MicroBatchContext, MiniBatch, current
@@ -30,29 +23,9 @@ from torchgpipe.private import is_transformed
 from torchgpipe.skip.boundary import SkipBoundary
 from torchgpipe.skip.tracker import SkipTrackerThroughPortals
 
-__all__ = ['Pipeline', 'clock_cycles']
-
-#: Micro-batch and partition: ``(i, j)``.
-CellIndex = tuple[int, int]
+__all__ = ['Pipeline']
 
 _serial = itertools.count()
-
-
-def clock_cycles(m: int, n: int) -> Iterator[list[CellIndex]]:
-    """Yield, clock by clock, the cells ``(i, j)`` that run at the same time.
-
-    >>> list(clock_cycles(m=3, n=2))
-    [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1)], [(2, 1)]]
-
-    Args:
-        m: Number of micro-batches.
-        n: Number of partitions.
-
-    Yields:
-        ``m + n - 1`` lists, partitions ascending within each (Huang et al., "GPipe", 2019).
-    """
-    for k in range(m + n - 1):
-        yield [(k - j, j) for j in range(max(0, k - m + 1), min(k + 1, n))]
 
 
 class Pipeline:
@@ -119,7 +92,7 @@ class Pipeline:
         if not self._engine.one_worker:
             self._engine.workers.check_caller()
         try:
-            for schedule in clock_cycles(len(self._batches), len(self._engine.partitions)):
+            for schedule in clocks(len(self._batches), len(self._cells), self._is_ordered):
                 self.compute(schedule)
             if self._witness is not None:
                 self._hear(self._witness, range(len(self._cells)))
@@ -129,6 +102,15 @@ class Pipeline:
             self._state.repair()
             for tracker in self._trackers:
                 tracker.clear()
+
+    def _is_ordered(self, j: int) -> bool:
+        """Tell whether anyone sees when a partition's cells run: [Note: Order of draws].
+
+        Of a partition of which it is not known yet, that may be so. One worker runs one cell at a
+        time in any case.
+        """
+        return self._engine.one_worker or self._state.takes_turns or \
+            self._cells[j].draws() is not False
 
     def fence(self, i: int, j: int) -> None:
         """Copy a batch, and the skips that partition ``j`` pops, to where they are needed.
@@ -162,22 +144,12 @@ class Pipeline:
             with use_device(self._engine.partitions[0].device):
                 for i, j in schedule:
                     self._run_cell(i, j)
-        elif len(schedule) == 1:
-            self._dispatch([schedule])
-        elif self._takes_turns(schedule):
+        elif any(self._cells[j].draws() for _, j in schedule):
+            # Beside one that draws, nobody could tell whether another one begins to.
             for place in schedule:
-                self._dispatch([[place]])
+                self._compute_at_once([place])
         else:
             self._compute_at_once(schedule)
-
-    def _takes_turns(self, schedule: Sequence[CellIndex]) -> bool:
-        """Tell whether the cells of a clock have to run one after the other.
-
-        Two that draw from one generator must, for their numbers to be the same in every run. One
-        of which that is not known yet may run beside others that are known not to.
-        """
-        draw = [self._cells[j].draws() for _, j in schedule]
-        return self._state.takes_turns or True in draw or draw.count(None) > 1
 
     def _compute_at_once(self, schedule: Sequence[CellIndex]) -> None:
         groups: dict[Any, list[CellIndex]] = {}

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.clock import clock_cycles
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.pipeline import Pipeline as EnginePipeline
-from torchgpipe.engine.pipeline import clock_cycles
 from torchgpipe.engine.stream import AbstractStream
 from torchgpipe.skip.layout import SkipLayout
 

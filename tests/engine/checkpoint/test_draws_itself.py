@@ -134,14 +134,18 @@ def test_nobody_looks_at_the_generator_while_it_is_moved_back():
     assert take_elsewhere()
 
 
-@pytest.mark.parametrize('known, takes_turns', [
-    ([False, False], False), ([None, False], False), ([None, None], True), ([True, False], True)])
-def test_cells_that_may_draw_take_turns(known, takes_turns):
+@pytest.mark.parametrize('known, turns', [
+    ([False, False], 1), ([None, False], 1), ([True, False], 2), ([False, True], 2)])
+def test_no_cell_runs_beside_one_that_draws(known, turns, monkeypatch):
+    """It could begin to draw, and the generator would not tell."""
     partitions = [nn.Sequential(nn.Identity()), nn.Sequential(nn.Identity())]
-    pipeline = Pipeline(Engine(partitions, [cpu, torch.device('cpu:1')]),
-                        scatter(torch.ones(2, 2), 2))
-    pipeline._cells = [SimpleNamespace(draws=lambda draws=draws: draws) for draws in known]
-    assert pipeline._takes_turns([(1, 0), (0, 1)]) is takes_turns
+    pipeline, log = Pipeline(Engine(partitions, [cpu, torch.device('cpu:1')]),
+                             scatter(torch.ones(2, 2), 2)), []
+    pipeline._cells = [SimpleNamespace(draws=lambda draws=draws: draws, suspect=int)
+                       for draws in known]
+    monkeypatch.setattr(pipeline, '_dispatch', log.append)
+    pipeline.compute([(1, 0), (0, 1)])
+    assert len(log) == turns and sum(log, []) == [[(1, 0)], [(0, 1)]]
 
 
 class Log(TorchDispatchMode):
