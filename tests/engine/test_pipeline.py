@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import devices
+from tests.devices import devices, one_worker
 from tests.helpers import Spy, assert_same, in_a_new_thread, modes, nodes
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, is_recomputing
@@ -34,11 +34,13 @@ def test_skips_are_found_in_the_layers_or_given(layout):
     assert gather(batches).tolist() == [[2], [2]]
 
 
+@one_worker
 @modes
-def test_one_worker_takes_one_micro_batch_after_the_other_through_all_partitions(mode):
+def test_one_worker_takes_one_micro_batch_after_the_other_through_all_partitions(devices, mode):
     log = []
     model = nn.Sequential(*[Spy(lambda x, j=j: log.append((int(x[0]), j))) for j in range(2)])
-    GPipe(model, [1, 1], devices=['cpu', 'cpu'], chunks=3, checkpoint=mode)(torch.arange(3.))
+    gpipe = GPipe(model, [1, 1], devices=[devices.first] * 2, chunks=3, checkpoint=mode)
+    gpipe(torch.arange(3., device=devices.first))
     assert log == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
 
 

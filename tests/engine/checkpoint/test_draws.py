@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from tests.devices import ACCELERATOR, DEVICES, devices
+from tests.devices import ACCELERATOR, DEVICES, cpu_only, devices
 from tests.helpers import MODES, Child, assert_same, gradients, micro_batches, modes
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.checkpoint import checkpoint
@@ -138,7 +138,7 @@ class Functional(nn.Linear):
 
 def stochastic_depth(x, y):
     """Leave out the branch for some samples."""
-    return x + y * torch.empty(len(x), 1, 1, dtype=x.dtype).bernoulli_(0.7)
+    return x + y * torch.empty(len(x), 1, 1, dtype=x.dtype, device=x.device).bernoulli_(0.7)
 
 
 def layer_drop(x, y):
@@ -162,16 +162,33 @@ def assert_a_seed_gives_the_numbers_of_unwrapped_micro_batches(layers, balance, 
     model = nn.Sequential(*[DRAWING[layer]() for layer in layers]).double()
     reference = copy.deepcopy(model)
     gpipe = GPipe(model, balance, devices=places, chunks=chunks, checkpoint=mode)
-    x = torch.rand(7, 5, 8, dtype=torch.double)
+    # On the same devices, as these may have generators of their own.
+    parts = [part.to(device) for part, device in zip(split(reference, balance), gpipe.devices)]
+
+    def unwrapped(x):
+        outputs = []
+        for value in micro_batches(x, chunks):
+            for part, device in zip(parts, gpipe.devices):
+                value = part(value.to(device))
+            outputs.append(value)
+        return torch.cat(outputs)
+
+    x = torch.rand(7, 5, 8, dtype=torch.double, device=gpipe.devices[0])
     for seed in range(3):
         results = []
-        for net in (gpipe, lambda x: torch.cat([*map(reference, micro_batches(x, chunks))])):
+        for net in (gpipe, unwrapped):
             torch.manual_seed(seed)
             output = net(x)
             output.square().mean().backward()
             results.append([output, torch.rand(1)])
         assert_same(results[0], results[1])
         assert_same(gradients(gpipe), gradients(reference))
+
+
+def split(model, balance):
+    """Cut a sequential module."""
+    ends = torch.tensor(balance).cumsum(0).tolist()
+    return [model[end - size:end] for end, size in zip(ends, balance)]
 
 
 @devices
@@ -182,6 +199,7 @@ def test_a_seed_gives_the_numbers_of_the_unwrapped_micro_batches(layer, mode, de
         [layer] * 3, [1] * 3, devices(3), 4, mode)
 
 
+@cpu_only('the devices are drawn, too')
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
 def test_it_does_so_whatever_the_balance_and_the_devices(data):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.devices import cpu_only
 from torchgpipe.engine.checkpoint import draws
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.pipeline import Pipeline
@@ -134,6 +135,7 @@ def test_nobody_looks_at_the_generator_while_it_is_moved_back():
     assert take_elsewhere()
 
 
+@cpu_only('it is about a generator that devices share')
 @pytest.mark.parametrize('known, turns', [
     ([False, False], 1), ([None, False], 1), ([True, False], 2), ([False, True], 2)])
 def test_no_cell_runs_beside_one_that_draws(known, turns, monkeypatch):
