@@ -1,4 +1,6 @@
 """Layers of programs for the simulated accelerator."""
+import threading
+
 import torch
 from torch import nn
 
@@ -53,11 +55,12 @@ class TwoPlaces(nn.Linear):
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
-        self.recomputed = 0
+        self.recomputed_in = []
 
     def forward(self, x):
         """Do so."""
-        self.recomputed += is_recomputing()
+        if is_recomputing():
+            self.recomputed_in.append(threading.get_ident())
         x = super().forward(x)
         return (x * 2).cpu(), x.tanh()
 

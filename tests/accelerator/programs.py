@@ -12,11 +12,12 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from tests import accelerator
 from tests.accelerator.layers import AddTable, Elsewhere, First, Pop, Shift, Stash, TwoPlaces
 from tests.accelerator.timeline import Timeline
-from tests.helpers import assert_same, gradients
+from tests.helpers import assert_same, gradients, small_model
 from tests.skip.models import WIDTH, crossing
 from torchgpipe import GPipe, NoChunk
 from torchgpipe.copy import Copy, Wait
@@ -84,7 +85,7 @@ def without_grad():
     """Free what was copied to the last partition while it is read: no backward comes after."""
     pair = Pair(crossing(), [2, 2, 2])
     with torch.no_grad():
-        for _ in range(3):
+        for _ in range(5):
             pair.forward()
     pair.check()
 
@@ -146,6 +147,22 @@ def micro_batches_share_a_tensor(mode='except_last'):
                 [table.grad, *gradients(pair.model)], 1e-9)
 
 
+def hooks_pack_inputs(mode='always'):
+    """Let saved-tensor hooks compute; go through the graph twice, the last time in part."""
+    pair = Pair(small_model(3, WIDTH), [2, 2, 2], mode=mode)
+    with side_streams():
+        with saved_tensors_hooks(lambda x: x * 2, lambda x: x / 2):
+            losses = [*pair.forward(), *pair.forward()]
+        for k in range(4):
+            losses[k].backward(retain_graph=True)
+        for model in [pair.model, pair.gpipe] * 2:
+            parameters = list(model.parameters())
+            grads = torch.autograd.grad(losses.pop(0), parameters)  # which frees the graph
+            for parameter, grad in zip(parameters, grads):
+                parameter.grad += grad
+    pair.check()
+
+
 def a_hook_gives_another_gradient():
     """Read what was copied in a hook, after which nobody needs it."""
     with side_streams():
@@ -193,13 +210,13 @@ def gradients_of_skips_stay_in_the_threads_of_their_devices():
 
 
 def outputs_in_two_places():
-    """Recompute each micro-batch once, where two of autograd's threads are at work."""
+    """Recompute each micro-batch once, in the thread of the device and not in that of the CPU."""
     layer = TwoPlaces()
     gpipe = GPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), layer), [1, 1], chunks=4,
                   checkpoint='always')
     a, b = gpipe(torch.rand(4, WIDTH, device='sim:0'))
     (a.sum() + b.cpu().sum()).backward()
-    assert layer.recomputed == 4
+    assert len(layer.recomputed_in) == 4 and threading.get_ident() not in layer.recomputed_in
 
 
 def samples_from_another_device():
@@ -255,7 +272,7 @@ def recomputations_overlap_with_what_comes_before():
 #: Those that are run in each checkpoint mode.
 IN_MODES = [training, partitions_share_devices, devices_and_the_cpu,
             gradients_accumulate_on_side_streams, backward_in_another_thread,
-            only_a_skip_has_a_gradient, micro_batches_share_a_tensor]
+            only_a_skip_has_a_gradient, micro_batches_share_a_tensor, hooks_pack_inputs]
 
 OTHERS = [without_grad, side_streams_without_grad, a_hook_gives_another_gradient,
           gradients_of_skips_stay_in_the_threads_of_their_devices, outputs_in_two_places,
