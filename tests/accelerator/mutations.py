@@ -123,6 +123,8 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
      P.gradients_accumulate_on_side_streams),
     (pipeline.Pipeline._run_group, 'use_stream(self._edges[group[0][1]].stream)',
      P.side_streams_without_grad),
+    (pipeline.Pipeline.fence, 'use_stream(self._edges[prev_j].stream)',
+     P.gradients_accumulate_on_side_streams),
     (pipeline.Pipeline.compute, 'use_device(self._engine.partitions[0].device)',
      P.layers_make_tensors),
     (pipeline.Pipeline.__init__, 'engine.workers.copy_streams(partition.device, len(batches))',

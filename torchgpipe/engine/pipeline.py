@@ -210,7 +210,8 @@ class Pipeline:
         current.micro_batch = MicroBatchContext(
             i, len(batches), next(_serial), self._mini_batch, lock)
         try:
-            self.fence(i, j)
+            if self._engine.partitions[j].brought:
+                self.fence(i, j)
             with lock:
                 aliased = self._trackers[i].aliased_with_batch if self._trackers else set()
                 if aliased or i in self.aliasing.watched:
