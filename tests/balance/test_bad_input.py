@@ -3,8 +3,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.devices import cpu_only
 from tests.skip.layers import Stash
 from torchgpipe.balance import balance_by_size, balance_by_time, profile
+
+pytestmark = cpu_only('refused before anything runs')
 
 
 @pytest.mark.parametrize('function', [

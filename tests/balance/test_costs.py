@@ -13,8 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.devices import cpu_only
 from torchgpipe import GPipe
 from torchgpipe.balance import LayerProfile, Profile, SkipProfile, profile
+
+pytestmark = cpu_only('costs are numbers, wherever they come from')
 
 
 def make(times, parameters=None, activations=None, outputs=None, skips=(), batch_size=8):

@@ -7,7 +7,10 @@ from torch import nn
 
 from tests.balance.models import frozen
 from tests.clock import Timed
+from tests.devices import cpu_only
 from torchgpipe.balance import balance_by_time, profile
+
+pytestmark = cpu_only('the clock that a test moves is that of the host')
 
 #: Seconds for a number of samples, of 32 samples and of none.
 SECONDS = {'constant': (lambda number: 4, 4, 4), 'proportional': (lambda number: number / 8, 4, 0),

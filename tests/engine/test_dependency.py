@@ -5,9 +5,11 @@ import weakref
 import pytest
 import torch
 
-from tests.devices import ACCELERATOR
+from tests.devices import ACCELERATOR, cpu_only
 from torchgpipe.dependency import Fork, Join, fork, join
 from torchgpipe.phony import get_phony
+
+pytestmark = cpu_only('an edge carries no data, wherever it is')
 
 
 class Log(torch.autograd.Function):

@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.devices import cpu_only
 from tests.helpers import Child, Spy
 from torchgpipe import GPipe
 from torchgpipe.engine.worker import Worker, Workers, _stop
+
+pytestmark = cpu_only('workers of any device are the same threads')
 
 cpu = torch.device('cpu')
 
