@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import devices
+from tests.devices import DEVICES, cpu_only, devices
 from tests.helpers import MODES, assert_same, gradients
 from torchgpipe import GPipe
 from torchgpipe.engine import pipeline
@@ -70,7 +70,8 @@ def models():
             'view': nn.Sequential(Layer(view), Layer(add), nn.Linear(4, 4))}
 
 
-@devices
+@cpu_only('on accelerators a copy parts what shares a memory, which is another test')
+@pytest.mark.parametrize('devices', [DEVICES['one worker'], DEVICES['a worker each']])
 @pytest.mark.parametrize('name', models())
 @pytest.mark.parametrize('chunks', [1, 2, 5])
 @pytest.mark.parametrize('mode', ['never', 'except_last'])
@@ -97,6 +98,7 @@ def test_in_v030_gradients_were_wrong(devices, name, chunks, mode):
             train(gpipe)
 
 
+@cpu_only('stands in for several memories, in one that tells more of a failure')
 @pytest.mark.parametrize('name', ['twice', 'twice, passed on', 'view'])
 def test_a_copy_parts_what_shared_a_memory(name, monkeypatch):
     """As if each partition had a memory of its own."""
@@ -115,7 +117,8 @@ def test_a_copy_parts_what_shared_a_memory(name, monkeypatch):
     gpipe(torch.randn(4, 4)).sum().backward()
 
 
-@devices
+@cpu_only('on its way to an accelerator the backbone\'s output is copied, so it is not changed')
+@pytest.mark.parametrize('devices', [DEVICES['one worker'], DEVICES['a worker each']])
 @pytest.mark.parametrize('mode', MODES)
 def test_a_first_layer_that_works_in_place_on_what_a_backbone_made(devices, mode):
     """In v0.3.0: "Output 0 of SplitWithSizesBackward0 is a view and is being modified inplace"."""
@@ -144,10 +147,11 @@ def test_that_there_are_several_micro_batches_of_is_said(devices):
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
     gpipe = GPipe(model, [1, 1], devices=devices(2), chunks=2)
     with pytest.raises(RuntimeError) as error:
-        gpipe(nn.Linear(4, 4)(torch.rand(6, 4))).sum().backward()
+        gpipe(nn.Linear(4, 4)(torch.rand(6, 4)).to(devices.first)).sum().backward()
     assert 'inplace=False' in error.value.__notes__[1]
 
 
+@cpu_only('an error of autograd, the same anywhere')
 @pytest.mark.parametrize('chunks, j', [(1, 0), (2, 1)])
 def test_that_is_not_said_where_it_is_not_the_reason(chunks, j):
     class ChangeView(nn.Linear):
@@ -163,6 +167,7 @@ def test_that_is_not_said_where_it_is_not_the_reason(chunks, j):
     assert len(error.value.__notes__) == 1
 
 
+@cpu_only('on accelerators a copy parts what shares a memory, which is another test')
 def test_a_block_that_is_cut_in_two():
     """The everyday form: a residual block whose second half works in place."""
     class Start(nn.Linear):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import devices, one_worker
+from tests.devices import DEVICES, cpu_only, devices, one_worker
 from tests.helpers import Spy, assert_same, in_a_new_thread, modes, nodes
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, is_recomputing
@@ -15,6 +15,7 @@ from torchgpipe.pipeline import Pipeline
 from torchgpipe.skip.layout import SkipLayout
 
 
+@cpu_only('about the class of 0.0.7 and its threads')
 def test_a_pipeline_by_itself():
     before = set(threading.enumerate())
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)).double()
@@ -26,6 +27,7 @@ def test_a_pipeline_by_itself():
     assert set(threading.enumerate()) == before
 
 
+@cpu_only('about a table of names')
 @pytest.mark.parametrize('layout', [None, SkipLayout(2, {(None, 'skip'): (0, 1)})])
 def test_skips_are_found_in_the_layers_or_given(layout):
     partitions = [nn.Sequential(Stash()), nn.Sequential(Pop())]
@@ -44,6 +46,7 @@ def test_one_worker_takes_one_micro_batch_after_the_other_through_all_partitions
     assert log == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
 
 
+@cpu_only('about the order in which the host calls layers')
 def test_a_clock_waits_for_all_cells_of_the_clock_before():
     clocks = []
     lock = threading.Lock()
@@ -62,6 +65,7 @@ def test_a_clock_waits_for_all_cells_of_the_clock_before():
         assert clocks == sorted(clocks) and len(clocks) == 15
 
 
+@cpu_only('about threads of the host; kernels are in tests/accelerator/test_overlap.py')
 def test_partitions_on_different_devices_run_at_the_same_time():
     barrier = threading.Barrier(2)
 
@@ -76,6 +80,7 @@ def test_partitions_on_different_devices_run_at_the_same_time():
     gpipe(x)
 
 
+@cpu_only('about threads of the host')
 def test_partitions_on_one_device_need_no_thread():
     before = set(threading.enumerate())
     seen = set()
@@ -131,7 +136,7 @@ def test_backward_takes_the_last_micro_batch_first(devices, mode, loss):
     gpipe = GPipe(nn.Sequential(*[Noted(log, j) for j in range(3)]), [1] * 3, devices=devices(3))
     checkpoint_stop = {'always': 3, 'except_last': 2, 'never': 0}[mode]
     for _ in range(5):
-        batches = [Batch(torch.rand(i + 1, 2)) for i in range(3)]
+        batches = [Batch(torch.rand(i + 1, 2, device=devices.first)) for i in range(3)]
         Pipeline(batches, gpipe.partitions, gpipe.devices, checkpoint_stop=checkpoint_stop).run()
         loss([batch.tensor for batch in batches]).backward()
         for j in range(3):
@@ -141,7 +146,8 @@ def test_backward_takes_the_last_micro_batch_first(devices, mode, loss):
         log['recomputation'].clear(), log['backward'].clear()
 
 
-@devices
+@cpu_only('between devices, what arrives is a copy of what has the edge')
+@pytest.mark.parametrize('devices', [DEVICES['one worker'], DEVICES['a worker each']])
 @modes
 def test_an_output_has_an_edge_to_that_of_the_micro_batch_before(devices, mode):
     """Wherever a partition has edges at all: [Note: Outputs that stay as they are]."""
@@ -154,7 +160,7 @@ def test_an_output_has_an_edge_to_that_of_the_micro_batch_before(devices, mode):
         return look
 
     model = nn.Sequential(*[nn.Sequential(Spy(see(j)), nn.Linear(2, 2)) for j in range(3)])
-    batches = [Batch(torch.rand(i + 1, 2)) for i in range(3)]
+    batches = [Batch(torch.rand(i + 1, 2, device=devices.first)) for i in range(3)]
     checkpoint_stop = {'always': 3, 'except_last': 2, 'never': 0}[mode]
     gpipe = GPipe(model, [1] * 3, devices=devices(3))
     Pipeline(batches, gpipe.partitions, gpipe.devices, checkpoint_stop=checkpoint_stop).run()
@@ -166,6 +172,7 @@ def test_an_output_has_an_edge_to_that_of_the_micro_batch_before(devices, mode):
             'always': [True, True], 'except_last': [True, False], 'never': [False, False]}[mode])
 
 
+@cpu_only('about the graph of one partition')
 def test_there_are_no_edges_to_nowhere():
     gpipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=['cpu'], chunks=4,
                   checkpoint='never')

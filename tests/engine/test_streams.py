@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from tests.devices import cpu_only
 from tests.helpers import Spy
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine import copy, edges, pipeline, worker
 from torchgpipe.engine.checkpoint import recomputation
 from torchgpipe.engine.partition import Engine
+
+pytestmark = cpu_only('streams that take notes stand in for those of a device')
 
 
 class Streams:
