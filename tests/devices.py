@@ -2,7 +2,8 @@
 import pytest
 import torch
 
-__all__ = ['ACCELERATOR', 'DEVICES', 'cpu_only', 'devices', 'one_worker', 'places', 'workers']
+__all__ = ['ACCELERATOR', 'DEVICES', 'cpu_only', 'cpus', 'devices', 'one_worker', 'places',
+           'workers']
 
 #: The type of device that tests marked `accelerator` run on: a real one, or the simulated one.
 ACCELERATOR = str(torch.accelerator.current_accelerator(check_available=True) or 'sim')
@@ -58,6 +59,8 @@ def _on(*names):
 devices = _on('one worker', 'a worker each', 'accelerators')
 one_worker = _on('one worker', 'accelerators')
 workers = _on('a worker each', 'accelerators')
+#: For tests marked as `cpu_only`.
+cpus = _on('one worker', 'a worker each')
 
 #: `@cpu_only('reason')` is for tests that have a device in them, and can not run on accelerators.
 cpu_only = pytest.mark.cpu_only

@@ -2,11 +2,10 @@
 import copy
 import threading
 
-import pytest
 import torch
 from torch import nn
 
-from tests.devices import DEVICES, cpu_only, devices
+from tests.devices import cpu_only, cpus, devices
 from tests.helpers import assert_same, call, gradients, modes
 from torchgpipe import GPipe
 from torchgpipe.locks import _Several, layer_lock
@@ -78,7 +77,7 @@ def test_two_threads_train_one_model(devices, mode):
 
 
 @cpu_only('two pipelines share the layers in two balances, so these are in one memory')
-@pytest.mark.parametrize('devices', [DEVICES['one worker'], DEVICES['a worker each']])
+@cpus
 @modes
 def test_a_server_that_evaluates_while_it_trains(devices, mode):
     model = make()

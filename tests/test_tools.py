@@ -13,8 +13,11 @@ from torch.distributed.checkpoint.state_dict import (get_model_state_dict,
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel
 
+from tests.devices import cpu_only
 from tests.helpers import MODES, assert_same, gradients
 from torchgpipe import GPipe
+
+pytestmark = cpu_only('about names and states, and what tools make of them')
 
 modes = pytest.mark.parametrize('mode', MODES)
 

@@ -7,9 +7,11 @@ from torch import nn
 from torch.nn.utils import prune
 
 from tests.balance.models import MODELS, resnet
-from tests.devices import ACCELERATOR
+from tests.devices import ACCELERATOR, cpu_only
 from torchgpipe import GPipe
 from torchgpipe.balance import Profile, balance_by_size, balance_by_time, profile
+
+pytestmark = cpu_only('the same of any device; on accelerators in test_profile_layers.py')
 
 
 @pytest.mark.parametrize('make', MODELS)

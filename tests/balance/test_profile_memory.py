@@ -5,11 +5,14 @@ import torch
 from torch import nn
 
 from tests.balance.models import unet
+from tests.devices import cpu_only
 from tests.skip.layers import Pop, StashLinear, popping, stashing
 from torchgpipe import GPipe
 from torchgpipe.balance import profile
 from torchgpipe.balance.live import LiveTensors
 from torchgpipe.skip import skippable, stash
+
+pytestmark = cpu_only('the same of any device; on accelerators in test_profile_layers.py')
 
 KIB = 1024
 

@@ -9,9 +9,12 @@ from torch import nn
 
 import torchgpipe.balance
 from tests.balance.models import MODELS
+from tests.devices import cpu_only
 from torchgpipe.balance import balance_by_size, profile
 from torchgpipe.balance.profile import layerwise_sandbox
 from torchgpipe.skip.tracker import current_skip_tracker
+
+pytestmark = cpu_only('the same of any device; on accelerators in test_profile_layers.py')
 
 
 @pytest.mark.parametrize('make', MODELS)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import DEVICES, cpu_only, devices
+from tests.devices import cpu_only, cpus, devices
 from tests.helpers import MODES, assert_same, gradients
 from torchgpipe import GPipe
 from torchgpipe.engine import pipeline
@@ -71,7 +71,7 @@ def models():
 
 
 @cpu_only('on accelerators a copy parts what shares a memory, which is another test')
-@pytest.mark.parametrize('devices', [DEVICES['one worker'], DEVICES['a worker each']])
+@cpus
 @pytest.mark.parametrize('name', models())
 @pytest.mark.parametrize('chunks', [1, 2, 5])
 @pytest.mark.parametrize('mode', ['never', 'except_last'])
@@ -118,7 +118,7 @@ def test_a_copy_parts_what_shared_a_memory(name, monkeypatch):
 
 
 @cpu_only('on its way to an accelerator the backbone\'s output is copied, so it is not changed')
-@pytest.mark.parametrize('devices', [DEVICES['one worker'], DEVICES['a worker each']])
+@cpus
 @pytest.mark.parametrize('mode', MODES)
 def test_a_first_layer_that_works_in_place_on_what_a_backbone_made(devices, mode):
     """In v0.3.0: "Output 0 of SplitWithSizesBackward0 is a view and is being modified inplace"."""

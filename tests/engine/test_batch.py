@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.devices import cpu_only
 from torchgpipe import GPipe
 from torchgpipe.microbatch import Batch, check
 
@@ -86,6 +87,7 @@ class Pair(NamedTuple):
     y: torch.Tensor
 
 
+@cpu_only('about values, which tests/test_values.py takes through accelerators')
 @pytest.mark.parametrize('mode', ['always', 'never'])
 @pytest.mark.parametrize('size', [1, 2, 5])
 @pytest.mark.parametrize('chunks', [1, 3])

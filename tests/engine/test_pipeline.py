@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import DEVICES, cpu_only, devices, one_worker
+from tests.devices import cpu_only, cpus, devices, one_worker
 from tests.helpers import Spy, assert_same, in_a_new_thread, modes, nodes
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, is_recomputing
@@ -147,7 +147,7 @@ def test_backward_takes_the_last_micro_batch_first(devices, mode, loss):
 
 
 @cpu_only('between devices, what arrives is a copy of what has the edge')
-@pytest.mark.parametrize('devices', [DEVICES['one worker'], DEVICES['a worker each']])
+@cpus
 @modes
 def test_an_output_has_an_edge_to_that_of_the_micro_batch_before(devices, mode):
     """Wherever a partition has edges at all: [Note: Outputs that stay as they are]."""

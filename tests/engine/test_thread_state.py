@@ -13,9 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.devices import devices
+from tests.devices import cpu_only, cpus
 from tests.helpers import STEPS, Spy, WeakLog, assert_same, gradients, modes, nothing, train_both
 from torchgpipe import GPipe, is_recomputing
+
+pytestmark = cpu_only('about the state of threads, which are the same for any device')
 
 
 def pipe(model, devices, mode, chunks=4):
@@ -25,7 +27,7 @@ def pipe(model, devices, mode, chunks=4):
                  checkpoint=mode)
 
 
-@devices
+@cpus
 @pytest.mark.parametrize('see, context', [
     (torch.is_grad_enabled, torch.no_grad), (torch.is_grad_enabled, torch.enable_grad),
     (torch.is_inference_mode_enabled, torch.inference_mode)])
@@ -39,7 +41,7 @@ def test_grad_and_inference_mode(devices, see, context):
     assert seen == [expected] * 8
 
 
-@devices
+@cpus
 @modes
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('where', ['forward', 'backward', 'both'])
@@ -78,7 +80,7 @@ def test_autocast(devices, mode, dtype, where):
     assert torch.equal(actual, expected)
 
 
-@devices
+@cpus
 def test_a_new_weight_is_cast_anew(devices):
     """No stale copy of a weight stays in autocast's cache, from forward or from recomputation."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -98,7 +100,7 @@ def test_a_new_weight_is_cast_anew(devices):
         assert torch.equal(*outputs)
 
 
-@devices
+@cpus
 def test_a_weight_is_cast_once_per_forward(devices):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     gpipe = pipe(model, devices, 'never')
@@ -115,7 +117,7 @@ def test_a_weight_is_cast_once_per_forward(devices):
     assert len(casts) == 2
 
 
-@devices
+@cpus
 @modes
 def test_saved_tensor_hooks(devices, mode):
     """Each saved tensor is packed once and unpacked once, also in a recomputation."""
@@ -147,7 +149,7 @@ def test_saved_tensor_hooks(devices, mode):
     assert counts['unpack'] == expected['unpack'] + checkpointed
 
 
-@devices
+@cpus
 @modes
 def test_save_on_cpu(devices, mode):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()).double()
@@ -155,7 +157,7 @@ def test_save_on_cpu(devices, mode):
                context=save_on_cpu)
 
 
-@devices
+@cpus
 @modes
 def test_context_variables(devices, mode):
     scale = contextvars.ContextVar('scale', default=1.0)
@@ -177,7 +179,7 @@ def test_context_variables(devices, mode):
                context=scaled)
 
 
-@devices
+@cpus
 @pytest.mark.parametrize('mode', ['always', 'never'])
 def test_the_default_device(devices, mode):
     seen = []
@@ -204,7 +206,7 @@ def counting(devices, mode):
     return pipe(model, devices, mode), seen
 
 
-@devices
+@cpus
 def test_the_number_of_intra_op_threads(devices):
     gpipe, seen = counting(devices, 'never')
     for number in (1, 2, 1):
@@ -213,7 +215,7 @@ def test_the_number_of_intra_op_threads(devices):
     assert seen == [1] * 8 + [2] * 8 + [1] * 8
 
 
-@devices
+@cpus
 def test_a_recomputation_has_as_many_intra_op_threads_as_the_first_pass(devices):
     gpipe, seen = counting(devices, 'always')
     output = gpipe(torch.rand(4, 1, requires_grad=True))
@@ -272,7 +274,7 @@ class Sine(nn.Linear):
         return torch.sin(super().forward(x))
 
 
-@devices
+@cpus
 @modes
 @pytest.mark.parametrize('Mode', [CountCalls, CountOperations])
 @pytest.mark.parametrize('until', ['forward', 'backward'])
@@ -298,7 +300,7 @@ def test_in_v030_workers_did_not_see_modes(devices, mode, Mode, until):
     assert seen.calls == 16 + {'always': 16, 'except_last': 12, 'never': 0}[mode]
 
 
-@devices
+@cpus
 @modes
 def test_with_modes_and_hooks_cells_run_in_the_order_of_unwrapped_micro_batches(devices, mode):
     seen = []
@@ -312,7 +314,7 @@ def test_with_modes_and_hooks_cells_run_in_the_order_of_unwrapped_micro_batches(
             seen.clear()
 
 
-@devices
+@cpus
 @modes
 @pytest.mark.parametrize('reentrant', [False, True])
 def test_a_checkpoint_around_a_pipeline(devices, mode, reentrant):
@@ -331,7 +333,7 @@ def test_a_checkpoint_around_a_pipeline(devices, mode, reentrant):
         assert_same([x.grad, *gradients(gpipe)], [y.grad, *gradients(reference)])
 
 
-@devices
+@cpus
 @modes
 def test_a_pipeline_within_a_checkpointed_layer(devices, mode):
     """In v0.3.0 it was refused: its workers saved tensors in any order."""
@@ -351,7 +353,7 @@ def test_a_pipeline_within_a_checkpointed_layer(devices, mode):
         assert_same(results[1], results[0])
 
 
-@devices
+@cpus
 @modes
 def test_mutation_on_saved_tensors(devices, mode):
     """In v0.3.0, gradients were wrong on workers, which did not see the mode."""
@@ -384,7 +386,7 @@ TRANSFORMS = {
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')
 @pytest.mark.parametrize('transform', TRANSFORMS)
 @pytest.mark.parametrize('mode', ['always', 'never'])
-@devices
+@cpus
 def test_in_v030_transforms_gave_zeros_on_workers(transform, mode, devices):
     model = nn.Sequential(Sine(), Sine(), Sine(), Sine())
     x = torch.rand(4, 4, dtype=torch.double)
@@ -397,7 +399,7 @@ def test_in_v030_transforms_gave_zeros_on_workers(transform, mode, devices):
 
 
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')
-@devices
+@cpus
 def test_forward_mode_differentiation_is_refused(devices):
     gpipe = pipe(nn.Sequential(Sine(), Sine(), Sine(), Sine()), devices, 'never')
     x = torch.rand(4, 4, dtype=torch.double)
@@ -406,7 +408,7 @@ def test_forward_mode_differentiation_is_refused(devices):
 
 
 @pytest.mark.filterwarnings('ignore')
-@devices
+@cpus
 @pytest.mark.parametrize('trace', [
     torch.jit.trace, lambda net, x: make_fx(net)(x),
     lambda net, x: torch.export.export(net, (x,))])
@@ -416,7 +418,7 @@ def test_in_v030_a_trace_held_constants(devices, trace):
         trace(gpipe, torch.rand(4, 4, dtype=torch.double))
 
 
-@devices
+@cpus
 @modes
 @pytest.mark.parametrize('step', list(STEPS.values()), ids=list(STEPS))
 @pytest.mark.parametrize('box', [lambda x: x, lambda x: {'outputs': [x]}], ids=['bare', 'nested'])

@@ -8,11 +8,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.devices import cpu_only
 from tests.helpers import Spy, assert_same, nothing
 from torchgpipe import GPipe
 from torchgpipe.engine.passes import enable_checkpointing, enable_recomputing
 from torchgpipe.engine.thread_state import ThreadState, running
 from torchgpipe.private import DISPATCH_MODES, FUNCTION_MODES
+
+pytestmark = cpu_only('about the state of threads, which are the same for any device')
 
 
 class See(TorchFunctionMode):
