@@ -39,6 +39,8 @@ def _index(device):
 
 
 def _devices(extension):
+    _initialized = True  # Where this is missing, torch.utils.checkpoint keeps no random state.
+
     def is_available():
         return True
 

@@ -2,6 +2,7 @@
 import copy
 import gc
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -11,11 +12,16 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from tests.devices import ACCELERATOR, DEVICES, cpu_only, devices
-from tests.helpers import MODES, Child, assert_same, gradients, micro_batches, modes
+from tests.devices import ACCELERATOR, DEVICES, cpu_only, devices, one_worker, workers
+from tests.helpers import (MODES, Child, assert_same, call, gradients, micro_batches, modes,
+                           nothing, on_first, see_late)
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.checkpoint import checkpoint
 from torchgpipe.engine.checkpoint import draws
+from torchgpipe.engine.stream import use_device
+
+SHARED = 'threads that draw from one accelerator are refused, as its generator is moved back'
+APART = 'accelerators have generators of their own, so their partitions need not take turns'
 
 
 class Dropouts(nn.Dropout):
@@ -45,23 +51,38 @@ class Layer(nn.Module):
 
 def noise(x):
     """Multiply with what is drawn in many ways, of known and of unknown layers."""
-    for factor in (torch.rand_like(x), torch.randn(x.shape), torch.empty_like(x).exponential_(),
+    device = x.device
+    for factor in (torch.rand_like(x), torch.randn(x.shape, device=device),
+                   torch.empty_like(x).exponential_(),
                    F.dropout(torch.ones_like(x)), torch.bernoulli(x.detach().sigmoid()),
                    torch.native_dropout(torch.ones_like(x), 0.5, True)[0],
-                   torch.rand(x.shape).gather(1, torch.randperm(x.size(1)).expand_as(x)),
+                   torch.rand(x.shape, device=device).gather(
+                       1, torch.randperm(x.size(1), device=device).expand_as(x)),
                    torch.normal(0., torch.ones_like(x)), F.gumbel_softmax(torch.ones_like(x)),
                    torch.distributions.Gamma(torch.ones_like(x), 2.).sample(),
-                   torch.multinomial(torch.ones(x.size(1)), len(x), True)[:, None].to(x.dtype)):
+                   torch.multinomial(torch.ones_like(x[0]), len(x), True)[:, None].to(x.dtype)):
         x = x * (factor + 0.1)
     return x
 
 
 def assert_output_and_gradient_agree(gpipe, x):
     """Check a model that multiplies its input with what it draws."""
-    x = x.detach().requires_grad_()
+    x = on_first(gpipe, x).requires_grad_()
     output = gpipe(x)
     output.sum().backward()
-    assert torch.allclose(output, x * x.grad)
+    see_late(gpipe)
+    assert torch.allclose(output.cpu(), (x * x.grad).cpu())
+
+
+def by_partitions(gpipe, x, chunks=1):
+    """Run partitions on their devices without a pipeline, in the order of the clock."""
+    values = list(micro_batches(x, chunks))
+    for k in range(chunks + len(gpipe.partitions) - 1):
+        for j, (layers, device) in enumerate(zip(gpipe.partitions, gpipe.devices)):
+            if 0 <= k - j < chunks:
+                with use_device(device):
+                    values[k - j] = layers(values[k - j].to(device))
+    return torch.cat(values)
 
 
 @devices
@@ -74,15 +95,18 @@ def test_recomputation_draws_what_the_first_pass_drew(devices, mode, make):
         assert_output_and_gradient_agree(gpipe, torch.rand(10, 20, dtype=torch.double) + 0.5)
 
 
+@pytest.mark.parametrize('kinds', [
+    ['one worker', 'a worker each'],
+    pytest.param(['accelerators'], marks=pytest.mark.accelerator)])
 @modes
-def test_a_seed_gives_the_same_numbers_on_one_worker_or_many(mode):
+def test_a_seed_gives_the_same_numbers_on_one_worker_or_many(mode, kinds):
     results = []
-    for make in (*DEVICES.values(), *DEVICES.values()):
+    for kind in kinds * 2:
         torch.manual_seed(1)
         model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), Dropouts()) for _ in range(3)])
-        gpipe = GPipe(model, [1] * 3, devices=make(3), chunks=4, checkpoint=mode)
+        gpipe = GPipe(model, [1] * 3, devices=DEVICES[kind](3), chunks=4, checkpoint=mode)
         for _ in range(2):
-            gpipe(torch.rand(8, 8)).sum().backward()
+            call(gpipe, torch.rand(8, 8)).sum().backward()
         results.append(gradients(gpipe))
     for result in results[1:]:
         assert_same(result, results[0], 0)
@@ -93,15 +117,15 @@ def test_a_seed_gives_the_same_numbers_on_one_worker_or_many(mode):
 def test_with_one_chunk_a_seed_gives_the_numbers_of_the_unwrapped_model(devices, mode):
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), Layer(noise), nn.Linear(8, 8)).double()
     gpipe = GPipe(model, [2, 2], devices=devices(2), checkpoint=mode)
-    x = torch.rand(6, 8, dtype=torch.double)
+    x = torch.rand(6, 8, dtype=torch.double, device=devices.first)
     for seed in range(3):
         results = []
-        for net in (model, gpipe):
+        for run in (partial(by_partitions, gpipe), gpipe):
             model.zero_grad()
             torch.manual_seed(seed)
-            output = net(x)
+            output = run(x)
             output.sum().backward()
-            results.append([output, *gradients(model), torch.rand(1)])
+            results.append([output, *gradients(model), torch.rand(1, device=devices.first)])
         assert_same(results[1], results[0], 0)
 
 
@@ -218,21 +242,28 @@ def test_it_does_so_whatever_the_balance_and_the_devices(data):
 def test_layers_that_seed_the_generator_and_put_it_back(devices, mode):
     """In v0.3.0, nobody noticed that such layers draw, so others drew from their seed, too."""
     def seeded(x):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            y = x * torch.rand_like(x)
+        # Not by torch.manual_seed, which is for all devices, so for other partitions' as well.
+        generators = torch.get_device_module(x.device) if devices.are_accelerators else torch
+        state = generators.get_rng_state()
+        generators.manual_seed(0)
+        y = x * torch.rand_like(x)
+        generators.set_rng_state(state)
         return y * (torch.rand_like(x) + 1)
 
     model = nn.Sequential(nn.Dropout(0.3), Layer(seeded), nn.Dropout(0.3), Layer(seeded))
     gpipe = GPipe(model, [2, 2], devices=devices(2), chunks=4, checkpoint=mode)
-    for _ in range(5):
-        x = torch.rand(8, 30, requires_grad=True)
-        state = torch.get_rng_state()
+    for seed in range(5):
+        x = torch.rand(8, 30, requires_grad=True, device=devices.first)
+        torch.manual_seed(seed)
         output = gpipe(x)
-        torch.set_rng_state(state)
-        assert torch.equal(output, torch.cat([model(x) for x in micro_batches(x.detach(), 4)]))
+        torch.manual_seed(seed)
+        if devices.are_accelerators:  # each of which has a generator
+            expected = by_partitions(gpipe, x.detach(), 4)
+        else:
+            expected = torch.cat([model(x) for x in micro_batches(x.detach(), 4)])
+        assert_same([expected], [output], 0)
         output.sum().backward()
-        assert torch.allclose(output, x * x.grad)
+        assert torch.allclose(output.cpu(), (x * x.grad).cpu())
 
 
 @devices
@@ -256,43 +287,49 @@ def test_a_checkpoint_of_pytorch_within_a_layer(devices, mode):
 def test_a_generator_of_a_layer_s_own(devices, mode, dtype):
     """In v0.3.0 it was not put back; on complex numbers, not even the difference was noticed."""
     class Own(nn.Module):
-        def __init__(self):
+        def __init__(self, device):
             super().__init__()
-            self.generator = torch.Generator().manual_seed(1)
+            self.generator = torch.Generator(device).manual_seed(1)
 
         def forward(self, x):
-            y = x * torch.randn(x.shape, generator=self.generator, dtype=torch.double)
-            noise = torch.empty(x.shape, dtype=torch.double)
+            y = x * torch.randn(x.shape, generator=self.generator, dtype=torch.double,
+                                device=x.device)
+            noise = torch.empty(x.shape, dtype=torch.double, device=x.device)
             return y * noise.uniform_(1, 2, generator=self.generator)
 
-    gpipe = GPipe(nn.Sequential(Own(), Own()), [1, 1], devices=devices(2), chunks=3,
-                  checkpoint=mode)
-    unwrapped = nn.Sequential(Own(), Own())
+    gpipe, unwrapped = (
+        GPipe(nn.Sequential(*map(Own, devices(2))), [1, 1], devices=devices(2), chunks=3,
+              checkpoint=mode) for _ in range(2))
     for _ in range(3):
-        x = torch.rand(6, 4, dtype=dtype, requires_grad=True)
+        x = torch.rand(6, 4, dtype=dtype, requires_grad=True, device=devices.first)
         output = gpipe(x)
-        # Each layer has a generator of its own, so the order of the clock is not seen.
-        assert torch.equal(output, torch.cat([unwrapped(c) for c in x.chunk(3)]))
+        assert_same([output], [by_partitions(unwrapped, x, 3)], 0)
         output.abs().sum().backward()
         y = x.detach().requires_grad_()
-        (y * (output / x).detach()).abs().sum().backward()
+        (y * (output.to(x.device) / x).detach()).abs().sum().backward()
         assert torch.allclose(x.grad, y.grad)
 
 
 @devices
 def test_recomputation_leaves_all_generators_where_they_were(devices):
-    own = torch.Generator()
+    own = torch.Generator(devices(2)[1])
     gpipe = GPipe(nn.Sequential(nn.Dropout(0.5), Layer(
-        lambda x: x * torch.rand(x.shape, generator=own))), [1, 1], devices=devices(2), chunks=2,
-        checkpoint='always')
+        lambda x: x * torch.rand(x.shape, generator=own, device=x.device))), [1, 1],
+        devices=devices(2), chunks=2, checkpoint='always')
+
+    def states():
+        of_devices = [torch.get_device_module(device).get_rng_state(device)
+                      for device in gpipe.devices if devices.are_accelerators]
+        return [torch.get_rng_state(), own.get_state(), *of_devices]
+
     for _ in range(3):
-        output = gpipe(torch.rand(4, 4, requires_grad=True))
-        states = torch.get_rng_state(), own.get_state()
+        output = gpipe(torch.rand(4, 4, requires_grad=True, device=devices.first))
+        before = states()
         output.sum().backward()
-        assert torch.equal(torch.get_rng_state(), states[0])
-        assert torch.equal(own.get_state(), states[1])
+        assert all(map(torch.equal, states(), before))
 
 
+@cpu_only(SHARED)
 @modes
 def test_a_thread_that_draws_beside_a_training_gets_no_number_twice(mode):
     """In v0.3.0, 127 of 9,850 came twice: a recomputation moved the generator back."""
@@ -317,6 +354,7 @@ def test_a_thread_that_draws_beside_a_training_gets_no_number_twice(mode):
     assert len(set(numbers)) == len(numbers)
 
 
+@cpu_only(SHARED)
 @modes
 @pytest.mark.parametrize('threads', [2, 4])
 def test_two_models_with_dropout_in_threads_of_their_own(mode, threads):
@@ -347,7 +385,7 @@ class Maybe(nn.Module):
 
     def forward(self, x):
         """Draw, if told to."""
-        return x * torch.rand(1) if self.on else x
+        return x * torch.rand(1, device=x.device) if self.on else x
 
 
 @devices
@@ -355,10 +393,12 @@ class Maybe(nn.Module):
 def test_a_partition_that_begins_to_draw_is_recorded_from_then_on(devices, first, monkeypatch):
     gpipe = GPipe(nn.Sequential(first(), Maybe()), [1, 1], devices=devices(2), chunks=3,
                   checkpoint='always')
-    x = torch.rand(3, 1)
+    x = torch.rand(3, 1, device=devices.first)
     assert_output_and_gradient_agree(gpipe, x)
     monkeypatch.setattr(Maybe, 'on', True)
-    with pytest.raises(RuntimeError, match='it drew random numbers where the first'):
+    # Accelerators have generators of their own, which are put back in any case.
+    with nothing() if devices.are_accelerators else \
+            pytest.raises(RuntimeError, match='it drew random numbers where the first'):
         assert_output_and_gradient_agree(gpipe, x)
     for _ in range(3):
         assert_output_and_gradient_agree(gpipe, x)
@@ -368,6 +408,7 @@ def test_a_partition_that_begins_to_draw_is_recorded_from_then_on(devices, first
     assert torch.equal(gpipe(x), first)
 
 
+@cpu_only(APART)
 def test_a_partition_that_begins_to_draw_takes_turns_from_then_on(monkeypatch):
     gpipe = GPipe(nn.Sequential(Maybe(), Maybe(), Maybe()), [1] * 3,
                   devices=['cpu:0', 'cpu:1', 'cpu:2'], chunks=4, checkpoint='never')
@@ -382,6 +423,7 @@ def test_a_partition_that_begins_to_draw_takes_turns_from_then_on(monkeypatch):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@cpu_only(APART)
 def test_partitions_that_begin_to_draw_beside_one_that_always_did_take_turns(monkeypatch):
     gpipe = GPipe(nn.Sequential(nn.Dropout(0.5), Maybe(), Maybe()), [1] * 3,
                   devices=['cpu:0', 'cpu:1', 'cpu:2'], chunks=4, checkpoint='never')
@@ -406,31 +448,34 @@ def test_a_thread_that_draws_beside_a_model_that_does_not(devices, mode):
     gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Layer(draw_elsewhere)), [1, 1],
                   devices=devices(2), chunks=3, checkpoint=mode)
     for _ in range(10):
-        gpipe(torch.rand(6, 4)).sum().backward()
+        call(gpipe, torch.rand(6, 4)).sum().backward()
     for observed in gpipe._engine.partitions[0].observed.values():
         assert not observed.draws
         assert observed._suspicions > 4  # it was watched again for the first, second, fourth only
 
 
-def test_dropout_in_evaluation_does_not_keep_training_from_being_exact():
-    gpipe = GPipe(nn.Sequential(Dropouts(), Dropouts()), [1, 1], devices=['cpu:0', 'cpu:1'],
-                  chunks=4, checkpoint='always')
-    gpipe.eval()(torch.rand(8, 4))
+@workers
+def test_dropout_in_evaluation_does_not_keep_training_from_being_exact(devices):
+    gpipe = GPipe(nn.Sequential(Dropouts(), Dropouts()), [1, 1], devices=devices(2), chunks=4,
+                  checkpoint='always')
+    call(gpipe.eval(), torch.rand(8, 4))
     gpipe.train()
     assert_output_and_gradient_agree(gpipe, torch.rand(8, 4) + 0.5)
 
 
-def test_partitions_that_draw_nothing_run_at_the_same_time_from_the_first_call_on():
+@workers
+def test_partitions_that_draw_nothing_run_at_the_same_time_from_the_first_call_on(devices):
     barrier = threading.Barrier(2, timeout=20)
 
     def meet(rows):
         return Layer(lambda x: (barrier.wait() if len(x) == rows else None, x)[1])
 
     # Three rows in two chunks: micro-batch 0 has two, micro-batch 1 has one; they meet in clock 1.
-    gpipe = GPipe(nn.Sequential(meet(1), meet(2)), [1, 1], devices=['cpu:0', 'cpu:1'], chunks=2)
-    gpipe(torch.rand(3, 4))
+    gpipe = GPipe(nn.Sequential(meet(1), meet(2)), [1, 1], devices=devices.distinct(2), chunks=2)
+    call(gpipe, torch.rand(3, 4))
 
 
+@cpu_only('it draws from the default generator of the CPU')
 def test_an_operation_that_draws_and_does_not_say_so():
     """A kernel that is not PyTorch's may draw from the default generator."""
     library = torch.library.Library('torchgpipe_test', 'FRAGMENT')
@@ -462,14 +507,15 @@ def test_an_operation_that_draws_and_does_not_say_so():
         assert_output_and_gradient_agree(gpipe, torch.rand(6, 4) + 0.5)
 
 
-def test_a_layer_that_draws_in_its_first_pass_only():
+@one_worker
+def test_a_layer_that_draws_in_its_first_pass_only(devices):
     class Keep(nn.Module):
         def forward(self, x):
             if not is_recomputing():
-                self.noise = torch.rand(x.shape)
+                self.noise = torch.rand(x.shape, device=x.device)
             return x * self.noise
 
-    gpipe = GPipe(nn.Sequential(Keep()), [1], devices=['cpu'], checkpoint='always')
+    gpipe = GPipe(nn.Sequential(Keep()), [1], devices=devices(1), checkpoint='always')
     for _ in range(2):
         assert_output_and_gradient_agree(gpipe, torch.rand(6, 4) + 0.5)
 
@@ -483,6 +529,19 @@ def test_dropout_on_an_accelerator(mode):
     output = gpipe(x)
     output.sum().backward()
     assert torch.allclose(output.to(ACCELERATOR), x * x.grad)
+
+
+@pytest.mark.accelerator
+def test_who_else_draws_from_an_accelerator_in_a_recomputation_is_noticed():
+    def disturbed(x):
+        if is_recomputing():
+            torch.rand(1, device=x.device)  # as another thread would
+        return x * torch.rand_like(x)
+
+    gpipe = GPipe(nn.Sequential(Layer(disturbed)), [1], devices=[ACCELERATOR], checkpoint='always')
+    x = torch.rand(2, 2, device=ACCELERATOR, requires_grad=True)
+    with pytest.raises(RuntimeError, match='another thread drew'):
+        gpipe(x).sum().backward()
 
 
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')
@@ -510,8 +569,9 @@ def test_threads_at_the_generator_do_not_wait_for_each_other_for_ever():
     assert Child(look_in_threads).wait() == 0
 
 
-def test_a_function_by_itself():
-    x = torch.rand(5, 5, requires_grad=True)
+@one_worker
+def test_a_function_by_itself(devices):
+    x = torch.rand(5, 5, requires_grad=True, device=devices.first)
     y = checkpoint(lambda x: F.dropout(x, 0.5), x)
     state = torch.get_rng_state()
     y.sum().backward()
