@@ -42,6 +42,11 @@ class Devices:
         """Whether work on them is queued, and done later."""
         return self.first.type != 'cpu'
 
+    @property
+    def are_apart(self):
+        """Whether each has a memory of its own, so that what goes to another one is copied."""
+        return self.are_accelerators and torch.accelerator.device_count() > 1
+
 
 DEVICES = {'one worker': Devices(lambda n: ['cpu'] * n),
            'a worker each': Devices(lambda n: [f'cpu:{j}' for j in range(n)]),

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests import accelerator
 from torchgpipe import GPipe
 from torchgpipe.engine import partition
+from torchgpipe.engine.stream import use_device
 
 MODES = ['always', 'except_last', 'never']
 
@@ -76,6 +77,17 @@ def to(device, x):
 def call(net, x):
     """Call a model on the CPU, or a pipeline, with an input where it begins."""
     return net(x.to(net.devices[0]) if isinstance(net, GPipe) else x)
+
+
+def by_partitions(gpipe, x, chunks=1):
+    """Run partitions on their devices without a pipeline, in the order of the clock."""
+    values = list(micro_batches(x, chunks))
+    for k in range(chunks + len(gpipe.partitions) - 1):
+        for j, (layers, device) in enumerate(zip(gpipe.partitions, gpipe.devices)):
+            if 0 <= k - j < chunks:
+                with use_device(device):
+                    values[k - j] = layers(to(device, values[k - j]))
+    return torch.cat(values)
 
 
 def train_both(model, gpipe, x, *, context=None):

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import MODES, micro_batches
+from tests.devices import devices, one_worker
+from tests.helpers import MODES, assert_same, call, micro_batches
 from torchgpipe import GPipe
 from torchgpipe.batchnorm import DeferredBatchNorm
 
@@ -16,7 +17,7 @@ def assert_same_statistics(deferred, plain, rtol=1e-12):
     for name in ('running_mean', 'running_var'):
         actual, expected = getattr(deferred, name), getattr(plain, name)
         assert actual.dtype == expected.dtype
-        torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol)
+        torch.testing.assert_close(actual.cpu(), expected.cpu(), rtol=rtol, atol=rtol)
 
 
 def piped(layer, chunks, mode='never', devices=('cpu',)):
@@ -25,100 +26,110 @@ def piped(layer, chunks, mode='never', devices=('cpu',)):
                  checkpoint=mode, deferred_batch_norm=True)
 
 
+@one_worker
 @pytest.mark.parametrize('mode', MODES)
 @pytest.mark.parametrize('momentum', [0.1, 0.7, None])
 @pytest.mark.parametrize('layer, shape', [(nn.BatchNorm1d, (3,)), (nn.BatchNorm1d, (3, 5)),
                                           (nn.BatchNorm2d, (3, 4, 4)),
                                           (nn.BatchNorm3d, (3, 2, 2, 2))])
-def test_running_statistics_with_a_varying_number_of_micro_batches(layer, shape, momentum, mode):
+def test_running_statistics_with_a_varying_number_of_micro_batches(devices, layer, shape,
+                                                                   momentum, mode):
     plain = layer(3, momentum=momentum).double()
-    gpipe = piped(plain, 4, mode)
+    gpipe = piped(plain, 4, mode, devices=devices(1))
     for size in (16, 9, 3 if len(shape) > 1 else 8, 16):
         x = torch.randn(size, *shape, dtype=torch.double, requires_grad=True) * 2 + 3
         plain(x)
-        gpipe(x).sum().backward()
+        call(gpipe, x).sum().backward()
         assert_same_statistics(gpipe[0], plain)
     gpipe.eval(), plain.eval()
-    assert torch.allclose(gpipe(x), plain(x), rtol=0, atol=1e-12)
+    assert torch.allclose(call(gpipe, x).cpu(), plain(x), rtol=0, atol=1e-12)
 
 
-def test_each_micro_batch_is_normalised_by_itself():
+@one_worker
+def test_each_micro_batch_is_normalised_by_itself(devices):
     plain = nn.BatchNorm2d(3).double()
-    gpipe = piped(plain, 4)
+    gpipe = piped(plain, 4, devices=devices(1))
     x = torch.randn(8, 3, 4, 4, dtype=torch.double)
     expected = torch.cat([copy.deepcopy(plain)(c) for c in micro_batches(x, 4)])
-    assert torch.equal(gpipe(x), expected)
+    assert_same([call(gpipe, x)], [expected])
 
 
+@one_worker
 @pytest.mark.parametrize('dtype, rtol', [(torch.float64, 1e-12), (torch.float32, 1e-5),
                                          (torch.bfloat16, 2e-2), (torch.float16, 4e-3)])
-def test_float_types(dtype, rtol):
+def test_float_types(devices, dtype, rtol):
     plain = nn.BatchNorm2d(3).to(dtype)
-    gpipe = piped(plain, 4)
+    gpipe = piped(plain, 4, devices=devices(1))
     x = torch.randn(8, 3, 4, 4).to(dtype)
     for _ in range(3):
-        assert gpipe(x).dtype == plain(x).dtype
+        assert call(gpipe, x).dtype == plain(x).dtype
     assert_same_statistics(gpipe[0], plain, rtol)
 
 
-def test_low_precision_input_with_float32_statistics():
+@one_worker
+def test_low_precision_input_with_float32_statistics(devices):
     plain = nn.BatchNorm2d(3)
-    gpipe = piped(plain, 4)
+    gpipe = piped(plain, 4, devices=devices(1))
     x = torch.randn(8, 3, 4, 4).bfloat16()
-    plain(x), gpipe(x)
+    plain(x), call(gpipe, x)
     assert_same_statistics(gpipe[0], plain, 1e-5)
 
 
-def test_a_large_mean_does_not_cancel_the_variance():
+@one_worker
+def test_a_large_mean_does_not_cancel_the_variance(devices):
     plain = nn.BatchNorm1d(1)
-    gpipe = piped(plain, 8)
+    gpipe = piped(plain, 8, devices=devices(1))
     x = torch.randn(64, 1) * 0.01 + 1000
-    plain(x), gpipe(x)
+    plain(x), call(gpipe, x)
     true = 0.9 + 0.1 * x.double().var().item()
     assert gpipe[0].running_var.item() == pytest.approx(true, rel=1e-5)
     naive = x.square().mean() - x.mean().square()  # what it must not be
     assert naive.item() != pytest.approx(x.double().var().item(), rel=0.5)
 
 
+@one_worker
 @pytest.mark.parametrize('mode', MODES)
-def test_a_layer_in_evaluation_mode_stays_as_it_is(mode):
+def test_a_layer_in_evaluation_mode_stays_as_it_is(devices, mode):
     plain = nn.BatchNorm1d(3).double()
-    gpipe = piped(plain, 4, mode)
+    gpipe = piped(plain, 4, mode, devices=devices(1))
     gpipe[0].eval(), plain.eval()
     x = torch.randn(8, 3, dtype=torch.double) + 5
-    assert torch.allclose(gpipe(x), plain(x), rtol=0, atol=1e-12)
+    assert torch.allclose(call(gpipe, x).cpu(), plain(x), rtol=0, atol=1e-12)
     assert_same_statistics(gpipe[0], plain)
     assert gpipe[0].num_batches_tracked == 0
 
 
+@one_worker
 @pytest.mark.parametrize('mode', MODES)
-def test_a_layer_with_frozen_parameters_tracks(mode):
+def test_a_layer_with_frozen_parameters_tracks(devices, mode):
     plain = nn.BatchNorm1d(3).double().requires_grad_(False)
-    gpipe = piped(plain, 4, mode)
+    gpipe = piped(plain, 4, mode, devices=devices(1))
     x = torch.randn(8, 3, dtype=torch.double)
-    plain(x), gpipe(x)
+    plain(x), call(gpipe, x)
     assert_same_statistics(gpipe[0], plain)
-    assert not gpipe(x).requires_grad
+    assert not call(gpipe, x).requires_grad
 
 
-def test_a_failed_mini_batch_leaves_nothing_for_the_next():
+@one_worker
+def test_a_failed_mini_batch_leaves_nothing_for_the_next(devices):
     def fail(module, args):
         if args[0][0, 0] > 50:
             raise ZeroDivisionError
 
     plain = nn.BatchNorm1d(2).double()
-    gpipe = piped(plain, 4)
+    gpipe = piped(plain, 4, devices=devices(1))
     gpipe[0].register_forward_pre_hook(fail)
     x = torch.randn(8, 2, dtype=torch.double)
     bad = torch.cat([x[:4], x[4:] + 100])
     with pytest.raises(ZeroDivisionError):
-        gpipe(bad)
+        call(gpipe, bad)
     assert gpipe[0].num_batches_tracked == 0
-    plain(x), gpipe(x)
+    plain(x), call(gpipe, x)
     assert_same_statistics(gpipe[0], plain)
 
 
-def test_a_layer_that_is_called_twice_moves_twice():
+@one_worker
+def test_a_layer_that_is_called_twice_moves_twice(devices):
     class Twice(nn.Module):
         def __init__(self, norm):
             super().__init__()
@@ -130,10 +141,10 @@ def test_a_layer_that_is_called_twice_moves_twice():
             return x
 
     plain = Twice(nn.BatchNorm1d(3).double())
-    gpipe = piped(plain, 4)
+    gpipe = piped(plain, 4, devices=devices(1))
     for _ in range(2):
         x = torch.randn(8, 3, dtype=torch.double)
-        plain(x), gpipe(x)
+        plain(x), call(gpipe, x)
     assert gpipe[0].norm.num_batches_tracked == 4
     assert_same_statistics(gpipe[0].norm, plain.norm)
 
@@ -151,35 +162,38 @@ class Skip(nn.Module):
         return x if int(x[0, 0]) in self.skips else x + self.norm(x)
 
 
+@one_worker
 @pytest.mark.parametrize('mode', MODES)
 @pytest.mark.parametrize('skips', [{3}, {0}, {0, 3}, {1, 2}, {0, 1, 2}, {0, 1, 2, 3}])
-def test_a_block_that_some_micro_batches_skip(skips, mode):
+def test_a_block_that_some_micro_batches_skip(devices, skips, mode):
     """In v0.3.0, if the last one skipped, statistics stood still and leaked into the next."""
     plain = nn.BatchNorm1d(2).double()
-    gpipe = piped(Skip(plain, skips), 4, mode)
+    gpipe = piped(Skip(plain, skips), 4, mode, devices=devices(1))
     for scale in (100, 1, 10):
         x = torch.randn(8, 2, dtype=torch.double) * scale
         x[:, 0] = torch.arange(4).repeat_interleave(2)
         seen = torch.cat([c for c in x.chunk(4) if int(c[0, 0]) not in skips] or [x[:0]])
         if len(seen):
             plain(seen)
-        gpipe(x.requires_grad_()).sum().backward()
+        call(gpipe, x.requires_grad_()).sum().backward()
         assert_same_statistics(gpipe[0].norm, plain)
 
 
+@devices
 @pytest.mark.parametrize('mode', MODES)
-@pytest.mark.parametrize('devices', [['cpu'], ['cpu:0', 'cpu:1']])
 def test_a_pipeline_within_a_layer_is_part_of_the_outer_mini_batch(devices, mode):
     """In v0.3.0, statistics moved once per micro-batch of the outer pipeline."""
     plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3)).double()
-    inner = GPipe(copy.deepcopy(plain), [1, 2], devices=(devices * 2)[:2], chunks=2,
-                  checkpoint=mode, deferred_batch_norm=True)
-    outer = GPipe(nn.Sequential(inner, nn.Identity()), [1, 1], devices=(devices * 2)[:2], chunks=2,
+    # An accelerator's partition has all that is in it on that accelerator.
+    of_inner = devices(1) * 2 if devices.are_accelerators else devices(2)
+    inner = GPipe(copy.deepcopy(plain), [1, 2], devices=of_inner, chunks=2, checkpoint=mode,
+                  deferred_batch_norm=True)
+    outer = GPipe(nn.Sequential(inner, nn.Identity()), [1, 1], devices=devices(2), chunks=2,
                   checkpoint=mode)
     for _ in range(3):
         x = torch.randn(8, 3, dtype=torch.double)
         plain[1](plain[0](x))
-        outer(x).sum().backward()
+        call(outer, x).sum().backward()
     assert_same_statistics(inner[1], plain[1])
     assert inner[2].num_batches_tracked == 3
 
@@ -212,11 +226,12 @@ def test_conversion_shares_parameters_and_keeps_the_rest():
     assert DeferredBatchNorm.convert_deferred_batch_norm(deferred, chunks=2).chunks == 2
 
 
-def test_without_affine_parameters():
+@one_worker
+def test_without_affine_parameters(devices):
     plain = nn.BatchNorm1d(3, affine=False).double()
-    gpipe = piped(plain, 2)
+    gpipe = piped(plain, 2, devices=devices(1))
     x = torch.randn(8, 3, dtype=torch.double)
-    plain(x), gpipe(x)
+    plain(x), call(gpipe, x)
     assert_same_statistics(gpipe[0], plain)
     assert not list(gpipe.parameters())
 
@@ -256,11 +271,12 @@ def test_an_input_without_channels_is_refused():
         DeferredBatchNorm(3)(torch.rand(3))
 
 
-def test_without_deferring_the_statistics_differ():
+@one_worker
+def test_without_deferring_the_statistics_differ(devices):
     """The twin of the tests above: they can fail."""
     plain = nn.BatchNorm1d(3).double()
-    gpipe = GPipe(nn.Sequential(copy.deepcopy(plain)), [1], devices=['cpu'], chunks=4)
+    gpipe = GPipe(nn.Sequential(copy.deepcopy(plain)), [1], devices=devices(1), chunks=4)
     x = torch.randn(8, 3, dtype=torch.double)
-    plain(x), gpipe(x)
+    plain(x), call(gpipe, x)
     with pytest.raises(AssertionError):
         assert_same_statistics(gpipe[0], plain)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import devices
-from tests.helpers import MODES, Spy, WeakLog, assert_same, gradients
+from tests.devices import cpu_only, devices, one_worker, workers
+from tests.helpers import MODES, Spy, WeakLog, assert_same, call, gradients, threads, train_both
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.worker import Workers
@@ -41,7 +41,7 @@ def test_type_traceback_and_note(devices):
                           nn.Sequential(Fail(lambda x: int(x[0]) == 1)))
     gpipe = GPipe(model, [1, 1, 2], devices=devices(3), chunks=4)
     with pytest.raises(Oops, match='from the layer') as error:
-        gpipe(torch.arange(4.))
+        gpipe(torch.arange(4., device=devices.first))
     device = gpipe.devices[2]
     assert error.value.__notes__ == [f"in partition 2 on {device}, micro-batch 1 of 4, layer '3'"]
     frames = traceback.extract_tb(error.value.__traceback__)
@@ -50,17 +50,19 @@ def test_type_traceback_and_note(devices):
     del error
 
 
+@one_worker
 @pytest.mark.parametrize('mode', ['always', 'never'])
-def test_an_error_in_backward_is_named_too(mode):
+def test_an_error_in_backward_is_named_too(devices, mode):
     gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Fail(lambda x: is_recomputing())), [1, 1],
-                  devices=['cpu', 'cpu'], chunks=3, checkpoint=mode)
-    output = gpipe(torch.rand(3, 2))
+                  devices=devices(2), chunks=3, checkpoint=mode)
+    output = gpipe(torch.rand(3, 2, device=devices.first))
     if mode == 'never':
         output.sum().backward()
         return
     with pytest.raises(Oops) as error:
         output.sum().backward()
-    assert "in partition 1 on cpu, micro-batch 2 of 3, layer '1'" in error.value.__notes__
+    device = gpipe.devices[1]
+    assert f"in partition 1 on {device}, micro-batch 2 of 3, layer '1'" in error.value.__notes__
     del error
 
 
@@ -81,34 +83,38 @@ def test_the_first_failure_in_clock_order_wins_and_nothing_later_starts(devices)
     for _ in range(30):
         log.clear()
         with pytest.raises(Oops) as error:
-            gpipe(torch.arange(5.))
+            gpipe(torch.arange(5., device=devices.first))
         assert 'partition 0 ' in error.value.__notes__[0]
         assert max(i + j for i, j in log) == 2
     del error
 
 
-def test_on_one_worker_later_cells_of_the_clock_do_not_start():
+@workers
+def test_on_one_worker_later_cells_of_the_clock_do_not_start(devices):
     log = []
+    first, second = devices.distinct(2)
     gpipe = GPipe(nn.Sequential(Spy(lambda x: None), Fail(lambda x: int(x[0]) == 0),
                                 Spy(lambda x: log.append(int(x[0])))), [1] * 3,
-                  devices=['cpu:0', 'cpu:1', 'cpu:1'], chunks=3)
+                  devices=[first, second, second], chunks=3)
     with pytest.raises(Oops):
-        gpipe(torch.arange(3.))
+        gpipe(torch.arange(3., device=devices.first))
     assert log == []
 
 
-def test_a_cell_does_not_start_when_an_earlier_one_of_its_clock_has_failed_on_another_worker():
+@workers
+def test_a_cell_does_not_start_when_one_before_it_in_its_clock_failed_on_another_worker(devices):
     log = []
+    first, second = devices.distinct(2)
 
     def wait(x):
         if int(x[0]) == 1:  # beside the failure; what a worker is given next, it does afterwards
-            gpipe._engine.workers.submit(torch.device('cpu:0'), int).result()
+            gpipe._engine.workers.submit(gpipe.devices[0], int).result()
 
     gpipe = GPipe(nn.Sequential(Fail(lambda x: int(x[0]) == 2), Spy(wait),
                                 Spy(lambda x: log.append(int(x[0])))), [1] * 3,
-                  devices=['cpu:0', 'cpu:1', 'cpu:1'], chunks=3)
+                  devices=[first, second, second], chunks=3)
     with pytest.raises(Oops):
-        gpipe(torch.arange(3.))
+        gpipe(torch.arange(3., device=devices.first))
     assert log == []
 
 
@@ -132,9 +138,9 @@ def test_a_thousand_failures_then_a_success(devices):
 
     gpipe = GPipe(nn.Sequential(*[Layer(j) for j in range(3)]), [1] * 3, devices=devices(3),
                   chunks=4)
-    x = torch.cat([torch.rand(4, 4), torch.arange(4.)[:, None]], 1)
-    assert torch.equal(gpipe(x), x)
-    before = set(threading.enumerate())
+    x = torch.cat([torch.rand(4, 4), torch.arange(4.)[:, None]], 1).to(devices.first)
+    assert_same([gpipe(x)], [x], 0)
+    before = threads()
     for _ in range(1000):
         i, j = (int(torch.randint(n, (), generator=generator)) for n in (4, 3))
         state['at'] = i, j
@@ -144,8 +150,8 @@ def test_a_thousand_failures_then_a_success(devices):
         assert f'micro-batch {i} ' in error.value.__notes__[0]
     del error
     state['at'] = None
-    assert torch.equal(gpipe(x), x)
-    assert set(threading.enumerate()) == before
+    assert_same([gpipe(x)], [x], 0)
+    assert threads() == before
 
 
 @devices
@@ -154,7 +160,7 @@ def test_a_failure_keeps_no_tensor_alive(devices):
                   devices=devices(2), chunks=2, checkpoint='always')
     log = WeakLog(*list(gpipe)[:2])
     try:
-        gpipe(torch.rand(3, 2))
+        gpipe(torch.rand(3, 2, device=devices.first))
     except Oops:
         pass
     assert log.alive() == 0
@@ -179,18 +185,19 @@ def test_keyboard_interrupt_while_cells_run(devices, ctrl_c):
             signal.raise_signal(signal.SIGINT)
 
     gpipe = GPipe(nn.Sequential(Spy(see), nn.Identity()), [1, 1], devices=devices(2), chunks=4)
-    x = torch.arange(4.)
-    assert torch.equal(gpipe(x), x)
-    before = len(threading.enumerate())
+    x = torch.arange(4., device=devices.first)
+    assert_same([gpipe(x)], [x], 0)
+    before = len(threads())
     for _ in range(50):
         interrupt.set()
         with pytest.raises(KeyboardInterrupt):
             gpipe(x)
-        assert torch.equal(gpipe(x), x)
-    assert len(threading.enumerate()) == before
+        assert_same([gpipe(x)], [x], 0)
+    assert len(threads()) == before
 
 
-def test_keyboard_interrupt_waits_for_the_cells_under_way(ctrl_c):
+@workers
+def test_keyboard_interrupt_waits_for_the_cells_under_way(devices, ctrl_c):
     ended = []
 
     def slow(x):
@@ -199,14 +206,17 @@ def test_keyboard_interrupt_waits_for_the_cells_under_way(ctrl_c):
             ended.append('partition 0')
 
     gpipe = GPipe(nn.Sequential(Spy(slow), nn.Identity()), [1, 1],
-                  devices=['cpu:0', 'cpu:1'], chunks=4)
+                  devices=devices(2), chunks=4)
     with pytest.raises(KeyboardInterrupt):
-        gpipe(torch.arange(4.))
+        gpipe(torch.arange(4., device=devices.first))
     assert ended == ['partition 0']
 
 
-def test_keyboard_interrupt_stops_the_workers_and_keeps_nothing_alive(ctrl_c, monkeypatch):
+@workers
+def test_keyboard_interrupt_stops_the_workers_and_keeps_nothing_alive(devices, ctrl_c,
+                                                                      monkeypatch):
     log, stopping = [], threading.Event()
+    first, second = devices.distinct(2)
 
     def interrupt(x):
         if len(x) == 1:  # in micro-batch 1, beside partition 2
@@ -216,13 +226,13 @@ def test_keyboard_interrupt_stops_the_workers_and_keeps_nothing_alive(ctrl_c, mo
 
     gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Spy(interrupt),
                                 Spy(lambda x: log.append('partition 2'))), [1] * 3,
-                  devices=['cpu:0', 'cpu:1', 'cpu:1'], chunks=2)
+                  devices=[first, second, second], chunks=2)
     alive = WeakLog(gpipe[0])
     real = Workers.stop
     monkeypatch.setattr(Workers, 'stop', lambda self: (stopping.set(), real(self)))
     gc.disable()
     try:
-        gpipe(torch.rand(3, 2))
+        gpipe(torch.rand(3, 2, device=devices.first))
     except KeyboardInterrupt:
         pass
     finally:
@@ -239,7 +249,7 @@ def test_other_exceptions_pass_too(devices, error):
 
     gpipe = GPipe(nn.Sequential(nn.Identity(), Spy(see)), [1, 1], devices=devices(2), chunks=2)
     with pytest.raises(error):
-        gpipe(torch.rand(2))
+        gpipe(torch.rand(2, device=devices.first))
 
 
 class AddOne(nn.Module):
@@ -259,85 +269,89 @@ class AddOne(nn.Module):
 def test_an_in_place_change_that_autograd_would_not_catch(layers, culprit, devices, mode, chunks):
     gpipe = GPipe(nn.Sequential(*layers, nn.Linear(2, 2)), [len(layers), 1], devices=devices(2),
                   chunks=chunks, checkpoint=mode)
-    output = gpipe(torch.rand(8, 2))
-    with pytest.raises(RuntimeError, match=f"layer '{culprit}' of partition 0 on cpu.*changed the "
+    output = gpipe(torch.rand(8, 2, device=devices.first))
+    with pytest.raises(RuntimeError, match=f"layer '{culprit}' of partition 0 on "
+                                           f"{gpipe.devices[0]}.*changed the "
                                            "input of the partition in place.*'never'"):
         output.sum().backward()
 
 
-def test_an_in_place_change_by_a_layer_that_can_not_be_named():
+@one_worker
+def test_an_in_place_change_by_a_layer_that_can_not_be_named(devices):
     class NeedsGrad(nn.Module):
         def forward(self, x):
             if not torch.is_grad_enabled():
                 raise RuntimeError('needs grad')
             return x
 
-    gpipe = GPipe(nn.Sequential(NeedsGrad(), AddOne(), nn.Linear(2, 2)), [3], devices=['cpu'],
+    gpipe = GPipe(nn.Sequential(NeedsGrad(), AddOne(), nn.Linear(2, 2)), [3], devices=devices(1),
                   checkpoint='always')
-    output = gpipe(torch.rand(8, 2))
-    with pytest.raises(RuntimeError, match='^a layer of partition 0 on cpu changed the input'):
+    output = gpipe(torch.rand(8, 2, device=devices.first))
+    with pytest.raises(RuntimeError, match='^a layer of partition 0 on .* changed the input'):
         output.sum().backward()
 
 
-def test_an_in_place_change_between_a_stash_and_its_pop_leaves_no_skip_behind():
-    gpipe = GPipe(nn.Sequential(Stash(), AddOne(), Pop(), nn.Linear(2, 2)), [4], devices=['cpu'],
-                  checkpoint='always')
-    output = gpipe(torch.rand(8, 2))
+@one_worker
+def test_an_in_place_change_between_a_stash_and_its_pop_leaves_no_skip_behind(devices):
+    gpipe = GPipe(nn.Sequential(Stash(), AddOne(), Pop(), nn.Linear(2, 2)), [4],
+                  devices=devices(1), checkpoint='always')
+    output = gpipe(torch.rand(8, 2, device=devices.first))
     with pytest.raises(RuntimeError, match="layer '1' of partition 0"):
         output.sum().backward()
     assert current_skip_tracker().tensors == {}
 
 
-def test_an_in_place_change_of_one_of_two_inputs():
+@one_worker
+def test_an_in_place_change_of_one_of_two_inputs(devices):
     class Multiply(nn.Module):
         def forward(self, input):
             a, b = input
             b.add_(1)
             return a * b
 
-    gpipe = GPipe(nn.Sequential(Multiply()), [1], devices=['cpu'], checkpoint='always')
-    a = torch.tensor([1.], requires_grad=True)
-    output = gpipe((a, torch.tensor([1.])))
+    gpipe = GPipe(nn.Sequential(Multiply()), [1], devices=devices(1), checkpoint='always')
+    a = torch.tensor([1.], requires_grad=True, device=devices.first)
+    output = gpipe((a, torch.tensor([1.], device=devices.first)))
     with pytest.raises(RuntimeError, match="layer '0' of partition 0"):
         output.backward()
     assert a.grad is None
 
 
-def test_an_in_place_change_behind_the_back_of_autograd():
+@one_worker
+def test_an_in_place_change_behind_the_back_of_autograd(devices):
     class Sneaky(nn.Linear):
         def forward(self, x):
             with torch.no_grad():
                 x.mul_(2)
             return super().forward(x)
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Sneaky(2, 2)), [1, 1], devices=['cpu', 'cpu'],
+    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Sneaky(2, 2)), [1, 1], devices=devices(2),
                   checkpoint='always')
     with pytest.raises(RuntimeError, match="layer '1' of partition 1"):
-        gpipe(torch.rand(4, 2)).sum().backward()
+        gpipe(torch.rand(4, 2, device=devices.first)).sum().backward()
 
 
-def test_an_in_place_change_of_an_input_that_requires_grad():
+@one_worker
+def test_an_in_place_change_of_an_input_that_requires_grad(devices):
     gpipe = GPipe(nn.Sequential(nn.Linear(1, 1), nn.ReLU(inplace=True)), [1, 1],
-                  devices=['cpu', 'cpu'], checkpoint='always')
-    output = gpipe(torch.rand(1, 1))
+                  devices=devices(2), checkpoint='always')
+    output = gpipe(torch.rand(1, 1, device=devices.first))
     with pytest.raises(RuntimeError, match='a leaf Variable that requires grad .* in-place'):
         output.backward()
 
 
+@workers
 @pytest.mark.parametrize('chunks', [1, 3])
-def test_an_in_place_change_without_checkpointing_is_as_without_a_pipeline(chunks):
+def test_an_in_place_change_without_checkpointing_is_as_without_a_pipeline(devices, chunks):
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2)).double()
-    gpipe = GPipe(model, [1, 2], devices=['cpu:0', 'cpu:1'], chunks=chunks, checkpoint='never')
-    x = torch.randn(5, 2, dtype=torch.double)
-    gpipe(x).sum().backward()
-    actual = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    model(x).sum().backward()
-    assert all(torch.allclose(a, p.grad) for a, p in zip(actual, model.parameters()))
+    gpipe = GPipe(copy.deepcopy(model), [1, 2], devices=devices(2), chunks=chunks,
+                  checkpoint='never')
+    train_both(model, gpipe, torch.randn(5, 2, dtype=torch.double))
 
 
+@one_worker
 @pytest.mark.parametrize('mode', MODES)
-def test_an_in_place_change_that_spoils_the_partition_before_is_caught(mode):
+def test_an_in_place_change_that_spoils_the_partition_before_is_caught(devices, mode):
     class Exp(nn.Module):
         def forward(self, x):
             return x.exp()  # saves its result
@@ -346,13 +360,19 @@ def test_an_in_place_change_that_spoils_the_partition_before_is_caught(mode):
         def forward(self, x):
             return x.mul_(2)
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Exp(), Double()), [2, 1],
-                  devices=['cpu', 'cpu'], checkpoint=mode)
+    model = nn.Sequential(nn.Linear(2, 2), Exp(), Double()).double()
+    gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), checkpoint=mode)
+    x = torch.rand(3, 2, dtype=torch.double)
+    if devices.are_apart and mode != 'always':  # What is changed is a copy.
+        model[2].forward = lambda x: x * 2
+        train_both(model, gpipe, x)
+        return
     with pytest.raises(RuntimeError, match='inplace operation|in-place operation'):
-        gpipe(torch.rand(3, 2)).sum().backward()
+        call(gpipe, x).sum().backward()
 
 
-def test_a_note_that_an_exception_does_not_take():
+@one_worker
+def test_a_note_that_an_exception_does_not_take(devices):
     """In v0.3.0 it came out as the AttributeError of the note."""
     class Frozen(Exception):
         def __setattr__(self, name, value):
@@ -361,14 +381,15 @@ def test_a_note_that_an_exception_does_not_take():
     def see(x):
         raise Frozen('from the layer')
 
-    gpipe = GPipe(nn.Sequential(Spy(see)), [1], devices=['cpu'])
+    gpipe = GPipe(nn.Sequential(Spy(see)), [1], devices=devices(1))
     with pytest.raises(Frozen, match='from the layer'):
-        gpipe(torch.rand(2))
+        gpipe(torch.rand(2, device=devices.first))
 
 
-@devices
+@cpu_only('the simulated accelerator has no sparse tensors')
+@pytest.mark.parametrize('workers', [['cpu'] * 2, ['cpu:0', 'cpu:1']])
 @pytest.mark.parametrize('mode', MODES)
-def test_sparse_tensors_between_partitions(devices, mode):
+def test_sparse_tensors_between_partitions(workers, mode):
     """In v0.3.0, errors of PyTorch's from within the library."""
     class Sparse(nn.Linear):
         def forward(self, x):
@@ -381,7 +402,7 @@ def test_sparse_tensors_between_partitions(devices, mode):
             return super().forward(sparse.to_dense() + dense)
 
     model = nn.Sequential(Sparse(2, 2), Dense(2, 2)).double()
-    gpipe = GPipe(copy.deepcopy(model), [1, 1], devices=devices(2), chunks=2, checkpoint=mode)
+    gpipe = GPipe(copy.deepcopy(model), [1, 1], devices=workers, chunks=2, checkpoint=mode)
     x = torch.rand(4, 2, dtype=torch.double)
     model(x).sum().backward()
     gpipe(x).sum().backward()
@@ -390,14 +411,15 @@ def test_sparse_tensors_between_partitions(devices, mode):
         gpipe(x.to_sparse())
 
 
-def test_another_shape_of_an_output_in_recomputation():
+@one_worker
+def test_another_shape_of_an_output_in_recomputation(devices):
     """In v0.3.0, "size mismatch" of PyTorch's."""
     class Last(nn.Module):
         def forward(self, x):
             return torch.cat([x, x]) if is_recomputing() else x
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Last()), [1, 1], devices=['cpu', 'cpu'],
+    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Last()), [1, 1], devices=devices(2),
                   checkpoint='always')
-    output = gpipe(torch.rand(3, 2))
+    output = gpipe(torch.rand(3, 2, device=devices.first))
     with pytest.raises(RuntimeError, match=r'its output 0 is .* of shape \(6, 2\)'):
         output.sum().backward()

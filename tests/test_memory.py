@@ -3,8 +3,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import devices
-from tests.helpers import MODES, STEPS, WeakLog, modes
+from tests.devices import devices, one_worker
+from tests.helpers import MODES, STEPS, WeakLog, drop_failed_backward, modes
 from torchgpipe import GPipe
 from torchgpipe.balance.live import LiveTensors
 
@@ -36,7 +36,7 @@ def test_checkpointed_activations_are_not_alive_after_forward(devices):
     for mode in MODES:
         gpipe, _ = make(devices, mode)
         log = WeakLog(gpipe[0])
-        x = torch.rand(8, 4)
+        x = torch.rand(8, 4, device=devices.first)
         output = gpipe(x)
         del x
         alive[mode] = log.alive()
@@ -52,11 +52,13 @@ def test_gradients_of_a_failed_backward_hold_nothing(devices):
     def fail(grad):
         raise ZeroDivisionError
 
-    output = gpipe(torch.rand(8, 4))
+    output = gpipe(torch.rand(8, 4, device=devices.first))
     output.register_hook(fail)
     with pytest.raises(ZeroDivisionError):
         output.sum().backward()
     del output
+    if devices.are_accelerators:
+        drop_failed_backward(gpipe)
     assert log.alive() == 0
 
 
@@ -78,7 +80,7 @@ def test_the_peak_of_a_training_step(devices, n):
         output.backward(torch.ones_like(output))
         return output
 
-    x = torch.rand(m * size, width)
+    x = torch.rand(m * size, width, device=devices.first)
     step(gpipe, x)  # starts workers and learns which partitions draw random numbers
     with LiveTensors().watched() as cell:  # while the parameters have their gradients
         step(partition, x[:size].clone().requires_grad_())
@@ -99,7 +101,8 @@ def test_the_peak_of_a_training_step(devices, n):
     assert live.peak > 1.5 * expected
 
 
-def test_a_buffer_that_carries_a_graph_keeps_nothing_alive():
+@one_worker
+def test_a_buffer_that_carries_a_graph_keeps_nothing_alive(devices):
     class Carry(nn.Linear):
         def __init__(self):
             super().__init__(4, 4)
@@ -110,10 +113,10 @@ def test_a_buffer_that_carries_a_graph_keeps_nothing_alive():
             self.last = y.sum(0)
             return y
 
-    gpipe = GPipe(nn.Sequential(Carry(), nn.Tanh()), [2], devices=['cpu'], chunks=2,
+    gpipe = GPipe(nn.Sequential(Carry(), nn.Tanh()), [2], devices=devices(1), chunks=2,
                   checkpoint='always')
     log = WeakLog(*gpipe)
-    output = gpipe(torch.rand(4, 4))
-    gpipe[0].last = torch.zeros(4)
+    output = gpipe(torch.rand(4, 4, device=devices.first))
+    gpipe[0].last = torch.zeros(4, device=devices.first)
     del output
     assert log.alive() == 0

@@ -54,7 +54,8 @@ def test_tensors():
                      lambda t: t.new_zeros(2).resize_(3, 2).fill_(1), lambda t: t.std(),
                      lambda t: t.chunk(2)[1].mean(0), lambda t: t.clone().t_().contiguous(),
                      lambda t: torch.einsum('ij,kj->ik', t, t), lambda t: t.masked_fill(t > 3, 0),
-                     lambda t: torch.complex(t, t).conj() * 2, lambda t: t._neg_view().clone()):
+                     lambda t: torch.complex(t, t).conj() * 2, lambda t: t._neg_view().clone(),
+                     lambda t: t[2, 2] / 13 * 0.9 * 0.9):
         arguments = (0,) if function is torch.cumsum else ()
         expected, actual = function(x, *arguments), function(y, *arguments)
         assert actual.device == y.device

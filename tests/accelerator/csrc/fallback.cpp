@@ -66,6 +66,14 @@ c10::IValue generator_for(const Call& call, const c10::IValue& given) {
   return for_kernel(generator);
 }
 
+// A copy of a tensor of the CPU. A number of Python's stays one, which promotes no types.
+at::Tensor copy_of(const at::Tensor& tensor) {
+  auto copy = tensor.clone();
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
+    copy.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return copy;
+}
+
 // The arguments for the CPU's kernel. Ours become views that own nothing, numbers become copies.
 Values on_cpu(const Call& call) {
   Values values;
@@ -77,7 +85,7 @@ Values on_cpu(const Call& call) {
       values.push_back(c10::Device(at::kCPU));
     else
       values.push_back(with_tensors(argument, [](const at::Tensor& tensor) {
-        return is_ours(tensor) ? on_host(tensor) : tensor.clone();
+        return is_ours(tensor) ? on_host(tensor) : copy_of(tensor);
       }));
   }
   return values;
