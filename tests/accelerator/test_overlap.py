@@ -246,7 +246,7 @@ def host_waits_for_cells():
         torch.accelerator.synchronize(j)
         return output
     with patch.object(Pipeline, '_run', run_and_wait), \
-            patch.object(Pipeline, '_takes_turns', lambda pipeline, schedule: True):
+            patch.object(Pipeline, '_is_ordered', lambda pipeline, j: True):
         yield
 
 

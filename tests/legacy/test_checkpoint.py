@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import ACCELERATOR
+from tests.devices import ACCELERATOR, one_worker
 from tests.helpers import memory_of, nodes
 from torchgpipe.checkpoint import (Checkpoint, Checkpointing, Recompute, checkpoint,
                                    enable_checkpointing, enable_recomputing, is_checkpointing,
@@ -32,9 +32,15 @@ class Log(torch.autograd.Function):
         return None, None, grad
 
 
-def test_each_call_is_recomputed_just_before_its_backward():
+def leaf(devices, *shape, dtype=None):
+    """Give a leaf of the graph on a device."""
+    return torch.rand(shape, dtype=dtype, device=devices.first, requires_grad=True)
+
+
+@one_worker
+def test_each_call_is_recomputed_just_before_its_backward(devices):
     log = []
-    a, b = torch.rand(1, requires_grad=True), torch.rand(1, requires_grad=True)
+    a, b = leaf(devices, 1), leaf(devices, 1)
     a = checkpoint(partial(Log.apply, log, 'a'), a)
     a, phony = fork(a)
     b = join(b, phony)
@@ -45,7 +51,8 @@ def test_each_call_is_recomputed_just_before_its_backward():
     assert log == ['b:forward', 'b:backward', 'a:forward', 'a:backward']
 
 
-def test_recomputation_comes_before_the_gradient():
+@one_worker
+def test_recomputation_comes_before_the_gradient(devices):
     log = []
 
     def arrive(grad):
@@ -55,7 +62,7 @@ def test_recomputation_comes_before_the_gradient():
         log.append('recompute' if is_recomputing() else 'compute')
         return x * 2
 
-    checkpointing = Checkpointing(function, Batch(torch.rand(1, requires_grad=True)))
+    checkpointing = Checkpointing(function, Batch(leaf(devices, 1)))
     batch = checkpointing.checkpoint()
     batch.tensor.register_hook(arrive)  # stands where a Wait stands
     checkpointing.recompute(batch)
@@ -63,13 +70,15 @@ def test_recomputation_comes_before_the_gradient():
     assert log == ['compute', 'recompute', 'gradient']
 
 
-def test_gradients_are_those_of_the_function():
+@one_worker
+def test_gradients_are_those_of_the_function(devices):
     function = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
-    x = torch.rand(3, 4, dtype=torch.double, requires_grad=True)
+    x = leaf(devices, 3, 4, dtype=torch.double)
     assert torch.autograd.gradcheck(partial(checkpoint, function), (x,))
 
 
-def test_no_activation_outlives_the_first_pass():
+@one_worker
+def test_no_activation_outlives_the_first_pass(devices):
     refs = []
 
     def function(x):
@@ -77,15 +86,16 @@ def test_no_activation_outlives_the_first_pass():
         refs.append(memory_of(y))
         return y.sin().cos()
 
-    x = torch.rand(3, requires_grad=True)
+    x = leaf(devices, 3)
     y = checkpoint(function, x)
     assert refs[0].expired()
     y.sum().backward()
     assert refs[1].expired()
 
 
-def test_a_function_that_requires_no_grad():
-    checkpointing = Checkpointing(lambda x: x * 2, Batch(torch.rand(1)))
+@one_worker
+def test_a_function_that_requires_no_grad(devices):
+    checkpointing = Checkpointing(lambda x: x * 2, Batch(torch.rand(1, device=devices.first)))
     batch = checkpointing.checkpoint()
     assert batch[0].requires_grad
     checkpointing.recompute(batch)
@@ -93,23 +103,26 @@ def test_a_function_that_requires_no_grad():
     batch.tensor.backward()
 
 
-def test_a_parameter_that_the_function_closes_over():
-    x, a = torch.rand(1), torch.rand(1, requires_grad=True)
+@one_worker
+def test_a_parameter_that_the_function_closes_over(devices):
+    x, a = torch.rand(1, device=devices.first), leaf(devices, 1)
     checkpoint(lambda x: x * a, x).backward()
     assert torch.equal(a.grad, x)
 
 
-def test_integers_and_constants_stay_out_of_the_graph():
+@one_worker
+def test_integers_and_constants_stay_out_of_the_graph(devices):
     def function(x):
-        return x * 2, torch.tensor([True]), torch.rand(1)
+        return x * 2, torch.ones_like(x, dtype=torch.bool), torch.rand(1, device=x.device)
 
-    y, flag, constant = checkpoint(function, torch.rand(1, requires_grad=True))
+    y, flag, constant = checkpoint(function, leaf(devices, 1))
     assert y.requires_grad and not flag.requires_grad and not constant.requires_grad
     y.backward()
 
 
-def test_integers_as_the_only_output():
-    assert checkpoint(lambda x: x.argmax(), torch.rand(3, requires_grad=True)).dtype == torch.long
+@one_worker
+def test_integers_as_the_only_output(devices):
+    assert checkpoint(lambda x: x.argmax(), leaf(devices, 3)).dtype == torch.long
 
 
 def test_without_grad_nothing_is_kept():
@@ -137,21 +150,23 @@ def test_random_numbers_are_drawn_again(device):
     assert not torch.equal(torch.rand(1, device=device), after)
 
 
-def test_recomputation_leaves_the_generator_where_it_was():
-    y = checkpoint(nn.Dropout(0.5), torch.rand(5, requires_grad=True))
+@one_worker
+def test_recomputation_leaves_the_generator_where_it_was(devices):
+    y = checkpoint(nn.Dropout(0.5), leaf(devices, 5))
     state = torch.get_rng_state()
     y.sum().backward()
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_both_passes_know_which_they_are():
+@one_worker
+def test_both_passes_know_which_they_are(devices):
     log = []
 
     def function(x):
         log.append((is_checkpointing(), is_recomputing()))
         return x
 
-    checkpoint(function, torch.rand(1, requires_grad=True)).backward()
+    checkpoint(function, leaf(devices, 1)).backward()
     assert log == [(True, False), (False, True)]
     assert (is_checkpointing(), is_recomputing()) == (False, False)
     with enable_checkpointing():
@@ -160,21 +175,24 @@ def test_both_passes_know_which_they_are():
         assert (is_checkpointing(), is_recomputing()) == (True, False)
 
 
-def test_the_graph_has_one_node_of_each():
-    y = checkpoint(lambda x: x * 2, torch.rand(1, requires_grad=True))
+@one_worker
+def test_the_graph_has_one_node_of_each(devices):
+    y = checkpoint(lambda x: x * 2, leaf(devices, 1))
     kinds = [type(node) for node, _ in y.grad_fn.next_functions]
     assert kinds == [Checkpoint._backward_cls, Recompute._backward_cls]
 
 
-def test_a_second_backward_raises_as_pytorch_does():
-    y = checkpoint(lambda x: x.exp(), torch.rand(1, requires_grad=True))
+@one_worker
+def test_a_second_backward_raises_as_pytorch_does(devices):
+    y = checkpoint(lambda x: x.exp(), leaf(devices, 1))
     y.backward()
     with pytest.raises(RuntimeError, match='backward through the graph a second time'):
         y.backward()
 
 
-def test_a_retained_graph_is_recomputed_again():
-    x = torch.rand(1, requires_grad=True)
+@one_worker
+def test_a_retained_graph_is_recomputed_again(devices):
+    x = leaf(devices, 1)
     passes = []
 
     def function(x):
@@ -188,31 +206,34 @@ def test_a_retained_graph_is_recomputed_again():
     assert torch.equal(x.grad, first) and passes == [False, True, True]
 
 
-def test_gradients_of_some_inputs_only():
-    a, b = torch.rand(1, requires_grad=True), torch.rand(1, requires_grad=True)
+@one_worker
+def test_gradients_of_some_inputs_only(devices):
+    a, b = leaf(devices, 1), leaf(devices, 1)
     y = checkpoint(lambda x: x.exp() * b, a)
     grad, = torch.autograd.grad(y, b)
     assert torch.allclose(grad, a.exp()) and a.grad is None
 
 
-def test_a_recomputation_runs_in_no_node_of_the_layers():
+@one_worker
+def test_a_recomputation_runs_in_no_node_of_the_layers(devices):
     """Not while one of them unpacks what it saved, which PyTorch does under the node's lock."""
     log = []
-    b = torch.rand(1, requires_grad=True)
+    b = leaf(devices, 1)
 
     def function(x):
         if is_recomputing():
             log.append(type(current_node()))
         return x.exp() * b
 
-    y = checkpoint(function, torch.rand(1, requires_grad=True))
+    y = checkpoint(function, leaf(devices, 1))
     torch.autograd.grad(y, b, retain_graph=True)
     y.backward()
     assert log == [Checkpoint._backward_cls, Recompute._backward_cls]
 
 
-def test_what_a_node_saved_can_be_looked_at_outside_of_a_backward_pass():
-    x = torch.rand(3, requires_grad=True)
+@one_worker
+def test_what_a_node_saved_can_be_looked_at_outside_of_a_backward_pass(devices):
+    x = leaf(devices, 3)
     y = checkpoint(torch.exp, x)
     node, = [node for node in nodes(y) if node.name() == 'ExpBackward0']
     for _ in range(2):
@@ -221,24 +242,28 @@ def test_what_a_node_saved_can_be_looked_at_outside_of_a_backward_pass():
     assert torch.equal(x.grad, x.exp())
 
 
-def test_a_gradient_of_a_gradient():
-    x = torch.rand(4, dtype=torch.double, requires_grad=True)
+@one_worker
+def test_a_gradient_of_a_gradient(devices):
+    x = leaf(devices, 4, dtype=torch.double)
     assert torch.autograd.gradgradcheck(
         partial(checkpoint, lambda x: (x.exp() * x.sin()).tanh()), (x,))
 
 
-def test_hooks_of_a_parameter_see_its_whole_gradient_once():
-    weight = torch.rand(3, requires_grad=True)
+@one_worker
+def test_hooks_of_a_parameter_see_its_whole_gradient_once(devices):
+    weight = leaf(devices, 3)
     calls = []
     weight.register_hook(lambda grad: calls.append('tensor') or grad.clamp(max=1))
     weight.register_post_accumulate_grad_hook(lambda _: calls.append('accumulated'))
-    outputs = [checkpoint(lambda x: x * weight, torch.ones(3)) for _ in range(4)]
+    ones = torch.ones(3, device=devices.first)
+    outputs = [checkpoint(lambda x: x * weight, ones) for _ in range(4)]
     torch.stack(outputs).sum().backward()
     assert calls == ['tensor', 'accumulated']
     assert weight.grad.tolist() == [1, 1, 1]  # 4, clamped; not four times 1
 
 
-def test_saved_tensors_of_a_custom_function_may_be_asked_for_twice():
+@one_worker
+def test_saved_tensors_of_a_custom_function_may_be_asked_for_twice(devices):
     class Multiply(torch.autograd.Function):
         @staticmethod
         def forward(ctx, a, b):
@@ -257,7 +282,7 @@ def test_saved_tensors_of_a_custom_function_may_be_asked_for_twice():
         passes.append(is_recomputing())
         return Multiply.apply(Multiply.apply(x, x.exp()), x)
 
-    x = torch.rand(3, dtype=torch.double, requires_grad=True)
+    x = leaf(devices, 3, dtype=torch.double)
     y = checkpoint(function, x)
     y.sum().backward()
     actual, x.grad = x.grad, None
@@ -266,69 +291,76 @@ def test_saved_tensors_of_a_custom_function_may_be_asked_for_twice():
     assert passes == [False, True, False]
 
 
-def test_an_in_place_change_of_what_a_node_saved_is_noticed():
+@one_worker
+def test_an_in_place_change_of_what_a_node_saved_is_noticed(devices):
     def function(x):
         y = x.exp()  # saves its result
         return y.mul_(2)
 
-    y = checkpoint(function, torch.rand(1, requires_grad=True))
+    y = checkpoint(function, leaf(devices, 1))
     with pytest.raises(RuntimeError, match='modified by an inplace operation'):
         y.backward()
 
 
-def test_an_in_place_change_of_a_leaf_raises_as_in_pytorch():
-    y = checkpoint(lambda x: x.relu_(), torch.rand(1, requires_grad=True) * 1)
+@one_worker
+def test_an_in_place_change_of_a_leaf_raises_as_in_pytorch(devices):
+    y = checkpoint(lambda x: x.relu_(), leaf(devices, 1) * 1)
     with pytest.raises(RuntimeError, match='a leaf Variable that requires grad .* in-place'):
         y.backward()
 
 
+@one_worker
 @pytest.mark.parametrize('more, less', [(2, 1), (1, 2)])
-def test_another_path_is_noticed(more, less):
+def test_another_path_is_noticed(devices, more, less):
     def function(x):
         for _ in range(less if is_recomputing() else more):
             x = x.exp()
         return x
 
-    y = checkpoint(function, torch.rand(1, requires_grad=True))
+    y = checkpoint(function, leaf(devices, 1))
     with pytest.raises(RuntimeError, match='took another path'):
         y.backward()
 
 
+@one_worker
 @pytest.mark.parametrize('more, less, numbers', [
     (1, 0, 'saved 0 tensors for backward, the first pass 1'),
     (0, 1, 'saved 1 tensors for backward, the first pass 0')])
-def test_another_path_to_the_same_values_is_noticed(more, less, numbers):
+def test_another_path_to_the_same_values_is_noticed(devices, more, less, numbers):
     def function(x):
         for _ in range(less if is_recomputing() else more):
             x = x.relu()
         return x * 1
 
-    y = checkpoint(function, torch.rand(3, requires_grad=True))
+    y = checkpoint(function, leaf(devices, 3))
     with pytest.raises(RuntimeError, match=numbers):
         y.sum().backward()
 
 
-def test_another_shape_is_noticed():
+@one_worker
+def test_another_shape_is_noticed(devices):
     def function(x):
         return (x.repeat(2) if is_recomputing() else x).exp().sum()
 
-    y = checkpoint(function, torch.rand(1, requires_grad=True))
+    y = checkpoint(function, leaf(devices, 1))
     with pytest.raises(RuntimeError, match=r'saved tensor 0 is now torch.float32 of shape \(2,\)'):
         y.backward()
 
 
-def test_an_error_in_the_recomputation_keeps_its_type():
+@one_worker
+def test_an_error_in_the_recomputation_keeps_its_type(devices):
     def function(x):
         if is_recomputing():
             raise ZeroDivisionError('here')
         return x * 2
 
-    y = checkpoint(function, torch.rand(1, requires_grad=True))
+    y = checkpoint(function, leaf(devices, 1))
     with pytest.raises(ZeroDivisionError, match='here'):
         y.backward()
 
 
-def test_what_no_node_asked_for_is_freed_at_the_end_of_backward():
+@one_worker
+def test_what_no_node_asked_for_is_freed_at_the_end_of_backward(devices):
     refs = []
 
     class Ignore(torch.autograd.Function):
@@ -344,12 +376,13 @@ def test_what_no_node_asked_for_is_freed_at_the_end_of_backward():
         def backward(ctx, grad):
             return grad
 
-    y = checkpoint(Ignore.apply, torch.rand(1, requires_grad=True))
+    y = checkpoint(Ignore.apply, leaf(devices, 1))
     y.backward()
     assert refs and refs[0].expired()
 
 
-def test_what_a_custom_function_saved_is_freed_when_another_node_asks():
+@one_worker
+def test_what_a_custom_function_saved_is_freed_when_another_node_asks(devices):
     refs, alive = [], []
 
     class Double(torch.autograd.Function):
@@ -370,11 +403,12 @@ def test_what_a_custom_function_saved_is_freed_when_another_node_asks():
     def function(x):
         return Double.apply(Double.apply(Double.apply(x)))
 
-    checkpoint(function, torch.rand(1, requires_grad=True)).backward()
+    checkpoint(function, leaf(devices, 1)).backward()
     assert alive == [3, 2, 1]
 
 
-def test_the_graph_of_a_recomputation_is_freed_when_it_ends():
+@one_worker
+def test_the_graph_of_a_recomputation_is_freed_when_it_ends(devices):
     """Its nodes may own more than what they saved."""
     refs, log = [], []
 
@@ -395,14 +429,15 @@ def test_the_graph_of_a_recomputation_is_freed_when_it_ends():
         y.register_hook(lambda _: log.append([ref.expired() for ref in refs]))
         return y
 
-    checkpoint(function, torch.rand(1, requires_grad=True)).backward()
+    checkpoint(function, leaf(devices, 1)).backward()
     assert log == [[True]]
 
 
-def test_what_is_needed_to_recompute_is_freed_by_backward():
+@one_worker
+def test_what_is_needed_to_recompute_is_freed_by_backward(devices):
     function = nn.Linear(3, 3)
     ref = weakref.ref(function)
-    y = checkpoint(function, torch.rand(3, requires_grad=True))
+    y = checkpoint(function, leaf(devices, 3))
     del function
     y.sum().backward(retain_graph=True)
     assert ref() is not None
@@ -410,8 +445,9 @@ def test_what_is_needed_to_recompute_is_freed_by_backward():
     assert ref() is None
 
 
-def test_the_input_is_freed_by_backward():
-    x = torch.rand(3, requires_grad=True) * 1
+@one_worker
+def test_the_input_is_freed_by_backward(devices):
+    x = leaf(devices, 3) * 1
     ref = memory_of(x)
     y = checkpoint(torch.exp, x)
     del x
@@ -420,29 +456,32 @@ def test_the_input_is_freed_by_backward():
     assert ref.expired()
 
 
-def test_a_layer_that_asks_for_gradients_within_its_forward():
+@one_worker
+def test_a_layer_that_asks_for_gradients_within_its_forward(devices):
     def force(x):
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             return torch.autograd.grad(x.exp().sum(), x, create_graph=True)[0]
 
     with pytest.raises(RuntimeError, match="within its own forward.*checkpoint='never'"):
-        checkpoint(force, torch.rand(3, requires_grad=True))
+        checkpoint(force, leaf(devices, 3))
 
 
-def test_a_layer_that_asks_for_gradients_within_its_recomputation():
+@one_worker
+def test_a_layer_that_asks_for_gradients_within_its_recomputation(devices):
     def function(x):
         y = x.exp()
         if is_recomputing():
             torch.autograd.grad(y.sum(), x, retain_graph=True)
         return y
 
-    y = checkpoint(function, torch.rand(3, requires_grad=True))
+    y = checkpoint(function, leaf(devices, 3))
     with pytest.raises(RuntimeError, match="within its own forward.*checkpoint='never'"):
         y.sum().backward()
 
 
-def test_hooks_that_an_interrupt_left_behind_in_a_recomputation_are_dropped():
+@one_worker
+def test_hooks_that_an_interrupt_left_behind_in_a_recomputation_are_dropped(devices):
     def function(x):
         if is_recomputing():
             # As if Ctrl-C came when a context has pushed them and does not count as entered.
@@ -450,13 +489,14 @@ def test_hooks_that_an_interrupt_left_behind_in_a_recomputation_are_dropped():
             raise KeyboardInterrupt
         return x.exp()
 
-    y = checkpoint(function, torch.rand(3, requires_grad=True))
+    y = checkpoint(function, leaf(devices, 3))
     with pytest.raises(KeyboardInterrupt):
         y.sum().backward()
     assert ThreadState.capture().plain
 
 
-def test_a_recomputation_that_failed_can_be_tried_again():
+@one_worker
+def test_a_recomputation_that_failed_can_be_tried_again(devices):
     state = {'fail': True}
 
     def function(x):
@@ -464,7 +504,7 @@ def test_a_recomputation_that_failed_can_be_tried_again():
             raise ZeroDivisionError
         return x.exp()
 
-    x = torch.rand(3, requires_grad=True)
+    x = leaf(devices, 3)
     y = checkpoint(function, x)
     with pytest.raises(ZeroDivisionError):
         y.sum().backward(retain_graph=True)
