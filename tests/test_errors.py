@@ -66,7 +66,25 @@ def test_an_error_in_backward_is_named_too(devices, mode):
     del error
 
 
-@devices
+@cpu_only('one worker, whose order of cells is the same on any device')
+def test_on_one_worker_nothing_starts_after_the_first_failure():
+    log = []
+
+    def fail(j):
+        def when(x):
+            log.append((int(x[0]), j))
+            return (int(x[0]), j) in [(2, 0), (1, 1), (0, 2)]
+        return when
+
+    gpipe = GPipe(nn.Sequential(*[Fail(fail(j)) for j in range(3)]), [1] * 3, devices=['cpu'] * 3,
+                  chunks=5)
+    with pytest.raises(Oops) as error:
+        gpipe(torch.arange(5.))
+    assert 'partition 2 ' in error.value.__notes__[0]
+    assert log == [(0, 0), (0, 1), (0, 2)]
+
+
+@workers
 def test_the_first_failure_in_clock_order_wins_and_nothing_later_starts(devices):
     log = []
     lock = threading.Lock()

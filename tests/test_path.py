@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import torchgpipe
+from tests.devices import cpu_only
 from torchgpipe import GPipe
 
 ROOT = str(Path(torchgpipe.__file__).parent)
@@ -44,15 +45,17 @@ def counts(devices):
     return forward, called(lambda: outputs[0].backward())
 
 
+@cpu_only('it counts calls of the host')
 def test_the_way_does_not_grow_unnoticed():
     """In v0.3.0 it was 17 files and 78 functions, with workers 96; and 10 and 39 in backward.
 
-    What a tensor costs more since values may have any nesting: to be put into a batch and out. And
+    What it is more since: a tensor is put into a batch and out, as values may have any nesting;
+    the clock, copies on workers and tensors in one memory are files of their own. And
     the clock has a file of its own.
     """
     for devices, functions in ((['cpu'] * 2, 101), (['cpu:0', 'cpu:1'], 121)):
         forward, backward = counts(devices)
-        assert forward[0] <= 24 and forward[1] <= functions
+        assert forward[0] <= 25 and forward[1] <= functions
         assert backward[0] <= 14 and backward[1] <= 52
 
 

@@ -73,6 +73,7 @@ def test_recomputation_comes_before_the_gradient(devices):
 @one_worker
 def test_gradients_are_those_of_the_function(devices):
     function = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    function.to(devices.first)
     x = leaf(devices, 3, 4, dtype=torch.double)
     assert torch.autograd.gradcheck(partial(checkpoint, function), (x,))
 
@@ -435,7 +436,7 @@ def test_the_graph_of_a_recomputation_is_freed_when_it_ends(devices):
 
 @one_worker
 def test_what_is_needed_to_recompute_is_freed_by_backward(devices):
-    function = nn.Linear(3, 3)
+    function = nn.Linear(3, 3).to(devices.first)
     ref = weakref.ref(function)
     y = checkpoint(function, leaf(devices, 3))
     del function
