@@ -12,7 +12,10 @@ from types import ModuleType
 import pytest
 
 import torchgpipe
+from tests.devices import cpu_only
 from tests.refusals import REFUSALS, UNWRAPPED
+
+pytestmark = cpu_only('what the documentation shows runs on the CPU')
 
 ROOT = Path(torchgpipe.__file__).parent.parent
 PAGES = sorted([*ROOT.glob('*.md'), *(page for page in ROOT.glob('docs/**/*.md')

@@ -50,8 +50,7 @@ def test_the_way_does_not_grow_unnoticed():
     """In v0.3.0 it was 17 files and 78 functions, with workers 96; and 10 and 39 in backward.
 
     What it is more since: a tensor is put into a batch and out, as values may have any nesting;
-    the clock, copies on workers and tensors in one memory are files of their own. And
-    the clock has a file of its own.
+    the clock, copies on workers and tensors in one memory are files of their own.
     """
     for devices, functions in ((['cpu'] * 2, 101), (['cpu:0', 'cpu:1'], 121)):
         forward, backward = counts(devices)
