@@ -8,6 +8,7 @@
                   published   the tables of torchgpipe 0.0.7 and the GPipe paper
                   experiment  what they are
                   options     what the user chooses
+                  simulated   accelerators where there are none
                   job         one setting
                   campaign    settings one after another, tables, JSON, pictures
                   page        the page of the results

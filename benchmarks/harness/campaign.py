@@ -13,6 +13,7 @@ from benchmarks.harness.exhaustion import is_exhaustion, memory_limit
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.options import Options
 from benchmarks.harness.report import describe, machine, output_folder, table, write_json
+from benchmarks.harness.simulated import is_on_host
 from benchmarks.harness.tables import experiment_rows, is_accelerated, notes, partition_rows
 
 __all__ = ['Measure', 'campaign']
@@ -64,9 +65,10 @@ def _describe(experiment: Experiment, setting: Setting, options: Options) -> dic
 
 def _measure(experiment: Experiment, setting: Setting, options: Options, measure: Measure,
              result: dict[str, Any]) -> None:
-    accelerators = {device for device in options.place(setting) if device.type != 'cpu'}
+    devices = options.place(setting)
+    accelerators = {device for device in devices if device.type != 'cpu'}
     try:
-        with nullcontext() if accelerators else memory_limit():
+        with memory_limit() if all(map(is_on_host, devices)) else nullcontext():
             measure(experiment, setting, options, result)
         result['status'] = 'measured'
     except (MemoryError, RuntimeError) as error:

@@ -2,6 +2,9 @@
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.simulated import NAME
+from benchmarks.harness.tables import is_simulated
+
 __all__ = ['COLORS', 'draw_ratios', 'save']
 
 #: Blue, orange, green, purple: apart also for those who see no red, on light and on dark.
@@ -47,10 +50,11 @@ def draw_ratios(summary: dict[str, Any], stem: Path) -> list[Path]:
 
 
 def _caveat(summary: dict[str, Any]) -> str:
-    """Say below the title what a scaled run does not show."""
+    """Say beside the title what was simulated, and below it what a scaled run does not show."""
+    found = f', on a {NAME}' if is_simulated(summary) else ''
     if summary['scale'] >= 1:
-        return ''
-    return (f", at scale {summary['scale']:g}\n"
+        return found
+    return (f"{found}, at scale {summary['scale']:g}\n"
             'this run shows that all of it works, not how it does at full scale')
 
 

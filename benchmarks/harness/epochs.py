@@ -1,5 +1,4 @@
 """Epochs of training, and how long they take."""
-import time
 from statistics import median
 from typing import Any
 
@@ -7,6 +6,8 @@ from tqdm import tqdm
 
 from benchmarks.harness.experiment import Setting
 from benchmarks.harness.job import Job, synchronize
+from benchmarks.harness.stamp import Stamp, seconds, stamp
+from torchgpipe.engine.stream import current_stream
 
 __all__ = ['steps_of_an_epoch', 'time_epochs']
 
@@ -27,12 +28,19 @@ def time_epochs(job: Job, result: dict[str, Any]) -> None:
     with tqdm(total=options.epochs * steps * job.batch, desc=setting.name, unit=' samples',
               leave=False) as bar:
         for epoch in range(options.epochs):
-            start = time.perf_counter()
+            start = _now(job)
             for _ in range(steps):
                 job.step()
                 bar.update(job.batch)
-            synchronize(job.devices)
-            seconds = time.perf_counter() - start
+            time = seconds(start, _now(job))
             if epoch >= options.skip_epochs:
-                throughputs.append(steps * job.batch / seconds)
+                throughputs.append(steps * job.batch / time)
                 result.update(figure=median(throughputs), epochs=throughputs)
+
+
+def _now(job: Job) -> Stamp:
+    """Give the time when all devices are through with all that is queued."""
+    synchronize(job.devices)
+    now = stamp(current_stream(job.devices[0]))
+    synchronize(job.devices)
+    return now

@@ -11,6 +11,7 @@ from benchmarks.harness.compiled import compile_partition
 from benchmarks.harness.exhaustion import require
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.options import Options
+from benchmarks.harness.simulated import is_on_host
 from torchgpipe import GPipe
 
 __all__ = ['Job', 'autocast', 'memory_of', 'share_cores', 'synchronize', 'wrap']
@@ -94,7 +95,7 @@ class Job:
         self.batch = setting.scaled_batch(options.scale)
         self.chunks = min(setting.chunks, self.batch)
         self.resolution = experiment.scaled_resolution(options.scale)
-        copies = COPIES[experiment.optimizer] if self.devices[0].type == 'cpu' else 1
+        copies = COPIES[experiment.optimizer] if is_on_host(self.devices[0]) else 1
         with torch.device('meta'):
             number = sum(p.numel() for p in setting.model.build().parameters())
         require(number * max(4, options.dtype.itemsize) * copies, str(setting.model))

@@ -7,6 +7,7 @@ import click
 import torch
 
 from benchmarks.harness.experiment import Experiment, Setting
+from benchmarks.harness.simulated import SIMULATED, is_simulated, load
 from torchgpipe.engine.stream import accelerator, accelerators, current_device
 
 __all__ = ['Options', 'choose_devices', 'experiment_options', 'take_options']
@@ -47,11 +48,16 @@ def choose_devices(n: int) -> list[torch.device]:
 
 
 def _parse_devices(context: Any, parameter: Any, value: str | None) -> tuple[Any, ...]:
-    """Read devices like cuda:0,cuda:1 and see that they are there."""
-    devices = []
-    for name in (value or '').split(',') if value else ():
+    """Read devices like cuda:0,cuda:1 and see that they are there; sim is sim:0,…,sim:3."""
+    devices: list[torch.device] = []
+    for name in map(str.strip, value.split(',') if value else ()):
+        if is_simulated(name):
+            there = load()
+            if name == SIMULATED:
+                devices += there
+                continue
         try:
-            device = torch.device(name.strip())
+            device = torch.device(name)
             torch.empty(0, device=device)
         except (AssertionError, RuntimeError) as error:
             raise click.BadParameter(f'{name!r}: {str(error).splitlines()[0]}') from None
@@ -78,8 +84,9 @@ def experiment_options(experiment: Experiment, epochs: int = 3, skip_epochs: int
                      default=('all',), show_default=True,
                      help='Which line of the table; may be given several times.'),
         click.option('--devices', callback=_parse_devices, metavar='D,D,…',
-                     help='Where partitions go, again from the first if there are too few. '
-                     '[default: all accelerators, or cpu:0, cpu:1, …]'),
+                     help='Where partitions go, again from the first if there are too few; sim '
+                     'simulates four accelerators. [default: all that there are, or cpu:0, '
+                     'cpu:1, …]'),
         click.option('--scale', type=click.FloatRange(0, 1, min_open=True), default=1.,
                      callback=_refuse_nan, show_default=True,
                      help='Fraction of the published batch, and of height and width of the '

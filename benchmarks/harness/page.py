@@ -9,7 +9,9 @@ import click
 
 from benchmarks.harness.published import EXPERIMENTS
 from benchmarks.harness.report import Rows, describe
-from benchmarks.harness.tables import experiment_rows, is_accelerated, notes, partition_rows
+from benchmarks.harness.simulated import SIMULATED
+from benchmarks.harness.tables import (experiment_rows, is_accelerated, is_simulated, notes,
+                                       partition_rows)
 
 __all__ = ['Section', 'make_page', 'page']
 
@@ -23,7 +25,8 @@ START = '''# Benchmarks
 The tables that torchgpipe 0.0.7 and the GPipe paper published can be run again, each with one
 command: `python -m benchmarks list` shows them all, `python -m benchmarks COMMAND --help` says
 what each can be asked. `--scale 0.01` takes a hundredth of the batch and smaller images, for a
-small machine.
+small machine. `--devices sim` simulates four accelerators, which takes a checkout of the sources
+and a C++ compiler: see [what is simulated](design.md#how-to-test-without-gpus).
 
 Published figures stand beside the measured ones. They were measured on Tesla P40 GPUs (torchgpipe
 0.0.7) or come from the [GPipe paper](https://arxiv.org/abs/1811.06965). Every other figure on this
@@ -99,6 +102,8 @@ def _command(name: str, summary: dict[str, Any]) -> str:
                ('scale', 'epochs', 'skip_epochs', 'dtype', 'seed')]
     if summary['compile']:
         options.append('--compile')
+    if is_simulated(summary):
+        options.append(f'--devices {SIMULATED}')
     settings = [result['setting'] for result in summary['settings']]
     if settings != [setting.name for setting in EXPERIMENTS[name].settings]:
         options += [f'--setting {setting}' for setting in settings]

@@ -12,6 +12,7 @@ import click
 import torch
 
 import torchgpipe
+from benchmarks.harness.simulated import NAME
 from torchgpipe.balance.table import table
 from torchgpipe.engine.stream import accelerator, accelerators
 
@@ -48,7 +49,9 @@ def machine() -> dict[str, Any]:
 def describe(here: dict[str, Any], accelerated: bool = False) -> str:
     """Say in one line where and when figures were measured: on accelerators, or on the CPU."""
     hardware = f"{here['cpu']}, {here['cores']} cores"
-    if accelerated:
+    if accelerated and NAME in here['gpus']:
+        hardware = f"{len(here['gpus'])} × {NAME} on {hardware}"
+    elif accelerated:
         hardware = ', '.join(here['gpus'])
         if here['cuda']:
             hardware += f", CUDA {here['cuda']}, cuDNN {here['cudnn']}"

@@ -1,10 +1,12 @@
 """Results of an experiment as rows of a table, and what has to be said of them."""
 from typing import Any
 
+from benchmarks.harness import simulated
 from benchmarks.harness.experiment import OURS
 from benchmarks.harness.report import Rows
 
-__all__ = ['experiment_rows', 'is_accelerated', 'notes', 'number', 'partition_rows', 'published']
+__all__ = ['experiment_rows', 'is_accelerated', 'is_simulated', 'notes', 'number',
+           'partition_rows', 'published']
 
 
 def number(value: float | None, missing: str = '') -> str:
@@ -30,6 +32,12 @@ def published(value: float | None) -> str:
 def is_accelerated(summary: dict[str, Any]) -> bool:
     """Tell whether anything was measured on an accelerator."""
     return any(not device.startswith('cpu') for result in summary['settings']
+               for device in result['devices'])
+
+
+def is_simulated(summary: dict[str, Any]) -> bool:
+    """Tell whether anything was measured on a simulated accelerator."""
+    return any(simulated.is_simulated(device) for result in summary['settings']
                for device in result['devices'])
 
 
@@ -110,6 +118,12 @@ def _notes_on_devices(summary: dict[str, Any]) -> list[str]:
                      'no speed-ups; memory of each partition is valid.')
     if any(device.startswith('cpu') for devices in placed for device in devices):
         found.append('On the CPU workers share the cores, and backward runs in one thread.')
+    if is_simulated(summary):
+        found.append(
+            'The accelerator is simulated, in the memory of the host. Its devices work as if each '
+            'had a core for itself and as if the host took no time, so times and the bubbles '
+            'between them are those of a pipeline of such cores, and not of GPUs. Memory is that '
+            'of tensors.')
     memories = {device.partition(':')[0] if device.startswith('cpu') else device
                 for devices in placed for device in devices}
     if summary['experiment'].endswith('timeline') and len(memories) == 1:

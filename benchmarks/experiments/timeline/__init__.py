@@ -17,6 +17,7 @@ from benchmarks.harness.memory import GIB, peak_memory, size_of_partition
 from benchmarks.harness.options import Options, experiment_options, take_options
 from benchmarks.harness.published import (AMOEBANETD_SPEED, MEMORY, RESNET_SPEED, UNET_TIMELINE,
                                           UTILISATION)
+from benchmarks.harness.simulated import NAME, is_simulated
 from torchgpipe import GPipe
 
 __all__ = ['COMMANDS', 'experiment_for', 'measure']
@@ -56,6 +57,8 @@ def measure(experiment: Experiment, setting: Setting, options: Options, result: 
                               MEMORY: (kept + peak) / GIB})
     stem = Path(options.output) / f'{experiment.name}-{setting.name}'
     title = f'{setting.model}: {_list(setting)}'
+    if any(map(is_simulated, job.devices)):
+        title += f', on a {NAME}'
     files = draw_timeline(boxes, job.devices, title, stem)
     files.append(write_trace(boxes, job.devices, stem.with_suffix('.trace.json')))
     result['files'] = [path.name for path in files]

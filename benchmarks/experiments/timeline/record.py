@@ -3,15 +3,15 @@
 ::
 
     forward, recomputation    from the first layer of a cell to its last
-    backward on CUDA          from the gradient of the cell's output to the end of the node that
+    backward on accelerators  from the gradient of the cell's output to the end of the node that
                               gives the gradient of its input, or else of its first parameter
     backward on the CPU       as long as the nodes that run are the cell's; one thread runs those
                               of all cells, which may take turns, so a cell may have several boxes
     copy                      from one device to another, of a batch, of a skip or of a gradient
 
-On CUDA all this is told by events in the streams that do the work, on the CPU by the clock.
+On accelerators all this is told by events in the streams that do the work, on the CPU by the
+clock.
 """
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -22,18 +22,15 @@ from torch import Tensor
 
 from benchmarks.harness.graph import last_nodes, nodes_between, producers
 from benchmarks.harness.job import synchronize
+from benchmarks.harness.stamp import Stamp, seconds, stamp
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.compute import Compute
 from torchgpipe.engine.copy import copy_tensor
 from torchgpipe.engine.pipeline import Pipeline
-from torchgpipe.engine.stream import (AbstractStream, CPUStream, as_cuda, current_stream,
-                                      get_device, is_cuda)
+from torchgpipe.engine.stream import AbstractStream, CPUStream, current_stream, get_device, is_cuda
 
 __all__ = ['Box', 'Recorder', 'record', 'utilisation']
-
-#: A point in time: a device, and seconds or an event in a stream of that device.
-Stamp = tuple[torch.device, Any]
 
 #: Micro-batch and partition: ``(i, j)``.
 Cell = tuple[int, int]
@@ -99,7 +96,7 @@ class Recorder:
 
         synchronize(self._devices)
         clocks = [CPUStream, *(current_stream(device) for device in set(self._devices))]
-        self._zero = dict(map(_stamp, clocks))
+        self._zero = dict(map(stamp, clocks))
         try:
             with patch.object(Compute, '__call__', call), \
                     patch.object(Pipeline, '_streams', find), \
@@ -116,10 +113,10 @@ class Recorder:
         first = not is_recomputing()
         if not first and not is_cuda(stream):
             self._take_turn(None)
-        start = _stamp(stream)
+        start = stamp(stream)
         output = compute(cell, i, m, tracker, value)
         self._stamps.append(('forward' if first else 'recomputation', cell.j, i, start,
-                             _stamp(stream)))
+                             stamp(stream)))
         if first:
             self._follow((i, cell.j), stream, list(Batch(value)), list(Batch(output)))
         return output
@@ -134,10 +131,10 @@ class Recorder:
             return
 
         def begin(_: Any) -> None:
-            self._begins.setdefault(cell, _stamp(stream))
+            self._begins.setdefault(cell, stamp(stream))
 
         def end(*_: Any) -> None:
-            self._ends[cell] = _stamp(stream)
+            self._ends[cell] = stamp(stream)
         # What a cell hands on as it is, like a skip that is carried, has no node of this cell.
         for node in producers(output) & set(nodes):
             node.register_prehook(begin)
@@ -148,7 +145,7 @@ class Recorder:
         """Let the CPU's thread work for a cell in backward, or for none, from now on."""
         if cell == self._turn:
             return
-        now = _stamp(CPUStream)
+        now = stamp(CPUStream)
         if self._turn is not None and self._since is not None:
             i, j = self._turn
             self._stamps.append(('backward', j, i, self._since, now))
@@ -160,10 +157,10 @@ class Recorder:
         if get_device(source) == get_device(target):
             return copy_tensor(tensor, source, target, compute)
         stream = source if is_cuda(source) else target
-        start = _stamp(stream)
+        start = stamp(stream)
         copied = copy_tensor(tensor, source, target, compute)
         i, j = self._ways[source, target]
-        self._stamps.append(('copy', j, i, start, _stamp(stream)))
+        self._stamps.append(('copy', j, i, start, stamp(stream)))
         return copied
 
     def boxes(self) -> list[Box]:
@@ -176,16 +173,6 @@ class Recorder:
         return sorted((box._replace(start=box.start - first, end=box.end - first)
                        for box in boxes), key=lambda box: box.start)
 
-    def _seconds(self, stamp: Stamp) -> float:
-        device, point = stamp
-        zero = self._zero[device]
-        return zero.elapsed_time(point) / 1e3 if device.type != 'cpu' else point - zero
-
-
-def _stamp(stream: AbstractStream) -> Stamp:
-    """Mark now: on the CPU, or when a stream gets there."""
-    if not is_cuda(stream):
-        return torch.device('cpu'), time.perf_counter()
-    event = torch.Event(get_device(stream), enable_timing=True)
-    event.record(as_cuda(stream))
-    return get_device(stream), event
+    def _seconds(self, point: Stamp) -> float:
+        device, _ = point
+        return seconds((device, self._zero[device]), point)

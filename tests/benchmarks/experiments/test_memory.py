@@ -1,9 +1,11 @@
 """Peaks of partitions in a shared memory: each counts what it would have on its own device."""
+import pytest
 import torch
 from torch import nn
 
 from benchmarks.experiments.memory import peaks_by_partition
 from tests.benchmarks import tiny
+from tests.devices import places
 from torchgpipe import GPipe
 from torchgpipe.skip import Namespace, SkipGenerator, Skippable, pop, skippable, stash
 
@@ -53,11 +55,12 @@ def test_a_skip_counts_where_it_is():
         assert peaks(devices, 'always')[0] < 4.01 * MIB
 
 
-def test_what_a_partition_gives_counts_for_the_next():
+@pytest.mark.parametrize('letters', ['cc', pytest.param('aa', marks=pytest.mark.accelerator)])
+def test_what_a_partition_gives_counts_for_the_next(letters):
     wide = nn.Sequential(nn.Linear(1, MIB // 4, bias=False), nn.Flatten(),
                          nn.Linear(MIB // 4, 1, bias=False))
-    gpipe = GPipe(wide, [1, 2], devices=['cpu', 'cpu'], chunks=2, checkpoint='always')
-    x = torch.rand(8, 1)
+    gpipe = GPipe(wide, [1, 2], devices=places(letters), chunks=2, checkpoint='always')
+    x = torch.rand(8, 1).to(gpipe.devices[0])
     found = peaks_by_partition(list(gpipe.partitions), lambda turns: gpipe(x))
     # 4 rows of a MiB each in the first, while it runs; all 8 are kept by the second.
     assert 4 * MIB <= found[0] < 4.01 * MIB and 8 * MIB <= found[1] < 8.1 * MIB
