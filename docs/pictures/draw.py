@@ -162,22 +162,26 @@ def _partition_step(m, stop):
 def timeline():
     """Draw the step that was measured."""
     data = json.loads((HERE / 'timeline.json').read_text())
-    picture = Picture('A measured training step on cpu:0 and cpu:1')
+    n = len(data['gpus'])
+    picture = Picture(f'A training step, measured on {n} simulated accelerators')
     left, scale = 40, 340 / max(cell[4] for cell in data['cells'])
     for kind, i, j, start, end in data['cells']:
         width = (end - start) * scale + 1
         picture.box(left + start * scale, 26 * j, width, 26, COLOURS[kind],
                     str(i) if width > 8 else '')
-    for j in range(2):
-        picture.words(0, 26 * j + 17, f'cpu:{j}')
-    for ms in range(0, 401, 100):
+    for j in range(n):
+        picture.words(0, 26 * j + 17, f'sim:{j}')
+    low = 26 * n
+    for ms in range(0, 801, 200):
         if ms * scale < 345:
             x = left + ms * scale
-            picture.path([(x, 54), (x, 59)], WORDS)
-            picture.words(x, 71, f'{ms} ms', 'middle')
+            picture.path([(x, low + 2), (x, low + 7)], WORDS)
+            picture.words(x, low + 19, f'{ms} ms', 'middle')
     for k, (kind, name) in enumerate((('F', 'forward'), ('R', 'recompute'), ('B', 'backward'))):
-        picture.box(left + 110 * k, 84, 12, 12, COLOURS[kind])
-        picture.words(left + 110 * k + 18, 94, name)
+        picture.box(left + 110 * k, low + 32, 12, 12, COLOURS[kind])
+        picture.words(left + 110 * k + 18, low + 42, name)
+    share = f"{data['utilisation']:.0%}"
+    picture.words(left, low + 62, f'{n} simulated accelerators at work for {share} of the time')
     return picture
 
 
