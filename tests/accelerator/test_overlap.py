@@ -17,7 +17,7 @@ from benchmarks.experiments.timeline.ablation import without
 from benchmarks.experiments.timeline.record import record
 from tests import accelerator
 from tests.helpers import MODES
-from torchgpipe import GPipe
+from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine import edges
 from torchgpipe.engine.checkpoint import samples
 from torchgpipe.engine.pipeline import Pipeline
@@ -283,8 +283,40 @@ def test_why(mutation, promise):
         promise(timeline)
 
 
+def layers_that_keep_the_host_busy():
+    """Give layers that stash and pop, of which the last recomputation waits for another one.
+
+    Partition 3 has not queued all of its backward then before partition 0 recomputes micro-batch
+    M-2. So what autograd leaves until nothing else is left to do there comes too late.
+    """
+    recomputed = threading.Semaphore(0)
+
+    @skippable(stash=['skip'])
+    class StashAndTell(nn.Module):
+        times = 0
+
+        def forward(self, x):
+            self.times += is_recomputing()
+            if self.times % M == 2:
+                recomputed.release()
+            yield stash('skip', x)
+            return x.tanh()
+
+    @skippable(pop=['skip'])
+    class PopAndWait(nn.Module):
+        times = 0
+
+        def forward(self, x):
+            self.times += is_recomputing()
+            if is_recomputing() and self.times % M == 0:
+                assert recomputed.acquire(timeout=60)
+            return x + (yield pop('skip'))
+    return StashAndTell, PopAndWait
+
+
 def test_why_with_skips():
+    one_micro_batch_at_a_time(Timeline('always', *layers_that_keep_the_host_busy()))
     with caller_brings_skips():
-        timeline = Timeline('always', Stash, Pop)
+        timeline = Timeline('always', *layers_that_keep_the_host_busy())
     with pytest.raises(AssertionError):
         one_micro_batch_at_a_time(timeline)
