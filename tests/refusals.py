@@ -247,6 +247,7 @@ REFUSALS = [
     lambda: wrap(linear(), linear(), devices=['cpu', 'cuda:99']),
     lambda: wrap(linear(), linear(), chunks=0),
     lambda: wrap(linear(), linear(), checkpoint='sometimes'),
+    lambda: wrap(linear(), linear(), checkpoint=['always']),
     lambda: wrap(Stash(), linear()),
     lambda: wrap(linear(), linear()).to('cpu'),
     replaced,

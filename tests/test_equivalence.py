@@ -58,9 +58,11 @@ def cases(draw):
 @devices
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(case=cases(), chunks=st.sampled_from([1, 2, 3, 8]), size=st.integers(1, 9),
-       mode=st.sampled_from(MODES), input_grad=st.booleans())
-def test_outputs_and_gradients(devices, case, chunks, size, mode, input_grad):
+       modes=st.sampled_from(MODES) | st.lists(st.sampled_from(MODES), min_size=4, max_size=4),
+       input_grad=st.booleans())
+def test_outputs_and_gradients(devices, case, chunks, size, modes, input_grad):
     balance, kinds = case
+    mode = modes if isinstance(modes, str) else modes[:len(balance)]
     torch.manual_seed(size * 31 + chunks)
     model = nn.Sequential(*layers(kinds)).double()
     reference = copy.deepcopy(model)

@@ -233,11 +233,36 @@ def test_an_unknown_checkpoint_mode(checkpoint):
         pipe(checkpoint=checkpoint)
 
 
+@pytest.mark.parametrize('checkpoint', [
+    ['always', 'sometimes'], ['always', None], lambda j: 'sometimes' if j else 'always'])
+def test_an_unknown_checkpoint_mode_of_a_partition(checkpoint):
+    with pytest.raises(ValueError, match="checkpoint is not one of .*: ('sometimes'|None)$"):
+        pipe(checkpoint=checkpoint)
+
+
+def test_checkpoint_modes_of_another_number_of_partitions():
+    with pytest.raises(ValueError, match='1 modes for 2 partitions'):
+        pipe(checkpoint=['always'])
+
+
 @one_worker
-@pytest.mark.parametrize('mode, count', [('always', 3), ('except_last', 2), ('never', 0)])
+def test_the_checkpoint_mode_stays_what_was_given_and_may_be_changed(devices):
+    modes = ['always', 'never']
+    assert pipe(checkpoint=modes, devices=devices(2)).checkpoint is modes
+    model = pipe(checkpoint=lambda j: modes[j], devices=devices(2))
+    assert model.checkpoint(1) == 'never'
+    model.checkpoint = 'sometimes'
+    with pytest.raises(ValueError, match="'sometimes'"):
+        call(model, torch.rand(2, 4).double())
+
+
+@one_worker
+@pytest.mark.parametrize('mode, count', [
+    ('always', 6), ('except_last', 4), ('never', 0), (['always', 'never'], 3),
+    (('except_last', 'always'), 5), (lambda j: ['never', 'except_last'][j], 2)])
 def test_checkpoint_nodes_in_the_graph(devices, mode, count):
-    model = GPipe(nn.Sequential(nn.Linear(1, 1)), [1], devices=devices(1), chunks=3,
-                  checkpoint=mode)
+    model = GPipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), [1, 1], devices=devices(2),
+                  chunks=3, checkpoint=mode)
 
     def nodes(output):
         found, todo = set(), [output.grad_fn]

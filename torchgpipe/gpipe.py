@@ -11,6 +11,7 @@ from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.scatter import REDUCTIONS, check_rule, cut, gather
+from torchgpipe.modes import Checkpoint, checkpoint_stops, parse_checkpoint
 from torchgpipe.private import is_tracing, is_transformed, parse_to, proxy_mode
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.split import (Device, parse_balance, parse_devices, split, verify_module,
@@ -18,8 +19,6 @@ from torchgpipe.split import (Device, parse_balance, parse_devices, split, verif
 from torchgpipe.structure import Arguments, flatten_nested
 
 __all__ = ['GPipe']
-
-_MODES = ('always', 'except_last', 'never')
 
 
 class GPipe(nn.Module):
@@ -47,7 +46,8 @@ class GPipe(nn.Module):
             fewer.
         checkpoint: Which micro-batches give up their activations in training, to compute them
             again in backward: ``'always'``, ``'except_last'`` (not the last one, whose backward
-            follows at once) or ``'never'``.
+            follows at once) or ``'never'``. A list has one of these for each partition; a function
+            gives one for the index of a partition.
         deferred_batch_norm: Whether batch normalization updates its running statistics once per
             mini-batch, as without micro-batches, by converting ``module`` to
             :class:`~torchgpipe.batchnorm.DeferredBatchNorm` layers in place.
@@ -62,7 +62,7 @@ class GPipe(nn.Module):
         balance (list[int]): As given.
         devices (list[torch.device]): One per partition.
         chunks (int): As given.
-        checkpoint (str): As given.
+        checkpoint: As given.
         batch_dim: As given.
         gather: As given.
         partitions (nn.ModuleList): One :class:`torch.nn.Sequential` per device, whose children
@@ -80,7 +80,7 @@ class GPipe(nn.Module):
     balance: list[int]
     devices: list[torch.device]
     chunks: int
-    checkpoint: str
+    checkpoint: Checkpoint
     batch_dim: Any
     gather: Any
     partitions: nn.ModuleList
@@ -88,8 +88,9 @@ class GPipe(nn.Module):
 
     def __init__(self, module: nn.Sequential, balance: Iterable[int] | None = None, *,
                  devices: Iterable[Device] | None = None, chunks: int = 1,
-                 checkpoint: str = 'except_last', deferred_batch_norm: bool = False,
-                 batch_dim: Any = 0, gather: Any = None) -> None:
+                 checkpoint: Checkpoint = 'except_last',
+                 deferred_batch_norm: bool = False, batch_dim: Any = 0,
+                 gather: Any = None) -> None:
         super().__init__()
         check_rule('batch_dim', batch_dim, [None])
         check_rule('gather', gather, [None, *REDUCTIONS])
@@ -99,14 +100,11 @@ class GPipe(nn.Module):
         self.batch_dim = batch_dim
         self.gather = gather
         self.chunks = _parse_chunks(chunks)
-        self.checkpoint = str(checkpoint)
-        if self.checkpoint not in _MODES:
-            raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never': "
-                             f'{checkpoint!r}')
         verify_module(module)
         verify_skippables(module)
         verify_source(balance, module)
         self.balance = parse_balance(balance, len(module))
+        self.checkpoint = parse_checkpoint(checkpoint, len(self.balance))
         self.devices = parse_devices(devices, len(self.balance))
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
@@ -159,12 +157,13 @@ class GPipe(nn.Module):
         if isinstance(input, Arguments):
             _check_arguments(self.partitions[0], input)
         batches, sizes, common = cut(input, self.chunks, self.batch_dim)
-        checkpoint_stop = self._checkpoint_stop(len(batches))
+        stops = checkpoint_stops(self.checkpoint if self.training else 'never', len(batches),
+                                 len(self.devices))
         engine = self._engine
         if engine is None:
             engine = self._engine = self._make_engine(self.partitions)
-        _check_tracing(threads=not engine.one_worker or checkpoint_stop > 0)
-        pipeline = Pipeline(engine, batches, checkpoint_stop, common=common)
+        _check_tracing(threads=not engine.one_worker or any(stops))
+        pipeline = Pipeline(engine, batches, stops, common=common)
         pipeline.run()
         batch_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
         return gather(batches, sizes, self.gather, batch_dim, pipeline.aliasing.common(0))
@@ -188,11 +187,6 @@ class GPipe(nn.Module):
             raise RuntimeError('a layer of this GPipe has been replaced, in its partition or '
                                'among its children but not in both; replace layers in the '
                                'sequential module before GPipe wraps it')
-
-    def _checkpoint_stop(self, m: int) -> int:
-        if not self.training:
-            return 0
-        return {'always': m, 'except_last': m - 1, 'never': 0}[self.checkpoint]
 
     def __len__(self) -> int:
         return len(self._names)

@@ -48,7 +48,8 @@ def layers():
 
 
 @seeds
-@modes
+@pytest.mark.parametrize('mode', [*MODES, ['always', 'never', 'always', 'except_last'],
+                                  ['never', 'always', 'never', 'never']])
 def test_skips_between_four_devices(mode, seed):
     accelerator.set_delays(seed, 300)
     model = layers()

@@ -33,9 +33,11 @@ def models(draw):
 @devices
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(model=models(), chunks=st.sampled_from([1, 2, 3]), size=st.integers(1, 5),
-       mode=st.sampled_from(MODES), input_grad=st.booleans())
-def test_random_layouts(devices, model, chunks, size, mode, input_grad):
+       modes=st.sampled_from(MODES) | st.lists(st.sampled_from(MODES), min_size=5, max_size=5),
+       input_grad=st.booleans())
+def test_random_layouts(devices, model, chunks, size, modes, input_grad):
     skips, kinds, computes, balance = model
+    mode = modes if isinstance(modes, str) else modes[:len(balance)]
     torch.manual_seed(size)
     module = build(skips, kinds, computes)
     reference = copy.deepcopy(module)

@@ -42,13 +42,14 @@ class Pipeline:
     Args:
         engine: The partitions, and what runs them.
         batches: The micro-batches; :meth:`run` replaces each by its output.
-        checkpoint_stop: The first ``checkpoint_stop`` micro-batches are checkpointed.
+        checkpoint_stops: How many micro-batches each partition checkpoints, from the first one on;
+            none if missing.
         copy_streams: ``copy_streams[j][i]`` carries micro-batch ``i`` into or out of partition
             ``j``; made by the workers if missing.
         common: The indices of tensors that all micro-batches share.
     """
 
-    def __init__(self, engine: Engine, batches: list[Batch], checkpoint_stop: int = 0,
+    def __init__(self, engine: Engine, batches: list[Batch], checkpoint_stops: Sequence[int] = (),
                  copy_streams: Sequence[Sequence[AbstractStream]] | None = None,
                  common: Sequence[int] = ()) -> None:
         self._engine = engine
@@ -60,8 +61,9 @@ class Pipeline:
         self._copy_streams = copy_streams or [
             engine.workers.copy_streams(partition.device, len(batches))
             if partition.arrives or partition.departs else [] for partition in engine.partitions]
-        self._cells = [Cells(partition, checkpoint_stop, state, engine.one_worker)
-                       for partition in engine.partitions]
+        stops = checkpoint_stops or [0] * len(engine.partitions)
+        self._cells = [Cells(partition, stop, state, engine.one_worker)
+                       for partition, stop in zip(engine.partitions, stops)]
         #: Looks after all of this pass; or, where some partitions draw, after less than that.
         self._witness = None if any(
             cells.draws() is not False for cells in self._cells) else Witness()

@@ -40,7 +40,7 @@ class Pipeline(EnginePipeline):
                  copy_streams: Sequence[Sequence[AbstractStream]] | None = None,
                  skip_layout: SkipLayout | None = None, checkpoint_stop: int = 0) -> None:
         engine = Engine(partitions, devices, skip_layout)
-        super().__init__(engine, batches, checkpoint_stop, copy_streams)
+        super().__init__(engine, batches, [checkpoint_stop] * len(engine.partitions), copy_streams)
 
     def run(self) -> None:
         """Run all cells, and end the threads; afterwards the batches hold the outputs."""

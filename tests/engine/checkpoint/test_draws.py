@@ -86,7 +86,7 @@ def by_partitions(gpipe, x, chunks=1):
 
 
 @devices
-@modes
+@pytest.mark.parametrize('mode', [*MODES, ['always', 'never', 'except_last']])
 @pytest.mark.parametrize('make', [Dropouts, lambda: Layer(noise)], ids=['dropout', 'noise'])
 def test_recomputation_draws_what_the_first_pass_drew(devices, mode, make):
     gpipe = GPipe(nn.Sequential(make(), make(), make()), [1] * 3, devices=devices(3), chunks=5,
