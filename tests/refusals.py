@@ -5,6 +5,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils.parametrizations import weight_norm
 
 from torchgpipe import GPipe, NoChunk, is_recomputing
 from torchgpipe.balance import profile
@@ -248,6 +249,8 @@ REFUSALS = [
     lambda: wrap(linear(), linear(), chunks=0),
     lambda: wrap(linear(), linear(), checkpoint='sometimes'),
     lambda: wrap(linear(), linear(), checkpoint=['always']),
+    lambda: wrap(nn.Linear(4, 4, device='meta'), weight_norm(nn.Linear(4, 4, device='meta'))),
+    lambda: wrap(linear(), linear(), weights=linear().state_dict(prefix='0.')),
     lambda: wrap(Stash(), linear()),
     lambda: wrap(linear(), linear()).to('cpu'),
     replaced,

@@ -188,3 +188,9 @@ def test_attributes_of_torch_script():
 def test_parse_to():
     assert private.parse_to('cuda:1', torch.float) == torch.device('cuda:1')
     assert private.parse_to(torch.float) is None
+
+
+def test_modules_that_have_only_a_private_reset():
+    for module in (nn.MultiheadAttention(4, 2), nn.Transformer(4, 2, 1, 1, 4, batch_first=True)):
+        public, own = (hasattr(module, name) for name in private.RESETS)
+        assert own and not public

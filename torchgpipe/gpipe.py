@@ -11,12 +11,14 @@ from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.scatter import REDUCTIONS, check_rule, cut, gather
+from torchgpipe.materialize import materialize
 from torchgpipe.modes import Checkpoint, checkpoint_stops, parse_checkpoint
 from torchgpipe.private import is_tracing, is_transformed, parse_to, proxy_mode
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.split import (Device, parse_balance, parse_devices, split, verify_module,
                               verify_source)
 from torchgpipe.structure import Arguments, flatten_nested
+from torchgpipe.weights import Weights
 
 __all__ = ['GPipe']
 
@@ -57,6 +59,12 @@ class GPipe(nn.Module):
         gather: What becomes of the tensors of micro-batches in the output: the dimension by which
             they are put together, if that is another one; for scalars ``'mean'``, weighted by
             samples, ``'sum'`` or ``'stack'``. By keys of the output, these may be said of parts.
+        weights: The values of parameters and buffers by their names in ``module.state_dict()``:
+            a mapping; or the path of a file, of ``torch.save`` or, if that package is there, of
+            safetensors (``….safetensors``, ``….safetensors.index.json``). They are read layer by
+            layer. Without them, a module on the meta device is given initial values layer by
+            layer, by ``reset_parameters()`` of the modules in it: those that it would have if it
+            had been built on the CPU, where each constructor ends with that call.
 
     Attributes:
         balance (list[int]): As given.
@@ -72,8 +80,9 @@ class GPipe(nn.Module):
         TypeError: The module is not sequential, the balance is not made of integers, or stashes
             and pops of its layers do not match.
         ValueError: The balance, ``chunks`` or ``checkpoint`` is wrong, a device is unknown, a
-            child or a parameter appears twice, or the balance comes from a profile of another
-            module.
+            child or a parameter appears twice, the balance comes from a profile of another
+            module, the weights are those of another one, or a tensor on the meta device gets no
+            value.
         IndexError: There are fewer devices than partitions.
     """
 
@@ -89,8 +98,8 @@ class GPipe(nn.Module):
     def __init__(self, module: nn.Sequential, balance: Iterable[int] | None = None, *,
                  devices: Iterable[Device] | None = None, chunks: int = 1,
                  checkpoint: Checkpoint = 'except_last',
-                 deferred_batch_norm: bool = False, batch_dim: Any = 0,
-                 gather: Any = None) -> None:
+                 deferred_batch_norm: bool = False, batch_dim: Any = 0, gather: Any = None,
+                 weights: Weights | None = None) -> None:
         super().__init__()
         check_rule('batch_dim', batch_dim, [None])
         check_rule('gather', gather, [None, *REDUCTIONS])
@@ -108,6 +117,8 @@ class GPipe(nn.Module):
         self.devices = parse_devices(devices, len(self.balance))
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
+        materialize(module, [device for number, device in zip(self.balance, self.devices)
+                             for _ in range(number)], weights)
 
         # [Note: Two views of the layers]
         # The layers are registered as children under their own names, so that all that goes by

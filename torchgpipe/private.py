@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import (tree_flatten, tree_flatten_with_path, tree_leaves, tree_map_only,
                                  tree_unflatten)
 
-__all__ = ['DISPATCH_MODES', 'FUNCTION_MODES', 'BatchNorm', 'DeviceContext', 'Hooks', 'ModeStack',
-           'PythonNode', 'TorchDispatchMode', 'at_end_of_backward', 'backward_pass',
+__all__ = ['DISPATCH_MODES', 'FUNCTION_MODES', 'RESETS', 'BatchNorm', 'DeviceContext', 'Hooks',
+           'ModeStack', 'PythonNode', 'TorchDispatchMode', 'at_end_of_backward', 'backward_pass',
            'current_node', 'data_address', 'innermost_hooks', 'is_full_backward_hook',
            'is_tracing', 'is_transformed', 'lazy_clone', 'parse_to', 'pop_hooks', 'proxy_mode',
            'retains_graph', 'script_attributes',
@@ -183,6 +183,10 @@ def parse_to(*args: Any, **kwargs: Any) -> Any:
     """Give the device that ``module.to(…)`` is asked for, as ``nn.Module.to`` itself reads it."""
     return torch._C._nn._parse_to(*args, **kwargs)[0]
 
+
+#: How a module is asked to set the initial values of its tensors. ``nn.MultiheadAttention`` and
+#: ``nn.Transformer`` have no public way.
+RESETS = ('reset_parameters', '_reset_parameters')
 
 #: What all of ``nn.BatchNorm1d``, ``2d`` and ``3d`` derive from, with the code that they share.
 BatchNorm = _BatchNorm

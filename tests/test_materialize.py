@@ -1,0 +1,448 @@
+"""Models built on the meta device: their values, and how much of them is anywhere at a time."""
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from tests.devices import DEVICES, devices, one_worker
+from tests.helpers import assert_same, call, gradients
+from torchgpipe import GPipe
+from torchgpipe.balance.live import LiveTensors
+from torchgpipe.skip import pop, skippable, stash
+
+
+class Table(nn.Module):
+    """Add a table that no state dict has, as rotary embeddings do."""
+
+    def __init__(self, width=4, resets=True):
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(1))
+        self.register_buffer('table', torch.empty(width), persistent=False)
+        if resets:
+            self.reset_parameters = self.set
+            self.reset_parameters()
+
+    def set(self):
+        """Make another table, and write to the scale."""
+        self.table = torch.arange(len(self.table)).to(self.table)
+        nn.init.normal_(self.scale)
+
+    def forward(self, x):
+        """Add it."""
+        return x + self.scale * self.table
+
+
+class Scaled(nn.Module):
+    """A module with parts that resets some of what these have set."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        """Draw weights of its own, the old way, and in place of the parameter."""
+        self.linear.weight.data.normal_()
+        self.linear.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        """Use the parts."""
+        return self.norm(self.linear(x))
+
+
+class Last(nn.Module):
+    """Give the first of several."""
+
+    def forward(self, xs):
+        """Do so."""
+        return xs[0]
+
+
+@skippable(stash=['x'])
+class Stash(nn.Linear):
+    """A layer whose names in a state dict have a level of their own."""
+
+    def forward(self, x):
+        """Stash the input."""
+        yield stash('x', x)
+        return super().forward(x)
+
+
+@skippable(pop=['x'])
+class Pop(nn.Module):
+    """Add what was stashed."""
+
+    def forward(self, x):
+        """Do so."""
+        return x + (yield pop('x'))
+
+
+def network():
+    """Give a model of most kinds of layers."""
+    return nn.Sequential(
+        nn.Linear(4, 4), Stash(4, 4), Scaled(), Pop(), Table(), nn.Unflatten(1, (2, 2)),
+        nn.LSTM(2, 4, num_layers=2, batch_first=True), Last(),
+        nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), nn.Unflatten(2, (1, 4)),
+        nn.Conv2d(2, 3, 1), nn.GroupNorm(3, 3), nn.PReLU(), nn.Flatten(), nn.Linear(12, 2))
+
+
+BALANCE = [2, 6, 7]
+
+
+def on_meta(make=network):
+    """Build a model without memory."""
+    with torch.device('meta'):
+        return make()
+
+
+def values(module):
+    """Give all parameters and buffers by their names, on the CPU."""
+    return {name: x.detach().cpu() for name, x in (*module.named_parameters(),
+                                                   *module.named_buffers())}
+
+
+def assert_equal(actual, expected):
+    """Compare all values of two modules."""
+    actual, expected = values(actual), values(expected)
+    assert list(actual) == list(expected)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+@devices
+def test_initial_values_are_those_of_the_model_built_on_the_cpu(devices):
+    torch.manual_seed(1)
+    plain = network()
+    after = torch.rand(1)
+    module = on_meta()
+    torch.manual_seed(1)
+    gpipe = GPipe(module, BALANCE, devices=devices(3), chunks=2)
+    assert torch.equal(torch.rand(1), after)
+    assert_equal(gpipe, plain)
+    for partition, device in zip(gpipe.partitions, devices(3)):
+        place = 'cpu' if device.startswith('cpu') else device
+        assert {str(x.device) for x in partition.state_dict().values()} <= {place}
+    x = torch.randn(5, 4)
+    assert_same([call(gpipe.eval(), x).cpu()], [plain.eval()(x)], 1e-6)
+
+
+@one_worker
+def test_within_the_context_of_another_device(devices):
+    torch.manual_seed(1)
+    plain = network()
+    with torch.device('meta'):
+        module = network()
+        torch.manual_seed(1)
+        gpipe = GPipe(module, BALANCE, devices=devices(3))
+    assert_equal(gpipe, plain)
+
+
+@one_worker
+def test_training_goes_on_as_usual(devices):
+    torch.manual_seed(1)
+    plain = network()
+    module = on_meta()
+    torch.manual_seed(1)
+    gpipe = GPipe(module, BALANCE, devices=devices(3), deferred_batch_norm=True)
+    for net in (plain, gpipe):
+        torch.manual_seed(2)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for _ in range(3):
+            call(net, torch.randn(5, 4)).square().sum().backward()
+            optimizer.step()
+    assert_same(gradients(gpipe), gradients(plain), 1e-4)
+    assert_same([x.cpu() for x in gpipe.buffers()], plain.buffers(), 1e-4)
+
+
+@one_worker
+def test_what_has_a_value_keeps_it(devices):
+    real = nn.Linear(4, 4)
+    expected = real.weight.detach().clone()
+    module = nn.Sequential(on_meta(lambda: nn.Linear(4, 4)), nn.Sequential(
+        real, on_meta(lambda: nn.Linear(4, 4))))
+    GPipe(module, [1, 1], devices=devices(2))
+    assert module[1][0] is real and torch.equal(real.weight.cpu(), expected)
+    assert not any(x.is_meta for x in module.parameters())
+
+
+@one_worker
+def test_a_module_that_would_reset_what_has_a_value_is_not_asked(devices):
+    scaled = on_meta(Scaled)
+    scaled.norm = nn.BatchNorm1d(4)
+    with torch.no_grad():
+        scaled.norm.weight.fill_(3)
+    torch.manual_seed(1)
+    expected = nn.Linear(4, 4).weight
+    torch.manual_seed(1)
+    GPipe(nn.Sequential(scaled), [1], devices=devices(1))
+    assert torch.equal(scaled.linear.weight.cpu(), expected)
+    assert (scaled.norm.weight == 3).all()
+
+
+def tied():
+    """Give a model with a parameter, a buffer and a module in two places each."""
+    layer = nn.Sequential(nn.Linear(4, 4), Table(), nn.Linear(4, 4), Table(), nn.PReLU())
+    layer.append(nn.Sequential(layer[0]))
+    layer[0].weight.tag = 'kept'
+    layer[2].weight, layer[3].table = layer[0].weight, layer[1].table
+    return nn.Sequential(layer, nn.Linear(4, 4), Table(0))
+
+
+@one_worker
+def test_shared_tensors_stay_one(devices):
+    torch.manual_seed(1)
+    plain = tied()
+    module = on_meta(tied)
+    torch.manual_seed(1)
+    gpipe = GPipe(module, [1, 2], devices=devices(2))
+    assert gpipe[0][0].weight is gpipe[0][2].weight and gpipe[0][1].table is gpipe[0][3].table
+    assert gpipe[0][0].weight.tag == 'kept'
+    assert_equal(gpipe, plain)
+
+
+@one_worker
+@pytest.mark.parametrize('name', ['0.0.weight', '0.2.weight'])
+def test_a_shared_tensor_is_loaded_by_any_of_its_names(devices, name):
+    plain = tied()
+    state = plain.state_dict()
+    del state[name]
+    gpipe = GPipe(on_meta(tied), [1, 2], devices=devices(2), weights=state)
+    assert gpipe[0][0].weight is gpipe[0][2].weight
+    assert_equal(gpipe, plain)
+
+
+@one_worker
+def test_requires_grad_strides_and_mode_stay(devices):
+    module = on_meta(lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.Linear(4, 4)))
+    module[0].requires_grad_(False).to(memory_format=torch.channels_last)
+    module.eval()
+    gpipe = GPipe(module, [1, 1], devices=devices(2))
+    assert [x.requires_grad for x in gpipe.parameters()] == [False, False, True, True]
+    assert gpipe[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert not gpipe.training
+
+
+WITHOUT_VALUE = {
+    'no reset': (lambda: Table(resets=False), "'1.table' of a Table"),
+    'nothing that a reset reaches': (lambda: Forgetful(), "'1.extra' of a Forgetful"),
+    'parametrized': (lambda: weight_norm(nn.Linear(4, 4)),
+                     "'1.parametrizations.weight.original0'"),
+    'lazy': (lambda: nn.LazyLinear(4), "'1.weight' of a LazyLinear"),
+    'of another type': (lambda: Other(), "'1.weight' of a Other"),
+    'nested': (lambda: nn.Sequential(nn.Linear(4, 4), Table(resets=False)), "'1.1.table'")}
+
+
+class Other(nn.Linear):
+    """A module with a tensor of which only its author knows how to make another."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.weight = nn.Parameter(self.weight.detach().as_subclass(Type))
+
+
+class Type(torch.Tensor):
+    """Another type of tensors."""
+
+
+class Forgetful(nn.Linear):
+    """A module whose reset leaves a buffer out."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer('extra', torch.ones(4))
+
+
+@pytest.mark.parametrize('make, name', WITHOUT_VALUE.values(), ids=WITHOUT_VALUE)
+def test_what_gets_no_value_is_named(make, name):
+    with pytest.raises(ValueError, match='nothing gives a value to') as error:
+        GPipe(on_meta(lambda: nn.Sequential(nn.Linear(4, 4), make())), [1, 1], devices=['cpu'] * 2)
+    assert name in str(error.value) and "'0." not in str(error.value)
+
+
+@pytest.mark.parametrize('make', [Other, lambda: nn.LazyLinear(4)])
+def test_what_can_not_be_made_is_named_though_there_are_weights(make):
+    with pytest.raises(ValueError, match="nothing gives a value to '0.weight'"):
+        GPipe(on_meta(lambda: nn.Sequential(make())), [1], devices=['cpu'],
+              weights=nn.Linear(4, 4).state_dict(prefix='0.'))
+
+
+def test_a_module_half_on_meta_is_named():
+    layer = on_meta(lambda: nn.Linear(4, 4))
+    layer.bias = nn.Parameter(torch.ones(4))
+    with pytest.raises(ValueError, match="'0.weight' of a Linear"):
+        GPipe(nn.Sequential(layer), [1], devices=['cpu'])
+    assert (layer.bias == 1).all()
+
+
+def save(folder, state, kind):
+    """Save a state dict in one of the ways."""
+    if kind == 'mapping':
+        return state
+    if kind == 'torch':
+        torch.save(state, folder / 'model.pt')
+        return str(folder / 'model.pt')
+    save_file = pytest.importorskip('safetensors.torch').save_file
+    state = {name: x.contiguous().clone() for name, x in state.items()}
+    if kind == 'safetensors':
+        save_file(state, folder / 'model.safetensors')
+        return folder / 'model.safetensors'
+    names, shards = list(state), {}
+    for k in range(3):
+        file = f'model-{k}-of-3.safetensors'
+        save_file({name: state[name] for name in names[k::3]}, folder / file)
+        shards.update(dict.fromkeys(names[k::3], file))
+    (folder / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': shards}))
+    return folder / 'model.safetensors.index.json'
+
+
+KINDS = ['mapping', 'torch', 'safetensors', 'sharded']
+
+
+@devices
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('make', [network, on_meta], ids=['cpu', 'meta'])
+def test_weights(devices, kind, make, tmp_path):
+    plain = network()
+    plain(torch.randn(5, 4))  # moves running statistics
+    gpipe = GPipe(make(), BALANCE, devices=devices(3),
+                  weights=save(tmp_path, plain.state_dict(), kind))
+    assert_equal(gpipe, plain)
+
+
+def test_weights_of_another_module():
+    state = network().state_dict()
+    state['0.scale'] = state['99.weight'] = state.pop('2.linear.weight')
+    state['14.weight.old'] = torch.ones(1)
+    with pytest.raises(ValueError, match='the weights are not those of the module') as error:
+        GPipe(on_meta(), BALANCE, devices=['cpu'] * 3, weights=state)
+    assert "missing ['2.linear.weight']" in str(error.value)
+    assert "unexpected ['0.scale', '14.weight.old', '99.weight']" in str(error.value)
+
+
+def test_weights_of_another_size():
+    state = network().state_dict()
+    state['2.linear.weight'] = torch.ones(5, 5)
+    with pytest.raises(RuntimeError, match='size mismatch for linear.weight') as error:
+        GPipe(on_meta(), BALANCE, devices=['cpu'] * 3, weights=state)
+    assert error.value.__notes__ == ["in layer '2'"]
+
+
+def test_weights_of_another_type(tmp_path):
+    torch.save([1], tmp_path / 'list.pt')
+    for weights, text in ((tmp_path / 'list.pt', "list.pt' holds no state dict, but list"),
+                          ([1], 'the path of a file, not list')):
+        with pytest.raises(TypeError, match=text):
+            GPipe(on_meta(), BALANCE, devices=['cpu'] * 3, weights=weights)
+
+
+def test_safetensors_that_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'safetensors', None)
+    with pytest.raises(ImportError, match='pip install safetensors'):
+        GPipe(on_meta(), BALANCE, devices=['cpu'] * 3, weights=tmp_path / 'model.safetensors')
+
+
+WIDTH = 64
+SIZE = (WIDTH + 1) * WIDTH * 4
+
+
+def wide(layers=12):
+    """Give a model of equal layers."""
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
+
+
+class OnHost(LiveTensors):
+    """Count what lies in the memory of the host."""
+
+    total = 0
+
+    def _add(self, tensor):
+        if tensor.device.type == 'cpu':
+            self.total += tensor.nbytes
+            super()._add(tensor)
+
+
+class Source(Mapping):
+    """Weights that are made when they are asked for."""
+
+    names = list(on_meta(wide).state_dict())
+
+    def __getitem__(self, name):
+        return torch.ones((WIDTH, WIDTH) if name.endswith('weight') else (WIDTH,))
+
+    def __iter__(self):
+        return iter(self.names)
+
+    def __len__(self):
+        return len(self.names)
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize('weights', [None, Source()], ids=['reset', 'weights'])
+def test_the_host_never_has_more_than_a_layer(weights):
+    places = DEVICES['accelerators'](3)
+    module = on_meta(wide)
+    with OnHost().watched() as live:
+        gpipe = GPipe(module, [4, 4, 4], devices=places, weights=weights)
+    assert SIZE <= live.peak <= 1.5 * SIZE and live.now == 0
+    if weights is not None:  # nothing but what was asked for
+        assert live.total == 12 * SIZE
+    assert sum(x.nbytes for x in gpipe.parameters()) == 12 * SIZE
+
+    # The twin: built on the CPU, all of it is there.
+    with OnHost().watched() as live:
+        GPipe(wide(), [4, 4, 4], devices=places)
+    assert live.peak >= 12 * SIZE
+
+
+RESIDENT = '''
+import re
+import sys
+
+import torch
+from torch import nn
+
+from torchgpipe import GPipe
+
+
+def resident():
+    """Give the bytes of memory that no file stands for."""
+    with open('/proc/self/status') as status:
+        return int(re.search(r'RssAnon:\\s+(\\d+)', status.read())[1]) << 10
+
+
+class Last(nn.Linear):
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)
+        print(resident() - before)
+
+
+with torch.device('meta'):
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(15)], Last(1024, 1024))
+torch.ones(100) @ torch.ones(100)
+path, mode = sys.argv[1:]
+before = resident()
+weights = path if mode == 'path' else torch.load(path)
+GPipe(model, [8, 8], devices=['cpu'] * 2, weights=weights)
+'''
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='reads what Linux says of a process')
+@pytest.mark.parametrize('kind', KINDS[1:])
+def test_a_file_is_not_read_into_memory_beside_the_model(kind, tmp_path):
+    state = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(16)]).state_dict()
+    path = save(tmp_path, state, kind)
+    size = sum(x.nbytes for x in state.values())
+
+    def measure(mode):
+        output = subprocess.run([sys.executable, '-c', RESIDENT, path, mode], check=True,
+                                capture_output=True, text=True)
+        return int(output.stdout) / size
+
+    assert 0.9 < measure('path') < 1.3
+    if kind == 'torch':  # The twin: read at once, it is there twice.
+        assert measure('mapping') > 1.9

@@ -1,0 +1,212 @@
+"""Give values to a model that was built on the meta device, layer by layer, where each will live.
+
+::
+
+                            by reset_parameters()              from weights
+    built on meta           names and shapes, no memory        the same
+    1. allocate a layer     on the CPU                         on its device
+    2. reset its modules    from the CPU's generator
+    3. move it              to its device
+    4. load                                                    tensor by tensor
+    5. the next layer
+
+Initial values are drawn on the CPU, so they depend neither on devices nor on the balance.
+(Generators of two devices with one seed would give layers on both the same numbers.) Modules are
+reset as constructors do it, those within a module first. Where weights are given, only what a
+state dict leaves out is reset, as buffers that are not persistent.
+"""
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.engine.checkpoint.kept import is_plain
+from torchgpipe.errors import add_note
+from torchgpipe.private import RESETS, data_address, lazy_clone, unseen
+from torchgpipe.weights import Weights, open_weights
+
+__all__ = ['materialize']
+
+
+class Slot(NamedTuple):
+    """The place of a parameter or a buffer, and what is there."""
+
+    module: nn.Module
+    name: str
+    tensor: Tensor
+
+
+#: Where each tensor of the meta device is first, by its id, which stays its own as it is here.
+Made = dict[int, Slot]
+
+
+def materialize(module: nn.Sequential, devices: Sequence[torch.device],
+                weights: Weights | None = None) -> None:
+    """Give values to what is on the meta device, and to everything if there are weights.
+
+    Args:
+        module: The layers.
+        devices: Where each of them will live.
+        weights: See :func:`~torchgpipe.weights.open_weights`.
+
+    Raises:
+        ValueError: A tensor has no value and no way to get one, or the weights are not those of
+            the module.
+    """
+    loader = None if weights is None else _Loader(open_weights(weights))
+    plans = [_Plan(layer, loader is not None) for layer in module.children()]
+    helpless = [slot for plan in plans for slot in plan.helpless]
+    if helpless:
+        raise _without_value(module, helpless)
+    made: Made = {}
+    for (name, layer), plan, device in zip(module.named_children(), plans, devices):
+        slots = [slot for slot in _slots(layer) if slot.tensor.is_meta]
+        _allocate(slots, torch.device('cpu') if plan.resets else device)
+        forgotten = plan.reset()
+        if forgotten:
+            raise _without_value(module, forgotten)
+        _move(slots, device, made)
+        if loader is not None:
+            loader.load(name, layer)
+    if loader is not None:
+        loader.check()
+
+
+def _without_value(module: nn.Module, slots: list[Slot]) -> ValueError:
+    names = {part: name for name, part in module.named_modules()}
+    listed = ', '.join(f"'{names[part]}.{name}' of a {type(part).__name__}"
+                       for part, name, _ in slots)
+    return ValueError(
+        f'nothing gives a value to {listed}: a parameter or a buffer on the meta device gets one '
+        'from weights=…, or from reset_parameters() of its module, if that has no tensors '
+        'elsewhere and knows their sizes. Pass weights, let reset_parameters() write to it, or '
+        'build that module on the CPU.')
+
+
+def _slots(module: nn.Module, recurse: bool = True) -> Iterator[Slot]:
+    """Yield the parameters and buffers of a module, with the places that they are in."""
+    for part in module.modules() if recurse else [module]:
+        for tensors in (part._parameters, part._buffers):
+            yield from (Slot(part, name, x) for name, x in tensors.items() if x is not None)
+
+
+def _allocate(slots: Iterable[Slot], device: torch.device) -> None:
+    """Give memory to each place, also to several of one tensor, as constructors do."""
+    for module, name, x in slots:
+        setattr(module, name, _like(x, torch.empty_strided(
+            x.size(), x.stride(), dtype=x.dtype, device=device)))
+
+
+def _move(slots: Iterable[Slot], device: torch.device, made: Made) -> None:
+    """Move what was made; let a tensor of several places be one again, that of the first place."""
+    for slot in slots:
+        module, name, x = slot
+        first = made.setdefault(id(x), slot)
+        if first is slot:
+            setattr(module, name, _like(x, getattr(module, name).detach().to(device)))
+        else:
+            setattr(module, name, getattr(first.module, first.name))
+
+
+def _like(x: Tensor, value: Tensor) -> Tensor:
+    """Make a value what a parameter or a buffer was."""
+    new = nn.Parameter(value, x.requires_grad) if isinstance(x, nn.Parameter) else value
+    new.__dict__.update(x.__dict__)
+    return new
+
+
+class _Plan:
+    """Which modules of a layer to reset, for which of its tensors.
+
+    Args:
+        layer: The layer, maybe on the meta device.
+        loads: Whether all that is in its state dict will be loaded.
+    """
+
+    def __init__(self, layer: nn.Module, loads: bool) -> None:
+        state = layer.state_dict(keep_vars=True).values() if loads else ()
+        self._loaded = {id(x) for x in state}
+        self._needed = [slot for slot in _slots(layer) if slot.tensor.is_meta and not (
+            id(slot.tensor) in self._loaded and is_plain(slot.tensor))]
+        self._ids = {id(slot.tensor) for slot in self._needed}
+        #: What to call, that of parts first.
+        self.resets: list[Callable[[], object]] = []
+        #: What nothing gives a value to.
+        self.helpless: list[Slot] = []
+        for module in _parts_first(layer):
+            self._add(module)
+
+    def _add(self, module: nn.Module) -> None:
+        reset = next((getattr(module, name) for name in RESETS if hasattr(module, name)), None)
+        below = [slot.tensor for slot in _slots(module)]
+        # It may reset its parts as well, so there must be nothing that has a value.
+        if reset and any(id(x) in self._ids for x in below) and all(map(self._is_free, below)):
+            self.resets.append(reset)
+        else:
+            self.helpless += [slot for slot in _slots(module, recurse=False)
+                              if id(slot.tensor) in self._ids]
+
+    def _is_free(self, x: Tensor) -> bool:
+        """Tell whether a reset may write to a tensor."""
+        return is_plain(x) and (id(x) in self._ids or id(x) in self._loaded)
+
+    def reset(self) -> list[Slot]:
+        """Reset them when they have memory; give those tensors that were not written to."""
+        with unseen():
+            # A copy on write has another address as soon as someone writes.
+            fresh = [(slot, now, lazy_clone(now.detach())) for slot in self._needed
+                     if (now := getattr(slot.module, slot.name)).numel()]
+        with torch.device('cpu'):
+            for reset in self.resets:
+                reset()
+        return [slot for slot, was, copy in fresh if getattr(slot.module, slot.name) is was
+                and data_address(was) == data_address(copy)]
+
+
+def _parts_first(module: nn.Module, done: set[nn.Module] | None = None) -> Iterator[nn.Module]:
+    """Yield a module after all modules in it, each once."""
+    done = set() if done is None else done
+    if module not in done:
+        done.add(module)
+        for child in module.children():
+            yield from _parts_first(child, done)
+        yield module
+
+
+class _Loader:
+    """Load layers from weights, and see in the end that these are those of the module."""
+
+    def __init__(self, source: Mapping[str, Any]) -> None:
+        self._source = source
+        self._keys: dict[str, list[str]] = {}
+        for key in source:
+            self._keys.setdefault(key.partition('.')[0], []).append(key)
+        self._loaded: set[int] = set()
+        self._missing: list[tuple[str, Any]] = []
+        self._unexpected: list[str] = []
+
+    def load(self, name: str, layer: nn.Module) -> None:
+        """Load a layer that has memory."""
+        state = {key[len(name) + 1:]: self._source[key] for key in self._keys.pop(name, ())}
+        try:
+            missing, unexpected = layer.load_state_dict(state, strict=False)
+        except RuntimeError as error:
+            add_note(error, f"in layer '{name}'")
+            raise
+        own = layer.state_dict(keep_vars=True)
+        self._loaded |= {id(x) for key, x in own.items() if key not in missing}
+        self._missing += [(f'{name}.{key}', own.get(key)) for key in missing]
+        self._unexpected += [f'{name}.{key}' for key in unexpected]
+
+    def check(self) -> None:
+        """Check that nothing was missing and nothing left, when all layers are loaded.
+
+        A tensor that has several names needs one of them only.
+        """
+        missing = [name for name, x in self._missing if id(x) not in self._loaded]
+        unexpected = [*self._unexpected, *(key for keys in self._keys.values() for key in keys)]
+        if missing or unexpected:
+            raise ValueError(f'the weights are not those of the module: missing {missing}, '
+                             f'unexpected {unexpected}. Their names are those of '
+                             'module.state_dict(); pass a mapping that has them')
