@@ -1,6 +1,5 @@
 // What PyTorch asks of a whole backend: is it there, its generators, its storages.
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <cstring>
@@ -8,6 +7,7 @@
 #include "allocator.h"
 #include "generator.h"
 #include "kernel.h"
+#include "pinned.h"
 
 namespace sim {
 namespace {
@@ -29,7 +29,8 @@ struct Hooks final : public at::PrivateUse1HooksInterface {
   DeviceIndex maybeExchangeDevice(DeviceIndex device) const override {
     return device < 0 ? getCurrentDevice() : exchangeDevice(device);
   }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
+  bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
   const at::Generator& getDefaultGenerator(DeviceIndex device) const override {
     return default_generator(device);
   }

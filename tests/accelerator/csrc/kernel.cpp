@@ -7,19 +7,23 @@
 
 #include <cstring>
 
+#include "pinned.h"
+
 namespace sim {
 namespace {
 
 // The bytes of its block that lie between a tensor's first and last element.
 struct Extent {
-  Block* block = nullptr;
+  History* accesses = nullptr;
   size_t low = 0, high = 0;
 };
 
 Extent extent_of(const at::Tensor& tensor) {
   Extent extent;
-  if (!is_ours(tensor) || tensor.numel() == 0) return extent;
-  extent.block = block_of(tensor.storage().data_ptr());
+  if (tensor.numel() == 0) return extent;
+  const auto& memory = tensor.storage().data_ptr();
+  if (Block* block = block_of(memory)) extent.accesses = &block->accesses();
+  if (PinnedBlock* block = pinned_block_of(memory)) extent.accesses = &block->accesses();
   size_t last = 0;
   for (int64_t k = 0; k < tensor.dim(); k++) last += (tensor.size(k) - 1) * tensor.stride(k);
   extent.low = tensor.storage_offset() * tensor.itemsize();
@@ -33,8 +37,8 @@ void tell_detector(Stream& stream, const std::string& name, const std::string& l
   detector::tick(stream.number);
   for (const Use& use : uses) {
     Extent extent = extent_of(use.tensor);
-    if (extent.block != nullptr)
-      detector::access(stream.number, extent.block->accesses(), extent.low, extent.high, use.write,
+    if (extent.accesses != nullptr)
+      detector::access(stream.number, *extent.accesses, extent.low, extent.high, use.write,
                        operation);
   }
 }

@@ -16,6 +16,7 @@
 
 #include "fallback.h"
 #include "kernel.h"
+#include "pinned.h"
 
 namespace sim {
 namespace {
@@ -97,10 +98,33 @@ void copy_to_cpu(const Tensor& source, const Tensor& target, bool may_be_late) {
   submit(stream, "aten::copy_ to the CPU", {{source, false}}, task);
 }
 
+// To pinned memory and from it, the copy comes in the order of the stream; its memory may be freed
+// before that.
+void copy_pinned(const Tensor& source, const Tensor& target, bool may_be_late) {
+  Stream& stream = current_stream((is_ours(source) ? source : target).device().index());
+  auto task = [from = on_host(source), to = on_host(target)] { to.copy_(from); };
+  {
+    Order order;
+    pinned_block_of((is_ours(source) ? target : source).storage().data_ptr())
+        ->users.insert(&stream);
+  }
+  const std::vector<Use> uses{{source, false}, {target, true}};
+  if (may_be_late)
+    submit(stream, "aten::copy_ of pinned memory", uses, task);
+  else
+    submit_and_wait(stream, "aten::copy_ of pinned memory", uses, task);
+}
+
+bool is_pinned(const Tensor& tensor) {
+  return pinned_block_of(tensor.storage().data_ptr()) != nullptr;
+}
+
 Tensor copy_from(const Tensor& self, const Tensor& target, bool non_blocking) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   Tensor source = self.sizes() == target.sizes() ? self : self.expand(target.sizes());
-  if (!is_ours(source))
+  if (is_pinned(source) || is_pinned(target))
+    copy_pinned(source, target, non_blocking);
+  else if (!is_ours(source))
     copy_from_cpu(source, target);
   else if (!is_ours(target))
     copy_to_cpu(source, target, non_blocking);
