@@ -7,7 +7,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.parametrizations import weight_norm
 
-from torchgpipe import GPipe, NoChunk, is_recomputing
+from torchgpipe import GPipe, NoChunk, is_recomputing, no_recompute
 from torchgpipe.balance import profile
 from torchgpipe.skip import pop, skippable, stash
 
@@ -252,6 +252,8 @@ REFUSALS = [
     lambda: wrap(nn.Linear(4, 4, device='meta'), weight_norm(nn.Linear(4, 4, device='meta'))),
     lambda: wrap(linear(), linear(), weights=linear().state_dict(prefix='0.')),
     lambda: wrap(Stash(), linear()),
+    lambda: no_recompute(torch.jit.script(linear())),
+    lambda: no_recompute(Stash()),
     lambda: wrap(linear(), linear()).to('cpu'),
     replaced,
     lambda: wrap(linear(), linear())({'x': torch.randn(4, 4), 'y': object()}),
@@ -288,6 +290,7 @@ REFUSALS = [
     twice,
     lambda: train(one(linear(), Layer(own_gradient))),
     lambda: train(one(linear(), Layer(transformed))),
+    lambda: train(one(linear(), no_recompute(Layer(add_one)), linear())),
     begins_to_write,
     with_gradient,
     lambda: costs(linear()).balance(2, chunks=2),

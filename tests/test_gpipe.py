@@ -22,7 +22,7 @@ def pipe(model=None, balance=(4, 4), devices=('cpu:0', 'cpu:1'), **kwargs):
 
 def test_the_public_names():
     assert torchgpipe.__all__ == ['Arguments', 'GPipe', 'NoChunk', '__version__',
-                                  'is_checkpointing', 'is_recomputing']
+                                  'is_checkpointing', 'is_recomputing', 'no_recompute']
     assert all(hasattr(torchgpipe, name) for name in torchgpipe.__all__)
     assert not torchgpipe.is_checkpointing() and not torchgpipe.is_recomputing()
 

@@ -1,9 +1,11 @@
 """Pipeline parallelism for sequential PyTorch models, in one process."""
 from torchgpipe.__version__ import __version__
+from torchgpipe.engine.checkpoint.results import no_recompute
 from torchgpipe.engine.passes import is_checkpointing, is_recomputing
 from torchgpipe.gpipe import GPipe
 from torchgpipe.structure import Arguments, NoChunk
 
 import torchgpipe.legacy  # noqa: F401,I100,I202  isort: skip  # the old paths
 
-__all__ = ['Arguments', 'GPipe', 'NoChunk', '__version__', 'is_checkpointing', 'is_recomputing']
+__all__ = ['Arguments', 'GPipe', 'NoChunk', '__version__', 'is_checkpointing', 'is_recomputing',
+           'no_recompute']

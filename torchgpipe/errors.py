@@ -1,6 +1,8 @@
 """Errors: notes that name the culprit, and the messages that several files share."""
 
-__all__ = ['add_note', 'other_path']
+from collections.abc import Callable
+
+__all__ = ['add_note', 'other_path', 'uninterrupted']
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -19,3 +21,16 @@ def other_path(difference: str) -> RuntimeError:
         'the recomputation of a checkpointed micro-batch took another path than its first pass: '
         f'{difference}. Gradients would be wrong. Let the layers do the same in both passes '
         "(torchgpipe.is_recomputing() tells them apart), or use checkpoint='never'.")
+
+
+def uninterrupted(function: Callable[[], None]) -> None:
+    """Call what has to be done to its end, and may be done again; Ctrl-C waits for that."""
+    interrupt = None
+    while True:
+        try:
+            function()
+            break
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt

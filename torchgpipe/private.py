@@ -3,6 +3,7 @@
 Nothing else in the package uses a private name of PyTorch's. ``tests/test_private.py`` uses
 each of these by itself, so that a release which takes one away is found out by name.
 """
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,10 +20,10 @@ from torch.utils._pytree import (tree_flatten, tree_flatten_with_path, tree_leav
 __all__ = ['DISPATCH_MODES', 'FUNCTION_MODES', 'RESETS', 'BatchNorm', 'DeviceContext', 'Hooks',
            'ModeStack', 'PythonNode', 'TorchDispatchMode', 'at_end_of_backward', 'backward_pass',
            'current_node', 'data_address', 'innermost_hooks', 'is_full_backward_hook',
-           'is_tracing', 'is_transformed', 'lazy_clone', 'parse_to', 'pop_hooks', 'proxy_mode',
-           'retains_graph', 'script_attributes',
-           'storage_id', 'tree_flatten', 'tree_flatten_with_path', 'tree_leaves', 'tree_map_only',
-           'tree_unflatten', 'unseen']
+           'is_tracing', 'is_transformed', 'lazy_clone', 'name_of_call', 'parse_to', 'pop_hooks',
+           'proxy_mode', 'retains_graph', 'script_attributes', 'storage_id', 'tree_flatten',
+           'tree_flatten_with_path', 'tree_leaves', 'tree_map_only', 'tree_unflatten', 'unseen',
+           'untraced']
 
 # Given on as they are: `DeviceContext` is what `torch.set_default_device` enters, and a worker has
 # to tell it from a mode of the user's. `TorchDispatchMode` is the way to see all operations, and
@@ -175,6 +176,13 @@ def proxy_mode() -> Any:
     return get_proxy_mode()
 
 
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``torch.compile`` leave a function alone; to import it for that would take seconds."""
+    if 'torch._dynamo' not in sys.modules:
+        return function
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
+
+
 # --- modules
 # ----------------------------------------------------------------------------------------
 
@@ -197,6 +205,11 @@ def script_attributes(module: Any) -> list[str]:
     concrete = getattr(module, '_concrete_type', None)  # not of one that was loaded
     names = [] if concrete is None else concrete.get_attributes()
     return [name for name in names if name not in ('training', is_full_backward_hook)]
+
+
+def name_of_call(module: Any) -> str:
+    """Name the attribute of a module that its call calls: another one once it is compiled."""
+    return 'forward' if module._compiled_call_impl is None else '_compiled_call_impl'
 
 
 #: The attribute in which a module keeps whether its backward hooks are full ones.

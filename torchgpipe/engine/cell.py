@@ -13,6 +13,7 @@ from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.checkpoint.draws import Draws, Recorder, Witness
 from torchgpipe.engine.checkpoint.layer_state import CellState, Layers
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
+from torchgpipe.engine.checkpoint.results import Results
 from torchgpipe.engine.partition import Partition
 from torchgpipe.engine.thread_state import ThreadState
 
@@ -92,8 +93,9 @@ class Cells:
         found = CellState(layers, watch)
         device = self._partition.device
         draws = Draws(device, recorder, self.witness)
+        results = Results(layers.modules, layers.marked, draws) if layers.marked else None
         recomputation = Recomputation(function, self._state, draws, found, device, blame,
-                                      self._partition.late)
+                                      self._partition.late, results)
         output = recomputation.first_pass(batch)
         found.end()
         if recorder is not None:

@@ -38,7 +38,7 @@ from torchgpipe.errors import other_path
 from torchgpipe.locks import new_lock
 from torchgpipe.private import DISPATCH_MODES, TorchDispatchMode, tree_leaves, unseen
 
-__all__ = ['Draws', 'Recorder', 'Witness']
+__all__ = ['Draws', 'Position', 'Recorder', 'Witness']
 
 T = TypeVar('T')
 
@@ -92,7 +92,8 @@ class _Mode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._calls: dict[Any, int] = {}
+        #: How often each operation was called.
+        self.calls: dict[Any, int] = {}
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -100,8 +101,8 @@ class _Mode(TorchDispatchMode):
 
     def number(self, func: Any) -> Call:
         """Name a call."""
-        number = self._calls.get(func, 0)
-        self._calls[func] = number + 1
+        number = self.calls.get(func, 0)
+        self.calls[func] = number + 1
         return func, number
 
     def run(self, function: Callable[[], T]) -> T:
@@ -293,7 +294,8 @@ class Draws:
             end of this cell.
     """
 
-    __slots__ = ('_after', '_before', '_device', '_draws', '_random', '_recorder', '_witness')
+    __slots__ = ('_after', '_before', '_device', '_draws', '_mode', '_moved', '_random',
+                 '_recorder', '_witness')
 
     def __init__(self, device: torch.device, recorder: Recorder | None,
                  witness: Witness | None = None) -> None:
@@ -302,10 +304,15 @@ class Draws:
         self._witness = witness
         self._draws: dict[Call, Draw] = {}
         self._random: set[Any] = set()
+        #: What counts the calls of the present pass.
+        self._mode: _Mode | None = None
+        #: Whether it has moved the generator of the device.
+        self._moved = False
 
     def first_pass(self, function: Callable[[], T]) -> T:
         """Run the cell for the first time."""
         recorder, self._recorder = self._recorder, None
+        self._mode = recorder
         self._before = _device_state(self._device)
         if recorder is not None:
             output = recorder.run(function)
@@ -316,6 +323,7 @@ class Draws:
             self._witness = Witness()
             output = function()
             self._witness.look()
+        self._mode = None
         self._after = _device_state(self._device)
         return output
 
@@ -326,8 +334,10 @@ class Draws:
 
     def replay(self, function: Callable[[], T]) -> T:
         """Run the cell again, on the numbers that it drew."""
+        self._mode = None
         if self._draws or self.suspect:
-            function = partial(Replayer(self._draws, self._random).run, function)
+            self._mode = Replayer(self._draws, self._random)
+            function = partial(self._mode.run, function)
         before, after = self._before, self._after
         if before is None or after is None or _same(before, after):
             return function()
@@ -337,15 +347,36 @@ class Draws:
         module = torch.get_device_module(self._device)
         now = module.get_rng_state(self._device)
         module.set_rng_state(before, self._device)
+        self._moved = True
         try:
             output = function()
             end = module.get_rng_state(self._device)
         finally:
+            self._moved = False
             module.set_rng_state(now, self._device)
         # Layers may well draw in their first pass only.
         if not _same(end, before) and not _same(end, after):
             raise _disturbed()
         return output
+
+    def position(self) -> 'Position':
+        """Tell how far the present pass has come."""
+        calls = {} if self._mode is None else self._mode.calls.copy()
+        return Position(calls, _device_state(self._device))
+
+    def go_to(self, position: 'Position') -> None:
+        """Go on from where the first pass was, without what it drew on the way there."""
+        if self._mode is not None:
+            self._mode.calls = position.calls.copy()
+        if self._moved:
+            torch.get_device_module(self._device).set_rng_state(position.state, self._device)
+
+
+class Position(NamedTuple):
+    """A point in a pass over a cell: calls that came before, and the state of the device."""
+
+    calls: dict[Any, int]
+    state: Tensor | None
 
 
 def _device_state(device: torch.device) -> Tensor | None:

@@ -21,7 +21,7 @@ devices than the CPU, the same goes for large buffers and for frozen parameters.
 """
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -33,8 +33,10 @@ from torchgpipe.engine.checkpoint.attributes import (HOOKS, OWN, SIMPLE, attribu
 from torchgpipe.engine.checkpoint.kept import (Kept, Memories, copy_of, copy_on_write, is_plain,
                                                view_of, with_grad)
 from torchgpipe.engine.checkpoint.observed import Observed, Slot, Watch
+from torchgpipe.engine.checkpoint.results import MARK
 from torchgpipe.engine.memory import size_of, versions
 from torchgpipe.engine.passes import pass_state
+from torchgpipe.errors import uninterrupted
 from torchgpipe.private import storage_id, unseen
 
 __all__ = ['CellState', 'Layers']
@@ -91,6 +93,8 @@ class Layers:
                  lock: AbstractContextManager[Any]) -> None:
         self.lock = lock
         self.modules = list(partition.modules())
+        #: Those that are kept out of recomputation.
+        self.marked = [module for module in self.modules if MARK in module.__dict__]
         self._training = [module.training for module in self.modules]
         mode = tuple(self._training)
         if mode not in observed:
@@ -312,7 +316,7 @@ class CellState:
             finally:
                 if self._layers.observed.aware:
                     _keep_attributes(swaps)
-                _put_back(swaps, scripts)
+                uninterrupted(partial(_put_back, swaps, scripts))
 
     def _check(self) -> None:
         """Raise if what is told by its version has another one now."""
@@ -383,16 +387,8 @@ def _keep_attributes(swaps: list[Swap]) -> None:
 
 
 def _put_back(swaps: list[Swap], scripts: list[ScriptSwap]) -> None:
-    """Give modules what is theirs; Ctrl-C has to wait until all have it."""
-    interrupt = None
-    while True:
-        try:
-            for module, own, _ in swaps:
-                assign(module, '__dict__', own)
-            for module, name, value, _ in scripts:
-                setattr(module, name, value)
-            break
-        except KeyboardInterrupt as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
+    """Give modules what is theirs."""
+    for module, own, _ in swaps:
+        assign(module, '__dict__', own)
+    for module, name, value, _ in scripts:
+        setattr(module, name, value)

@@ -43,6 +43,7 @@ from torchgpipe.aliases import Function
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.checkpoint.draws import Draws
 from torchgpipe.engine.checkpoint.layer_state import CellState
+from torchgpipe.engine.checkpoint.results import Results
 from torchgpipe.engine.checkpoint.samples import Late, compare, keep
 from torchgpipe.engine.dependency import get_phony, join
 from torchgpipe.engine.memory import versions
@@ -68,17 +69,19 @@ class Recomputation:
         device: Where it runs.
         blame: Says who changed the input in place.
         late: Where to put outputs that can't be compared yet.
+        results: Those of layers that are not to run again, if any.
     """
 
     __slots__ = ('_blame', '_changed', '_draws', '_fills', '_function', '_input', '_kind', '_late',
-                 '_layers', '_open', '_packer', '_phony', '_samples', '_saved', '_state',
-                 '_stream', '__weakref__')
+                 '_layers', '_open', '_packer', '_phony', '_results', '_samples',
+                 '_saved', '_state', '_stream', '__weakref__')
 
     def __init__(self, function: Function, state: ThreadState, draws: Draws,
                  layers: CellState | None, device: torch.device,
-                 blame: Callable[[Any], str] | None = None, late: deque[Late] | None = None
-                 ) -> None:
+                 blame: Callable[[Any], str] | None = None, late: deque[Late] | None = None,
+                 results: Results | None = None) -> None:
         self._function = function
+        self._results = results
         self._blame = blame
         self._late: deque[Late] = deque() if late is None else late
         self._state = state
@@ -104,10 +107,14 @@ class Recomputation:
         """
         self._kind, self._input = batch.kind, tuple(batch)
         before = versions(self._input)
+        hooks = saved_tensors_hooks(self._number, self._unpack)
+        function = partial(batch.call, self._function)
+        if self._results is not None:
+            function = partial(self._results.record, hooks, function)
         self._open = True
         try:
-            with enable_checkpointing(), saved_tensors_hooks(self._number, self._unpack):
-                output = self._draws.first_pass(partial(batch.call, self._function))
+            with enable_checkpointing(), hooks:
+                output = self._draws.first_pass(function)
         finally:
             self._open = False
         self._changed = versions(self._input) != before
@@ -205,6 +212,8 @@ class Recomputation:
 
     def _run(self, leaves: tuple[Tensor, ...]) -> Any:
         function: Callable[[], Any] = partial(self._function, self._kind(leaves))
+        if self._results is not None:
+            function = partial(self._results.replay, function)
         function = partial(self._draws.replay, function)
         if self._layers is not None:
             function = partial(self._layers.run, function)
@@ -220,7 +229,7 @@ class Recomputation:
 
     def forget(self) -> None:
         """Let go of what was needed to run again: [Note: Who owns a recomputation]."""
-        del self._function, self._draws, self._layers, self._state, self._blame
+        del self._function, self._draws, self._layers, self._state, self._blame, self._results
 
     def _unpack(self, k: int) -> Tensor:
         """Unpack hook of the first pass: [Note: Lifetime of a recomputed tensor]."""

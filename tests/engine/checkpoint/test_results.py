@@ -1,0 +1,635 @@
+"""Layers that are kept out of recomputation: run once, with all numbers as they would be."""
+import copy
+import dataclasses
+import pickle
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from tests.devices import DEVICES, cpu_only, devices, one_worker
+from tests.engine.checkpoint.layers import ODD, Layer, compare_modes, skip_unless_movable
+from tests.helpers import (STEPS, WeakLog, assert_same, call, gradients, nodes, see_late, to,
+                           train_both)
+from torchgpipe import GPipe, is_recomputing, no_recompute
+from torchgpipe.engine.checkpoint import results
+from torchgpipe.engine.checkpoint.results import MARK
+from torchgpipe.skip import pop, skippable, stash
+from torchgpipe.structure import leaves_of
+
+
+class Counted(nn.Linear):
+    """A layer that counts how often it runs."""
+
+    def __init__(self, width=4):
+        super().__init__(width, width)
+        self.calls = []
+
+    def forward(self, x):
+        """Count, and run."""
+        self.calls.append(is_recomputing())
+        return super().forward(x)
+
+
+class Block(nn.Module):
+    """A residual block around a part that takes and gives what a case says."""
+
+    def __init__(self, inner, use):
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.inner = no_recompute(Inner(inner))
+        self.use = use
+
+    def forward(self, x):
+        """Use the part between two layers."""
+        y = self.before(x).tanh()
+        return self.after(self.use(self.inner, y)).tanh() + x
+
+
+class Inner(nn.Module):
+    """The part, which counts its calls."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.function = function
+        self.calls = []
+
+    def forward(self, *args, **kwargs):
+        """Call its function."""
+        self.calls.append(is_recomputing())
+        return self.function(self, *args, **kwargs)
+
+
+class Named(NamedTuple):
+    """A result with names."""
+
+    y: torch.Tensor
+    n: int
+    none: None
+
+
+@dataclasses.dataclass
+class Data:
+    """A result with attributes."""
+
+    y: torch.Tensor
+    more: dict
+
+
+def use(function=lambda y: y):
+    """Call a part with a tensor, and a function with what it gives."""
+    return lambda inner, y: function(inner(y))
+
+
+#: What a part does with its input, and what is done with what it gives.
+CASES = {
+    'tensor': (lambda self, y: self.norm(self.linear(y)), use()),
+    'in place within': (lambda self, y: self.linear(y).relu_(), use()),
+    'in place afterwards': (lambda self, y: self.linear(y), use(lambda y: y.relu_())),
+    'in place twice': (lambda self, y: self.linear(y), use(lambda y: y.mul_(2).sigmoid_() * y)),
+    'a view, in place afterwards': (lambda self, y: self.linear(y).T, use(
+        lambda y: y.add_(1).relu_().T)),
+    'in place behind the version': (lambda self, y: self.linear(y), use(
+        lambda y: (y.data.add_(1), y)[1])),
+    'tuple': (lambda self, y: (self.linear(y), y.detach().argmax(1)), use(
+        lambda ys: ys[0] * ys[1][:, None])),
+    'one in place': (lambda self, y: (self.linear(y), y * 2), use(
+        lambda ys: ys[0].tanh_() * ys[1])),
+    'chunks of one memory': (lambda self, y: self.linear(y).chunk(2, 1), use(
+        lambda ys: torch.cat([ys[1].tanh(), ys[0]], 1))),
+    'the same twice': (lambda self, y: [self.linear(y)] * 2, use(lambda ys: ys[0] * ys[1])),
+    'dict': (lambda self, y: {'a': self.linear(y), 'b': [None, y.detach()], 'n': 3}, use(
+        lambda ys: ys['a'] * ys['n'] + ys['b'][1])),
+    'named': (lambda self, y: Named(self.linear(y), 2, None), use(lambda ys: ys.y * ys.n)),
+    'dataclass': (lambda self, y: Data(self.linear(y), {'k': y * 2}), use(
+        lambda ys: ys.y * ys.more['k'])),
+    'its input': (lambda self, y: y, use()),
+    'a view of its input': (lambda self, y: y[:, :2], use(lambda y: torch.cat([y, y], 1))),
+    'nothing': (lambda self, y: None, lambda inner, y: y if inner(y) is None else None),
+    'integers': (lambda self, y: y.detach().argmax(1), lambda inner, y: y * inner(y)[:, None]),
+    'needs no gradient': (lambda self, y: self.linear(y.detach()).detach(), use()),
+    'keywords': (lambda self, y, *, scale, more: self.linear(y) * scale['s'] + more[0],
+                 lambda inner, y: inner(y, scale={'s': 2}, more=(y,))),
+    'dataclass as input': (lambda self, y: self.linear(y.y), lambda inner, y: inner(Data(y, {}))),
+    'called twice': (lambda self, y: self.linear(y), lambda inner, y: inner(inner(y).tanh())),
+    'called in one that is called': (lambda self, y: self.linear(y), lambda inner, y: inner(y)),
+    'without grad': (lambda self, y: self.linear(y), lambda inner, y: y * no_grad(inner, y)),
+    'asks for gradients': (lambda self, y: own_gradient(self, y), use()),
+    'transforms': (lambda self, y: self.linear(y) * torch.func.grad(
+        lambda y: y.square().sum())(y.detach()), use()),
+    'checkpoint of PyTorch around': (lambda self, y: self.linear(y).tanh(), lambda inner, y: (
+        torch_checkpoint(lambda y: inner(y).tanh() * 2, y, use_reentrant=False))),
+    'reentrant one': (lambda self, y: self.linear(y).tanh(), lambda inner, y: (
+        torch_checkpoint(lambda y: inner(y).tanh() * 2, y, use_reentrant=True))),
+    'checkpoint of PyTorch within': (lambda self, y: torch_checkpoint(
+        lambda y: self.linear(y).tanh(), y, use_reentrant=False), use()),
+    'hooks around': (lambda self, y: self.linear(y).tanh(), lambda inner, y: offloaded(inner, y)),
+    'later layers change its input': (lambda self, y: y + 1, lambda inner, y: (
+        lambda x: (lambda z: x.mul_(0.5).add_(z))(inner(x)))(y * 1))}
+
+
+def no_grad(inner, y):
+    """Call without grad."""
+    with torch.no_grad():
+        return inner(y)
+
+
+def own_gradient(self, y):
+    """Ask for a gradient within a forward."""
+    z = self.linear(y)
+    return z * torch.autograd.grad(z.square().sum(), y, create_graph=True)[0]
+
+
+def offloaded(inner, y):
+    """Call under hooks of the user's."""
+    with torch.autograd.graph.save_on_cpu():
+        return inner(y)
+
+
+def model_of(case):
+    """Give a model of two blocks."""
+    return nn.Sequential(*[Block(*CASES[case]) for _ in range(2)], nn.Linear(4, 4)).double()
+
+
+#: Those in which someone else runs a layer again: within its own backward, or in no_grad.
+AGAIN = {'checkpoint of PyTorch around', 'reentrant one'}
+
+
+@devices
+@pytest.mark.parametrize('case', CASES)
+def test_numbers_are_those_of_the_unwrapped_model(devices, case):
+    model = model_of(case)
+    if 'reentrant one' == case:
+        model[0].before.requires_grad_(False)
+    for net in model.modules():  # micro-batches are normalised each by itself
+        if isinstance(net, nn.BatchNorm1d):
+            net.eval()
+    gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=3, checkpoint='always')
+    for _ in range(2):
+        gpipe.zero_grad()
+        train_both(model, gpipe, torch.randn(7, 4, dtype=torch.double))
+    see_late(gpipe)
+    if case not in AGAIN:
+        assert not any(gpipe[0].inner.calls) and not any(gpipe[1].inner.calls)
+
+
+@one_worker
+@pytest.mark.parametrize('case', CASES)
+def test_buffers_and_parameters_after_some_steps(devices, case):
+    compare_modes(lambda: model_of(case), devices)
+
+
+@one_worker
+@pytest.mark.parametrize('name', ODD)
+@pytest.mark.parametrize('which', ['odd', 'other', 'both'])
+def test_layers_with_state(devices, name, which):
+    """The layer with a state of its own is marked, or one before it, or one that has both."""
+    skip_unless_movable(name, devices)
+
+    def build():
+        odd, other = ODD[name](), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3)).double()
+        if which == 'odd':
+            no_recompute(odd)
+        elif which == 'other':
+            no_recompute(other)
+        both = nn.Sequential(other, odd)
+        if which == 'both':
+            no_recompute(both)
+        return nn.Sequential(nn.Linear(4, 4).double(), both, nn.Linear(4, 4).double())
+
+    compare_modes(build, devices)
+
+
+@devices
+@pytest.mark.parametrize('mode', ['always', 'except_last', 'never', ['always', 'never']])
+def test_a_marked_layer_runs_once(devices, mode):
+    layer, other = no_recompute(Counted()), Counted()
+    gpipe = GPipe(nn.Sequential(nn.Sequential(other, nn.Tanh(), layer), nn.Linear(4, 4)), [1, 1],
+                  devices=devices(2), chunks=4, checkpoint=mode)
+    for k in range(1, 3):
+        call(gpipe, torch.randn(8, 4)).sum().backward()
+        assert layer.calls == [False] * 4 * k
+    assert sum(other.calls) == 2 * {'always': 4, 'except_last': 3, 'never': 0}.get(str(mode), 4)
+
+
+@one_worker
+def test_a_marked_layer_in_a_marked_one(devices):
+    outer = no_recompute(nn.Sequential(no_recompute(Counted()), nn.Tanh(), no_recompute(
+        Counted())))
+    compare_modes(lambda: nn.Sequential(nn.Linear(4, 4), copy.deepcopy(outer)).double(), devices)
+
+
+@one_worker
+def test_all_layers_marked(devices):
+    compare_modes(lambda: nn.Sequential(*[no_recompute(Counted()) for _ in range(3)]).double(),
+                  devices)
+
+
+@devices
+@pytest.mark.parametrize('place', range(5))
+def test_draws_of_other_layers(devices, place):
+    """Dropouts before, in and after the marked one, and an own generator in the middle."""
+    def make():
+        generator = torch.Generator(devices.first.type).manual_seed(3)
+        layers = [nn.Dropout(0.5), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.4)),
+                  Layer(lambda layer, x: x * torch.rand(
+                      x.shape, dtype=x.dtype, device=x.device,
+                      generator=generator) + torch.rand_like(x)),
+                  nn.RReLU(), nn.Dropout(0.3)]
+        no_recompute(layers[place])
+        return nn.Sequential(nn.Linear(4, 4), nn.Sequential(*layers), nn.Dropout(0.1)).double()
+
+    compare_modes(make, devices)
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize('place', range(3))
+def test_draws_on_an_accelerator(place):
+    """Its own generator is moved back for a recomputation, and left alone by it."""
+    device = DEVICES['accelerators'].first
+    module = torch.get_device_module(device)
+    layers = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.4), nn.Dropout(0.3))
+    no_recompute(layers[place])
+    gpipe = GPipe(nn.Sequential(layers, nn.Dropout(0.2)), [2], devices=[device], chunks=4,
+                  checkpoint='always')
+    for _ in range(2):
+        x = torch.rand(8, 16, device=device, requires_grad=True)
+        output = gpipe(x)
+        state = module.get_rng_state(device)
+        output.sum().backward()
+        assert torch.equal(module.get_rng_state(device), state)
+        assert torch.allclose(output, x * x.grad)
+
+
+@one_worker
+def test_draws_after_a_marked_layer_in_each_of_two_recomputations(devices):
+    results = []
+    for mode in ('never', 'always'):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Dropout(0.3), no_recompute(nn.Dropout(0.4)), nn.Dropout(0.5))
+        gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), layers, nn.Linear(4, 4)).double(), [3],
+                      devices=devices(1), chunks=2, checkpoint=mode)
+        torch.manual_seed(1)
+        loss = call(gpipe, torch.randn(6, 4, dtype=torch.double)).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        see_late(gpipe)
+        results.append(gradients(gpipe))
+    assert_same(*results)
+
+
+@one_worker
+def test_gradients_may_be_asked_for_twice_and_of_gradients(devices):
+    model = model_of('in place twice')
+    gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=2, checkpoint='always')
+    got = []
+    for net in (model, gpipe):
+        x = torch.linspace(-1, 1, 20, dtype=torch.double).view(5, 4).requires_grad_()
+        output = call(net, x).square().sum()
+        output.backward(retain_graph=True)
+        output.backward(retain_graph=True)
+        first, = torch.autograd.grad(output, x, create_graph=True)
+        second, = torch.autograd.grad(first.square().sum(), x)
+        got.append([first, second, x.grad, *gradients(net)])
+    assert_same(got[1], got[0], 1e-10)
+
+
+@one_worker
+def test_autocast(devices):
+    results = []
+    for mode in ('never', 'always'):
+        torch.manual_seed(0)
+        gpipe = GPipe(model_of('tuple').float(), [2, 1], devices=devices(2), chunks=2,
+                      checkpoint=mode)
+        with torch.autocast(devices.first.type, torch.bfloat16):
+            output = call(gpipe, torch.randn(6, 4))
+        output.float().sum().backward()
+        results.append([output, *gradients(gpipe)])
+    assert_same(results[1], results[0], 0)
+
+
+@one_worker
+def test_what_lives_between_forward_and_backward(devices):
+    """What the marked layer saves, and its result; not what is around it."""
+    middle = no_recompute(nn.Sequential(nn.Tanh(), nn.Linear(4, 4)))
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), middle, nn.Tanh(), nn.Sigmoid()),
+                  [5], devices=devices(1), chunks=2, checkpoint='always')
+    around = WeakLog(gpipe[1], gpipe[4])  # input and output of each
+    tanh = WeakLog(middle[0])
+    output = call(gpipe, torch.rand(4, 4))
+    # The Linear saves the result of the Tanh, which does so itself.
+    assert around.alive() == 0 and tanh.alive() == 2
+    output.sum().backward()
+    assert tanh.alive() == 0
+
+
+@one_worker
+def test_a_result_in_the_memory_of_the_input_does_not_keep_it(devices):
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), no_recompute(nn.Flatten()), nn.Tanh()), [3],
+                  devices=devices(1), chunks=2, checkpoint='always')
+    log = WeakLog(gpipe[1])
+    output = call(gpipe, torch.rand(4, 4))
+    assert log.alive() == 0
+    output.sum().backward()
+
+
+class Double:
+    """Call a pipeline with another dtype."""
+
+    def __init__(self, gpipe):
+        self.gpipe, self.devices = gpipe, gpipe.devices
+
+    def __call__(self, x):
+        """Do so."""
+        return self.gpipe(x.double())
+
+
+@one_worker
+def test_nothing_is_alive_after_a_step(devices):
+    gpipe = GPipe(model_of('dict'), [2, 1], devices=devices(2), chunks=3, checkpoint='always')
+    log = WeakLog(gpipe[0].before, gpipe[0].inner.linear)
+    for step in STEPS.values():
+        step(Double(gpipe))
+        assert log.alive() == 0
+
+
+@one_worker
+def test_the_result_is_not_kept_when_the_graph_is_freed(devices):
+    """Also where a node of the graph is still referred to."""
+    gpipe = GPipe(model_of('tensor'), [3], devices=devices(1), checkpoint='always')
+    output = call(gpipe, torch.rand(6, 4).double())
+    recomputation, = {node.recomputation for node in nodes(output) if hasattr(
+        node, 'recomputation') and node.name() == 'CheckpointBackward'}
+    output.sum().backward()
+    assert not hasattr(recomputation, '_results')
+
+
+@one_worker
+def test_hooks_run_in_both_passes(devices):
+    seen = []
+    model = model_of('tensor')
+    model[0].inner.register_forward_hook(lambda *args: seen.append('after') or args[2] * 2)
+    model[0].inner.register_forward_pre_hook(lambda module, args: seen.append('before') or (
+        args[0] * 3,))
+    model[0].inner.register_full_backward_hook(lambda *args: seen.append('backward'))
+    model.eval()
+    gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), checkpoint='always')
+    model.train(), gpipe.train()
+    for net in (*model.modules(), *gpipe.modules()):
+        if isinstance(net, nn.BatchNorm1d):
+            net.eval()
+    train_both(model, gpipe, torch.randn(7, 4, dtype=torch.double))
+    assert seen == ['before', 'after', 'backward'] + ['before', 'after'] * 2 + ['backward']
+
+
+@one_worker
+def test_hooks_of_the_user_s_around_the_model(devices):
+    packed = []
+
+    def pack(x):
+        packed.append(x.shape)
+        return x
+
+    model = model_of('in place afterwards')
+    gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=2, checkpoint='always')
+    for context in (lambda: torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+                    torch.autograd.graph.save_on_cpu):
+        gpipe.zero_grad()
+        train_both(model, gpipe, torch.randn(7, 4, dtype=torch.double), context=context)
+    assert packed
+
+
+@one_worker
+def test_a_checkpoint_of_pytorch_around_the_model(devices):
+    model = model_of('in place afterwards')
+    gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=2, checkpoint='always')
+    x = torch.randn(7, 4, dtype=torch.double)
+    model(x).square().sum().backward()
+    torch_checkpoint(gpipe, to(devices.first, x), use_reentrant=False).square().sum().backward()
+    assert_same(gradients(gpipe), gradients(model))
+
+
+@devices
+@pytest.mark.parametrize('outer', ['always', 'never'])
+@pytest.mark.parametrize('inner', ['always', 'never'])
+def test_a_pipeline_in_a_pipeline(devices, outer, inner):
+    model = model_of('in place afterwards')
+    first, second = devices(2)
+    within = GPipe(copy.deepcopy(model)[1:], [1, 1], chunks=2, checkpoint=inner,
+                   devices=['cpu:2', 'cpu:3'] if second == 'cpu:1' else [second] * 2)
+    gpipe = GPipe(nn.Sequential(copy.deepcopy(model)[0], within), [1, 1], devices=[first, second],
+                  chunks=2, checkpoint=outer)
+    train_both(model, gpipe, torch.randn(7, 4, dtype=torch.double))
+
+
+@cpu_only('nothing is compiled for the simulated accelerator')
+@pytest.mark.filterwarnings('ignore:The .grad attribute of a Tensor that is not a leaf')
+@pytest.mark.parametrize('compile', ['layer', 'around', 'wrapped', 'partition'])
+def test_compiled(compile):
+    runs = []
+
+    def backend(graph, inputs):
+        return lambda *args: runs.append(1) or graph.forward(*args)
+
+    model = model_of('in place afterwards')
+    compiled = copy.deepcopy(model)
+    if compile == 'layer':
+        compiled[0].inner.compile(backend=backend)
+    elif compile == 'around':
+        compiled[0].compile(backend=backend)
+    elif compile == 'wrapped':
+        del vars(compiled[0].inner)[MARK]
+        compiled[0].inner = no_recompute(torch.compile(compiled[0].inner, backend=backend))
+    gpipe = GPipe(compiled, [2, 1], devices=['cpu'] * 2, chunks=2, checkpoint='always')
+    if compile == 'partition':
+        gpipe.partitions[0].compile(backend=backend)
+    for _ in range(2):
+        gpipe.zero_grad()
+        train_both(model, gpipe, torch.randn(8, 4, dtype=torch.double))
+    assert runs
+    if compile in ('layer', 'wrapped'):
+        assert len(runs) % 4 == 0  # as often as micro-batches, and no more
+
+
+@one_worker
+def test_a_module_of_its_own_forward_gets_it_back(devices):
+    layer = no_recompute(nn.Linear(4, 4))
+    own = layer.forward = lambda x: nn.functional.linear(x, layer.weight)
+    gpipe = GPipe(nn.Sequential(layer, no_recompute(nn.Linear(4, 4))), [1, 1], devices=devices(2),
+                  checkpoint='always')
+    call(gpipe, torch.rand(2, 4)).sum().backward()
+    assert layer.forward is own and 'forward' not in vars(gpipe[1])
+    layer.forward = lambda x: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        call(gpipe, torch.rand(2, 4))
+    assert 'forward' not in vars(gpipe[1])
+
+
+@one_worker
+def test_layers_that_know_the_pass_keep_what_they_set(devices):
+    class Aware(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.passes = no_recompute(Counted()), 0
+
+        def forward(self, x):
+            self.passes += 1 + is_recomputing()
+            return self.inner(x)
+
+    gpipe = GPipe(nn.Sequential(Aware(), nn.Linear(4, 4)), [1, 1], devices=devices(2),
+                  checkpoint='always')
+    for _ in range(2):
+        call(gpipe, torch.rand(2, 4)).sum().backward()
+    assert gpipe[0].passes == 6 and 'forward' not in vars(gpipe[0].inner)
+
+
+@one_worker
+def test_the_mark_travels_with_the_module_and_not_with_its_values(devices):
+    layer = no_recompute(Counted())
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        compare_modes(lambda: nn.Sequential(nn.Linear(4, 4), copy.deepcopy(other)).double(),
+                      devices)
+        gpipe = GPipe(nn.Sequential(other), [1], devices=devices(1), checkpoint='always')
+        call(gpipe, torch.rand(2, 4)).sum().backward()
+        assert other.calls == [False]
+    assert list(layer.state_dict()) == ['weight', 'bias']
+
+
+def train_between(devices, function, after=lambda y: y):
+    """Train a marked layer that is a function, between others."""
+    inner = no_recompute(Layer(lambda layer, x: function(x)))
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), inner, Layer(lambda layer, y: after(y)),
+                                nn.Linear(4, 4)), [4], devices=devices(1), checkpoint='always')
+    call(gpipe, torch.rand(2, 4)).sum().backward()
+
+
+@one_worker
+def test_modes_of_the_user_s_see_what_layers_do(devices):
+    class Log(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = set()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    for mark in (no_recompute, lambda layer: layer):
+        gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), mark(nn.Linear(4, 4)), nn.Tanh()), [3],
+                      devices=devices(1), checkpoint='always')
+        for _ in range(2):
+            with Log() as log:
+                call(gpipe, torch.rand(2, 4)).sum().backward()
+        seen.append(log.names)
+    assert seen[0] == seen[1] and 'addmm' in seen[0]
+
+
+@one_worker
+def test_an_interrupt_waits_until_layers_have_their_own_forward_again(devices):
+    layer = no_recompute(nn.Linear(4, 4))
+    gpipe = GPipe(nn.Sequential(layer, nn.Linear(4, 4)), [2], devices=devices(1),
+                  checkpoint='always')
+    put_back, interrupts = results._put_back, [KeyboardInterrupt]
+
+    def interrupt(before):
+        if interrupts:
+            raise interrupts.pop()
+        put_back(before)
+
+    with mock.patch.object(results, '_put_back', interrupt), pytest.raises(KeyboardInterrupt):
+        call(gpipe, torch.rand(2, 4))
+    assert not interrupts and 'forward' not in vars(layer)
+
+
+@one_worker
+@pytest.mark.parametrize('function, after, text', [
+    (lambda x: x.relu_(), lambda y: y, 'changed its input in place'),
+    (lambda x: x, lambda y: y.relu_(), 'a later layer changed it in place'),
+    (lambda x: x.view(2, 4), lambda y: y.relu_(), 'a later layer changed it in place'),
+    (lambda x: (lambda y: (y, y.T))(x * 2), lambda ys: ys[0].add_(1) + ys[1].T,
+     'a later layer changed it in place')])
+def test_what_a_recomputation_would_not_see_is_refused(devices, function, after, text):
+    with pytest.raises(RuntimeError, match=rf"layer '1' \(Layer\) can not be kept .*{text}"):
+        train_between(devices, function, after)
+
+
+@one_worker
+@pytest.mark.parametrize('use', [
+    lambda layer, x: layer(other=x), lambda layer, x: layer({'x': [x]}),
+    lambda layer, x: layer(Data(None, {'x': x}))])
+def test_an_input_of_any_nesting_that_is_changed_is_refused(devices, use):
+    inner = no_recompute(Inner(lambda self, *args, **kwargs: leaves_of(
+        (args, kwargs))[-1].value.add_(1) * 2))
+    layer = Layer(lambda layer, x: use(layer.inner, x * 2))
+    layer.inner = inner
+    gpipe = GPipe(nn.Sequential(layer), [1], devices=devices(1), checkpoint='always')
+    with pytest.raises(RuntimeError, match="layer '0.inner' .* changed its input in place"):
+        call(gpipe, torch.rand(2, 4))
+
+
+@one_worker
+def test_a_result_that_is_no_value(devices):
+    with pytest.raises(TypeError, match='got object at value|got object as') as error:
+        train_between(devices, lambda x: (x, object()))
+    assert 'results of layers that are kept out' in ' '.join(error.value.__notes__)
+
+
+@one_worker
+@pytest.mark.parametrize('text, forward', [
+    ('in another order', lambda a, b, x: b(a(x)) if is_recomputing() else a(b(x))),
+    ('called 1 layers', lambda a, b, x: a(x) if is_recomputing() else b(a(x))),
+    ('in another order', lambda a, b, x: b(a(x)) if is_recomputing() else a(x))])
+def test_another_path(devices, text, forward):
+    a, b = (no_recompute(nn.Linear(4, 4)) for _ in range(2))
+    layer = Layer(lambda layer, x: forward(a, b, x))
+    layer.a, layer.b = a, b
+    gpipe = GPipe(nn.Sequential(layer), [1], devices=devices(1), checkpoint='always')
+    output = call(gpipe, torch.rand(2, 4))
+    with pytest.raises(RuntimeError, match=f'took another path.*{text}'):
+        output.sum().backward()
+
+
+@skippable(stash=['x'])
+class Stash(nn.Module):
+    """A layer that stashes."""
+
+    def forward(self, x):
+        """Do so."""
+        yield stash('x', x)
+        return x
+
+
+@skippable(pop=['x'])
+class Pop(nn.Module):
+    """A layer that pops, with a marked part."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = no_recompute(Counted())
+
+    def forward(self, x):
+        """Do so."""
+        return self.inner(x + (yield pop('x')))
+
+
+def test_what_can_not_be_marked():
+    for module in (Stash(), nn.Sequential(nn.Linear(1, 1), Pop())):
+        with pytest.raises(TypeError, match='stashes or pops'):
+            no_recompute(module)
+    for module in (torch.jit.script(nn.Linear(1, 1)), torch.relu):
+        with pytest.raises(TypeError, match='is an nn.Module, and not one of TorchScript'):
+            no_recompute(module)
+
+
+@devices
+def test_a_marked_part_of_a_layer_that_pops(devices):
+    model = nn.Sequential(Stash(), nn.Linear(4, 4), Pop()).double()
+    gpipe = GPipe(copy.deepcopy(model), [1, 2], devices=devices(2), chunks=2,
+                  checkpoint='always')
+    train_both(model, gpipe, torch.randn(5, 4, dtype=torch.double))

@@ -1,0 +1,237 @@
+"""Results of layers that are kept out of recomputation: kept in the first pass, given again.
+
+A marked layer has a forward of the pass's own for as long as a checkpointed cell runs::
+
+    first pass       x ──▶ layer, its nodes save their tensors ──▶ y ──▶ next layers, hollow
+                                                                   └─▶ a copy on write, kept
+    recomputation    x, used by nobody                   the copy ──▶ y ──▶ next layers
+
+So its part of the first pass's graph is not hollow, and backward goes through it as it would
+without a checkpoint. The recomputation draws later random numbers as if it had drawn those of the
+layer, and its buffers and attributes are put back as all are.
+
+What the layer does beside its result is not done again. Where another layer could see that (a
+change of its input, or of what lies in the memory of its result), it is refused.
+"""
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.jit import ScriptModule
+
+from torchgpipe.engine.checkpoint.draws import Draws, Position
+from torchgpipe.engine.checkpoint.kept import Memories, copy_of
+from torchgpipe.engine.dependency import get_phony
+from torchgpipe.engine.memory import share_memory, versions
+from torchgpipe.errors import add_note, other_path, uninterrupted
+from torchgpipe.private import innermost_hooks, name_of_call, unseen, untraced
+from torchgpipe.structure import PLAIN, Kind, flatten, leaves_of
+
+__all__ = ['MARK', 'Results', 'no_recompute']
+
+T = TypeVar('T')
+
+TModule = TypeVar('TModule', bound=nn.Module)
+
+#: The attribute of a module that is kept out of recomputation.
+MARK = 'torchgpipe_no_recompute'
+
+_MISSING = object()
+
+
+def no_recompute(module: TModule) -> TModule:
+    """Mark a layer that checkpointing does not run again: its result is kept instead.
+
+    For a layer that takes long, or that must not be called twice. What its own backward needs is
+    saved as without checkpointing.
+
+    >>> layer = nn.Sequential(no_recompute(nn.Conv2d(3, 8, 3)), nn.BatchNorm2d(8), nn.ReLU())
+
+    Args:
+        module: The layer, or any module within one. It may take any arguments, and give tensors in
+            values of any nesting. It must not change its input in place, and what it changes
+            beside its result should matter to itself only.
+
+    Returns:
+        The module.
+
+    Raises:
+        TypeError: It is none, is one of TorchScript, or it stashes or pops skip tensors.
+    """
+    if not isinstance(module, nn.Module) or isinstance(module, ScriptModule):
+        raise TypeError('a layer that is kept out of recomputation is an nn.Module, and not one '
+                        f'of TorchScript, but this is {type(module).__name__}; mark a module that '
+                        'calls it')
+    if any(hasattr(part, 'stashable_names') for part in module.modules()):
+        raise TypeError('a layer that stashes or pops can not be kept out of recomputation, as '
+                        'that is done in each pass; mark modules within it')
+    module.__dict__[MARK] = True  # `torch.compile(module)` would set it on what it wraps
+    return module
+
+
+class _Result(NamedTuple):
+    """What one call of a layer gave."""
+
+    module: nn.Module
+    tensors: list[Tensor]
+    requires_grad: list[bool]
+    kind: Kind
+    #: Where the random numbers are after it.
+    position: Position
+
+
+class Results:
+    """What the marked layers of one cell gave, call by call.
+
+    Args:
+        modules: Its modules, the partition first.
+        marked: The marked ones among them.
+        draws: The random numbers of the cell.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], marked: Sequence[nn.Module], draws: Draws
+                 ) -> None:
+        self._partition = modules[0]
+        self._marked = marked
+        self._draws = draws
+        self._results: list[_Result] = []
+        self._next = 0
+        self._inside = False
+        #: What lies in a memory with something else, and how many changes it had seen.
+        self._shared: list[tuple[nn.Module, Tensor, list[int]]] = []
+
+    def record(self, hooks: saved_tensors_hooks, function: Callable[[], T]) -> T:
+        """Run a cell for the first time.
+
+        Args:
+            hooks: Those that hollow its graph.
+            function: Runs it.
+        """
+        output = self._with(partial(self._keep, hooks), function)
+        for module, tensor, before in self._shared:
+            if versions([tensor]) != before:
+                raise self._refuse(
+                    module, 'its result lies in one memory with its input, or with another part '
+                    'of the result, and a later layer changed it in place')
+        self._shared.clear()
+        return output
+
+    def replay(self, function: Callable[[], T]) -> T:
+        """Run it again, with the results in place of the layers."""
+        self._next = 0
+        output = self._with(self._give, function)
+        if self._next != len(self._results):
+            raise other_path(f'it called {self._next} layers that are kept out of recomputation, '
+                             f'the first pass {len(self._results)}')
+        return output
+
+    def _with(self, call: Callable[..., Any], function: Callable[[], T]) -> T:
+        """Run a function while calls of the layers are calls of another function.
+
+        That one is no part of a compiled layer around it; a compiled layer itself stays compiled.
+        """
+        before: list[tuple[dict[str, Any], str, Any]] = []
+        try:
+            for module in self._marked:
+                name, own = name_of_call(module), module.__dict__
+                before.append((own, name, own.get(name, _MISSING)))
+                own[name] = untraced(partial(call, module, getattr(module, name)))
+            return function()
+        finally:
+            uninterrupted(partial(_put_back, before))
+
+    def _keep(self, hooks: saved_tensors_hooks, module: nn.Module, forward: Callable[..., Any],
+              *args: Any, **kwargs: Any) -> Any:
+        """Call a layer, and keep its result."""
+        if self._inside:
+            return forward(*args, **kwargs)
+        values = [leaf.value for leaf in leaves_of((args, kwargs))]
+        input = [value for value in values if isinstance(value, Tensor)]
+        before = versions(input)
+        self._inside = True
+        try:
+            output = _without(hooks, partial(forward, *args, **kwargs))
+        finally:
+            self._inside = False
+        if versions(input) != before:
+            raise self._refuse(module, 'it changed its input in place')
+        tensors, kind = _flatten(output)
+        memories: Memories = {}
+        with unseen():
+            copies = [copy_of(x, memories) for x in tensors]
+        self._results.append(_Result(module, copies, [x.requires_grad for x in tensors], kind,
+                                     self._draws.position()))
+        for k, x in enumerate(tensors):
+            if share_memory([x], [*input, *tensors[:k], *tensors[k + 1:]]):
+                self._shared.append((module, x.detach(), versions([x])))
+        return output
+
+    def _give(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+              ) -> Any:
+        """Give the result of a layer again, in place of a call."""
+        if self._next == len(self._results) or self._results[self._next].module is not module:
+            raise other_path('it called a layer that is kept out of recomputation in another '
+                             'order')
+        result = self._results[self._next]
+        self._next += 1
+        self._draws.go_to(result.position)
+        memories: Memories = {}
+        with unseen():
+            tensors = [copy_of(x, memories) for x in result.tensors]
+        where = [k for k, requires_grad in enumerate(result.requires_grad) if requires_grad]
+        if where:
+            phony = get_phony(tensors[where[0]].device, requires_grad=True)
+            again = _Again.apply(  # type: ignore[no-untyped-call]
+                phony, *[tensors[k] for k in where])
+            for k, x in zip(where, again):
+                tensors[k] = x
+        return result.kind(tensors)
+
+    def _refuse(self, layer: nn.Module, why: str) -> RuntimeError:
+        name = next(name for name, module in self._partition.named_modules() if module is layer)
+        return RuntimeError(f"layer '{name}' ({type(layer).__name__}) can not be kept out of "
+                            f'recomputation: {why}, which a recomputation would not do. Let it '
+                            'give a new tensor (tensor.clone()), or do not mark it')
+
+
+class _Again(torch.autograd.Function):
+    """Let tensors require grad that a later layer may change in place, as a leaf can not be.
+
+    Takes ``(phony, *tensors)``; nothing goes back through it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.detach() for x in tensors)  # [Note: Identity without a view]
+
+
+def _flatten(output: Any) -> tuple[tuple[Tensor, ...], Kind]:
+    if isinstance(output, PLAIN):
+        return (), lambda tensors: output
+    try:
+        return flatten(output)
+    except TypeError as error:
+        add_note(error, 'The same goes for results of layers that are kept out of recomputation.')
+        raise
+
+
+def _without(hooks: saved_tensors_hooks, function: Callable[[], T]) -> T:
+    """Call a function without these hooks, unless others are in force within them."""
+    if innermost_hooks() != (hooks.pack_hook, hooks.unpack_hook):
+        return function()
+    hooks.__exit__()
+    try:
+        return function()
+    finally:
+        hooks.__enter__()
+
+
+def _put_back(before: list[tuple[dict[str, Any], str, Any]]) -> None:
+    for own, name, value in before:
+        if value is _MISSING:
+            own.pop(name, None)
+        else:
+            own[name] = value
