@@ -9,6 +9,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from torchgpipe import GPipe, NoChunk, is_recomputing, no_recompute
 from torchgpipe.balance import profile
+from torchgpipe.engine.offload import Offload
+from torchgpipe.engine.stream import CPUStream
 from torchgpipe.skip import pop, skippable, stash
 
 CPUS = ['cpu:0', 'cpu:1']
@@ -187,6 +189,15 @@ def begins_to_write():
     train(model)
 
 
+def changed_while_it_waits():
+    """Change a tensor for which a copy waits."""
+    x = torch.ones(2, device='meta')
+    waiting = Offload(CPUStream)
+    stored = waiting.store((x,), CPUStream)
+    x.add_(1)
+    waiting.fetch(stored, CPUStream)
+
+
 def with_gradient():
     """Profile a model that has been trained."""
     module = nn.Sequential(linear(), linear())
@@ -291,6 +302,7 @@ REFUSALS = [
     lambda: train(one(linear(), Layer(own_gradient))),
     lambda: train(one(linear(), Layer(transformed))),
     lambda: train(one(linear(), no_recompute(Layer(add_one)), linear())),
+    changed_while_it_waits,
     begins_to_write,
     with_gradient,
     lambda: costs(linear()).balance(2, chunks=2),

@@ -65,6 +65,9 @@ class GPipe(nn.Module):
             layer. Without them, a module on the meta device is given initial values layer by
             layer, by ``reset_parameters()`` of the modules in it: those that it would have if it
             had been built on the CPU, where each constructor ends with that call.
+        offload: Whether the inputs of partitions that checkpointing keeps wait for backward in
+            pinned memory of the host. Copies go beside the computation. Partitions on the CPU
+            keep theirs where they are.
 
     Attributes:
         balance (list[int]): As given.
@@ -73,6 +76,7 @@ class GPipe(nn.Module):
         checkpoint: As given.
         batch_dim: As given.
         gather: As given.
+        offload (bool): As given.
         partitions (nn.ModuleList): One :class:`torch.nn.Sequential` per device, whose children
             have the names that they have in the module.
 
@@ -92,6 +96,7 @@ class GPipe(nn.Module):
     checkpoint: Checkpoint
     batch_dim: Any
     gather: Any
+    offload: bool
     partitions: nn.ModuleList
     _names: tuple[str, ...]
 
@@ -99,7 +104,7 @@ class GPipe(nn.Module):
                  devices: Iterable[Device] | None = None, chunks: int = 1,
                  checkpoint: Checkpoint = 'except_last',
                  deferred_batch_norm: bool = False, batch_dim: Any = 0, gather: Any = None,
-                 weights: Weights | None = None) -> None:
+                 weights: Weights | None = None, offload: bool = False) -> None:
         super().__init__()
         check_rule('batch_dim', batch_dim, [None])
         check_rule('gather', gather, [None, *REDUCTIONS])
@@ -109,6 +114,7 @@ class GPipe(nn.Module):
         self.batch_dim = batch_dim
         self.gather = gather
         self.chunks = _parse_chunks(chunks)
+        self.offload = bool(offload)
         verify_module(module)
         verify_skippables(module)
         verify_source(balance, module)
@@ -174,7 +180,7 @@ class GPipe(nn.Module):
         if engine is None:
             engine = self._engine = self._make_engine(self.partitions)
         _check_tracing(threads=not engine.one_worker or any(stops))
-        pipeline = Pipeline(engine, batches, stops, common=common)
+        pipeline = Pipeline(engine, batches, stops, common=common, offload=self.offload)
         pipeline.run()
         batch_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
         return gather(batches, sizes, self.gather, batch_dim, pipeline.aliasing.common(0))

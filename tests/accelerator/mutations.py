@@ -9,7 +9,7 @@ import textwrap
 from typing import Any, NamedTuple
 
 from tests.accelerator import programs as P
-from torchgpipe.engine import copy, edges, pipeline, stream, worker
+from torchgpipe.engine import copy, edges, offload, pipeline, stream, worker
 from torchgpipe.engine.checkpoint import recomputation, samples
 from torchgpipe.skip import portal
 from torchgpipe.stream import default_stream, no_context
@@ -149,6 +149,16 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
     (stream._Current.__exit__, 'torch.accelerator.set_stream(self._before)', P.without_grad),
     (stream._Current.__exit__, 'torch.accelerator.set_device_index(self._device)',
      P.layers_make_tensors),
+
+    # Inputs that wait on the host
+    (offload.Offload.store, 'wait_stream(self._stream, compute)', P.inputs_wait_on_the_host),
+    (offload.Offload.store, 'use_stream(self._stream)', P.inputs_go_and_come_beside_cells),
+    (offload.Offload._to_host, 'record_stream(x, self._stream)', P.inputs_wait_on_the_host),
+    (offload.Offload.fetch, 'use_stream(self._stream)', P.inputs_go_and_come_beside_cells),
+    (offload.Offload.fetch, 'wait_stream(compute, self._stream)', P.inputs_wait_on_the_host),
+    (offload.Offload._to_device, 'record_stream(y, compute)', P.inputs_wait_on_the_host),
+    (worker.Workers.host_stream, 'new_stream(device)', P.inputs_go_and_come_beside_cells,
+     'mutated(default_stream(device))'),
 
     # Backward: recomputations, samples, and the nodes on the way
     (recomputation.Recomputation.__init__, 'current_stream(device)',

@@ -30,9 +30,10 @@ FOUR = ['sim:0', 'sim:1', 'sim:2', 'sim:3']
 class Pair:
     """A model on the CPU, and the same in a pipeline."""
 
-    def __init__(self, model, balance, devices=FOUR, mode='always', chunks=3):
+    def __init__(self, model, balance, devices=FOUR, mode='always', chunks=3, **options):
         self.model = copy.deepcopy(model)
-        self.gpipe = GPipe(model, balance, devices=devices, chunks=chunks, checkpoint=mode)
+        self.gpipe = GPipe(model, balance, devices=devices, chunks=chunks, checkpoint=mode,
+                           **options)
         self.outputs = []
 
     def forward(self):
@@ -163,6 +164,14 @@ def hooks_pack_inputs(mode='always'):
     pair.check()
 
 
+def inputs_wait_on_the_host(mode='always'):
+    """Free inputs while they are copied to the host, and what came back while it is in use."""
+    with side_streams():
+        pair = Pair(crossing(), [2, 1, 2, 1], mode=mode, offload=True)
+        pair.train(3)
+    pair.check()
+
+
 def a_hook_gives_another_gradient():
     """Read what was copied in a hook, after which nobody needs it."""
     with side_streams():
@@ -269,12 +278,22 @@ def recomputations_overlap_with_what_comes_before():
         assert timeline.is_free(('recomputation', j), (f'to {j} from', j + 1))
 
 
+def inputs_go_and_come_beside_cells():
+    """Let an input go to the host while the next cell computes, and come back likewise."""
+    timeline = Timeline().run(offload=True)
+    for j in range(3):
+        assert timeline.is_free(('forward', j), ('to the host', j), after=1)
+        assert timeline.is_free(('from the host', j), ('backward', j), after=1)
+
+
 #: Those that are run in each checkpoint mode.
 IN_MODES = [training, partitions_share_devices, devices_and_the_cpu,
             gradients_accumulate_on_side_streams, backward_in_another_thread,
-            only_a_skip_has_a_gradient, micro_batches_share_a_tensor, hooks_pack_inputs]
+            only_a_skip_has_a_gradient, micro_batches_share_a_tensor, hooks_pack_inputs,
+            inputs_wait_on_the_host]
 
 OTHERS = [without_grad, side_streams_without_grad, a_hook_gives_another_gradient,
           gradients_of_skips_stay_in_the_threads_of_their_devices, outputs_in_two_places,
           samples_from_another_device, layers_make_tensors, the_host_waits,
-          copies_overlap_with_computation, recomputations_overlap_with_what_comes_before]
+          copies_overlap_with_computation, recomputations_overlap_with_what_comes_before,
+          inputs_go_and_come_beside_cells]

@@ -24,19 +24,27 @@ class Timeline:
         event = torch.accelerator.current_stream(device).record_event()
         self.events[what, device.index].append(event)
 
-    def run(self):
+    def run(self, **options):
         """Do a step with three micro-batches on three devices, which are checkpointed."""
-        to = torch.Tensor.to
+        to, copy = torch.Tensor.to, torch.Tensor.copy_
 
-        def copied(x, *args, **kwargs):
+        def moved(x, *args, **kwargs):
             y = to(x, *args, **kwargs)
             if {x.device.type, y.device.type} == {'sim'} and x.device != y.device:
                 self.mark(f'to {y.device.index} from', x.device)
+            elif x.is_pinned():
+                self.mark('from the host', y.device)
             return y
 
+        def copied(x, y, *args, **kwargs):
+            copy(x, y, *args, **kwargs)
+            if x.is_pinned():
+                self.mark('to the host', y.device)
+
         gpipe = GPipe(nn.Sequential(*[Marked(self) for _ in range(3)]), [1, 1, 1], chunks=3,
-                      checkpoint='always')
-        with patch.object(torch.Tensor, 'to', copied):
+                      checkpoint='always', **options)
+        with patch.object(torch.Tensor, 'to', moved), \
+                patch.object(torch.Tensor, 'copy_', copied):
             gpipe(torch.ones(3, WIDTH, device='sim:0')).sum().backward()
         return self
 

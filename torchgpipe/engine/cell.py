@@ -14,7 +14,9 @@ from torchgpipe.engine.checkpoint.draws import Draws, Recorder, Witness
 from torchgpipe.engine.checkpoint.layer_state import CellState, Layers
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.checkpoint.results import Results
+from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.partition import Partition
+from torchgpipe.engine.stream import AbstractStream, CPUStream, is_cuda
 from torchgpipe.engine.thread_state import ThreadState
 
 __all__ = ['Cells']
@@ -28,13 +30,15 @@ class Cells:
         checkpoint_stop: The first ``checkpoint_stop`` micro-batches are checkpointed.
         state: The state of the thread that asked for the forward pass.
         one_worker: Whether all partitions run on one worker, so none at the same time.
+        host_stream: Carries inputs of checkpointed cells to the host, and back; none if they stay.
     """
 
     def __init__(self, partition: Partition, checkpoint_stop: int, state: ThreadState,
-                 one_worker: bool) -> None:
+                 one_worker: bool, host_stream: AbstractStream = CPUStream) -> None:
         partition.compare_late()
         self._partition = partition
         self._state = state
+        self._host_stream = host_stream
         self._checkpoint_stop = checkpoint_stop if state.grad else 0
         self._trainable = self._checkpoint_stop > 0 and any(
             parameter.requires_grad for parameter in partition.layers.parameters())
@@ -94,8 +98,9 @@ class Cells:
         device = self._partition.device
         draws = Draws(device, recorder, self.witness)
         results = Results(layers.modules, layers.marked, draws) if layers.marked else None
+        offload = Offload(self._host_stream) if is_cuda(self._host_stream) else None
         recomputation = Recomputation(function, self._state, draws, found, device, blame,
-                                      self._partition.late, results)
+                                      self._partition.late, results, offload)
         output = recomputation.first_pass(batch)
         found.end()
         if recorder is not None:

@@ -17,7 +17,8 @@ from torchgpipe.engine.copy import Copy
 from torchgpipe.engine.edges import Edges
 from torchgpipe.engine.mini_batch import MicroBatchContext, MiniBatch, current
 from torchgpipe.engine.partition import Engine, Partition
-from torchgpipe.engine.stream import AbstractStream, current_stream, use_device, use_stream
+from torchgpipe.engine.stream import (AbstractStream, CPUStream, current_stream, use_device,
+                                      use_stream)
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.private import is_transformed
 from torchgpipe.skip.boundary import SkipBoundary
@@ -47,11 +48,12 @@ class Pipeline:
         copy_streams: ``copy_streams[j][i]`` carries micro-batch ``i`` into or out of partition
             ``j``; made by the workers if missing.
         common: The indices of tensors that all micro-batches share.
+        offload: Whether what checkpoints keep waits in the memory of the host.
     """
 
     def __init__(self, engine: Engine, batches: list[Batch], checkpoint_stops: Sequence[int] = (),
                  copy_streams: Sequence[Sequence[AbstractStream]] | None = None,
-                 common: Sequence[int] = ()) -> None:
+                 common: Sequence[int] = (), offload: bool = False) -> None:
         self._engine = engine
         self._batches = batches
         #: Of each micro-batch, where there are skips.
@@ -62,8 +64,13 @@ class Pipeline:
             engine.workers.copy_streams(partition.device, len(batches))
             if partition.arrives or partition.departs else [] for partition in engine.partitions]
         stops = checkpoint_stops or [0] * len(engine.partitions)
-        self._cells = [Cells(partition, stop, state, engine.one_worker)
-                       for partition, stop in zip(engine.partitions, stops)]
+        # Hooks of the user's decide by themselves where what is saved waits, and would look at it
+        # while it is still on its way.
+        offload = offload and state.hooks is None
+        self._cells = [
+            Cells(partition, stop, state, engine.one_worker,
+                  engine.workers.host_stream(partition.device) if offload else CPUStream)
+            for partition, stop in zip(engine.partitions, stops)]
         #: Looks after all of this pass; or, where some partitions draw, after less than that.
         self._witness = None if any(
             cells.draws() is not False for cells in self._cells) else Witness()

@@ -107,6 +107,7 @@ class Workers:
         self._workers: dict[tuple[str, int], Worker] = {}
         self._lock = new_lock()
         self._copy_streams: dict[tuple[str, int], list[AbstractStream]] = {}
+        self._host_streams: dict[tuple[str, int], AbstractStream] = {}
         weakref.finalize(self, _stop, self._workers, self._lock)
 
     def __reduce__(self) -> tuple[type['Workers'], tuple[()]]:
@@ -149,6 +150,14 @@ class Workers:
         while len(streams) < m:
             streams.append(new_stream(device))
         return streams[:m]
+
+    def host_stream(self, device: torch.device) -> AbstractStream:
+        """Give the stream of a device on which tensors go to the host, and come back."""
+        with self._lock:
+            key = device_key(device)
+            if key not in self._host_streams:
+                self._host_streams[key] = new_stream(device)
+            return self._host_streams[key]
 
     def stop(self) -> None:
         """Let the tasks in flight end, then the threads; new ones start when needed."""

@@ -47,6 +47,7 @@ from torchgpipe.engine.checkpoint.results import Results
 from torchgpipe.engine.checkpoint.samples import Late, compare, keep
 from torchgpipe.engine.dependency import get_phony, join
 from torchgpipe.engine.memory import versions
+from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.passes import enable_checkpointing, enable_recomputing
 from torchgpipe.engine.stream import (AbstractStream, current_stream, get_device, record_stream,
                                       use_stream, wait_stream)
@@ -70,18 +71,20 @@ class Recomputation:
         blame: Says who changed the input in place.
         late: Where to put outputs that can't be compared yet.
         results: Those of layers that are not to run again, if any.
+        offload: Lets the input wait elsewhere, if it should.
     """
 
     __slots__ = ('_blame', '_changed', '_draws', '_fills', '_function', '_input', '_kind', '_late',
-                 '_layers', '_open', '_packer', '_phony', '_results', '_samples',
+                 '_layers', '_offload', '_open', '_packer', '_phony', '_results', '_samples',
                  '_saved', '_state', '_stream', '__weakref__')
 
     def __init__(self, function: Function, state: ThreadState, draws: Draws,
                  layers: CellState | None, device: torch.device,
                  blame: Callable[[Any], str] | None = None, late: deque[Late] | None = None,
-                 results: Results | None = None) -> None:
+                 results: Results | None = None, offload: Offload | None = None) -> None:
         self._function = function
         self._results = results
+        self._offload = offload
         self._blame = blame
         self._late: deque[Late] = deque() if late is None else late
         self._state = state
@@ -118,6 +121,10 @@ class Recomputation:
         finally:
             self._open = False
         self._changed = versions(self._input) != before
+        if self._changed:
+            self._offload = None
+        if self._offload is not None:
+            self._input = self._offload.store(self._input, self._stream)
         self._samples = keep(output)
         self._mark(output, always)
         return output
@@ -186,16 +193,17 @@ class Recomputation:
         """Give the input, as it was kept or as the user's hooks unpack it."""
         node: Any = None if self._phony is None else self._phony.grad_fn
         if node is None or self._changed:
-            return self._input
-        # Where an earlier backward has freed the input, PyTorch raises its usual error here.
-        if self._packer is None:
-            return node.saved_tensors  # type: ignore[no-any-return]
-        with use_stream(self._packer):
-            input: tuple[Tensor, ...] = node.saved_tensors
-        wait_stream(self._stream, self._packer)
-        for x in input:
-            record_stream(x, self._stream)
-        return input
+            input = self._input
+        elif self._packer is None:
+            # Where an earlier backward has freed the input, PyTorch raises its usual error here.
+            input = node.saved_tensors
+        else:
+            with use_stream(self._packer):
+                input = node.saved_tensors
+            wait_stream(self._stream, self._packer)
+            for x in input:
+                record_stream(x, self._stream)
+        return input if self._offload is None else self._offload.fetch(input, self._stream)
 
     def _recompute(self, leaves: tuple[Tensor, ...], fill: 'Fill') -> Batch:
         # What an interrupt leaves behind of these hooks is dropped by autograd when the backward
