@@ -140,9 +140,10 @@ def drop_failed_backward(gpipe):
 
 def see_late(gpipe):
     """Let a pipeline look at what accelerators have given, which it compares when it is there."""
-    if gpipe.devices[0].type != 'cpu':
-        for device in gpipe.devices:
-            torch.accelerator.synchronize(device)
+    accelerators = [device for device in gpipe.devices if device.type != 'cpu']
+    for device in accelerators:
+        torch.accelerator.synchronize(device)
+    if accelerators:
         for each in gpipe._engine.partitions:
             each.compare_late()
 

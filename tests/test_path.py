@@ -50,12 +50,13 @@ def test_the_way_does_not_grow_unnoticed():
     """In v0.3.0 it was 17 files and 78 functions, with workers 96; and 10 and 39 in backward.
 
     What it is more since: a tensor is put into a batch and out, as values may have any nesting;
-    the clock, copies on workers and tensors in one memory are files of their own.
+    the clock, copies on workers and tensors in one memory are files of their own. Modes may differ
+    by partition, and an interrupt waits until layers have back what is theirs.
     """
-    for devices, functions in ((['cpu'] * 2, 101), (['cpu:0', 'cpu:1'], 121)):
+    for devices, functions in ((['cpu'] * 2, 102), (['cpu:0', 'cpu:1'], 122)):
         forward, backward = counts(devices)
-        assert forward[0] <= 25 and forward[1] <= functions
-        assert backward[0] <= 14 and backward[1] <= 52
+        assert forward[0] <= 26 and forward[1] <= functions
+        assert backward[0] <= 15 and backward[1] <= 52
 
 
 if __name__ == '__main__':

@@ -158,7 +158,7 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
     (offload.Offload.fetch, 'wait_stream(compute, self._stream)', P.inputs_wait_on_the_host),
     (offload.Offload._to_device, 'record_stream(y, compute)', P.inputs_wait_on_the_host),
     (worker.Workers.host_stream, 'new_stream(device)', P.inputs_go_and_come_beside_cells,
-     'mutated(default_stream(device))'),
+     'mutated(torch.sim.default_stream(device))'),
 
     # Backward: recomputations, samples, and the nodes on the way
     (recomputation.Recomputation.__init__, 'current_stream(device)',

@@ -235,11 +235,11 @@ def test_all_layers_marked(devices):
 def test_draws_of_other_layers(devices, place):
     """Dropouts before, in and after the marked one, and an own generator in the middle."""
     def make():
-        generator = torch.Generator(devices.first.type).manual_seed(3)
+        generator = torch.Generator().manual_seed(3)
         layers = [nn.Dropout(0.5), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.4)),
                   Layer(lambda layer, x: x * torch.rand(
-                      x.shape, dtype=x.dtype, device=x.device,
-                      generator=generator) + torch.rand_like(x)),
+                      x.shape, dtype=x.dtype, generator=generator).to(x.device)
+                      + torch.rand_like(x)),
                   nn.RReLU(), nn.Dropout(0.3)]
         no_recompute(layers[place])
         return nn.Sequential(nn.Linear(4, 4), nn.Sequential(*layers), nn.Dropout(0.1)).double()
