@@ -214,6 +214,74 @@ class Pop(nn.Module):
         return [value['x'] * mask * value['n']]
 
 
+@devices
+def test_a_part_of_a_shared_tensor_that_changes_in_place(devices):
+    """On several devices there is a copy for each micro-batch, and each changes once."""
+    class Some(nn.Module):
+        def forward(self, x, table):
+            return x, table[:1]
+
+    class Grow(nn.Module):
+        def forward(self, value):
+            return value[0] + value[1].add_(1)
+
+    gpipe = GPipe(nn.Sequential(Some(), Grow()), [1, 1], devices=devices(2), chunks=2)
+    x, table = torch.zeros(4, 2, device=devices.first), torch.zeros(2, device=devices.first)
+    if devices.are_accelerators:
+        assert gpipe(x, NoChunk(table)).tolist() == [[1, 1]] * 4
+    else:
+        with pytest.raises(RuntimeError, match='changed a tensor in place that all'):
+            gpipe(x, NoChunk(table))
+
+
+@skippable(stash=['mask'])
+class Part(nn.Module):
+    """Stash all that there is but one tensor."""
+
+    def forward(self, x, table):
+        """Do so."""
+        yield stash('mask', table)
+        return x * 2
+
+
+@skippable(pop=['mask'])
+class Join(nn.Module):
+    """Put it back, and change it if told to."""
+
+    def __init__(self, change=False):
+        super().__init__()
+        self.change = change
+
+    def forward(self, x):
+        """Do so."""
+        table = yield pop('mask')
+        return x, table.add_(1) if self.change else table
+
+
+@devices
+@pytest.mark.parametrize('balance', [[3], [1, 2], [2, 1], [1, 1, 1]])
+def test_a_shared_tensor_that_is_a_skip_on_its_way(devices, balance):
+    """It had the size of a micro-batch, and so three of them were put together."""
+    x, table = torch.rand(6, 2), torch.rand(2, 2)
+    for shared in (table, table[0, 0].clone()):
+        gpipe = GPipe(nn.Sequential(Part(), nn.Tanh(), Join()), balance,
+                      devices=devices(len(balance)), chunks=3)
+        y, out = gpipe(x.to(devices.first), NoChunk(shared.to(devices.first)))
+        assert torch.allclose(y.cpu(), (x * 2).tanh()) and torch.equal(out.cpu(), shared)
+
+
+@devices
+@pytest.mark.parametrize('balance', [[3], [1, 2], [2, 1], [1, 1, 1]])
+def test_a_shared_tensor_that_changes_in_place_after_a_skip(devices, balance):
+    gpipe = GPipe(nn.Sequential(Part(), nn.Tanh(), Join(change=True)), balance,
+                  devices=devices(len(balance)), chunks=3)
+    x = torch.rand(6, 2, device=devices.first)
+    with pytest.raises(RuntimeError, match='changed a tensor in place that all'):
+        gpipe(x, NoChunk(x[:2].clone()))
+    gpipe.chunks = 1
+    assert gpipe(x, NoChunk(x[:2].clone()))[1].min() >= 1
+
+
 @modes
 @devices
 def test_structures_and_skips(devices, mode):

@@ -7,15 +7,18 @@ too far, and then it raises::
     a skip                              both change              the skip may be a copy by now
     another tensor, before a copy       both change              the copies are two
     itself in other micro-batches       changes once             changes for each micro-batch
+
+What all micro-batches share is also told from the rest where it comes out, by its place in memory.
+So it is followed through copies, and into skips and out of them.
 """
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.memory import is_among, share_memory, versions
 from torchgpipe.skip.namespace import Key
-from torchgpipe.skip.portal import changed_in_place
+from torchgpipe.skip.portal import Portal, changed_in_place
 
 __all__ = ['Aliasing']
 
@@ -30,9 +33,13 @@ class Aliasing:
 
     def __init__(self, batches: Sequence[Batch], common: Sequence[int]) -> None:
         self._several = len(batches) > 1
-        #: Of each micro-batch, the tensors that all share, or copies of them.
+        #: The tensors that all share, which is what a view of them changes.
+        self._shared = [batches[0][k] for k in common]
+        #: Of each micro-batch, those among its tensors that are these, or copies of them.
         self._common = {i: [batch[k] for k in common]
                         for i, batch in enumerate(batches)} if common else {}
+        #: And the skips that are such tensors.
+        self._common_skips: dict[int, set[Key]] = {i: set() for i in self._common}
         #: And those that shared a memory before a copy parted them.
         self._parted: dict[int, list[Tensor]] = {}
         #: The micro-batches in which there is anything to see to, beside skips.
@@ -56,7 +63,7 @@ class Aliasing:
             self.watched.add(i)
 
     def run(self, i: int, j: int, batch: Batch, aliased: set[Key], popped: set[Key],
-            run: Callable[[Batch], Batch]) -> Batch:
+            portals: Mapping[Key, Portal], run: Callable[[Batch], Batch]) -> Batch:
         """Run a cell, and see to what it changes.
 
         Args:
@@ -65,13 +72,16 @@ class Aliasing:
             batch: The input.
             aliased: The skips in whose memory the batch lies; as it does afterwards, in place.
             popped: Those that the cell pops.
+            portals: The skips of the micro-batch.
             run: Runs the cell.
         """
         common, parted, watched = self.common(i), self._parted.get(i, []), set(aliased)
+        common_skips = self._common_skips.get(i, set())
+        common = [*common, *_tensors(portals, common_skips & popped).values()]
         before, before_parted = versions(tuple(batch)), versions(parted)
-        before_common = versions(common)
+        before_common = versions([*self._shared, *common])
         output = run(batch)
-        if self._several and versions(common) != before_common:
+        if self._several and versions([*self._shared, *common]) != before_common:
             raise RuntimeError(
                 f'partition {j} changed a tensor in place that all micro-batches share (a scalar, '
                 'or in NoChunk). Without a pipeline it would change once. Use an operation that '
@@ -91,4 +101,10 @@ class Aliasing:
             self._parted.pop(i, None)
         if common:
             self._common[i] = [y for y in output if is_among(y, common)]
+            common_skips |= {key for key, x in _tensors(portals, portals).items()
+                             if is_among(x, common)}
         return output
+
+
+def _tensors(portals: Mapping[Key, Portal], keys: Iterable[Key]) -> dict[Key, Tensor]:
+    return {key: x for key in keys if (x := portals[key].tensor) is not None}

@@ -225,8 +225,9 @@ class Pipeline:
                 aliased = self._trackers[i].aliased_with_batch if self._trackers else set()
                 if aliased or i in self.aliasing.watched:
                     popped = {key for _, key in self._engine.partitions[j].incoming}
+                    portals = self._trackers[i].portals if self._trackers else {}
                     batches[i] = self.aliasing.run(
-                        i, j, batches[i], aliased, popped, partial(self._run, i, j))
+                        i, j, batches[i], aliased, popped, portals, partial(self._run, i, j))
                 else:
                     batches[i] = self._run(i, j, batches[i])
                 if self._trackers:
