@@ -12,6 +12,7 @@ from torchgpipe.balance import profile
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.stream import CPUStream
 from torchgpipe.skip import pop, skippable, stash
+from torchgpipe.testing import check_parity
 
 CPUS = ['cpu:0', 'cpu:1']
 
@@ -210,6 +211,11 @@ def costs(*layers):
     return profile(nn.Sequential(*layers), torch.randn(4, 4), device='cpu', timeout=0)
 
 
+def parity(*layers):
+    """Compare a model with itself."""
+    check_parity(nn.Sequential(linear(), *layers), torch.randn(4, 4))
+
+
 def add_one(x):
     """Change the input in place."""
     return x.add_(1)
@@ -308,4 +314,6 @@ REFUSALS = [
     lambda: costs(linear()).balance(2, chunks=2),
     lambda: costs(linear(), nn.ReLU(inplace=True)).balance(2, chunks=2),
     lambda: costs(linear(), linear()).balance(2, chunks=2, memory_limit=10),
-    lambda: costs(linear(), linear()).balance(2, chunks=2, memory_limit=[10, 2000])]
+    lambda: costs(linear(), linear()).balance(2, chunks=2, memory_limit=[10, 2000]),
+    lambda: parity(Layer(lambda x: x - x.mean(0))),
+    lambda: parity(Layer(lambda x: x / 0))]

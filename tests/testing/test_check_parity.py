@@ -1,0 +1,498 @@
+"""What check_parity says of a model, and how it found out."""
+import copy
+import random
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.devices import ACCELERATOR, cpu_only, devices, places
+from tests.helpers import assert_same, modes
+from torchgpipe import Arguments, NoChunk
+from torchgpipe.engine.mini_batch import current
+from torchgpipe.engine.passes import pass_state
+from torchgpipe.skip import pop, skippable, stash
+from torchgpipe.testing import check_parity
+
+pytestmark = cpu_only('reasons are found on any device; numbers are compared on accelerators, too')
+
+
+class Layer(nn.Linear):
+    """A linear layer with a function behind it, which gets the layer as well."""
+
+    def __init__(self, function=lambda layer, x: x):
+        super().__init__(4, 4)
+        self.function = function
+
+    def forward(self, x):
+        """Do so."""
+        return self.function(self, super().forward(x).tanh())
+
+
+def found(*layers, sample=None, **options):
+    """Give what is found of a model of these layers between others."""
+    model = nn.Sequential(Layer(), *layers, Layer())
+    return check_parity(model, torch.rand(7, 4) if sample is None else sample,
+                        raise_exception=False, **options)
+
+
+def why(*layers, **options):
+    """Give the one reason that is found, of a model that differs."""
+    parity = found(*layers, **options)
+    reason, = parity.reasons
+    assert not parity.equal
+    return reason
+
+
+@modes
+@devices
+def test_a_model_without_differences(devices, mode):
+    sample = torch.rand(7, 4, requires_grad=True)
+    parity = found(nn.LayerNorm(4), sample=sample, balance=[1, 2], devices=devices(2),
+                   checkpoint=mode, chunks=4, steps=2)
+    assert parity.equal and parity.reasons == []
+    assert parity.mini_batch.differences == parity.micro_batches.differences == []
+    assert parity.mini_batch.tensors == {
+        'outputs': 2, 'gradients': 7, 'buffers': 0, 'parameters': 6}
+    assert 'on the mini-batch: gradients 7 0' in ' '.join(str(parity).split())
+
+
+def test_everything_stays_as_it_was():
+    model, sample = nn.Sequential(Layer(), nn.BatchNorm1d(4), nn.Dropout()), torch.rand(7, 4)
+    sample.requires_grad_()
+    before, x, random_state = copy.deepcopy(model), sample.clone(), torch.get_rng_state()
+    check_parity(model, sample, raise_exception=False)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert torch.equal(sample, x) and sample.grad is None
+    assert_same(model.state_dict().values(), before.state_dict().values(), 0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(module.training for module in model.modules())
+
+
+def test_it_raises_the_table():
+    model = nn.Sequential(Layer(), nn.BatchNorm1d(4))
+    parity = check_parity(model, torch.rand(7, 4), raise_exception=False)
+    with pytest.raises(AssertionError) as raised:
+        check_parity(model, torch.rand(7, 4))
+    assert str(raised.value).splitlines()[2] == str(parity).splitlines()[0] == (
+        '3 steps in torch.float64, balance [1, 1], 3 chunks, tolerance 4e-11')
+    first = parity.mini_batch.differences[0]
+    assert (first.kind, first.step) == ('outputs', 1) and first.distance > 0.01
+    line = next(line for line in str(parity).splitlines() if 'mini-batch: outputs' in line)
+    assert line.split()[-5:] == ['2', '2', f'{first.distance:.1e}', '1', 'output']
+
+
+def test_batch_normalization():
+    for deferred in (False, True):
+        parity = found(nn.BatchNorm1d(4), deferred_batch_norm=deferred)
+        reason, = parity.reasons
+        assert "'1' (BatchNorm1d) is the first module to differ: batch norm" in reason
+        assert not parity.micro_batches.differences
+        moved = [each for each in parity.mini_batch.differences
+                 if each.kind == 'buffers' and each.step == 1]
+        assert len(moved) == (0 if deferred else 3)
+    model = nn.Sequential(Layer(), nn.BatchNorm1d(4)).eval()
+    assert check_parity(model, torch.rand(7, 4)).equal
+
+
+def test_a_norm_of_ones_own():
+    class Norm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.b(F.batch_norm(self.a(x), None, None, training=True))
+
+    assert "'1' (Norm) is the first module to differ: what it gives for a sample" in why(Norm())
+    inner = why(nn.Sequential(nn.Tanh(), Layer(lambda layer, x: x - x.mean(0)), nn.Tanh()))
+    assert "'1.1' (Layer) is the first module to differ: what it gives for a sample" in inner
+
+
+@modes
+@devices
+def test_random_numbers(devices, mode):
+    parity = found(nn.Dropout(), Layer(lambda layer, x: F.dropout(x, 0.5, layer.training)),
+                   nn.TransformerEncoderLayer(4, 2, 4, batch_first=True),
+                   sample=torch.rand(7, 5, 4), devices=devices(2), checkpoint=mode)
+    assert parity.equal
+    reason, = parity.reasons
+    assert reason == (
+        "random numbers are drawn by '1', '2', '3.dropout', '3.dropout1', '3.dropout2', "
+        "'3.self_attn', which were in evaluation mode for the comparison on the mini-batch")
+
+
+def test_random_numbers_and_another_difference():
+    parity = found(nn.Dropout(), nn.BatchNorm1d(4))
+    assert not parity.micro_batches.differences and parity.mini_batch.differences
+    assert 'random numbers' in parity.reasons[0] and "'2' (BatchNorm1d)" in parity.reasons[1]
+
+
+def test_random_numbers_in_evaluation_mode():
+    parity = found(Layer(lambda layer, x: x + torch.randn_like(x)))
+    assert parity.equal and parity.mini_batch is None
+    assert "in evaluation mode, too, random numbers are drawn by ['1']" in parity.reasons[1]
+    assert 'on the mini-batch' in str(parity)
+
+
+def test_random_numbers_within_a_module_that_draws():
+    """The one within is in evaluation mode first, as then it may be the only one."""
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.norm = nn.Dropout(), nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return F.dropout(self.norm(self.inner(x)), 0.5, self.training)
+
+    parity = found(Outer())
+    assert "'1', '1.inner', which" in parity.reasons[0] and "'1.norm'" in parity.reasons[1]
+
+
+def test_a_batch_in_another_dimension():
+    layer = nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0)
+    sample = torch.rand(5, 7, 4)
+    assert 'dimension 0 is not the batch: with batch_dim=1 the' in why(layer, sample=sample)
+    assert found(layer, sample=sample, batch_dim=1).equal
+    sample = sample.transpose(0, 1).contiguous()
+    layer = nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0, batch_first=True)
+    assert 'dimension 1 is not' in why(layer, sample=sample, batch_dim=1)
+
+
+class Add(nn.Module):
+    """Add tables to a sample, in a way that any number of their rows will do."""
+
+    def forward(self, x, *tables, scale=None):
+        """Do so, and more."""
+        if isinstance(x, dict):
+            x, tables = x['x'], x['tables']
+        for table in tables:
+            x = x + table.mean(0)
+        return x if scale is None else x * scale.mean(0)
+
+
+def test_tables_that_were_split():
+    x, a, b = torch.rand(5, 4), torch.rand(5, 4), torch.rand(5, 4)
+    model = nn.Sequential(Add(), Layer())
+
+    def reason(*args, **kwargs):
+        return check_parity(model, Arguments(*args, **kwargs), raise_exception=False).reasons
+
+    assert 'args[1] was split, and is the same for all samples: with NoChunk' in reason(x, a)[0]
+    assert 'args[1] and args[2] was split' in reason(x, a, b)[0]
+    assert "kwargs['scale'] was split" in reason(x, NoChunk(a), scale=b)[0]
+    assert reason(x, NoChunk(a), NoChunk(b)) == []
+    value = {'x': x, 'tables': [a, b]}
+    parity = check_parity(model, value, raise_exception=False)
+    assert "input['tables'] was split" in parity.reasons[0]
+    assert check_parity(model, value, batch_dim={'tables': None}).equal
+
+
+class Loss(nn.Module):
+    """Give a loss for each micro-batch."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        """Do so."""
+        return {'y': x, 'loss': self.function(x)}
+
+
+def last(layer, **options):
+    """Give the reason for a model that ends in a layer."""
+    return check_parity(nn.Sequential(Layer(), layer), torch.rand(7, 4), raise_exception=False,
+                        **options).reasons
+
+
+def test_scalars():
+    total, mean = Loss(torch.sum), Loss(torch.mean)
+    assert last(total, gather='sum') == last(mean, gather='mean') == []
+    assert "with gather='sum' the numbers are" in last(total, gather='mean')[0]
+    assert "with gather='mean' the numbers are" in last(mean, gather={'loss': 'sum'})[0]
+
+
+def test_a_mean_over_something_else_than_samples():
+    reason, = last(Loss(lambda x: x.sum() / (x > 0).sum()), gather='mean')
+    assert "'1' (Loss) is the first module to differ: it gives something of a whole" in reason
+
+
+def test_a_shared_tensor_that_changes_in_place():
+    class Grow(nn.Module):
+        def forward(self, x, table):
+            table.data += 1  # PyTorch does not count it
+            return x * table
+
+    model = nn.Sequential(Grow(), Layer())
+    sample = Arguments(torch.rand(7, 4), NoChunk(torch.rand(4)))
+    reason, = check_parity(model, sample, raise_exception=False, checkpoint='never').reasons
+    assert "'0' (Grow) is the first module to differ: it changes its input in place" in reason
+
+
+def test_what_is_kept_from_call_to_call():
+    def count(layer, x):
+        layer.calls = getattr(layer, 'calls', 0) + 1
+        return x * layer.calls
+
+    assert "'1' (Layer) is the first module to differ: the first micro" in why(Layer(count))
+
+
+def test_buffers_that_move_with_each_call():
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer('calls', torch.zeros((), dtype=torch.long))
+
+        def forward(self, x):
+            self.calls += 1
+            return x
+
+    parity = found(Counter())
+    reason, = parity.reasons
+    assert "'1.calls' and 0 more" in reason
+    assert parity.mini_batch.differences == [('buffers', '1.calls', 1, 2)]
+
+
+def test_a_backward_that_depends_on_the_batch():
+    class Unit(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad / grad.norm()
+
+    assert 'something in backward does not' in why(Layer(lambda layer, x: Unit.apply(x)))
+
+
+def test_a_difference_of_a_later_step():
+    class Late(nn.BatchNorm1d):
+        steps = 0
+
+        def forward(self, x):
+            self.steps += len(x)
+            return x if self.steps <= 7 else super().forward(x)
+
+    parity = found(Late(4, track_running_stats=False))
+    assert {each.step for each in parity.mini_batch.differences} == {2}
+    assert "'1' (Late) is the first module to differ" in parity.reasons[0]
+
+
+def test_a_model_that_does_not_repeat_itself():
+    layer = Layer(lambda layer, x: x * random.random())
+    parity = found(layer, checkpoint='never')
+    assert all('has other numbers each time' in reason for reason in parity.reasons)
+    assert parity.reasons
+
+
+class Box:
+    """What a recomputation does not put back."""
+
+    value = 0
+
+    def __deepcopy__(self, memo):
+        return Box()
+
+
+class Scale(torch.autograd.Function):
+    """Scale the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        """Do nothing."""
+        ctx.save_for_backward(torch.tensor(float(scale)))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Do so."""
+        return grad * ctx.saved_tensors[0], None
+
+
+def scale_by(number):
+    """Give a layer that scales the gradient of the middle of a model."""
+    def function(layer, x):
+        if not hasattr(layer, 'box'):
+            layer.box = Box()
+        return Scale.apply(x, number(layer.box))
+
+    return Layer(function)
+
+
+def test_recomputation():
+    def number(box):
+        box.value += 1
+        return 1 + pass_state.recomputing
+
+    parity = found(scale_by(number), checkpoint='always')
+    assert 'recomputation: with checkpoint=' in parity.reasons[0]
+    assert {each.kind for each in parity.micro_batches.differences} >= {'gradients', 'parameters'}
+
+
+def test_threads():
+    local = threading.local()
+    local.scale = 2.0
+    layer = Layer(lambda layer, x: x * getattr(local, 'scale', 1.0))
+    assert why(layer, checkpoint='never').startswith('threads: with all partitions on one device')
+
+
+def test_recomputation_and_threads():
+    """One alone is enough for other numbers."""
+    local = threading.local()
+    local.scale = 2.0
+    layer = scale_by(lambda box: pass_state.recomputing or not hasattr(local, 'scale') or 0.5)
+    assert why(layer, checkpoint='always').startswith('recomputation and threads')
+
+
+def test_a_layer_that_asks_whether_it_is_in_a_pipeline():
+    layer = Layer(lambda layer, x: x if current.micro_batch is None else x * 2)
+    assert 'neither recomputation nor threads' in why(layer, checkpoint='never')
+
+
+def test_a_loss_that_is_not_finite():
+    with pytest.raises(ValueError, match=r'the loss of the unwrapped model is nan in step 1, so'):
+        check_parity(nn.Sequential(Layer()), torch.rand(7, 4),
+                     loss_fn=lambda y: y.sum() * torch.nan)
+
+
+@pytest.mark.parametrize('when, form', [
+    (lambda: True, 'the unwrapped layers on micro-batches'),
+    (lambda: current.micro_batch is not None, 'the wrapped model')])
+def test_an_error_of_one_of_both(when, form):
+    def fail(layer, x):
+        if len(x) < 4 and when():
+            raise RuntimeError('this layer fails')
+        return x
+
+    with pytest.raises(RuntimeError, match='this layer fails') as raised:
+        check_parity(nn.Sequential(Layer(fail), Layer()), torch.rand(7, 4))
+    assert raised.value.__notes__[-1] == (
+        f'in step 1 of {form}, which check_parity runs in torch.float64')
+
+
+def test_an_error_and_a_way_out():
+    class Add(nn.Module):
+        def forward(self, x, table):
+            return x + table
+
+    sample = Arguments(torch.rand(5, 5, 4), torch.rand(5, 4))
+    with pytest.raises(RuntimeError, match='size of tensor') as raised:
+        check_parity(nn.Sequential(Add(), Layer()), sample)
+    assert 'args[1] was split' in raised.value.__notes__[-1]
+    with pytest.raises(RuntimeError, match='in-place') as raised:
+        check_parity(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), torch.rand(7, 4))
+    assert "recomputation: with checkpoint='never'" in raised.value.__notes__[-1]
+
+
+def test_the_loss_and_the_optimizer_that_are_given():
+    seen = []
+    parity = check_parity(
+        nn.Sequential(Layer(), nn.Linear(4, 3)), torch.rand(7, 4), dtype=None, steps=2, chunks=2,
+        loss_fn=lambda y: seen.append(y.dtype) or F.cross_entropy(y, torch.arange(7) % 3),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 0.01), tolerance=1e-3)
+    assert parity.equal and set(seen) == {torch.float32} and len(seen) == 8
+    assert 'tolerance 1e-03' in str(parity)
+
+
+def test_steps_are_those_of_a_plain_loop():
+    seen, losses, x = [], [], torch.rand(7, 4)
+    model = nn.Sequential(Layer(), nn.Linear(4, 3))
+
+    def loss_fn(y):
+        seen.append(y.square().mean())
+        return seen[-1]
+
+    check_parity(model, x, loss_fn=loss_fn, dtype=None)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, 0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(model(x).square().mean())
+        losses[-1].backward()
+        optimizer.step()
+    assert [x.item() for x in seen[:6:2]] == pytest.approx([x.item() for x in losses])
+
+
+def test_complex_and_plain_values():
+    class Turn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer('angles', torch.polar(torch.ones(2), torch.rand(2)))
+
+        def forward(self, value):
+            z = torch.view_as_complex(value['x'].view(-1, 2, 2)) * self.angles
+            return {'z': z, 'n': value['n'], 'none': None}
+
+    class Take(nn.Module):
+        def forward(self, x):
+            return {'x': x, 'n': 3}
+
+    assert check_parity(nn.Sequential(Layer(), Take(), Turn()), torch.rand(7, 4)).equal
+
+
+@skippable(stash=['table', 'x'])
+class Stash(nn.Module):
+    """Stash a sample and a table."""
+
+    def forward(self, x, table):
+        """Do so."""
+        yield stash('table', table)
+        yield stash('x', x)
+        return x * 2, table
+
+
+@skippable(pop=['table', 'x'])
+class Pop(nn.Module):
+    """Pop them, and give the table once more."""
+
+    def forward(self, value):
+        """Do so."""
+        x = yield pop('x')
+        table = yield pop('table')
+        return value[0] + x, value[1], table
+
+
+@devices
+def test_skips_and_tables_that_come_out(devices):
+    model = nn.Sequential(Stash(), nn.Identity(), Pop())
+    assert check_parity(model, Arguments(torch.rand(9, 4), NoChunk(torch.rand(3))), [1, 1, 1],
+                        devices=devices(3)).equal
+
+
+def test_a_model_with_nothing_to_train():
+    assert check_parity(nn.Sequential(nn.Tanh()), torch.rand(7, 4)).equal
+
+
+def test_buffers_and_sparse_gradients():
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.BatchNorm1d(4).eval(), Layer())
+    options = {'optimizer': lambda parameters: torch.optim.SGD(parameters, 0.1)}
+    assert check_parity(model, torch.arange(9), [1, 2], **options).equal
+
+
+@pytest.mark.accelerator
+def test_the_generators_of_accelerators_stay_as_they_were():
+    module, where = torch.get_device_module(ACCELERATOR), places('aac')
+    state = module.get_rng_state(where[0])
+    parity = found(nn.Dropout(), devices=where)
+    assert parity.equal and "drawn by '1'" in parity.reasons[0]
+    assert torch.equal(module.get_rng_state(where[0]), state)
+
+
+@pytest.mark.accelerator
+def test_an_accelerator_that_several_partitions_draw_from():
+    where = f'{ACCELERATOR}:0'
+    for on, both in (([where, 'cpu', where], True), ([where] * 3, False)):
+        parity = found(nn.Dropout(), devices=on, balance=[1, 1, 1])
+        assert parity.equal
+        assert ('and on the micro-batches' in parity.reasons[0]) is both
+
+
+def test_it_is_not_imported_with_the_package():
+    code = 'import sys, torchgpipe; print("torchgpipe.testing" in sys.modules)'
+    assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True,
+                          check=True).stdout == 'False\n'

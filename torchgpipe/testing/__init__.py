@@ -1,0 +1,198 @@
+"""Compare a model in a pipeline with the model itself: what differs, by how much, and why."""
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from textwrap import fill
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.balance.table import table
+from torchgpipe.errors import add_note
+from torchgpipe.split import parse_balance
+from torchgpipe.structure import leaves_of
+from torchgpipe.testing.comparison import Comparison, Difference, compare, default_tolerance
+from torchgpipe.testing.culprits import quiet
+from torchgpipe.testing.reasons import ways_out, why_of_micro_batches, why_of_the_pipeline
+from torchgpipe.testing.training import KINDS, InParts, Setup, Whole, Wrapped
+
+__all__ = ['Comparison', 'Difference', 'Parity', 'check_parity']
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What :func:`check_parity` has found; as a string, a table.
+
+    Attributes:
+        mini_batch: The wrapped model beside the unwrapped one; ``None`` if that could not be
+            compared, as layers draw random numbers in evaluation mode, too.
+        micro_batches: The wrapped model beside the unwrapped layers on the same micro-batches,
+            one after the other. What differs here is the pipeline's doing.
+        reasons: Why they differ, and what else there is to know.
+    """
+
+    mini_batch: Comparison | None
+    micro_batches: Comparison
+    reasons: list[str]
+    title: str
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.micro_batches.differences
+                    or (self.mini_batch and self.mini_batch.differences))
+
+    def __str__(self) -> str:
+        rows = [*_rows('mini-batch', self.mini_batch),
+                *_rows('micro-batches', self.micro_batches)]
+        found = table(['unwrapped', 'tensors', 'differ', 'by', 'in step', 'most of all'], rows)
+        why = [fill(reason, 96, initial_indent='- ', subsequent_indent='  ')
+               for reason in self.reasons]
+        return '\n'.join([self.title, '', found, *([''] if why else []), *why])
+
+
+def _rows(form: str, comparison: Comparison | None) -> Iterator[list[str]]:
+    if comparison is None:
+        yield [f'on the {form}', *['?'] * 5]
+        return
+    for kind in KINDS:
+        found = [each for each in comparison.differences if each.kind == kind]
+        if found:
+            first = found[0]
+            cells = [str(len(found)), f'{first.distance:.1e}', str(first.step), first.name]
+        else:
+            cells = ['0', f'{comparison.largest[kind]:.1e}', '', '']
+        if comparison.tensors[kind]:
+            yield [f'on the {form}: {kind}', str(comparison.tensors[kind]), *cells]
+
+
+def check_parity(module: nn.Sequential, sample: Any, balance: Iterable[int] | None = None, *,
+                 loss_fn: Callable[[Any], Tensor] | None = None, steps: int = 3,
+                 optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+                 dtype: torch.dtype | None = torch.float64, tolerance: float | None = None,
+                 raise_exception: bool = True, **options: Any) -> Parity:
+    """Train copies of a model, wrapped and unwrapped, and compare all that comes of it.
+
+    Outputs, the loss, gradients, buffers and parameters are compared after each step. Where they
+    differ, experiments find out why: which layer is the first to differ, and with which options it
+    would not.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    >>> parity = check_parity(model, torch.randn(7, 4), [2, 1], chunks=3, checkpoint='always')
+    >>> parity.equal
+    True
+
+    Where layers draw random numbers, the wrapped model has to have those of the unwrapped layers
+    on the same micro-batches, one after the other. For the comparison with the unwrapped model on
+    the mini-batch, whose random numbers are others, these layers are in evaluation mode.
+
+    Args:
+        module: A model as :class:`~torchgpipe.GPipe` takes it. It stays as it is; if it is in
+            evaluation mode, so are the copies.
+        sample: What it is called with: a tensor of shape ``(batch, …)``, any structure, or
+            :class:`~torchgpipe.Arguments` for several, with :class:`~torchgpipe.NoChunk` where it
+            is needed. Gradients of tensors in it are compared if they require grad.
+        balance: The number of layers in each partition; by default two halves.
+        loss_fn: Computes a scalar from the output, which is on the last device. By default the
+            mean squared distance of all of its tensors from arbitrary constant ones.
+        steps: How many steps to train.
+        optimizer: Makes an optimizer of parameters, by default SGD with momentum.
+        dtype: Of the copies, so that rounding hides nothing; ``None`` for what the model is in.
+        tolerance: What may be rounding, relative to the size of a tensor; see
+            :class:`Difference`. By default ``eps ** (2 / 3)`` of ``dtype``.
+        raise_exception: Whether to raise if anything differs.
+        **options: Others of ``GPipe``. By default ``chunks`` is 3, by which few batches can be
+            divided, and each partition has a worker on the CPU.
+
+    Returns:
+        What was found; printed, a table.
+
+    Raises:
+        AssertionError: Something differs; the message is the table.
+        ValueError: The unwrapped model's loss is not finite.
+        Exception: What one of both raised, with a note that says which, and one that says with
+            which options it would not, if any are found.
+    """
+    setup = _setup(module, sample, balance, options, loss_fn=loss_fn or _arbitrary_loss,
+                   optimizer=optimizer or partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+                   dtype=dtype)
+    if tolerance is None:
+        tolerance = default_tolerance(dtype)
+    with _random_states_kept():
+        try:
+            parity = _check(setup, steps, tolerance)
+        except Exception as error:
+            for way_out in ways_out(setup, steps):
+                add_note(error, way_out)
+            raise
+    if raise_exception and not parity.equal:
+        raise AssertionError(f'the wrapped model differs from the unwrapped one\n\n{parity}')
+    return parity
+
+
+def _setup(module: nn.Sequential, sample: Any, balance: Iterable[int] | None,
+           options: dict[str, Any], **others: Any) -> Setup:
+    number = len(module)
+    if balance is None:
+        balance = [part for part in (number - number // 2, number // 2) if part]
+    balance = parse_balance(balance, number)
+    n = len(balance)
+    devices = options.get('devices') or [f'cpu:{j}' for j in range(n)]
+    options = {'chunks': 3, **options, 'devices': list(devices)[:n]}
+    return Setup(module, sample, balance, options, **others)
+
+
+def _check(setup: Setup, steps: int, tolerance: float) -> Parity:
+    still, loud = quiet(setup)
+    if _draws_in_any_order(setup):
+        setup = still
+    parts = compare(InParts(setup), Wrapped(setup), steps, tolerance)
+    whole, reasons = None, []
+    if not loud:
+        whole = compare(Whole(still), Wrapped(still), steps, tolerance)
+    if still.quiet:
+        names = ', '.join(map(repr, sorted(still.quiet)))
+        reasons.append('random numbers are drawn by ' + names + ', which were in evaluation mode '
+                       'for the comparison on the mini-batch'
+                       + (' and on the micro-batches' if setup is still else ''))
+    if loud:
+        reasons.append(f'in evaluation mode, too, random numbers are drawn by {loud}, so there is '
+                       'no comparison on the mini-batch')
+    if parts.differences:
+        reasons += why_of_the_pipeline(setup, parts.differences)
+    if whole is not None and whole.differences:
+        apart = compare(Whole(still), InParts(still), steps, tolerance).differences
+        reasons += why_of_micro_batches(still, apart) if apart else []
+    title = (f'{steps} steps in {setup.dtype or "its own dtype"}, balance {setup.balance}, '
+             f'{setup.options["chunks"]} chunks, tolerance {tolerance:.0e}')
+    return Parity(whole, parts, reasons, title)
+
+
+def _draws_in_any_order(setup: Setup) -> bool:
+    """Tell whether partitions on one accelerator draw in an order that depends on the others."""
+    places = [setup.place(j) for j in range(len(setup.balance))]
+    accelerators = [place for place in places if place.type != 'cpu']
+    return len(set(places)) > 1 and len(set(accelerators)) < len(accelerators)
+
+
+def _arbitrary_loss(output: Any) -> Tensor:
+    """Give a loss that no symmetry of the output makes constant."""
+    tensors = [leaf.value for leaf in leaves_of(output) if isinstance(leaf.value, Tensor)]
+    reals = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
+    return sum((_distance(x) for x in reals if x.is_floating_point()), torch.zeros(()))
+
+
+def _distance(x: Tensor) -> Tensor:
+    target = torch.arange(x.numel(), dtype=x.dtype, device=x.device).cos().view(x.shape)
+    return (x - target).square().mean()
+
+
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """Leave the random generators of the process as they were."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    devices = range(torch.accelerator.device_count()) if accelerator else range(0)
+    with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator else 'cuda'):
+        yield

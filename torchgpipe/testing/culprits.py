@@ -1,0 +1,129 @@
+"""Find the first module that gives other outputs on micro-batches than on the mini-batch."""
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from torchgpipe.engine.scatter import cut
+from torchgpipe.private import BatchNorm
+from torchgpipe.testing.calls import Call, Calls
+from torchgpipe.testing.comparison import close
+from torchgpipe.testing.training import InParts, Setup, Whole
+
+__all__ = ['culprit', 'quiet', 'trace']
+
+
+def trace(form: Callable[[Setup], Whole], setup: Setup, step: int = 0) -> list[Call]:
+    """Give the calls of modules in the forward pass of a step, the first of which is 0."""
+    trained = form(setup)
+    for before in range(step):
+        trained.step(before)
+    with Calls(trained.model, setup.place(0)) as calls:
+        trained.forward(step)
+    return calls.list
+
+
+def quiet(setup: Setup) -> tuple[Setup, list[str]]:
+    """Put modules that draw random numbers into evaluation mode.
+
+    Returns:
+        The setup with these, and the names of modules that draw even so.
+    """
+    while True:
+        names = {call.name for call in trace(Whole, setup) if call.drew}
+        if names <= setup.quiet:
+            return setup, sorted(names)
+        setup = replace(setup, quiet=setup.quiet | names)
+
+
+def culprit(setup: Setup, step: int) -> list[str]:
+    """Say which module is the first that gives other outputs for the same inputs, and why."""
+    whole, parts = trace(Whole, setup, step), trace(InParts, setup, step)
+    sizes = cut(setup.input(), int(setup.options['chunks']), setup.options.get('batch_dim', 0))[1]
+    for call, calls in _pairs(whole, parts, len(sizes)):
+        inputs = _Joined(call.inputs, [each.inputs for each in calls], sizes)
+        outputs = _Joined(call.outputs, [each.outputs for each in calls], sizes)
+        if outputs.apart and (call.changed or not inputs.apart):
+            return [f"'{call.name}' ({type(call.module).__name__}) is the first module to differ: "
+                    + _why(call, outputs)]
+    return []
+
+
+def _pairs(whole: Sequence[Call], parts: Sequence[Call], m: int
+           ) -> Iterator[tuple[Call, list[Call]]]:
+    """Give each call on the mini-batch, with those on the micro-batches."""
+    number: dict[str, int] = {}
+    for call in whole:
+        k = number[call.name] = number.get(call.name, -1) + 1
+        calls = [each for each in parts if each.name == call.name]
+        if len(calls) % m == 0 and k < len(calls) // m:
+            yield call, calls[k::len(calls) // m]
+
+
+class _Joined:
+    """Tensors of the mini-batch, and those of micro-batches that should be parts of them.
+
+    They are the same if those of the micro-batches are, put together in one of the usual ways:
+    side by side along some dimension, added, as a mean weighted by samples, or each by itself.
+    """
+
+    def __init__(self, whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]],
+                 sizes: Sequence[int]) -> None:
+        self._weights = [size / sum(sizes) for size in sizes]
+        #: Of the tensors that are not the same, that of the mini-batch and the others.
+        self.apart = [(x, xs) for x, *xs in zip(whole, *parts) if not self._same(x, xs)]
+
+    def _same(self, x: Tensor, xs: Sequence[Tensor]) -> bool:
+        if any(close(torch.cat(list(xs), dim), x) for dim in _dims(x, xs)):
+            return True
+        if not _alike(x, xs):
+            return False
+        means = [part * weight for part, weight in zip(xs, self._weights)]
+        return all(close(part, x) for part in xs) or close(_sum(xs), x) or close(_sum(means), x)
+
+    def first_is_right(self) -> bool:
+        """Tell whether the first micro-batch has what it should have, unlike others."""
+        return all(any(close(xs[0], x.narrow(dim, 0, xs[0].shape[dim])) for dim in _dims(x, xs))
+                   for x, xs in self.apart)
+
+    def without_batch(self) -> bool:
+        """Tell whether what is not the same has no dimension of samples."""
+        return all(_alike(x, xs) for x, xs in self.apart)
+
+
+def _alike(x: Tensor, xs: Sequence[Tensor]) -> bool:
+    return all(part.shape == x.shape for part in xs)
+
+
+def _sum(xs: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(xs)).sum(0)
+
+
+def _dims(x: Tensor, xs: Sequence[Tensor]) -> list[int]:
+    """Give the dimensions along which tensors, side by side, have some shape."""
+    return [dim for dim in range(x.dim()) if all(
+        y.dim() == x.dim() and y.transpose(0, dim)[0].shape == x.transpose(0, dim)[0].shape
+        for y in xs) and sum(y.shape[dim] for y in xs) == x.shape[dim]]
+
+
+def _why(call: Call, outputs: _Joined) -> str:
+    """Say what a module does that makes it differ."""
+    if call.changed:
+        return ('it changes its input in place, and so for each micro-batch what all of them '
+                'share, or what another one reads. Let it not work in place')
+    if isinstance(call.module, BatchNorm):
+        return ('batch normalization, which normalises each micro-batch by its own mean and '
+                'variance, as GPipe trains; with deferred_batch_norm=True running statistics move '
+                'once per mini-batch. Evaluation mode, or a norm within each sample, has no '
+                'difference')
+    if outputs.without_batch():
+        return ('it gives something of a whole batch, and those of micro-batches make that of the '
+                'mini-batch neither by their mean, weighted by samples, nor by their sum. A mean '
+                'over something else than samples, as over tokens that are not masked? Give sum '
+                'and number, and divide after the pipeline')
+    if outputs.first_is_right():
+        return ('the first micro-batch is right, and later ones are not: it keeps something from '
+                'call to call, and is called for each micro-batch here')
+    return ('what it gives for a sample depends on which others are in its batch. A normalisation '
+            'or a mean over the batch, or over a dimension that it takes for another one?')

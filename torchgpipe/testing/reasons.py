@@ -1,0 +1,150 @@
+"""Find out by experiments why a wrapped model has other numbers than the unwrapped one."""
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+from torch import Tensor
+
+from torchgpipe.structure import Arguments, Path, leaves_of, path_name
+from torchgpipe.testing.comparison import Difference, compare, default_tolerance
+from torchgpipe.testing.culprits import culprit
+from torchgpipe.testing.training import InParts, Setup, Whole, Wrapped
+
+__all__ = ['ways_out', 'why_of_micro_batches', 'why_of_the_pipeline']
+
+Form = Callable[[Setup], Whole]
+
+#: Options to try, and what it means if the numbers are right with them.
+Remedy = tuple[dict[str, Any], str]
+
+
+class Experiments:
+    """Experiments with a model that differs.
+
+    Args:
+        setup: What is trained.
+        expected: The form with the right numbers.
+        actual: The form with others.
+        steps: How many steps it takes to see that.
+    """
+
+    def __init__(self, setup: Setup, expected: Form, actual: Form, steps: int) -> None:
+        self._setup = setup
+        self._expected = expected
+        self._actual = actual
+        self._steps = steps
+
+    def _equal(self, actual: Form, options: dict[str, Any]) -> bool:
+        """Tell whether a form, with other options, has the right numbers."""
+        other = replace(self._setup, options={**self._setup.options, **options})
+        try:
+            found = compare(self._expected(self._setup), actual(other), self._steps,
+                            default_tolerance(self._setup.dtype))
+        except Exception:  # With these options it does not run at all.
+            return False
+        return not found.differences
+
+    def repeat(self) -> list[str]:
+        """Say whether the unwrapped model has other numbers each time."""
+        return [] if self._equal(self._expected, {}) else [
+            'the unwrapped model has other numbers each time that it runs from the same state and '
+            'seed: it draws from something that torch.manual_seed does not set, or keeps '
+            'something outside of itself. Nothing can be said until it repeats itself']
+
+    def try_all(self, remedies: Iterator[Remedy]) -> list[str]:
+        """Say with which options the numbers would be right."""
+        return next(([text] for options, text in remedies if self._equal(self._actual, options)),
+                    [])
+
+
+def why_of_micro_batches(setup: Setup, differences: Sequence[Difference]) -> list[str]:
+    """Say why the layers have other numbers on micro-batches than on the mini-batch."""
+    steps = min(difference.step for difference in differences)
+    experiments = Experiments(setup, Whole, InParts, steps)
+    return (experiments.repeat() or experiments.try_all(_other_dimensions(setup))
+            or culprit(setup, steps - 1) or _buffers(differences)
+            or ['every module gives the same on micro-batches, but something in backward does '
+                'not: a hook or an autograd function whose gradient is not a sum over samples'])
+
+
+def why_of_the_pipeline(setup: Setup, differences: Sequence[Difference]) -> list[str]:
+    """Say why the pipeline has other numbers than the layers on the same micro-batches."""
+    steps = min(difference.step for difference in differences)
+    experiments = Experiments(setup, InParts, Wrapped, steps)
+    return (experiments.repeat() or experiments.try_all(_less_machinery(setup))
+            or ["it is neither recomputation nor threads: with checkpoint='never' on one device "
+                'the numbers are no better. A layer that changes something through tensor.data, '
+                'or asks whether it is in a pipeline?'])
+
+
+def ways_out(setup: Setup, steps: int) -> list[str]:
+    """Say with which options a model that raises would not, and would have the right numbers."""
+    return (Experiments(setup, Whole, InParts, steps).try_all(_other_dimensions(setup))
+            or Experiments(setup, InParts, Wrapped, steps).try_all(_less_machinery(setup)))
+
+
+def _other_dimensions(setup: Setup) -> Iterator[Remedy]:
+    """Say other things of the dimensions of what goes in and comes out."""
+    said = setup.options.get('batch_dim', 0)
+    if isinstance(said, int):
+        split = [leaf for leaf in leaves_of(setup.sample) if isinstance(leaf.value, Tensor)
+                 and leaf.value.dim() > 0 and not leaf.shared]
+        for dim in range(min(leaf.value.dim() for leaf in split)):
+            if dim != said:
+                yield {'batch_dim': dim}, (
+                    f'dimension {said} is not the batch: with batch_dim={dim} the numbers are '
+                    'those of the unwrapped model')
+        if said == 0:
+            yield from _shared([leaf.path for leaf in split], isinstance(setup.sample, Arguments))
+    for rule in ('mean', 'sum'):
+        if setup.options.get('gather') is not None:
+            yield {'gather': rule}, (
+                'scalars of the output are gathered by another rule than they need: with '
+                f'gather={rule!r} the numbers are those of the unwrapped model')
+
+
+def _shared(paths: Sequence[Path], several: bool) -> Iterator[Remedy]:
+    """Let one or two parts of the input be the same for all micro-batches."""
+    parts = dict.fromkeys(path[:k] for path in paths for k in range(1 + several, len(path) + 1))
+    for some in (*combinations(parts, 1), *combinations(parts, 2)):
+        names = ' and '.join(path_name(part)[1:] if several else f'input{path_name(part)}'
+                             for part in some)
+        yield {'batch_dim': _rule([part[several:] for part in some])}, (
+            f'{names} was split, and is the same for all samples: with NoChunk(…) around it the '
+            'numbers are those of the unwrapped model')
+
+
+def _rule(paths: Sequence[Path]) -> dict[Any, Any]:
+    """Give the rule that is ``None`` for some paths."""
+    rule: dict[Any, Any] = {}
+    for path in paths:
+        inner = rule
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = None
+    return rule
+
+
+def _less_machinery(setup: Setup) -> Iterator[Remedy]:
+    """Take parts of the machinery away."""
+    never = {'checkpoint': 'never'}
+    one_thread = {'devices': [setup.options['devices'][0]] * len(setup.balance)}
+    yield never, ("recomputation: with checkpoint='never' the numbers are right. A layer does "
+                  'something else the second time, by what it keeps outside of its attributes and '
+                  'buffers; is_recomputing() tells the passes apart')
+    yield one_thread, ('threads: with all partitions on one device the numbers are right. Layers '
+                       'share something, or look at something of the calling thread, such as a '
+                       'threading.local')
+    yield {**never, **one_thread}, (
+        "recomputation and threads: with checkpoint='never' and all partitions on one device the "
+        'numbers are right. A layer looks at something outside of its attributes and buffers')
+
+
+def _buffers(differences: Sequence[Difference]) -> list[str]:
+    """Say which buffers move with each micro-batch."""
+    names = [each.name for each in differences if each.kind == 'buffers']
+    if not names:
+        return []
+    return [f"buffers move with each micro-batch, not once per mini-batch: '{names[0]}' and "
+            f'{len(names) - 1} more. Let that be done outside of forward']

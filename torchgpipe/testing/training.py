@@ -1,0 +1,243 @@
+"""Train a copy of a model for some steps, wrapped or not, and record all that comes of it.
+
+Three forms of one model, from the same state, sample and seeds::
+
+    Whole       layer after layer, on the mini-batch
+    InParts     layer after layer, on one micro-batch after the other
+    Wrapped     a GPipe
+"""
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.memory import is_among
+from torchgpipe.engine.scatter import cut, gather
+from torchgpipe.errors import add_note
+from torchgpipe.gpipe import GPipe
+from torchgpipe.skip.namespace import Namespace
+from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
+from torchgpipe.split import Sequential
+from torchgpipe.structure import call, flatten, flatten_nested, leaves_of, path_name
+
+__all__ = ['InParts', 'KINDS', 'Record', 'Setup', 'Whole', 'Wrapped']
+
+#: What comes of a step, of which each tensor has one of these kinds.
+KINDS = ('outputs', 'gradients', 'buffers', 'parameters')
+
+#: Copies of tensors on the CPU, by kind and name.
+Record = dict[tuple[str, str], Tensor]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is trained, and how.
+
+    Attributes:
+        module: The model, of which copies are trained.
+        sample: What it is called with, marks included.
+        balance: As for a :class:`~torchgpipe.GPipe`.
+        options: Other arguments for it; ``devices`` and ``chunks`` are there.
+        loss_fn: From output to loss.
+        optimizer: From parameters to optimizer.
+        dtype: Of the copies, ``None`` for what it is.
+        quiet: Names of modules that are in evaluation mode.
+    """
+
+    module: nn.Sequential
+    sample: Any
+    balance: Sequence[int]
+    options: dict[str, Any]
+    loss_fn: Callable[[Any], Tensor]
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    dtype: torch.dtype | None
+    quiet: frozenset[str] = frozenset()
+
+    def model(self) -> nn.Sequential:
+        """Copy the module."""
+        model = copy.deepcopy(self.module)
+        for x in (*model.parameters(), *model.buffers()):
+            x.data = self._cast(x.data)
+        for name in self.quiet:
+            model.get_submodule(name).training = False
+        return model
+
+    def input(self) -> Any:
+        """Copy the sample, to the first device."""
+        tensors = [leaf.value for leaf in leaves_of(self.sample) if isinstance(leaf.value, Tensor)]
+        copies = {id(x): self._cast(x.detach()).to(self.place(0), copy=True).requires_grad_(
+            x.requires_grad) for x in tensors}
+        return copy.deepcopy(self.sample, copies)  # which takes these for the copies of tensors
+
+    def _cast(self, x: Tensor) -> Tensor:
+        if self.dtype is None or not (x.is_floating_point() or x.is_complex()):
+            return x
+        return x.to(self.dtype.to_complex() if x.is_complex() else self.dtype)
+
+    def place(self, j: int) -> torch.device:
+        """Give the device of a partition, for tensors: all CPU devices are one."""
+        device = torch.device(self.options['devices'][j])
+        return torch.device('cpu') if device.type == 'cpu' else device
+
+
+class Whole:
+    """The unwrapped model on the mini-batch."""
+
+    name = 'the unwrapped model'
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.model = self.make(setup.model())
+        trained = [x for x in self.model.parameters() if x.requires_grad]
+        self._optimizer = setup.optimizer(trained) if trained else None
+
+    def make(self, model: nn.Sequential) -> nn.Module:
+        """Prepare a copy."""
+        self._layers = Sequential(*model)
+        return model.to(self.setup.place(0))
+
+    def run(self, value: Any) -> Any:
+        """Call it."""
+        tensors, kind = flatten_nested(value)
+        return call(self._layers, kind(tensors))
+
+    def forward(self, step: int) -> tuple[Any, Any]:
+        """Call it with the sample, in some step; give input and output."""
+        torch.manual_seed(step)
+        input = self.setup.input()
+        return input, self.run(input)
+
+    def step(self, step: int) -> Record:
+        """Train it for a step, the first of which is 0."""
+        try:
+            return self._step(step)
+        except Exception as error:
+            add_note(error, f'in step {step + 1} of {self.name}, which check_parity runs in '
+                     f'{self.setup.dtype or "its own dtype"}')
+            raise
+
+    def _step(self, step: int) -> Record:
+        input, output = self.forward(step)
+        tensors, kind = flatten(output)
+        loss = self.setup.loss_fn(kind([x.to(self.setup.place(-1)) for x in tensors]))
+        self.model.zero_grad()
+        if loss.requires_grad:
+            loss.backward()
+        record = {('outputs', 'loss'): loss, **_tensors('outputs', 'output', output)}
+        grads = _tensors('gradients', 'input', input)
+        grads |= {('gradients', name): x for name, x in self.model.named_parameters()}
+        record |= {key: x.grad for key, x in grads.items() if x.grad is not None}
+        record = {key: _keep(x) for key, x in record.items()}
+        if self._optimizer is not None:
+            self._optimizer.step()
+        for kind_name, named in (('buffers', self.model.named_buffers()),
+                                 ('parameters', self.model.named_parameters())):
+            record |= {(kind_name, name): _keep(x) for name, x in named}
+        return record
+
+
+class InParts(Whole):
+    """The layers of the unwrapped model on micro-batches, in one thread, without recomputation.
+
+    Each partition runs where it would in a pipeline, since each device has random numbers of its
+    own. Parameters stay on the first device, and the others run with copies of them.
+    """
+
+    name = 'the unwrapped layers on micro-batches'
+
+    def make(self, model: nn.Sequential) -> nn.Module:
+        """Prepare a copy."""
+        options = self.setup.options
+        if options.get('deferred_batch_norm'):
+            m = len(cut(self.setup.sample, int(options['chunks']), options.get('batch_dim', 0))[0])
+            model = DeferredBatchNorm.convert_deferred_batch_norm(model, m)
+        model, layers = model.to(self.setup.place(0)), iter(model)
+        self._partitions = [Sequential(*islice(layers, number)) for number in self.setup.balance]
+        for j, partition in enumerate(self._partitions):
+            for buffer in partition.buffers():
+                buffer.data = buffer.data.to(self.setup.place(j))
+        return model
+
+    def run(self, value: Any) -> Any:
+        """Call it."""
+        options = self.setup.options
+        batch_dim = options.get('batch_dim', 0)
+        batches, sizes, common = cut(value, int(options['chunks']), batch_dim)
+        carrier = _Carrier([batches[0][k] for k in common])
+        with use_skip_tracker(carrier):
+            outputs = [self._run(batch, carrier) for batch in batches]
+        return gather(outputs, sizes, options.get('gather'),
+                      batch_dim if isinstance(batch_dim, int) else 0, carrier.shared)
+
+    def _run(self, batch: Batch, carrier: '_Carrier') -> Batch:
+        """Take a micro-batch through all partitions."""
+        for j, partition in enumerate(self._partitions):
+            carrier.device = self.setup.place(j)
+            run: Any = partition
+            if carrier.device != self.setup.place(0):
+                run = partial(_call, partition, {
+                    name: x.to(carrier.device) for name, x in partition.named_parameters()})
+            batch = Batch(call(run, batch.kind([*map(carrier.carry, batch)])))
+        return batch
+
+
+def _call(module: nn.Module, parameters: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+    return torch.func.functional_call(module, parameters, args, kwargs)
+
+
+class _Carrier(SkipTracker):
+    """Carries the tensors of micro-batches, and their skips, to where they are needed.
+
+    Args:
+        shared: Tensors that all micro-batches share, to which copies of them are added.
+    """
+
+    device = torch.device('cpu')
+
+    def __init__(self, shared: list[Tensor]) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def carry(self, x: Tensor) -> Tensor:
+        """Give a tensor on the present device."""
+        y = x.to(self.device)
+        if y is not x and is_among(x, self.shared):
+            self.shared.append(y)
+        return y
+
+    def load(self, batch: Batch, ns: Namespace | None, name: str) -> Tensor | None:
+        """Give a skip tensor and let go of it."""
+        tensor = super().load(batch, ns, name)
+        return None if tensor is None else self.carry(tensor)
+
+
+class Wrapped(Whole):
+    """The model in a GPipe."""
+
+    name = 'the wrapped model'
+
+    def make(self, model: nn.Sequential) -> nn.Module:
+        """Prepare a copy."""
+        return GPipe(model, self.setup.balance, **self.setup.options)
+
+    def run(self, value: Any) -> Any:
+        """Call it."""
+        return call(self.model, value)
+
+
+def _tensors(kind: str, name: str, value: Any) -> dict[tuple[str, str], Tensor]:
+    """Give the tensors of a value by their paths."""
+    return {(kind, name + path_name(leaf.path)): leaf.value for leaf in leaves_of(value)
+            if isinstance(leaf.value, Tensor)}
+
+
+def _keep(x: Tensor) -> Tensor:
+    x = x.detach()
+    return (x if x.layout is torch.strided else x.to_dense()).cpu()
