@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.devices import devices, one_worker, workers
+from tests.devices import devices, one_worker, places, workers
 from tests.helpers import assert_same, gradients, modes
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.balance import balance_by_size, profile
@@ -212,6 +212,29 @@ class Pop(nn.Module):
         """Do so."""
         mask = yield pop('mask')
         return [value['x'] * mask * value['n']]
+
+
+@pytest.mark.accelerator
+@modes
+def test_gradients_of_a_shared_tensor_are_added_up_on_one_stream(mode):
+    """PyTorch warns if not, and lets one stream wait for the other."""
+    class Pass(nn.Module):
+        def forward(self, x, table):
+            return x, table
+
+    class Add(nn.Module):
+        def forward(self, value):
+            return value[0] + value[1]
+
+    gpipe = GPipe(nn.Sequential(Pass(), Add()), [1, 1], devices=places('aa'), chunks=3,
+                  checkpoint=mode)
+    x = torch.rand(6, 2, device=gpipe.devices[0])
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        gpipe(x, NoChunk(x[0].clone().requires_grad_())).sum().backward()
+    finally:
+        torch.set_warn_always(before)
 
 
 @devices

@@ -87,6 +87,12 @@ class Edges:
         # all that is queued on the stream of this one. These nodes belong to the copy stream, so
         # that the compute stream does not wait until `Wait` says so, and the recomputation, queued
         # before, overlaps with the computation of the gradient and with its copy.
+        # A leaf, such as an input that is handed on, gets a node that belongs to the compute
+        # stream: its gradients are added up there, not on the copy stream of each micro-batch.
+        if departures is not None:
+            for k, x in enumerate(output):
+                if x.is_leaf and x.requires_grad:
+                    output[k], _ = fork(x)
         with no_context if departures is None else use_stream(departures[i]):
             if departures is not None:
                 _wait(self.stream, departures[i], output)  # 2
