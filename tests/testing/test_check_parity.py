@@ -62,15 +62,22 @@ def test_a_model_without_differences(devices, mode):
 
 
 def test_everything_stays_as_it_was():
-    model, sample = nn.Sequential(Layer(), nn.BatchNorm1d(4), nn.Dropout()), torch.rand(7, 4)
-    sample.requires_grad_()
-    before, x, random_state = copy.deepcopy(model), sample.clone(), torch.get_rng_state()
+    model = nn.Sequential(Layer(), nn.BatchNorm1d(4), nn.Dropout())
+    before, sample = copy.deepcopy(model), torch.rand(7, 4, requires_grad=True)
+    random_state = torch.get_rng_state()
     check_parity(model, sample, raise_exception=False)
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert torch.equal(sample, x) and sample.grad is None
+    assert torch.equal(torch.get_rng_state(), random_state) and sample.grad is None
     assert_same(model.state_dict().values(), before.state_dict().values(), 0)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(module.training for module in model.modules())
+
+
+def test_a_sample_stays_as_it_was_where_the_model_changes_it():
+    sample = torch.randn(7, 4)
+    before = sample.clone()
+    model = nn.Sequential(nn.ReLU(inplace=True), Layer())
+    assert check_parity(model, sample, dtype=None, chunks=1, checkpoint='never').equal
+    assert torch.equal(sample, before)
 
 
 def test_it_raises_the_table():
@@ -268,7 +275,9 @@ def test_a_backward_that_depends_on_the_batch():
         def backward(ctx, grad):
             return grad / grad.norm()
 
-    assert 'something in backward does not' in why(Layer(lambda layer, x: Unit.apply(x)))
+    reason = why(Layer(lambda layer, x: Unit.apply(x)))
+    assert 'something in backward does not' in reason
+    assert reason.endswith("Backward is right until it comes to '1.bias'")
 
 
 def test_a_difference_of_a_later_step():
@@ -331,7 +340,9 @@ def test_recomputation():
         return 1 + pass_state.recomputing
 
     parity = found(scale_by(number), checkpoint='always')
-    assert 'recomputation: with checkpoint=' in parity.reasons[0]
+    reason, = {*parity.reasons}
+    assert reason.startswith("recomputation: with checkpoint='never' the numbers are right. A")
+    assert reason.endswith("Backward is right until it comes to '1.bias'")
     assert {each.kind for each in parity.micro_batches.differences} >= {'gradients', 'parameters'}
 
 
@@ -339,7 +350,9 @@ def test_threads():
     local = threading.local()
     local.scale = 2.0
     layer = Layer(lambda layer, x: x * getattr(local, 'scale', 1.0))
-    assert why(layer, checkpoint='never').startswith('threads: with all partitions on one device')
+    reason = why(layer, checkpoint='never')
+    assert reason.startswith('threads: with all partitions on one device')
+    assert reason.endswith("'1' (Layer) is the first module to differ")
 
 
 def test_recomputation_and_threads():
@@ -352,7 +365,18 @@ def test_recomputation_and_threads():
 
 def test_a_layer_that_asks_whether_it_is_in_a_pipeline():
     layer = Layer(lambda layer, x: x if current.micro_batch is None else x * 2)
-    assert 'neither recomputation nor threads' in why(layer, checkpoint='never')
+    reason = why(nn.Sequential(nn.Tanh(), layer), checkpoint='never')
+    assert 'neither recomputation nor threads' in reason
+    assert reason.endswith("'1.1' (Layer) is the first module to differ")
+
+
+def test_a_layer_that_does_so_in_evaluation_mode_alone():
+    """Where it is for the comparison on the mini-batch, as it draws in training."""
+    layer = Layer(lambda layer, x: F.dropout(x) if layer.training
+                  else x * (1 + (current.micro_batch is not None)))
+    parity = found(layer, checkpoint='never')
+    assert not parity.micro_batches.differences and parity.mini_batch.differences
+    assert 'random numbers' in parity.reasons[0] and 'neither' in parity.reasons[1]
 
 
 def test_a_loss_that_is_not_finite():
@@ -387,7 +411,10 @@ def test_an_error_and_a_way_out():
     assert 'args[1] was split' in raised.value.__notes__[-1]
     with pytest.raises(RuntimeError, match='in-place') as raised:
         check_parity(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), torch.rand(7, 4))
-    assert "recomputation: with checkpoint='never'" in raised.value.__notes__[-1]
+    assert raised.value.__notes__[-1] == (
+        "with checkpoint='never' it does not raise and the numbers are right")
+    with pytest.raises(ValueError, match='no tensor'):
+        check_parity(nn.Sequential(Layer()), NoChunk(torch.rand(5, 4)))
 
 
 def test_the_loss_and_the_optimizer_that_are_given():
@@ -477,8 +504,9 @@ def test_buffers_and_sparse_gradients():
 @pytest.mark.accelerator
 def test_the_generators_of_accelerators_stay_as_they_were():
     module, where = torch.get_device_module(ACCELERATOR), places('aac')
-    state = module.get_rng_state(where[0])
-    parity = found(nn.Dropout(), devices=where)
+    state, target = module.get_rng_state(where[0]), torch.rand(7, 4)
+    parity = found(nn.Dropout(), nn.BatchNorm1d(4).eval(), devices=where, balance=[1, 2, 1],
+                   loss_fn=lambda y: (y - target).square().mean())
     assert parity.equal and "drawn by '1'" in parity.reasons[0]
     assert torch.equal(module.get_rng_state(where[0]), state)
 

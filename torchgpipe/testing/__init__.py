@@ -164,7 +164,10 @@ def _check(setup: Setup, steps: int, tolerance: float) -> Parity:
         reasons += why_of_the_pipeline(setup, parts.differences)
     if whole is not None and whole.differences:
         apart = compare(Whole(still), InParts(still), steps, tolerance).differences
-        reasons += why_of_micro_batches(still, apart) if apart else []
+        if apart:
+            reasons += why_of_micro_batches(still, apart)
+        elif not parts.differences:
+            reasons += why_of_the_pipeline(still, whole.differences)
     title = (f'{steps} steps in {setup.dtype or "its own dtype"}, balance {setup.balance}, '
              f'{setup.options["chunks"]} chunks, tolerance {tolerance:.0e}')
     return Parity(whole, parts, reasons, title)

@@ -1,7 +1,8 @@
 """Calls of the modules in a model: what went in, what came out, and what else happened."""
+import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -36,44 +37,35 @@ class Call:
 
 
 class Calls:
-    """Watch a model's modules, as a context; afterwards :attr:`list` has the calls by their ends.
+    """The calls of a model's modules from now on, in :attr:`list`, in the order of their ends.
 
     Args:
-        model: The model. It runs in one thread.
+        model: The model. Each call of a module ends in the thread in which it began.
         device: Where, beside the CPU, it may draw random numbers.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model = model
         self._device = device
-        self._open: list[Call] = []
-        self._hooks: list[Any] = []
+        self._open: dict[int, list[Call]] = defaultdict(list)  # of each thread
         self.list: list[Call] = []
-
-    def __enter__(self) -> 'Calls':
-        self._names = {module: name for name, module in self._model.named_modules() if name}
+        self._names = {module: name for name, module in model.named_modules() if name}
         for module in self._names:
-            self._hooks += [module.register_forward_pre_hook(self._begin, with_kwargs=True),
-                            module.register_forward_hook(self._end, with_kwargs=True)]
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 traceback: TracebackType | None) -> None:
-        for hook in self._hooks:
-            hook.remove()
+            module.register_forward_pre_hook(self._begin, with_kwargs=True)
+            module.register_forward_hook(self._end, with_kwargs=True)
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._open.append(Call(self._names[module], module, _copies((args, kwargs)),
-                               states=self._states()))
+        self._open[threading.get_ident()].append(Call(
+            self._names[module], module, _copies((args, kwargs)), states=self._states()))
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        call = self._open.pop()
+        outer = self._open[threading.get_ident()]
+        call = outer.pop()
         call.outputs = _copies(output)
         call.changed = not _equal(call.inputs, _copies((args, kwargs)))
         drew = not _equal(call.states, self._states())
         call.drew = drew and not call.inner_drew
-        if drew and self._open:
-            self._open[-1].inner_drew = True
+        if drew and outer:
+            outer[-1].inner_drew = True
         self.list.append(call)
 
     def _states(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Find the first module that gives other outputs on micro-batches than on the mini-batch."""
+"""Find the first module that gives other outputs than it should, or other gradients."""
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -8,10 +8,10 @@ from torch import Tensor
 from torchgpipe.engine.scatter import cut
 from torchgpipe.private import BatchNorm
 from torchgpipe.testing.calls import Call, Calls
-from torchgpipe.testing.comparison import close
-from torchgpipe.testing.training import InParts, Setup, Whole
+from torchgpipe.testing.comparison import Difference, close
+from torchgpipe.testing.training import InParts, Setup, Whole, Wrapped
 
-__all__ = ['culprit', 'quiet', 'trace']
+__all__ = ['culprit', 'quiet', 'trace', 'where_in_backward', 'where_in_the_pipeline']
 
 
 def trace(form: Callable[[Setup], Whole], setup: Setup, step: int = 0) -> list[Call]:
@@ -19,8 +19,8 @@ def trace(form: Callable[[Setup], Whole], setup: Setup, step: int = 0) -> list[C
     trained = form(setup)
     for before in range(step):
         trained.step(before)
-    with Calls(trained.model, setup.place(0)) as calls:
-        trained.forward(step)
+    calls = Calls(trained.model, setup.place(0))
+    trained.forward(step)
     return calls.list
 
 
@@ -39,20 +39,43 @@ def quiet(setup: Setup) -> tuple[Setup, list[str]]:
 
 def culprit(setup: Setup, step: int) -> list[str]:
     """Say which module is the first that gives other outputs for the same inputs, and why."""
-    whole, parts = trace(Whole, setup, step), trace(InParts, setup, step)
     sizes = cut(setup.input(), int(setup.options['chunks']), setup.options.get('batch_dim', 0))[1]
+    for call, outputs in _wrong(trace(Whole, setup, step), trace(InParts, setup, step), sizes):
+        return [f'{_first(call)}: {_why(call, outputs)}']
+    return []
+
+
+def where_in_the_pipeline(setup: Setup, differences: Sequence[Difference], step: int) -> str:
+    """Say which module is the first that gives something else in the pipeline, as a sentence."""
+    for call, _ in _wrong(trace(InParts, setup, step), trace(Wrapped, setup, step), [1]):
+        return f'. {_first(call)}'
+    return where_in_backward(setup, differences)
+
+
+def where_in_backward(setup: Setup, differences: Sequence[Difference]) -> str:
+    """Say which parameter is the first that backward gives another gradient, as a sentence."""
+    wrong = {each.name for each in differences if each.kind == 'gradients'}
+    names = [name for name, _ in setup.module.named_parameters() if name in wrong]
+    return f". Backward is right until it comes to '{names[-1]}'" if names else ''
+
+
+def _first(call: Call) -> str:
+    return f"'{call.name}' ({type(call.module).__name__}) is the first module to differ"
+
+
+def _wrong(whole: Sequence[Call], parts: Sequence[Call], sizes: Sequence[int]
+           ) -> Iterator[tuple[Call, '_Joined']]:
+    """Give the calls that gave other outputs for the same inputs."""
     for call, calls in _pairs(whole, parts, len(sizes)):
         inputs = _Joined(call.inputs, [each.inputs for each in calls], sizes)
         outputs = _Joined(call.outputs, [each.outputs for each in calls], sizes)
         if outputs.apart and (call.changed or not inputs.apart):
-            return [f"'{call.name}' ({type(call.module).__name__}) is the first module to differ: "
-                    + _why(call, outputs)]
-    return []
+            yield call, outputs
 
 
 def _pairs(whole: Sequence[Call], parts: Sequence[Call], m: int
            ) -> Iterator[tuple[Call, list[Call]]]:
-    """Give each call on the mini-batch, with those on the micro-batches."""
+    """Give each call, with the m calls that should make the same."""
     number: dict[str, int] = {}
     for call in whole:
         k = number[call.name] = number.get(call.name, -1) + 1

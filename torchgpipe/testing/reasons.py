@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchgpipe.structure import Arguments, Path, leaves_of, path_name
 from torchgpipe.testing.comparison import Difference, compare, default_tolerance
-from torchgpipe.testing.culprits import culprit
+from torchgpipe.testing.culprits import culprit, where_in_backward, where_in_the_pipeline
 from torchgpipe.testing.training import InParts, Setup, Whole, Wrapped
 
 __all__ = ['ways_out', 'why_of_micro_batches', 'why_of_the_pipeline']
@@ -60,28 +60,44 @@ class Experiments:
 
 def why_of_micro_batches(setup: Setup, differences: Sequence[Difference]) -> list[str]:
     """Say why the layers have other numbers on micro-batches than on the mini-batch."""
-    steps = min(difference.step for difference in differences)
+    steps, first = _first_of(differences)
     experiments = Experiments(setup, Whole, InParts, steps)
     return (experiments.repeat() or experiments.try_all(_other_dimensions(setup))
-            or culprit(setup, steps - 1) or _buffers(differences)
+            or culprit(setup, steps - 1) or _buffers(first)
             or ['every module gives the same on micro-batches, but something in backward does '
-                'not: a hook or an autograd function whose gradient is not a sum over samples'])
+                'not: a hook or an autograd function whose gradient is not a sum over samples'
+                + where_in_backward(setup, first)])
 
 
 def why_of_the_pipeline(setup: Setup, differences: Sequence[Difference]) -> list[str]:
     """Say why the pipeline has other numbers than the layers on the same micro-batches."""
-    steps = min(difference.step for difference in differences)
+    steps, first = _first_of(differences)
     experiments = Experiments(setup, InParts, Wrapped, steps)
-    return (experiments.repeat() or experiments.try_all(_less_machinery(setup))
-            or ["it is neither recomputation nor threads: with checkpoint='never' on one device "
-                'the numbers are no better. A layer that changes something through tensor.data, '
-                'or asks whether it is in a pipeline?'])
+    if repeat := experiments.repeat():
+        return repeat
+    reason, = experiments.try_all(_less_machinery(setup)) or [
+        "it is neither recomputation nor threads: with checkpoint='never' on one device the "
+        'numbers are no better. Perhaps a layer changes something through tensor.data, or asks '
+        'whether it is in a pipeline']
+    return [reason + where_in_the_pipeline(setup, first, steps - 1)]
+
+
+def _first_of(differences: Sequence[Difference]) -> tuple[int, list[Difference]]:
+    """Give the first step with differences, and these."""
+    steps = min(difference.step for difference in differences)
+    return steps, [difference for difference in differences if difference.step == steps]
 
 
 def ways_out(setup: Setup, steps: int) -> list[str]:
     """Say with which options a model that raises would not, and would have the right numbers."""
+    simpler = ((options, f'with {_arguments(options)} it does not raise and the numbers are right')
+               for options, _ in _less_machinery(setup))
     return (Experiments(setup, Whole, InParts, steps).try_all(_other_dimensions(setup))
-            or Experiments(setup, InParts, Wrapped, steps).try_all(_less_machinery(setup)))
+            or Experiments(setup, InParts, Wrapped, steps).try_all(simpler))
+
+
+def _arguments(options: dict[str, Any]) -> str:
+    return ', '.join(f'{name}={value!r}' for name, value in options.items())
 
 
 def _other_dimensions(setup: Setup) -> Iterator[Remedy]:
@@ -90,7 +106,7 @@ def _other_dimensions(setup: Setup) -> Iterator[Remedy]:
     if isinstance(said, int):
         split = [leaf for leaf in leaves_of(setup.sample) if isinstance(leaf.value, Tensor)
                  and leaf.value.dim() > 0 and not leaf.shared]
-        for dim in range(min(leaf.value.dim() for leaf in split)):
+        for dim in range(min((leaf.value.dim() for leaf in split), default=0)):
             if dim != said:
                 yield {'batch_dim': dim}, (
                     f'dimension {said} is not the batch: with batch_dim={dim} the numbers are '
