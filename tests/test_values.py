@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.devices import devices, one_worker, places, workers
-from tests.helpers import assert_same, gradients, modes
+from tests.helpers import assert_same, gradients, micro_batches, modes
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.balance import balance_by_size, profile
 from torchgpipe.skip import pop, skippable, stash
@@ -97,6 +97,44 @@ def test_structures(devices, mode, masked, size, chunks):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+class Words(nn.Linear):
+    """Give no batch: a table, a scalar, and as many tensors as there are samples."""
+
+    def forward(self, x):
+        """Do so, with an object beside it that can not leave the partition."""
+        return object(), {'all': [*super().forward(x)], 'table': self.weight.t(), 'sum': x.sum()}
+
+
+class Sentence(nn.Module):
+    """Drop the object."""
+
+    def forward(self, value):
+        """Do so."""
+        return value[1]
+
+
+class Meaning(nn.Linear):
+    """Give a batch again."""
+
+    def forward(self, value):
+        """Do so."""
+        return super().forward(torch.stack(value['all']) @ value['table']) * value['sum']
+
+
+@modes
+@devices
+def test_a_value_without_a_batch_between_partitions(devices, mode):
+    model = nn.Sequential(Words(4, 4), Sentence(), Meaning(4, 4)).double()
+    reference = copy.deepcopy(model)
+    gpipe = GPipe(model, [2, 1], devices=devices(2), chunks=3, checkpoint=mode)
+    x = torch.rand(7, 4).double()
+    output, expected = gpipe(x.to(devices.first)), torch.cat(
+        [reference(each) for each in micro_batches(x, 3)])
+    output.square().sum().backward()
+    expected.square().sum().backward()
+    assert_same([output, *gradients(gpipe)], [expected, *gradients(reference)])
 
 
 @workers
