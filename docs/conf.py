@@ -34,7 +34,7 @@ doctest_global_setup = '\n'.join([
 # Every reference has to resolve, but those to other projects and to what is not public.
 nitpicky = True
 nitpick_ignore_regex = [
-    ('py:.*', r'(torch|typing|nn|_?queue|collections|contextlib)\..*'),
+    ('py:.*', r'(torch|typing|nn|_?queue|collections|contextlib|os)\..*'),
     ('py:class', r'torchgpipe\.(.*\.)?(T\w*|ThreadState|Workers|CPUStreamType)'),
     ('py:class', 'OutQueue'),
 ]
