@@ -350,12 +350,21 @@ def test_an_in_place_change_behind_the_back_of_autograd(devices):
 
 
 @one_worker
-def test_an_in_place_change_of_an_input_that_requires_grad(devices):
-    gpipe = GPipe(nn.Sequential(nn.Linear(1, 1), nn.ReLU(inplace=True)), [1, 1],
-                  devices=devices(2), checkpoint='always')
+@pytest.mark.parametrize('model, balance, culprit', [
+    ([nn.Linear(1, 1), nn.ReLU(inplace=True)], [1, 1], "layer '1' of partition 1"),
+    ([nn.Linear(1, 1), nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True))], [1, 1],
+     "layer '1' of partition 1"),
+    ([Stash(), nn.Linear(1, 1), nn.ReLU(inplace=True), Pop()], [2, 2],
+     'the input of a checkpointed micro-batch')], ids=['layer', 'view', 'skip'])
+def test_an_in_place_change_of_an_input_that_requires_grad(model, balance, culprit, devices):
+    # Autograd's "a leaf Variable that requires grad …" is what it follows: a recomputation starts
+    # from a leaf.
+    gpipe = GPipe(nn.Sequential(*model), balance, devices=devices(2), checkpoint='always')
     output = gpipe(torch.rand(1, 1, device=devices.first))
-    with pytest.raises(RuntimeError, match='a leaf Variable that requires grad .* in-place'):
+    with pytest.raises(RuntimeError, match=culprit + r'.* in place.*\(inplace=False\)') as error:
         output.backward()
+    note, = error.value.__context__.__notes__
+    assert f"in partition 1 on {gpipe.devices[1]}, micro-batch 0 of 1, layer '" in note
 
 
 @workers
@@ -385,7 +394,7 @@ def test_an_in_place_change_that_spoils_the_partition_before_is_caught(devices, 
         model[2].forward = lambda x: x * 2
         train_both(model, gpipe, x)
         return
-    with pytest.raises(RuntimeError, match='inplace operation|in-place operation'):
+    with pytest.raises(RuntimeError, match='inplace operation|partition in place'):
         call(gpipe, x).sum().backward()
 
 

@@ -38,7 +38,8 @@ def verify_module(module: nn.Module) -> None:
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError('module must be nn.Sequential to be partitioned, but got '
-                        f'{type(module).__name__}')
+                        f'{type(module).__name__}; list its layers: nn.Sequential(model.first, '
+                        '*model.blocks, model.last)')
     _verify_plain(module)
     layers = list(module._modules.items())
     _verify_names(layers)
@@ -51,11 +52,13 @@ def _verify_plain(module: nn.Sequential) -> None:
     plain = nn.Sequential.forward, Sequential.forward
     if type(module).forward not in plain or 'forward' in module.__dict__:
         raise TypeError(f'module must be nn.Sequential to be partitioned, but '
-                        f'{type(module).__name__} has a forward of its own')
+                        f'{type(module).__name__} has a forward of its own; make what it does '
+                        'beside running the layers a layer')
     if module._parameters or module._buffers:
         names = [*module._parameters, *module._buffers]
         raise ValueError('a sequential module to be partitioned has its parameters and buffers in '
-                         f'its layers, but this one has some of its own: {names}')
+                         f'its layers, but this one has some of its own: {names}; move them into '
+                         'the layer that uses them')
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks \
             or module._backward_pre_hooks:
         raise ValueError('a sequential module to be partitioned can not have hooks of its own; '

@@ -67,7 +67,8 @@ def check_partitions(sequence: Sized, partitions: int) -> None:
         raise ValueError(f'partitions must be a positive integer, but is {partitions}')
     if len(sequence) < partitions:
         raise ValueError(f'sequence is shorter than intended partitions: {len(sequence)} layers '
-                         f'can not be cut into {partitions} partitions of one layer at least')
+                         f'can not be cut into {partitions} partitions of one layer at least; '
+                         'ask for fewer partitions')
 
 
 def integers(sequence: Sequence[Number]) -> list[int]:

@@ -14,16 +14,13 @@ from torch import Tensor, nn
 
 from torchgpipe.aliases import Value
 from torchgpipe.engine.batch import Batch, check
+from torchgpipe.engine.remedies import add_remedy
 from torchgpipe.errors import add_note
 from torchgpipe.skip.tracker import SkipTracker, current, use_skip_tracker
 from torchgpipe.split import Sequential
 from torchgpipe.structure import call
 
 __all__ = ['Compute']
-
-VIEWS = ('The micro-batches are views of one tensor, the input of the model. If that requires '
-         'grad, PyTorch lets no layer change a view of it in place: use a layer that is not in '
-         'place first (inplace=False), or chunks=1.')
 
 
 class Compute:
@@ -63,8 +60,7 @@ class Compute:
         except Exception as error:
             layer = _failing_layer(self.partition, error.__traceback__)
             add_note(error, self._where(i, m, layer))
-            if self.j == 0 and m > 1 and 'inplace' in str(error):
-                add_note(error, VIEWS)
+            add_remedy(error, self.j, m)
             raise
         finally:
             current.tracker = outside
@@ -87,7 +83,8 @@ class Compute:
         return (f'{name} of partition {self.j} on {self.device} changed the input of the '
                 'partition in place, and the partition is checkpointed: its recomputation started '
                 'from the changed input, so gradients would be wrong. Use an operation that is '
-                "not in place there, or checkpoint='never'.")
+                'not in place there (inplace=False), let the partition begin with another layer, '
+                "or use checkpoint='never'.")
 
     def _where(self, i: int, m: int, layer: str | None) -> str:
         where = f'in partition {self.j} on {self.device}, micro-batch {i} of {m}'

@@ -102,7 +102,8 @@ def _batch_size(input: Any, tensors: Sequence[Tensor], dims: Sequence[int | None
                          'is not dimension 0: GPipe(…, batch_dim=1)')
     if sizes[0] == 0:
         raise ValueError('the batch is empty: the batch dimension of the input has size 0, at '
-                         f'least 1 is needed (shapes: {[tuple(x.shape) for x in tensors]})')
+                         f'least 1 is needed (shapes: {[tuple(x.shape) for x in tensors]}); skip '
+                         'empty batches')
     return sizes[0]
 
 

@@ -52,11 +52,15 @@ from torchgpipe.engine.passes import enable_checkpointing, enable_recomputing
 from torchgpipe.engine.stream import (AbstractStream, current_stream, get_device, record_stream,
                                       use_stream, wait_stream)
 from torchgpipe.engine.thread_state import ThreadState
-from torchgpipe.errors import other_path
+from torchgpipe.errors import add_note, other_path
 from torchgpipe.private import (Hooks, PythonNode, at_end_of_backward, backward_pass, current_node,
                                 retains_graph)
 
 __all__ = ['Checkpoint', 'Recomputation', 'Recompute']
+
+AGAIN = ('All outputs of a checkpointed micro-batch come of one recomputation, which has ended. '
+         'Add up the losses and go back once, or say backward(retain_graph=True) for all but the '
+         'last.')
 
 
 class Recomputation:
@@ -171,7 +175,13 @@ class Recomputation:
 
     def fill(self) -> 'Fill':
         """Run the function again, and keep what its nodes save for this backward pass."""
-        leaves = tuple([x.detach().requires_grad_(x.requires_grad) for x in self._take_input()])
+        try:
+            input = self._take_input()
+        except RuntimeError as error:
+            if self._is_forgotten():
+                add_note(error, AGAIN)
+            raise
+        leaves = tuple([x.detach().requires_grad_(x.requires_grad) for x in input])
         fill = Fill(self._saved, self._state.hooks_of_recomputation())
         try:
             # Autograd may call this on another stream than the one whose nodes take the tensors.
@@ -208,15 +218,25 @@ class Recomputation:
     def _recompute(self, leaves: tuple[Tensor, ...], fill: 'Fill') -> Batch:
         # What an interrupt leaves behind of these hooks is dropped by autograd when the backward
         # pass ends.
-        with enable_recomputing(), torch.enable_grad(), \
-                saved_tensors_hooks(fill.keep, _own_gradient):
-            output = Batch(self._run(leaves))
+        try:
+            with enable_recomputing(), torch.enable_grad(), \
+                    saved_tensors_hooks(fill.keep, _own_gradient):
+                output = Batch(self._run(leaves))
+        except Exception:
+            # Most likely PyTorch's "a leaf Variable that requires grad …". It shows the line.
+            if self._changed:
+                raise self._changed_in_place(leaves)
+            raise
         if self._changed:
-            raise RuntimeError(
-                'the input of a checkpointed micro-batch, or a skip tensor that it popped, was '
-                "changed in place; change a copy instead, or use checkpoint='never'"
-                if self._blame is None else self._blame(self._kind(leaves)))
+            raise self._changed_in_place(leaves)
         return output
+
+    def _changed_in_place(self, leaves: tuple[Tensor, ...]) -> RuntimeError:
+        return RuntimeError(
+            'the input of a checkpointed micro-batch, or a skip tensor that it popped, was '
+            'changed in place; change a copy instead (inplace=False), or use '
+            "checkpoint='never'"
+            if self._blame is None else self._blame(self._kind(leaves)))
 
     def _run(self, leaves: tuple[Tensor, ...]) -> Any:
         function: Callable[[], Any] = partial(self._function, self._kind(leaves))
@@ -238,6 +258,9 @@ class Recomputation:
     def forget(self) -> None:
         """Let go of what was needed to run again: [Note: Who owns a recomputation]."""
         del self._function, self._draws, self._layers, self._state, self._blame, self._results
+
+    def _is_forgotten(self) -> bool:
+        return not hasattr(self, '_function')
 
     def _unpack(self, k: int) -> Tensor:
         """Unpack hook of the first pass: [Note: Lifetime of a recomputed tensor]."""
