@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from benchmarks.harness.job import share_cores
 from benchmarks.harness.memory import peak_memory
 from benchmarks.harness.options import choose_devices
 from benchmarks.harness.report import machine, output_folder, table
@@ -70,8 +69,7 @@ def train(name: str, model: nn.Module, data: Data, epochs: int, devices: list[to
 
     def step(index: Tensor) -> float:
         optimizer.zero_grad()
-        with share_cores(devices):
-            output = model(x[index].to(devices[0]))
+        output = model(x[index].to(devices[0]))
         loss = F.cross_entropy(output, y[index].to(devices[-1]))
         loss.backward()
         return loss.item()
@@ -176,6 +174,10 @@ def print_results(results: dict[str, Result], model: GPipe, chunks: int, checkpo
                f'(mean {(a - b).abs().mean():.4f}) in {len(a)} steps; each micro-batch is '
                'normalised by itself.')
     click.echo('peak memory: of one training step, beyond parameters and optimizer state.')
+    if all(device.type == 'cpu' for device in model.devices):
+        click.echo("On a CPU the unwrapped model's kernels use all cores, too, on the whole "
+                   'mini-batch, and nothing is\ncomputed twice. So GPipe takes longer here; '
+                   'workers on a CPU are for trying and testing.')
 
 
 COMMANDS = [digits]

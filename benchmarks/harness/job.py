@@ -14,22 +14,10 @@ from benchmarks.harness.options import Options
 from benchmarks.harness.simulated import is_on_host
 from torchgpipe import GPipe
 
-__all__ = ['Job', 'autocast', 'memory_of', 'share_cores', 'synchronize', 'wrap']
+__all__ = ['Job', 'autocast', 'memory_of', 'synchronize', 'wrap']
 
 #: Tensors as large as the parameters: weights, gradients and what the optimizer keeps.
 COPIES = {'SGD': 2, 'RMSprop': 3}
-
-
-@contextmanager
-def share_cores(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Let workers that run at the same time on the CPU share its cores."""
-    workers = len({device for device in devices if device.type == 'cpu'}) or 1
-    cores = torch.get_num_threads()
-    torch.set_num_threads(max(1, cores // workers))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(cores)
 
 
 def synchronize(devices: Sequence[torch.device]) -> None:
@@ -119,8 +107,7 @@ class Job:
     def forward(self) -> Tensor:
         """Compute the loss."""
         with autocast(self.options, self.devices):
-            with share_cores(self.devices):
-                output = self.model(self.input)
+            output = self.model(self.input)
             if self.setting.model.kind == 'unet':
                 return F.binary_cross_entropy_with_logits(output.to(self.target.dtype),
                                                           self.target)

@@ -198,32 +198,6 @@ def test_the_default_device(devices, mode):
     assert seen == ['meta'] * (16 if mode == 'always' else 8) + ['cpu'] * 8
 
 
-def counting(devices, mode):
-    """Give a pipeline, and what it notes: the number of intra-op threads of each layer's call."""
-    seen = []
-    model = nn.Sequential(*[Spy(lambda _: seen.append(torch.get_num_threads()))
-                            for _ in range(2)])
-    return pipe(model, devices, mode), seen
-
-
-@cpus
-def test_the_number_of_intra_op_threads(devices):
-    gpipe, seen = counting(devices, 'never')
-    for number in (1, 2, 1):
-        torch.set_num_threads(number)
-        gpipe(torch.rand(4, 1))
-    assert seen == [1] * 8 + [2] * 8 + [1] * 8
-
-
-@cpus
-def test_a_recomputation_has_as_many_intra_op_threads_as_the_first_pass(devices):
-    gpipe, seen = counting(devices, 'always')
-    output = gpipe(torch.rand(4, 1, requires_grad=True))
-    torch.set_num_threads(3)
-    output.sum().backward()
-    assert seen == [1] * 16 and torch.get_num_threads() == 3
-
-
 def test_a_pipeline_within_a_recomputation_knows_that_it_is_in_one():
     seen = []
     inner = GPipe(nn.Sequential(nn.Identity(), Spy(lambda _: seen.append(is_recomputing()))),

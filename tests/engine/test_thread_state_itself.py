@@ -55,7 +55,7 @@ def test_a_captured_state_is_entered_and_taken_back_afterwards(field, monkeypatc
         state = ThreadState.capture()
     monkeypatch.undo()
     before = ThreadState.capture()
-    inside, after = state.run(ThreadState.capture), ThreadState.capture()
+    inside, after = state.run(ThreadState.capture, 1), ThreadState.capture()
     assert getattr(inside, field) == getattr(state, field) != getattr(before, field)
     assert getattr(after, field) == getattr(before, field)
 

@@ -92,6 +92,9 @@ class Engine:
         #: On one device nothing can run at the same time, so a thread would only make its caller
         #: wait, and cost as much as several small layers.
         self.one_worker = len({partition.worker for partition in self.partitions}) <= 1
+        #: How many workers share the cores of the CPU.
+        self.cpu_workers = len({partition.worker for partition in self.partitions
+                                if partition.device.type == 'cpu'})
         for j, partition in enumerate(self.partitions):
             partition.moves = j > 0 and self.apart(j - 1, j)
         for j, partition in enumerate(self.partitions):

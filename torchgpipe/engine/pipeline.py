@@ -60,6 +60,8 @@ class Pipeline:
         self._trackers = [SkipTrackerThroughPortals(engine.skip_layout)
                           for _ in batches if engine.has_skips]
         self._state = state = ThreadState.capture()
+        #: Intra-op threads of each worker, where several run at the same time.
+        self._share = max(1, state.num_threads // max(1, min(len(batches), engine.cpu_workers)))
         self._copy_streams = copy_streams or [
             engine.workers.copy_streams(partition.device, len(batches))
             if partition.arrives or partition.departs else [] for partition in engine.partitions]
@@ -178,9 +180,13 @@ class Pipeline:
     def _dispatch(self, groups: Sequence[Sequence[CellIndex]]) -> None:
         """Give each worker its cells, and wait for all of them."""
         workers = self._engine.workers
+        # Where cells wait for their turns, nothing runs beside the first of these.
+        alone = self._is_ordered(groups[0][0][1])
+        num_threads = self._state.num_threads if alone else self._share
         try:
             futures = [workers.submit(self._engine.partitions[group[0][1]].device,
-                                      partial(self._run_group, group)) for group in groups]
+                                      partial(self._run_group, group, num_threads))
+                       for group in groups]
             # The last to start is most likely the last to end: to wait for it first is to be woken
             # up once, not once for each worker, and a wake-up costs as much as a small layer.
             for future in reversed(futures):
@@ -199,10 +205,10 @@ class Pipeline:
             finally:
                 del first  # or its traceback, this frame and the error would be a cycle
 
-    def _run_group(self, group: Sequence[CellIndex]) -> None:
+    def _run_group(self, group: Sequence[CellIndex], num_threads: int) -> None:
         """Run the cells of one worker in a clock, up to the first failure."""
         with use_stream(self._edges[group[0][1]].stream):
-            self._state.run(partial(self._run_in_state, group))
+            self._state.run(partial(self._run_in_state, group), num_threads)
 
     def _run_in_state(self, group: Sequence[CellIndex]) -> None:
         for i, j in group:

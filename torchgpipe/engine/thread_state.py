@@ -103,7 +103,7 @@ class ThreadState(NamedTuple):
     #: The innermost ``(pack, unpack)`` of ``torch.autograd.graph.saved_tensors_hooks``.
     hooks: Hooks | None
     context: contextvars.Context
-    #: OpenMP gives each thread its own number of threads, so a change must follow to the workers.
+    #: Intra-op threads. OpenMP gives each thread a number of its own.
     num_threads: int
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
@@ -162,18 +162,21 @@ class ThreadState(NamedTuple):
             if stack.read() != modes:
                 stack.write(modes)
         pass_state.checkpointing, pass_state.recomputing = self.checkpointing, self.recomputing
+        # It has it, but threads that are new to PyTorch begin with the number that was set last,
+        # and that was a worker's.
+        torch.set_num_threads(self.num_threads)
 
-    def run(self, function: Callable[[], T]) -> T:
-        """Run a function in this state on a worker thread.
+    def run(self, function: Callable[[], T], num_threads: int) -> T:
+        """Run a function in this state on a worker thread, with so many intra-op threads.
 
         Context variables that the function sets stay with that call: one
         :class:`contextvars.Context` can't be entered by two threads at once.
         """
-        return self.context.copy().run(self._run, function)
+        return self.context.copy().run(self._run, function, num_threads)
 
-    def _run(self, function: Callable[[], T]) -> T:
-        if torch.get_num_threads() != self.num_threads:
-            torch.set_num_threads(self.num_threads)
+    def _run(self, function: Callable[[], T], num_threads: int) -> T:
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
         if self.plain and self.autocast == _fresh_thread.autocast:
             with torch.set_grad_enabled(self.grad):
                 return function()
@@ -202,31 +205,31 @@ class ThreadState(NamedTuple):
                     autocast.set()
                 pass_state.checkpointing, pass_state.recomputing, running.workers = state
 
-    def rerun(self, function: Callable[[], T]) -> T:
-        """Run a function in this state again, in backward.
+    def rerun(self, function: Callable[[], T], num_threads: int) -> T:
+        """Run a function in this state again, in backward, with so many intra-op threads.
 
         Grad mode, saved-tensor hooks and the pass belong to the recomputation, which sets them
         itself.
         """
-        return self.context.copy().run(self._rerun, function)
+        return self.context.copy().run(self._rerun, function, num_threads)
 
-    def _rerun(self, function: Callable[[], T]) -> T:
+    def _rerun(self, function: Callable[[], T], num_threads: int) -> T:
         number = torch.get_num_threads()
         same_modes = (FUNCTION_MODES.read(), DISPATCH_MODES.read()) == (
             self.function_modes, self.dispatch_modes)
         autocast = _Autocast.capture()
-        if same_modes and number == self.num_threads and autocast == self.autocast:
+        if same_modes and number == num_threads and autocast == self.autocast:
             return function()
         with ExitStack() as stack:
             if autocast != self.autocast:
                 stack.enter_context(self.autocast.nested())
             if not same_modes:
                 stack.enter_context(_modes(self.function_modes, self.dispatch_modes))
-            if number != self.num_threads:
+            if number != num_threads:
                 # Another number of threads adds in another order, and layers that normalise few
                 # values make much of the difference.
                 stack.callback(torch.set_num_threads, number)
-                torch.set_num_threads(self.num_threads)
+                torch.set_num_threads(num_threads)
             return function()
 
 

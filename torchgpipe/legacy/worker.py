@@ -48,7 +48,7 @@ class Task:
     def compute(self) -> Batch:
         """Run the work in the maker's state."""
         with use_stream(self.stream):
-            return self._state.run(self._compute)
+            return self._state.run(self._compute, self._state.num_threads)
 
     def finalize(self, batch: Batch) -> None:
         """Run the second half of the work, in the thread that got the result."""

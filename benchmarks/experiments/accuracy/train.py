@@ -17,7 +17,7 @@ from benchmarks.experiments.accuracy.images import (ImageFolder, UnreadableImage
 from benchmarks.experiments.accuracy.progress import Progress
 from benchmarks.experiments.accuracy.recipe import learning_rate, make_optimizer
 from benchmarks.harness.experiment import Experiment, Setting
-from benchmarks.harness.job import autocast, memory_of, share_cores, wrap
+from benchmarks.harness.job import autocast, memory_of, wrap
 from benchmarks.harness.options import Options
 from benchmarks.models import resnet101
 
@@ -61,8 +61,7 @@ class Training:
         dtype = torch.float64 if self.options.dtype == torch.float64 else torch.float32
         first, last = memory_of(self.devices[0]), memory_of(self.devices[-1])
         with autocast(self.options, self.devices):
-            with share_cores(self.devices):
-                output = self.model(normalise(images.to(first, non_blocking=True), dtype))
+            output = self.model(normalise(images.to(first, non_blocking=True), dtype))
             return output, F.cross_entropy(output, labels.to(last, non_blocking=True))
 
     def train(self, epoch: int) -> Errors:

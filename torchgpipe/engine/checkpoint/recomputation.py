@@ -79,8 +79,8 @@ class Recomputation:
     """
 
     __slots__ = ('_blame', '_changed', '_draws', '_fills', '_function', '_input', '_kind', '_late',
-                 '_layers', '_offload', '_open', '_packer', '_phony', '_results', '_samples',
-                 '_saved', '_state', '_stream', '__weakref__')
+                 '_layers', '_num_threads', '_offload', '_open', '_packer', '_phony', '_results',
+                 '_samples', '_saved', '_state', '_stream', '__weakref__')
 
     def __init__(self, function: Function, state: ThreadState, draws: Draws,
                  layers: CellState | None, device: torch.device,
@@ -118,6 +118,7 @@ class Recomputation:
         function = partial(batch.call, self._function)
         if self._results is not None:
             function = partial(self._results.record, hooks, function)
+        self._num_threads = torch.get_num_threads()
         self._open = True
         try:
             with enable_checkpointing(), hooks:
@@ -245,7 +246,7 @@ class Recomputation:
         function = partial(self._draws.replay, function)
         if self._layers is not None:
             function = partial(self._layers.run, function)
-        return self._state.rerun(function)
+        return self._state.rerun(function, self._num_threads)
 
     def _drop(self, number: int) -> None:
         """Free what no node of a backward pass asked for."""

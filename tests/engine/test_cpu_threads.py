@@ -1,0 +1,135 @@
+"""Workers on the CPU divide its cores; a cell that waits for its turn has all of them."""
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from tests.devices import ACCELERATOR, cpu_only
+from tests.helpers import Spy
+from torchgpipe import GPipe
+
+here = cpu_only('about the cores of the CPU')
+
+CPUS = ['cpu:0', 'cpu:1', 'cpu:2']
+
+
+def spying(devices=CPUS, function=lambda x: x, **options):
+    """Give a pipeline, and what it notes of calls: their intra-op threads.
+
+    It has run once, so that it is known whether its layers draw random numbers.
+    """
+    seen = []
+
+    def spy(x):
+        seen.append(torch.get_num_threads())
+        function(x)
+
+    model = nn.Sequential(*[Spy(spy) for _ in devices])
+    gpipe = GPipe(model, [1] * len(devices), devices=devices, chunks=3, **options)
+    call(gpipe)
+    seen.clear()
+    return gpipe, seen
+
+
+def call(gpipe):
+    """Go forward."""
+    return gpipe(torch.rand(3, 1, device=gpipe.devices[0].type, requires_grad=True))
+
+
+@here
+@pytest.mark.parametrize('number, share', [(6, 2), (7, 2), (3, 1), (2, 1), (1, 1)])
+def test_workers_divide_the_threads_of_the_caller(number, share):
+    gpipe, seen = spying()
+    torch.set_num_threads(number)
+    call(gpipe)
+    assert seen == [share] * 9 and torch.get_num_threads() == number
+
+
+@here
+def test_a_change_of_the_caller_s_number_follows():
+    gpipe, seen = spying()
+    for number in (6, 9, 6):
+        torch.set_num_threads(number)
+        call(gpipe)
+    assert seen == [2] * 9 + [3] * 9 + [2] * 9
+
+
+@here
+@pytest.mark.parametrize('chunks, share', [(1, 6), (2, 3), (3, 2), (4, 2)])
+def test_no_more_workers_divide_them_than_there_are_micro_batches(chunks, share):
+    gpipe, seen = spying()
+    gpipe.chunks = chunks
+    torch.set_num_threads(6)
+    gpipe(torch.rand(4, 1))
+    assert seen == [share] * 3 * chunks
+
+
+@here
+@pytest.mark.parametrize('devices', [['cpu'], ['cpu', 'cpu:0']])
+def test_one_worker_has_all(devices):
+    gpipe, seen = spying(devices)
+    torch.set_num_threads(4)
+    call(gpipe)
+    assert set(seen) == {4}
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize('devices, share', [
+    ([ACCELERATOR, 'cpu'], 4), ([ACCELERATOR, 'cpu:0', 'cpu:1', 'cpu:0'], 2)])
+def test_workers_of_accelerators_count_for_nothing(devices, share):
+    gpipe, seen = spying(devices)
+    torch.set_num_threads(4)
+    call(gpipe)
+    assert set(seen) == {share}
+
+
+@here
+def test_a_recomputation_has_as_many_as_its_first_pass():
+    gpipe, seen = spying(checkpoint='always')
+    torch.set_num_threads(6)
+    output = call(gpipe)
+    torch.set_num_threads(3)
+    output.sum().backward()
+    assert seen == [2] * 18 and torch.get_num_threads() == 3
+
+
+def number_of_a_new_thread():
+    """Give the intra-op threads with which a thread begins."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@here
+def test_other_threads_begin_with_what_they_would_have_without_workers():
+    found = []
+    gpipe, seen = spying(function=lambda x: found.append(number_of_a_new_thread()))
+    torch.set_num_threads(6)
+    call(gpipe)
+    assert set(seen) == {2} and number_of_a_new_thread() == 6
+    found.clear()
+    call(gpipe)
+    assert set(found) == {6}
+
+
+@here
+@pytest.mark.parametrize('mode', ['always', 'never'])
+def test_cells_that_draw_take_turns_and_have_all(mode):
+    gpipe, seen = spying(function=F.dropout, checkpoint=mode)
+    torch.set_num_threads(6)
+    call(gpipe).sum().backward()
+    assert set(seen) == {6}
+
+
+@here
+def test_under_hooks_of_the_user_s_likewise():
+    gpipe, seen = spying()
+    torch.set_num_threads(6)
+    with saved_tensors_hooks(id, id):
+        call(gpipe)
+    assert set(seen) == {6}
