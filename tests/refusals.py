@@ -174,6 +174,16 @@ def transformed(x):
     return x * torch.func.grad(lambda x: x.square().sum())(x)
 
 
+def ragged(x):
+    """Give a nested tensor."""
+    return torch.nested.as_nested_tensor(list(x), layout=torch.jagged)
+
+
+def padded(x):
+    """Give a plain one."""
+    return torch.nested.to_padded_tensor(x, 0.0)
+
+
 def begins_to_write():
     """Write to a parameter in the second step."""
     def forward(x):
@@ -304,6 +314,7 @@ REFUSALS = [
     parameter_step,
     twice,
     lambda: train(one(linear(), Layer(own_gradient))),
+    lambda: train(one(linear(), Layer(ragged), Layer(torch.relu), Layer(padded))),
     lambda: train(one(linear(), Layer(transformed))),
     lambda: train(one(linear(), no_recompute(Layer(add_one)), linear())),
     changed_while_it_waits,

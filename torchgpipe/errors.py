@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-__all__ = ['add_note', 'other_path', 'uninterrupted']
+__all__ = ['add_note', 'nested', 'other_path', 'uninterrupted']
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -21,6 +21,15 @@ def other_path(difference: str) -> RuntimeError:
         'the recomputation of a checkpointed micro-batch took another path than its first pass: '
         f'{difference}. Gradients would be wrong. Let the layers do the same in both passes '
         "(torchgpipe.is_recomputing() tells them apart), or use checkpoint='never'.")
+
+
+def nested() -> RuntimeError:
+    """Say that a nested tensor does not go through a checkpoint."""
+    return RuntimeError(
+        'a checkpointed micro-batch can not make a nested tensor again: PyTorch takes the ragged '
+        'size of each new one for another size, and has no sizes for the layout torch.strided. '
+        'Let a layer make it that is kept out of recomputation, torchgpipe.no_recompute(layer), '
+        "with layout=torch.jagged; or use checkpoint='never' for the partitions that it is in.")
 
 
 def uninterrupted(function: Callable[[], None]) -> None:

@@ -4,9 +4,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from torchgpipe.errors import nested
 from torchgpipe.private import storage_id
 
-__all__ = ['is_among', 'share_memory', 'size_of', 'versions']
+__all__ = ['check_nested', 'is_among', 'share_memory', 'size_of', 'versions']
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
@@ -34,6 +35,12 @@ def is_among(x: Tensor, others: Iterable[Tensor]) -> bool:
 
 def _place(x: Tensor) -> tuple[object, ...]:
     return storage_id(x), x.storage_offset(), x.shape, x.stride()
+
+
+def check_nested(x: Tensor) -> None:
+    """Refuse a nested tensor of the layout whose sizes can not be asked for."""
+    if x.layout is torch.strided:
+        raise nested()
 
 
 def size_of(x: Tensor) -> int:

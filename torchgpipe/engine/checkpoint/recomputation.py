@@ -46,13 +46,13 @@ from torchgpipe.engine.checkpoint.layer_state import CellState
 from torchgpipe.engine.checkpoint.results import Results
 from torchgpipe.engine.checkpoint.samples import Late, compare, keep
 from torchgpipe.engine.dependency import get_phony, join
-from torchgpipe.engine.memory import versions
+from torchgpipe.engine.memory import check_nested, versions
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.passes import enable_checkpointing, enable_recomputing
 from torchgpipe.engine.stream import (AbstractStream, current_stream, get_device, record_stream,
                                       use_stream, wait_stream)
 from torchgpipe.engine.thread_state import ThreadState
-from torchgpipe.errors import add_note, other_path
+from torchgpipe.errors import add_note, nested, other_path
 from torchgpipe.private import (Hooks, PythonNode, at_end_of_backward, backward_pass, current_node,
                                 retains_graph)
 
@@ -170,6 +170,8 @@ class Recomputation:
     def _number(self, tensor: Tensor) -> int:
         """Pack hook of the first pass: keep a number and a fingerprint, not the tensor."""
         # An integer, since Python's garbage collector goes through whatever else a graph holds.
+        if tensor.is_nested:
+            check_nested(tensor)
         saved = self._saved
         saved.append(hash((tensor.shape, tensor.dtype)))
         return len(saved) - 1
@@ -298,6 +300,8 @@ class Fill:
         k = self._next
         self._next += 1
         if k < len(self._saved) and self._saved[k] != hash((tensor.shape, tensor.dtype)):
+            if tensor.is_nested:
+                raise nested()
             raise other_path(f'saved tensor {k} is now {tensor.dtype} of shape '
                              f'{tuple(tensor.shape)}, which it was not')
         # Detached, lest the recomputation's own graph, of no use, live as long as its tensors.

@@ -25,7 +25,7 @@ from torch.jit import ScriptModule
 from torchgpipe.engine.checkpoint.draws import Draws, Position
 from torchgpipe.engine.checkpoint.kept import Memories, copy_of
 from torchgpipe.engine.dependency import get_phony
-from torchgpipe.engine.memory import share_memory, versions
+from torchgpipe.engine.memory import check_nested, share_memory, versions
 from torchgpipe.errors import add_note, other_path, uninterrupted
 from torchgpipe.private import innermost_hooks, name_of_call, unseen, untraced
 from torchgpipe.structure import PLAIN, Kind, flatten, leaves_of
@@ -159,6 +159,9 @@ class Results:
         if versions(input) != before:
             raise self._refuse(module, 'it changed its input in place')
         tensors, kind = _flatten(output)
+        for x in tensors:
+            if x.is_nested:
+                check_nested(x)
         memories: Memories = {}
         with unseen():
             copies = [copy_of(x, memories) for x in tensors]

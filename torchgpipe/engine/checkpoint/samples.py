@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.memory import check_nested
 from torchgpipe.errors import other_path
 from torchgpipe.private import unseen
 
@@ -48,7 +49,14 @@ def keep(output: Batch) -> list[Sample]:
     """Take samples of the tensors that a first pass gave, which outlive these."""
     with unseen():
         return [Sample(x.dtype, x.shape, None if (elements := _elements(x)) is None
-                       else _copy(elements)) for x in output]
+                       else _copy(elements))
+                for x in [_values(x) if x.is_nested else x for x in output]]
+
+
+def _values(x: Tensor) -> Tensor:
+    """Give the elements of a nested tensor, whose own shape is another one in each pass."""
+    check_nested(x)
+    return x.detach().values()
 
 
 def _elements(x: Tensor) -> Tensor | None:
@@ -91,6 +99,8 @@ def compare(output: Batch, before: list[Sample]) -> list[Late]:
     late = []
     with unseen():
         for k, (x, old) in enumerate(zip(output, before)):
+            if x.is_nested:
+                x = _values(x)
             if (x.dtype, x.shape) != (old.dtype, old.shape):
                 raise other_path(f'its output {k} is {x.dtype} of shape {tuple(x.shape)}, that of '
                                  f'the first pass {old.dtype} of shape {tuple(old.shape)}')
