@@ -4,6 +4,7 @@ And a clock, for those that ask for it.
 """
 import gc
 import os
+import warnings
 import zlib
 from importlib import import_module
 
@@ -52,6 +53,19 @@ def clock(monkeypatch):
     for name in ('measure', 'profile'):  # a function hides the module of the second name
         monkeypatch.setattr(import_module(f'torchgpipe.balance.{name}'), 'time', clock)
     return clock
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Forget what was compiled, and let the compiler not give up silently, nor make a thread."""
+    from tqdm import tqdm
+
+    monkeypatch.setattr(tqdm, 'monitor_interval', 0)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), \
+            warnings.catch_warnings(action='ignore'):
+        yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -3,7 +3,9 @@
 Which of them stands where is tested too: nowhere else in the package.
 """
 import re
+import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -146,6 +148,57 @@ def test_transforms_and_traces():
     plain, transformed, proxy, traced = seen
     assert plain == (False, False, None)
     assert transformed[0] and traced[1] and proxy[2] is not None
+
+
+def sine(x):
+    """Be called by others."""
+    return x.sin()
+
+
+@private.uncompiled
+def apart(x):
+    """Call it."""
+    return sine(x)
+
+
+@partial(private.uncompiled, recursive=False)
+def between(x):
+    """Call it."""
+    return sine(x)
+
+
+@pytest.mark.usefixtures('compiler')
+@pytest.mark.parametrize('function, number', [
+    (sine, 1), (apart, 0), (between, 1), (lambda x: sine(x + 1) * 2, 1),
+    (lambda x: apart(x + 1) * 2, 2)])
+def test_what_is_not_compiled(function, number):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    x = torch.ones(3)
+    assert torch.compile(function, backend=backend)(x).equal(function(x))
+    assert len(graphs) == number
+
+
+@pytest.mark.usefixtures('compiler')
+def test_which_compiled_code_saves_a_tensor():
+    seen = []
+
+    def pack(x):
+        frame = sys._getframe(1)
+        seen.append(private.compiled_code(frame) if frame.f_code is private.APPLY else None)
+
+    with saved_tensors_hooks(pack, int):
+        x = torch.ones(3, requires_grad=True)
+        compiled = torch.compile(sine, backend='aot_eager')
+        sine(x), Look.apply(x), compiled(x), compiled(x)
+        torch._dynamo.reset()
+        compiled(x)
+    plain, first, again, other = seen
+    assert plain is None and first is again is not None and other not in (None, first)
 
 
 def test_trees():

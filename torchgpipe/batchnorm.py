@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from torchgpipe.engine.mini_batch import current
 from torchgpipe.engine.passes import pass_state
-from torchgpipe.private import BatchNorm, is_full_backward_hook
+from torchgpipe.private import BatchNorm, is_full_backward_hook, uncompiled
 
 __all__ = ['DeferredBatchNorm']
 
@@ -122,6 +122,7 @@ class DeferredBatchNorm(BatchNorm):
             self._track(input.numel() // input.size(1), mean, var)
         return output
 
+    @uncompiled
     def _track(self, number: int, mean: Tensor, var: Tensor) -> None:
         dtype = torch.promote_types(mean.dtype, torch.float32)
         moments = _Moments(number, mean.to(dtype), var.to(dtype) * (number - 1))

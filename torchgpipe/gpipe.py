@@ -13,7 +13,7 @@ from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.scatter import REDUCTIONS, check_rule, cut, gather
 from torchgpipe.materialize import materialize
 from torchgpipe.modes import Checkpoint, checkpoint_stops, parse_checkpoint
-from torchgpipe.private import is_tracing, is_transformed, parse_to, proxy_mode
+from torchgpipe.private import is_tracing, is_transformed, parse_to, proxy_mode, uncompiled
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.split import (Device, parse_balance, parse_devices, split, verify_module,
                               verify_source)
@@ -139,6 +139,7 @@ class GPipe(nn.Module):
         self.__dict__['_names'] = tuple(module._modules)
         self._modules.update(module._modules)
 
+    @uncompiled
     def forward(self, *args: Value, **kwargs: Value) -> Value:
         """Run the model on a mini-batch.
 
@@ -228,6 +229,15 @@ class GPipe(nn.Module):
         name, _, rest = target.partition('.')
         layer = self._modules.get(name)
         return super().get_submodule(target) if layer is None else layer.get_submodule(rest)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile each partition, with the arguments of :func:`torch.compile`.
+
+        ``torch.compile(model)`` compiles nothing by itself, as a pipeline hands micro-batches to
+        other threads. What was compiled before, partitions or layers, stays so in it.
+        """
+        for partition in self.partitions:
+            partition.compile(*args, **kwargs)
 
     def train(self, mode: bool = True) -> 'GPipe':
         """Set training or evaluation mode."""

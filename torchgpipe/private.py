@@ -6,24 +6,26 @@ each of these by itself, so that a release which takes one away is found out by 
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
+from torch.autograd.function import BackwardCFunction, Function
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import (tree_flatten, tree_flatten_with_path, tree_leaves, tree_map_only,
                                  tree_unflatten)
 
-__all__ = ['DISPATCH_MODES', 'FUNCTION_MODES', 'RESETS', 'BatchNorm', 'DeviceContext', 'Hooks',
-           'ModeStack', 'PythonNode', 'TorchDispatchMode', 'at_end_of_backward', 'backward_pass',
-           'current_node', 'data_address', 'innermost_hooks', 'is_full_backward_hook',
-           'is_tracing', 'is_transformed', 'lazy_clone', 'name_of_call', 'parse_to', 'pop_hooks',
+__all__ = ['APPLY', 'DISPATCH_MODES', 'FUNCTION_MODES', 'RESETS', 'BatchNorm', 'DeviceContext',
+           'Hooks', 'ModeStack', 'PythonNode', 'TorchDispatchMode', 'at_end_of_backward',
+           'backward_pass', 'compiled_code', 'compiled_codes', 'current_node', 'data_address',
+           'innermost_hooks', 'is_compiled', 'is_full_backward_hook', 'is_tracing',
+           'is_transformed', 'lazy_clone', 'name_of_call', 'own_context', 'parse_to', 'pop_hooks',
            'proxy_mode', 'retains_graph', 'script_attributes', 'storage_id', 'tree_flatten',
-           'tree_flatten_with_path', 'tree_leaves', 'tree_map_only', 'tree_unflatten', 'unseen',
-           'untraced']
+           'tree_flatten_with_path', 'tree_leaves', 'tree_map_only', 'tree_unflatten',
+           'uncompiled', 'unseen', 'untraced']
 
 # Given on as they are: `DeviceContext` is what `torch.set_default_device` enters, and a worker has
 # to tell it from a mode of the user's. `TorchDispatchMode` is the way to see all operations, and
@@ -181,6 +183,67 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     if 'torch._dynamo' not in sys.modules:
         return function
     return torch.compiler.disable(function)  # type: ignore[no-any-return]
+
+
+# --- torch.compile
+# ----------------------------------------------------------------------------------
+
+TFunction = TypeVar('TFunction', bound=Callable[..., Any])
+
+_frames: Any = torch._C._dynamo.eval_frame
+
+
+def uncompiled(function: TFunction, recursive: bool = True) -> TFunction:
+    """Keep ``torch.compile`` from a function, and from all that it calls if that is wanted.
+
+    What was compiled for itself is called as it is. This is ``torch.compiler.disable``, but that
+    one imports the compiler, which takes longer than to import torch, and costs at each call.
+    """
+    action = _frames._FrameAction
+    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(
+        action.SKIP, action.SKIP if recursive else action.DEFAULT))
+    function.__dict__['_torchdynamo_disable'] = True
+    return function
+
+
+#: The code in whose frame a pack hook is called for what a Python function saves.
+APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def compiled_code(frame: FrameType) -> type | None:
+    """Give the compiled code that saves a tensor, by the frame in which a pack hook is called.
+
+    PyTorch may compile a layer several times and choose by the input, so that two passes over the
+    same layer save other tensors. It tells a pack hook the tensor and nothing else.
+
+    Args:
+        frame: One of :data:`APPLY`.
+    """
+    function: type = frame.f_locals['cls']
+    return function if function.__module__ == _COMPILED else None
+
+
+_COMPILED = 'torch._functorch._aot_autograd.runtime_wrappers'
+
+
+def compiled_codes() -> list[type]:
+    """Give all compiled codes of this process that can save tensors for backward."""
+    return [function for function in Function.__subclasses__() if function.__module__ == _COMPILED]
+
+
+def is_compiled(node: Any) -> bool:
+    """Tell whether a node of a graph is that of compiled code."""
+    function = getattr(type(node), '_forward_cls', None)
+    return function is not None and function.__module__ == _COMPILED
+
+
+def own_context(gradients: Any) -> None:
+    """Let the node before which autograd calls this run in a context that no other one enters.
+
+    Autograd puts the caller's context variables back before each node, so it lasts no longer.
+    """
+    if _core._is_key_in_tls('context'):
+        _core._stash_obj_in_tls('context', _core._get_obj_in_tls('context').copy())
 
 
 # --- modules

@@ -95,6 +95,8 @@ class Engine:
         #: How many workers share the cores of the CPU.
         self.cpu_workers = len({partition.worker for partition in self.partitions
                                 if partition.device.type == 'cpu'})
+        #: Whether autograd may run their nodes in several threads.
+        self.several_memories = len({partition.memory for partition in self.partitions}) > 1
         for j, partition in enumerate(self.partitions):
             partition.moves = j > 0 and self.apart(j - 1, j)
         for j, partition in enumerate(self.partitions):

@@ -7,10 +7,13 @@ __all__ = ['enable_checkpointing', 'enable_recomputing', 'is_checkpointing', 'is
 
 
 class _PassState(threading.local):
-    checkpointing = False
-    recomputing = False
-    #: Whether a layer has asked. Then it deals with its own attributes.
-    asked = False
+
+    def __init__(self) -> None:
+        # Each thread has its own, which is what compiled code looks at again when it is called.
+        self.checkpointing = False
+        self.recomputing = False
+        #: Whether a layer has asked. Then it deals with its own attributes.
+        self.asked = False
 
 
 #: This thread's answers to :func:`is_checkpointing` and :func:`is_recomputing`.

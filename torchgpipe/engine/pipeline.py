@@ -13,6 +13,7 @@ from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.cell import Cells
 from torchgpipe.engine.checkpoint.draws import Witness
 from torchgpipe.engine.clock import CellIndex, clocks
+from torchgpipe.engine.compiled import part_contexts
 from torchgpipe.engine.copy import Copy
 from torchgpipe.engine.edges import Edges
 from torchgpipe.engine.mini_batch import MicroBatchContext, MiniBatch, current
@@ -102,6 +103,8 @@ class Pipeline:
         """
         if not self._engine.one_worker:
             self._engine.workers.check_caller()
+        parts = self._engine.several_memories and self._state.grad
+        inputs = [x.grad_fn for batch in self._batches for x in batch] if parts else []
         try:
             for schedule in clocks(len(self._batches), len(self._cells), self._is_ordered):
                 self.compute(schedule)
@@ -109,6 +112,8 @@ class Pipeline:
                 self._hear(self._witness, range(len(self._cells)))
             if self._is_outermost:
                 self._mini_batch.end()
+            if parts:
+                part_contexts(inputs, itertools.chain(*self._batches))
         finally:
             self._state.repair()
             for tracker in self._trackers:

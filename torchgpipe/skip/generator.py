@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from torchgpipe.engine.batch import Batch
+from torchgpipe.private import uncompiled
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import current_skip_tracker
 
@@ -120,6 +121,7 @@ def run_generator(generator: Any, namespaced: Callable[[str], Key], stashable: f
     return output
 
 
+@uncompiled
 def _obey(request: Any, namespaced: Callable[[str], Key], stashable: frozenset[str],
           poppable: frozenset[str], to_stash: set[str], to_pop: set[str]) -> Tensor | None:
     if isinstance(request, stash):

@@ -8,12 +8,13 @@ from it to the layer, so checkpoints and code that go by names fit.
 """
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import wraps
+from functools import partial, wraps
 from types import new_class
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
+from torchgpipe.private import uncompiled
 from torchgpipe.skip.generator import SkipGenerator, pop, run_generator, stash
 from torchgpipe.skip.namespace import Key, Namespace
 
@@ -197,6 +198,7 @@ def _derive(base: type[Any], stashable: frozenset[str], poppable: frozenset[str]
                 derived.stashable_names, derived.poppable_names) == (stashable, poppable):
             return derived
 
+    @partial(uncompiled, recursive=False)  # PyTorch can not compile a generator.
     @wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         generator = base.forward(self, *args, **kwargs)

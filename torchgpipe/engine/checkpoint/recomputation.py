@@ -33,6 +33,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from sys import _getframe
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.aliases import Function
 from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.checkpoint.compiled import Saved, check_code
 from torchgpipe.engine.checkpoint.draws import Draws
 from torchgpipe.engine.checkpoint.layer_state import CellState
 from torchgpipe.engine.checkpoint.results import Results
@@ -53,8 +55,8 @@ from torchgpipe.engine.stream import (AbstractStream, current_stream, get_device
                                       use_stream, wait_stream)
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.errors import add_note, nested, other_path
-from torchgpipe.private import (Hooks, PythonNode, at_end_of_backward, backward_pass, current_node,
-                                retains_graph)
+from torchgpipe.private import (APPLY, Hooks, PythonNode, at_end_of_backward, backward_pass,
+                                compiled_code, current_node, retains_graph, uncompiled)
 
 __all__ = ['Checkpoint', 'Recomputation', 'Recompute']
 
@@ -78,8 +80,9 @@ class Recomputation:
         offload: Lets the input wait elsewhere, if it should.
     """
 
-    __slots__ = ('_blame', '_changed', '_draws', '_fills', '_function', '_input', '_kind', '_late',
-                 '_layers', '_num_threads', '_offload', '_open', '_packer', '_phony', '_results',
+    __slots__ = ('_blame', '_changed', '_compiled', '_draws', '_fills', '_function', '_input',
+                 '_kind', '_late', '_layers', '_num_threads', '_offload', '_open', '_packer',
+                 '_phony', '_results',
                  '_samples', '_saved', '_state', '_stream', '__weakref__')
 
     def __init__(self, function: Function, state: ThreadState, draws: Draws,
@@ -97,6 +100,7 @@ class Recomputation:
         self._stream = current_stream(device)
         self._input: tuple[Tensor, ...] = ()
         self._saved: list[int] = []
+        self._compiled: dict[int, Saved] = {}
         self._fills: dict[int, Fill] = {}
         self._phony: Tensor | None = None
         self._packer: AbstractStream | None = None
@@ -167,15 +171,21 @@ class Recomputation:
             self._input = ()
         output[k] = join(output[k], phony)
 
+    @uncompiled
     def _number(self, tensor: Tensor) -> int:
         """Pack hook of the first pass: keep a number and a fingerprint, not the tensor."""
         # An integer, since Python's garbage collector goes through whatever else a graph holds.
         if tensor.is_nested:
             check_nested(tensor)
         saved = self._saved
+        k = len(saved)
         saved.append(hash((tensor.shape, tensor.dtype)))
-        return len(saved) - 1
+        frame = _getframe(1)
+        if frame.f_code is APPLY and (code := compiled_code(frame)) is not None:
+            self._compiled[k] = Saved.of(code, tensor)
+        return k
 
+    @uncompiled
     def fill(self) -> 'Fill':
         """Run the function again, and keep what its nodes save for this backward pass."""
         try:
@@ -185,7 +195,7 @@ class Recomputation:
                 add_note(error, AGAIN)
             raise
         leaves = tuple([x.detach().requires_grad_(x.requires_grad) for x in input])
-        fill = Fill(self._saved, self._state.hooks_of_recomputation())
+        fill = Fill(self._saved, self._compiled, self._state.hooks_of_recomputation())
         try:
             # Autograd may call this on another stream than the one whose nodes take the tensors.
             with use_stream(self._stream):
@@ -282,19 +292,22 @@ class Fill:
 
     Args:
         saved: Fingerprints of what the first pass saved.
+        compiled: Those of compiled code.
         hooks: The user's saved-tensor hooks, if any.
     """
 
-    __slots__ = ('_held', '_holder', '_hooks', '_next', '_saved', '_tensors')
+    __slots__ = ('_compiled', '_held', '_holder', '_hooks', '_next', '_saved', '_tensors')
 
-    def __init__(self, saved: list[int], hooks: Hooks | None) -> None:
+    def __init__(self, saved: list[int], compiled: dict[int, Saved], hooks: Hooks | None) -> None:
         self._saved = saved
+        self._compiled = compiled
         self._hooks = hooks
         self._next = 0
         self._tensors: dict[int, tuple[Any, int | None]] = {}
         self._holder: Callable[[], Any] = _gone
         self._held: dict[int, Tensor] = {}
 
+    @uncompiled
     def keep(self, tensor: Tensor) -> int:
         """Pack hook of the recomputation: keep the tensor under its number."""
         k = self._next
@@ -304,6 +317,10 @@ class Fill:
                 raise nested()
             raise other_path(f'saved tensor {k} is now {tensor.dtype} of shape '
                              f'{tuple(tensor.shape)}, which it was not')
+        frame = _getframe(1)
+        code = compiled_code(frame) if frame.f_code is APPLY else None
+        if code is not None or k in self._compiled:
+            check_code(k, self._compiled.get(k), code, tensor)
         # Detached, lest the recomputation's own graph, of no use, live as long as its tensors.
         alias = tensor.detach()
         hooks = self._hooks

@@ -20,7 +20,7 @@ from torchgpipe.engine.memory import check_nested
 from torchgpipe.errors import other_path
 from torchgpipe.private import unseen
 
-__all__ = ['Late', 'Sample', 'compare', 'compare_late', 'keep']
+__all__ = ['Late', 'Sample', 'agree', 'compare', 'compare_late', 'elements_of', 'keep']
 
 #: How many elements of an output are compared, about.
 NUMBER = 64
@@ -48,7 +48,7 @@ class Late(NamedTuple):
 def keep(output: Batch) -> list[Sample]:
     """Take samples of the tensors that a first pass gave, which outlive these."""
     with unseen():
-        return [Sample(x.dtype, x.shape, None if (elements := _elements(x)) is None
+        return [Sample(x.dtype, x.shape, None if (elements := elements_of(x)) is None
                        else _copy(elements))
                 for x in [_values(x) if x.is_nested else x for x in output]]
 
@@ -59,14 +59,19 @@ def _values(x: Tensor) -> Tensor:
     return x.detach().values()
 
 
-def _elements(x: Tensor) -> Tensor | None:
-    """Give some elements, in the memory of the tensor."""
+def elements_of(x: Tensor, every: bool = False) -> Tensor | None:
+    """Give some elements, in the memory of the tensor; ``None`` if they can't be looked at.
+
+    Args:
+        x: The tensor.
+        every: Whether to look at one that can have no gradient, too.
+    """
     x = x.detach()
     if x.is_meta or x.layout is not torch.strided:
         return None
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
-    elif not x.is_floating_point():
+    elif not every and not x.is_floating_point():
         return None
     number = x.numel()
     return x if number <= NUMBER else x.flatten()[::number // NUMBER]
@@ -104,12 +109,12 @@ def compare(output: Batch, before: list[Sample]) -> list[Late]:
             if (x.dtype, x.shape) != (old.dtype, old.shape):
                 raise other_path(f'its output {k} is {x.dtype} of shape {tuple(x.shape)}, that of '
                                  f'the first pass {old.dtype} of shape {tuple(old.shape)}')
-            elements = _elements(x)
+            elements = elements_of(x)
             if elements is None or old.elements is None:
                 continue
             if not _is_here(x):
                 late.append(Late(_copy(elements), old.elements, _event(x.device)))
-            elif not _agree(elements, old.elements):
+            elif not agree(elements, old.elements):
                 raise other_path(DIFFERENCE)
     return late
 
@@ -129,8 +134,8 @@ def compare_late(late: deque[Late], j: int) -> None:
             late.appendleft(pair)
             return
         with unseen():
-            agree = _agree(pair.now, pair.before)
-        if not agree:
+            same = agree(pair.now, pair.before)
+        if not same:
             late.clear()
             raise other_path(f'{DIFFERENCE}, in partition {j} and an earlier backward pass')
 
@@ -140,9 +145,12 @@ def _event(device: torch.device) -> Callable[[], bool]:
     return torch.accelerator.current_stream(device).record_event().query
 
 
-def _agree(a: Tensor, b: Tensor) -> bool:
+def agree(a: Tensor, b: Tensor) -> bool:
+    """Tell whether elements are the same, but for rounding."""
     if torch.equal(a, b):
         return True
+    if not a.is_floating_point():
+        return False
     # A kernel may add in another order, as where memory lies at another address.
     tolerance = torch.finfo(b.dtype).eps ** 0.5
     scale = b.abs().nan_to_num(0, 0, 0).max().item()
