@@ -11,8 +11,9 @@ from torch._dynamo import lookup_backend
 from torch._dynamo.backends.common import aot_autograd
 
 from tests.devices import cpu_only, devices, one_worker, places
-from tests.helpers import assert_same, gradients, memory_of, modes, on_first
+from tests.helpers import assert_same, gradients, in_a_new_thread, memory_of, modes, on_first
 from torchgpipe import GPipe, is_recomputing
+from torchgpipe.engine.passes import enable_recomputing
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
 pytestmark = pytest.mark.usefixtures('compiler')
@@ -216,6 +217,22 @@ def test_other_compiled_code_that_saves_other_tensors(first, second, devices):
 
 
 @one_worker
+def test_other_compiled_code_that_saves_the_same(devices):
+    """Masks are compared, too."""
+    class Mask(nn.Module):
+        def forward(self, x):
+            return x.masked_fill(x > 0.3, 0)
+
+    gpipe = GPipe(nn.Sequential(Mask()), [1], devices=devices(1), checkpoint='always')
+    gpipe.compile(backend=SAVES_ALL)
+    x = torch.rand(4, 4, device=devices.first, requires_grad=True)
+    output = gpipe(x)
+    torch._dynamo.reset()
+    output.sum().backward()
+    assert x.grad.equal((x <= 0.3).float())
+
+
+@one_worker
 @pytest.mark.parametrize('stances', [('force_eager', 'default'), ('default', 'force_eager')])
 def test_only_one_of_both_passes_was_compiled(stances, devices):
     """What compiled code saves is in another order; before 0.5.0 the gradient was wrong."""
@@ -249,22 +266,16 @@ def test_nothing_stays_of_what_checkpointed_compiled_code_saved(devices):
         assert others and all(each.expired() for each in others)
 
 
-@one_worker
-def test_compiled_layers_can_tell_the_passes_apart(devices):
-    """Before 0.5.0 those that asked before the first checkpoint got that answer forever."""
-    torch.compile(is_recomputing, backend='eager')()
-    seen = []
+def test_compiled_code_can_tell_the_passes_apart():
+    """Before 0.5.0 what asked before a thread's first checkpoint got that answer forever."""
+    ask = torch.compile(lambda x: x + is_recomputing(), backend='eager')
 
-    class Ask(nn.Module):
-        def forward(self, x):
-            seen.append(is_recomputing())
-            return x.sin()
+    def ask_twice():
+        before = ask(torch.zeros(1))
+        with enable_recomputing():
+            return before, ask(torch.zeros(1))
 
-    gpipe = GPipe(nn.Sequential(Ask()), [1], devices=devices(1), checkpoint='always')
-    gpipe.compile(backend='eager')
-    x = torch.rand(2, 4, device=devices.first, requires_grad=True)
-    gpipe(x).sum().backward()
-    assert seen == [False, True]
+    assert in_a_new_thread(ask_twice) == (0, 1)
 
 
 @pytest.mark.accelerator
