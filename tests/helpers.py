@@ -15,8 +15,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests import accelerator
-from torchgpipe import GPipe
-from torchgpipe.engine import partition
+from torchgpipe import GPipe, split
+from torchgpipe.engine import copy as copy_module
+from torchgpipe.engine import partition, shared
 from torchgpipe.engine.stream import use_device
 
 MODES = ['always', 'except_last', 'never']
@@ -150,8 +151,23 @@ def see_late(gpipe):
 
 def as_if_on_several(monkeypatch, number):
     """Take partitions on one device for partitions on several, so that they copy and wait."""
-    keys = itertools.cycle(range(number))
-    monkeypatch.setattr(partition, 'device_key', lambda device: (device.type, next(keys)))
+    for name in ('device_key', 'memory_key'):
+        keys = itertools.cycle(range(number))
+        monkeypatch.setattr(partition, name, lambda device, keys=keys: (device.type, next(keys)))
+
+
+def in_two_memories(monkeypatch):
+    """Take 'cpu:0' and 'cpu:1' for devices with a memory each; give the copies between them."""
+    copies = []
+
+    def copy_tensor(tensor, *streams):
+        copies.append(tensor)
+        return tensor.clone()
+
+    monkeypatch.setattr(copy_module, 'copy_tensor', copy_tensor)
+    for module in (partition, shared, split):
+        monkeypatch.setattr(module, 'memory_key', lambda device: (device.type, device.index or 0))
+    return copies
 
 
 def sleep(milliseconds):

@@ -3,10 +3,12 @@ from collections import OrderedDict
 from unittest.mock import patch
 
 import torch
+from pytest import MonkeyPatch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.parametrizations import weight_norm
 
+from tests.helpers import in_two_memories
 from torchgpipe import GPipe, NoChunk, is_recomputing, no_recompute
 from torchgpipe.balance import profile
 from torchgpipe.engine.offload import Offload
@@ -85,17 +87,31 @@ def train(model, input=None):
     model(torch.randn(4, 4) if input is None else input).sum().backward()
 
 
-def same_child():
-    """Use a child twice."""
-    layer = linear()
-    wrap(layer, layer)
+def on_two_devices(*layers, **options):
+    """Train layers in two partitions, as if each had a memory of its own."""
+    with MonkeyPatch.context() as patches:
+        in_two_memories(patches)
+        train(wrap(*layers, **options))
 
 
-def same_parameter():
-    """Use a parameter twice."""
+def within_another():
+    """Share a parameter with a layer of a pipeline on another device."""
     a, b = linear(), linear()
     b.weight = a.weight
-    wrap(a, b)
+    on_two_devices(a, one(b))
+
+
+def of_another():
+    """Have a layer of a pipeline elsewhere, too."""
+    layer = linear()
+    wrap(one(layer), layer)
+
+
+def embedding_and_head():
+    """Share a weight between partitions, of which one writes to it."""
+    embedding, head = nn.Embedding(4, 4, max_norm=0.1), linear()
+    head.weight = embedding.weight
+    wrap(embedding, head)(torch.arange(4))
 
 
 def own_parameter():
@@ -264,8 +280,10 @@ REFUSALS = [
     own_parameter,
     own_hook,
     lambda: GPipe(nn.Sequential(OrderedDict(partitions=linear())), [1], devices=['cpu']),
-    same_child,
-    same_parameter,
+    lambda: on_two_devices(*[nn.LazyLinear(4)] * 2),
+    lambda: on_two_devices(*[torch.jit.script(linear())] * 2),
+    within_another,
+    of_another,
     lambda: GPipe(nn.Sequential(linear()), devices=['cpu']),
     lambda: wrap(linear(), linear(), balance=[1, 2]),
     lambda: wrap(linear(), linear(), balance=[0, 2]),
@@ -282,6 +300,8 @@ REFUSALS = [
     lambda: no_recompute(Stash()),
     lambda: wrap(linear(), linear()).to('cpu'),
     replaced,
+    lambda: on_two_devices(*[nn.BatchNorm1d(4)] * 2),
+    embedding_and_head,
     lambda: wrap(linear(), linear())({'x': torch.randn(4, 4), 'y': object()}),
     lambda: wrap(linear(), Layer(NoChunk), linear(), balance=[2, 1])(torch.randn(4, 4)),
     lambda: wrap(linear(), linear())(torch.randn(4, 4), mask=None),

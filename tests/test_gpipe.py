@@ -157,20 +157,6 @@ def test_not_a_sequential(module):
         GPipe(module, [1], devices=['cpu'])
 
 
-def test_duplicate_children():
-    layer = nn.Linear(1, 1)
-    with pytest.raises(ValueError, match='module with duplicate children is not supported.*0.*1'):
-        pipe(nn.Sequential(layer, layer), [1, 1])
-
-
-def test_duplicate_parameters():
-    a, b = nn.Linear(2, 2), nn.Linear(2, 2)
-    b.weight = a.weight
-    with pytest.raises(ValueError, match='module with duplicate parameters in distinct children '
-                                         "is not supported: '1.weight'"):
-        pipe(nn.Sequential(a, b), [1, 1])
-
-
 def test_a_missing_balance_recommends_how_to_find_one():
     with pytest.raises(ValueError) as error:
         GPipe(small_model())

@@ -190,7 +190,9 @@ def tied():
     layer.append(nn.Sequential(layer[0]))
     layer[0].weight.tag = 'kept'
     layer[2].weight, layer[3].table = layer[0].weight, layer[1].table
-    return nn.Sequential(layer, nn.Linear(4, 4), Table(0))
+    model = nn.Sequential(layer, nn.Linear(4, 4), Table(0), nn.Linear(4, 4), layer, layer[4])
+    model[3].weight = layer[0].weight
+    return model
 
 
 @one_worker
@@ -199,19 +201,20 @@ def test_shared_tensors_stay_one(devices):
     plain = tied()
     module = on_meta(tied)
     torch.manual_seed(1)
-    gpipe = GPipe(module, [1, 2], devices=devices(2))
+    gpipe = GPipe(module, [1, 5], devices=devices(2))
     assert gpipe[0][0].weight is gpipe[0][2].weight and gpipe[0][1].table is gpipe[0][3].table
+    assert gpipe[3].weight is gpipe[0][0].weight and gpipe[4] is gpipe[0]
     assert gpipe[0][0].weight.tag == 'kept'
     assert_equal(gpipe, plain)
 
 
 @one_worker
-@pytest.mark.parametrize('name', ['0.0.weight', '0.2.weight'])
+@pytest.mark.parametrize('name', ['0.0.weight', '0.2.weight', '3.weight'])
 def test_a_shared_tensor_is_loaded_by_any_of_its_names(devices, name):
     plain = tied()
     state = plain.state_dict()
     del state[name]
-    gpipe = GPipe(on_meta(tied), [1, 2], devices=devices(2), weights=state)
+    gpipe = GPipe(on_meta(tied), [1, 5], devices=devices(2), weights=state)
     assert gpipe[0][0].weight is gpipe[0][2].weight
     assert_equal(gpipe, plain)
 

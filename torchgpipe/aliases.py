@@ -2,7 +2,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 Tensors = tuple[Tensor, ...]
 
@@ -11,3 +11,6 @@ Value = Any
 
 #: What a cell runs: a partition, or any callable from value to value.
 Function = Callable[[Value], Value]
+
+#: The place of a parameter or a buffer: a module and a name.
+Slot = tuple[nn.Module, str]

@@ -45,7 +45,7 @@ class _Moments(NamedTuple):
 
 
 class _Statistics:
-    """What a layer saw of a mini-batch: moments for each call within a cell.
+    """What a layer saw of a mini-batch: moments for each call within the cells of a partition.
 
     A layer that is called twice moves its running statistics twice.
     """
@@ -53,14 +53,15 @@ class _Statistics:
     def __init__(self) -> None:
         self._cell: int | None = None
         self._call = 0
-        self.moments: dict[int, _Moments] = {}
+        #: By partition and call.
+        self.moments: dict[tuple[int, int], _Moments] = {}
 
-    def add(self, cell: int, moments: _Moments) -> None:
+    def add(self, j: int, cell: int, moments: _Moments) -> None:
         """Merge the moments of a call with those of the same call in other micro-batches."""
         self._call = self._call + 1 if cell == self._cell else 0
         self._cell = cell
-        before = self.moments.get(self._call)
-        self.moments[self._call] = moments if before is None else before.merge(moments)
+        before = self.moments.get((j, self._call))
+        self.moments[j, self._call] = moments if before is None else before.merge(moments)
 
 
 class DeferredBatchNorm(BatchNorm):
@@ -129,9 +130,9 @@ class DeferredBatchNorm(BatchNorm):
         here = current.micro_batch
         if here is not None:
             statistics = here.mini_batch.value(self, self._begin)
-            statistics.add(here.cell, moments)
+            statistics.add(here.j, here.cell, moments)
             return
-        self._statistics.add(self._calls, moments)
+        self._statistics.add(0, self._calls, moments)
         self._calls += 1
         if self._calls >= self.chunks:
             statistics = self._statistics
@@ -159,7 +160,7 @@ class DeferredBatchNorm(BatchNorm):
         var = moments.deviation / (moments.number - 1)
         for running, new in ((self.running_mean, moments.mean), (self.running_var, var)):
             tensor = cast(Tensor, running)
-            tensor.lerp_(new.to(tensor.dtype), factor)
+            tensor.lerp_(new.to(tensor), factor)  # from another partition, maybe on its device
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Buffers of 0.0.7 in which it kept an unfinished mini-batch.

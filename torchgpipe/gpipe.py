@@ -15,8 +15,8 @@ from torchgpipe.materialize import materialize
 from torchgpipe.modes import Checkpoint, checkpoint_stops, parse_checkpoint
 from torchgpipe.private import is_tracing, is_transformed, parse_to, proxy_mode, uncompiled
 from torchgpipe.skip.skippable import verify_skippables
-from torchgpipe.split import (Device, parse_balance, parse_devices, split, verify_module,
-                              verify_source)
+from torchgpipe.split import (Device, parse_balance, parse_devices, split, still_shared,
+                              verify_module, verify_shared, verify_source)
 from torchgpipe.structure import Arguments, flatten_nested
 from torchgpipe.weights import Weights
 
@@ -83,10 +83,10 @@ class GPipe(nn.Module):
     Raises:
         TypeError: The module is not sequential, the balance is not made of integers, or stashes
             and pops of its layers do not match.
-        ValueError: The balance, ``chunks`` or ``checkpoint`` is wrong, a device is unknown, a
-            child or a parameter appears twice, the balance comes from a profile of another
-            module, the weights are those of another one, or a tensor on the meta device gets no
-            value.
+        ValueError: The balance, ``chunks`` or ``checkpoint`` is wrong, a device is unknown, the
+            balance comes from a profile of another module, the weights are those of another one,
+            a tensor on the meta device gets no value, or layers on several devices share what
+            only one of them can have.
         IndexError: There are fewer devices than partitions.
     """
 
@@ -121,6 +121,7 @@ class GPipe(nn.Module):
         self.balance = parse_balance(balance, len(module))
         self.checkpoint = parse_checkpoint(checkpoint, len(self.balance))
         self.devices = parse_devices(devices, len(self.balance))
+        verify_shared(module, self.balance, self.devices)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
         materialize(module, [device for number, device in zip(self.balance, self.devices)
@@ -216,7 +217,8 @@ class GPipe(nn.Module):
         return self._layers()[index]
 
     def _layers(self) -> list[nn.Module]:
-        return [layer for partition in self.partitions for layer in partition.children()]
+        return [layer for partition in self.partitions
+                for layer in partition._modules.values() if layer is not None]
 
     def get_submodule(self, target: str) -> nn.Module:
         """Give a module by its name, also a layer that has the name of an attribute of this.
@@ -289,7 +291,8 @@ class GPipe(nn.Module):
             probe = torch.empty(1, device=device)
             if fn(probe).device != probe.device:
                 raise _denied()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        with still_shared(self):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ['layer_lock', 'new_lock']
+__all__ = ['layer_lock', 'new_lock', 'together']
 
 _locks: 'weakref.WeakSet[Any]' = weakref.WeakSet()
 
@@ -45,7 +45,12 @@ def layer_lock(layers: Iterable[nn.Module]) -> AbstractContextManager[Any]:
     """Give a context in which no other thread runs any of these layers."""
     with _lock:
         new = new_lock()
-        locks = {_of_layers.setdefault(layer, new) for layer in layers}
+        return together(*{_of_layers.setdefault(layer, new) for layer in layers})
+
+
+def together(*contexts: Any) -> AbstractContextManager[Any]:
+    """Give a context in which a thread holds all that it would hold in each of several."""
+    locks = {lock for each in contexts for lock in getattr(each, 'locks', [each])}
     return locks.pop() if len(locks) == 1 else _Several(locks)
 
 
@@ -53,12 +58,12 @@ class _Several:
     """Several locks, always taken in one order, so that no two threads wait for each other."""
 
     def __init__(self, locks: Iterable[Any]) -> None:
-        self._locks = sorted(locks, key=id)
+        self.locks = sorted(locks, key=id)
         self._held = threading.local()
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            for lock in self._locks:
+            for lock in self.locks:
                 stack.enter_context(lock)
             self._held.__dict__.setdefault('stacks', []).append(stack.pop_all())
 

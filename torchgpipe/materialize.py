@@ -55,12 +55,12 @@ def materialize(module: nn.Sequential, devices: Sequence[torch.device],
             the module.
     """
     loader = None if weights is None else _Loader(open_weights(weights))
-    plans = [_Plan(layer, loader is not None) for layer in module.children()]
-    helpless = [slot for plan in plans for slot in plan.helpless]
+    helpless = [slot for layer in module for slot in _Plan(layer, loader is not None).helpless]
     if helpless:
         raise _without_value(module, helpless)
     made: Made = {}
-    for (name, layer), plan, device in zip(module.named_children(), plans, devices):
+    for (name, layer), device in zip(module._modules.items(), devices):
+        plan = _Plan(layer, loader is not None)  # without what stands in earlier layers, too
         slots = [slot for slot in _slots(layer) if slot.tensor.is_meta]
         _allocate(slots, torch.device('cpu') if plan.resets else device)
         forgotten = plan.reset()

@@ -1,20 +1,24 @@
 """Verify a sequential module, and split it over devices."""
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from types import FunctionType
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
+from torchgpipe.aliases import Slot
 from torchgpipe.engine.memory import size_of
-from torchgpipe.engine.stream import accelerators, current_device
+from torchgpipe.engine.places import holder_of, is_pipeline, modules_of, named_slots, tensor_of
+from torchgpipe.engine.stream import accelerators, current_device, memory_key
 
-__all__ = ['Device', 'Sequential', 'split', 'parse_balance', 'parse_devices', 'verify_module',
-           'verify_source']
+__all__ = ['Device', 'Sequential', 'split', 'parse_balance', 'parse_devices', 'still_shared',
+           'verify_module', 'verify_shared', 'verify_source']
 
 Device = torch.device | int | str
 
@@ -36,18 +40,15 @@ def verify_module(module: nn.Module) -> None:
 
     Raises:
         TypeError: It is not an :class:`torch.nn.Sequential`, or has a forward of its own.
-        ValueError: A child appears twice, or a parameter in two children, or a child has a name
-            that it can not have.
+        ValueError: It has parameters, buffers or hooks of its own, or a child has a name that it
+            can not have.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError('module must be nn.Sequential to be partitioned, but got '
                         f'{type(module).__name__}; list its layers: nn.Sequential(model.first, '
                         '*model.blocks, model.last)')
     _verify_plain(module)
-    layers = list(module._modules.items())
-    _verify_names(layers)
-    _verify_children(layers)
-    _verify_parameters(layers)
+    _verify_names(module._modules)
 
 
 def _verify_plain(module: nn.Sequential) -> None:
@@ -71,32 +72,62 @@ def _verify_plain(module: nn.Sequential) -> None:
             raise ValueError(f"layer '{name}' is None")
 
 
-def _verify_names(layers: Sequence[tuple[str, Any]]) -> None:
+def _verify_names(names: Iterable[str]) -> None:
     # What goes from attribute to attribute would take the one for the other without an error.
-    if any(name == 'partitions' for name, _ in layers):
+    if 'partitions' in names:
         raise ValueError("a layer to be partitioned can not be called 'partitions', which is what "
                          'a GPipe calls its parts; give it another name')
 
 
-def _verify_children(layers: Sequence[tuple[str, Any]]) -> None:
-    names: dict[int, str] = {}
-    for name, layer in layers:
-        first = names.setdefault(id(layer), name)
-        if first != name:
-            raise ValueError('module with duplicate children is not supported: layers '
-                             f"'{first}' and '{name}' are the same {type(layer).__name__}; "
-                             'give each place a module of its own')
+def verify_shared(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
+                  ) -> None:
+    """Check that what layers share can be had by all of them.
+
+    Raises:
+        ValueError: A parameter or a buffer can not, on another device than that of its first
+            layer; or a layer of a GPipe among the layers stands elsewhere, too.
+    """
+    inner: set[nn.Module] = set()
+    for pipeline in filter(is_pipeline, module.modules()):
+        _verify_alone(module, pipeline)
+        inner.update(pipeline.modules())
+    first: dict[int, tuple[Tensor, str, torch.device, Slot]] = {}
+    places = [device for number, device in zip(balance, devices) for _ in range(number)]
+    for (prefix, layer), device in zip(module._modules.items(), places):
+        for name, slot, tensor in named_slots(layer, prefix):
+            _, first_name, home, first_slot = first.setdefault(
+                id(tensor), (tensor, name, device, slot))
+            if memory_key(home) != memory_key(device):
+                what = f"'{first_name}' on {home} is also '{name}' on {device}"
+                _verify_copied(what, slot, tensor, not inner.isdisjoint([first_slot[0], slot[0]]))
 
 
-def _verify_parameters(layers: Sequence[tuple[str, Any]]) -> None:
-    owners: dict[int, str] = {}
-    for name, layer in layers:
-        for parameter_name, parameter in layer.named_parameters():
-            owner = owners.setdefault(id(parameter), name)
-            if owner != name:
-                raise ValueError('module with duplicate parameters in distinct children is not '
-                                 f"supported: '{name}.{parameter_name}' also belongs to layer "
-                                 f"'{owner}'; merge both layers into one child, or untie them")
+def _verify_copied(what: str, slot: Slot, tensor: Tensor, within: bool) -> None:
+    """Check that a module can have a copy of what it shares, for each forward pass."""
+    rule = 'module with duplicate parameters in distinct children is not supported'
+    if is_lazy(tensor):
+        raise ValueError(f'{rule} on different devices while they are lazy: {what}; call the '
+                         'module once before it is wrapped, or put both on one device')
+    if isinstance(slot[0], ScriptModule):
+        raise ValueError(f'{rule} on different devices in a module of TorchScript: {what}; put '
+                         'both on one device, or wrap the layer as it was before it was scripted')
+    if within:
+        raise ValueError(f'{rule} on different devices within another GPipe: {what}; put both on '
+                         'one device, or their layers into one GPipe')
+
+
+def _verify_alone(module: nn.Module, pipeline: nn.Module) -> None:
+    """See that the layers of a pipeline stand nowhere else: it has locks and workers of its own.
+
+    A cell around it would hold the lock for which a worker within waits.
+    """
+    outside = set(modules_of(module)) - {pipeline}
+    for layer in outside.intersection(pipeline.modules()):
+        names = "' and '".join(name for name, each in module.named_modules(remove_duplicate=False)
+                               if each is layer)
+        raise ValueError('the layers of a GPipe within a GPipe can stand nowhere else, but '
+                         f"'{names}' are one {type(layer).__name__}; give each place a module of "
+                         'its own')
 
 
 def parse_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
@@ -250,12 +281,30 @@ def split(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch
           ) -> list[nn.Sequential]:
     """Split a verified module by a checked balance, and move each partition to its device.
 
-    Layers keep their names. All CPU devices share one memory, so ``cpu:1`` moves nothing.
+    Layers keep their names. What several of them share stays shared, and is where the first one
+    is. All CPU devices share one memory, so ``cpu:1`` moves nothing.
     """
     layers = iter(module._modules.items())
-    partitions = []
-    for number, device in zip(balance, devices):
-        partition: Any = Sequential(OrderedDict(next(layers) for _ in range(number)))
-        partition.training = module.training
-        partitions.append(partition.to('cpu' if device.type == 'cpu' else device))
+    partitions: list[Any] = [Sequential(OrderedDict(next(layers) for _ in range(number)))
+                             for number in balance]
+    with still_shared(module):
+        # A parameter moves with each partition that has it, the first one last.
+        for partition, device in zip(reversed(partitions), reversed(devices)):
+            partition.training = module.training
+            partition.to('cpu' if device.type == 'cpu' else device)
     return partitions
+
+
+@contextmanager
+def still_shared(module: nn.Module) -> Iterator[None]:
+    """Let tensors that modules share stay shared when they are moved or get another type.
+
+    PyTorch makes several of a buffer that several modules have, as it takes one after the other.
+    """
+    places: dict[int, tuple[Tensor, list[Slot]]] = {}
+    for _, slot, tensor in named_slots(module):
+        places.setdefault(id(tensor), (tensor, []))[1].append(slot)
+    yield
+    for _, (first, *others) in places.values():
+        for slot in others:
+            holder_of(slot)[slot[1]] = tensor_of(first)

@@ -9,7 +9,7 @@ import textwrap
 from typing import Any, NamedTuple
 
 from tests.accelerator import programs as P
-from torchgpipe.engine import copy, edges, offload, pipeline, stream, worker
+from torchgpipe.engine import copy, edges, offload, pipeline, shared, stream, worker
 from torchgpipe.engine.checkpoint import recomputation, samples
 from torchgpipe.skip import portal
 from torchgpipe.stream import default_stream, no_context
@@ -159,6 +159,25 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
     (offload.Offload._to_device, 'record_stream(y, compute)', P.inputs_wait_on_the_host),
     (worker.Workers.host_stream, 'new_stream(device)', P.inputs_go_and_come_beside_cells,
      'mutated(torch.sim.default_stream(device))'),
+
+    # What partitions share
+    (shared.SharedTensors._copy, 'current_stream(tensor.device)',
+     P.parameters_are_shared_without_grad, 'mutated.default(tensor.device)'),
+    (shared.SharedTensors._copy, 'current_stream(device)',
+     P.parameters_are_shared_without_grad, 'mutated.default(device)'),
+    (shared.SharedTensors._copy, '_apply(Wait, home, leaving, tensor)', P.parameters_are_shared,
+     'mutated(tensor)'),
+    (shared.SharedTensors._copy, '_apply(Wait, arriving, there, ', P.parameters_are_shared,
+     'mutated('),
+    (shared.SharedTensors._return_late, 'edges[partition.j].put_last(phony)',
+     P.devices_do_not_wait_for_what_is_shared),
+    (shared.SharedTensors._copy_stream,
+     'self._engine.workers.copy_streams(device, self._m + 1)[-1]',
+     P.devices_do_not_wait_for_what_is_shared, 'mutated(current_stream(device))'),
+    (shared.SharedTensors._end, 'wait_stream(current_stream(device), self._copy_stream(device))',
+     P.parameters_are_shared_without_grad),
+    (shared.SharedTensors._end, 'current_stream(device)', P.parameters_are_shared_without_grad,
+     'mutated.default(device)'),
 
     # Backward: recomputations, samples, and the nodes on the way
     (recomputation.Recomputation.__init__, 'current_stream(device)',

@@ -49,6 +49,12 @@ class Pair:
             for loss in self.forward():
                 loss.backward()
 
+    @torch.no_grad()
+    def update(self):
+        """Let both change their parameters, without a wait."""
+        for parameter in (*self.model.parameters(), *self.gpipe.parameters()):
+            parameter.mul_(0.9)
+
     def check(self):
         """Compare outputs and gradients."""
         expected, actual = zip(*self.outputs)
@@ -259,6 +265,62 @@ def the_host_waits():
     assert y.tolist() == [1, 1, 1]
 
 
+def _tied():
+    """Give layers that have one weight, and two that have one bias."""
+    first, *layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    for layer in layers:
+        layer.weight = first.weight
+    layers[2].bias = layers[0].bias
+    return nn.Sequential(first, *layers).double()
+
+
+def parameters_are_shared(mode='except_last'):
+    """Change what is shared as soon as it has its gradient, on whatever streams."""
+    for devices in (FOUR, ['sim:0', 'cpu', 'sim:1', 'sim:0'], ['cpu', 'sim:0', 'cpu', 'sim:0']):
+        pair = Pair(_tied(), [1, 1, 1, 1], devices, mode)
+        with side_streams():
+            for _ in range(3):
+                pair.train(1)
+                pair.update()
+        pair.check()
+
+
+def parameters_are_shared_without_grad():
+    """Change what is shared right after a forward pass, and let go of the copies."""
+    pair = Pair(_tied(), [1, 1, 1, 1])
+    with side_streams(), torch.no_grad():
+        for _ in range(5):
+            pair.forward()
+            pair.update()
+    pair.check()
+
+
+class Late(Timeline):
+    """Go back through device 1 only when the gradient of what is shared is on its way to 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.gradient = threading.Event()
+
+    def mark(self, what, device):
+        """Wait for that, or tell it."""
+        if (what, device.index) == ('to 0 from', 2):
+            self.gradient.set()
+        if (what, device.index) == ('backward', 1):
+            assert self.gradient.wait(60)
+        super().mark(what, device)
+
+
+def devices_do_not_wait_for_what_is_shared():
+    """Copy a parameter while the first micro-batch is computed, and its gradient in the end."""
+    timeline = Late().run(tied=True)
+    first, last = timeline.events['backward', 0], timeline.events['backward', 2]
+    assert len(first) == len(last) == 3 and not accelerator.is_ordered(last[2], first[0])
+    there = timeline.events['to 2 from', 0]
+    assert len(there) == 1
+    assert not accelerator.is_ordered(there[0], timeline.events['forward', 0][0])
+
+
 def copies_overlap_with_computation():
     """Let the next micro-batch be copied while a partition computes, and the other way round."""
     timeline = Timeline().run()
@@ -290,10 +352,11 @@ def inputs_go_and_come_beside_cells():
 IN_MODES = [training, partitions_share_devices, devices_and_the_cpu,
             gradients_accumulate_on_side_streams, backward_in_another_thread,
             only_a_skip_has_a_gradient, micro_batches_share_a_tensor, hooks_pack_inputs,
-            inputs_wait_on_the_host]
+            inputs_wait_on_the_host, parameters_are_shared]
 
 OTHERS = [without_grad, side_streams_without_grad, a_hook_gives_another_gradient,
           gradients_of_skips_stay_in_the_threads_of_their_devices, outputs_in_two_places,
           samples_from_another_device, layers_make_tensors, the_host_waits,
           copies_overlap_with_computation, recomputations_overlap_with_what_comes_before,
-          inputs_go_and_come_beside_cells]
+          inputs_go_and_come_beside_cells, parameters_are_shared_without_grad,
+          devices_do_not_wait_for_what_is_shared]

@@ -24,8 +24,13 @@ class Timeline:
         event = torch.accelerator.current_stream(device).record_event()
         self.events[what, device.index].append(event)
 
-    def run(self, **options):
-        """Do a step with three micro-batches on three devices, which are checkpointed."""
+    def run(self, tied=False, **options):
+        """Do a step with three micro-batches on three devices, which are checkpointed.
+
+        Args:
+            tied: Whether the first and the last device share a parameter.
+            options: Those of the pipeline.
+        """
         to, copy = torch.Tensor.to, torch.Tensor.copy_
 
         def moved(x, *args, **kwargs):
@@ -41,8 +46,10 @@ class Timeline:
             if x.is_pinned():
                 self.mark('to the host', y.device)
 
-        gpipe = GPipe(nn.Sequential(*[Marked(self) for _ in range(3)]), [1, 1, 1], chunks=3,
-                      checkpoint='always', **options)
+        model = nn.Sequential(*[Marked(self) for _ in range(3)])
+        if tied:
+            model[2].weight = model[0].weight
+        gpipe = GPipe(model, [1, 1, 1], chunks=3, checkpoint='always', **options)
         with patch.object(torch.Tensor, 'to', moved), \
                 patch.object(torch.Tensor, 'copy_', copied):
             gpipe(torch.ones(3, WIDTH, device='sim:0')).sum().backward()

@@ -107,7 +107,7 @@ def layerwise_sandbox(module: nn.Sequential, device: torch.device) -> Iterator[n
     Yields:
         One copy per layer.
     """
-    for layer in module.children():
+    for layer in module:
         copied = _copy(layer)
         for m in copied.modules():
             for hooks in _hooks(m):
@@ -193,7 +193,7 @@ def _measure(module: nn.Sequential, samples: list[tuple[Batch, int]], device: to
              timeout: float | None) -> Profile:
     sample, size = samples[0]
     _check(module, sample, device)
-    names = [name for name, _ in module.named_children()]
+    names = list(module._modules)
     flows = [Flow(each, device, number) for each, number in samples]
     budget = None if timeout is None else timeout / max(1, len(names))
     measured: list[list[Measurement]] = []

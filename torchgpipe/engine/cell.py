@@ -6,6 +6,7 @@ order.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torchgpipe.aliases import Function
@@ -30,11 +31,13 @@ class Cells:
         checkpoint_stop: The first ``checkpoint_stop`` micro-batches are checkpointed.
         state: The state of the thread that asked for the forward pass.
         one_worker: Whether all partitions run on one worker, so none at the same time.
+        held: The context in which a recomputation has the layers.
         host_stream: Carries inputs of checkpointed cells to the host, and back; none if they stay.
     """
 
     def __init__(self, partition: Partition, checkpoint_stop: int, state: ThreadState,
-                 one_worker: bool, host_stream: AbstractStream = CPUStream) -> None:
+                 one_worker: bool, held: AbstractContextManager[Any],
+                 host_stream: AbstractStream = CPUStream) -> None:
         partition.compare_late()
         self._partition = partition
         self._state = state
@@ -44,7 +47,9 @@ class Cells:
             parameter.requires_grad for parameter in partition.layers.parameters())
         #: What has to be known of the layers, where it matters what they do.
         self.layers = None if one_worker and not self._checkpoint_stop else Layers(
-            partition.layers, partition.observed, partition.lock)
+            partition.layers, partition.observed, held)
+        #: Whether cells give layers another forward, which are kept out of recomputation.
+        self.marked = self.layers is not None and bool(self.layers.marked)
         #: Tells after the forward pass whether any layers drew that were not known to.
         self.witness: Witness | None = None
 

@@ -12,8 +12,8 @@ Clock ``k`` runs the cells ``(i, j)`` with ``i + j = k``, each on its partition'
 Cells that draw from the CPU's random generator run in the order in which the unwrapped model would
 run them, given one micro-batch after the other. So a seed gives the numbers of that, whatever the
 balance and the devices. Cells that draw have to take turns in any case, so this order takes no
-longer than any other. It is also the order of cells that a hook or a mode of the user's sees, and
-of those of one worker. If all of them draw::
+longer than any other. It is also the order of cells that a hook or a mode of the user's sees, of
+those that share a module which may change, and of those of one worker. If all of them draw::
 
     clock          0     1     2     3     4     5     …
     partition 0   0,0               1,0

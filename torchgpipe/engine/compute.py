@@ -111,7 +111,9 @@ def _failing_layer(partition: nn.Module, traceback: TracebackType | None) -> str
 
 
 def _name(partition: nn.Module, layer: Any) -> str | None:
-    return next((name for name, child in partition.named_children() if child is layer), None)
+    # One layer may stand in several places, and the frame does not say in which it was running.
+    names = [name for name, child in partition._modules.items() if child is layer]
+    return "' or '".join(names) if names else None
 
 
 def _changing_layer(partition: nn.Sequential, value: Value) -> str | None:
@@ -120,7 +122,7 @@ def _changing_layer(partition: nn.Sequential, value: Value) -> str | None:
     tensors = tuple(x.detach().clone() for x in batch)
     output = batch.kind(tensors)
     with torch.no_grad(), use_skip_tracker(SkipTracker()):
-        for name, layer in partition.named_children():
+        for name, layer in partition._modules.items():
             try:
                 output = call(layer, output)
             except RuntimeError:  # It does not run by itself.

@@ -71,6 +71,11 @@ class Edges:
         self._orders = last and grad and m > 1
         self._grad = grad
         self._order: Tensor | None = None
+        self._last: list[Tensor] = []
+
+    def put_last(self, phony: Tensor) -> None:
+        """Let backward come to where a phony was taken when no micro-batch is to come."""
+        self._last.append(phony)
 
     def arrive(self, i: int, batch: Batch) -> None:
         """Let the partition have micro-batch ``i``, in place."""
@@ -108,6 +113,8 @@ class Edges:
         tensor = output[k]
         if self._order is not None:
             tensor = join(tensor, self._order)
+        for phony in self._last if i == 0 else ():
+            tensor = join(tensor, phony)
         if i < self._m - 1:
             tensor, self._order = fork(tensor)
         output[k] = tensor

@@ -46,7 +46,7 @@ class MiniBatch:
 
 
 class MicroBatchContext(NamedTuple):
-    """Micro-batch ``i`` of ``m`` in a partition.
+    """Micro-batch ``i`` of ``m`` in partition ``j``.
 
     ``cell`` is a number that no other cell has, for layers that are called twice in one. ``lock``
     is the lock of the partition's layers.
@@ -54,6 +54,7 @@ class MicroBatchContext(NamedTuple):
 
     i: int
     m: int
+    j: int
     cell: int
     mini_batch: MiniBatch
     lock: AbstractContextManager[Any]

@@ -1,16 +1,20 @@
 """What the engine knows of a partition, and of all of them, from one forward pass to the next."""
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
+from torchgpipe.aliases import Slot
 from torchgpipe.engine.checkpoint.observed import Observed
 from torchgpipe.engine.checkpoint.samples import Late, compare_late
 from torchgpipe.engine.compute import Compute
+from torchgpipe.engine.places import only_computes, shared_modules, shared_slots
+from torchgpipe.engine.stream import memory_key, no_context
 from torchgpipe.engine.worker import Workers, device_key
-from torchgpipe.locks import layer_lock
+from torchgpipe.locks import layer_lock, together
 from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
 from torchgpipe.skip.namespace import Key
 
@@ -35,8 +39,7 @@ class Partition:
         self.compute = Compute(j, layers, device)
         #: The worker that runs it.
         self.worker = device_key(device)
-        #: All CPU devices share one memory.
-        self.memory: Any = 'cpu' if device.type == 'cpu' else self.worker
+        self.memory = memory_key(device)
         #: Skips that come in and go out, with the partition at the other end.
         self.incoming = skip_layout.incoming(j)
         self.outgoing = skip_layout.outgoing(j)
@@ -50,7 +53,15 @@ class Partition:
         #: their keys, and the batch, ``None``, if it moves.
         self.brought: list[tuple[int, Key | None]] = []
         #: Held by whoever runs it: see :mod:`torchgpipe.locks`.
-        self.lock = layer_lock(layers)
+        self.lock: AbstractContextManager[Any] = no_context
+        #: Held by whoever gives its modules other attributes, as for a recomputation: no other
+        #: partition runs any of them meanwhile.
+        self.lock_alone: AbstractContextManager[Any] = no_context
+        #: Whether it runs in an order with others, as they share a module that may change.
+        self.in_turn = False
+        #: Where it has parameters and buffers that an earlier partition has, too; and whether
+        #: another module has them.
+        self.shared: dict[Slot, bool] = {}
         #: Outputs that could not be compared yet with those of their recomputation.
         self.late: deque[Late] = deque()
         #: What its layers were seen to do, by mode.
@@ -107,6 +118,34 @@ class Engine:
                 self.apart(prev_j, j) for prev_j, _ in partition.incoming)
             partition.departs = any(next.moves for next in self.partitions[j + 1:j + 2]) or any(
                 self.apart(j, next_j) for next_j, _ in partition.outgoing)
+        for partition, slots in zip(self.partitions, shared_slots(layers)):
+            partition.shared = slots
+        #: Whether some partitions on different workers share parameters or buffers.
+        self.shares = not self.one_worker and any(each.shared for each in self.partitions)
+        #: Whether there are several memories.
+        self.several = len({partition.memory for partition in self.partitions}) > 1
+        self._lock(shared_modules(layers))
+
+    def _lock(self, shared: dict[nn.Module, tuple[int, ...]]) -> None:
+        """Let no two partitions run a module at the same time, unless it only computes.
+
+        If it does but may have copies in some of them, it does not matter which one comes first.
+        """
+        alone: dict[tuple[int, ...], list[nn.Module]] = {}
+        for module, js in shared.items():
+            changes = not only_computes(module)
+            if changes or self.several and module._parameters:
+                alone.setdefault(js, []).append(module)
+            for j in js:
+                self.partitions[j].in_turn |= changes
+        for partition in self.partitions:
+            own = [layer for layer in partition.layers if layer not in shared]
+            partition.lock = together(layer_lock(own or [partition.layers]), *(
+                layer_lock(modules) for js, modules in alone.items() if partition.j in js))
+        for partition in self.partitions:
+            beside = {j for js in shared.values() if partition.j in js for j in js}
+            partition.lock_alone = together(
+                partition.lock, *(self.partitions[j].lock for j in beside))
 
     def apart(self, j: int, k: int) -> bool:
         """Tell whether two partitions are in different memories."""

@@ -18,8 +18,9 @@ from torchgpipe.engine.copy import Copy
 from torchgpipe.engine.edges import Edges
 from torchgpipe.engine.mini_batch import MicroBatchContext, MiniBatch, current
 from torchgpipe.engine.partition import Engine, Partition
-from torchgpipe.engine.stream import (AbstractStream, CPUStream, current_stream, use_device,
-                                      use_stream)
+from torchgpipe.engine.shared import SharedTensors
+from torchgpipe.engine.stream import (AbstractStream, CPUStream, current_stream, no_context,
+                                      use_device, use_stream)
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.private import is_transformed
 from torchgpipe.skip.boundary import SkipBoundary
@@ -70,10 +71,17 @@ class Pipeline:
         # Hooks of the user's decide by themselves where what is saved waits, and would look at it
         # while it is still on its way.
         offload = offload and state.hooks is None
+        self._shared = SharedTensors(engine, len(batches)) if engine.shares else None
+        hold = (lambda j, lock: lock) if self._shared is None else self._shared.held
         self._cells = [
             Cells(partition, stop, state, engine.one_worker,
+                  hold(partition.j, partition.lock_alone),
                   engine.workers.host_stream(partition.device) if offload else CPUStream)
             for partition, stop in zip(engine.partitions, stops)]
+        #: The contexts in which cells have the layers of each partition.
+        self._held = [
+            hold(partition.j, partition.lock_alone if cells.marked else partition.lock)
+            for partition, cells in zip(engine.partitions, self._cells)]
         #: Looks after all of this pass; or, where some partitions draw, after less than that.
         self._witness = None if any(
             cells.draws() is not False for cells in self._cells) else Witness()
@@ -106,10 +114,11 @@ class Pipeline:
         parts = self._engine.several_memories and self._state.grad
         inputs = [x.grad_fn for batch in self._batches for x in batch] if parts else []
         try:
-            for schedule in clocks(len(self._batches), len(self._cells), self._is_ordered):
-                self.compute(schedule)
-            if self._witness is not None:
-                self._hear(self._witness, range(len(self._cells)))
+            with no_context if self._shared is None else self._shared.copied(self._edges):
+                for schedule in clocks(len(self._batches), len(self._cells), self._is_ordered):
+                    self.compute(schedule)
+                if self._witness is not None:
+                    self._hear(self._witness, range(len(self._cells)))
             if self._is_outermost:
                 self._mini_batch.end()
             if parts:
@@ -126,7 +135,7 @@ class Pipeline:
         time in any case.
         """
         return self._engine.one_worker or self._state.takes_turns or \
-            self._cells[j].draws() is not False
+            self._engine.partitions[j].in_turn or self._cells[j].draws() is not False
 
     def fence(self, i: int, j: int) -> None:
         """Copy a batch, and the skips that partition ``j`` pops, to where they are needed.
@@ -226,13 +235,12 @@ class Pipeline:
 
     def _run_cell(self, i: int, j: int) -> None:
         batches, outside = self._batches, current.micro_batch
-        lock = self._engine.partitions[j].lock
         current.micro_batch = MicroBatchContext(
-            i, len(batches), next(_serial), self._mini_batch, lock)
+            i, len(batches), j, next(_serial), self._mini_batch, self._engine.partitions[j].lock)
         try:
             if self._engine.partitions[j].brought:
                 self.fence(i, j)
-            with lock:
+            with self._held[j]:
                 aliased = self._trackers[i].aliased_with_batch if self._trackers else set()
                 if aliased or i in self.aliasing.watched:
                     popped = {key for _, key in self._engine.partitions[j].incoming}

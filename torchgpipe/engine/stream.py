@@ -15,8 +15,8 @@ from torch import Tensor
 
 __all__ = ['AbstractStream', 'CPUStream', 'CPUStreamType', 'accelerator', 'accelerators',
            'as_cuda', 'current_device', 'current_stream', 'default_stream', 'get_device',
-           'is_cuda', 'new_stream', 'no_context', 'record_stream', 'use_device', 'use_stream',
-           'wait_stream']
+           'is_cuda', 'memory_key', 'new_stream', 'no_context', 'record_stream', 'use_device',
+           'use_stream', 'wait_stream']
 
 
 class CPUStreamType:
@@ -52,6 +52,15 @@ def accelerators() -> list[torch.device]:
     kind = accelerator()
     return [] if kind is None else [torch.device(kind, index)
                                     for index in range(torch.accelerator.device_count())]
+
+
+def memory_key(device: torch.device) -> tuple[str, int]:
+    """Tell in which memory a device works: all CPU devices have one.
+
+    >>> memory_key(torch.device('cpu:1')), memory_key(torch.device('cuda'))
+    (('cpu', 0), ('cuda', 0))
+    """
+    return device.type, 0 if device.type == 'cpu' else device.index or 0
 
 
 def _has_streams(device: torch.device) -> bool:

@@ -237,7 +237,7 @@ def verify_skippables(module: nn.Sequential) -> None:
     problems: list[str] = []
     stashed: set[Key] = set()
     popped: set[Key] = set()
-    for layer_name, layer in module.named_children():
+    for layer_name, layer in module._modules.items():
         if isinstance(layer, Skippable):
             problems += _verify_layer(layer_name, layer, stashed, popped)
     problems += [f"no module declared '{name}' as poppable but stashed"

@@ -9,16 +9,14 @@ from typing import Any
 
 from torch import nn
 
+from torchgpipe.aliases import Slot
 from torchgpipe.engine.checkpoint.attributes import attributes_of, contents_of, is_restless
 from torchgpipe.engine.checkpoint.draws import Recorder
 from torchgpipe.engine.checkpoint.kept import Memories, copy_of, is_plain, own_memory
 from torchgpipe.engine.checkpoint.operations import operation_of
 from torchgpipe.private import storage_id
 
-__all__ = ['Observed', 'Slot', 'Watch']
-
-#: The place of a parameter or a buffer: a module and a name.
-Slot = tuple[nn.Module, str]
+__all__ = ['Observed', 'Watch']
 
 
 class Observed:

@@ -1,0 +1,219 @@
+"""Shared tensors: each lives in one memory, and others have a copy of it for one forward pass.
+
+A parameter or a buffer that stands in partitions in different memories lives in that of the first
+one, its home. The others run with a copy in its place, in all of their cells and recomputations::
+
+    home        parameter ──Wait──▶ Fork ─▶ copy stream ┐
+                                     └phony             Copy     once in a forward pass
+    elsewhere               copy ◀──Wait── copy stream ◀┘
+                              ├──▶ cell 0  ├──▶ cell 1  …
+
+In backward, autograd adds up on the device what the cells there give as gradients of the copy, and
+takes the sum home, where it adds it to that of the other places. So the parameter is one to
+whoever looks at it between cells: the optimizer, hooks, the state dict. The phony goes to the
+output of micro-batch 0 at home, so that the device there waits for that sum when it has come back
+to its last micro-batch, and not before: all others would wait with it.
+
+[Note: Who may write to what is shared]
+A copy is what the parameter or buffer was when the pass began. A change of either would be lost
+on the other, so it raises at the end of the pass. In one memory, modules that share a tensor may
+not change it either, if several workers run them: each would see the other's changes for some
+micro-batches. But a module that itself stands in several partitions may change what it has; these
+run in order, see [Note: Order of draws].
+"""
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchgpipe.aliases import Slot
+from torchgpipe.engine.copy import Copy, Wait
+from torchgpipe.engine.dependency import fork
+from torchgpipe.engine.edges import Edges
+from torchgpipe.engine.memory import versions
+from torchgpipe.engine.partition import Engine, Partition
+from torchgpipe.engine.places import holder_of, tensor_of
+from torchgpipe.engine.stream import AbstractStream, current_stream, memory_key, wait_stream
+from torchgpipe.errors import uninterrupted
+
+__all__ = ['SharedTensors']
+
+
+class _Place(NamedTuple):
+    """Where a partition has a tensor that an earlier one has, too."""
+
+    slot: Slot
+    partition: Partition
+    #: The tensor, at home.
+    tensor: Tensor
+    #: What the partition has in its place, if it is in another memory.
+    copy: Tensor | None
+    versions: list[int]
+
+
+class SharedTensors:
+    """What partitions share in one forward pass.
+
+    Args:
+        engine: The partitions.
+        m: Number of micro-batches.
+    """
+
+    def __init__(self, engine: Engine, m: int) -> None:
+        self._engine = engine
+        self._m = m
+        self._places: list[_Place] = []
+        #: Of each partition, where it has copies.
+        self._copied: dict[int, list[tuple[Slot, Tensor]]] = {
+            partition.j: [] for partition in engine.partitions
+            if engine.several and partition.shared}
+        #: Where a layer has put something else in place of a copy.
+        self._replaced: list[Slot] = []
+        #: Tensors and their copies, by both and the memory of these.
+        self._copies: dict[tuple[int, Any], tuple[Tensor, Tensor]] = {}
+
+    def held(self, j: int, lock: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+        """Give a context in which a thread has the layers of a partition, and they the copies.
+
+        Args:
+            j: The partition.
+            lock: The lock of its layers.
+        """
+        copied = self._copied.get(j)
+        return lock if copied is None else _Held(lock, copied, self._replaced)
+
+    @contextmanager
+    def copied(self, edges: Sequence[Edges]) -> Iterator[None]:
+        """Let cells run within this context.
+
+        Args:
+            edges: The edges of each partition.
+
+        Raises:
+            RuntimeError: Something was changed: [Note: Who may write to what is shared].
+        """
+        try:
+            self._begin(edges)
+            yield
+        finally:
+            self._end()
+        self._check()
+
+    def _begin(self, edges: Sequence[Edges]) -> None:
+        """Copy what partitions use and have in another memory."""
+        for partition in self._engine.partitions:
+            for (slot, is_tied), tensor in zip(partition.shared.items(), _tensors_of(partition)):
+                if tensor is None:
+                    continue
+                if memory_key(tensor.device) != partition.memory:
+                    copy = self._copy_for(partition, tensor, edges)
+                    self._copied[partition.j].append((slot, copy))
+                    self._places.append(
+                        _Place(slot, partition, tensor, copy, versions([tensor, copy])))
+                elif is_tied and self._m > 1:
+                    self._places.append(
+                        _Place(slot, partition, tensor, None, versions([tensor])))
+
+    def _copy_for(self, partition: Partition, tensor: Tensor, edges: Sequence[Edges]) -> Tensor:
+        key = id(tensor), partition.memory
+        if key not in self._copies:
+            # Not even in inference mode is it a tensor of that mode, so that changes are noticed.
+            with torch.inference_mode(False):
+                self._copies[key] = tensor, self._copy(tensor, partition.device, edges)
+        return self._copies[key][1]
+
+    def _copy(self, tensor: Tensor, device: torch.device, edges: Sequence[Edges]) -> Tensor:
+        home, there = current_stream(tensor.device), current_stream(device)
+        leaving, arriving = self._copy_stream(tensor.device), self._copy_stream(device)
+        copy, phony = fork(_apply(Wait, home, leaving, tensor))
+        if phony.requires_grad:
+            self._return_late(tensor.device, phony, edges)
+        return _apply(Wait, arriving, there, _apply(Copy, leaving, arriving, copy))
+
+    def _return_late(self, home: torch.device, phony: Tensor, edges: Sequence[Edges]) -> None:
+        """Let a device go back through its cells before it waits for a gradient."""
+        for partition in self._engine.partitions:
+            if partition.departs and partition.memory == memory_key(home):
+                edges[partition.j].put_last(phony)
+                return
+
+    def _copy_stream(self, device: torch.device) -> AbstractStream:
+        """Give a stream that copies no micro-batch in this pass."""
+        return self._engine.workers.copy_streams(device, self._m + 1)[-1]
+
+    def _end(self) -> None:
+        """Let whoever writes to what was copied come after that."""
+        for device in {tensor.device for tensor, _ in self._copies.values()}:
+            wait_stream(current_stream(device), self._copy_stream(device))
+
+    def _check(self) -> None:
+        now = {slot: tensor for partition in self._engine.partitions
+               for slot, tensor in zip(partition.shared, _tensors_of(partition))}
+        for place in self._places:
+            tensors = [place.tensor] if place.copy is None else [place.tensor, place.copy]
+            if (versions(tensors) != place.versions or place.slot in self._replaced
+                    or now[place.slot] is not place.tensor):
+                raise RuntimeError(_changed(place))
+
+
+def _tensors_of(partition: Partition) -> list[Tensor | None]:
+    """Give what a partition has in places that are shared, when no cell has put copies there."""
+    with partition.lock:
+        return list(map(tensor_of, partition.shared))
+
+
+def _apply(function: Any, prev_stream: AbstractStream, next_stream: AbstractStream, tensor: Tensor
+           ) -> Tensor:
+    """Apply an autograd function of streams to one tensor."""
+    result: tuple[Tensor] = function.apply(prev_stream, next_stream, tensor)
+    return result[0]
+
+
+class _Held:
+    """The context of :meth:`SharedTensors.held`."""
+
+    __slots__ = ('_copied', '_entered', '_lock', '_replaced')
+
+    def __init__(self, lock: AbstractContextManager[Any], copied: list[tuple[Slot, Tensor]],
+                 replaced: list[Slot]) -> None:
+        self._lock = lock
+        self._copied = copied
+        self._replaced = replaced
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self._lock)
+            before = [(slot, tensor_of(slot)) for slot, _ in self._copied]
+            stack.callback(uninterrupted, partial(_put, before))
+            _put(self._copied)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> None:
+        self._replaced += [slot for slot, copy in self._copied if tensor_of(slot) is not copy]
+        self._entered.pop().__exit__(*error)
+
+
+def _put(tensors: list[tuple[Slot, Tensor]]) -> None:
+    for slot, tensor in tensors:
+        holder_of(slot)[slot[1]] = tensor
+
+
+def _changed(place: _Place) -> str:
+    module, name = place.slot
+    partition = place.partition
+    prefix = next(prefix for prefix, each in partition.layers.named_modules() if each is module)
+    kind = 'parameter' if name in module._parameters else 'buffer'
+    what = (f"{kind} '{prefix}.{name}' in partition {partition.j} on {partition.device} is shared "
+            'with another partition')
+    changed = 'it was changed during the forward pass, by a layer or in another thread'
+    if place.copy is None:
+        return (f'{what}, and {changed}: for some micro-batches before the other partition used '
+                'it and for some after. Put the layers that share it into one partition, or all '
+                'partitions on one device.')
+    return (f'{what} on another device, and {changed}. It is copied when the pass begins, so the '
+            'change would be lost on the other device. Put both on one device, or give each place '
+            'a tensor of its own; for batch normalization, use deferred_batch_norm=True.')
