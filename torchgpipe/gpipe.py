@@ -1,13 +1,14 @@
 """What the user holds: a module that runs a sequential model on several devices."""
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchgpipe.aliases import Value
 from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.scatter import REDUCTIONS, check_rule, cut, gather
@@ -17,6 +18,7 @@ from torchgpipe.private import is_tracing, is_transformed, parse_to, proxy_mode,
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.split import (Device, parse_balance, parse_devices, split, still_shared,
                               verify_module, verify_shared, verify_source)
+from torchgpipe.step import Losses, ScheduleLike, run_step, scatter_target
 from torchgpipe.structure import Arguments, flatten_nested
 from torchgpipe.weights import Weights
 
@@ -178,14 +180,84 @@ class GPipe(nn.Module):
         batches, sizes, common = cut(input, self.chunks, self.batch_dim)
         stops = checkpoint_stops(self.checkpoint if self.training else 'never', len(batches),
                                  len(self.devices))
-        engine = self._engine
-        if engine is None:
-            engine = self._engine = self._make_engine(self.partitions)
+        engine = self._running_engine()
         _check_tracing(threads=not engine.one_worker or any(stops))
         pipeline = Pipeline(engine, batches, stops, common=common, offload=self.offload)
         pipeline.run()
+        return self._gathered(batches, sizes, pipeline)
+
+    def _running_engine(self) -> Engine:
+        if self._engine is None:
+            self._engine = self._make_engine(self.partitions)
+        return self._engine
+
+    def _gathered(self, batches: list[Batch], sizes: list[int], pipeline: Pipeline) -> Value:
         batch_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
         return gather(batches, sizes, self.gather, batch_dim, pipeline.aliasing.common(0))
+
+    def step(self, input: Value, target: Value, loss_fn: Callable[[Any, Any], Tensor], *,
+             schedule: ScheduleLike = '1f1b', normalizer: Any = None,
+             scale: Callable[[Tensor], Tensor] | None = None, return_output: bool = False) -> Any:
+        """Run forward and backward of a mini-batch, in the order of a schedule.
+
+        Gradients are added to ``.grad`` as by ``loss_fn(model(input), target).backward()``. Where
+        the plain call holds all micro-batches at once, a schedule such as 1F1B holds as many as
+        there are partitions; and workers of the CPU go through backward at the same time.
+
+        >>> model = GPipe(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), [1, 1],
+        ...               devices=['cpu:0', 'cpu:1'], chunks=4)
+        >>> loss = model.step(torch.ones(8, 3), torch.ones(8, 2), nn.functional.mse_loss)
+        >>> loss.shape, model[0].weight.grad.shape
+        (torch.Size([]), torch.Size([4, 3]))
+
+        Args:
+            input: As in the call; several arguments as :class:`~torchgpipe.Arguments`.
+            target: A value of as many samples, of any nesting, on the last device.
+            loss_fn: ``loss_fn(output, target)`` of a micro-batch, a scalar: a mean over samples,
+                if ``normalizer`` does not say otherwise. If it is a module, parameters in it get
+                their gradients as those of the model do.
+            schedule: A name (see :func:`torchgpipe.schedule.make`), a
+                :class:`~torchgpipe.schedule.Schedule`, or the path of one as CSV. With several
+                partitions on each device, as in ``devices=[0, 1, 0, 1]``, ``'interleaved'`` and
+                ``'looped-bfs'`` take them for virtual stages; so does ``'zb-v'`` with
+                ``devices=[0, 1, 1, 0]``.
+            normalizer: What the loss is divided by: a number, if ``loss_fn`` gives sums (1 leaves
+                it a sum); a function of the target of a micro-batch, if ``loss_fn`` gives means
+                over what that counts, such as tokens.
+            scale: What makes another loss of the loss before backward: ``scaler.scale`` of a
+                :class:`torch.amp.GradScaler`.
+            return_output: Whether to give the output, too, without a graph.
+
+        Returns:
+            The loss of the mini-batch, without a graph, on the last device; or a pair of that and
+            the output.
+
+        Raises:
+            RuntimeError: The model is in evaluation mode, or gradients are off.
+            ValueError: The schedule is not one for these partitions and micro-batches, the target
+                has other samples, or the loss is no scalar or not known to be a mean. Whatever is
+                raised, no gradient has been added.
+        """
+        if not self.training or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            raise RuntimeError('a step computes gradients, but '
+                               + ('gradients are off (torch.no_grad or inference_mode)'
+                                  if self.training else 'the model is in evaluation mode')
+                               + '; call model(input) for outputs, or model.train() before')
+        self._check_views()
+        if not self.devices:
+            raise ValueError('a step takes at least one partition')
+        if isinstance(input, Arguments):
+            _check_arguments(self.partitions[0], input)
+        batches, sizes, common = cut(input, self.chunks, self.batch_dim)
+        engine = self._running_engine()
+        _check_tracing(threads=True)
+        losses = Losses(loss_fn, scatter_target(target, sizes, self.batch_dim), sizes, normalizer,
+                        scale)
+        stops = checkpoint_stops(self.checkpoint, len(batches), len(self.devices))
+        pipeline = run_step(engine, batches, losses, schedule, checkpoint_stops=stops,
+                            common=common, offload=self.offload)
+        loss = losses.total()
+        return (loss, self._gathered(batches, sizes, pipeline)) if return_output else loss
 
     def _make_engine(self, partitions: nn.ModuleList) -> Engine:
         return Engine(partitions.children(), self.devices)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import textwrap
 from typing import Any, NamedTuple
 
 from tests.accelerator import programs as P
-from torchgpipe.engine import copy, edges, offload, pipeline, shared, stream, worker
+from torchgpipe.engine import copy, edges, offload, pipeline, shared, stepping, stream, worker
 from torchgpipe.engine.checkpoint import recomputation, samples
 from torchgpipe.skip import portal
 from torchgpipe.stream import default_stream, no_context
@@ -78,6 +78,14 @@ RECOMPUTE_LATER = ('''_wait(self.stream, departures[i], output)  # 2
             recomputation.join(output)  # 3
 ''', '''recomputation is not None and recomputation.join(output)
             mutated(_wait(self.stream, departures[i], output))
+''')
+
+STEP_RECOMPUTES_LATER = ('''output[:] = Wait.apply(stream, departure, *output)  \
+# type: ignore[no-untyped-call]
+    if recomputation is not None:
+        recomputation.join(output)
+''', '''recomputation is not None and recomputation.join(output)
+        output[:] = mutated(Wait.apply(stream, departure, *output))
 ''')
 
 MUTATIONS = [Mutation(*mutation) for mutation in [
@@ -178,6 +186,23 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
      P.parameters_are_shared_without_grad),
     (shared.SharedTensors._end, 'current_stream(device)', P.parameters_are_shared_without_grad,
      'mutated.default(device)'),
+
+    # Steps by a schedule
+    (stepping.Step._act, 'use_stream(self._edges[j].stream)', P.steps_by_a_schedule),
+    (stepping.Step._carry, 'wait_stream(compute, self._copy_streams[j][i])',
+     P.steps_by_a_schedule),
+    (stepping.Step._carry, 'Wait.apply(CPUStream, CPUStream, *arrived)',
+     P.steps_with_a_change_in_place, 'mutated(arrived)'),
+    (stepping.Step._copied, 'self._edges[j].stream', P.steps_of_a_frozen_start,
+     'mutated(next_stream)'),
+    (stepping.Step._run, 'Wait.apply(stream, departure, *output)', P.steps_by_a_schedule,
+     'mutated(output)'),
+    (stepping.Step._send, 'wait_stream(next_stream, self._edges[j].stream)',
+     P.steps_by_a_schedule),
+    (stepping.Step._run, STEP_RECOMPUTES_LATER[0],
+     P.recomputations_of_a_step_overlap_with_what_comes_before, STEP_RECOMPUTES_LATER[1]),
+    (stepping.Step._send, 'self._edges[value.j].stream', P.steps_of_a_frozen_start,
+     'mutated(prev_stream)'),
 
     # Backward: recomputations, samples, and the nodes on the way
     (recomputation.Recomputation.__init__, 'current_stream(device)',

@@ -55,6 +55,17 @@ class Pair:
         for parameter in (*self.model.parameters(), *self.gpipe.parameters()):
             parameter.mul_(0.9)
 
+    def step(self, steps=3, **options):
+        """Let both do training steps, the pipeline by a schedule."""
+        for _ in range(steps):
+            x = torch.randn(7, WIDTH, dtype=torch.double)
+            expected = self.model(x)
+            expected.square().sum().backward()
+            _, actual = self.gpipe.step(
+                x.to(self.gpipe.devices[0]), None, lambda output, _: output.square().sum(),
+                normalizer=1, return_output=True, **options)
+            self.outputs.append((expected.detach(), actual))
+
     def check(self):
         """Compare outputs and gradients."""
         expected, actual = zip(*self.outputs)
@@ -176,6 +187,50 @@ def inputs_wait_on_the_host(mode='always'):
         pair = Pair(crossing(), [2, 1, 2, 1], mode=mode, offload=True)
         pair.train(3)
     pair.check()
+
+
+def steps_by_a_schedule(mode='except_last'):
+    """Train in the order of 1F1B; skips cross, nest, and pass devices by."""
+    with side_streams():
+        pair = Pair(crossing(), [2, 1, 2, 1], mode=mode, chunks=4)
+        pair.step()
+    pair.check()
+
+
+def steps_through_virtual_stages(mode='except_last'):
+    """Let a skip stay on a device, while the batch goes to another one and comes back."""
+    with side_streams():
+        pair = Pair(crossing(), [1, 2, 2, 1], ['sim:0', 'sim:1', 'sim:0', 'sim:1'], mode)
+        pair.step(schedule='interleaved')
+    pair.check()
+
+
+def steps_with_a_change_in_place():
+    """Change what has come from another device in place."""
+    layers = [nn.Linear(WIDTH, WIDTH), nn.LeakyReLU(inplace=True), nn.Linear(WIDTH, WIDTH)]
+    pair = Pair(nn.Sequential(*layers).double(), [1, 2], mode='never')
+    pair.step()
+    pair.check()
+
+
+def steps_of_a_frozen_start():
+    """Free what was copied while it is read: no gradient comes back, for which one would wait."""
+    for frozen in (1, 3):
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)]).double()
+        model[:frozen].requires_grad_(False)
+        with side_streams():
+            pair = Pair(model, [1, 1, 1, 1], mode='never')
+            pair.step(5)
+        pair.check()
+
+
+def steps_make_tensors():
+    """Let layers find their device current."""
+    for devices in (['sim:2', 'sim:2'], ['sim:1', 'sim:2']):
+        pair = Pair(nn.Sequential(Shift(WIDTH, WIDTH), Shift(WIDTH, WIDTH)).double(), [1, 1],
+                    devices)
+        pair.step()
+        pair.check()
 
 
 def a_hook_gives_another_gradient():
@@ -340,6 +395,24 @@ def recomputations_overlap_with_what_comes_before():
         assert timeline.is_free(('recomputation', j), (f'to {j} from', j + 1))
 
 
+def copies_of_a_step_overlap_with_computation():
+    """Let the same be so in a step."""
+    timeline = Timeline().run(schedule='gpipe')
+    for j in range(2):
+        there, back = (f'to {j + 1} from', j), (f'to {j} from', j + 1)
+        assert timeline.is_free(there, ('forward', j + 1), after=1)
+        assert timeline.is_free(('forward', j), there, after=1)
+        assert timeline.is_free(back, ('backward', j), after=1)
+        assert timeline.is_free(('backward', j + 1), back, after=1)
+
+
+def recomputations_of_a_step_overlap_with_what_comes_before():
+    """Recompute while the next partition computes the gradient, and while that is copied."""
+    timeline = Timeline().run(schedule='gpipe')
+    for j in range(2):
+        assert timeline.is_free(('recomputation', j), ('backward', j + 1))
+
+
 def inputs_go_and_come_beside_cells():
     """Let an input go to the host while the next cell computes, and come back likewise."""
     timeline = Timeline().run(offload=True)
@@ -352,11 +425,14 @@ def inputs_go_and_come_beside_cells():
 IN_MODES = [training, partitions_share_devices, devices_and_the_cpu,
             gradients_accumulate_on_side_streams, backward_in_another_thread,
             only_a_skip_has_a_gradient, micro_batches_share_a_tensor, hooks_pack_inputs,
-            inputs_wait_on_the_host, parameters_are_shared]
+            inputs_wait_on_the_host, parameters_are_shared, steps_by_a_schedule,
+            steps_through_virtual_stages]
 
 OTHERS = [without_grad, side_streams_without_grad, a_hook_gives_another_gradient,
           gradients_of_skips_stay_in_the_threads_of_their_devices, outputs_in_two_places,
           samples_from_another_device, layers_make_tensors, the_host_waits,
           copies_overlap_with_computation, recomputations_overlap_with_what_comes_before,
           inputs_go_and_come_beside_cells, parameters_are_shared_without_grad,
-          devices_do_not_wait_for_what_is_shared]
+          devices_do_not_wait_for_what_is_shared, steps_with_a_change_in_place,
+          steps_make_tensors, copies_of_a_step_overlap_with_computation,
+          recomputations_of_a_step_overlap_with_what_comes_before, steps_of_a_frozen_start]

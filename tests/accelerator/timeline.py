@@ -24,11 +24,12 @@ class Timeline:
         event = torch.accelerator.current_stream(device).record_event()
         self.events[what, device.index].append(event)
 
-    def run(self, tied=False, **options):
+    def run(self, tied=False, schedule=None, **options):
         """Do a step with three micro-batches on three devices, which are checkpointed.
 
         Args:
             tied: Whether the first and the last device share a parameter.
+            schedule: That of the step, if it is none of the plain call.
             options: Those of the pipeline.
         """
         to, copy = torch.Tensor.to, torch.Tensor.copy_
@@ -52,7 +53,12 @@ class Timeline:
         gpipe = GPipe(model, [1, 1, 1], chunks=3, checkpoint='always', **options)
         with patch.object(torch.Tensor, 'to', moved), \
                 patch.object(torch.Tensor, 'copy_', copied):
-            gpipe(torch.ones(3, WIDTH, device='sim:0')).sum().backward()
+            x = torch.ones(3, WIDTH, device='sim:0')
+            if schedule is None:
+                gpipe(x).sum().backward()
+            else:
+                gpipe.step(x, None, lambda output, _: output.sum(), normalizer=1,
+                           schedule=schedule)
         return self
 
     def is_free(self, what, of, after=0):

@@ -238,8 +238,7 @@ class Pipeline:
         current.micro_batch = MicroBatchContext(
             i, len(batches), j, next(_serial), self._mini_batch, self._engine.partitions[j].lock)
         try:
-            if self._engine.partitions[j].brought:
-                self.fence(i, j)
+            self._bring(i, j)
             with self._held[j]:
                 aliased = self._trackers[i].aliased_with_batch if self._trackers else set()
                 if aliased or i in self.aliasing.watched:
@@ -253,6 +252,10 @@ class Pipeline:
                     self._trackers[i].hand_on()
         finally:
             current.micro_batch = outside
+
+    def _bring(self, i: int, j: int) -> None:
+        if self._engine.partitions[j].brought:
+            self.fence(i, j)
 
     def _run(self, i: int, j: int, batch: Batch) -> Batch:
         """Take micro-batch ``i`` through partition ``j``: a cell between its edges."""

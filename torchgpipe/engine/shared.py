@@ -85,6 +85,10 @@ class SharedTensors:
         copied = self._copied.get(j)
         return lock if copied is None else _Held(lock, copied, self._replaced)
 
+    def copies(self, j: int) -> dict[Slot, Tensor]:
+        """Give the copies that a partition has, by their places."""
+        return dict(self._copied.get(j, ()))
+
     @contextmanager
     def copied(self, edges: Sequence[Edges]) -> Iterator[None]:
         """Let cells run within this context.

@@ -205,6 +205,19 @@ class ThreadState(NamedTuple):
                     autocast.set()
                 pass_state.checkpointing, pass_state.recomputing, running.workers = state
 
+    def run_backward(self, function: Callable[[], T], num_threads: int) -> T:
+        """Run backward with so many intra-op threads, and without autocast, as it wants it."""
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
+        autocast = _Autocast.capture()
+        if not any(enabled for enabled, _ in autocast.devices):
+            return self.context.copy().run(function)
+        _Autocast(tuple((False, dtype) for _, dtype in autocast.devices), autocast.cache).set()
+        try:
+            return self.context.copy().run(function)
+        finally:
+            autocast.set()
+
     def rerun(self, function: Callable[[], T], num_threads: int) -> T:
         """Run a function in this state again, in backward, with so many intra-op threads.
 

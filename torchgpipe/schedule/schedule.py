@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torchgpipe.schedule.action import Action
 
-__all__ = ['Schedule', 'steps', 'waits_for']
+__all__ = ['Grid', 'Schedule', 'steps', 'waits_for']
 
 #: What stands in a grid: an action that starts in a step, or nothing.
 Grid = list[list[Action | None]]
@@ -158,7 +158,7 @@ class Schedule:
         return _draw(grid)
 
 
-def waits_for(action: Action, actions: set[Action]) -> list[Action]:
+def waits_for(action: Action, actions: Collection[Action]) -> list[Action]:
     """Give what an action waits for, of all that there are.
 
     >>> waits_for(Action(0, 'B', 3), {Action.parse(x) for x in ('0F3', '1I3', '0B3', '1F3')})
@@ -176,19 +176,27 @@ def waits_for(action: Action, actions: set[Action]) -> list[Action]:
     return [each for s, k in before if (each := Action(s, k, i)) in actions]
 
 
-def steps(rows: Sequence[Sequence[Action]]) -> tuple[Grid, list[Action]]:
+def steps(rows: Sequence[Sequence[Action]], pairs: Iterable[tuple[Action, Action]] = ()
+          ) -> tuple[Grid, list[Action]]:
     """Run a schedule in steps, of which each action takes one.
+
+    Args:
+        rows: The actions of each device.
+        pairs: Actions of which the second one waits for the first one as well.
 
     Returns:
         What each device does in each step, and the actions at which devices are stuck, if any.
     """
     actions = {action for row in rows for action in row}
     queues = [list(reversed(row)) for row in rows]
+    also: dict[Action, list[Action]] = {}
+    for one, next in pairs:
+        also.setdefault(next, []).append(one)
     done: set[Action] = set()
     grid: Grid = [[] for _ in rows]
     while any(queues):
-        now = [queue[-1] if queue and done.issuperset(waits_for(queue[-1], actions)) else None
-               for queue in queues]
+        now = [queue[-1] if queue and done.issuperset(waits_for(queue[-1], actions))
+               and done.issuperset(also.get(queue[-1], ())) else None for queue in queues]
         if not any(now):
             return grid, [queue[-1] for queue in queues if queue]
         for line, queue, action in zip(grid, queues, now):

@@ -1,0 +1,152 @@
+"""The interpreter: each worker goes through its actions of a schedule, in order.
+
+An action starts as soon as what it waits for is done. What another worker does is told by a
+message, once for each worker that waits for it::
+
+    worker 0    0F0 ──▶ 0F1 ──────────▶ 0B0 ──▶ 0B1
+                 │        │               ▲       ▲
+    worker 1     └▶ 1F0 ──┼────▶ 1B0 ─────┘       │
+                          └────────────▶ 1F1 ──▶ 1B1
+"""
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import lru_cache, partial
+from itertools import zip_longest
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import torch
+
+from torchgpipe.engine.worker import Workers, device_key
+from torchgpipe.schedule.action import Action
+from torchgpipe.schedule.schedule import Grid, steps, waits_for
+
+__all__ = ['Plan', 'interpret']
+
+
+class Plan(NamedTuple):
+    """The actions of each worker, and what each waits for.
+
+    Args:
+        rows: By worker, its device and its actions.
+        waits: What an action waits for among those of other workers.
+        tells: Which other workers wait for an action.
+    """
+
+    rows: dict[Hashable, tuple[torch.device, list[Action]]]
+    waits: dict[Action, set[Action]]
+    tells: dict[Action, set[Hashable]]
+
+    @staticmethod
+    @lru_cache(maxsize=32)
+    def of(rows: tuple[tuple[Action, ...], ...], devices: tuple[torch.device, ...],
+           ordered: frozenset[int]) -> 'Plan':
+        """Make it of a schedule.
+
+        Args:
+            rows: Those of the schedule.
+            devices: Where each stage is.
+            ordered: The stages whose forwards run one after the other, micro-batch by micro-batch.
+                Where the schedule does not admit that, they run in the order of its own steps.
+        """
+        pairs, grid = _in_order(rows, ordered)
+        merged: dict[Hashable, tuple[torch.device, list[Action]]] = {}
+        owners: dict[Action, Hashable] = {}
+        for action in _by_step(grid):
+            device = devices[action.stage]
+            owners[action] = key = device_key(device)
+            merged.setdefault(key, (device, []))[1].append(action)
+        waits = {action: {*waits_for(action, owners.keys())} for action in owners}
+        for one, next in pairs:
+            waits[next].add(one)
+        tells: dict[Action, set[Hashable]] = {action: set() for action in owners}
+        for action, before in waits.items():
+            before -= {each for each in before if owners[each] == owners[action]}
+            for each in before:
+                tells[each].add(owners[action])
+        return Plan(merged, waits, tells)
+
+
+def _by_step(grid: Sequence[Sequence[Action | None]]) -> Iterable[Action]:
+    """Yield the actions of a schedule, those of its first step first."""
+    for column in zip_longest(*grid):
+        yield from filter(None, column)
+
+
+def _in_order(rows: Sequence[Sequence[Action]], ordered: frozenset[int]
+              ) -> tuple[list[tuple[Action, Action]], Grid]:
+    """Give pairs of forwards of which the second one waits for the first one, and all steps."""
+    grid, _ = steps(rows)
+    by_step = [x for x in _by_step(grid) if x.kind == 'F' and x.stage in ordered]
+    by_micro_batch = sorted(by_step, key=lambda action: (action.micro_batch, action.stage))
+    pairs = [*zip(by_micro_batch, by_micro_batch[1:])]
+    in_order, stuck = steps(rows, pairs)
+    return ([*zip(by_step, by_step[1:])], grid) if stuck else (pairs, in_order)
+
+
+class _Messages(NamedTuple):
+    """What workers tell each other: actions that are done; ``None`` if there will be no more."""
+
+    queues: dict[Hashable, 'SimpleQueue[Action | None]']
+
+    def stop(self) -> None:
+        for queue in self.queues.values():
+            queue.put(None)
+
+
+def interpret(plan: Plan, run: Callable[[Action], None], workers: Workers) -> None:
+    """Run the actions of a plan.
+
+    Args:
+        plan: The plan. Where it is for one worker, the calling thread does its work.
+        run: Runs an action.
+        workers: The threads.
+
+    Raises:
+        BaseException: What an action raised, the first one. No others were started since then, and
+            those that ran beside it have ended.
+    """
+    messages = _Messages({key: SimpleQueue() for key in plan.rows})
+    errors: list[BaseException] = []
+    if len(plan.rows) == 1:
+        for _, row in plan.rows.values():
+            for action in row:
+                run(action)
+        return
+    try:
+        futures = [workers.submit(device, partial(_follow, plan, key, row, run, messages, errors))
+                   for key, (device, row) in plan.rows.items()]
+        for future in futures:
+            future.result()
+    except BaseException:
+        # KeyboardInterrupt, most likely: what is under way has to end before anyone goes on.
+        messages.stop()
+        workers.stop()
+        errors.clear()
+        raise
+    if errors:
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # or its traceback, this frame and the error would be a cycle
+
+
+def _follow(plan: Plan, key: Hashable, row: Sequence[Action], run: Callable[[Action], None],
+            messages: _Messages, errors: list[BaseException]) -> None:
+    """Go through the actions of one worker."""
+    get = messages.queues[key].get
+    done: set[Action] = set()
+    try:
+        for action in row:
+            while not plan.waits[action] <= done:
+                message = get()
+                if message is None:
+                    return
+                done.add(message)
+            if errors:
+                return
+            run(action)
+            for other in plan.tells[action]:
+                messages.queues[other].put(action)
+    except BaseException as error:
+        errors.append(error)
+        messages.stop()

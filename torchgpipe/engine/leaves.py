@@ -1,0 +1,117 @@
+"""Leaves: what gradients of parameters are added up in, for as long as a step takes.
+
+::
+
+    parameter ──detach──▶ leaf          one for all places of a parameter
+                            ├──▶ cell of micro-batch 0     backward: leaf.grad = g0
+                            └──▶ cell of micro-batch 1     backward: leaf.grad = g0 + g1
+
+    at the end      leaf.grad ──▶ Give ──▶ hooks ──▶ parameter.grad
+
+So hooks of a parameter see its whole gradient, once in a step, and a step that fails leaves no
+part of it in ``parameter.grad``. What a layer keeps of a parameter in another place than its
+``_parameters`` is the parameter itself, and its gradient goes there at once.
+"""
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torchgpipe.aliases import Slot
+from torchgpipe.errors import uninterrupted
+
+__all__ = ['Leaves', 'give']
+
+
+class _Place(NamedTuple):
+    """Where a parameter is, or a copy of it from another device."""
+
+    module: nn.Module
+    name: str
+    tensor: Tensor
+    leaf: nn.Parameter
+
+
+class Leaves:
+    """The leaves of one step."""
+
+    def __init__(self) -> None:
+        self._leaves: dict[int, tuple[Tensor, nn.Parameter]] = {}
+
+    def within(self, modules: Iterable[nn.Module], function: Callable[..., Any],
+               copies: Mapping[Slot, Tensor]) -> Callable[..., Any]:
+        """Give a function that has the leaves in place of the parameters of some modules.
+
+        Args:
+            modules: The modules.
+            function: The function.
+            copies: What has been put in the place of some of these parameters.
+        """
+        found = [(module, name, copies.get((module, name), x)) for module in modules
+                 for name, x in module._parameters.items() if x is not None]
+        return partial(_run_within, [_Place(module, name, x, self._leaf_of(x))
+                                     for module, name, x in found
+                                     if x.requires_grad and not is_lazy(x)], function)
+
+    def _leaf_of(self, x: Tensor) -> nn.Parameter:
+        if id(x) not in self._leaves:
+            leaf = nn.Parameter(x.detach())
+            leaf.__dict__.update(x.__dict__)
+            self._leaves[id(x)] = x, leaf
+        return self._leaves[id(x)][1]
+
+    def take(self) -> list[tuple[Tensor, Tensor]]:
+        """Give the parameters and copies that have a gradient, with that, and let go of it."""
+        found: list[tuple[Tensor, Tensor]] = [
+            (x, leaf.grad) for x, leaf in self._leaves.values() if leaf.grad is not None]
+        self._leaves.clear()
+        return found
+
+
+def _run_within(places: Sequence[_Place], function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        for module, name, _, leaf in places:
+            module._parameters[name] = leaf
+        return function(*args)
+    finally:
+        uninterrupted(partial(_put_back, places))
+
+
+def _put_back(places: Sequence[_Place]) -> None:
+    for module, name, x, leaf in places:
+        if module._parameters.get(name) is leaf:  # or the layer has put something else there
+            module._parameters[name] = x  # type: ignore[assignment]
+
+
+def give(gradients: list[tuple[Tensor, Tensor]]) -> None:
+    """Add gradients to those of leaves, through their hooks; or send them on in their graphs.
+
+    Args:
+        gradients: Tensors that require grad, with a gradient of each. The list is emptied, so that
+            nobody but a parameter has its gradient, and autograd need not copy it.
+    """
+    if gradients:
+        tensors = [x for x, _ in gradients]
+        grads = [grad for _, grad in gradients]
+        gradients.clear()
+        with torch.enable_grad():
+            phony = _Give.apply(grads, *tensors)  # type: ignore[no-untyped-call]
+        phony.backward()
+
+
+class _Give(torch.autograd.Function):
+    """Give gradients that are known: ``_Give.apply(gradients, *tensors)``."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, phony: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = tuple(ctx.gradients)
+        ctx.gradients.clear()
+        return None, *gradients

@@ -1,0 +1,294 @@
+"""A step: forward and backward of cells, each by itself, in the order of a schedule.
+
+Every cell has a graph of its own. Between two of them the step carries what autograd carries in
+the plain call::
+
+    cell (i, j)                                              cell (i, j+1)
+    leaves ─▶ layers ─▶ y ──(Wait)──▶ detach ─▶ copy ─▶ leaf ─▶ layers ─▶ …       forward
+    leaves ◀─ layers ◀─ y ◀─(Wait)── gradient ◀─ copy ◀─ leaf.grad ◀─ layers      backward
+
+Skips are more outputs of the cell that stashes them, and more inputs of the cell that pops them.
+
+Who owns what: an output's memory belongs to its graph, and to the leaf until the next cell ran;
+from then on to whatever layers have saved. The graph of a cell, its leaves and its gradient end
+with its backward. What is copied is recorded with the allocator on the stream that reads it, as in
+:mod:`torchgpipe.engine.copy`.
+"""
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.compute import Compute
+from torchgpipe.engine.copy import Wait, copy_tensor
+from torchgpipe.engine.interpreter import Plan, interpret
+from torchgpipe.engine.leaves import Leaves, give
+from torchgpipe.engine.memory import versions
+from torchgpipe.engine.partition import Engine, Partition
+from torchgpipe.engine.pipeline import Pipeline
+from torchgpipe.engine.stream import CPUStream, no_context, use_stream, wait_stream
+from torchgpipe.errors import add_note
+from torchgpipe.schedule.action import Action
+from torchgpipe.skip.namespace import Key
+from torchgpipe.skip.portal import changed_in_place
+from torchgpipe.skip.tracker import SkipTracker
+from torchgpipe.structure import Kind
+
+__all__ = ['Step']
+
+#: Computes the loss of micro-batch ``i`` from its output.
+Loss = Callable[[int, Any], Tensor]
+
+
+class _Value(NamedTuple):
+    """What goes from one cell to another: number ``k`` of what partition ``j`` gave; -1 the input.
+
+    ``tensor`` is a leaf of the graph of the cell that takes it, if both are in one memory.
+    """
+
+    j: int
+    k: int
+    tensor: Tensor
+
+
+class _Skip(NamedTuple):
+    """A skip on its way, ``None`` if that is what was stashed, and its version then."""
+
+    value: _Value | None
+    version: int = 0
+
+
+class _Graph(NamedTuple):
+    """The graph of a cell: where gradients enter it, by numbers, and where they come out."""
+
+    roots: list[tuple[int, GradientEdge]]
+    leaves: list[tuple[_Value, Tensor]]
+
+
+class Step(Pipeline):
+    """Forward and backward of a mini-batch.
+
+    Args:
+        engine: The partitions, and what runs them.
+        batches: The micro-batches; :meth:`run` replaces each by its output.
+        rows: Those of the schedule, whose stages are the partitions.
+        loss: Gives what backward starts from, for each micro-batch.
+        modules: Whose parameters it uses.
+        options: Those of :class:`~torchgpipe.engine.pipeline.Pipeline`.
+    """
+
+    def __init__(self, engine: Engine, batches: list[Batch], rows: tuple[tuple[Action, ...], ...],
+                 loss: Loss, modules: Sequence[nn.Module], **options: Any) -> None:
+        super().__init__(engine, batches, **options)
+        self._trackers = []  # Skips are values as others are.
+        self._rows = rows
+        self._leaves = Leaves()
+        self._computes: list[Callable[..., Any]] = []
+        self._loss = self._leaves.within(modules, loss, {})
+        self._input = [tuple(batch) for batch in batches]
+        #: What the cell of each micro-batch takes, or has given.
+        self._values = [[_Value(-1, k, _leaf_of(x)) for k, x in enumerate(batch)]
+                        for batch in batches]
+        self._skips: list[dict[Key, _Skip]] = [{} for _ in batches]
+        #: By micro-batch and partition.
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._grads: dict[tuple[int, int], dict[int, Tensor]] = {}
+
+    def run(self) -> None:
+        """Run all actions; then add the gradients to those of parameters and of the input.
+
+        Raises:
+            BaseException: What an action raised, the first one. Then no gradient was added.
+        """
+        engine = self._engine
+        if not engine.one_worker:
+            engine.workers.check_caller()
+        plan = Plan.of(self._rows, tuple([partition.device for partition in engine.partitions]),
+                       frozenset(filter(self._is_ordered, range(len(self._cells)))))
+        try:
+            with no_context if self._shared is None else self._shared.copied(self._edges):
+                self._computes = [self._with_leaves(partition) for partition in engine.partitions]
+                interpret(plan, self._act, engine.workers)
+                if self._witness is not None:
+                    self._hear(self._witness, range(len(self._cells)))
+            if self._is_outermost:
+                self._mini_batch.end()
+            self._give()
+        finally:
+            # Graphs own what runs them again, and so this, as long as this owns them.
+            self._graphs.clear()
+            self._state.repair()
+
+    def _with_leaves(self, partition: Partition) -> Callable[..., Any]:
+        copies = {} if self._shared is None else self._shared.copies(partition.j)
+        return self._leaves.within(partition.layers.modules(), partition.compute, copies)
+
+    def _give(self) -> None:
+        gradients = self._leaves.take()
+        for (i, _), grads in self._grads.items():  # All others have been taken.
+            gradients += [(self._input[i][k], grad) for k, grad in grads.items()]
+        self._grads.clear()
+        give(gradients)
+
+    def _act(self, action: Action) -> None:
+        """Run an action: ``I`` is a whole backward here, and leaves nothing to do for ``W``."""
+        j, kind, i = action
+        one_worker = self._engine.one_worker
+        num_threads = self._state.num_threads if one_worker else self._share
+        with use_stream(self._edges[j].stream):
+            if kind == 'F' and one_worker:
+                self._run_cell(i, j)
+            elif kind == 'F':
+                self._state.run(partial(self._run_cell, i, j), num_threads)
+            elif kind in 'BI':
+                self._state.run_backward(partial(self._backward, i, j), num_threads)
+
+    # --- forward
+    # ------------------------------------------------------------------------------------
+
+    def _bring(self, i: int, j: int) -> None:
+        """Let a cell have its batch, and the skips that it pops beside that, in its own graph."""
+        values, kind = self._values[i], self._batches[i].kind
+        for _, key in self._engine.partitions[j].incoming:
+            value, version = self._skips[i][key]
+            if value is not None:
+                if versions([value.tensor]) != [version]:
+                    raise RuntimeError(changed_in_place(f"the skip tensor '{key[1]}'"))
+                values.append(value)
+        batch = Batch.of(tuple([value.tensor for value in values]), kind)
+        self.aliasing.copy(i, batch, partial(self._carry, i, j, values))
+        self._batches[i] = batch
+        self._values[i] = []
+
+    def _carry(self, i: int, j: int, values: Sequence[_Value], batch: Batch) -> None:
+        """Let values arrive at a cell, in place, and keep where their gradients come out."""
+        compute = self._edges[j].stream
+        arrived = [self._copied(i, j, value) for value in values]
+        if self._engine.partitions[j].arrives:
+            wait_stream(compute, self._copy_streams[j][i])
+        self._graphs[i, j] = _Graph([], [
+            (value, x) for value, x in zip(values, arrived) if x.requires_grad])
+        # A leaf could not be changed in place.
+        batch[:] = Wait.apply(CPUStream, CPUStream, *arrived)  # type: ignore[no-untyped-call]
+
+    def _copied(self, i: int, j: int, value: _Value) -> Tensor:
+        if not self._is_apart(value, j):
+            return value.tensor
+        prev_stream, next_stream = self._copy_streams[value.j][i], self._copy_streams[j][i]
+        copy = copy_tensor(value.tensor.detach(), prev_stream, next_stream, self._edges[j].stream)
+        return copy.requires_grad_(value.tensor.requires_grad)
+
+    def _is_apart(self, value: _Value, j: int) -> bool:
+        return value.j >= 0 and self._engine.apart(value.j, j)
+
+    def _run(self, i: int, j: int, batch: Batch) -> Batch:
+        """Run a cell, and keep where gradients enter its graph."""
+        partition, skips, m = self._engine.partitions[j], self._skips[i], len(self._batches)
+        popped = {key: skips.pop(key).value is not None for _, key in partition.incoming}
+        stashed = [key for _, key in partition.outgoing]
+        cell = _Cell(partial(self._computes[j], i, m), batch.kind, popped, stashed)
+        blame = None if popped else partial(_blame, partition.compute, batch.kind)
+        output, recomputation = self._cells[j].run(i, cell, Batch.of(tuple(batch)), blame=blame)
+        if partition.departs:
+            stream, departure = self._edges[j].stream, self._copy_streams[j][i]
+            output[:] = Wait.apply(stream, departure, *output)  # type: ignore[no-untyped-call]
+        if recomputation is not None:
+            recomputation.join(output)
+        return self._keep(i, j, output, cell)
+
+    def _keep(self, i: int, j: int, output: Batch, cell: '_Cell') -> Batch:
+        """Keep what a cell gave for the cells that take it, and where its gradient enters."""
+        roots = self._graphs[i, j].roots
+        number = len(output) - sum(cell.stashed.values())
+        values = [_Value(j, k, _leaf_of(y)) for k, y in enumerate(output)]
+        rest = iter(values[number:])
+        for key, is_there in cell.stashed.items():
+            value = next(rest) if is_there else None
+            self._skips[i][key] = _Skip(value, versions([value.tensor])[0] if value else 0)
+        if j < len(self._cells) - 1:
+            roots += [(k, get_gradient_edge(y)) for k, y in enumerate(output) if y.requires_grad]
+        else:
+            loss = self._loss(i, cell.kind(tuple(output)))
+            roots.append((0, get_gradient_edge(loss)))
+            self._grads[i, j] = {0: torch.ones_like(loss)}
+        self._values[i] = values[:number]
+        return Batch.of(tuple(value.tensor.detach() for value in values[:number]), cell.kind)
+
+    # --- backward
+    # ------------------------------------------------------------------------------------
+
+    def _backward(self, i: int, j: int) -> None:
+        """Take the gradients of what a cell gave through its graph, and send on what comes out."""
+        partition, graph = self._engine.partitions[j], self._graphs.pop((i, j))
+        grads = self._grads.pop((i, j), {})
+        roots = [(edge, grads[k]) for k, edge in graph.roots if k in grads]
+        if not roots:
+            return
+        try:
+            torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
+        except Exception as error:
+            add_note(error, f'in backward of partition {j} on {partition.device}, micro-batch '
+                            f'{i} of {len(self._batches)}')
+            raise
+        for value, leaf in graph.leaves:
+            if leaf.grad is not None:
+                self._send(i, j, value, leaf.grad)
+
+    def _send(self, i: int, j: int, value: _Value, grad: Tensor) -> None:
+        """Let a gradient arrive where the value came from."""
+        if self._is_apart(value, j):
+            prev_stream, next_stream = self._copy_streams[value.j][i], self._copy_streams[j][i]
+            wait_stream(next_stream, self._edges[j].stream)
+            grad = copy_tensor(grad, next_stream, prev_stream, self._edges[value.j].stream)
+        self._grads.setdefault((i, value.j), {})[value.k] = grad
+
+
+def _leaf_of(x: Tensor) -> Tensor:
+    """Give a tensor as a leaf of another graph."""
+    return x.detach().requires_grad_(x.requires_grad)
+
+
+def _blame(compute: Compute, kind: Kind, tensors: Sequence[Tensor]) -> str:
+    return compute.blame(kind(tensors))
+
+
+class _Cell:
+    """A cell's function from tensors to tensors, with skips beside its batch.
+
+    A graph may own it, through a recomputation.
+
+    Args:
+        compute: Takes a tracker and a value.
+        kind: Puts the value together.
+        popped: The skips that come in, and whether each is a tensor; these are the last tensors.
+        stashed: The skips that go out.
+    """
+
+    def __init__(self, compute: Callable[..., Any], kind: Kind, popped: dict[Key, bool],
+                 stashed: Sequence[Key]) -> None:
+        self._compute = compute
+        self._value_kind = kind
+        self._popped = popped
+        #: What it gives, once it was called: skips, and whether each is a tensor.
+        self.stashed = dict.fromkeys(stashed, False)
+        #: And what puts its output together.
+        self.kind: Kind = tuple
+
+    def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        number = len(tensors) - sum(self._popped.values())
+        popped = iter(tensors[number:])
+        tracker = SkipTracker()
+        tracker.tensors = {key: next(popped) if is_there else None
+                           for key, is_there in self._popped.items()}
+        output = Batch(self._compute(tracker, self._value_kind(tuple(tensors[:number]))))
+        missing = [key for key in self.stashed if key not in tracker.tensors]
+        if missing:
+            raise RuntimeError(f"'{missing[0][1]}' must be stashed but have not")
+        skips = {key: tracker.tensors[key] for key in self.stashed}
+        self.stashed = {key: x is not None for key, x in skips.items()}
+        self.kind = output.kind
+        return (*output, *(x for x in skips.values() if x is not None))
