@@ -106,7 +106,7 @@ class Engine:
         #: How many workers share the cores of the CPU.
         self.cpu_workers = len({partition.worker for partition in self.partitions
                                 if partition.device.type == 'cpu'})
-        #: Whether autograd may run their nodes in several threads.
+        #: Whether what they share has to be copied, and autograd may run nodes in several threads.
         self.several_memories = len({partition.memory for partition in self.partitions}) > 1
         for j, partition in enumerate(self.partitions):
             partition.moves = j > 0 and self.apart(j - 1, j)
@@ -122,8 +122,6 @@ class Engine:
             partition.shared = slots
         #: Whether some partitions on different workers share parameters or buffers.
         self.shares = not self.one_worker and any(each.shared for each in self.partitions)
-        #: Whether there are several memories.
-        self.several = len({partition.memory for partition in self.partitions}) > 1
         self._lock(shared_modules(layers))
 
     def _lock(self, shared: dict[nn.Module, tuple[int, ...]]) -> None:
@@ -134,7 +132,7 @@ class Engine:
         alone: dict[tuple[int, ...], list[nn.Module]] = {}
         for module, js in shared.items():
             changes = not only_computes(module)
-            if changes or self.several and module._parameters:
+            if changes or self.several_memories and module._parameters:
                 alone.setdefault(js, []).append(module)
             for j in js:
                 self.partitions[j].in_turn |= changes

@@ -69,7 +69,7 @@ class SharedTensors:
         #: Of each partition, where it has copies.
         self._copied: dict[int, list[tuple[Slot, Tensor]]] = {
             partition.j: [] for partition in engine.partitions
-            if engine.several and partition.shared}
+            if engine.several_memories and partition.shared}
         #: Where a layer has put something else in place of a copy.
         self._replaced: list[Slot] = []
         #: Tensors and their copies, by both and the memory of these.
