@@ -141,6 +141,7 @@ class Case:
         self.marked = choose.random() < 0.5
         self.model = Model(choose, self.names)
         self.plain = nn.Sequential(*self.model.layers).double()
+        self.share()
         for layer in self.plain:
             layer.requires_grad_(choose.random() < 0.8)
             if choose.random() < 0.1:
@@ -149,6 +150,16 @@ class Case:
         self.compile(choose.choice([None] * 12 + ['inner', 'layers', 'partitions']))
         self.optimizers = [torch.optim.SGD(net.parameters(), 0.05)
                            for net in (self.plain, self.gpipe)]
+
+    def share(self):
+        """Let layers have a parameter in common, or a module."""
+        choose, layers = self.choose, [*self.plain]
+        while len(layers) > 1 and choose.random() < 0.4:
+            first, second = choose.sample(layers, 2)
+            if choose.random() < 0.5:
+                second.linear = first.linear
+            else:
+                second.linear.weight = first.linear.weight
 
     def wrap(self, accelerators):
         """Make a pipeline of a copy."""
