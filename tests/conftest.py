@@ -4,6 +4,7 @@ And a clock, for those that ask for it.
 """
 import gc
 import os
+import signal
 import warnings
 import zlib
 from importlib import import_module
@@ -130,3 +131,11 @@ def _load_accelerator(items):
 def _skip(items, reason):
     for item in items:
         item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def ctrl_c():
+    """See that SIGINT raises, as it does not where the tests run in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -184,14 +184,6 @@ def test_a_failure_keeps_no_tensor_alive(devices):
     assert log.alive() == 0
 
 
-@pytest.fixture
-def ctrl_c():
-    """See that SIGINT raises, as it does not where the tests run in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @devices
 def test_keyboard_interrupt_while_cells_run(devices, ctrl_c):
     """Ctrl-C reaches the caller, whichever thread runs the cell; then the model works again."""

@@ -1,6 +1,8 @@
 """A step by a schedule has the numbers of the unwrapped model, whatever the schedule."""
 import copy
 import gc
+import signal
+import threading
 import weakref
 
 import pytest
@@ -9,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.devices import cpu_only, cpus, devices
-from tests.helpers import MODES, assert_same, by_partitions, gradients, modes, on_first
+from tests.devices import cpu_only, cpus, devices, workers
+from tests.helpers import MODES, Spy, assert_same, by_partitions, gradients, modes, on_first
 from torchgpipe import Arguments, GPipe, NoChunk
+from torchgpipe.engine.interpreter import _Messages
+from torchgpipe.engine.worker import Workers
+from torchgpipe.private import innermost_hooks
 from torchgpipe.schedule import NAMES, Schedule, make
 from torchgpipe.skip import pop, skippable, stash
 
@@ -183,6 +188,142 @@ def test_dropout_where_a_schedule_does_not_admit_that_order():
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
+@cpu_only('accelerators have generators of their own')
+def test_who_begins_to_draw_is_noticed():
+    """Not in that step, but it has its turn in the next one."""
+    class Late(nn.Module):
+        draws = False
+
+        def forward(self, x):
+            return torch.nn.functional.dropout(x) if self.draws else x
+
+    model = nn.Sequential(nn.Linear(4, 4), Late(), nn.Linear(4, 4), Late()).double()
+    gpipe = GPipe(model, [2, 2], devices=['cpu:0', 'cpu:1'], chunks=4, checkpoint='never')
+    x = torch.randn(8, 4, dtype=torch.double)
+    for k in range(4):
+        Late.draws = k > 1
+        torch.manual_seed(k)
+        _, output = gpipe.step(x, x, loss_of, return_output=True)
+    torch.manual_seed(3)
+    expected = torch.cat([nn.Sequential(*gpipe)(part) for part in x.tensor_split(4)])
+    assert_same([output], [expected.detach()])
+
+
+@workers
+def test_workers_work_at_the_same_time(devices):
+    """In forward and, where its threads are the workers, in backward."""
+    barriers = {'forward': threading.Barrier(2), 'backward': threading.Barrier(2)}
+
+    class Meet(nn.Module):
+        meets = False
+
+        def __init__(self, i, j):
+            super().__init__()
+            self.linear, self.i, self.j, self.calls = nn.Linear(4, 4), i, j, 0
+
+        def forward(self, x):
+            self.calls += 1
+            x = self.linear(x)
+            if Meet.meets and self.calls == self.i + 1:
+                barriers['forward'].wait(20)
+                if not devices.are_accelerators:
+                    # The second one of partition 1 is beside the first one of partition 0.
+                    x.register_hook(lambda grad: (barriers['backward'].wait(20), None)[1])
+            return x
+
+    gpipe = GPipe(nn.Sequential(Meet(1, 0), Meet(0, 1)), [1, 1], devices=devices.distinct(2),
+                  chunks=3, checkpoint='never')
+    x = torch.randn(6, 4, device=devices.first)
+    for meets in (False, True):
+        Meet.meets = meets
+        gpipe[0].calls = gpipe[1].calls = 0
+        gpipe.step(x, x.to(gpipe.devices[-1]), loss_of, schedule='gpipe')
+
+
+@workers
+def test_a_layer_can_not_take_a_step_of_the_model_that_runs_it(devices):
+    models = []
+    model = nn.Sequential(nn.Linear(4, 4), Spy(
+        lambda x: models[0].step(x.detach(), x.detach(), loss_of)))
+    models.append(GPipe(model, [1, 1], devices=devices.distinct(2)))
+    x = torch.randn(6, 4, device=devices.first)
+    with pytest.raises(RuntimeError, match='called the GPipe that runs it'):
+        models[0].step(x, x.to(models[0].devices[-1]), loss_of)
+    models.clear()
+
+
+@devices
+@pytest.mark.parametrize('view', [False, True])
+def test_a_change_in_place_that_another_tensor_should_see(devices, view):
+    """Two tensors of one memory have graphs of their own in the next cell."""
+    class Two(nn.Module):
+        def forward(self, x):
+            return x, x[:, 1:] if view else x
+
+    class Change(nn.Module):
+        def forward(self, pair):
+            return pair[0].mul_(2)[:, 1:] + pair[1][:, -3:]
+
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Two(), Change()), [2, 1], devices=devices(2),
+                  chunks=2, checkpoint='never')
+    x = torch.randn(4, 4, device=devices.first)
+    with pytest.raises(RuntimeError, match='another one lay in its memory'):
+        gpipe.step(x, x[:, 1:].to(gpipe.devices[-1]), loss_of)
+
+
+@devices
+def test_a_change_in_place_of_what_is_recomputed_from(devices):
+    class Through(nn.Linear):
+        def forward(self, x):
+            return x, super().forward(x).tanh()
+
+    class Change(nn.Module):
+        def forward(self, pair):
+            return pair[0].mul_(2) + pair[1]
+
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Through(4, 4), Change()), [1, 1, 1],
+                  devices=[devices(1)[0]] * 3, chunks=2, checkpoint=['never', 'always', 'never'])
+    x = torch.randn(4, 4, device=devices.first)
+    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+        gpipe.step(x, x, loss_of)
+
+
+@cpus
+@cpu_only('on accelerators it is copied before')
+def test_a_change_in_place_of_a_batch_beside_a_skip(devices):
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Stash(), nn.ReLU(inplace=True), Pop()), [2, 2],
+                  devices=devices(2), chunks=2, checkpoint='always')
+    x = torch.randn(4, 4)
+    with pytest.raises(RuntimeError, match='or a skip tensor that it popped, was changed'):
+        gpipe.step(x, x, loss_of)
+
+
+@cpus
+@cpu_only('it is about what layers do')
+def test_a_skip_that_is_not_stashed(devices):
+    @skippable(stash=['skip'])
+    class Forgets(nn.Module):
+        def forward(self, x):
+            return x
+
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Forgets(), Pop()), [2, 1], devices=devices(2))
+    x = torch.randn(4, 4)
+    with pytest.raises(RuntimeError, match="'skip' must be stashed but have not"):
+        gpipe.step(x, x, loss_of)
+
+
+@cpu_only('it is about hooks of the calling thread')
+def test_hooks_that_a_fault_leaves_behind_are_taken_away():
+    def fail(x):
+        torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x).__enter__()
+        raise ValueError
+
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Spy(fail)), [1, 1], devices=['cpu'] * 2)
+    with pytest.raises(ValueError):
+        gpipe.step(torch.rand(4, 4), torch.rand(4, 4), loss_of)
+    assert innermost_hooks() is None
+
+
 @devices
 def test_gradients_are_added(devices):
     model = nn.Linear(4, 3).double()
@@ -205,6 +346,36 @@ def test_hooks_of_parameters_see_the_whole_gradient_once(devices):
             parameter.register_post_accumulate_grad_hook(calls.append)
     train(model, gpipe, 8, steps=1)
     assert len(calls) == 8
+
+
+@devices
+def test_a_gradient_is_not_copied_into_its_parameter(devices):
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 3)), [1], devices=devices(1), chunks=2)
+    seen = []
+    gpipe[0].weight.register_hook(lambda grad: seen.append(grad.data_ptr()))
+    gpipe.step(torch.rand(4, 4, device=devices.first), torch.rand(4, 3, device=devices.first),
+               loss_of)
+    assert seen == [gpipe[0].weight.grad.data_ptr()]
+
+
+@devices
+def test_layers_find_their_parameters_as_they_are(devices):
+    """With what was set on them; what a layer puts in their place stays; lazy ones are as ever."""
+    class Layer(nn.Linear):
+        def forward(self, x):
+            if isinstance(self.bias, nn.Parameter) and self.weight.is_known:
+                self.bias = None
+            return super().forward(x)
+
+    layer = Layer(4, 4)
+    last = nn.Linear(4, 3) if devices.are_accelerators else nn.LazyLinear(3)
+    gpipe = GPipe(nn.Sequential(layer, last), [2], devices=devices(1), chunks=2)
+    layer.weight.is_known = True
+    for _ in range(2):
+        gpipe.step(torch.rand(4, 4, device=devices.first), torch.rand(4, 3, device=devices.first),
+                   loss_of)
+    assert layer.bias is None and layer.weight.grad is not None
+    assert gpipe[1].weight.grad.shape == (3, 4)
 
 
 @devices
@@ -334,6 +505,22 @@ def test_a_sum(devices):
     gpipe = GPipe(copy.deepcopy(model), [4, 4], devices=devices(2), chunks=3)
     train(model, gpipe, 7, steps=1, loss_fn=loss_fn, expected_loss=loss_fn, normalizer=1)
     train(model, gpipe, 7, steps=1, loss_fn=loss_fn, normalizer=21 / 16)
+
+
+@cpu_only('it is about losses, not where they are')
+@cpus
+def test_a_scalar_may_have_dimensions(devices):
+    model = layers()
+    gpipe = GPipe(copy.deepcopy(model), [4, 4], devices=devices(2), chunks=3)
+    train(model, gpipe, 7, steps=1, loss_fn=lambda *args: loss_of(*args).reshape(1, 1))
+
+
+@cpu_only('it is refused before')
+def test_partitions_that_do_not_go_by_devices():
+    gpipe = GPipe(layers(), [4, 2, 2], devices=['cpu:0', 'cpu:1', 'cpu:0'])
+    x = torch.randn(4, 4, dtype=torch.double)
+    with pytest.raises(ValueError, match="'zb-v' takes 2 partitions on each device, but there"):
+        gpipe.step(x, x[:, :3], loss_of, schedule='zb-v')
 
 
 @cpu_only('it is about losses, not where they are')
@@ -530,6 +717,55 @@ def test_a_fault_at_each_action(devices, schedule, mode, error):
             gpipe.zero_grad()
 
 
+@workers
+def test_no_action_starts_after_a_fault(devices, monkeypatch):
+    stopped, calls = threading.Event(), []
+    stop = _Messages.stop
+    monkeypatch.setattr(_Messages, 'stop', lambda messages: (stop(messages), stopped.set()))
+
+    def wait(x):
+        calls.append(x.detach())
+        assert len(calls) < 2 or stopped.wait(20)
+
+    def fail(x):
+        raise ValueError
+
+    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Spy(wait), Spy(fail)), [2, 1],
+                  devices=devices.distinct(2), chunks=4)
+    x = torch.rand(4, 2, device=devices.first)
+    # The first step goes one by one, as it is not known yet who draws.
+    gpipe[2].see, fail = lambda x: None, gpipe[2].see
+    stopped.set()
+    gpipe.step(x, x.to(gpipe.devices[-1]), loss_of, schedule='gpipe')
+    gpipe[2].see = fail
+    stopped.clear(), calls.clear()
+    with pytest.raises(ValueError):
+        gpipe.step(x, x.to(gpipe.devices[-1]), loss_of, schedule='gpipe')
+    assert len(calls) == 2
+
+
+@workers
+def test_keyboard_interrupt_of_the_caller(devices, ctrl_c, monkeypatch):
+    """What is under way ends; nothing starts after it, and nothing is added or kept."""
+    stopping, calls = threading.Event(), []
+    stop = Workers.stop
+    monkeypatch.setattr(Workers, 'stop', lambda workers: (stopping.set(), stop(workers)))
+
+    def interrupt(x):
+        calls.append(len(x))
+        if len(calls) == 2:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            assert stopping.wait(20)
+
+    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Spy(interrupt)), [1, 1],
+                  devices=devices.distinct(2), chunks=4)
+    x = torch.rand(4, 2, device=devices.first)
+    with pytest.raises(KeyboardInterrupt):
+        gpipe.step(x, x.to(gpipe.devices[-1]), loss_of, schedule='gpipe')
+    assert len(calls) == 2 and gpipe[0].weight.grad is None
+    gpipe.step(x, x.to(gpipe.devices[-1]), loss_of)
+
+
 @cpu_only('it is about losses, not where they are')
 @cpus
 def test_a_fault_in_the_loss(devices):
@@ -578,6 +814,7 @@ BAD = [(dict(schedule='2f2b'), "there is no schedule '2f2b'"),
        (dict(schedule=make('1f1b', 3, 4)), 'for 3 stages and 4 micro-batches'),
        (dict(schedule=make('1f1b', 2, 3)), 'for 2 stages and 3 micro-batches'),
        (dict(schedule=Schedule.parse('0F0,0F1,0F2,0F3\n1F0,1F1,1F2,1F3')), 'no backward'),
+       (dict(schedule=Schedule.parse('0F0,0B0\n1B0,1F0')), 'for which it waits'),
        (dict(schedule=make('interleaved', 1, 4, 2)), r'stages \[0, 1\] on one device'),
        (dict(target=torch.zeros(5, 3).double()), 'the target has 5 samples'),
        (dict(loss_fn=lambda output, target: output), r'a tensor of shape \(2, 3\)'),
@@ -599,7 +836,7 @@ def test_bad_input(options, message):
 def test_nothing_to_train():
     gpipe = GPipe(layers().requires_grad_(False), [4, 4], devices=['cpu'] * 2)
     x = torch.randn(4, 4, dtype=torch.double)
-    with pytest.raises(RuntimeError, match='does not require grad'):
+    with pytest.raises(RuntimeError, match='there is nothing to train'):
         gpipe.step(x, x[:, :3], loss_of)
 
 

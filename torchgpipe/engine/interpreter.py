@@ -117,8 +117,9 @@ def interpret(plan: Plan, run: Callable[[Action], None], workers: Workers) -> No
                    for key, (device, row) in plan.rows.items()]
         for future in futures:
             future.result()
-    except BaseException:
+    except BaseException as error:
         # KeyboardInterrupt, most likely: what is under way has to end before anyone goes on.
+        errors.append(error)
         messages.stop()
         workers.stop()
         errors.clear()

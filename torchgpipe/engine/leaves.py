@@ -65,9 +65,11 @@ class Leaves:
 
     def take(self) -> list[tuple[Tensor, Tensor]]:
         """Give the parameters and copies that have a gradient, with that, and let go of it."""
-        found: list[tuple[Tensor, Tensor]] = [
-            (x, leaf.grad) for x, leaf in self._leaves.values() if leaf.grad is not None]
-        self._leaves.clear()
+        found = []
+        for x, leaf in self._leaves.values():
+            if leaf.grad is not None:
+                found.append((x, leaf.grad))
+                leaf.grad = None
         return found
 
 
@@ -97,9 +99,7 @@ def give(gradients: list[tuple[Tensor, Tensor]]) -> None:
         tensors = [x for x, _ in gradients]
         grads = [grad for _, grad in gradients]
         gradients.clear()
-        with torch.enable_grad():
-            phony = _Give.apply(grads, *tensors)  # type: ignore[no-untyped-call]
-        phony.backward()
+        _Give.apply(grads, *tensors).backward()  # type: ignore[no-untyped-call]
 
 
 class _Give(torch.autograd.Function):

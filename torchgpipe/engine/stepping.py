@@ -119,8 +119,6 @@ class Step(Pipeline):
                 self._mini_batch.end()
             self._give()
         finally:
-            # Graphs own what runs them again, and so this, as long as this owns them.
-            self._graphs.clear()
             self._state.repair()
 
     def _with_leaves(self, partition: Partition) -> Callable[..., Any]:
@@ -137,15 +135,13 @@ class Step(Pipeline):
     def _act(self, action: Action) -> None:
         """Run an action: ``I`` is a whole backward here, and leaves nothing to do for ``W``."""
         j, kind, i = action
-        one_worker = self._engine.one_worker
-        num_threads = self._state.num_threads if one_worker else self._share
         with use_stream(self._edges[j].stream):
-            if kind == 'F' and one_worker:
+            if kind == 'F' and self._engine.one_worker:
                 self._run_cell(i, j)
             elif kind == 'F':
-                self._state.run(partial(self._run_cell, i, j), num_threads)
+                self._state.run(partial(self._run_cell, i, j), self._share)
             elif kind in 'BI':
-                self._state.run_backward(partial(self._backward, i, j), num_threads)
+                self._state.run_backward(partial(self._backward, i, j))
 
     # --- forward
     # ------------------------------------------------------------------------------------
@@ -162,7 +158,6 @@ class Step(Pipeline):
         batch = Batch.of(tuple([value.tensor for value in values]), kind)
         self.aliasing.copy(i, batch, partial(self._carry, i, j, values))
         self._batches[i] = batch
-        self._values[i] = []
 
     def _carry(self, i: int, j: int, values: Sequence[_Value], batch: Batch) -> None:
         """Let values arrive at a cell, in place, and keep where their gradients come out."""
@@ -226,8 +221,6 @@ class Step(Pipeline):
         partition, graph = self._engine.partitions[j], self._graphs.pop((i, j))
         grads = self._grads.pop((i, j), {})
         roots = [(edge, grads[k]) for k, edge in graph.roots if k in grads]
-        if not roots:
-            return
         try:
             torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
         except Exception as error:

@@ -205,10 +205,9 @@ class ThreadState(NamedTuple):
                     autocast.set()
                 pass_state.checkpointing, pass_state.recomputing, running.workers = state
 
-    def run_backward(self, function: Callable[[], T], num_threads: int) -> T:
-        """Run backward with so many intra-op threads, and without autocast, as it wants it."""
-        if torch.get_num_threads() != num_threads:
-            torch.set_num_threads(num_threads)
+    def run_backward(self, function: Callable[[], T]) -> T:
+        """Run backward with the context variables, and without autocast, which it does not want.
+        """
         autocast = _Autocast.capture()
         if not any(enabled for enabled, _ in autocast.devices):
             return self.context.copy().run(function)
