@@ -298,7 +298,7 @@ REFUSALS = [
     lambda: wrap(Stash(), linear()),
     lambda: no_recompute(torch.jit.script(linear())),
     lambda: no_recompute(Stash()),
-    lambda: wrap(linear(), linear()).to('cpu'),
+    lambda: wrap(linear(), linear()).to('meta'),
     replaced,
     lambda: on_two_devices(*[nn.BatchNorm1d(4)] * 2),
     embedding_and_head,

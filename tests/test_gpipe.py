@@ -10,14 +10,33 @@ import torch
 from torch import nn
 
 import torchgpipe
-from tests.devices import cpu_only, one_worker, workers
+from tests.devices import cpu_only, one_worker, places, workers
 from tests.helpers import Child, assert_same, call, gradients, nothing, small_model, threads, to
 from torchgpipe import GPipe, NoChunk
+from torchgpipe.engine.stream import use_device
+from torchgpipe.skip import pop, skippable, stash
 
 
 def pipe(model=None, balance=(4, 4), devices=('cpu:0', 'cpu:1'), **kwargs):
     """Wrap a model in two partitions."""
     return GPipe(small_model() if model is None else model, balance, devices=devices, **kwargs)
+
+
+@skippable(stash=['alone'])
+class Alone(nn.Module):
+    """Stash what one other layer pops."""
+
+    def forward(self, x):
+        yield stash('alone', x)
+        return x
+
+
+@skippable(pop=['alone'])
+class Company(nn.Module):
+    """Add what was stashed."""
+
+    def forward(self, x):
+        return x + (yield pop('alone'))
 
 
 def test_the_public_names():
@@ -83,13 +102,74 @@ def test_layers_keep_the_modes_that_they_had(devices):
 
 
 @workers
-def test_a_replaced_layer_is_noticed(devices):
+@pytest.mark.parametrize('replace', [setattr, nn.Module.set_submodule, nn.Module.add_module])
+def test_a_layer_that_is_replaced_is_so_in_its_partition(devices, replace):
+    plain, x = small_model(), torch.rand(4, 4, dtype=torch.double)
+    gpipe = pipe(copy.deepcopy(plain), chunks=2, checkpoint='always', devices=devices(2))
+    call(gpipe, x)
+    for name in ('0', '6'):
+        layer = nn.Linear(4, 4).double()
+        setattr(plain, name, copy.deepcopy(layer))
+        replace(gpipe, name, layer)
+    for net in (gpipe, copy.deepcopy(gpipe), pickle.loads(pickle.dumps(gpipe))):
+        plain.zero_grad()
+        expected, output = plain(x), call(net, x)
+        expected.sum().backward(), output.sum().backward()
+        assert_same([output], [expected])
+        assert_same(gradients(net), gradients(plain))
+        assert net.partitions[1]._modules['6'] is net[6] is net.get_submodule('6')
+        assert net[6].weight.device == net[4].weight.device
+    del net
+    assert list(gpipe.partitions[0]) == list(gpipe)[:4]
+
+
+@workers
+def test_skips_go_their_way_when_layers_that_have_them_come_later(devices):
+    plain, x = small_model(), torch.rand(4, 4, dtype=torch.double)
+    gpipe = pipe(copy.deepcopy(plain), chunks=2, devices=devices(2))
+    call(gpipe, x)
+    gpipe.set_submodule('1', Alone()), gpipe.set_submodule('5', Company())
+    stashed = plain[0](x)
+    assert_same([call(gpipe, x)], [plain[6:](plain[2:5](stashed) + stashed)])
+
+
+@workers
+def test_partitions_follow_before_anything_asks_for_them(devices):
+    """Each of these is the first to look at a layer that has been replaced."""
+    for look in (lambda model: model[0], lambda model: next(iter(model)),
+                 lambda model: model.partitions[0][0], lambda model: model.get_submodule('0')):
+        model = pipe(devices=devices(2))
+        layer = nn.Linear(4, 4).double()
+        model.set_submodule('0', layer)
+        assert look(model) is layer
+    model = pipe(devices=devices(2))
+    model.set_submodule('1', nn.Dropout())
+    assert not model.eval()[1].training
+
+
+@workers
+def test_a_layer_can_not_be_replaced_in_a_partition_or_by_what_does_not_fit(devices):
+    """An optimizer made of the parameters of the model would not know of it."""
+    x = torch.rand(2, 4, dtype=torch.double, device=devices.first)
     for replace in (lambda model: model.partitions[0].__setattr__('0', nn.Identity()),
-                    lambda model: model._modules.update({'0': nn.Identity()})):
+                    lambda model: model.partitions[0].add_module('more', nn.Identity()),
+                    lambda model: model.partitions[0].__delitem__(0)):
         model = pipe(devices=devices(2))
         replace(model)
-        with pytest.raises(RuntimeError, match='has been replaced'):
-            model(torch.rand(2, 4, dtype=torch.double, device=devices.first))
+        with pytest.raises(RuntimeError, match='has been replaced, added or removed'):
+            model(x)
+    for layer, error, match in ((None, ValueError, "layer '0' is None"),
+                                (Alone(), TypeError, 'do not match')):
+        model = pipe(devices=devices(2))
+        model.add_module('0', layer)
+        for _ in range(2):
+            with pytest.raises(error, match=match):
+                model(x)
+    model = pipe(devices=devices(2))
+    inner = GPipe(nn.Sequential(nn.Identity()), [1], devices=['cpu'])
+    model.set_submodule('0', inner), model.set_submodule('1', inner[0])
+    with pytest.raises(ValueError, match='can stand nowhere else'):
+        model(x)
 
 
 def test_a_sequential_that_is_more_than_its_layers():
@@ -343,14 +423,40 @@ def test_an_empty_sequential_returns_its_input(devices):
 @workers
 def test_moving_is_denied(devices):
     model = pipe(devices=devices(2))
-    for move in (model.cuda, model.cpu, lambda: model.to('cpu'), lambda: model.to(device='cpu'),
-                 lambda: model.to(0), lambda: model.to(torch.rand(1)),
-                 lambda: model.to(torch.device('cpu')), lambda: model.to('cpu', torch.half),
-                 lambda: nn.Sequential(model).to('meta'), lambda: model.to_empty(device='meta')):
+    elsewhere = 'meta' if devices.first.type == 'cpu' else 'cpu'
+    for move in (model.cuda, model.cpu, lambda: model.to(elsewhere), lambda: model.to('meta'),
+                 lambda: model.to(device=elsewhere), lambda: model.to('cuda:99'),
+                 lambda: model.to(torch.rand(1)), lambda: model.to(elsewhere, torch.half),
+                 lambda: model.to(tensor=torch.rand(1)), lambda: nn.Sequential(model).to('meta'),
+                 lambda: model.to_empty(device='meta'), lambda: GPipe(nn.Sequential(), []).to(0)):
         with pytest.raises(TypeError, match='denied to move parameters and buffers, because '
                                             'GPipe should manage device placement'):
             move()
     assert {parameter.device.type for parameter in model.parameters()} == {devices.first.type}
+
+
+@cpu_only('where an accelerator has no number, it is the current one; see below')
+def test_a_move_that_moves_nothing_is_not():
+    """Accelerate, and loops of its kind, move each model to the device of a process."""
+    model = pipe()
+    before = [*model.parameters()]
+    for device in ('cpu', torch.device('cpu'), 'cpu:1'):
+        assert model.to(device) is model.to(device=device) is model
+    assert all(a is b for a, b in zip(model.parameters(), before))
+    assert model.to('cpu', torch.half)[0].weight.dtype == torch.half
+
+
+@pytest.mark.accelerator
+def test_a_move_to_the_accelerator_that_has_all_is_not():
+    device = places('a')[0]
+    model = pipe(devices=[device] * 2)
+    with use_device(torch.device(device)):
+        assert model.to(device) is model.to(torch.device(device).type) is model
+    for other in ({'cpu', *places('aaaa')} - {device}):
+        with pytest.raises(TypeError, match='denied'):
+            model.to(other)
+        with pytest.raises(TypeError, match='denied'):
+            pipe(devices=[device, other]).to(device)
 
 
 @workers
@@ -379,6 +485,17 @@ def test_copies_work(devices):
         assert all(p.grad is not None for p in other.parameters())
         assert all(p.grad is None for p in model.parameters())
         assert [m for m in other.partitions[1]] == list(other)[4:]
+
+
+@workers
+def test_a_pickle_of_version_0_4_0(devices):
+    model, x = pipe(devices=devices(2)), torch.rand(4, 4, dtype=torch.double)
+    state = model.__getstate__()
+    for name in ('batch_dim', 'gather', 'offload', '_known'):
+        del state[name]
+    other = GPipe.__new__(GPipe)
+    other.__setstate__(state)
+    assert_same([call(other, x)], [call(model, x)])
 
 
 @workers

@@ -1,5 +1,6 @@
 """What the user holds: a module that runs a sequential model on several devices."""
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -79,8 +80,6 @@ class GPipe(nn.Module):
         batch_dim: As given.
         gather: As given.
         offload (bool): As given.
-        partitions (nn.ModuleList): One :class:`torch.nn.Sequential` per device, whose children
-            have the names that they have in the module.
 
     Raises:
         TypeError: The module is not sequential, the balance is not made of integers, or stashes
@@ -99,8 +98,8 @@ class GPipe(nn.Module):
     batch_dim: Any
     gather: Any
     offload: bool
-    partitions: nn.ModuleList
     _names: tuple[str, ...]
+    _known: tuple[nn.Module, ...]
 
     def __init__(self, module: nn.Sequential, balance: Iterable[int] | None = None, *,
                  devices: Iterable[Device] | None = None, chunks: int = 1,
@@ -132,14 +131,17 @@ class GPipe(nn.Module):
         # [Note: Two views of the layers]
         # The layers are registered as children under their own names, so that all that goes by
         # names speaks those of the module, whatever the balance. Partitions are a second view of
-        # the same layers, and no child. Where a layer has the name of an attribute of this class,
-        # `model.name` is the attribute, and what takes names as strings finds the layer.
+        # the same layers, and no child. They follow where a child is replaced, as tools do that
+        # go by names; the children can not follow, as nobody asks before he takes parameters from
+        # them. Where a layer has the name of an attribute of this class, `model.name` is the
+        # attribute, and what takes names as strings finds the layer.
         self.training = module.training
         partitions = nn.ModuleList(split(module, self.balance, self.devices))
         partitions.training = module.training
         self._engine: Engine | None = self._make_engine(partitions)
         self.__dict__['partitions'] = partitions
         self.__dict__['_names'] = tuple(module._modules)
+        self.__dict__['_known'] = tuple(module._modules.values())
         self._modules.update(module._modules)
 
     @uncompiled
@@ -171,7 +173,6 @@ class GPipe(nn.Module):
                 scalar and no rule for it.
         """
         input = _value_of(args, kwargs)
-        self._check_views()
         if not self.devices:
             flatten_nested(input)
             return input
@@ -187,8 +188,9 @@ class GPipe(nn.Module):
         return self._gathered(batches, sizes, pipeline)
 
     def _running_engine(self) -> Engine:
+        partitions = self.partitions  # Where a layer has been replaced, there is no engine now.
         if self._engine is None:
-            self._engine = self._make_engine(self.partitions)
+            self._engine = self._make_engine(partitions)
         return self._engine
 
     def _gathered(self, batches: list[Batch], sizes: list[int], pipeline: Pipeline) -> Value:
@@ -243,7 +245,6 @@ class GPipe(nn.Module):
                                + ('gradients are off (torch.no_grad or inference_mode)'
                                   if self.training else 'the model is in evaluation mode')
                                + '; call model(input) for outputs, or model.train() before')
-        self._check_views()
         if not self.devices:
             raise ValueError('a step takes at least one partition')
         if isinstance(input, Arguments):
@@ -264,20 +265,48 @@ class GPipe(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A pickle of an earlier version has no rules for batches.
+        known = tuple(map(state['_modules'].get, state['_names']))
         super().__setstate__({  # type: ignore[no-untyped-call]
-            'batch_dim': 0, 'gather': None, **state})
+            'batch_dim': 0, 'gather': None, 'offload': False, '_known': known, **state})
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy starts with no threads.
         return {**self.__dict__, '_engine': None}
 
-    def _check_views(self) -> None:
-        mine = [(name, self._modules.get(name)) for name in self._names]
-        theirs = [item for part in self.partitions for item in part._modules.items()]
-        if mine != theirs:
-            raise RuntimeError('a layer of this GPipe has been replaced, in its partition or '
-                               'among its children but not in both; replace layers in the '
-                               'sequential module before GPipe wraps it')
+    @property
+    def partitions(self) -> nn.ModuleList:
+        """One :class:`torch.nn.Sequential` per device, with layers by their names in the module.
+
+        >>> model = GPipe(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), [1, 1], devices=['cpu'] * 2)
+        >>> model.set_submodule('1', nn.Tanh())
+        >>> model.partitions[1]
+        Sequential(
+          (1): Tanh()
+        )
+
+        Raises:
+            RuntimeError: A layer of one has been replaced there, and not in the model.
+        """
+        partitions: nn.ModuleList = self.__dict__['partitions']
+        layers = OrderedDict((name, self._modules.get(name)) for name in self._names)
+        known = list(zip(self._names, self._known))
+        if [item for part in partitions for item in part._modules.items()] != known:
+            raise RuntimeError('a layer of this GPipe has been replaced, added or removed in its '
+                               'partition; replace it in the GPipe itself, '
+                               "model.set_submodule('name', layer), and partitions follow")
+        if [*layers.items()] != known:
+            self._replace(layers, partitions)
+        return partitions
+
+    def _replace(self, layers: 'OrderedDict[str, Any]', partitions: nn.ModuleList) -> None:
+        module = nn.Sequential(layers)
+        verify_module(module)
+        verify_skippables(module)
+        verify_shared(module, self.balance, self.devices)
+        for new, own in zip(split(module, self.balance, self.devices), partitions):
+            own._modules.update(new._modules)
+        self._known = tuple(layers.values())
+        self._engine = None
 
     def __len__(self) -> int:
         return len(self._names)
@@ -345,17 +374,26 @@ class GPipe(nn.Module):
     def to(self, *args: Any, **kwargs: Any) -> 'GPipe':
         """Change the dtype of parameters and buffers; to move them is a :exc:`TypeError`.
 
+        The device where all of them are already is none to move to.
+
         >>> model = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=['cpu'])
-        >>> model.to(torch.float64)[0].weight.dtype
+        >>> model.to('cpu', torch.float64)[0].weight.dtype
         torch.float64
         """
         try:
             device: Any = parse_to(*args, **kwargs)
         except RuntimeError as error:  # a device that this machine does not have
             raise _denied() from error
-        if device is not None:
+        like_a_tensor = any(isinstance(x, torch.Tensor) for x in (*args, *kwargs.values()))
+        if device is not None and (like_a_tensor or not self._is_all_on(device)):
             raise _denied()
         return super().to(*args, **kwargs)
+
+    def _is_all_on(self, device: torch.device) -> bool:
+        if {device.type} != {own.type for own in self.devices}:
+            return False
+        # All CPU devices share one memory; and without a number it is the current device.
+        return device.type == 'cpu' or {torch.empty(0, device=device).device} == {*self.devices}
 
     def _apply(self, fn: Any, recurse: bool = True) -> 'GPipe':
         # A module that has this one as its child moves it without asking any method above.
