@@ -54,7 +54,7 @@ def test_the_way_does_not_grow_unnoticed():
     by partition, and an interrupt waits until layers have back what is theirs. A step by a
     schedule shares the way into and out of the pipeline.
     """
-    for devices, functions in ((['cpu'] * 2, 105), (['cpu:0', 'cpu:1'], 123)):
+    for devices, functions in ((['cpu'] * 2, 104), (['cpu:0', 'cpu:1'], 124)):
         forward, backward = counts(devices)
         assert forward[0] <= 26 and forward[1] <= functions
         assert backward[0] <= 15 and backward[1] <= 52

@@ -115,7 +115,7 @@ class Pipeline:
         inputs = [x.grad_fn for batch in self._batches for x in batch] if parts else []
         try:
             with no_context if self._shared is None else self._shared.copied(self._edges):
-                for schedule in clocks(len(self._batches), len(self._cells), self._is_ordered):
+                for schedule in self._clocks():
                     self.compute(schedule)
                 if self._witness is not None:
                     self._hear(self._witness, range(len(self._cells)))
@@ -127,6 +127,12 @@ class Pipeline:
             self._state.repair()
             for tracker in self._trackers:
                 tracker.clear()
+
+    def _clocks(self) -> Iterable[Sequence[CellIndex]]:
+        m, n = len(self._batches), len(self._cells)
+        if self._engine.one_worker:  # The clock would come to this, and look at all partitions.
+            return ([place] for place in itertools.product(range(m), range(n)))
+        return clocks(m, n, self._is_ordered)
 
     def _is_ordered(self, j: int) -> bool:
         """Tell whether anyone sees when a partition's cells run: [Note: Order of draws].
