@@ -1,0 +1,73 @@
+"""Lightning: a pipeline within a LightningModule."""
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.devices import cpu_only
+from tests.tools.models import STEPS, assert_equal, plain, samples, sgd, trained, wrapped
+from tests.tools.rows import works
+
+pytestmark = cpu_only('Lightning is told to run on the CPU')
+
+
+def module_of(net):
+    """Give a LightningModule of a model."""
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch, index):
+            input, label = batch
+            return cross_entropy(self.net(input), label)
+
+        def configure_optimizers(self):
+            return sgd(self)
+
+    return Module()
+
+
+def trainer(folder, **options):
+    """Give a Trainer that says nothing and keeps its files in a folder."""
+    import lightning
+
+    return lightning.Trainer(
+        accelerator='cpu', devices=1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder, enable_checkpointing=False, **options)
+
+
+def loader():
+    """Give all batches."""
+    return DataLoader(TensorDataset(*samples()), 5)
+
+
+@works('Lightning', '`Trainer.fit` of a `LightningModule` that has a `GPipe`; `save_checkpoint`',
+       'lightning')
+def test_fit(tmp_path):
+    module = module_of(wrapped())
+    first = trainer(tmp_path, max_steps=STEPS)
+    first.fit(module, loader())
+    assert_equal(module.net, trained())
+    first.save_checkpoint(tmp_path / 'a.ckpt')
+    state = torch.load(tmp_path / 'a.ckpt', weights_only=True)['state_dict']
+    loaded = module_of(plain())
+    loaded.load_state_dict(state)
+    assert_equal(loaded.net, trained())
+
+
+@works('Lightning', 'a checkpoint goes on with another balance, or without a pipeline',
+       'lightning')
+def test_go_on(tmp_path):
+    begun = module_of(wrapped())
+    first = trainer(tmp_path, max_steps=STEPS - 1)
+    first.fit(begun, loader())
+    first.save_checkpoint(tmp_path / 'a.ckpt')
+    ends = []
+    for net in (plain(), wrapped([1, 2, 1])):
+        module = module_of(net)
+        trainer(tmp_path, max_steps=2 * STEPS, max_epochs=-1).fit(
+            module, loader(), ckpt_path=tmp_path / 'a.ckpt')
+        ends.append(module.net)
+    assert_equal(ends[1], ends[0])
