@@ -1,13 +1,16 @@
 """Lightning: a pipeline within a LightningModule."""
+import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.devices import cpu_only
+from tests.devices import cpu_only, places
 from tests.tools.models import STEPS, assert_equal, plain, samples, sgd, trained, wrapped
+from tests.tools.page import RECIPES
 from tests.tools.rows import works
+from torchgpipe import GPipe
 
-pytestmark = cpu_only('Lightning is told to run on the CPU')
+on_the_cpu = cpu_only('Lightning is told to run on the CPU')
 
 
 def module_of(net):
@@ -21,7 +24,10 @@ def module_of(net):
 
         def training_step(self, batch, index):
             input, label = batch
-            return cross_entropy(self.net(input), label)
+            return cross_entropy(self.net(input), label.to(self.net_device()))
+
+        def net_device(self):
+            return net.devices[-1] if isinstance(net, GPipe) else 'cpu'
 
         def configure_optimizers(self):
             return sgd(self)
@@ -45,6 +51,7 @@ def loader():
 
 @works('Lightning', '`Trainer.fit` of a `LightningModule` that has a `GPipe`; `save_checkpoint`',
        'lightning')
+@on_the_cpu
 def test_fit(tmp_path):
     module = module_of(wrapped())
     first = trainer(tmp_path, max_steps=STEPS)
@@ -59,6 +66,7 @@ def test_fit(tmp_path):
 
 @works('Lightning', 'a checkpoint goes on with another balance, or without a pipeline',
        'lightning')
+@on_the_cpu
 def test_go_on(tmp_path):
     begun = module_of(wrapped())
     first = trainer(tmp_path, max_steps=STEPS - 1)
@@ -67,7 +75,31 @@ def test_go_on(tmp_path):
     ends = []
     for net in (plain(), wrapped([1, 2, 1])):
         module = module_of(net)
-        trainer(tmp_path, max_steps=2 * STEPS, max_epochs=-1).fit(
-            module, loader(), ckpt_path=tmp_path / 'a.ckpt')
+        again = trainer(tmp_path, max_steps=2 * STEPS, max_epochs=-1)
+        again.fit(module, loader(), ckpt_path=tmp_path / 'a.ckpt')
+        assert again.global_step == 2 * STEPS
         ends.append(module.net)
     assert_equal(ends[1], ends[0])
+
+
+@works('Lightning', 'a `GPipe` on several devices, with a strategy that leaves it there',
+       'lightning')
+@pytest.mark.accelerator
+def test_a_strategy(tmp_path, monkeypatch):
+    from lightning.pytorch.accelerators import CPUAccelerator
+
+    # Lightning does not know the simulated accelerator.
+    monkeypatch.setattr(CPUAccelerator, 'setup_device', lambda self, device: None)
+    names = {}
+    exec(RECIPES['lightning'][1].partition('\ntrainer =')[0], names)
+    net = GPipe(plain(), [2, 2], devices=places('aa'), chunks=3)
+    module = module_of(net)
+    run = trainer(tmp_path, max_steps=STEPS,
+                  strategy=names['WhereItIs'](device=net.devices[0]))
+    run.fit(module, loader())
+    assert_equal(net, trained())
+    assert [net[0].weight.device, net[3].weight.device] == net.devices
+    other = trainer(tmp_path, max_steps=STEPS,
+                    strategy=names['SingleDeviceStrategy'](device=net.devices[0]))
+    with pytest.raises(TypeError, match='denied to move'):
+        other.fit(module, loader())

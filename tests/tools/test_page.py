@@ -1,22 +1,13 @@
 """The page of tools: its table is that of the tests, and its recipes run."""
 import importlib.util
-import re
-from pathlib import Path
 
 import pytest
 
 from tests.devices import cpu_only
+from tests.tools.page import MODEL, PAGE, RECIPES
 from tests.tools.rows import table
 
 pytestmark = cpu_only('what the documentation shows runs on the CPU')
-
-PAGE = (Path(__file__).parents[2] / 'docs/guide/tools.md').read_text()
-
-#: The model that recipes share, and recipes by what they need.
-MODEL = re.search(r'^```python\n(.*?)^```$', PAGE, re.M | re.S)[1]
-RECIPES = {}
-for package, code in re.findall(r'^```py\n# needs (\w+)\n(.*?)^```$', PAGE, re.M | re.S):
-    RECIPES.setdefault(package, []).append(code)
 
 
 def test_the_table_is_that_of_the_tests():
