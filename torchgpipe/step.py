@@ -147,7 +147,7 @@ class Losses:
         except Exception as error:
             add_note(error, f'in the loss of micro-batch {i} of {len(self._targets)}')
             raise
-        loss = loss.squeeze() * self._weights[i]
+        loss = loss * self._weights[i]
         self._losses.append(loss.detach())
         return loss if self._scale is None else self._scale(loss)
 
