@@ -770,18 +770,20 @@ def test_keyboard_interrupt_of_the_caller(devices, ctrl_c, monkeypatch):
     gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Spy(interrupt)), [1, 1],
                   devices=devices.distinct(2), chunks=4)
     x = torch.rand(4, 2, device=devices.first)
-    alive, target = WeakLog(gpipe[0]), x.to(gpipe.devices[-1])
+    alive, target = WeakLog(gpipe[0]), x.clone().to(gpipe.devices[-1])
     gc.disable()
     try:
         gpipe.step(x, target, loss_of, schedule='gpipe')
     except KeyboardInterrupt:
         pass
+    y = x.clone()
+    del x
+    try:
+        assert alive.alive() == 0
     finally:
         gc.enable()
     assert len(calls) == 2 and ended == [True] and gpipe[0].weight.grad is None
-    gpipe.step(x, target, loss_of)
-    del x, target
-    assert alive.alive() == 0
+    gpipe.step(y, target, loss_of)
 
 
 @cpu_only('it is about losses, not where they are')

@@ -367,7 +367,7 @@ def test_nothing_is_put_in_place_in_one_memory_nor_where_nothing_is_shared(sever
 # Interrupts and threads
 
 @apart_in_this_thread
-def test_an_interrupt_leaves_no_copy_behind(devices):
+def test_an_interrupt_leaves_no_copy_behind(devices, ctrl_c):
     """Ctrl-C while a recomputation runs in the thread that it hits."""
     def interrupt(weight):
         if is_recomputing():
@@ -383,7 +383,8 @@ def test_an_interrupt_leaves_no_copy_behind(devices):
 @apart_in_this_thread
 @pytest.mark.parametrize('number', [0, 1])
 @pytest.mark.parametrize('late', [False, True])
-def test_an_interrupt_while_copies_are_put_there_or_taken_away(devices, number, late, monkeypatch):
+def test_an_interrupt_while_copies_are_put_there_or_taken_away(devices, ctrl_c, number, late,
+                                                               monkeypatch):
     real, calls, again = shared._put, [], -1
 
     def put(tensors):
