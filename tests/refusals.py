@@ -307,6 +307,7 @@ REFUSALS = [
     lambda: wrap(linear(), linear())(torch.randn(4, 4), mask=None),
     lambda: wrap(linear(), linear(), batch_dim='last'),
     lambda: wrap(linear(), linear(), batch_dim=None),
+    lambda: wrap(linear(), linear(), batch_dim={'mask': 1})(torch.randn(4, 4)),
     lambda: wrap(linear(), linear())((torch.randn(4, 4), torch.randn(3, 4))),
     lambda: wrap(linear(), linear())([NoChunk(torch.randn(4, 4))]),
     lambda: wrap(linear(), linear())(torch.nested.nested_tensor(

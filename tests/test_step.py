@@ -585,6 +585,43 @@ def test_a_loss_scale(devices):
     scaler.update()
 
 
+@cpu_only('it is about losses, not where they are')
+@cpus
+@pytest.mark.parametrize('leaf', [False, True])
+def test_a_target_with_a_gradient(devices, leaf):
+    model, teacher = layers(), nn.Linear(4, 3).double()
+    gpipe, own = GPipe(copy.deepcopy(model), [4, 4], devices=devices(2), chunks=3), None
+    x = torch.randn(7, 4, dtype=torch.double)
+    grads = []
+    for net in (model, gpipe):
+        teacher.zero_grad()
+        own = torch.ones(7, 3, dtype=torch.double, requires_grad=True)
+        target = own if leaf else own * teacher(x)
+        if net is model:
+            loss_of(net(x), target).backward()
+        else:
+            net.step(x, target, loss_of)
+        grads.append([own.grad, *gradients(teacher), *gradients(net)])
+    assert_same(*grads)
+
+
+@cpu_only('it is about losses, not where they are')
+@cpus
+def test_the_batch_of_a_target_is_where_it_is(devices):
+    def loss_fn(output, target):
+        return nn.functional.cross_entropy(output.mean(0), target)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=3, batch_dim=1)
+    x, target = torch.randn(5, 7, 4, dtype=torch.double), torch.randint(3, (7,))
+    loss_fn(model(x), target).backward()
+    with pytest.raises(ValueError, match='target has no dimension 1'):
+        gpipe.step(x, target, loss_fn)
+    gpipe.step(x, target, loss_fn, target_dim=0)
+    assert_same(gradients(gpipe), gradients(model))
+
+
 # --- memory
 # ----------------------------------------------------------------------------------------
 
@@ -850,6 +887,28 @@ def test_bad_input(options, message):
     given = {'target': x[:, :3], 'loss_fn': loss_of, **options}
     with pytest.raises(ValueError, match=message):
         gpipe.step(x, **given)
+
+
+@cpu_only('it is refused before')
+@pytest.mark.parametrize('register', [
+    'register_forward_hook', 'register_forward_pre_hook', 'register_full_backward_hook',
+    'register_full_backward_pre_hook'])
+def test_hooks_of_the_model_itself(register):
+    gpipe = GPipe(layers(), [4, 4], devices=['cpu'] * 2)
+    handle = getattr(gpipe, register)(lambda *args: None)
+    x = torch.randn(4, 4, dtype=torch.double)
+    with pytest.raises(RuntimeError, match='register them on its layers'):
+        gpipe.step(x, x[:, :3], loss_of)
+    handle.remove()
+    gpipe.step(x, x[:, :3], loss_of)
+
+
+@cpu_only('it is refused before')
+def test_a_way_out_of_devices_in_another_order():
+    gpipe = GPipe(layers(), [2, 2, 2, 2], devices=['cpu:0', 'cpu:1'] * 2, chunks=3)
+    x = torch.randn(6, 4, dtype=torch.double)
+    with pytest.raises(ValueError, match=r'devices=\[0, 1, 1, 0\]'):
+        gpipe.step(x, x[:, :3], loss_of, schedule='zb-v')
 
 
 @cpu_only('it is refused before')

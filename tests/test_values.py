@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.devices import devices, one_worker, places, workers
+from tests.devices import cpu_only, devices, one_worker, places, workers
 from tests.helpers import assert_same, gradients, micro_batches, modes
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.balance import balance_by_size, profile
@@ -420,3 +420,65 @@ def test_dropout_in_functional_form_with_structures(devices):
     y = gpipe({'x': x})['x']
     y.sum().backward()
     assert torch.equal(x.grad.cpu(), y.detach().cpu())
+
+
+class Embed(nn.Module):
+    """Takes a sequence of the batch first, and a table of all."""
+
+    def forward(self, x, positions, mask=None):
+        """Add them."""
+        x = x + positions[:, None]
+        return x if mask is None else x * mask
+
+
+@devices
+@pytest.mark.parametrize('rule', [
+    {'positions': None}, {'positions': None, 'mask': 0}, {1: None}, (0, None), [0, None, 0]])
+def test_a_rule_goes_by_positions_and_names_of_arguments(devices, rule):
+    """However the call says them; the table has as many rows as the batch."""
+    gpipe = GPipe(nn.Sequential(Embed(), nn.Tanh()), [1, 1], devices=devices(2), chunks=3,
+                  batch_dim=rule)
+    x = torch.randn(6, 6, 2, device=devices.first)
+    positions = torch.randn(6, device=devices.first)
+    expected = (x + positions[:, None]).tanh()
+    for found in (gpipe(x, positions), gpipe(x, positions=positions),
+                  gpipe(positions=positions, x=x)):
+        assert_same([found], [expected.to(found.device)])
+
+
+class Sums(nn.Module):
+    """Adds up what comes before, along the first dimension."""
+
+    def forward(self, x):
+        """Do so."""
+        return x.cumsum(0)
+
+
+@devices
+@pytest.mark.parametrize('rule', [(1,), [1], {0: 1}, {'x': 1}])
+def test_a_rule_of_a_single_argument(devices, rule):
+    gpipe = GPipe(nn.Sequential(Sums(), nn.Tanh()), [1, 1], devices=devices(2), chunks=3,
+                  batch_dim=rule, gather=1)
+    x = torch.randn(5, 5, 2, device=devices.first)
+    assert_same([gpipe(x)], [x.cumsum(0).tanh().to(gpipe.devices[-1])])
+
+
+@cpu_only('it is refused before')
+@pytest.mark.parametrize('rule, call, key', [
+    ({'postions': None}, lambda m, x: m(x, x), 'postions'),
+    ({'postions': None}, lambda m, x: m(x, positions=x), 'postions'),
+    ((0, None, 0, 1), lambda m, x: m(x, x), '3'),
+    ({'src': 1}, lambda m, x: m(x), 'src')])
+def test_a_rule_about_nothing(rule, call, key):
+    gpipe = GPipe(nn.Sequential(Embed()), [1], devices=['cpu'], chunks=3, batch_dim=rule)
+    with pytest.raises(ValueError, match=f"batch_dim says something of '?{key}"):
+        call(gpipe, torch.zeros(6))
+
+
+@cpu_only('it is refused before')
+def test_a_rule_about_nothing_in_a_value():
+    gpipe = GPipe(nn.Sequential(nn.Identity()), [1], devices=['cpu'], chunks=3,
+                  batch_dim={'x': {'mask': 1}})
+    gpipe({'x': {'mask': torch.zeros(2, 6), 'y': torch.zeros(6)}})
+    with pytest.raises(ValueError, match="batch_dim says something of 'mask'"):
+        gpipe({'x': {'msk': torch.zeros(6, 6)}})

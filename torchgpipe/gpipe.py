@@ -12,14 +12,14 @@ from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.pipeline import Pipeline
-from torchgpipe.engine.scatter import REDUCTIONS, check_rule, cut, gather
+from torchgpipe.engine.scatter import REDUCTIONS, check_rule, cut, fit_rule, gather
 from torchgpipe.materialize import materialize
 from torchgpipe.modes import Checkpoint, checkpoint_stops, parse_checkpoint
 from torchgpipe.private import is_tracing, is_transformed, parse_to, proxy_mode, uncompiled
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.split import (Device, parse_balance, parse_devices, split, still_shared,
                               verify_module, verify_shared, verify_source)
-from torchgpipe.step import Losses, ScheduleLike, run_step, scatter_target
+from torchgpipe.step import Losses, ScheduleLike, run_step
 from torchgpipe.structure import Arguments, flatten_nested
 from torchgpipe.weights import Weights
 
@@ -178,7 +178,7 @@ class GPipe(nn.Module):
             return input
         if isinstance(input, Arguments):
             _check_arguments(self.partitions[0], input)
-        batches, sizes, common = cut(input, self.chunks, self.batch_dim)
+        batches, sizes, common = self._cut(input)
         stops = checkpoint_stops(self.checkpoint if self.training else 'never', len(batches),
                                  len(self.devices))
         engine = self._running_engine()
@@ -193,12 +193,15 @@ class GPipe(nn.Module):
             self._engine = self._make_engine(partitions)
         return self._engine
 
+    def _cut(self, input: Value) -> tuple[list[Batch], list[int], list[int]]:
+        return cut(input, self.chunks, fit_rule(self.batch_dim, input, self))
+
     def _gathered(self, batches: list[Batch], sizes: list[int], pipeline: Pipeline) -> Value:
         batch_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
         return gather(batches, sizes, self.gather, batch_dim, pipeline.aliasing.common(0))
 
     def step(self, input: Value, target: Value, loss_fn: Callable[[Any, Any], Tensor], *,
-             schedule: ScheduleLike = '1f1b', normalizer: Any = None,
+             schedule: ScheduleLike = '1f1b', target_dim: Any = None, normalizer: Any = None,
              scale: Callable[[Tensor], Tensor] | None = None, return_output: bool = False) -> Any:
         """Run forward and backward of a mini-batch, in the order of a schedule.
 
@@ -223,6 +226,8 @@ class GPipe(nn.Module):
                 partitions on each device, as in ``devices=[0, 1, 0, 1]``, ``'interleaved'`` and
                 ``'looped-bfs'`` take them for virtual stages; so does ``'zb-v'`` with
                 ``devices=[0, 1, 1, 0]``.
+            target_dim: Where the batch of the target is, a rule as ``batch_dim`` is for the input;
+                if that is an integer, it is the default.
             normalizer: What the loss is divided by: a number, if ``loss_fn`` gives sums (1 leaves
                 it a sum); a function of the target of a micro-batch, if ``loss_fn`` gives means
                 over what that counts, such as tokens.
@@ -235,25 +240,31 @@ class GPipe(nn.Module):
             the output.
 
         Raises:
-            RuntimeError: The model is in evaluation mode, or gradients are off.
+            RuntimeError: The model is in evaluation mode, gradients are off, or there is a hook on
+                this model itself.
             ValueError: The schedule is not one for these partitions and micro-batches, the target
-                has other samples, or the loss is no scalar or not known to be a mean. Whatever is
-                raised, no gradient has been added.
+                has other samples, or the loss is no scalar or known to be no mean. What a layer or
+                the loss raises comes before any gradient is added.
         """
         if not self.training or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             raise RuntimeError('a step computes gradients, but '
                                + ('gradients are off (torch.no_grad or inference_mode)'
                                   if self.training else 'the model is in evaluation mode')
                                + '; call model(input) for outputs, or model.train() before')
+        if any((self._forward_hooks, self._forward_pre_hooks, self._backward_hooks,
+                self._backward_pre_hooks)):
+            raise RuntimeError('a step does not call this model as a whole, so it would leave out '
+                               'the hooks that are registered on it; register them on its layers')
         if not self.devices:
             raise ValueError('a step takes at least one partition')
         if isinstance(input, Arguments):
             _check_arguments(self.partitions[0], input)
-        batches, sizes, common = cut(input, self.chunks, self.batch_dim)
+        batches, sizes, common = self._cut(input)
         engine = self._running_engine()
         _check_tracing(threads=True)
-        losses = Losses(loss_fn, scatter_target(target, sizes, self.batch_dim), sizes, normalizer,
-                        scale)
+        if target_dim is None:
+            target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
+        losses = Losses(loss_fn, target, sizes, target_dim, normalizer, scale)
         stops = checkpoint_stops(self.checkpoint, len(batches), len(self.devices))
         pipeline = run_step(engine, batches, losses, schedule, checkpoint_stops=stops,
                             common=common, offload=self.offload)

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.scatter import cut
-from torchgpipe.engine.stepping import Step
+from torchgpipe.engine.stepping import Step, leaf_of
 from torchgpipe.errors import add_note
 from torchgpipe.schedule import Schedule, make
 from torchgpipe.structure import leaves_of
 
-__all__ = ['Losses', 'ScheduleLike', 'find_schedule', 'run_step', 'scatter_target']
+__all__ = ['Losses', 'ScheduleLike', 'find_schedule', 'run_step']
 
 #: A schedule, its name, or the path of a file with one as CSV.
 ScheduleLike = str | os.PathLike[str] | Schedule
@@ -86,30 +86,12 @@ def _check_fit(schedule: Schedule, workers: tuple[Any, ...], m: int) -> None:
         raise ValueError('the schedule has no backward; a step takes F and B of each micro-batch')
     for stages in schedule.stages:
         if len({workers[stage] for stage in stages}) > 1:
+            places = [next(device for device, own in enumerate(schedule.stages) if stage in own)
+                      for stage in range(n)]
             raise ValueError(
                 f'the schedule has stages {list(stages)} on one device, but these partitions are '
                 f'on {[f"{kind}:{index}" for kind, index in (workers[j] for j in stages)]}; give '
-                'the devices of the stages, as in devices=[0, 1, 0, 1]')
-
-
-def scatter_target(target: Any, sizes: Sequence[int], batch_dim: Any) -> list[Any]:
-    """Cut a target as the input was cut.
-
-    Args:
-        target: A value of any nesting, or ``None``.
-        sizes: The numbers of samples of micro-batches.
-        batch_dim: Its rule.
-
-    Raises:
-        ValueError: It has another number of samples.
-    """
-    if not any(isinstance(leaf.value, Tensor) for leaf in leaves_of(target)):
-        return [target] * len(sizes)
-    batches, own, _ = cut(target, len(sizes), batch_dim)
-    if own != list(sizes):
-        raise ValueError(f'the target has {sum(own)} samples, but the input has {sum(sizes)}; '
-                         'both are cut along their batch dimensions')
-    return [batch.value for batch in batches]
+                f'the partitions devices in this order: devices={places}')
 
 
 class Losses:
@@ -117,19 +99,27 @@ class Losses:
 
     Args:
         function: ``loss_fn(output, target)``.
-        targets: Of each micro-batch.
-        sizes: Their numbers of samples.
+        target: A value of any nesting, or ``None``.
+        sizes: The numbers of samples of micro-batches.
+        batch_dim: The rule for the target.
         normalizer: See above.
         scale: Makes another loss of one for backward, as ``GradScaler.scale``.
+
+    Raises:
+        ValueError: The target has another number of samples, or the loss is known to be no mean.
     """
 
-    def __init__(self, function: Callable[[Any, Any], Tensor], targets: Sequence[Any],
-                 sizes: Sequence[int], normalizer: Any, scale: Callable[[Tensor], Tensor] | None
+    def __init__(self, function: Callable[[Any, Any], Tensor], target: Any, sizes: Sequence[int],
+                 batch_dim: Any, normalizer: Any, scale: Callable[[Tensor], Tensor] | None
                  ) -> None:
         self._function = function
-        self._targets = targets
         self._scale = scale
-        self._weights = _weights(function, targets, sizes, normalizer)
+        self._targets = _scatter(target, sizes, batch_dim)
+        #: The same as leaves, each of which has a graph of its own above it.
+        self._leaves = [Batch.of(tuple(map(leaf_of, batch)), batch.kind)
+                        for batch in self._targets]
+        self._weights = _weights(function, [batch.value for batch in self._leaves], sizes,
+                                 normalizer)
         self._losses: list[Tensor] = []
 
     @property
@@ -142,7 +132,7 @@ class Losses:
         if self._weights[i] == 0:  # The mean of nothing is no number.
             return torch.zeros((), requires_grad=True)
         try:
-            loss = self._function(output, self._targets[i])
+            loss = self._function(output, self._leaves[i].value)
             _check(loss)
         except Exception as error:
             add_note(error, f'in the loss of micro-batch {i} of {len(self._targets)}')
@@ -154,6 +144,23 @@ class Losses:
     def total(self) -> Tensor:
         """Give the loss of the mini-batch, a scalar."""
         return torch.stack(self._losses).sum() if self._losses else torch.zeros(())
+
+    def gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Give the parts of the target that have a gradient, each with that."""
+        return [(x, leaf.grad) for batch, leaves in zip(self._targets, self._leaves)
+                for x, leaf in zip(batch, leaves) if leaf.grad is not None]
+
+
+def _scatter(target: Any, sizes: Sequence[int], batch_dim: Any) -> list[Batch]:
+    """Cut a target as the input was cut."""
+    if not any(isinstance(leaf.value, Tensor) for leaf in leaves_of(target)):
+        return [Batch.of((), lambda tensors: target)] * len(sizes)
+    batches, own, _ = cut(target, len(sizes), batch_dim, 'target')
+    if own != list(sizes):
+        raise ValueError(f'the target has {sum(own)} samples, but the input has {sum(sizes)}; '
+                         'both are cut along their batch dimensions. Say which one that of the '
+                         'target is: target_dim=0')
+    return batches
 
 
 def _check(loss: Any) -> None:
@@ -198,6 +205,6 @@ def run_step(engine: Engine, batches: list[Batch], losses: Losses, schedule: Sch
              **options: Any) -> Step:
     """Run a step; afterwards the batches hold the outputs."""
     rows = find_schedule(schedule, engine, len(batches)).rows
-    step = Step(engine, batches, rows, losses, losses.modules, **options)
+    step = Step(engine, batches, rows, losses, **options)
     step.run()
     return step

@@ -15,7 +15,7 @@ from torchgpipe.balance.costs import Profile
 from torchgpipe.balance.layers import LayerProfile, SkipProfile
 from torchgpipe.balance.profile import layerwise_sandbox, profile, profile_bytes
 from torchgpipe.balance.step import Balance, even_cuts
-from torchgpipe.engine.scatter import cut
+from torchgpipe.engine.scatter import cut, fit_rule
 from torchgpipe.split import Device, verify_module
 
 __all__ = ['Balance', 'LayerProfile', 'Profile', 'SkipProfile', 'balance_by_size',
@@ -96,7 +96,7 @@ def balance_by_size(partitions: int, module: nn.Sequential, input: Value, *,
         raise ValueError(f'number of chunks must be a positive integer, but got {chunks}')
     if not 0 <= param_scale < inf:
         raise ValueError(f'param_scale must be zero or more, but is {param_scale}')
-    batches, sizes, _ = cut(input, chunks, batch_dim)
+    batches, sizes, _ = cut(input, chunks, fit_rule(batch_dim, input, module))
     costs = profile_bytes(module, batches[0], sizes[0], device)
     return _cut(costs, [x.activation_bytes + x.frozen_bytes + x.buffer_bytes
                         + (x.parameter_bytes - x.frozen_bytes) * param_scale

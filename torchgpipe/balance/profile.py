@@ -30,7 +30,7 @@ from torchgpipe.balance.layers import LayerProfile
 from torchgpipe.balance.measure import Flow, Measurement
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.memory import size_of
-from torchgpipe.engine.scatter import cut
+from torchgpipe.engine.scatter import cut, fit_rule
 from torchgpipe.engine.stream import accelerator, use_device
 from torchgpipe.errors import add_note
 from torchgpipe.skip.skippable import verify_skippables
@@ -182,7 +182,7 @@ def _profile(module: nn.Sequential, sample: Value, device: torch.device,
     verify_module(module)
     samples = []
     for chunks in (1, 4):
-        batches, sizes, _ = cut(sample, chunks, batch_dim)
+        batches, sizes, _ = cut(sample, chunks, fit_rule(batch_dim, sample, module))
         samples.append((batches[0], sizes[0]))
         if sizes[0] < SMALLEST:
             break

@@ -9,17 +9,18 @@
 A *rule* says something of each tensor of a value. Where it is a dict or a sequence, it goes by the
 keys of the value, as deep as it goes itself: ``{'mask': 1}`` is a rule for ``mask`` and all in it.
 """
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.memory import is_among
 from torchgpipe.structure import Arguments, Leaf, Path, flatten_nested, leaves_of, path_name
 
-__all__ = ['REDUCTIONS', 'check_rule', 'cut', 'gather', 'scatter']
+__all__ = ['REDUCTIONS', 'check_rule', 'cut', 'fit_rule', 'gather', 'scatter']
 
 #: How tensors of micro-batches that have no batch dimension may become one.
 REDUCTIONS = ('mean', 'sum', 'stack')
@@ -48,12 +49,15 @@ def scatter(input: Any, chunks: int, batch_dim: Any = 0) -> list[Batch]:
     return cut(input, chunks, batch_dim)[0]
 
 
-def cut(input: Any, chunks: int, batch_dim: Any = 0
+def cut(input: Any, chunks: int, batch_dim: Any = 0, what: str = 'input'
         ) -> tuple[list[Batch], list[int], list[int]]:
-    """Do as :func:`scatter` does; give the batches, their sizes, and which tensors are shared."""
+    """Do as :func:`scatter` does; give the batches, their sizes, and which tensors are shared.
+
+    Errors call the value ``what``.
+    """
     batch, dims = _read(input, batch_dim)
     tensors = tuple(batch)
-    size = _batch_size(input, tensors, dims)
+    size = _batch_size(input, tensors, dims, what)
     m = min(chunks, size)
     sizes = [size // m + (i < size % m) for i in range(m)]
     shared = [k for k, dim in enumerate(dims) if dim is None]
@@ -83,20 +87,21 @@ def _batch_dim(leaf: Leaf, path: Path, rule: Any) -> int | None:
     return 0 if found is _DEFAULT else found
 
 
-def _batch_size(input: Any, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> int:
+def _batch_size(input: Any, tensors: Sequence[Tensor], dims: Sequence[int | None], what: str
+                ) -> int:
     sizes = []
     for k, (x, dim) in enumerate(zip(tensors, dims)):
         if dim is not None:
             if x.layout is not torch.strided or x.is_nested or not -x.dim() <= dim < x.dim():
-                raise _not_cut(_name(input, k), x, dim)
+                raise _not_cut(_name(input, k, what), x, dim)
             sizes.append(x.shape[dim])
     if not sizes:
-        raise ValueError('no tensor of the input has a batch dimension, so there is nothing to '
+        raise ValueError(f'no tensor of the {what} has a batch dimension, so there is nothing to '
                          f'split (shapes: {[tuple(x.shape) for x in tensors]})')
     if len(set(sizes)) > 1:
-        found = ', '.join(f'{_name(input, k)}: {x.shape[dim]}' for k, (x, dim)
+        found = ', '.join(f'{_name(input, k, what)}: {x.shape[dim]}' for k, (x, dim)
                           in enumerate(zip(tensors, dims)) if dim is not None)
-        raise ValueError(f'the tensors of the input disagree in batch size: {found}; every one '
+        raise ValueError(f'the tensors of the {what} disagree in batch size: {found}; every one '
                          'must hold the same samples. Mark what all micro-batches share, like a '
                          'table or position ids: NoChunk(tensor). Say where the batch is, if it '
                          'is not dimension 0: GPipe(…, batch_dim=1)')
@@ -143,6 +148,69 @@ def _look_up(rule: Any, path: Iterable[Any]) -> tuple[Any, bool]:
             break
         named = True
     return (_DEFAULT, named) if isinstance(rule, (Mapping, list, tuple)) else (rule, named)
+
+
+def fit_rule(rule: Any, input: Any, layers: Iterable[nn.Module]) -> Any:
+    """Say the rule for the batch dimension by the keys that an input has.
+
+    Args:
+        rule: The rule. For arguments, it goes by their positions or by their names.
+        input: What the model is called with.
+        layers: Its layers, the first one first.
+
+    Raises:
+        ValueError: Something in the rule is about nothing in the input.
+    """
+    if not isinstance(rule, (Mapping, list, tuple)):
+        return rule
+    if isinstance(input, Tensor):
+        return fit_rule(rule, Arguments(input), layers).get(0, 0)
+    if not isinstance(input, Arguments):
+        _check_used(rule, [leaf.path for leaf in leaves_of(input)], 'the input')
+        return rule
+    names = _names_of_arguments(next(iter(layers)))
+    by_key = dict(rule) if isinstance(rule, Mapping) else dict(enumerate(rule))
+    positions = {name: position for position, name in enumerate(names or ())}
+    named = {position: name for name, position in positions.items()}
+    given: list[tuple[Any, Any]] = [(i, named.get(i)) for i in range(len(input.args))]
+    given += [(name, positions.get(name)) for name in input.kwargs]
+    fitted = {key: by_key[each] for key, other in given for each in (key, other)
+              if each is not None and each in by_key}
+    known = {*positions, *named, *(key for key, _ in given)}
+    if names is not None:
+        _check_known(by_key, known, 'the call')
+    _check_used(fitted, [leaf.path[1:] for leaf in leaves_of(input)], 'the call')
+    return fitted
+
+
+def _names_of_arguments(layer: nn.Module) -> list[str] | None:
+    """Name the arguments of a layer in order; ``None`` if it takes any."""
+    try:
+        parameters = inspect.signature(layer.forward).parameters
+    except ValueError:  # It is not Python's.
+        return None
+    kinds = {parameter.kind for parameter in parameters.values()}
+    return None if kinds & {_ANY, _ANY_NAMED} else list(parameters)
+
+
+_ANY, _ANY_NAMED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+
+
+def _check_used(rule: Any, paths: Sequence[Path], where: str) -> None:
+    """Check that there is something in a value for each key of a rule."""
+    if isinstance(rule, (Mapping, list, tuple)):
+        entries = dict(rule) if isinstance(rule, Mapping) else dict(enumerate(rule))
+        _check_known(entries, {path[0] for path in paths if path}, where)
+        for key, each in entries.items():
+            _check_used(each, [path[1:] for path in paths if path and path[0] == key], where)
+
+
+def _check_known(entries: Mapping[Any, Any], known: Container[Any], where: str) -> None:
+    unknown = [key for key in entries if key not in known]
+    if unknown:
+        raise ValueError(f'batch_dim says something of {unknown[0]!r}, but there is nothing of '
+                         f'that name or at that place in {where}; a rule goes by the keys of the '
+                         "input, or by the positions or names of the first layer's arguments")
 
 
 def check_rule(name: str, rule: Any, allowed: Sequence[Any]) -> None:

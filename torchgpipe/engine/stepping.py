@@ -16,7 +16,7 @@ with its backward. What is copied is recorded with the allocator on the stream t
 """
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +38,21 @@ from torchgpipe.skip.portal import changed_in_place
 from torchgpipe.skip.tracker import SkipTracker
 from torchgpipe.structure import Kind
 
-__all__ = ['Step']
+__all__ = ['Loss', 'Step', 'leaf_of']
 
-#: Computes the loss of micro-batch ``i`` from its output.
-Loss = Callable[[int, Any], Tensor]
+
+class Loss(Protocol):
+    """What backward starts from."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The modules whose parameters it uses."""
+
+    def __call__(self, i: int, output: Any) -> Tensor:
+        """Give that of micro-batch ``i``."""
+
+    def gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Give what else has a gradient in the end, each with that."""
 
 
 class _Value(NamedTuple):
@@ -77,21 +88,21 @@ class Step(Pipeline):
         batches: The micro-batches; :meth:`run` replaces each by its output.
         rows: Those of the schedule, whose stages are the partitions.
         loss: Gives what backward starts from, for each micro-batch.
-        modules: Whose parameters it uses.
         options: Those of :class:`~torchgpipe.engine.pipeline.Pipeline`.
     """
 
     def __init__(self, engine: Engine, batches: list[Batch], rows: tuple[tuple[Action, ...], ...],
-                 loss: Loss, modules: Sequence[nn.Module], **options: Any) -> None:
+                 loss: Loss, **options: Any) -> None:
         super().__init__(engine, batches, **options)
         self._trackers = []  # Skips are values as others are.
         self._rows = rows
         self._leaves = Leaves()
         self._computes: list[Callable[..., Any]] = []
-        self._loss = self._leaves.within(modules, loss, {})
+        self._losses = loss
+        self._loss = self._leaves.within(loss.modules, loss, {})
         self._input = [tuple(batch) for batch in batches]
         #: What the cell of each micro-batch takes, or has given.
-        self._values = [[_Value(-1, k, _leaf_of(x)) for k, x in enumerate(batch)]
+        self._values = [[_Value(-1, k, leaf_of(x)) for k, x in enumerate(batch)]
                         for batch in batches]
         self._skips: list[dict[Key, _Skip]] = [{} for _ in batches]
         #: By micro-batch and partition.
@@ -126,7 +137,7 @@ class Step(Pipeline):
         return self._leaves.within(partition.layers.modules(), partition.compute, copies)
 
     def _give(self) -> None:
-        gradients = self._leaves.take()
+        gradients = [*self._leaves.take(), *self._losses.gradients()]
         for (i, _), grads in self._grads.items():  # All others have been taken.
             gradients += [(self._input[i][k], grad) for k, grad in grads.items()]
         self._grads.clear()
@@ -199,7 +210,7 @@ class Step(Pipeline):
         """Keep what a cell gave for the cells that take it, and where its gradient enters."""
         roots = self._graphs[i, j].roots
         number = len(output) - sum(cell.stashed.values())
-        values = [_Value(j, k, _leaf_of(y)) for k, y in enumerate(output)]
+        values = [_Value(j, k, leaf_of(y)) for k, y in enumerate(output)]
         rest = iter(values[number:])
         for key, is_there in cell.stashed.items():
             value = next(rest) if is_there else None
@@ -240,7 +251,7 @@ class Step(Pipeline):
         self._grads.setdefault((i, value.j), {})[value.k] = grad
 
 
-def _leaf_of(x: Tensor) -> Tensor:
+def leaf_of(x: Tensor) -> Tensor:
     """Give a tensor as a leaf of another graph."""
     return x.detach().requires_grad_(x.requires_grad)
 
