@@ -890,6 +890,14 @@ def test_bad_input(options, message):
 
 
 @cpu_only('it is refused before')
+def test_nothing_is_counted():
+    gpipe = GPipe(layers(), [4, 4], devices=['cpu'] * 2)
+    x = torch.randn(4, 4, dtype=torch.double)
+    with pytest.raises(ValueError, match='counts nothing in the whole target'):
+        gpipe.step(x, x[:, :3], loss_of, normalizer=lambda target: 0)
+
+
+@cpu_only('it is refused before')
 @pytest.mark.parametrize('register', [
     'register_forward_hook', 'register_forward_pre_hook', 'register_full_backward_hook',
     'register_full_backward_pre_hook'])

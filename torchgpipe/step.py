@@ -181,6 +181,9 @@ def _weights(function: Any, targets: Sequence[Any], sizes: Sequence[int], normal
         return [size / sum(sizes) for size in sizes]
     if callable(normalizer):
         counts = [normalizer(target) for target in targets]
+        if sum(counts) == 0:
+            raise ValueError('normalizer counts nothing in the whole target, so there is no mean '
+                             'over it; leave out this mini-batch')
         return [count / sum(counts) for count in counts]
     return [1 / normalizer] * len(sizes)
 
