@@ -9,6 +9,7 @@ from functorch.compile import make_boxed_func as boxed
 from torch import nn
 from torch._dynamo import lookup_backend
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import config as inductor_config
 
 from tests.devices import cpu_only, devices, one_worker, places
 from tests.helpers import assert_same, gradients, in_a_new_thread, memory_of, modes, on_first
@@ -401,7 +402,9 @@ def test_inductor():
         gpipe = make(mode)
         torch.manual_seed(1)
         x = torch.rand(5, 4, dtype=torch.double)
-        output = gpipe(x)
-        output.square().sum().backward()
+        # Threads of its own would stay, for what it compiles next.
+        with inductor_config.patch(compile_threads=1):
+            output = gpipe(x)
+            output.square().sum().backward()
         results.append([output, *gradients(gpipe)])
     assert_same(*results)
