@@ -25,8 +25,8 @@ napoleon_use_ivar = True
 
 modules = ('balance', 'balance.blockpartition', 'balance.costs', 'balance.layers',
            'balance.profile', 'batchnorm', 'checkpoint', 'copy', 'dependency', 'microbatch',
-           'phony', 'pipeline', 'skip', 'skip.layout', 'skip.portal', 'skip.tracker', 'stream',
-           'testing', 'worker')
+           'phony', 'pipeline', 'schedule', 'skip', 'skip.layout', 'skip.portal', 'skip.tracker',
+           'stream', 'testing', 'worker')
 doctest_global_setup = '\n'.join([
     'import torch', 'from torch import nn', 'from torchgpipe import *',
     *(f'from torchgpipe.{module} import *' for module in modules)])
