@@ -107,14 +107,31 @@ def number_of_a_new_thread():
 
 @here
 def test_other_threads_begin_with_what_they_would_have_without_workers():
-    found = []
-    gpipe, seen = spying(function=lambda x: found.append(number_of_a_new_thread()))
+    gpipe, seen = spying()
     torch.set_num_threads(6)
     call(gpipe)
     assert set(seen) == {2} and number_of_a_new_thread() == 6
-    found.clear()
-    call(gpipe)
-    assert set(found) == {6}
+
+
+@here
+@pytest.mark.parametrize('chunks, function, workers', [
+    (3, id, {'cpu:0', 'cpu:1'}), (1, id, set()), (3, F.dropout, set())],
+    ids=['at once', 'one micro-batch', 'in turns'])
+def test_only_the_caller_has_more_than_a_share(chunks, function, workers):
+    """A worker's team of OpenMP's would stay, and let those of others sleep between kernels."""
+    seen = []
+
+    def note(x):
+        seen.append((threading.current_thread().name, torch.get_num_threads()))
+        function(x)
+
+    torch.set_num_threads(6)
+    gpipe = GPipe(nn.Sequential(*[Spy(note) for _ in CPUS]), [1] * 3, devices=CPUS, chunks=chunks)
+    for _ in range(2):  # At first it is not known whether they draw.
+        seen.clear()
+        gpipe(torch.rand(3, 1))
+        assert {number for name, number in seen if name != 'MainThread'} <= {2}
+    assert {name for name, _ in seen} == {'MainThread', *(f'torchgpipe-{w}' for w in workers)}
 
 
 @here

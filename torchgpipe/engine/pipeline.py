@@ -2,11 +2,24 @@
 
 A clock starts when all cells of the clock before were handed back, so whoever runs a cell is the
 only one to touch its micro-batch.
+
+[Note: What the caller runs]
+The calling thread would have nothing to do in a clock but to wait, so it does the work of the last
+device itself: one thread less has to be woken up, which takes as long as a small layer. It does
+that of all clocks, since autograd goes by numbers that each thread counts for itself, see
+[Note: Order of backward].
+
+So it does with cells that nothing may run beside, all of which wait for their turns. Only there
+may these have all intra-op threads. A worker with more than its share would get a team of OpenMP's
+of its own; as soon as all teams together have more threads than there are cores, each goes to
+sleep between any two kernels, for the rest of the process, and small kernels take twice as long.
 """
 import itertools
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
+
+import torch
 
 from torchgpipe.engine.aliasing import Aliasing
 from torchgpipe.engine.batch import Batch
@@ -21,7 +34,7 @@ from torchgpipe.engine.partition import Engine, Partition
 from torchgpipe.engine.shared import SharedTensors
 from torchgpipe.engine.stream import (AbstractStream, CPUStream, current_stream, no_context,
                                       use_device, use_stream)
-from torchgpipe.engine.thread_state import ThreadState
+from torchgpipe.engine.thread_state import ThreadState, running
 from torchgpipe.private import is_transformed
 from torchgpipe.skip.boundary import SkipBoundary
 from torchgpipe.skip.tracker import SkipTrackerThroughPortals
@@ -93,6 +106,11 @@ class Pipeline:
         self._mini_batch = MiniBatch() if outer is None else outer.mini_batch
         self.aliasing = Aliasing(batches, common)
         self._errors: dict[int, BaseException] = {}
+        #: The workers whose cells the calling thread runs: [Note: What the caller runs].
+        self._here = {partition.worker for partition in engine.partitions if len(batches) == 1
+                      or partition.j == len(engine.partitions) - 1
+                      or self._state.takes_turns or partition.in_turn
+                      or self._cells[partition.j].draws()}
 
     def _make_edges(self, partition: Partition) -> Edges:
         streams = self._copy_streams[partition.j]
@@ -131,7 +149,7 @@ class Pipeline:
     def _clocks(self) -> Iterable[Sequence[CellIndex]]:
         m, n = len(self._batches), len(self._cells)
         if self._engine.one_worker:  # The clock would come to this, and look at all partitions.
-            return ([place] for place in itertools.product(range(m), range(n)))
+            return ([(i, j) for j in range(n)] for i in range(m))
         return clocks(m, n, self._is_ordered)
 
     def _is_ordered(self, j: int) -> bool:
@@ -183,11 +201,13 @@ class Pipeline:
             self._compute_at_once(schedule)
 
     def _compute_at_once(self, schedule: Sequence[CellIndex]) -> None:
+        here: list[CellIndex] = []
         groups: dict[Any, list[CellIndex]] = {}
         for i, j in schedule:
-            groups.setdefault(self._engine.partitions[j].worker, []).append((i, j))
+            worker = self._engine.partitions[j].worker
+            (here if worker in self._here else groups.setdefault(worker, [])).append((i, j))
         witness = Witness() if self._witness is None else None
-        self._dispatch(list(groups.values()))
+        self._dispatch(list(groups.values()), here)
         if witness is not None:
             self._hear(witness, [j for _, j in schedule])
 
@@ -197,19 +217,15 @@ class Pipeline:
             for j in partitions:
                 self._cells[j].suspect()
 
-    def _dispatch(self, groups: Sequence[Sequence[CellIndex]]) -> None:
-        """Give each worker its cells, and wait for all of them."""
+    def _dispatch(self, groups: Sequence[Sequence[CellIndex]], here: Sequence[CellIndex]) -> None:
+        """Give each worker its cells, run those of the calling thread, and wait for the others."""
         workers = self._engine.workers
-        # Where cells wait for their turns, nothing runs beside the first of these.
-        alone = self._is_ordered(groups[0][0][1])
-        num_threads = self._state.num_threads if alone else self._share
         try:
             futures = [workers.submit(self._engine.partitions[group[0][1]].device,
-                                      partial(self._run_group, group, num_threads))
-                       for group in groups]
-            # The last to start is most likely the last to end: to wait for it first is to be woken
-            # up once, not once for each worker, and a wake-up costs as much as a small layer.
-            for future in reversed(futures):
+                                      partial(self._run_group, group)) for group in groups]
+            if here:
+                self._run_here(here, alone=not futures)
+            for future in futures:
                 future.result()
         except BaseException as error:
             # KeyboardInterrupt, most likely: what is under way has to end before anyone goes on.
@@ -225,10 +241,28 @@ class Pipeline:
             finally:
                 del first  # or its traceback, this frame and the error would be a cycle
 
-    def _run_group(self, group: Sequence[CellIndex], num_threads: int) -> None:
+    def _run_here(self, cells: Sequence[CellIndex], alone: bool) -> None:
+        """Run cells in the calling thread, with its share of the intra-op threads, or all."""
+        num_threads = self._state.num_threads
+        divided = self._share != num_threads and not (
+            alone and all(self._is_ordered(j) for _, j in cells))
+        before = running.workers
+        running.workers = before | {id(self._engine.workers)}  # They may wait for a lock it has.
+        try:
+            if divided:
+                torch.set_num_threads(self._share)
+            for i, j in cells:
+                with use_stream(self._edges[j].stream):
+                    self._run_in_state([(i, j)])
+        finally:
+            running.workers = before
+            if divided:
+                torch.set_num_threads(num_threads)
+
+    def _run_group(self, group: Sequence[CellIndex]) -> None:
         """Run the cells of one worker in a clock, up to the first failure."""
         with use_stream(self._edges[group[0][1]].stream):
-            self._state.run(partial(self._run_in_state, group), num_threads)
+            self._state.run(partial(self._run_in_state, group), self._share)
 
     def _run_in_state(self, group: Sequence[CellIndex]) -> None:
         for i, j in group:
@@ -237,7 +271,7 @@ class Pipeline:
             try:
                 self._run_cell(i, j)
             except BaseException as error:
-                self._errors[j] = error
+                self._errors[j if isinstance(error, Exception) else -1] = error
 
     def _run_cell(self, i: int, j: int) -> None:
         batches, outside = self._batches, current.micro_batch
