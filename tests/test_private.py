@@ -247,3 +247,16 @@ def test_modules_that_have_only_a_private_reset():
     for module in (nn.MultiheadAttention(4, 2), nn.Transformer(4, 2, 1, 1, 4, batch_first=True)):
         public, own = (hasattr(module, name) for name in private.RESETS)
         assert own and not public
+
+
+def test_without_torch_function():
+    class Stubborn(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError
+
+    x = torch.ones(2).as_subclass(Stubborn)
+    with private.without_torch_function():
+        assert type(x + 1) is torch.Tensor
+    with pytest.raises(AssertionError):
+        x + 1

@@ -25,7 +25,7 @@ __all__ = ['APPLY', 'DISPATCH_MODES', 'FUNCTION_MODES', 'RESETS', 'BatchNorm', '
            'is_transformed', 'lazy_clone', 'name_of_call', 'own_context', 'parse_to', 'pop_hooks',
            'proxy_mode', 'retains_graph', 'script_attributes', 'storage_id', 'tree_flatten',
            'tree_flatten_with_path', 'tree_leaves', 'tree_map_only', 'tree_unflatten',
-           'uncompiled', 'unseen', 'untraced']
+           'uncompiled', 'unseen', 'untraced', 'without_torch_function']
 
 # Given on as they are: `DeviceContext` is what `torch.set_default_device` enters, and a worker has
 # to tell it from a mode of the user's. `TorchDispatchMode` is the way to see all operations, and
@@ -183,6 +183,11 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     if 'torch._dynamo' not in sys.modules:
         return function
     return torch.compiler.disable(function)  # type: ignore[no-any-return]
+
+
+#: The context in which ``__torch_function__`` of subclasses is not asked, so that one can go on to
+#: what it was asked about; PyTorch's documentation of subclasses names it where it is.
+without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 
 
 # --- torch.compile

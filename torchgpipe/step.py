@@ -204,10 +204,15 @@ def _check_mean(function: Any, targets: Sequence[Any]) -> None:
             'target: (target != ignore_index).sum(), or weight[target].sum()')
 
 
+_recomputing = lru_cache(maxsize=32)(Schedule.recomputing)
+
+
 def run_step(engine: Engine, batches: list[Batch], losses: Losses, schedule: ScheduleLike,
-             **options: Any) -> Step:
+             checkpoint_stops: Sequence[int], **options: Any) -> Step:
     """Run a step; afterwards the batches hold the outputs."""
-    rows = find_schedule(schedule, engine, len(batches)).rows
-    step = Step(engine, batches, rows, losses, **options)
+    found = find_schedule(schedule, engine, len(batches))
+    if not engine.one_worker:  # Otherwise it never waits for a gradient.
+        found = _recomputing(found, tuple(checkpoint_stops))
+    step = Step(engine, batches, found.rows, losses, checkpoint_stops=checkpoint_stops, **options)
     step.run()
     return step

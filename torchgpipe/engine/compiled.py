@@ -7,11 +7,17 @@ context variables. Compiled code enters it in backward, which two threads can no
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchgpipe.private import compiled_codes, is_compiled, own_context
 
-__all__ = ['part_contexts']
+__all__ = ['has_compiled', 'part_contexts']
+
+
+def has_compiled(partition: nn.Module) -> bool:
+    """Tell whether a partition is compiled, or a layer in it."""
+    return 'forward' in partition.__dict__ or any(
+        m._compiled_call_impl is not None or hasattr(m, '_orig_mod') for m in partition.modules())
 
 
 def part_contexts(inputs: Iterable[Any], outputs: Iterable[Tensor]) -> None:

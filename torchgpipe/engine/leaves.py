@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.aliases import Slot
+from torchgpipe.engine.halves import PutOff, Weight
 from torchgpipe.errors import uninterrupted
 
 __all__ = ['Leaves', 'give']
@@ -39,29 +40,37 @@ class Leaves:
     """The leaves of one step."""
 
     def __init__(self) -> None:
-        self._leaves: dict[int, tuple[Tensor, nn.Parameter]] = {}
+        self._leaves: dict[tuple[int, int], tuple[Tensor, nn.Parameter]] = {}
 
     def within(self, modules: Iterable[nn.Module], function: Callable[..., Any],
-               copies: Mapping[Slot, Tensor]) -> Callable[..., Any]:
+               copies: Mapping[Slot, Tensor], put_off: PutOff | None = None
+               ) -> Callable[..., Any]:
         """Give a function that has the leaves in place of the parameters of some modules.
 
         Args:
             modules: The modules.
             function: The function.
             copies: What has been put in the place of some of these parameters.
+            put_off: Where gradients of weights are put off to, if they are.
         """
         found = [(module, name, copies.get((module, name), x)) for module in modules
                  for name, x in module._parameters.items() if x is not None]
-        return partial(_run_within, [_Place(module, name, x, self._leaf_of(x))
+        return partial(_run_within, [_Place(module, name, x, self._leaf_of(x, put_off))
                                      for module, name, x in found
                                      if x.requires_grad and not is_lazy(x)], function)
 
-    def _leaf_of(self, x: Tensor) -> nn.Parameter:
-        if id(x) not in self._leaves:
-            leaf = nn.Parameter(x.detach())
+    def _leaf_of(self, x: Tensor, put_off: PutOff | None) -> nn.Parameter:
+        key = id(x), id(put_off)
+        if key not in self._leaves:
+            data = x.detach()
+            if put_off is None or type(data) is not Tensor:
+                leaf = nn.Parameter(data)
+            else:
+                leaf = Weight(data)
+                leaf.put_off = put_off
             leaf.__dict__.update(x.__dict__)
-            self._leaves[id(x)] = x, leaf
-        return self._leaves[id(x)][1]
+            self._leaves[key] = x, leaf
+        return self._leaves[key][1]
 
     def take(self) -> list[tuple[Tensor, Tensor]]:
         """Give the parameters and copies that have a gradient, with that, and let go of it."""

@@ -14,7 +14,8 @@ from then on to whatever layers have saved. The graph of a cell, its leaves and 
 with its backward. What is copied is recorded with the allocator on the stream that reads it, as in
 :mod:`torchgpipe.engine.copy`.
 """
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -23,8 +24,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.checkpoint.recomputation import Recomputation
+from torchgpipe.engine.compiled import has_compiled
 from torchgpipe.engine.compute import Compute
 from torchgpipe.engine.copy import Wait, copy_tensor
+from torchgpipe.engine.halves import PutOff
 from torchgpipe.engine.interpreter import Plan, interpret
 from torchgpipe.engine.leaves import Leaves, give
 from torchgpipe.engine.memory import versions
@@ -108,6 +112,12 @@ class Step(Pipeline):
         #: By micro-batch and partition.
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._grads: dict[tuple[int, int], dict[int, Tensor]] = {}
+        self._recomputations: dict[tuple[int, int], Recomputation] = {}
+        #: What the second halves of backwards do; and where layers put it, by partition.
+        self._work: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        split = {action.stage for row in rows for action in row if action.kind == 'W'}
+        self._put_off = {j: PutOff() for j in split
+                         if not has_compiled(engine.partitions[j].layers)}
 
     def run(self) -> None:
         """Run all actions; then add the gradients to those of parameters and of the input.
@@ -134,7 +144,8 @@ class Step(Pipeline):
 
     def _with_leaves(self, partition: Partition) -> Callable[..., Any]:
         copies = {} if self._shared is None else self._shared.copies(partition.j)
-        return self._leaves.within(partition.layers.modules(), partition.compute, copies)
+        return self._leaves.within(partition.layers.modules(), partition.compute, copies,
+                                   self._put_off.get(partition.j))
 
     def _give(self) -> None:
         gradients = [*self._leaves.take(), *self._losses.gradients()]
@@ -144,15 +155,27 @@ class Step(Pipeline):
         give(gradients)
 
     def _act(self, action: Action) -> None:
-        """Run an action: ``I`` is a whole backward here, and leaves nothing to do for ``W``."""
+        """Run an action."""
         j, kind, i = action
-        with use_stream(self._edges[j].stream):
+        with use_stream(self._edges[j].stream), self._putting_off(i, j):
             if kind == 'F' and self._engine.one_worker:
                 self._run_cell(i, j)
             elif kind == 'F':
                 self._state.run(partial(self._run_cell, i, j), self._share)
-            elif kind in 'BI':
-                self._state.run_backward(partial(self._backward, i, j))
+            else:
+                self._state.run_backward(partial(self._ACTIONS[kind], self, i, j))
+
+    @contextmanager
+    def _putting_off(self, i: int, j: int) -> Iterator[None]:
+        """Let layers of a partition put gradients of weights off to where ``W`` finds them."""
+        if j not in self._put_off:
+            yield
+            return
+        self._put_off[j].work = self._work.setdefault((i, j), [])
+        try:
+            yield
+        finally:
+            self._put_off[j].work = None
 
     # --- forward
     # ------------------------------------------------------------------------------------
@@ -204,6 +227,7 @@ class Step(Pipeline):
             output[:] = Wait.apply(stream, departure, *output)  # type: ignore[no-untyped-call]
         if recomputation is not None:
             recomputation.join(output)
+            self._recomputations[i, j] = recomputation
         return self._keep(i, j, output, cell)
 
     def _keep(self, i: int, j: int, output: Batch, cell: '_Cell') -> Batch:
@@ -227,20 +251,41 @@ class Step(Pipeline):
     # --- backward
     # ------------------------------------------------------------------------------------
 
+    def _recompute(self, i: int, j: int) -> None:
+        """Run a checkpointed cell again, while its gradient is on its way."""
+        if (i, j) in self._recomputations:
+            self._recomputations.pop((i, j)).fill_ahead()
+
     def _backward(self, i: int, j: int) -> None:
         """Take the gradients of what a cell gave through its graph, and send on what comes out."""
-        partition, graph = self._engine.partitions[j], self._graphs.pop((i, j))
+        graph = self._graphs.pop((i, j))
+        self._recomputations.pop((i, j), None)
         grads = self._grads.pop((i, j), {})
         roots = [(edge, grads[k]) for k, edge in graph.roots if k in grads]
-        try:
+        with self._noted(i, j):
             torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
-        except Exception as error:
-            add_note(error, f'in backward of partition {j} on {partition.device}, micro-batch '
-                            f'{i} of {len(self._batches)}')
-            raise
         for value, leaf in graph.leaves:
             if leaf.grad is not None:
                 self._send(i, j, value, leaf.grad)
+
+    def _finish(self, i: int, j: int) -> None:
+        """Compute the gradients of weights that backward has put off."""
+        work = self._work.pop((i, j), [])
+        with self._noted(i, j), torch.no_grad():
+            while work:
+                work.pop()()
+
+    _ACTIONS = {'R': _recompute, 'B': _backward, 'I': _backward, 'W': _finish}
+
+    @contextmanager
+    def _noted(self, i: int, j: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            add_note(error, f'in backward of partition {j} on '
+                            f'{self._engine.partitions[j].device}, micro-batch {i} of '
+                            f'{len(self._batches)}')
+            raise
 
     def _send(self, i: int, j: int, value: _Value, grad: Tensor) -> None:
         """Let a gradient arrive where the value came from."""

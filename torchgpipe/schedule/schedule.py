@@ -76,6 +76,28 @@ class Schedule:
         """
         return ''.join(','.join(map(str, row)) + '\n' for row in self.rows)
 
+    def recomputing(self, stops: Sequence[int]) -> 'Schedule':
+        """Give the same with recomputations, each right before the backward that needs it.
+
+        There it starts while the gradient is on its way, and no activations are there any sooner
+        than on a device that had been waiting for it. What is there already stays.
+
+        >>> Schedule.parse('0F0,0F1,0B0,0B1').recomputing([1]).to_csv()
+        '0F0,0F1,0R0,0B0,0B1\\n'
+
+        Args:
+            stops: How many micro-batches each stage recomputes, from the first one on.
+        """
+        there = self._all()
+
+        def before(action: Action) -> list[Action]:
+            again = action._replace(kind='R')
+            needed = action.kind in 'BI' and action.micro_batch < stops[action.stage]
+            return [again] if needed and again not in there else []
+
+        return Schedule(tuple(
+            tuple(x for action in row for x in (*before(action), action)) for row in self.rows))
+
     def validate(self) -> None:
         """Check that it can be run, and does all that has to be done.
 

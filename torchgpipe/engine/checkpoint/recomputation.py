@@ -80,10 +80,10 @@ class Recomputation:
         offload: Lets the input wait elsewhere, if it should.
     """
 
-    __slots__ = ('_blame', '_changed', '_compiled', '_draws', '_fills', '_function', '_input',
-                 '_kind', '_late', '_layers', '_num_threads', '_offload', '_open', '_packer',
-                 '_phony', '_results',
-                 '_samples', '_saved', '_state', '_stream', '__weakref__')
+    __slots__ = ('_ahead', '_blame', '_changed', '_compiled', '_draws', '_fills', '_function',
+                 '_input', '_kind', '_late', '_layers', '_num_threads', '_offload', '_open',
+                 '_packer', '_phony', '_results', '_samples', '_saved', '_state', '_stream',
+                 '__weakref__')
 
     def __init__(self, function: Function, state: ThreadState, draws: Draws,
                  layers: CellState | None, device: torch.device,
@@ -102,6 +102,7 @@ class Recomputation:
         self._saved: list[int] = []
         self._compiled: dict[int, Saved] = {}
         self._fills: dict[int, Fill] = {}
+        self._ahead: Fill | None = None
         self._phony: Tensor | None = None
         self._packer: AbstractStream | None = None
         self._changed = False
@@ -211,6 +212,21 @@ class Recomputation:
         if number != -1:
             at_end_of_backward(partial(self._drop, number))
         return fill
+
+    def fill_ahead(self) -> None:
+        """Do so before the backward pass that will need it, in the thread that will run that."""
+        self.fill()
+        self._ahead = self._fills.pop(backward_pass())
+
+    def fill_now(self) -> None:
+        """Let the present backward pass have its tensors, unless that was done ahead."""
+        fill, self._ahead = self._ahead, None
+        if fill is None:
+            self.fill()
+            return
+        number = backward_pass()
+        self._fills[number] = fill
+        at_end_of_backward(partial(self._drop, number))
 
     def _take_input(self) -> tuple[Tensor, ...]:
         """Give the input, as it was kept or as the user's hooks unpack it."""
@@ -411,7 +427,7 @@ class Recompute(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, ...]:
         recomputation = ctx.recomputation()
         assert recomputation is not None, 'Checkpoint, which runs next, owns it'
-        recomputation.fill()
+        recomputation.fill_now()
         if not retains_graph():
             recomputation.forget()
         return None, None, None

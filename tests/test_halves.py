@@ -1,0 +1,365 @@
+"""A backward in two halves: weights of linear layers and convolutions come in the second one."""
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
+
+from tests.devices import cpu_only, cpus, devices, workers
+from tests.helpers import Spy, assert_same, gradients, modes, on_first
+from torchgpipe import GPipe
+from torchgpipe.engine import halves
+from torchgpipe.engine.stepping import Step
+from torchgpipe.private import without_torch_function
+from torchgpipe.schedule import Schedule
+
+
+def loss_of(output, target):
+    """Give a mean over samples."""
+    return (output - target).square().mean()
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """Note the actions, and how many gradients each one adds up that were put off."""
+    entries, act, add = [], Step._act, halves._add
+
+    def note(step, action):
+        entries.append([str(action), 0])
+        act(step, action)
+
+    def count(leaf, grad):
+        entries[-1][1] += 1
+        add(leaf, grad)
+
+    monkeypatch.setattr(Step, '_act', note)
+    monkeypatch.setattr(halves, '_add', count)
+    return entries
+
+
+class Checkpointed(nn.Module):
+    """Run its layer again in backward."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        """Do so."""
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+class Twice(nn.Module):
+    """Use its layer twice."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        """Do so."""
+        return self.layer(self.layer(x).tanh())
+
+
+class OneSample(nn.Module):
+    """Call its layer without a batch."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        """Do so."""
+        return torch.stack([self.layer(each) for each in x])
+
+
+class Halved(nn.Module):
+    """Compute in a smaller type."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        """Do so."""
+        with torch.autocast('cpu', torch.bfloat16):
+            return self.layer(x).to(x.dtype)
+
+
+def frozen(layer, *names):
+    """Freeze parameters of a layer."""
+    for name in names:
+        getattr(layer, name).requires_grad_(False)
+    return layer
+
+
+def linear(*shape, **options):
+    """Give what makes two linear layers, and the shape of a sample."""
+    return lambda: [nn.Linear(4, 6, **options), nn.Tanh(), nn.Linear(6, 4, **options)], (*shape, 4)
+
+
+def convolution(kind, dims, **options):
+    """Give what makes two convolutions, and the shape of a sample."""
+    return (lambda: [kind(4, 8, 3, **options), nn.Tanh(), kind(8, 4, 1)],
+            (4, *[9] * dims))
+
+
+#: Layers, a sample of their input, and how many gradients are put off for each micro-batch.
+LAYERS = {
+    'linear': (*linear(), 4), 'of sequences': (*linear(3), 4), 'no bias': (*linear(bias=False), 2),
+    'conv1d': (*convolution(nn.Conv1d, 1), 4),
+    'conv2d': (*convolution(nn.Conv2d, 2, stride=(2, 1), padding=1, dilation=2), 4),
+    'conv3d': (*convolution(nn.Conv3d, 3, groups=2, bias=False), 3),
+    'circular': (*convolution(nn.Conv2d, 2, padding=1, padding_mode='circular'), 4),
+    'valid': (*convolution(nn.Conv2d, 2, padding='valid'), 2),
+    'same': (*convolution(nn.Conv2d, 2, padding='same'), 2),
+    'no batch': (lambda: [OneSample(nn.Conv2d(2, 3, 3))], (2, 5, 5), 0),
+    'one at a time': (lambda: [OneSample(nn.Linear(4, 4))], (4,), 2),
+    'frozen weight': (lambda: [frozen(nn.Linear(4, 4), 'weight')], (4,), 0),
+    'frozen bias': (lambda: [nn.Linear(4, 4), frozen(nn.Linear(4, 4), 'bias')], (4,), 2),
+    'twice': (lambda: [Twice(nn.Linear(4, 4))], (4,), 4),
+    'checkpointed within': (lambda: [Checkpointed(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),
+    'of other parameters': (lambda: [weight_norm(nn.Linear(4, 4))], (4,), 0),
+    'attention': (lambda: [nn.TransformerEncoderLayer(4, 2, 8, 0., batch_first=True)], (3, 4), 4),
+    'norms': (lambda: [nn.LayerNorm(4), nn.PReLU(), nn.Linear(4, 4), nn.Bilinear(4, 4, 2)],
+              (4,), 2),
+    'autocast': (lambda: [Halved(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),
+}
+
+
+class Both(nn.Module):
+    """Give a layer that takes two the same for both."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        """Do so."""
+        return self.layer(x, x)
+
+
+def make(name):
+    """Make a model of a kind of layers, and a sample of its input."""
+    function, shape, number = LAYERS[name]
+    found = [Both(layer) if isinstance(layer, nn.Bilinear) else layer for layer in function()]
+    return nn.Sequential(*found).double(), shape, number
+
+
+@cpu_only('the simulated accelerator has no convolutions')
+@cpus
+@modes
+@pytest.mark.parametrize('name', LAYERS)
+def test_each_kind_of_layer(devices, mode, name, log):
+    model, shape, number = make(name)
+    model = nn.Sequential(nn.Tanh(), *model)
+    gpipe = GPipe(copy.deepcopy(model), [len(model)], devices=devices(1), chunks=3,
+                  checkpoint=mode)
+    for _ in range(2):
+        x = torch.randn(7, *shape, dtype=torch.double, requires_grad=True)
+        y = x.detach().requires_grad_()
+        output = torch.cat([model(part) for part in x.tensor_split(3)])
+        target = torch.randn_like(output)
+        loss_of(output, target).backward()
+        log.clear()
+        gpipe.step(y, target, loss_of, schedule='zb-h1')
+        assert_same(gradients(gpipe), gradients(model))
+        assert_same([y.grad], [x.grad])
+        put_off = [(action[1], count) for action, count in log]
+        calls = 7 if name == 'one at a time' else 3
+        assert sum(count for kind, count in put_off) == number * calls
+        assert all(kind == 'W' for kind, count in put_off if count)
+
+
+@devices
+@modes
+@pytest.mark.parametrize('schedule', ['zb-h1', 'zb-h2', 'zb-v'])
+def test_weights_come_with_w(devices, mode, schedule, log):
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double()
+    model[3].weight = model[0].weight
+    places = devices(4)
+    if schedule == 'zb-v':
+        places = [*places[:2], *reversed(places[:2])]
+    gpipe = GPipe(copy.deepcopy(model), [1] * 4, devices=places, chunks=3, checkpoint=mode)
+    x = torch.randn(7, 4, dtype=torch.double)
+    loss_of(model(x), x).backward()
+    gpipe.step(on_first(gpipe, x), x.to(gpipe.devices[-1]), loss_of, schedule=schedule)
+    assert_same(gradients(gpipe), gradients(model))
+    if len({*gpipe.devices}) == 1:  # Then no other action comes between.
+        assert {(action[1], count) for action, count in log if count} == {('W', 2)}
+
+
+@cpu_only('autocast and compilation of the CPU')
+def test_what_is_compiled_is_not_split(log):
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=['cpu', 'cpu'],
+                  chunks=2)
+    expected = copy.deepcopy(gpipe)
+    gpipe.partitions[0].compile(backend='eager')
+    x = torch.randn(4, 4)
+    for model in (gpipe, expected):
+        log.clear()
+        model.step(x, x, loss_of, schedule='zb-h1')
+        counts = {action: count for action, count in log}
+        assert counts['1W0'] == 2 and counts['0W0'] == (0 if model is gpipe else 2)
+    assert_same(gradients(gpipe), gradients(expected), 1e-6)
+
+
+@cpu_only('hooks of the calling thread')
+def test_under_hooks_of_the_user_s():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    gpipe = GPipe(copy.deepcopy(model), [1, 1], devices=['cpu:0', 'cpu:1'], chunks=2)
+    x = torch.randn(4, 4, dtype=torch.double)
+    loss_of(model(x), x).backward()
+    with saved_tensors_hooks(lambda x: x.numpy(), torch.from_numpy):
+        gpipe.step(x, x, loss_of, schedule='zb-h1')
+    assert_same(gradients(gpipe), gradients(model))
+
+
+@workers
+def test_the_input_s_gradient_does_not_wait_for_that_of_weights(devices, monkeypatch):
+    """Partition 0 goes back while partition 1 is held before its first W."""
+    sent, add = threading.Event(), halves._add
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1],
+                  devices=devices.distinct(2), chunks=2, checkpoint='never')
+    x = torch.randn(4, 4, device=devices.first)
+    target = x.to(gpipe.devices[-1])
+    gpipe.step(x, target, loss_of, schedule='zb-h1')
+
+    def wait(leaf, grad):
+        if leaf.put_off is places[1]:
+            assert sent.wait(20)
+        add(leaf, grad)
+
+    places, act = {}, Step._act
+
+    def note(step, action):
+        places.update(step._put_off)
+        act(step, action)
+        if str(action) == '0I0':
+            sent.set()
+
+    monkeypatch.setattr(halves, '_add', wait)
+    monkeypatch.setattr(Step, '_act', note)
+    gpipe.step(x, target, loss_of, schedule='zb-h1')
+    assert sent.is_set()
+
+
+@devices
+@pytest.mark.parametrize('mode', ['always', 'never'])
+def test_a_fault_in_a_second_half(devices, mode, monkeypatch):
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]).double()
+    gpipe = GPipe(copy.deepcopy(model), [1] * 3, devices=devices(3), chunks=3, checkpoint=mode)
+    x = torch.randn(6, 4, dtype=torch.double)
+    loss_of(model(x), x).backward()
+    y, target = on_first(gpipe, x), x.to(gpipe.devices[-1])
+    add, kept = halves._add, weakref.WeakSet()
+    for number in (1, 5, 18):
+        left = [number]
+
+        def fail(leaf, grad, left=left):
+            left[0] -= 1
+            kept.add(grad)
+            if left[0] == 0:
+                raise ValueError
+            add(leaf, grad)
+
+        monkeypatch.setattr(halves, '_add', fail)
+        gc.collect()
+        gc.disable()
+        try:
+            with pytest.raises(ValueError) as caught:
+                gpipe.step(y, target, loss_of, schedule='zb-h1')
+            assert 'in backward of partition' in ''.join(caught.value.__notes__)
+            del caught
+            assert all(parameter.grad is None for parameter in gpipe.parameters())
+        finally:
+            gc.enable()
+        monkeypatch.setattr(halves, '_add', add)
+        gpipe.step(y, target, loss_of, schedule='zb-h1')
+        assert_same(gradients(gpipe), gradients(model))
+        gpipe.zero_grad()
+
+
+@cpu_only('it counts objects of the host')
+@pytest.mark.parametrize('fails', [False, True])
+def test_nothing_is_left_behind(fails, monkeypatch):
+    """No cycle through nodes of the graph, which Python's garbage collector would not see."""
+    gpipe = GPipe(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), [2, 2],
+                  devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint='never')
+    x, alive = torch.randn(4, 4), weakref.WeakSet()
+    for layer in gpipe:
+        layer.register_forward_hook(lambda layer, args, output: alive.add(output))
+    if fails:
+        def fail(*args):
+            raise ValueError
+        monkeypatch.setattr(halves, '_add', fail)
+    gc.disable()
+    try:
+        gpipe.step(x, x, loss_of, schedule='zb-h1')
+    except ValueError:
+        assert fails
+    finally:
+        gc.enable()
+    assert not alive
+
+
+def test_a_weight_is_a_parameter_for_all_that_look_at_it():
+    weight = halves.Weight(torch.ones(2, 2))
+    weight.put_off = halves.PutOff()
+    assert isinstance(weight, nn.Parameter) and weight.shape == (2, 2)
+    assert type(weight * 2) is torch.Tensor and type(weight.detach()) is torch.Tensor
+    with without_torch_function():
+        assert type(weight.t()) is torch.Tensor
+
+
+# --- recomputations
+# ----------------------------------------------------------------------------------
+
+
+@workers
+def test_a_recomputation_starts_before_its_gradient_is_there(devices):
+    again, calls = threading.Event(), []
+
+    def see(x):
+        calls.append(len(calls))
+        if len(calls) == 5:  # of 4 first passes and as many recomputations
+            again.set()
+
+    class Hold(nn.Module):
+        holds = False
+
+        def forward(self, x):
+            x = x * 1
+            if Hold.holds:
+                x.register_hook(lambda grad: (again.wait(20), None)[1])
+            return x
+
+    gpipe = GPipe(nn.Sequential(Spy(see), nn.Linear(4, 4), Hold()), [2, 1],
+                  devices=devices.distinct(2), chunks=4, checkpoint=['always', 'never'])
+    x = torch.randn(4, 4, device=devices.first)
+    for Hold.holds in (False, True):
+        calls.clear(), again.clear()
+        gpipe.step(x, x.to(gpipe.devices[-1]), loss_of, schedule='gpipe')
+        assert len(calls) == 8
+    assert again.is_set()
+
+
+@devices
+def test_a_recomputation_where_the_schedule_has_it(devices):
+    """It may stand anywhere before its backward; where there is none to do, it does nothing."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.), nn.Linear(4, 4)).double()
+    gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=2,
+                  checkpoint=['always', 'never'])
+    x = torch.randn(4, 4, dtype=torch.double)
+    loss_of(model(x), x).backward()
+    schedule = Schedule.parse('0F0,0F1,0R1,0R0,0B1,0B0\n1F0,1R0,1F1,1B1,1B0')
+    if len({*gpipe.devices}) == 1:
+        schedule = Schedule.parse('0F0,0F1,0R1,0R0,1F0,1F1,1R0,1B1,1B0,0B1,0B0')
+    gpipe.step(on_first(gpipe, x), x.to(gpipe.devices[-1]), loss_of, schedule=schedule)
+    assert_same(gradients(gpipe), gradients(model))
