@@ -7,5 +7,6 @@
 from torchgpipe.schedule.action import KINDS, Action
 from torchgpipe.schedule.generators import NAMES, make
 from torchgpipe.schedule.schedule import Schedule
+from torchgpipe.schedule.timed import Timed
 
-__all__ = ['Action', 'KINDS', 'NAMES', 'Schedule', 'make']
+__all__ = ['Action', 'KINDS', 'NAMES', 'Schedule', 'Timed', 'make']
