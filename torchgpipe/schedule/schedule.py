@@ -16,10 +16,19 @@ from dataclasses import dataclass
 
 from torchgpipe.schedule.action import Action
 
-__all__ = ['Grid', 'Schedule', 'steps', 'waits_for']
+__all__ = ['Grid', 'Schedule', 'WAITS', 'steps', 'waits_for']
 
 #: What stands in a grid: an action that starts in a step, or nothing.
 Grid = list[list[Action | None]]
+
+#: What a kind of action waits for, as far as it is there: how many stages on, and which kind.
+WAITS = {
+    'F': ((-1, 'F'),),
+    'R': ((0, 'F'),),
+    'B': ((0, 'F'), (0, 'R'), (1, 'B'), (1, 'I')),
+    'I': ((0, 'F'), (0, 'R'), (1, 'B'), (1, 'I')),
+    'W': ((0, 'I'),),
+}
 
 
 @dataclass(frozen=True)
@@ -143,10 +152,12 @@ class Schedule:
     def _check_complete(self) -> None:
         actions = self._all()
         stages = 1 + max(action.stage for action in actions)
+        found: dict[tuple[int, int], set[str]] = {}
+        for stage, kind, i in actions:
+            found.setdefault((stage, i), set()).add(kind)
         for stage in range(stages):
             for i in range(self.micro_batches):
-                kinds = {action.kind for action in actions
-                         if (action.stage, action.micro_batch) == (stage, i)} - {'R'}
+                kinds = found.get((stage, i), set()) - {'R'}
                 if kinds not in ({'F'}, {'F', 'B'}, {'F', 'I', 'W'}):
                     raise self._wrong(
                         f'stage {stage} does {_names(sorted(kinds)) or "nothing"} for micro-batch '
@@ -162,10 +173,10 @@ class Schedule:
 
     def _check_own_order(self) -> None:
         for row in self.rows:
+            own = {*row}
             done: set[Action] = set()
             for action in row:
-                late = [each for each in waits_for(action, self._all())
-                        if each in row and each not in done]
+                late = [each for each in waits_for(action, own) if each not in done]
                 if late:
                     raise self._wrong(f'{action} comes before {_names(late)}, for which it waits',
                                       [action])
@@ -187,15 +198,7 @@ def waits_for(action: Action, actions: Collection[Action]) -> list[Action]:
     [Action(stage=0, kind='F', micro_batch=3), Action(stage=1, kind='I', micro_batch=3)]
     """
     stage, kind, i = action
-    if kind == 'F':
-        before = [(stage - 1, 'F')]
-    elif kind == 'R':
-        before = [(stage, 'F')]
-    elif kind == 'W':
-        before = [(stage, 'I')]
-    else:
-        before = [(stage, 'F'), (stage, 'R'), (stage + 1, 'B'), (stage + 1, 'I')]
-    return [each for s, k in before if (each := Action(s, k, i)) in actions]
+    return [each for on, k in WAITS[kind] if (each := Action(stage + on, k, i)) in actions]
 
 
 def steps(rows: Sequence[Sequence[Action]], pairs: Iterable[tuple[Action, Action]] = ()
