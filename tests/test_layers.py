@@ -19,7 +19,8 @@ spec.loader.exec_module(layers)
 RULES = [('skip', 'balance'), ('skip', 'gpipe'), ('engine', 'gpipe'), ('engine', 'balance'),
          ('engine', 'legacy'), ('balance', 'gpipe'), ('balance', 'legacy'), ('skip', 'legacy'),
          ('schedule', 'engine'), ('schedule', 'timeline'), ('engine', 'timeline'),
-         ('gpipe', 'timeline')]
+         ('gpipe', 'timeline'), ('plan', 'engine'), ('plan', 'gpipe'), ('balance', 'plan'),
+         ('schedule', 'balance'), ('schedule', 'plan')]
 
 
 def test_no_import_goes_up_or_in_a_circle():

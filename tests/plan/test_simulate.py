@@ -1,0 +1,215 @@
+"""Simulations: by hand, against the literature, and against the definition of each time."""
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchgpipe.balance import SkipProfile
+from torchgpipe.plan import Costs, Link, StageCosts, simulate
+from torchgpipe.schedule import NAMES, Action, Schedule, make
+from torchgpipe.schedule.schedule import waits_for
+
+SEVERAL = {'interleaved': 2, 'looped-bfs': 2, 'zb-v': 2}
+
+
+def times(simulation):
+    """Give what can be read."""
+    return {str(x.action): (x.start, x.end) for x in simulation.actions}
+
+
+def test_by_hand():
+    costs = Costs([StageCosts(1.0, 2.0), StageCosts(2.0, 3.0)], links=Link(0.25, 8.0))
+    costs = replace(costs, stages=[replace(x, output_bytes=2.0) for x in costs.stages])
+    simulation = simulate(make('1f1b', 2, 2), costs)
+    assert times(simulation) == {
+        '0F0': (0, 1), '0F1': (1, 2), '1F0': (1.5, 3.5), '1B0': (3.5, 6.5), '0B0': (7, 9),
+        '1F1': (6.5, 8.5), '1B1': (8.5, 11.5), '0B1': (12, 14)}
+    assert simulation.seconds == 14 and simulation.busy == (6, 10)
+    assert simulation.bubble == pytest.approx(12 / 28)
+    assert simulation.bubble_rate == pytest.approx(4 / 14)  # device 0 from 0 to 14, device 1 busy
+
+
+def test_halves_of_backward_by_hand():
+    costs = Costs([StageCosts(1.0, 3.0, weight_backward=1.0)] * 2)
+    assert times(simulate(make('zb-h1', 2, 1), costs)) == {
+        '0F0': (0, 1), '1F0': (1, 2), '1I0': (2, 4), '1W0': (4, 5), '0I0': (4, 6), '0W0': (6, 7)}
+    costs = Costs([StageCosts(1.0, 3.0, weight_backward=1.0, input_backward=2.5)] * 2)
+    assert simulate(make('zb-h1', 2, 1), costs).seconds == 1 + 1 + 2.5 + 2.5 + 1
+
+
+@pytest.mark.parametrize('row, end', [('0F0,0F1,0B0,0B1', 12), ('0F0,0F1,0R0,0B0,0B1', 12),
+                                      ('0F0,0F1,0R0,0I0,0W0,0B1', 12.5)])
+def test_recomputations_by_hand(row, end):
+    """Of the first micro-batch only: an action of its own, or the first thing in backward."""
+    costs = Costs([StageCosts(1.0, 3.0, input_backward=2.0, recomputation=4.0, recomputed=1)])
+    assert simulate(Schedule.parse(row), costs).seconds == end
+
+
+def test_a_recomputation_of_its_own_goes_beside_the_backward_of_others():
+    schedule = Schedule.parse('0F0,0R0,0B0\n1F0,1B0')
+    costs = Costs([StageCosts(1.0, 1.0, recomputed=1), StageCosts(1.0, 1.0)])
+    assert times(simulate(schedule, costs))['0B0'] == (3, 4)
+
+
+@pytest.mark.parametrize('name, rate', [('1f1b', 0.2431), ('zb-h1', 0.1585), ('zb-h2', 0.1083)])
+def test_bubbles_of_the_literature(name, rate):
+    """Qi et al., "Zero Bubble Pipeline Parallelism" (2023), tables 5 and 9; in ms."""
+    stage = StageCosts(18.522, 18.086 + 9.337, weight_backward=9.337)
+    simulation = simulate(make(name, 8, 24), Costs([stage] * 8, links=Link(0.601)))
+    assert round(simulation.bubble_rate, 4) == rate
+
+
+@pytest.mark.parametrize('n, m', [(1, 1), (2, 3), (4, 8), (5, 7)])
+def test_bubbles_of_equal_stages(n, m):
+    for name in ('gpipe', '1f1b'):
+        simulation = simulate(make(name, n, m), Costs([StageCosts(1.0, 2.0)] * n))
+        assert simulation.seconds == 3 * (m + n - 1)
+        assert simulation.bubble == pytest.approx((n - 1) / (m + n - 1))
+
+
+def test_skips_take_time():
+    """A skip takes longer than the way through the stage between."""
+    schedule = make('1f1b', 3, 1)
+    costs = Costs([StageCosts(1.0, 1.0)] * 3, [SkipProfile(0, 2, 10)], Link(bandwidth=2.0))
+    found = times(simulate(schedule, costs))
+    assert found['2F0'] == (6, 7) and found['0B0'] == (13, 14)
+
+
+def test_links_between_pairs_of_devices():
+    links = [[Link()] * 3 for _ in range(3)]
+    links[0][1], links[1][2] = Link(10.0), Link(20.0)
+    links[2][1], links[1][0] = Link(30.0), Link(40.0)
+    costs = Costs([StageCosts(1.0, 1.0)] * 3, links=links)
+    assert [x.start for x in simulate(make('1f1b', 3, 1), costs).actions] == [
+        0, 105, 11, 64, 32, 33]
+
+
+def test_stages_of_one_device_need_no_copies():
+    costs = Costs([StageCosts(1.0, 1.0, output_bytes=1.0)] * 2, links=Link(10.0, 1.0))
+    assert simulate(Schedule.parse('0F0,1F0,1B0,0B0'), costs).seconds == 4
+
+
+def test_more_to_wait_for():
+    """As where one thread goes through the backward of all devices."""
+    schedule = make('gpipe', 2, 2)
+    order = [Action.parse(x) for x in ('1B1', '0B1', '1B0', '0B0')]
+    simulation = simulate(schedule, Costs([StageCosts(1.0, 2.0)] * 2), [*zip(order, order[1:])])
+    assert times(simulation)['1B0'] == (7, 9) and simulation.seconds == 3 + 8
+
+
+@pytest.mark.parametrize('text, what', [
+    ('', 'the schedule is empty'),
+    ('0F0,0F0', '0F0 is there twice'),
+    ('0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1', 'it can not go on: 0B0 waits for 0F0, 1B0')])
+def test_schedules_that_will_not_do(text, what):
+    schedule = Schedule.parse(text)
+    with pytest.raises(ValueError, match=what):
+        simulate(schedule, Costs([StageCosts(1.0, 1.0)] * len(schedule.rows)))
+
+
+def test_costs_of_other_stages():
+    with pytest.raises(ValueError, match='costs are those of 3 stages, but the schedule has 2'):
+        simulate(make('1f1b', 2, 2), Costs([StageCosts(1.0, 1.0)] * 3))
+
+
+def test_pairs_that_keep_each_other_from_going_on():
+    one, other = Action(0, 'F', 0), Action(1, 'F', 0)
+    with pytest.raises(ValueError, match='can not go on with what actions wait for as well'):
+        simulate(make('1f1b', 2, 1), Costs([StageCosts(1.0, 1.0)] * 2), [(other, one)])
+
+
+def test_many_stages_and_micro_batches():
+    """In linear time: 64 by 1024 takes a good part of a second."""
+    simulation = simulate(make('1f1b', 64, 1024), Costs([StageCosts(1.0, 2.0)] * 64))
+    assert simulation.seconds == 3 * (1024 + 63)
+
+
+def slowly(schedule, costs):
+    """Compute when each action starts, from what it waits for, backwards."""
+    place = {x: device for device, row in enumerate(schedule.rows) for x in row}
+    before = {x: y for row in schedule.rows for x, y in zip(row[1:], row)}
+
+    def copy(one, other, bytes):
+        devices = place[one], place[other]
+        return 0.0 if devices[0] == devices[1] else costs.link(*devices).seconds(bytes)
+
+    def seconds(x):
+        stage = costs.stages[x.stage]
+        hidden = x._replace(kind='R') in place
+        again = x.kind in 'BI' and x.micro_batch < stage.recomputed and not hidden
+        return stage.seconds(x.kind) + again * stage.seconds('R')
+
+    @lru_cache(maxsize=None)
+    def start(x):
+        times = [0.0]
+        if x in before:
+            times.append(start(before[x]) + seconds(before[x]))
+        for y in waits_for(x, place):
+            bytes = costs.stages[min(x.stage, y.stage)].output_bytes
+            times.append(start(y) + seconds(y) + copy(y, x, bytes))
+        for skip in costs.skips:
+            pairs = [(skip.source, skip.target, 'F')]
+            pairs += [(skip.target, skip.source, kind) for kind in 'BI']
+            for source, target, kind in pairs:
+                y = Action(source, kind, x.micro_batch)
+                if x.stage == target and y in place and (x.kind == 'F') == (kind == 'F') \
+                        and x.kind in 'FBI':
+                    times.append(start(y) + seconds(y) + copy(y, x, skip.bytes))
+        return max(times)
+
+    return {x: start(x) for x in place}
+
+
+@st.composite
+def steps(draw):
+    """Draw a schedule and its costs, in numbers that add up without rounding."""
+    name = draw(st.sampled_from([*NAMES]))
+    n, m = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    schedule = make(name, n, m)
+    if draw(st.booleans()):
+        schedule = Schedule(tuple(tuple(y for x in row for y in (
+            [x._replace(kind='R'), x] if x.kind in 'BI' and x.micro_batch % 2 else [x]))
+            for row in schedule.rows))
+    number = st.integers(0, 5).map(float)
+    number_of_stages = n * SEVERAL.get(name, 1)
+    stages = [draw(st.builds(StageCosts, number, number, number, number, number,
+                             st.integers(0, m), number, number, number, number))
+              for _ in range(number_of_stages)]
+    ends = st.tuples(*[st.integers(0, number_of_stages - 1)] * 2).filter(lambda x: x[0] < x[1])
+    skips = draw(st.lists(ends.map(lambda x: SkipProfile(*x, 3)), max_size=2)) \
+        if number_of_stages > 1 else []
+    link = st.builds(Link, number, st.sampled_from([1.0, 2.0, float('inf')]))
+    return schedule, Costs(stages, skips, draw(st.lists(
+        st.lists(link, min_size=n, max_size=n), min_size=n, max_size=n)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps())
+def test_each_time_is_what_its_definition_says(step):
+    schedule, costs = step
+    simulation = simulate(schedule, costs)
+    assert {x.action: x.start for x in simulation.actions} == slowly(schedule, costs)
+    assert [x.action for x in simulation.actions] == [x for row in schedule.rows for x in row]
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps())
+def test_what_holds_for_all(step):
+    schedule, costs = step
+    simulation = simulate(schedule, costs)
+    for device in range(len(schedule.rows)):
+        row = [x for x in simulation.actions if x.device == device]
+        assert all(x.end <= y.start for x, y in zip(row, row[1:]))
+    stages = costs.stages
+    way = sum(x.forward for x in stages)
+    assert simulation.seconds >= max(way, *simulation.busy)
+    assert 0 <= simulation.bubble <= 1 and 0 <= simulation.bubble_rate <= 1
+    lines = zip(simulation.bytes, simulation.peak_bytes, schedule.stages)
+    for line, peak, own in lines:
+        seconds = [second for second, _ in line]
+        assert seconds == sorted(set(seconds)) and seconds[0] == 0
+        resident = sum(stages[k].resident_bytes for k in own)
+        assert all(bytes >= resident for _, bytes in line)
+        assert peak == max(bytes for _, bytes in line)

@@ -1,0 +1,169 @@
+"""What the stages of a schedule cost in time and memory."""
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+
+from torchgpipe.balance import LayerProfile, Profile, SkipProfile
+from torchgpipe.balance.step import StepCost
+from torchgpipe.modes import Checkpoint, checkpoint_stops
+
+__all__ = ['Costs', 'Link', 'Links', 'StageCosts']
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a copy from one device to another takes; it goes beside what the devices compute.
+
+    >>> Link(latency=0.001, bandwidth=1e9).seconds(2_000_000)
+    0.003
+    """
+
+    #: Seconds of each copy.
+    latency: float = 0.0
+    #: Bytes per second.
+    bandwidth: float = inf
+
+    def seconds(self, bytes: float) -> float:
+        """Give the seconds for so many bytes."""
+        return self.latency + bytes / self.bandwidth
+
+
+#: The same between any two devices; or by the device that sends, and the one that gets.
+Links = Link | Sequence[Sequence[Link]]
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Seconds and bytes of one stage for one micro-batch.
+
+    >>> costs = StageCosts(forward=1.0, backward=2.0, weight_backward=0.5)
+    >>> costs.seconds('I'), costs.seconds('W'), costs.seconds('R')
+    (1.5, 0.5, 1.0)
+    """
+
+    #: Seconds of ``F``.
+    forward: float
+    #: Seconds of ``B``, without a recomputation.
+    backward: float
+    #: Seconds of ``W``: half of backward if not given.
+    weight_backward: float | None = None
+    #: Seconds of ``I``, without a recomputation: what ``W`` leaves of backward if not given.
+    input_backward: float | None = None
+    #: Seconds of ``R``, or of the same within ``B`` or ``I``: those of ``F`` if not given.
+    recomputation: float | None = None
+    #: Of how many micro-batches, from the first one on, forward gives up the activations.
+    recomputed: int = 0
+    #: What forward makes for backward.
+    activation_bytes: float = 0.0
+    #: What ``B`` or ``I`` needs while it runs.
+    backward_bytes: float = 0.0
+    #: What goes to the next stage, or out of the last one.
+    output_bytes: float = 0.0
+    #: What is there from start to end, for all micro-batches: parameters and all that goes with
+    #: them.
+    resident_bytes: float = 0.0
+
+    def seconds(self, kind: str) -> float:
+        """Give the seconds of a kind of action; of a backward, without a recomputation."""
+        if kind == 'F':
+            return self.forward
+        if kind == 'R':
+            return self.forward if self.recomputation is None else self.recomputation
+        if kind == 'B':
+            return self.backward
+        weight = self.backward / 2 if self.weight_backward is None else self.weight_backward
+        if kind == 'W':
+            return weight
+        rest = max(0.0, self.backward - weight)
+        return rest if self.input_backward is None else self.input_backward
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a step costs: its stages, and what goes between them.
+
+    >>> costs = Costs([StageCosts(forward=1.0, backward=2.0)] * 4, links=Link(latency=0.1))
+    >>> len(costs.stages)
+    4
+    """
+
+    #: By stage.
+    stages: Sequence[StageCosts]
+    #: From which stage to which one, and bytes of one micro-batch.
+    skips: Sequence[SkipProfile] = ()
+    #: Between devices, which are the rows of a schedule.
+    links: Links = Link()
+
+    @staticmethod
+    def of(profile: Profile, balance: Sequence[int], chunks: int,
+           checkpoint: Checkpoint = 'except_last', *, param_scale: float = 2.0,
+           links: Links = Link()) -> 'Costs':
+        """Take them from what layers cost.
+
+        A profile does not know the halves of backward. They follow by a rule: gradients of weights
+        take half of it in a layer with parameters to train, as they do in matrix products and
+        convolutions; in the first such layer all of it, as what comes before it needs no gradient;
+        in layers without such parameters nothing.
+
+        >>> layers = [LayerProfile(str(k), 2.0, 4.0, 8, 0, 0, 4, 4) for k in range(4)]
+        >>> profile = Profile(tuple(layers), (), batch_size=16, input_bytes=4, device='cpu')
+        >>> costs = Costs.of(profile, [2, 2], chunks=4)
+        >>> [(x.forward, x.backward, x.weight_backward, x.recomputed) for x in costs.stages]
+        [(1.0, 2.0, 1.5, 3), (1.0, 2.0, 1.0, 3)]
+
+        Args:
+            profile: Of the layers, by :func:`torchgpipe.balance.profile`.
+            balance: The number of layers of each stage.
+            chunks: The number of micro-batches, which count as equally large.
+            checkpoint: As for :class:`~torchgpipe.GPipe`.
+            param_scale: Bytes for a trainable parameter, its gradient and the optimizer's state,
+                relative to the parameter.
+            links: See above.
+
+        Raises:
+            ValueError: The balance is for other layers, or an argument is wrong.
+        """
+        if sum(balance) != len(profile.layers) or min(balance, default=0) < 1:
+            raise ValueError(f'the balance {list(balance)} is none of the {len(profile.layers)} '
+                             'layers that the profile has')
+        m = min(chunks, profile.batch_size)
+        step = StepCost(profile.layers, profile.skips, profile.input_bytes, len(balance), m,
+                        param_scale, 'never')
+        shares = _weight_shares(profile.layers)
+        backward = [x.backward_seconds + (m - 1) * x.backward_overhead for x in profile.layers]
+        cuts = [0, *accumulate(balance)]
+        stops = checkpoint_stops(checkpoint, m, len(balance))
+        stages = [StageCosts(
+            forward=sum(step.forward[a:b]) / m,
+            backward=sum(backward[a:b]) / m,
+            weight_backward=sum(map(float.__mul__, shares[a:b], backward[a:b])) / m,
+            recomputed=stop,
+            activation_bytes=(step.activations[b] - step.activations[a]) / m,
+            backward_bytes=max(step.passing[a:b]) / m,
+            output_bytes=step.inputs[b] / m,
+            resident_bytes=step.resident[b] - step.resident[a] + (a == 0) * profile.input_bytes,
+        ) for a, b, stop in zip(cuts, cuts[1:], stops)]
+        return Costs(stages, _between(profile.skips, balance, m), links)
+
+    def link(self, source: int, target: int) -> Link:
+        """Give that between two devices."""
+        return self.links if isinstance(self.links, Link) else self.links[source][target]
+
+
+def _weight_shares(layers: Sequence[LayerProfile]) -> list[float]:
+    """Give for each layer which part of its backward computes gradients of weights."""
+    trained = [x.parameter_bytes > x.frozen_bytes for x in layers]
+    shares = [each / 2 for each in trained]
+    if any(trained):
+        shares[trained.index(True)] = 1.0
+    return shares
+
+
+def _between(skips: Sequence[SkipProfile], balance: Sequence[int], m: int
+             ) -> tuple[SkipProfile, ...]:
+    """Give the skips from stage to stage."""
+    stage_of = [j for j, number in enumerate(balance) for _ in range(number)]
+    each = [SkipProfile(stage_of[x.source], stage_of[x.target], x.bytes) for x in skips]
+    return tuple(SkipProfile(x.source, x.target, -(-x.bytes // m)) for x in each
+                 if x.source != x.target)
