@@ -14,6 +14,7 @@ from benchmarks.harness.memory import peak_memory
 from benchmarks.harness.options import choose_devices
 from benchmarks.harness.report import machine, output_folder, table
 from torchgpipe import GPipe
+from torchgpipe.schedule import NAMES
 
 BATCH = 64
 
@@ -57,20 +58,22 @@ def network() -> nn.Sequential:
                          nn.Linear(512, 10))
 
 
-def train(name: str, model: nn.Module, data: Data, epochs: int, devices: list[torch.device]
-          ) -> Result:
-    """Train a model, and measure."""
+def train(name: str, model: Any, data: Data, epochs: int, devices: list[torch.device],
+          schedule: str | None = None) -> Result:
+    """Train a model, by the plain call or by a schedule, and measure."""
     (x, y), (test_x, test_y) = data
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
     steps = epochs * -(-len(x) // BATCH)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=steps)
+    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=steps)
     losses, seconds = [], []
 
     def step(index: Tensor) -> float:
         optimizer.zero_grad()
-        output = model(x[index].to(devices[0]))
-        loss = F.cross_entropy(output, y[index].to(devices[-1]))
+        image, label = x[index].to(devices[0]), y[index].to(devices[-1])
+        if schedule is not None:
+            return model.step(image, label, F.cross_entropy, schedule=schedule).item()
+        loss = F.cross_entropy(model(image), label)
         loss.backward()
         return loss.item()
 
@@ -81,7 +84,7 @@ def train(name: str, model: nn.Module, data: Data, epochs: int, devices: list[to
                 losses.append(step(index))
                 optimizer.step()
                 seconds.append(time.perf_counter() - start)
-                schedule.step()
+                rates.step()
                 bar.update()
                 bar.set_postfix(loss=f'{losses[-1]:.3f}', refresh=False)
     model.eval()
@@ -129,19 +132,23 @@ def parse_balance(context: Any, parameter: Any, value: str) -> list[int]:
 @click.option('--checkpoint', type=click.Choice(['always', 'except_last', 'never']),
               default='except_last', show_default=True,
               help='Which micro-batches are computed again in backward.')
+@click.option('--schedule', type=click.Choice([*NAMES]), show_default='the plain call',
+              help='Train by GPipe.step, in this order; interleaved, looped-bfs and zb-v have two '
+              'partitions on each device.')
 @click.option('--output', default='results', show_default=True, metavar='DIR',
               help='Where the picture goes.')
-def digits(epochs: int, chunks: int, balance: list[int], checkpoint: str, output: str) -> None:
+def digits(epochs: int, chunks: int, balance: list[int], checkpoint: str, schedule: str | None,
+           output: str) -> None:
     """Train on scikit-learn's handwritten digits twice, unwrapped and in GPipe.
 
     The partitions are on all accelerators, or else on cpu:0, cpu:1 and so on.
     """
     folder = output_folder(output)
-    devices = choose_devices(len(balance))
     torch.manual_seed(0)
     plain = network()
     torch.manual_seed(0)
     try:
+        devices = choose_devices(len(balance), schedule)
         piped = GPipe(network(), balance, devices=devices, chunks=chunks, checkpoint=checkpoint,
                       deferred_batch_norm=True)
     except ValueError as error:
@@ -153,7 +160,8 @@ def digits(epochs: int, chunks: int, balance: list[int], checkpoint: str, output
     data = load()
     first = torch.device('cpu') if devices[0].type == 'cpu' else devices[0]
     results = {'unwrapped': train('unwrapped', plain.to(first), data, epochs, [first])}
-    results['GPipe'] = train('GPipe', piped, data, epochs, devices)
+    name = f'GPipe, {schedule}' if schedule else 'GPipe'
+    results[name] = train(name, piped, data, epochs, devices, schedule)
 
     draw(results, folder / 'digits.png')
     print_results(results, piped, chunks, checkpoint)

@@ -9,6 +9,7 @@ import torch
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.simulated import SIMULATED, is_simulated, load
 from torchgpipe.engine.stream import accelerator, accelerators, current_device
+from torchgpipe.schedule import make
 
 __all__ = ['Options', 'choose_devices', 'experiment_options', 'take_options']
 
@@ -41,10 +42,28 @@ class Options:
         return [self.devices[j % len(self.devices)] for j in range(len(setting))]
 
 
-def choose_devices(n: int) -> list[torch.device]:
-    """Give n accelerators, again from the first where there are fewer, or n CPU workers."""
+def choose_devices(n: int, schedule: str | None = None) -> list[torch.device]:
+    """Give n accelerators, again from the first where there are fewer, or n CPU workers.
+
+    Args:
+        n: The number of partitions.
+        schedule: The name of one. Where it has several partitions on a device, these are two.
+
+    Raises:
+        ValueError: It can not have as many partitions.
+    """
     there = accelerators()
-    return [there[j % len(there)] if there else torch.device('cpu', j) for j in range(n)]
+    places = range(n) if schedule is None else _places(schedule, n)
+    return [there[j % len(there)] if there else torch.device('cpu', j) for j in places]
+
+
+def _places(schedule: str, n: int) -> list[int]:
+    """Give the number of each partition's device."""
+    v = len(make(schedule, 1, 1).stages[0])
+    if n % v:
+        raise ValueError(f'{schedule!r} has {v} partitions on each device, but there are {n}')
+    stages = make(schedule, n // v, 1).stages
+    return [next(j for j, own in enumerate(stages) if stage in own) for stage in range(n)]
 
 
 def _parse_devices(context: Any, parameter: Any, value: str | None) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ def test_help(run):
     assert out.count('\n') < 30
     code, out, _ = run('digits', '--help')
     assert code == 0
-    for option in ('--epochs', '--chunks', '--balance', '--checkpoint', '--output'):
+    for option in ('--epochs', '--chunks', '--balance', '--checkpoint', '--schedule', '--output'):
         assert option in out
     assert run()[0] == 0
 
@@ -38,6 +38,8 @@ def test_all_experiments_are_in_the_list():
     (['digits', '--balance', '1,2'], '16 layers'), (['digits', '--balance', 'a,b'], 'a,b'),
     (['digits', '--balance', '0,16'], 'positive'),
     (['digits', '--checkpoint', 'sometimes'], "'except_last'"),
+    (['digits', '--schedule', 'zb-v', '--balance', '4,4,8'], "'zb-v' has 2 partitions"),
+    (['digits', '--schedule', '2f2b'], "'1f1b'"),
     (['digits', '--output', '/proc/nothing'], '/proc/nothing'), (['digitz'], 'digitz'),
     (['digits', '--speed', 'high'], '--speed'), (['digits', 'more'], 'more'),
     (['unet-sped'], "'unet-speed'"), (['unet-speed', '--setting', 'pipeline-3'], 'pipeline-4'),
