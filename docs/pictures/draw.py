@@ -9,9 +9,11 @@ from html import escape
 from pathlib import Path
 
 from torchgpipe.pipeline import clock_cycles
+from torchgpipe.plan import Costs, StageCosts, simulate
+from torchgpipe.schedule import make
 
 HERE = Path(__file__).parent
-COLOURS = {'F': '#3b78c4', 'R': '#7a6bb5', 'B': '#c2612c'}
+COLOURS = {'F': '#3b78c4', 'R': '#7a6bb5', 'B': '#c2612c', 'I': '#c2612c', 'W': '#3f8f6b'}
 WORDS = '#747981'
 LINE = '#74798166'
 FONT = "font-family='system-ui, sans-serif'"
@@ -185,6 +187,25 @@ def timeline():
     return picture
 
 
+def schedules():
+    """Draw schedules as they are simulated: backward takes as long as two forwards."""
+    picture = Picture('The schedules of eight micro-batches on four devices')
+    devices, m, unit, left, height = 4, 8, 9, 50, 18
+    for row, name in enumerate(('gpipe', '1f1b', 'interleaved', 'zb-h1', 'zb-h2', 'zb-v')):
+        v = 2 if name in ('interleaved', 'zb-v') else 1
+        stage = StageCosts(forward=1 / v, backward=2 / v, activation_bytes=1 / v)
+        step = simulate(make(name, devices, m), Costs([stage] * (devices * v)))
+        top = row * (devices * height + 36)
+        picture.words(0, top + 11, f'{name}: bubble {step.bubble:.0%}, '
+                      f'{max(step.peak_bytes):g} micro-batches alive')
+        for device, (_, kind, i), start, end in step.actions:
+            picture.box(left + start * unit, top + 18 + device * height, (end - start) * unit,
+                        height, COLOURS[kind], str(i) if v == 1 else '')
+        for device in range(devices):
+            picture.words(0, top + 31 + device * height, f'cuda:{device}')
+    return picture
+
+
 def skip():
     """Draw a skip from the first partition to the last."""
     picture = Picture('A skip goes from its source straight to its destination')
@@ -197,7 +218,7 @@ def skip():
     return picture
 
 
-PICTURES = (pipeline, bubble, fraction, checkpointing, timeline, skip)
+PICTURES = (pipeline, bubble, fraction, checkpointing, timeline, schedules, skip)
 
 
 def draw(folder):

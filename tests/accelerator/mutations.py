@@ -80,14 +80,6 @@ RECOMPUTE_LATER = ('''_wait(self.stream, departures[i], output)  # 2
             mutated(_wait(self.stream, departures[i], output))
 ''')
 
-STEP_RECOMPUTES_LATER = ('''output[:] = Wait.apply(stream, departure, *output)  \
-# type: ignore[no-untyped-call]
-    if recomputation is not None:
-        recomputation.join(output)
-''', '''recomputation is not None and recomputation.join(output)
-        output[:] = mutated(Wait.apply(stream, departure, *output))
-''')
-
 MUTATIONS = [Mutation(*mutation) for mutation in [
     # Copies
     (copy.copy_tensor, 'use_stream(source)', P.copies_overlap_with_computation),
@@ -134,6 +126,8 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
     (pipeline.Pipeline.fence, 'use_stream(self._edges[prev_j].stream)',
      P.gradients_accumulate_on_side_streams),
     (pipeline.Pipeline.compute, 'use_device(self._engine.partitions[0].device)',
+     P.layers_make_tensors),
+    (pipeline.Pipeline._run_here, 'use_device(self._engine.partitions[j].device)',
      P.layers_make_tensors),
     (pipeline.Pipeline.__init__, 'engine.workers.copy_streams(partition.device, len(batches))',
      P.copies_overlap_with_computation,
@@ -199,8 +193,6 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
      'mutated(output)'),
     (stepping.Step._send, 'wait_stream(next_stream, self._edges[j].stream)',
      P.steps_by_a_schedule),
-    (stepping.Step._run, STEP_RECOMPUTES_LATER[0],
-     P.recomputations_of_a_step_overlap_with_what_comes_before, STEP_RECOMPUTES_LATER[1]),
     (stepping.Step._send, 'self._edges[value.j].stream', P.steps_of_a_frozen_start,
      'mutated(prev_stream)'),
 

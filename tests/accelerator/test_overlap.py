@@ -206,8 +206,8 @@ def test_with_skips(mode):
 
 
 @contextmanager
-def caller_brings(which):
-    """Let the calling thread bring what cells need, and so number the nodes of these copies."""
+def others_bring(which):
+    """Let new threads bring what cells need, and so number the nodes of these copies."""
     fence, compute = Pipeline.fence, Pipeline.compute
 
     def fence_some(pipeline, i, j, wanted):
@@ -219,21 +219,23 @@ def caller_brings(which):
 
     def fence_and_compute(pipeline, schedule):
         for place in schedule:
-            fence_some(pipeline, *place, True)
+            thread = threading.Thread(target=fence_some, args=(pipeline, *place, True))
+            thread.start()
+            thread.join()
         compute(pipeline, schedule)
     with patch.object(Pipeline, 'fence', partialmethod(fence_some, wanted=False)), \
             patch.object(Pipeline, 'compute', fence_and_compute):
         yield
 
 
-def caller_brings_everything():
+def others_bring_everything():
     """Let workers bring nothing."""
-    return caller_brings(lambda each: True)
+    return others_bring(lambda each: True)
 
 
-def caller_brings_skips():
+def others_bring_skips():
     """Let workers bring batches only."""
-    return caller_brings(lambda each: each[1] is not None)
+    return others_bring(lambda each: each[1] is not None)
 
 
 @contextmanager
@@ -270,7 +272,7 @@ WHY = [(host_waits_for_cells, forward_is_a_pipeline),
        (host_waits_for_samples, copies_run_beside_forward),
        (copies_on_the_compute_stream, copies_run_beside_forward),
        (copies_on_the_compute_stream, gradients_are_copied_beside_backward),
-       (caller_brings_everything, backward_is_a_pipeline),
+       (others_bring_everything, backward_is_a_pipeline),
        (nodes_on_the_compute_stream, gradients_are_copied_beside_recomputations),
        (nodes_on_the_compute_stream, recomputations_wait_for_no_gradient)]
 
@@ -316,7 +318,7 @@ def layers_that_keep_the_host_busy():
 
 def test_why_with_skips():
     one_micro_batch_at_a_time(Timeline('always', *layers_that_keep_the_host_busy()))
-    with caller_brings_skips():
+    with others_bring_skips():
         timeline = Timeline('always', *layers_that_keep_the_host_busy())
     with pytest.raises(AssertionError):
         one_micro_batch_at_a_time(timeline)
