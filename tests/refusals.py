@@ -13,6 +13,7 @@ from torchgpipe import GPipe, NoChunk, is_recomputing, no_recompute
 from torchgpipe.balance import profile
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.stream import CPUStream
+from torchgpipe.schedule import Schedule, make
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import check_parity
 
@@ -267,6 +268,22 @@ def unwrapped_transform():
         transformed(torch.ones(1))
 
 
+def take_step(loss=None, model=None, size=4, **options):
+    """Take a step of a model of two partitions."""
+    def mean(output, target):
+        return (output - target).square().mean()
+
+    gpipe = wrap(linear(), linear()) if model is None else model
+    return gpipe.step(torch.randn(4, 4), torch.randn(size, 4), loss or mean, **options)
+
+
+def hooked():
+    """Take a step of a model with a hook of its own."""
+    model = wrap(linear(), linear())
+    model.register_forward_hook(lambda *args: None)
+    take_step(model=model)
+
+
 #: What PyTorch raises without the library, for the rows that say so, in their order.
 UNWRAPPED = [
     lambda: nn.BatchNorm1d(4)(torch.randn(1, 4)),
@@ -346,4 +363,20 @@ REFUSALS = [
     lambda: costs(linear(), linear()).balance(2, chunks=2, memory_limit=10),
     lambda: costs(linear(), linear()).balance(2, chunks=2, memory_limit=[10, 2000]),
     lambda: parity(Layer(lambda x: x - x.mean(0))),
-    lambda: parity(Layer(lambda x: x / 0))]
+    lambda: parity(Layer(lambda x: x / 0)),
+    lambda: take_step(model=wrap(linear(), linear()).eval()),
+    hooked,
+    lambda: take_step(schedule='2f2b'),
+    lambda: take_step(model=wrap(*[linear() for _ in range(3)], balance=[1] * 3,
+                                 devices=[*CPUS, 'cpu:0']), schedule='zb-v'),
+    lambda: take_step(schedule=make('1f1b', 2, 3)),
+    lambda: take_step(schedule=Schedule.parse('0B0,0F0')),
+    lambda: Schedule.parse('0F0,0X0'),
+    lambda: take_step(schedule=make('interleaved', 1, 2, 2)),
+    lambda: take_step(size=5),
+    lambda: take_step(lambda output, target: output),
+    lambda: take_step(lambda output, target: output.detach().mean()),
+    lambda: take_step(nn.MSELoss(reduction='sum')),
+    lambda: wrap(linear(), linear()).step(torch.randn(4, 4), torch.tensor([0, 1, 2, 3]),
+                                          nn.CrossEntropyLoss(ignore_index=0)),
+    lambda: take_step(normalizer=lambda target: 0)]
