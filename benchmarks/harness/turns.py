@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.harness.graph import nodes_between
 from torchgpipe import is_recomputing
+from torchgpipe.timeline.graph import nodes_between
 
 __all__ = ['Turns']
 

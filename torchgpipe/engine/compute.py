@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchgpipe.aliases import Value
 from torchgpipe.engine.batch import Batch, check
+from torchgpipe.engine.observer import Observer
 from torchgpipe.engine.remedies import add_remedy
 from torchgpipe.errors import add_note
 from torchgpipe.skip.tracker import SkipTracker, current, use_skip_tracker
@@ -34,12 +35,14 @@ class Compute:
         device: Its device.
     """
 
-    __slots__ = ('device', 'j', 'partition')
+    __slots__ = ('device', 'j', 'observer', 'partition')
 
     def __init__(self, j: int, partition: nn.Sequential, device: torch.device) -> None:
         self.j = j
         self.partition = partition
         self.device = device
+        #: Who is told of each run, if anyone.
+        self.observer: Observer | None = None
 
     def __call__(self, i: int, m: int, tracker: SkipTracker | None, value: Value
                  ) -> Value:
@@ -51,6 +54,7 @@ class Compute:
             tracker: Where its skips are, if any come from or go to another partition.
             value: Its value.
         """
+        end = None if self.observer is None else self.observer.cell(i, m, self.j, value)
         outside, current.tracker = current.tracker, tracker
         grad = torch.is_grad_enabled()
         try:
@@ -72,6 +76,8 @@ class Compute:
         except TypeError as error:
             add_note(error, self._where(i, m, next(reversed(self.partition._modules))))
             raise
+        if end is not None:
+            end(output)
         return output
 
     def blame(self, value: Value) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe.engine.observer import observers
 from torchgpipe.engine.stream import (AbstractStream, current_stream, get_device, record_stream,
                                       use_stream, wait_stream)
 
@@ -26,12 +27,15 @@ Grads = tuple[Tensor | None, ...]
 def copy_tensor(tensor: Tensor, source: AbstractStream, target: AbstractStream,
                 compute: AbstractStream) -> Tensor:
     """Copy a tensor to the device of ``target``, whose compute stream will read it."""
+    ends = [observer.copy(source, target) for observer in observers]
     # Between two GPUs the copy runs on the source's current stream, and the target's current
     # stream waits for it. To or from the CPU it is over when `to` returns.
     with use_stream(source), use_stream(target):
         copied = tensor.to(get_device(target))
     record_stream(tensor, source)
     record_stream(copied, compute)
+    for end in ends:
+        end()
     return copied
 
 

@@ -1,7 +1,7 @@
 """What the engine knows of a partition, and of all of them, from one forward pass to the next."""
 from collections import deque
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torchgpipe.aliases import Slot
 from torchgpipe.engine.checkpoint.observed import Observed
 from torchgpipe.engine.checkpoint.samples import Late, compare_late
 from torchgpipe.engine.compute import Compute
+from torchgpipe.engine.observer import Observer, observers
 from torchgpipe.engine.places import only_computes, shared_modules, shared_slots
 from torchgpipe.engine.stream import memory_key, no_context
 from torchgpipe.engine.worker import Workers, device_key
@@ -100,6 +101,8 @@ class Engine:
             in enumerate(zip(layers, devices or [torch.device('cpu')] * len(layers)))]
         self.has_skips = any(partition.has_skips for partition in self.partitions)
         self.workers = Workers()
+        #: Who is told of actions, if anyone.
+        self.observer: Observer | None = None
         #: On one device nothing can run at the same time, so a thread would only make its caller
         #: wait, and cost as much as several small layers.
         self.one_worker = len({partition.worker for partition in self.partitions}) <= 1
@@ -123,6 +126,29 @@ class Engine:
         #: Whether some partitions on different workers share parameters or buffers.
         self.shares = not self.one_worker and any(each.shared for each in self.partitions)
         self._lock(shared_modules(layers))
+
+    @contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        """Tell somebody what is done within the context.
+
+        Raises:
+            RuntimeError: Somebody else is told already.
+        """
+        if self.observer is not None:
+            raise RuntimeError('this model is being recorded already; end one recording before '
+                               'the next one begins')
+        observers.append(observer)
+        self._tell(observer)
+        try:
+            yield
+        finally:
+            self._tell(None)
+            observers.remove(observer)
+
+    def _tell(self, observer: Observer | None) -> None:
+        self.observer = observer
+        for partition in self.partitions:
+            partition.compute.observer = observer
 
     def _lock(self, shared: dict[nn.Module, tuple[int, ...]]) -> None:
         """Let no two partitions run a module at the same time, unless it only computes.

@@ -133,7 +133,9 @@ class Step(Pipeline):
         try:
             with no_context if self._shared is None else self._shared.copied(self._edges):
                 self._computes = [self._with_leaves(partition) for partition in engine.partitions]
-                interpret(plan, self._act, engine.workers)
+                observer = engine.observer
+                run = self._act if observer is None else partial(observer.act, self._act)
+                interpret(plan, run, engine.workers)
                 if self._witness is not None:
                     self._hear(self._witness, range(len(self._cells)))
             if self._is_outermost:

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from torchgpipe.engine.stream import AbstractStream, new_stream
+from torchgpipe.engine.stream import AbstractStream, get_device, new_stream
 from torchgpipe.engine.thread_state import running
 from torchgpipe.locks import new_lock
 
@@ -150,6 +150,11 @@ class Workers:
         while len(streams) < m:
             streams.append(new_stream(device))
         return streams[:m]
+
+    def index_of(self, stream: AbstractStream) -> int | None:
+        """Give the number of a copy stream among those of its device, if it is one of these."""
+        streams = self._copy_streams.get(device_key(get_device(stream)), [])
+        return next((i for i, each in enumerate(streams) if each is stream), None)
 
     def host_stream(self, device: torch.device) -> AbstractStream:
         """Give the stream of a device on which tensors go to the host, and come back."""

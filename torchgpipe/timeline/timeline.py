@@ -55,14 +55,19 @@ class Timeline:
 
     def __init__(self, actions: Iterable[Timed], devices: Iterable[object] | None = None,
                  copies: Iterable[Copied] = ()) -> None:
-        self.actions = tuple(sorted(actions, key=lambda timed: (timed.start, timed.end)))
-        lanes = 1 + max((timed.device for timed in self.actions), default=-1)
+        actions = tuple(actions)
+        lanes = 1 + max((timed.device for timed in actions), default=-1)
         self.devices = (tuple(f'device {lane}' for lane in range(lanes)) if devices is None
                         else tuple(map(str, devices)))
-        self.copies = tuple(sorted(copies, key=lambda copied: copied.start))
+        self.fill(actions, copies)
         if lanes > len(self.devices):
             raise ValueError(f'there is an action in lane {lanes - 1}, but only '
                              f'{len(self.devices)} devices are named: {list(self.devices)}')
+
+    def fill(self, actions: Iterable[Timed], copies: Iterable[Copied] = ()) -> None:
+        """Have these actions and copies from now on, as a recording does in the end."""
+        self.actions = tuple(sorted(actions, key=lambda timed: (timed.start, timed.end)))
+        self.copies = tuple(sorted(copies, key=lambda copied: copied.start))
         stages = {(timed.device, timed.action.stage) for timed in self.actions}
         self._names_stages = len(stages) > len({lane for lane, _ in stages})
 

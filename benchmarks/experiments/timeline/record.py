@@ -20,15 +20,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.harness.graph import last_nodes, nodes_between, producers
 from benchmarks.harness.job import synchronize
-from benchmarks.harness.stamp import Stamp, seconds, stamp
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.compute import Compute
 from torchgpipe.engine.copy import copy_tensor
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.stream import AbstractStream, CPUStream, current_stream, get_device, is_cuda
+from torchgpipe.timeline.graph import last_nodes, nodes_between, producers
+from torchgpipe.timeline.stamp import Stamp, seconds, stamp
 
 __all__ = ['Box', 'Recorder', 'record', 'utilisation']
 

@@ -1,12 +1,13 @@
 """Points in time: by the clock on the CPU, and on accelerators by events in their streams."""
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from torchgpipe.engine.stream import AbstractStream, as_cuda, get_device, is_cuda
 
-__all__ = ['Stamp', 'seconds', 'stamp']
+__all__ = ['Stamp', 'seconds', 'stamp', 'synchronize']
 
 #: A device, and seconds or an event in a stream of that device.
 Stamp = tuple[torch.device, Any]
@@ -24,4 +25,13 @@ def stamp(stream: AbstractStream) -> Stamp:
 def seconds(start: Stamp, end: Stamp) -> float:
     """Give the time between two points on one device, which is through with both."""
     device, point = end
-    return start[1].elapsed_time(point) / 1e3 if device.type != 'cpu' else point - start[1]
+    length: float = (start[1].elapsed_time(point) / 1e3 if device.type != 'cpu'
+                     else point - start[1])
+    return length
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait until all devices have done what is queued."""
+    for device in {*devices}:
+        if device.type != 'cpu':
+            torch.accelerator.synchronize(device)
