@@ -16,6 +16,7 @@ from torchgpipe.engine.scatter import REDUCTIONS, check_rule, cut, fit_rule, gat
 from torchgpipe.materialize import materialize
 from torchgpipe.modes import Checkpoint, checkpoint_stops, parse_checkpoint
 from torchgpipe.private import is_tracing, is_transformed, parse_to, proxy_mode, uncompiled
+from torchgpipe.settings import PLAIN, Settings
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.split import (Device, parse_balance, parse_devices, split, still_shared,
                               verify_module, verify_shared, verify_source)
@@ -43,7 +44,9 @@ class GPipe(nn.Module):
 
     Args:
         module: The model. Its layers move to the devices, and are shared with this module.
-        balance: The number of layers in each partition; :mod:`torchgpipe.balance` finds one.
+        balance: The number of layers in each partition; :mod:`torchgpipe.balance` finds one. Or a
+            :class:`~torchgpipe.plan.Plan`, which also says ``devices``, ``chunks`` and
+            ``checkpoint``.
         devices: Where each partition lives and runs, by default all devices of the accelerator.
             The input belongs on the first one, the output will be on the last one. ``'cpu:0'``
             and ``'cpu:1'`` run at the same time, in one memory.
@@ -101,7 +104,7 @@ class GPipe(nn.Module):
     _names: tuple[str, ...]
     _known: tuple[nn.Module, ...]
 
-    def __init__(self, module: nn.Sequential, balance: Iterable[int] | None = None, *,
+    def __init__(self, module: nn.Sequential, balance: Iterable[int] | Settings | None = None, *,
                  devices: Iterable[Device] | None = None, chunks: int = 1,
                  checkpoint: Checkpoint = 'except_last',
                  deferred_batch_norm: bool = False, batch_dim: Any = 0, gather: Any = None,
@@ -114,6 +117,14 @@ class GPipe(nn.Module):
                              'dimension, or those of parts: batch_dim={\'table\': None}')
         self.batch_dim = batch_dim
         self.gather = gather
+        self._schedule: str | None = None
+        if isinstance(balance, Settings):
+            if (devices, chunks, checkpoint) != (None, 1, 'except_last'):
+                raise ValueError('a plan says devices, chunks and checkpoint, so leave these out; '
+                                 'or take the balance alone: GPipe(module, plan.balance, …)')
+            verify_source(balance, module)
+            self._schedule, devices = balance.schedule, balance.devices
+            chunks, checkpoint, balance = balance.chunks, balance.checkpoint, balance.balance
         self.chunks = _parse_chunks(chunks)
         self.offload = bool(offload)
         verify_module(module)
@@ -222,8 +233,8 @@ class GPipe(nn.Module):
                 if ``normalizer`` does not say otherwise. If it is a module, parameters in it get
                 their gradients as those of the model do.
             schedule: A name (see :func:`torchgpipe.schedule.make`), a
-                :class:`~torchgpipe.schedule.Schedule`, or the path of one as CSV. With several
-                partitions on each device, as in ``devices=[0, 1, 0, 1]``, ``'interleaved'`` and
+                :class:`~torchgpipe.schedule.Schedule`, or the path of one as CSV; ``'auto'`` is
+                that of the plan by which the model was made. With several partitions on each device, as in ``devices=[0, 1, 0, 1]``, ``'interleaved'`` and
                 ``'looped-bfs'`` take them for virtual stages; so does ``'zb-v'`` with
                 ``devices=[0, 1, 1, 0]``.
             target_dim: Where the batch of the target is, a rule as ``batch_dim`` is for the input;
@@ -264,12 +275,21 @@ class GPipe(nn.Module):
         _check_tracing(threads=True)
         if target_dim is None:
             target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
+        if isinstance(schedule, str) and schedule == 'auto':
+            schedule = self._planned()
         losses = Losses(loss_fn, target, sizes, target_dim, normalizer, scale)
         stops = checkpoint_stops(self.checkpoint, len(batches), len(self.devices))
         pipeline = run_step(engine, batches, losses, schedule, checkpoint_stops=stops,
                             common=common, offload=self.offload)
         loss = losses.total()
         return (loss, self._gathered(batches, sizes, pipeline)) if return_output else loss
+
+    def _planned(self) -> str:
+        if self._schedule is None:
+            raise ValueError("schedule='auto' is that of a plan, but this model was made without "
+                             'one; name a schedule, or make it by a plan: GPipe(module, plan) of '
+                             'torchgpipe.plan.plan(module, sample, devices=…)')
+        return 'gpipe' if self._schedule == PLAIN else self._schedule  # in the same order
 
     def _make_engine(self, partitions: nn.ModuleList) -> Engine:
         return Engine(partitions.children(), self.devices)  # type: ignore[arg-type]
@@ -278,7 +298,8 @@ class GPipe(nn.Module):
         # A pickle of an earlier version has no rules for batches.
         known = tuple(map(state['_modules'].get, state['_names']))
         super().__setstate__({  # type: ignore[no-untyped-call]
-            'batch_dim': 0, 'gather': None, 'offload': False, '_known': known, **state})
+            'batch_dim': 0, 'gather': None, 'offload': False, '_known': known, '_schedule': None,
+            **state})
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy starts with no threads.

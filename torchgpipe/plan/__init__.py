@@ -1,9 +1,12 @@
-"""Predict what a step takes before it runs: in time, bubbles and memory.
+"""Predict what a step takes before it runs, and choose how to run it.
 
-:func:`simulate` takes a schedule, and what its stages cost.
+:func:`simulate` takes a schedule and what its stages cost. :func:`plan` searches balance, chunks,
+checkpoints, schedule and virtual stages for the fastest step within the devices' memory.
 """
+from torchgpipe.plan.choice import Plan
 from torchgpipe.plan.costs import Costs, Link, StageCosts
+from torchgpipe.plan.search import plan
 from torchgpipe.plan.simulate import simulate
 from torchgpipe.plan.simulation import Simulation
 
-__all__ = ['Costs', 'Link', 'Simulation', 'StageCosts', 'simulate']
+__all__ = ['Costs', 'Link', 'Plan', 'Simulation', 'StageCosts', 'plan', 'simulate']

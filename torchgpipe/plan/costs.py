@@ -134,7 +134,7 @@ class Costs:
         backward = [x.backward_seconds + (m - 1) * x.backward_overhead for x in profile.layers]
         cuts = [0, *accumulate(balance)]
         stops = checkpoint_stops(checkpoint, m, len(balance))
-        stages = [StageCosts(
+        stages = tuple(StageCosts(
             forward=sum(step.forward[a:b]) / m,
             backward=sum(backward[a:b]) / m,
             weight_backward=sum(map(float.__mul__, shares[a:b], backward[a:b])) / m,
@@ -143,7 +143,7 @@ class Costs:
             backward_bytes=max(step.passing[a:b]) / m,
             output_bytes=step.inputs[b] / m,
             resident_bytes=step.resident[b] - step.resident[a] + (a == 0) * profile.input_bytes,
-        ) for a, b, stop in zip(cuts, cuts[1:], stops)]
+        ) for a, b, stop in zip(cuts, cuts[1:], stops))
         return Costs(stages, _between(profile.skips, balance, m), links)
 
     def link(self, source: int, target: int) -> Link:

@@ -1,0 +1,116 @@
+"""Fit a balance into memory, for a schedule.
+
+How much a device holds depends on the schedule: by how many micro-batches are under way in each of
+its stages. From that follows how far a stage can reach, which is what a bounded cut needs. What
+that leaves out, such as gradients on their way, the simulation finds: then the devices where it is
+too much get less, and the cut is made again.
+"""
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torchgpipe.balance import Profile
+from torchgpipe.balance.bounded import solve_bounded
+from torchgpipe.balance.step import StepCost, group, ungroup
+from torchgpipe.schedule import Schedule
+
+__all__ = ['Limits', 'excess', 'fit', 'under_way']
+
+#: How often a balance is made again.
+ROUNDS = 4
+
+#: How finely times are told apart, of all layers together.
+UNITS = 20000
+
+#: By device, bytes or no limit.
+Limits = Sequence[float | None]
+
+
+def excess(bytes: Sequence[float], limits: Limits) -> list[float]:
+    """Give by how much each device is above its limit; below it is less than zero."""
+    return [-1.0 if limit is None else size - limit for size, limit in zip(bytes, limits)]
+
+
+def under_way(schedule: Schedule) -> dict[int, int]:
+    """Give for each stage the most micro-batches that are under way at a time.
+
+    >>> from torchgpipe.schedule import make
+    >>> under_way(make('1f1b', devices=3, micro_batches=8))
+    {0: 3, 1: 2, 2: 1}
+    """
+    now: dict[int, int] = {}
+    most: dict[int, int] = {}
+    for row in schedule.rows:
+        for stage, kind, _ in row:
+            now[stage] = now.get(stage, 0) + (kind == 'F') - (kind in 'BW')
+            most[stage] = max(most.get(stage, 0), now[stage])
+    return most
+
+
+class Need(NamedTuple):
+    """What the layers of a stage take, but for what only a simulation knows."""
+
+    step: StepCost
+    edges: Sequence[int]
+    checkpoint: str
+
+    def furthest(self, number: int, limit: float | None, last: bool) -> list[int]:
+        """Give the furthest edge at which a stage can end, by the one where it starts.
+
+        Args:
+            number: How many micro-batches are under way in it.
+            limit: In bytes.
+            last: Whether it is the last stage.
+        """
+        step, edges = self.step, self.edges
+        groups = len(edges) - 1
+        if limit is None:
+            return [groups] * groups
+        kept = number if self.checkpoint == 'never' else 1
+        need = [step.resident[edge] + kept * step.activations[edge] / step.m for edge in edges]
+        found = []
+        for a, edge in enumerate(edges[:-1]):
+            room = limit + need[a] - number * step.inputs[edge] / step.m
+            room -= last * step.inputs[-1]
+            end = bisect_right(need, room, a) - 1
+            found.append(max(a, end) if not last or end == groups else a)
+        return found
+
+
+def fit(profile: Profile, step: StepCost, schedule: Schedule, checkpoint: str, limits: Limits,
+        simulated: Callable[[list[int]], Sequence[float]]) -> list[int] | None:
+    """Find a balance that keeps the limits, with stages that are as equal as can be.
+
+    Args:
+        profile: What layers cost.
+        step: The same by micro-batches.
+        schedule: The schedule.
+        checkpoint: The mode.
+        limits: By device.
+        simulated: Gives bytes by device for a balance.
+
+    Returns:
+        The balance, or ``None`` if none was found.
+    """
+    number = under_way(schedule)
+    device_of = {stage: device for device, own in enumerate(schedule.stages) for stage in own}
+    need = Need(step, profile.edges(), checkpoint)
+    # As whole numbers: quicker, and closer than any measurement.
+    unit = (sum(step.costs) or 1.0) / UNITS
+    costs = [round(cost / unit) for cost in group(step.costs, need.edges)]
+    rest = list(limits)
+    for _ in range(ROUNDS):
+        shares = [None if limit is None else limit / len(own)
+                  for limit, own in zip(rest, schedule.stages)]
+        lengths = solve_bounded(costs, [
+            need.furthest(number[stage], shares[device_of[stage]], stage == len(number) - 1)
+            for stage in range(len(number))])
+        if lengths is None:
+            return None
+        balance = ungroup(lengths, need.edges)
+        above = excess(simulated(balance), limits)
+        if max(above) <= 0:
+            return balance
+        rest = [None if limit is None else limit - max(0.0, more)
+                for limit, more in zip(rest, above)]
+    return None

@@ -1,0 +1,293 @@
+"""Search a plan: balance, chunks, checkpoints, schedule and virtual stages, within memory.
+
+For each schedule, all numbers of chunks, modes of checkpointing and numbers of stages are tried
+with the balance whose stages are equally fast, and simulated. Then, from the fastest one on, it is
+looked whether it fits; if not, another balance is made for it that does, which takes its place
+among them by its own time. The first one that fits is the best of its schedule::
+
+    never, 8 chunks      too much    ▶ 0.9 s with another balance ┐
+    except_last, 16      fits        ◀── the best                 │
+    never, 4 chunks                                           ◀───┘
+"""
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
+from itertools import count
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchgpipe.aliases import Value
+from torchgpipe.balance import Profile, profile
+from torchgpipe.balance.blockpartition import check_partitions
+from torchgpipe.balance.costs import MemoryLimit
+from torchgpipe.balance.step import StepCost
+from torchgpipe.balance.table import format_bytes
+from torchgpipe.engine.worker import device_key
+from torchgpipe.plan.choice import Plan, schedule_of
+from torchgpipe.plan.costs import Costs, Link, Links
+from torchgpipe.plan.fit import ROUNDS, Limits, excess, fit
+from torchgpipe.schedule import NAMES
+from torchgpipe.settings import PLAIN
+from torchgpipe.split import Device
+
+__all__ = ['plan']
+
+#: How many stages a device has in a schedule for several, at least and at most.
+SEVERAL = {'interleaved': (2, 1000), 'looped-bfs': (2, 1000), 'zb-v': (2, 2)}
+
+#: How many chunks are tried at most: so many, or so many for each device.
+MOST_CHUNKS, MOST_CHUNKS_PER_DEVICE = 64, 8
+
+
+def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequence[Device],
+         batch: int | None = None, memory_limit: MemoryLimit = None, param_scale: float = 2.0,
+         schedules: Iterable[str] = (PLAIN, *NAMES), chunks: Iterable[int] | None = None,
+         checkpoints: Iterable[str] = ('never', 'except_last', 'always'), virtual: int = 2,
+         links: Links = Link(), timeout: float = 1.0, batch_dim: Any = 0) -> Plan:
+    """Find the fastest way to train a model on several devices, within their memory.
+
+    It measures the layers, one at a time on the first device, and simulates the rest.
+
+    >>> from torchgpipe import GPipe
+    >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+    >>> found = plan(model, torch.rand(64, 8), devices=['cpu:0', 'cpu:1'], timeout=0.01)
+    >>> model = GPipe(model, found)
+    >>> loss = model.step(torch.rand(64, 8), torch.rand(64, 8), nn.MSELoss(), schedule='auto')
+
+    Args:
+        module: The model, or its profile by :func:`torchgpipe.balance.profile`.
+        sample: A mini-batch, as the model would be called with one; with a profile, nothing.
+        devices: Each device once. All of them are used. With a profile they need not be there.
+        batch: Samples in a mini-batch, if other than in the sample.
+        memory_limit: Bytes of each device: one number for all of them, or one for each, where
+            ``None`` is no limit.
+        param_scale: Bytes for a trainable parameter, its gradient and the optimizer's state,
+            relative to the parameter: SGD 2–3, Adam 4–5, Adadelta 4, Adagrad 3, RMSprop 3–5.
+        schedules: Names of :func:`torchgpipe.schedule.make`, and ``'plain call'``.
+        chunks: Numbers of micro-batches; by default powers of two and multiples of the number of
+            devices.
+        checkpoints: Modes, as for :class:`~torchgpipe.GPipe`.
+        virtual: The most partitions on a device.
+        links: What copies from device to device take, by their places in ``devices``.
+        timeout: Seconds to spend on measurements, about.
+        batch_dim: Where the batch is: see :class:`~torchgpipe.GPipe`.
+
+    Returns:
+        The fastest plan, with the best one of each other schedule; of plans that are equally fast,
+        that which takes less memory.
+
+    Raises:
+        TypeError: The module is not sequential, or the sample is not made of tensors.
+        ValueError: An argument is wrong, there are fewer layers than devices, or nothing keeps the
+            limits of memory; then it says by how much.
+    """
+    names = _names(devices)
+    costs = module if isinstance(module, Profile) else profile(
+        module, sample, device=_home(names[0]), timeout=timeout, batch_dim=batch_dim)
+    costs = _scaled(costs, costs.batch_size if batch is None else _positive(batch, 'batch'))
+    check_partitions(costs.layers, len(names))
+    search = _Search(costs, names, _limits(memory_limit, len(names)), param_scale, links)
+    counts = _chunks(len(names), costs.batch_size) if chunks is None else sorted({
+        min(_positive(each, 'chunks'), costs.batch_size) for each in chunks})
+    for name in (schedules := [*schedules]):
+        if name != PLAIN and name not in NAMES:
+            raise ValueError(f'there is no schedule {name!r}; there are {PLAIN}, '
+                             f'{", ".join(NAMES)}')
+    found = [each for name in schedules
+             if (each := search.best(name, counts, [*checkpoints], virtual))]
+    if not found:
+        raise search.why_not()
+    best, *others = sorted(found, key=lambda each: (
+        _about(each.seconds), max(each.bytes.values())))
+    return replace(best, runners_up=tuple(others))
+
+
+class _Search:
+    """A search over a profile."""
+
+    def __init__(self, costs: Profile, devices: Sequence[str], limits: Limits,
+                 param_scale: float, links: Links) -> None:
+        self._profile = costs
+        self._devices = devices
+        self._limits = limits
+        self._param_scale = param_scale
+        self._links = links
+        self._seconds = sum(x.forward_seconds + x.backward_seconds for x in costs.layers)
+        self._balances: dict[tuple[int, int, str], list[int]] = {}
+        #: By how many bytes the plan that came closest to the limits is above, and that plan.
+        self._closest: tuple[float, Plan] | None = None
+        self._error = ValueError('there is nothing to choose from: name schedules, chunks and '
+                                 'checkpoints')
+
+    def best(self, name: str, chunks: Sequence[int], checkpoints: Sequence[str], virtual: int
+             ) -> Plan | None:
+        """Give the fastest plan of a schedule that keeps the limits, if there is one."""
+        number = count()  # Of two that are equally fast, the first one comes first.
+        heap = [(_about(each.seconds), next(number), each)
+                for each in self._each(name, chunks, checkpoints, virtual)]
+        heapify(heap)
+        while heap:
+            _, _, plan = heappop(heap)
+            if self._fits(plan):
+                return plan
+            other = self._fitted(plan)
+            if other is not None:
+                heappush(heap, (_about(other.seconds), next(number), other))
+        return None
+
+    def _each(self, name: str, chunks: Sequence[int], checkpoints: Sequence[str], virtual: int
+              ) -> Iterator[Plan]:
+        """Yield all ways of a schedule, with stages that are equally fast."""
+        least, most = SEVERAL.get(name, (1, 1))
+        if least > 1 and len(self._devices) == 1:
+            return
+        for v in range(least, min(most, virtual) + 1):
+            for checkpoint in checkpoints:
+                for m in chunks:
+                    try:
+                        balance = self._even(v * len(self._devices), m, checkpoint)
+                    except ValueError as error:  # too few layers
+                        self._error = error
+                        continue
+                    yield self._plan(name, balance, m, checkpoint)
+
+    def _even(self, stages: int, m: int, checkpoint: str) -> list[int]:
+        key = stages, m, checkpoint
+        if key not in self._balances:
+            self._balances[key] = list(self._profile.balance(
+                stages, chunks=m, checkpoint=checkpoint, param_scale=self._param_scale))
+        return self._balances[key]
+
+    def _plan(self, name: str, balance: Sequence[int], m: int, checkpoint: str) -> Plan:
+        costs = Costs.of(self._profile, balance, m, checkpoint, param_scale=self._param_scale,
+                         links=self._links)
+        n = len(self._devices)
+        if name == PLAIN:
+            # The gradient of the whole output is there before backward.
+            *others, last = costs.stages
+            last = replace(last, resident_bytes=last.resident_bytes + m * last.output_bytes)
+            costs = replace(costs, stages=(*others, last))
+        stages = schedule_of('gpipe' if name == PLAIN else name, n, m, len(balance) // n).stages
+        places = {stage: device for device, own in zip(self._devices, stages) for stage in own}
+        return Plan(name, tuple(balance), tuple(places[stage] for stage in range(len(balance))),
+                    m, checkpoint, tuple((x.name, x.parameter_bytes)
+                                         for x in self._profile.layers),
+                    self._profile.batch_size, self._seconds, costs)
+
+    def _fits(self, plan: Plan) -> bool:
+        above = max(excess([*plan.bytes.values()], self._limits))
+        if self._closest is None or above < self._closest[0]:
+            self._closest = above, plan
+        return above <= 0
+
+    def _fitted(self, plan: Plan) -> Plan | None:
+        """Give a plan like one that does not fit, with another balance."""
+        m, n = plan.chunks, len(self._devices)
+        step = StepCost(self._profile.layers, self._profile.skips, self._profile.input_bytes,
+                        len(plan.balance), m, self._param_scale, plan.checkpoint)
+        made: list[Plan] = []
+
+        def simulated(balance: list[int]) -> Sequence[float]:
+            made.append(self._plan(plan.schedule, balance, m, plan.checkpoint))
+            self._fits(made[-1])
+            return [*made[-1].bytes.values()]
+
+        name = 'gpipe' if plan.schedule == PLAIN else plan.schedule
+        found = fit(self._profile, step, schedule_of(name, n, m, len(plan.balance) // n),
+                    plan.checkpoint, self._limits, simulated)
+        return None if found is None else made[-1]
+
+    def why_not(self) -> ValueError:
+        """Say why there is no plan, and how much is missing."""
+        if self._closest is None:
+            return self._error
+        given = self._limits
+        missing, plan = self._closest
+        least, most = 0.0, missing  # With so much more on each device that plan would do.
+        for _ in range(ROUNDS):
+            middle = (least + most) / 2
+            self._limits = [None if limit is None else limit + middle for limit in given]
+            other = self._fitted(plan)
+            if other is None:
+                least = middle
+            else:
+                most, plan = middle, other
+        j = max(range(len(given)), key=excess([*plan.bytes.values()], given).__getitem__)
+        device, limit = self._devices[j], format_bytes(given[j] or 0)
+        return ValueError(
+            f'no plan keeps the memory limit. The closest one that was found takes '
+            f'{format_bytes(plan.bytes[device])} on {device}, where {limit} is the limit: about '
+            f'{format_bytes(most)} more on each device would do, for {plan.schedule!r} with '
+            f'{plan.chunks} chunks, checkpoint={plan.checkpoint!r}, balance '
+            f'{list(plan.balance)}. Take larger devices or more of them, a smaller batch, more '
+            'chunks, or an optimizer with less state (param_scale)')
+
+
+def _about(seconds: float) -> float:
+    """Round, so that what is equally fast but for rounding compares equal."""
+    return float(f'{seconds:.6g}')
+
+
+def _chunks(devices: int, batch: int) -> list[int]:
+    most = min(batch, max(MOST_CHUNKS, MOST_CHUNKS_PER_DEVICE * devices))
+    powers = [2 ** k for k in range(most.bit_length())]
+    return sorted({m for k in powers for m in (k, k * devices) if m <= most})
+
+
+def _scaled(costs: Profile, batch: int) -> Profile:
+    """Give the profile of another batch, as if all but overheads grew with it."""
+    ratio = batch / costs.batch_size
+
+    def seconds(all: float, overhead: float) -> float:
+        return overhead + (all - overhead) * ratio
+
+    layers = tuple(replace(
+        x, forward_seconds=seconds(x.forward_seconds, x.forward_overhead),
+        backward_seconds=seconds(x.backward_seconds, x.backward_overhead),
+        activation_bytes=round(x.activation_bytes * ratio),
+        output_bytes=round(x.output_bytes * ratio)) for x in costs.layers)
+    skips = tuple(replace(x, bytes=round(x.bytes * ratio)) for x in costs.skips)
+    return replace(costs, layers=layers, skips=skips, batch_size=batch,
+                   input_bytes=round(costs.input_bytes * ratio))
+
+
+def _names(devices: Sequence[Device]) -> list[str]:
+    if isinstance(devices, (str, int, torch.device)):
+        raise TypeError(f'devices must be a sequence of devices: [{devices!r}]')
+    found = []
+    for device in devices:
+        try:
+            found.append(torch.device(device))
+        except (RuntimeError, TypeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f'unknown device {device!r}: {reason}') from None
+    names = [str(device) for device in found]
+    if not names or len({*map(device_key, found)}) < len(names):
+        raise ValueError(f'devices must be one or more, each of them once, but are {names}; how '
+                         'many partitions each of them gets, the plan says (virtual)')
+    return names
+
+
+def _home(name: str) -> Device:
+    return 'cpu' if name.startswith('cpu') else name
+
+
+def _positive(number: Any, what: str) -> int:
+    if isinstance(number, bool) or not hasattr(number, '__index__') or number < 1:
+        raise ValueError(f'{what} must be a positive integer, but is {number!r}')
+    return int(number.__index__())
+
+
+def _limits(limit: MemoryLimit, devices: int) -> Limits:
+    limits: list[Any] = [*limit] if isinstance(limit, (list, tuple)) else [limit] * devices
+    if len(limits) != devices:
+        raise ValueError(f'memory_limit has {len(limits)} entries for {devices} devices; give one '
+                         'number for all, or one for each')
+    for each in limits:
+        if each is not None and not (isinstance(each, Real) and float(each) >= 0):
+            raise ValueError('memory_limit must be a number of bytes, zero or more, but is '
+                             f'{each!r}')
+    return limits
