@@ -62,6 +62,8 @@ def steps(n: int, m: int, devices: list[str]) -> dict[str, tuple[Step, Step]]:
     return {'forward without grad': (no_grad(loop), no_grad(lambda: never(x))),
             'forward': (loop, lambda: never(x)),
             "forward + backward, 'never'": (train(loop), train(lambda: never(x))),
+            "step by 'gpipe', 'never'": (train(loop), lambda: never.step(
+                x, None, lambda output, target: output.sum(), schedule='gpipe', normalizer=1)),
             "forward + backward, 'always'": (train(checkpointed_loop), train(lambda: always(x)))}
 
 
@@ -103,7 +105,8 @@ def overhead(rounds: int, output: str) -> None:
 
     Microseconds per cell, beside a plain Python loop over the same cells, for n partitions and m
     micro-batches. On one device cells run in the calling thread; on n devices, each clock
-    hands every cell to another thread.
+    hands every cell to another thread, and in a step by a schedule workers tell each other what
+    is done.
     """
     folder = output_folder(output)
     results = []

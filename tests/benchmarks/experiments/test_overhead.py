@@ -12,6 +12,7 @@ def test_overhead(run, tmp_path, monkeypatch):
     assert code == 0 and 'n=2 m=4' in out and 'median' in out
     written = json.loads((tmp_path / 'overhead.json').read_text())
     assert written['machine']['torch'] == torch.__version__ and len(written['results']) == 2
+    assert "step by 'gpipe', 'never'" in out
 
 
 def test_ratios():
