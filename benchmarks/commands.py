@@ -4,9 +4,9 @@ A module has ``COMMANDS``. What it has beside them on the documentation's page i
 tables of :mod:`benchmarks.harness.published` are there by themselves.
 """
 from benchmarks.experiments import (accuracy, balance, concurrency, digits, memory, overhead,
-                                    speed, timeline)
+                                    schedules, speed, timeline)
 
 __all__ = ['MODULES']
 
 #: In the order in which they are listed.
-MODULES = (digits, accuracy, speed, memory, timeline, balance, overhead, concurrency)
+MODULES = (digits, accuracy, speed, memory, timeline, schedules, balance, overhead, concurrency)

@@ -5,7 +5,7 @@ from typing import Any
 from benchmarks.harness.simulated import NAME
 from benchmarks.harness.tables import is_simulated
 
-__all__ = ['COLORS', 'draw_ratios', 'save']
+__all__ = ['COLORS', 'NEUTRAL', 'draw_ratios', 'neutral', 'save']
 
 #: Blue, orange, green, purple: apart also for those who see no red, on light and on dark.
 COLORS = ('#3b6fb6', '#d1803d', '#4f9d69', '#8a6bb0')
@@ -68,11 +68,16 @@ def _why_not(result: dict[str, Any], source: str) -> str:
 
 def save(figure: Any, axes: Any, stem: Path) -> list[Path]:
     """Write a PNG on white and an SVG without background."""
-    axes.tick_params(colors=NEUTRAL)
-    for side, spine in axes.spines.items():
-        spine.set_color(NEUTRAL)
-        spine.set_visible(side in ('left', 'bottom'))
+    neutral(axes)
     paths = [stem.with_name(f'{stem.name}.{kind}') for kind in ('png', 'svg')]
     figure.savefig(paths[0], dpi=150)
     figure.savefig(paths[1], transparent=True, metadata={'Date': None})
     return paths
+
+
+def neutral(axes: Any) -> None:
+    """Draw what is around bars in a color that can be read on white and on black."""
+    axes.tick_params(colors=NEUTRAL)
+    for side, spine in axes.spines.items():
+        spine.set_color(NEUTRAL)
+        spine.set_visible(side in ('left', 'bottom'))

@@ -1,14 +1,16 @@
 """The memory that a partition keeps, and the peak of what a step takes."""
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchgpipe import is_recomputing
 from torchgpipe.balance.live import LiveTensors
+from torchgpipe.private import backward_pass
 
-__all__ = ['GIB', 'peak_memory', 'size_of_partition']
+__all__ = ['GIB', 'peak_memory', 'peak_of_activations', 'size_of_partition']
 
 GIB = 2 ** 30
 
@@ -43,3 +45,16 @@ def peak_memory(step: Any, devices: list[torch.device]) -> int:
     step()
     return sum(module.max_memory_allocated(device) - before[device]
                for device, module in accelerators.items())
+
+
+def peak_of_activations(step: Callable[[], object]) -> int:
+    """Give the peak of what a step makes in forward, in bytes, and not of its gradients.
+
+    On the CPU, where nobody else keeps count.
+    """
+    def pass_of_caller() -> str:
+        return 'forward' if backward_pass() == -1 or is_recomputing() else 'backward'
+
+    with LiveTensors(pass_of_caller).watched() as live:
+        step()
+    return live.peaks['forward']

@@ -11,7 +11,7 @@ from benchmarks.harness.simulated import SIMULATED, is_simulated, load
 from torchgpipe.engine.stream import accelerator, accelerators, current_device
 from torchgpipe.schedule import make
 
-__all__ = ['Options', 'choose_devices', 'experiment_options', 'take_options']
+__all__ = ['Options', 'choose_devices', 'experiment_options', 'places', 'take_options']
 
 DTYPES = {name: getattr(torch, name) for name in ('float32', 'float64', 'bfloat16', 'float16')}
 
@@ -53,12 +53,16 @@ def choose_devices(n: int, schedule: str | None = None) -> list[torch.device]:
         ValueError: It can not have as many partitions.
     """
     there = accelerators()
-    places = range(n) if schedule is None else _places(schedule, n)
-    return [there[j % len(there)] if there else torch.device('cpu', j) for j in places]
+    numbers = range(n) if schedule is None else places(schedule, n)
+    return [there[j % len(there)] if there else torch.device('cpu', j) for j in numbers]
 
 
-def _places(schedule: str, n: int) -> list[int]:
-    """Give the number of each partition's device."""
+def places(schedule: str, n: int) -> list[int]:
+    """Give the number of each partition's device; two partitions, where one has several.
+
+    >>> places('zb-v', 4), places('1f1b', 2)
+    ([0, 1, 1, 0], [0, 1])
+    """
     v = len(make(schedule, 1, 1).stages[0])
     if n % v:
         raise ValueError(f'{schedule!r} has {v} partitions on each device, but there are {n}')

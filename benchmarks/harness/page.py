@@ -83,7 +83,7 @@ def _experiment(name: str, title: str) -> str:
     parts = [_markdown(experiment_rows(summary)), *notes(summary)]
     if partition_rows(summary)[1]:
         parts.insert(1, _markdown(partition_rows(summary)))
-    parts += [f'![{title}](../benchmarks/results/{picture})' for picture in _pictures(name)]
+    parts += [_picture(title, picture) for picture in _pictures(name)]
     return _section(title, _command(name, summary), kept, *parts,
                     accelerated=is_accelerated(summary))
 
@@ -92,9 +92,10 @@ def _other(section: Section) -> str:
     kept = _kept(section.name)
     if not kept:
         return ''
-    return _section(section.title, f'python -m benchmarks {section.name}', kept, *(
-        part if isinstance(part, str) else _markdown(part)
-        for part in section.parts(kept['results'])))
+    parts = [part if isinstance(part, str) else _markdown(part)
+             for part in section.parts(kept['results'])]
+    parts += [_picture(section.title, name) for name in _pictures(section.name)]
+    return _section(section.title, f'python -m benchmarks {section.name}', kept, *parts)
 
 
 def _command(name: str, summary: dict[str, Any]) -> str:
@@ -112,6 +113,10 @@ def _command(name: str, summary: dict[str, Any]) -> str:
 
 def _pictures(name: str) -> list[str]:
     return [path.name for path in sorted(RESULTS.glob(f'{name}*.svg'))]
+
+
+def _picture(title: str, name: str) -> str:
+    return f'![{title}](../benchmarks/results/{name})'
 
 
 @click.command(hidden=True)

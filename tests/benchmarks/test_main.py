@@ -18,7 +18,7 @@ def test_help(run):
     code, out, _ = run('--help')
     assert code == 0
     assert all(name in out for name in ('list', 'digits', 'balance', 'overhead', 'concurrency',
-                                        'pictures', *EXPERIMENTS))
+                                        'schedules', 'pictures', *EXPERIMENTS))
     assert out.count('\n') < 30
     code, out, _ = run('digits', '--help')
     assert code == 0

@@ -1,0 +1,164 @@
+"""Equal cells on workers of the CPU: what each schedule makes of them."""
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from statistics import median
+from typing import Any
+
+import click
+import torch
+from tqdm import tqdm
+
+from benchmarks.experiments.schedules.contenders import CELLS, OTHERS, Run, contenders
+from benchmarks.experiments.schedules.draw import draw_speed_ups
+from benchmarks.harness.page import Section
+from benchmarks.harness.processes import Processes, is_available
+from benchmarks.harness.report import Rows, machine, output_folder, table, write_json
+from benchmarks.models.stacks import STACKS, Stack
+
+__all__ = ['COMMANDS', 'SECTION', 'measure']
+
+MEANING = '''Speed-up: over the same cells in sequence, in the same round; medians over rounds.
+Of ideal: of m · n / (m + n − 1), the most that m micro-batches in n partitions can reach with one
+stage each. Idle: the part of the cores' time that the cells do not need in sequence, be it bubbles
+or whatever makes them slower. Activations: the peak of what forward makes, without gradients.'''
+
+
+def depth_of(stack: Stack, milliseconds: float) -> int:
+    """Give the layers of a cell, so that all cells of a device take so long in one thread."""
+    layer, (x, _) = stack.layer(), stack.data(1)
+    times = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        layer(x)
+        times.append(time.perf_counter() - begin)
+    return max(1, math.ceil(milliseconds / 1e3 / CELLS / median(times)))
+
+
+def measure(stack: str, depth: int, n: int, m: int, rounds: int) -> dict[str, Any]:
+    """Let all take steps in turn; give what each took."""
+    cells, data = STACKS[stack].build(CELLS * n, depth), STACKS[stack].data(m)
+    with ExitStack() as exit:
+        processes = exit.enter_context(Processes(n, stack, CELLS * n, depth, m, [
+            *OTHERS.values()])) if is_available() and m >= n else None
+        found = contenders(cells, data, n, m, processes)
+        _check_losses({name: each.run() for name, each in found.items()})
+        bar = tqdm(range(rounds), desc=f'{stack}, {m} micro-batches', leave=False)
+        runs = [{name: each.run().seconds for name, each in found.items()} for _ in bar]
+        peaks = {name: each.peak() for name, each in found.items()}
+    ideal = m * n / (m + n - 1)
+    return {'stack': stack, 'partitions': n, 'chunks': m, 'depth': CELLS * depth, 'ideal': ideal,
+            'rows': [_row(name, runs, peaks[name], ideal, n) for name in found]}
+
+
+def _check_losses(runs: dict[str, Run]) -> None:
+    """See that all of them train the same model on the same data."""
+    losses = {name: run.loss for name, run in runs.items()}
+    first = losses['in sequence']
+    if not all(math.isclose(loss, first, rel_tol=1e-4) for loss in losses.values()):
+        raise RuntimeError(f'these losses should be the same: {losses}')
+
+
+def _row(name: str, runs: Sequence[dict[str, float]], peak: int, ideal: float, n: int
+         ) -> dict[str, Any]:
+    speed_up = median(run['in sequence'] / run[name] for run in runs)
+    cores = 1 if 'one worker' in name or name == 'in sequence' else n
+    return {'name': name, 'seconds': median(run[name] for run in runs), 'speed_up': speed_up,
+            'share': speed_up / ideal if cores == n else None, 'idle': 1 - speed_up / cores,
+            'peak': peak}
+
+
+@click.command()
+@click.option('--stack', 'stacks', type=click.Choice([*STACKS]), multiple=True,
+              default=[*STACKS], show_default=True, help='May be given several times.')
+@click.option('--partitions', type=click.IntRange(2), multiple=True, default=(2,),
+              show_default=True, help='On cpu:0, cpu:1 and so on; may be given several times.')
+@click.option('--chunks', type=click.IntRange(1), multiple=True, default=(8, 16),
+              show_default=True, help='Micro-batches; may be given several times.')
+@click.option('--milliseconds', type=click.FloatRange(0, min_open=True), default=10.,
+              show_default=True, help='How long forward of a micro-batch takes at least in a '
+              'partition, in one thread.')
+@click.option('--rounds', type=click.IntRange(1), default=11, show_default=True,
+              help='Interleaved rounds, of which the medians count.')
+@click.option('--output', default='results', show_default=True, metavar='DIR',
+              help='Where the JSON file and the picture go.')
+def schedules(stacks: tuple[str, ...], partitions: tuple[int, ...], chunks: tuple[int, ...],
+              milliseconds: float, rounds: int, output: str) -> None:
+    """Time a training step by each schedule, on one core per partition.
+
+    Stacks of equal cells, without checkpoints and without optimizer. Beside the schedules of
+    GPipe.step: the plain call, the same cells in sequence in one thread, the schedules on one
+    worker (where there are no bubbles, so what zero bubble adds is the cost of splitting
+    backward), and torch.distributed.pipelining in a process for each partition. Interleaved and
+    zb-v cut each partition in two.
+    """
+    folder = output_folder(output)
+    click.echo(f"torch {machine()['torch']}, {machine()['cpu']}, {machine()['cores']} cores\n")
+    threads = torch.get_num_threads()
+    cases = []
+    try:
+        for name in stacks:
+            torch.set_num_threads(1)
+            depth = depth_of(STACKS[name], milliseconds)
+            for n, m in itertools.product(partitions, chunks):
+                cases.append(measure(name, depth, n, m, rounds))
+                click.echo(table(*schedule_rows(cases[-1])) + '\n')
+    finally:
+        torch.set_num_threads(threads)
+    results = {'milliseconds': milliseconds, 'rounds': rounds, 'cases': cases}
+    click.echo(table(*summary_rows(cases)) + f'\n\n{MEANING}\n')
+    files = [write_json(folder, 'schedules', results),
+             *draw_speed_ups(cases, folder / 'schedules')]
+    click.echo('\n'.join(map(str, files)))
+
+
+def schedule_rows(case: dict[str, Any]) -> Rows:
+    """Give the header and the rows of one stack, partitions and micro-batches."""
+    header = [f"{case['stack']}, n = {case['partitions']}, m = {case['chunks']}", 'ms per step',
+              'speed-up', 'of ideal', 'idle, %', 'activations, MiB']
+    return header, [
+        [row['name'], f"{row['seconds'] * 1e3:.1f}", f"{row['speed_up']:.2f}",
+         '—' if row['share'] is None else f"{row['share']:.2f}", f"{100 * row['idle']:.0f}",
+         f"{row['peak'] / 2**20:.1f}"] for row in case['rows']]
+
+
+#: What the summary relates: figures of which two rows of a case.
+RATIOS = {'1f1b, times as fast as torch 1F1B': ('seconds', 'torch 1F1B', '1f1b'),
+          '1f1b, times as fast as the plain call': ('seconds', 'plain call', '1f1b'),
+          'zb-h1, times as fast as 1f1b': ('seconds', '1f1b', 'zb-h1'),
+          'on one worker, zb-h1 to 1f1b: time': ('seconds', 'zb-h1, one worker',
+                                                 '1f1b, one worker'),
+          '1f1b to gpipe: activations': ('peak', '1f1b', 'gpipe')}
+
+
+def summary_rows(cases: Sequence[dict[str, Any]]) -> Rows:
+    """Give what matters most, in medians over stacks."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for case in cases:
+        name = f"n = {case['partitions']}, m = {case['chunks']}"
+        groups.setdefault(name, []).append({row['name']: row for row in case['rows']})
+    shares = [f"{median(rows['1f1b']['share'] for rows in group):.2f}"
+              for group in groups.values()]
+    return ['median over stacks', *groups], [['1f1b, of ideal', *shares], *(
+        [name, *(_ratio(group, *which) for group in groups.values())]
+        for name, which in RATIOS.items())]
+
+
+def _ratio(group: Sequence[dict[str, Any]], figure: str, one: str, other: str) -> str:
+    if one not in group[0]:
+        return '—'
+    return f'{median(rows[one][figure] / rows[other][figure] for rows in group):.2f}'
+
+
+def _parts(results: dict[str, Any]) -> list[str | Rows]:
+    """Give the page the summary, and a table for each case."""
+    cases = results['cases']
+    return [f"Forward of a micro-batch takes at least {results['milliseconds']:g} ms in a "
+            f"partition, in one thread; {results['rounds']} rounds. {MEANING}",
+            summary_rows(cases), *map(schedule_rows, cases)]
+
+
+COMMANDS = [schedules]
+SECTION = Section('Schedules on workers of the CPU', 'schedules', _parts)

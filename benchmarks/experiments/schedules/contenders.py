@@ -1,0 +1,145 @@
+"""What takes part: the same cells, trained by each schedule and in other ways."""
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.harness.memory import peak_of_activations
+from benchmarks.harness.options import places
+from benchmarks.harness.processes import Processes
+from torchgpipe import GPipe
+from torchgpipe.schedule import NAMES, make
+
+__all__ = ['CELLS', 'Contender', 'OTHERS', 'Run', 'contenders']
+
+#: Cells for each device, so that a schedule may have two stages there.
+CELLS = 2
+
+#: Those of torch.distributed.pipelining.
+OTHERS = {'torch GPipe': 'ScheduleGPipe', 'torch 1F1B': 'Schedule1F1B'}
+
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+class Run(NamedTuple):
+    """What a step took, and its loss."""
+
+    seconds: float
+    loss: float
+
+
+class Contender(Protocol):
+    """One way to train the cells."""
+
+    def run(self) -> Run:
+        """Take a step."""
+
+    def peak(self) -> int:
+        """Take a step, and give the peak of its activations in bytes."""
+
+
+def contenders(cells: nn.Sequential, data: tuple[Tensor, Tensor], n: int, m: int,
+               processes: Processes | None) -> dict[str, Contender]:
+    """Give all of them by name, the baseline first.
+
+    Args:
+        cells: ``CELLS`` for each device.
+        data: Input and target.
+        n: The number of devices.
+        m: The number of micro-batches.
+        processes: Those of torch.distributed.pipelining, if they can be had.
+    """
+    def here(step: Step, threads: int = n) -> Contender:
+        return _Here(cells, data, step, threads)
+
+    plain = _pipeline(cells, '1f1b', [f'cpu:{j}' for j in range(n)], m)
+    found = {'in sequence': here(partial(_in_sequence, cells, m), threads=1),
+             'plain call': here(partial(_by_the_plain_call, plain))}
+    for name in NAMES:
+        stages = sum(map(len, make(name, n, 1).stages))
+        devices = [f'cpu:{j}' for j in places(name, stages)]
+        found[name] = here(partial(_by_schedule, _pipeline(cells, name, devices, m), name))
+    for name in ('1f1b', 'zb-h1'):  # No bubbles: what is between them is the cost of the split.
+        model = _pipeline(cells, name, ['cpu'] * n, m)
+        found[f'{name}, one worker'] = here(partial(_by_schedule, model, name), threads=1)
+    for name, scheme in OTHERS.items() if processes else ():
+        found[name] = _There(processes, scheme)
+    return found
+
+
+def _pipeline(cells: nn.Sequential, name: str, devices: Sequence[str], m: int) -> GPipe:
+    balance = [len(cells) // len(devices)] * len(devices)
+    return GPipe(cells, balance, devices=devices, chunks=m, checkpoint='never')
+
+
+def _in_sequence(cells: nn.Sequential, m: int, input: Tensor, target: Tensor) -> Tensor:
+    """Train on one micro-batch after the other, without any pipeline."""
+    losses = []
+    for x, y in zip(input.chunk(m), target.chunk(m)):
+        loss = F.mse_loss(cells(x), y) / m
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+def _by_the_plain_call(model: GPipe, input: Tensor, target: Tensor) -> Tensor:
+    loss = F.mse_loss(model(input), target)
+    loss.backward()
+    return loss.detach()
+
+
+def _by_schedule(model: GPipe, name: str, input: Tensor, target: Tensor) -> Tensor:
+    loss: Tensor = model.step(input, target, F.mse_loss, schedule=name)
+    return loss
+
+
+class _Here:
+    """In this process.
+
+    Args:
+        cells: Whose gradients are dropped before each step.
+        data: Input and target.
+        step: Computes gradients, and gives the loss.
+        threads: The intra-op threads that workers share.
+    """
+
+    def __init__(self, cells: nn.Module, data: tuple[Tensor, Tensor], step: Step, threads: int
+                 ) -> None:
+        self._cells = cells
+        self._call = partial(step, *data)
+        self._threads = threads
+
+    def run(self) -> Run:
+        self._prepare()
+        begin = time.perf_counter()
+        loss = self._call()
+        return Run(time.perf_counter() - begin, loss.item())
+
+    def peak(self) -> int:
+        self._prepare()
+        return peak_of_activations(self._call)
+
+    def _prepare(self) -> None:
+        self._cells.zero_grad()
+        torch.set_num_threads(self._threads)
+
+
+class _There:
+    """In processes, one thread each."""
+
+    def __init__(self, processes: Processes, name: str) -> None:
+        self._processes = processes
+        self._name = name
+
+    def run(self) -> Run:
+        answers = self._processes.step(self._name)
+        loss = answers[-1].loss
+        assert loss is not None
+        return Run(max(a.end for a in answers) - min(a.begin for a in answers), loss)
+
+    def peak(self) -> int:
+        return sum(a.peak or 0 for a in self._processes.step(self._name, count_memory=True))
