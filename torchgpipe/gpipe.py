@@ -234,9 +234,9 @@ class GPipe(nn.Module):
                 their gradients as those of the model do.
             schedule: A name (see :func:`torchgpipe.schedule.make`), a
                 :class:`~torchgpipe.schedule.Schedule`, or the path of one as CSV; ``'auto'`` is
-                that of the plan by which the model was made. With several partitions on each device, as in ``devices=[0, 1, 0, 1]``, ``'interleaved'`` and
-                ``'looped-bfs'`` take them for virtual stages; so does ``'zb-v'`` with
-                ``devices=[0, 1, 1, 0]``.
+                that of the plan by which the model was made. With several partitions on each
+                device, as in ``devices=[0, 1, 0, 1]``, ``'interleaved'`` and ``'looped-bfs'`` take
+                them for virtual stages; so does ``'zb-v'`` with ``devices=[0, 1, 1, 0]``.
             target_dim: Where the batch of the target is, a rule as ``batch_dim`` is for the input;
                 if that is an integer, it is the default.
             normalizer: What the loss is divided by: a number, if ``loss_fn`` gives sums (1 leaves
