@@ -13,17 +13,25 @@ from tqdm import tqdm
 
 from benchmarks.experiments.schedules.contenders import CELLS, OTHERS, Run, contenders
 from benchmarks.experiments.schedules.draw import draw_speed_ups
+from benchmarks.experiments.schedules.predict import Prediction, predict
 from benchmarks.harness.page import Section
 from benchmarks.harness.processes import Processes, is_available
 from benchmarks.harness.report import Rows, machine, output_folder, table, write_json
 from benchmarks.models.stacks import STACKS, Stack
+from torchgpipe.schedule import NAMES
 
 __all__ = ['COMMANDS', 'SECTION', 'measure']
 
-MEANING = '''Speed-up: over the same cells in sequence, in the same round; medians over rounds.
-Of ideal: of m · n / (m + n − 1), the most that m micro-batches in n partitions can reach with one
-stage each. Idle: the part of the cores' time that the cells do not need in sequence, be it bubbles
-or whatever makes them slower. Activations: the peak of what forward makes, without gradients.'''
+MEANING = '''Predicted: by torchgpipe.plan.simulate, from a profile of the layers in each round, one after
+the other in one thread; ratio: measured to predicted, in the same round. Speed-up: over the same
+cells in sequence, in the same round; medians over rounds. Of ideal: of m · n / (m + n − 1), the
+most that m micro-batches in n partitions can reach with one stage each. Idle: the part of the
+cores' time that the cells do not need in sequence: bubbles, and whatever makes cells slower.
+Bubble: the part in which nothing runs in a device, by torchgpipe.timeline. Activations: the peak
+of what forward makes, without gradients.'''
+
+#: Steps that are recorded for a timeline.
+RECORDED = 3
 
 
 def depth_of(stack: Stack, milliseconds: float) -> int:
@@ -45,12 +53,16 @@ def measure(stack: str, depth: int, n: int, m: int, rounds: int) -> dict[str, An
             *OTHERS.values()])) if is_available() and m >= n else None
         found = contenders(cells, data, n, m, processes)
         _check_losses({name: each.run() for name, each in found.items()})
-        bar = tqdm(range(rounds), desc=f'{stack}, {m} micro-batches', leave=False)
-        runs = [{name: each.run().seconds for name, each in found.items()} for _ in bar]
+        runs, predictions = [], []
+        for _ in tqdm(range(rounds), desc=f'{stack}, {m} micro-batches', leave=False):
+            runs.append({name: each.run().seconds for name, each in found.items()})
+            torch.set_num_threads(1)
+            predictions.append(predict(cells, STACKS[stack].data(1)[0], n, m))
         peaks = {name: each.peak() for name, each in found.items()}
     ideal = m * n / (m + n - 1)
     return {'stack': stack, 'partitions': n, 'chunks': m, 'depth': CELLS * depth, 'ideal': ideal,
-            'rows': [_row(name, runs, peaks[name], ideal, n) for name in found]}
+            'rows': [{**_row(name, runs, peaks[name], ideal, n),
+                      'predicted': _prediction(name, runs, predictions)} for name in found]}
 
 
 def _check_losses(runs: dict[str, Run]) -> None:
@@ -68,6 +80,17 @@ def _row(name: str, runs: Sequence[dict[str, float]], peak: int, ideal: float, n
     return {'name': name, 'seconds': median(run[name] for run in runs), 'speed_up': speed_up,
             'share': speed_up / ideal if cores == n else None, 'idle': 1 - speed_up / cores,
             'peak': peak}
+
+
+def _prediction(name: str, runs: Sequence[dict[str, float]],
+                predictions: Sequence[dict[str, Prediction]]) -> dict[str, float] | None:
+    """Relate what was predicted in each round to what was measured in it."""
+    if name not in predictions[0]:
+        return None
+    return {'seconds': median(found[name].seconds for found in predictions),
+            'bubble': median(found[name].bubble for found in predictions),
+            'ratio': median(run[name] / found[name].seconds
+                            for run, found in zip(runs, predictions))}
 
 
 @click.command()
@@ -117,20 +140,28 @@ def schedules(stacks: tuple[str, ...], partitions: tuple[int, ...], chunks: tupl
 def schedule_rows(case: dict[str, Any]) -> Rows:
     """Give the header and the rows of one stack, partitions and micro-batches."""
     header = [f"{case['stack']}, n = {case['partitions']}, m = {case['chunks']}", 'ms per step',
-              'speed-up', 'of ideal', 'idle, %', 'activations, MiB']
-    return header, [
-        [row['name'], f"{row['seconds'] * 1e3:.1f}", f"{row['speed_up']:.2f}",
-         '—' if row['share'] is None else f"{row['share']:.2f}", f"{100 * row['idle']:.0f}",
-         f"{row['peak'] / 2**20:.1f}"] for row in case['rows']]
+              'predicted', 'ratio', 'speed-up', 'of ideal', 'idle, %', 'predicted bubble, %',
+              'activations, MiB']
+    return header, [_cells(row) for row in case['rows']]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    predicted, share = row['predicted'], row['share']
+    time, ratio, bubble = ['—'] * 3 if predicted is None else [
+        f"{predicted['seconds'] * 1e3:.1f}", f"{predicted['ratio']:.2f}",
+        f"{100 * predicted['bubble']:.0f}"]
+    return [row['name'], f"{row['seconds'] * 1e3:.1f}", time, ratio, f"{row['speed_up']:.2f}",
+            '—' if share is None else f'{share:.2f}', f"{100 * row['idle']:.0f}", bubble,
+            f"{row['peak'] / 2**20:.1f}"]
 
 
 #: What the summary relates: figures of which two rows of a case.
-RATIOS = {'1f1b, times as fast as torch 1F1B': ('seconds', 'torch 1F1B', '1f1b'),
-          '1f1b, times as fast as the plain call': ('seconds', 'plain call', '1f1b'),
-          'zb-h1, times as fast as 1f1b': ('seconds', '1f1b', 'zb-h1'),
-          'on one worker, zb-h1 to 1f1b: time': ('seconds', 'zb-h1, one worker',
-                                                 '1f1b, one worker'),
-          '1f1b to gpipe: activations': ('peak', '1f1b', 'gpipe')}
+RATIOS = {'1f1b, times as fast as torch 1F1B': ('speed_up', '1f1b', 'torch 1F1B'),
+          '1f1b, times as fast as the plain call': ('speed_up', '1f1b', 'plain call'),
+          'zb-h1, times as fast as 1f1b': ('speed_up', 'zb-h1', '1f1b'),
+          'on one worker, 1f1b, times as fast as zb-h1': (
+              'speed_up', '1f1b, one worker', 'zb-h1, one worker'),
+          'activations, 1f1b to gpipe': ('peak', '1f1b', 'gpipe')}
 
 
 def summary_rows(cases: Sequence[dict[str, Any]]) -> Rows:
@@ -141,13 +172,20 @@ def summary_rows(cases: Sequence[dict[str, Any]]) -> Rows:
         groups.setdefault(name, []).append({row['name']: row for row in case['rows']})
     shares = [f"{median(rows['1f1b']['share'] for rows in group):.2f}"
               for group in groups.values()]
+    worst = [f'{max(map(_deviation, group)):.0f}' for group in groups.values()]
     return ['median over stacks', *groups], [['1f1b, of ideal', *shares], *(
         [name, *(_ratio(group, *which) for group in groups.values())]
-        for name, which in RATIOS.items())]
+        for name, which in RATIOS.items()), ['largest error of a prediction, %', *worst]]
+
+
+def _deviation(rows: dict[str, Any]) -> float:
+    """Give by how many percent the time of a schedule is off what was predicted, at most."""
+    return max(abs(row['predicted']['ratio'] - 1) * 100 for name, row in rows.items()
+               if name in NAMES)
 
 
 def _ratio(group: Sequence[dict[str, Any]], figure: str, one: str, other: str) -> str:
-    if one not in group[0]:
+    if other not in group[0]:
         return '—'
     return f'{median(rows[one][figure] / rows[other][figure] for rows in group):.2f}'
 

@@ -6,6 +6,7 @@ import torch
 
 from benchmarks.experiments import schedules
 from benchmarks.experiments.schedules.contenders import CELLS, OTHERS, contenders
+from benchmarks.experiments.schedules.predict import Prediction, predict
 from benchmarks.harness import processes
 from benchmarks.models.stacks import STACKS
 from torchgpipe.schedule import NAMES
@@ -50,6 +51,8 @@ def run_tiny(run, folder):
     (case,) = json.loads((folder / 'schedules.json').read_text())['results']['cases']
     assert case['ideal'] == 4 / 3
     assert (folder / 'schedules.png').exists() and (folder / 'schedules.svg').exists()
+    predicted = [row['name'] for row in case['rows'] if row['predicted']]
+    assert predicted == ['in sequence', *NAMES]
     return out, [row['name'] for row in case['rows']]
 
 
@@ -84,18 +87,39 @@ def test_ratios_by_hand():
     assert (row['speed_up'], row['share'], row['idle']) == (1., None, 0.)
 
 
+def test_predictions_by_hand():
+    runs = [{'1f1b': 4., 'plain call': 6.}, {'1f1b': 5., 'plain call': 6.}]
+    predictions = [{'1f1b': Prediction(4., .25)}, {'1f1b': Prediction(4., .75)}]
+    assert schedules._prediction('1f1b', runs, predictions) == {
+        'seconds': 4., 'bubble': .5, 'ratio': 1.125}
+    assert schedules._prediction('plain call', runs, predictions) is None
+
+
+def test_a_prediction_does_all_the_work():
+    stack = STACKS['mlp']
+    cells = stack.build(CELLS * 2, 1)
+    cells(stack.data(1)[0]).sum().backward()  # Gradients that are there are none of its business.
+    found = predict(cells, stack.data(1)[0], 2, 4)
+    assert [*found] == ['in sequence', *NAMES]
+    whole, _ = found.pop('in sequence')
+    for seconds, bubble in found.values():
+        assert seconds * (1 - bubble) * 2 == pytest.approx(whole)
+        assert 0 < bubble < 1 / 2
+
+
 def test_the_summary_by_hand():
     def case(stack, **seconds):
         names = {'gpipe': 4., 'plain call': 6., 'zb-h1, one worker': 5., '1f1b, one worker': 4.}
         return {'stack': stack, 'partitions': 2, 'chunks': 8, 'rows': [
-            {'name': name, 'seconds': time, 'peak': 10 * time, 'share': 2 / time}
-            for name, time in {**names, **seconds}.items()]}
+            {'name': name, 'speed_up': 12 / time, 'peak': 10 * time, 'share': 2 / time,
+             'predicted': {'ratio': time / 4}} for name, time in {**names, **seconds}.items()]}
 
     header, rows = schedules.summary_rows([
-        case(stack, **{'1f1b': time, 'zb-h1': 2.}) for stack, time in
-        (('a', 2.), ('b', 3.), ('c', 4.))])
+        case(stack, **{'1f1b': time, 'zb-h1': 3.}) for stack, time in
+        (('a', 3.), ('b', 4.), ('c', 4.5))])
     assert header[1:] == ['n = 2, m = 8']
     assert dict(rows) == {
-        '1f1b, of ideal': '0.67', '1f1b, times as fast as torch 1F1B': '—',
-        '1f1b, times as fast as the plain call': '2.00', 'zb-h1, times as fast as 1f1b': '1.50',
-        'on one worker, zb-h1 to 1f1b: time': '1.25', '1f1b to gpipe: activations': '0.75'}
+        '1f1b, of ideal': '0.50', '1f1b, times as fast as torch 1F1B': '—',
+        '1f1b, times as fast as the plain call': '1.50', 'zb-h1, times as fast as 1f1b': '1.33',
+        'on one worker, 1f1b, times as fast as zb-h1': '1.25',
+        'activations, 1f1b to gpipe': '1.00', 'largest error of a prediction, %': '25'}

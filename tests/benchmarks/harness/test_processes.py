@@ -43,12 +43,19 @@ def test_an_error_in_one_is_an_error_here(started):
         started[0].step('Schedule2F2B')
 
 
-@pytest.mark.parametrize('told', [False, True], ids=['before', 'with a task unread'])
-def test_one_that_was_killed_is_missed(started, told):
+def test_when_all_were_killed_none_is_waited_for(started):
     found, children = started
-    if told:
-        os.kill(children[1].pid, signal.SIGSTOP)
-        [*found._pipes][1].send(('Schedule1F1B', False))
+    for process in children:
+        process.kill()
+        process.join()
+    with pytest.raises(click.ClickException, match='process [01] of 2: it ended'):
+        found.step('Schedule1F1B')
+
+
+def test_one_that_was_killed_before_it_read_is_missed(started):
+    found, children = started
+    os.kill(children[1].pid, signal.SIGSTOP)
+    [*found._pipes][1].send(('Schedule1F1B', False))
     children[1].kill()
     children[1].join()
     with pytest.raises(click.ClickException, match='process [01] of 2: '):
@@ -93,3 +100,27 @@ def test_none_is_left_when_the_command_is_stopped(tmp_path, number, code, last):
     # It ends when nobody has these pipes any more.
     out, err = process.communicate(timeout=100)
     assert process.returncode == code and err.endswith(last) and 'Traceback' not in err
+
+
+#: An interrupt as soon as a process was started.
+INTERRUPTED = """
+from multiprocessing.context import SpawnProcess
+from benchmarks.harness.processes import Processes
+
+start = SpawnProcess.start
+
+def interrupted(process):
+    start(process)
+    raise KeyboardInterrupt
+
+SpawnProcess.start = interrupted
+if __name__ == '__main__':
+    with Processes(2, 'mlp', 2, 1, 2, []):
+        pass
+"""
+
+
+def test_none_is_left_after_an_interrupt_at_the_start():
+    process = subprocess.run([sys.executable, '-c', INTERRUPTED], cwd=PAGE.parents[1],
+                             capture_output=True, text=True, timeout=100)
+    assert process.returncode and 'KeyboardInterrupt' in process.stderr

@@ -1,0 +1,40 @@
+"""What the simulator makes of the same cells, from a profile of their layers."""
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from torchgpipe.balance import profile
+from torchgpipe.plan import Costs, simulate
+from torchgpipe.schedule import NAMES, make
+
+__all__ = ['Prediction', 'predict']
+
+
+class Prediction(NamedTuple):
+    """The time of a step in seconds, and the part of it in which devices wait."""
+
+    seconds: float
+    bubble: float
+
+
+def predict(cells: nn.Sequential, sample: Tensor, n: int, m: int) -> dict[str, Prediction]:
+    """Profile the layers now, one after the other in this thread, and simulate each schedule.
+
+    Args:
+        cells: Those that take part.
+        sample: A micro-batch.
+        n: The number of devices.
+        m: The number of micro-batches.
+    """
+    cells.zero_grad()
+    layers = nn.Sequential(*[layer for cell in cells.children() for layer in cell.children()])
+    measured = profile(layers, sample, device='cpu', timeout=0)
+    each = m * sum(x.forward_seconds + x.backward_seconds for x in measured.layers)
+    found = {'in sequence': Prediction(each, 0.)}
+    for name in NAMES:
+        schedule = make(name, n, m)
+        stages = sum(map(len, schedule.stages))
+        costs = Costs.of(measured, [len(layers) // stages] * stages, 1, 'never')
+        simulation = simulate(schedule, costs)
+        found[name] = Prediction(simulation.seconds, simulation.bubble)
+    return found
