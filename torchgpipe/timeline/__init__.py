@@ -1,5 +1,7 @@
 """Timelines: what was predicted of a training step and what was measured, drawn alike."""
+from torchgpipe.timeline.comparison import Comparison, compare
+from torchgpipe.timeline.lanes import Copied
 from torchgpipe.timeline.recorder import record
-from torchgpipe.timeline.timeline import Copied, Timeline
+from torchgpipe.timeline.timeline import Timeline
 
-__all__ = ['Copied', 'Timeline', 'record']
+__all__ = ['Comparison', 'Copied', 'Timeline', 'compare', 'record']

@@ -33,8 +33,9 @@ from torchgpipe.private import at_end_of_backward
 from torchgpipe.schedule.action import Action
 from torchgpipe.schedule.timed import Timed
 from torchgpipe.timeline.graph import last_nodes, nodes_between, producers
+from torchgpipe.timeline.lanes import Copied
 from torchgpipe.timeline.stamp import Stamp, seconds, stamp, synchronize
-from torchgpipe.timeline.timeline import Copied, Timeline
+from torchgpipe.timeline.timeline import Timeline
 
 __all__ = ['record']
 
