@@ -8,13 +8,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.experiments.timeline.record import record, utilisation
 from benchmarks.harness.report import machine
 from benchmarks.harness.simulated import load
 from torchgpipe import GPipe
+from torchgpipe.timeline import record
 
 CHUNKS, WIDTH, DEPTH, ROWS, STEPS = 8, 512, 8, 256, 21
-LETTERS = {'forward': 'F', 'recomputation': 'R', 'backward': 'B'}
 
 
 def measure():
@@ -28,12 +27,15 @@ def measure():
     model = GPipe(model, [DEPTH] * len(devices), devices=devices, chunks=CHUNKS,
                   checkpoint='always')
     x = torch.randn(CHUNKS * ROWS, WIDTH).to(devices[0])
-    steps = [record(model, lambda: model(x).sum().backward()) for _ in range(STEPS)]
-    steps.sort(key=lambda boxes: max(box.end for box in boxes))
-    boxes = steps[STEPS // 2]
-    cells = [[LETTERS[box.kind], box.i, box.j, round(box.start * 1e3, 3), round(box.end * 1e3, 3)]
-             for box in boxes if box.kind in LETTERS]
-    return {'utilisation': round(utilisation(boxes, devices), 3), 'cells': cells}
+    steps = []
+    for _ in range(STEPS):
+        with record(model) as timeline:
+            model(x).sum().backward()
+        steps.append(timeline)
+    timeline = sorted(steps, key=lambda step: step.seconds)[STEPS // 2]
+    cells = [[kind, i, j, round(start * 1e3, 3), round(end * 1e3, 3)]
+             for _, (j, kind, i), start, end in timeline.actions]
+    return {'utilisation': round(timeline.utilisation, 3), 'cells': cells}
 
 
 if __name__ == '__main__':

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from benchmarks.experiments.timeline.ablation import without
-from benchmarks.experiments.timeline.record import record
 from tests import accelerator
 from tests.helpers import MODES
 from torchgpipe import GPipe, is_recomputing
@@ -23,6 +22,7 @@ from torchgpipe.engine.checkpoint import samples
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.stream import no_context
 from torchgpipe.skip import pop, skippable, stash
+from torchgpipe.timeline import record
 
 pytestmark = pytest.mark.sim
 
@@ -108,14 +108,17 @@ class Timeline:
             gpipe(x).sum().backward()
         for _ in range(2):
             step()
-        self._boxes = record(gpipe, step)
+        with record(gpipe) as timeline:
+            step()
+        self._recorded = timeline.copies
         self.forward, self.recomputation, self.backward = (
-            {(box.i, box.j): (box.start, box.end) for box in self._boxes if box.kind == kind}
-            for kind in ('forward', 'recomputation', 'backward'))
+            {(action.micro_batch, action.stage): (start, end)
+             for _, action, start, end in timeline.actions if action.kind == kind}
+            for kind in 'FRB')
 
     def _copies(self, j):
         """Give those to a partition, of batches first, then of gradients in their order."""
-        return [(box.start, box.end) for box in self._boxes if (box.kind, box.j) == ('copy', j)]
+        return [(each.start, each.end) for each in self._recorded if each.target == j]
 
     @property
     def copies(self):

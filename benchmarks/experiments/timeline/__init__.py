@@ -7,8 +7,6 @@ import click
 
 from benchmarks.experiments.timeline.ablation import without
 from benchmarks.experiments.timeline.carry import carry
-from benchmarks.experiments.timeline.draw import draw_timeline, write_trace
-from benchmarks.experiments.timeline.record import record, utilisation
 from benchmarks.harness.campaign import campaign
 from benchmarks.harness.epochs import time_epochs
 from benchmarks.harness.experiment import Experiment, Setting
@@ -19,6 +17,7 @@ from benchmarks.harness.published import (AMOEBANETD_SPEED, MEMORY, RESNET_SPEED
                                           UTILISATION)
 from benchmarks.harness.simulated import NAME, is_simulated
 from torchgpipe import GPipe
+from torchgpipe.timeline import record
 
 __all__ = ['COMMANDS', 'experiment_for', 'measure']
 
@@ -47,20 +46,23 @@ def measure(experiment: Experiment, setting: Setting, options: Options, result: 
                   carry if 'portals' in setting.off else lambda model: model)
         time_epochs(job, result)
         assert isinstance(job.model, GPipe)
-        boxes = record(job.model, lambda: job.forward().backward())
+        with record(job.model) as timeline:
+            job.forward().backward()
         job.clear()
         kept = sum(sum(size_of_partition(partition, optimizer).values())
                    for partition, optimizer in zip(job.partitions, job.optimizers))
         # Last, since PyTorch does not run compiled layers any more once it was watched.
         peak = peak_memory(job.step, job.devices)
-    result['details'].update({UTILISATION: 100 * utilisation(boxes, job.devices),
+    result['details'].update({UTILISATION: 100 * timeline.utilisation,
                               MEMORY: (kept + peak) / GIB})
     stem = Path(options.output) / f'{experiment.name}-{setting.name}'
     title = f'{setting.model}: {_list(setting)}'
     if any(map(is_simulated, job.devices)):
         title += f', on a {NAME}'
-    files = draw_timeline(boxes, job.devices, title, stem)
-    files.append(write_trace(boxes, job.devices, stem.with_suffix('.trace.json')))
+    files = [stem.with_name(stem.name + ending) for ending in ('.png', '.svg', '.trace.json')]
+    for path in files[:2]:
+        timeline.save(path, title)
+    timeline.to_chrome_trace(files[2])
     result['files'] = [path.name for path in files]
 
 
@@ -70,7 +72,7 @@ def _list(setting: Setting) -> str:
 
 @click.command(UNET_TIMELINE.name, help=(
     f'{UNET_TIMELINE.title}: each setting adds one to the settings before. Draws the measured '
-    'timeline of a step (PNG, SVG), with a lane for each partition, and writes a trace for '
+    'timeline of a step (PNG, SVG), with a lane for each device, and writes a trace for '
     'Perfetto or chrome://tracing.'))
 @experiment_options(UNET_TIMELINE)
 @click.option('--model', type=click.Choice(['unet', 'resnet101', 'amoebanetd']), default='unet',

@@ -15,11 +15,9 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
-import torch
 from torch import Tensor
 
-from torchgpipe.engine.stream import AbstractStream, current_stream
-from torchgpipe.engine.worker import Workers
+from torchgpipe.engine.stream import current_stream
 
 __all__ = ['without']
 
@@ -31,13 +29,9 @@ def without(off: Collection[str]) -> Iterator[None]:
         if 'dependency' in off:
             stack.enter_context(patch('torchgpipe.engine.edges.join', _no_edge))
         if 'streams' in off:
-            stack.enter_context(patch.object(Workers, 'copy_streams', _compute_streams))
+            stack.enter_context(patch('torchgpipe.engine.worker.new_stream', current_stream))
         yield
 
 
 def _no_edge(tensor: Tensor, phony: Tensor) -> Tensor:
     return tensor
-
-
-def _compute_streams(workers: Workers, device: torch.device, m: int) -> list[AbstractStream]:
-    return [current_stream(device)] * m
