@@ -25,8 +25,8 @@ napoleon_use_ivar = True
 
 modules = ('balance', 'balance.blockpartition', 'balance.costs', 'balance.layers',
            'balance.profile', 'batchnorm', 'checkpoint', 'copy', 'dependency', 'microbatch',
-           'phony', 'pipeline', 'schedule', 'skip', 'skip.layout', 'skip.portal', 'skip.tracker',
-           'stream', 'testing', 'worker')
+           'phony', 'pipeline', 'plan', 'schedule', 'skip', 'skip.layout', 'skip.portal',
+           'skip.tracker', 'stream', 'testing', 'timeline', 'worker')
 doctest_global_setup = '\n'.join([
     'import torch', 'from torch import nn', 'from torchgpipe import *',
     *(f'from torchgpipe.{module} import *' for module in modules)])
@@ -35,6 +35,6 @@ doctest_global_setup = '\n'.join([
 nitpicky = True
 nitpick_ignore_regex = [
     ('py:.*', r'(torch|typing|nn|_?queue|collections|contextlib|os)\..*'),
-    ('py:class', r'torchgpipe\.(.*\.)?(T\w*|ThreadState|Workers|CPUStreamType)'),
-    ('py:class', 'OutQueue'),
+    ('py:class', r'torchgpipe\.(.*\.)?(T\w*|ThreadState|Workers|CPUStreamType|HasActions)'),
+    ('py:class', 'OutQueue|Figure'),
 ]
