@@ -11,7 +11,7 @@ import click
 import torch
 from tqdm import tqdm
 
-from benchmarks.experiments.schedules.contenders import CELLS, OTHERS, Run, contenders
+from benchmarks.experiments.schedules.contenders import CELLS, OTHERS, Pipeline, Run, contenders
 from benchmarks.experiments.schedules.draw import draw_speed_ups
 from benchmarks.experiments.schedules.predict import Prediction, predict
 from benchmarks.harness.page import Section
@@ -22,13 +22,13 @@ from torchgpipe.schedule import NAMES
 
 __all__ = ['COMMANDS', 'SECTION', 'measure']
 
-MEANING = '''Predicted: by torchgpipe.plan.simulate, from a profile of the layers in each round, one after
-the other in one thread; ratio: measured to predicted, in the same round. Speed-up: over the same
-cells in sequence, in the same round; medians over rounds. Of ideal: of m · n / (m + n − 1), the
-most that m micro-batches in n partitions can reach with one stage each. Idle: the part of the
-cores' time that the cells do not need in sequence: bubbles, and whatever makes cells slower.
-Bubble: the part in which nothing runs in a device, by torchgpipe.timeline. Activations: the peak
-of what forward makes, without gradients.'''
+MEANING = '''Predicted: by torchgpipe.plan.simulate, from a profile of the layers in each round,
+one after the other in one thread; ratio: measured to predicted, in the same round. Speed-up: over
+the same cells in sequence, in the same round; medians over rounds. Of ideal: of
+m · n / (m + n − 1), the most that m micro-batches in n partitions can reach with one stage each.
+Idle: the part of the cores' time that the cells do not need in sequence: bubbles, and whatever
+makes cells slower. Bubble: the part in which a device runs nothing, by torchgpipe.timeline, and
+what was predicted of it. Activations: the peak of what forward makes, without gradients.'''
 
 #: Steps that are recorded for a timeline.
 RECORDED = 3
@@ -58,10 +58,13 @@ def measure(stack: str, depth: int, n: int, m: int, rounds: int) -> dict[str, An
             runs.append({name: each.run().seconds for name, each in found.items()})
             torch.set_num_threads(1)
             predictions.append(predict(cells, STACKS[stack].data(1)[0], n, m))
+        bubbles = {name: [each.bubble() for _ in range(RECORDED)]
+                   for name, each in found.items() if isinstance(each, Pipeline)}
         peaks = {name: each.peak() for name, each in found.items()}
     ideal = m * n / (m + n - 1)
     return {'stack': stack, 'partitions': n, 'chunks': m, 'depth': CELLS * depth, 'ideal': ideal,
             'rows': [{**_row(name, runs, peaks[name], ideal, n),
+                      'bubble': median(bubbles[name]) if name in bubbles else None,
                       'predicted': _prediction(name, runs, predictions)} for name in found]}
 
 
@@ -140,19 +143,21 @@ def schedules(stacks: tuple[str, ...], partitions: tuple[int, ...], chunks: tupl
 def schedule_rows(case: dict[str, Any]) -> Rows:
     """Give the header and the rows of one stack, partitions and micro-batches."""
     header = [f"{case['stack']}, n = {case['partitions']}, m = {case['chunks']}", 'ms per step',
-              'predicted', 'ratio', 'speed-up', 'of ideal', 'idle, %', 'predicted bubble, %',
+              'predicted', 'ratio', 'speed-up', 'of ideal', 'idle, %', 'bubble, %', 'predicted, %',
               'activations, MiB']
     return header, [_cells(row) for row in case['rows']]
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    predicted, share = row['predicted'], row['share']
-    time, ratio, bubble = ['—'] * 3 if predicted is None else [
-        f"{predicted['seconds'] * 1e3:.1f}", f"{predicted['ratio']:.2f}",
-        f"{100 * predicted['bubble']:.0f}"]
-    return [row['name'], f"{row['seconds'] * 1e3:.1f}", time, ratio, f"{row['speed_up']:.2f}",
-            '—' if share is None else f'{share:.2f}', f"{100 * row['idle']:.0f}", bubble,
-            f"{row['peak'] / 2**20:.1f}"]
+    predicted: dict[str, Any] = row['predicted'] or dict.fromkeys(('seconds', 'ratio', 'bubble'))
+    return [row['name'], _number(row['seconds'], 1e3, 1), _number(predicted['seconds'], 1e3, 1),
+            _number(predicted['ratio']), _number(row['speed_up']), _number(row['share']),
+            _number(row['idle'], 100, 0), _number(row['bubble'], 100, 0),
+            _number(predicted['bubble'], 100, 0), _number(row['peak'], 2**-20, 1)]
+
+
+def _number(value: float | None, scale: float = 1, digits: int = 2) -> str:
+    return '—' if value is None else f'{value * scale:.{digits}f}'
 
 
 #: What the summary relates: figures of which two rows of a case.

@@ -2,7 +2,7 @@
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,9 @@ from benchmarks.harness.options import places
 from benchmarks.harness.processes import Processes
 from torchgpipe import GPipe
 from torchgpipe.schedule import NAMES, make
+from torchgpipe.timeline import record
 
-__all__ = ['CELLS', 'Contender', 'OTHERS', 'Run', 'contenders']
+__all__ = ['CELLS', 'Contender', 'OTHERS', 'Pipeline', 'Run', 'contenders']
 
 #: Cells for each device, so that a schedule may have two stages there.
 CELLS = 2
@@ -53,27 +54,22 @@ def contenders(cells: nn.Sequential, data: tuple[Tensor, Tensor], n: int, m: int
         m: The number of micro-batches.
         processes: Those of torch.distributed.pipelining, if they can be had.
     """
-    def here(step: Step, threads: int = n) -> Contender:
-        return _Here(cells, data, step, threads)
+    def pipeline(name: str, devices: Sequence[str], step: Any = _by_schedule, threads: int = n
+                 ) -> Contender:
+        model = GPipe(cells, [len(cells) // len(devices)] * len(devices), devices=devices,
+                      chunks=m, checkpoint='never')
+        return Pipeline(cells, data, partial(step, model, name), threads, model)
 
-    plain = _pipeline(cells, '1f1b', [f'cpu:{j}' for j in range(n)], m)
-    found = {'in sequence': here(partial(_in_sequence, cells, m), threads=1),
-             'plain call': here(partial(_by_the_plain_call, plain))}
+    found = {'in sequence': _Here(cells, data, partial(_in_sequence, cells, m), threads=1),
+             'plain call': pipeline('', [f'cpu:{j}' for j in range(n)], _by_the_plain_call)}
     for name in NAMES:
         stages = sum(map(len, make(name, n, 1).stages))
-        devices = [f'cpu:{j}' for j in places(name, stages)]
-        found[name] = here(partial(_by_schedule, _pipeline(cells, name, devices, m), name))
+        found[name] = pipeline(name, [f'cpu:{j}' for j in places(name, stages)])
     for name in ('1f1b', 'zb-h1'):  # No bubbles: what is between them is the cost of the split.
-        model = _pipeline(cells, name, ['cpu'] * n, m)
-        found[f'{name}, one worker'] = here(partial(_by_schedule, model, name), threads=1)
+        found[f'{name}, one worker'] = pipeline(name, ['cpu'] * n, threads=1)
     for name, scheme in OTHERS.items() if processes else ():
         found[name] = _There(processes, scheme)
     return found
-
-
-def _pipeline(cells: nn.Sequential, name: str, devices: Sequence[str], m: int) -> GPipe:
-    balance = [len(cells) // len(devices)] * len(devices)
-    return GPipe(cells, balance, devices=devices, chunks=m, checkpoint='never')
 
 
 def _in_sequence(cells: nn.Sequential, m: int, input: Tensor, target: Tensor) -> Tensor:
@@ -86,7 +82,7 @@ def _in_sequence(cells: nn.Sequential, m: int, input: Tensor, target: Tensor) ->
     return torch.stack(losses).sum()
 
 
-def _by_the_plain_call(model: GPipe, input: Tensor, target: Tensor) -> Tensor:
+def _by_the_plain_call(model: GPipe, name: str, input: Tensor, target: Tensor) -> Tensor:
     loss = F.mse_loss(model(input), target)
     loss.backward()
     return loss.detach()
@@ -126,6 +122,27 @@ class _Here:
     def _prepare(self) -> None:
         self._cells.zero_grad()
         torch.set_num_threads(self._threads)
+
+
+class Pipeline(_Here):
+    """In this process, by a pipeline.
+
+    Args:
+        args: As above.
+        model: The pipeline.
+    """
+
+    def __init__(self, cells: nn.Module, data: tuple[Tensor, Tensor], step: Step, threads: int,
+                 model: GPipe) -> None:
+        super().__init__(cells, data, step, threads)
+        self._model = model
+
+    def bubble(self) -> float:
+        """Take a step, and give the part of the devices' time in which they do nothing."""
+        self._prepare()
+        with record(self._model) as timeline:
+            self._call()
+        return timeline.bubble
 
 
 class _There:

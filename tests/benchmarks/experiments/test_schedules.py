@@ -42,6 +42,7 @@ def test_all_train_the_same_cells(n):
         assert got == pytest.approx(expected, rel=1e-9), name
     peaks = {name: each.peak() for name, each in found.items()}
     assert peaks['in sequence'] < peaks['1f1b'] < peaks['gpipe']
+    assert 0 < found['1f1b'].bubble() < 1
 
 
 def run_tiny(run, folder):
@@ -53,6 +54,8 @@ def run_tiny(run, folder):
     assert (folder / 'schedules.png').exists() and (folder / 'schedules.svg').exists()
     predicted = [row['name'] for row in case['rows'] if row['predicted']]
     assert predicted == ['in sequence', *NAMES]
+    recorded = [row['name'] for row in case['rows'] if row['bubble'] is not None]
+    assert recorded == HERE[1:]
     return out, [row['name'] for row in case['rows']]
 
 
