@@ -9,8 +9,12 @@ from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.job import Job
 from benchmarks.harness.options import Options, experiment_options, take_options
 from benchmarks.harness.published import AMOEBANETD_SPEED, RESNET_SPEED, UNET_SPEED
+from torchgpipe.schedule import NAMES, make
 
 __all__ = ['COMMANDS', 'measure']
+
+#: Those for partitions that have a device each, as the published ones have.
+SCHEDULES = [name for name in NAMES if len(make(name, 1, 1).stages[0]) == 1]
 
 
 def measure(experiment: Experiment, setting: Setting, options: Options, result: dict[str, Any]
@@ -24,6 +28,8 @@ def _command(experiment: Experiment) -> click.Command:
         f'{experiment.title}: train on random data, and relate the samples per second to the '
         'baseline. The median epoch counts.'))
     @experiment_options(experiment)
+    @click.option('--schedule', type=click.Choice(SCHEDULES), show_default='the plain call',
+                  help='Train by GPipe.step, in this order.')
     def command(**options: Any) -> None:
         campaign(experiment, take_options(experiment, **options), measure)
     return command

@@ -98,7 +98,8 @@ def _summary(experiment: Experiment, options: Options, results: list[dict[str, A
             'baseline': experiment.baseline.name, 'scale': options.scale,
             'resolution': experiment.scaled_resolution(options.scale), 'epochs': options.epochs,
             'skip_epochs': options.skip_epochs, 'dtype': str(options.dtype).split('.')[1],
-            'compile': options.compile, 'seed': options.seed, 'settings': results}
+            'compile': options.compile, 'seed': options.seed, 'schedule': options.schedule,
+            'settings': results}
 
 
 def _show(experiment: Experiment, summary: dict[str, Any], folder: Path) -> None:

@@ -107,15 +107,21 @@ class Job:
     def forward(self) -> Tensor:
         """Compute the loss."""
         with autocast(self.options, self.devices):
-            output = self.model(self.input)
-            if self.setting.model.kind == 'unet':
-                return F.binary_cross_entropy_with_logits(output.to(self.target.dtype),
-                                                          self.target)
-            return F.cross_entropy(output, self.target)
+            return self._loss(self.model(self.input), self.target)
+
+    def _loss(self, output: Tensor, target: Tensor) -> Tensor:
+        if self.setting.model.kind == 'unet':
+            return F.binary_cross_entropy_with_logits(output.to(target.dtype), target)
+        return F.cross_entropy(output, target)
 
     def step(self) -> None:
         """Train on one mini-batch."""
-        self.forward().backward()
+        if self.options.schedule is not None and isinstance(self.model, GPipe):
+            with autocast(self.options, self.devices):
+                self.model.step(self.input, self.target, self._loss,
+                                schedule=self.options.schedule)
+        else:
+            self.forward().backward()
         for optimizer in self.optimizers:
             optimizer.step()
         self.clear()

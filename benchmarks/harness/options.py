@@ -29,6 +29,8 @@ class Options:
     compile: bool
     seed: int
     output: str
+    #: By which GPipe.step trains, if not by the plain call.
+    schedule: str | None = None
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -143,7 +145,7 @@ def _epochs_of_context() -> int:
 
 def take_options(experiment: Experiment, settings: tuple[str, ...], devices: tuple[Any, ...],
                  scale: float, epochs: int, skip_epochs: int, dtype: str, compile: bool,
-                 seed: int, output: str) -> Options:
+                 seed: int, output: str, schedule: str | None = None) -> Options:
     """Check what belongs together."""
     if skip_epochs >= epochs:
         raise click.BadParameter(f'{skip_epochs} of {epochs} epochs leave nothing to measure',
@@ -151,4 +153,4 @@ def take_options(experiment: Experiment, settings: tuple[str, ...], devices: tup
     chosen = experiment.settings if 'all' in settings else tuple(
         setting for setting in experiment.settings if setting.name in settings)
     return Options(chosen, devices, scale, epochs, skip_epochs, DTYPES[dtype], compile, seed,
-                   output)
+                   output, schedule)

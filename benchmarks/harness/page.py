@@ -103,6 +103,8 @@ def _command(name: str, summary: dict[str, Any]) -> str:
                ('scale', 'epochs', 'skip_epochs', 'dtype', 'seed')]
     if summary['compile']:
         options.append('--compile')
+    if summary.get('schedule'):
+        options.append(f"--schedule {summary['schedule']}")
     if is_simulated(summary):
         options.append(f'--devices {SIMULATED}')
     settings = [result['setting'] for result in summary['settings']]

@@ -104,6 +104,8 @@ def _notes_on_ratios(summary: dict[str, Any]) -> list[str]:
         found.append(
             f"At scale {summary['scale']:g}, with images of {summary['resolution']}² and small "
             'batches, these figures say that all of it runs, not how it does at full scale.')
+    if summary.get('schedule'):
+        found.append(f"Settings with a pipeline train by GPipe.step, '{summary['schedule']}'.")
     if not summary['skip_epochs'] and summary['figure'] == 'throughput':
         found.append('No epoch was skipped: what is slow at the beginning counts.')
     return found
@@ -117,7 +119,8 @@ def _notes_on_devices(summary: dict[str, Any]) -> list[str]:
         found.append('Partitions share devices, which work for one of them at a time: speeds are '
                      'no speed-ups; memory of each partition is valid.')
     if any(device.startswith('cpu') for devices in placed for device in devices):
-        found.append('On the CPU workers share the cores, and backward runs in one thread.')
+        found.append('On the CPU workers share the cores' + (
+            '.' if summary.get('schedule') else ', and backward runs in one thread.'))
     if is_simulated(summary):
         found.append(
             'The accelerator is simulated, in the memory of the host. Its devices work as if each '

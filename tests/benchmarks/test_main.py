@@ -43,6 +43,7 @@ def test_all_experiments_are_in_the_list():
     (['digits', '--output', '/proc/nothing'], '/proc/nothing'), (['digitz'], 'digitz'),
     (['digits', '--speed', 'high'], '--speed'), (['digits', 'more'], 'more'),
     (['unet-sped'], "'unet-speed'"), (['unet-speed', '--setting', 'pipeline-3'], 'pipeline-4'),
+    (['unet-speed', '--schedule', 'zb-v'], "'1f1b'"),
     (['unet-speed', '--scale', '0'], '--scale'), (['unet-speed', '--scale', '2'], '--scale'),
     (['unet-speed', '--epochs', '2', '--skip-epochs', '2'], 'nothing to measure'),
     (['unet-speed', '--devices', 'cpu:0,gpu'], "'gpu'"),

@@ -15,6 +15,7 @@ from benchmarks.harness.exhaustion import free_memory, is_exhaustion, memory_lim
 from benchmarks.harness.job import Job
 from benchmarks.harness.report import replacing
 from tests.benchmarks import tiny
+from torchgpipe import GPipe
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +44,29 @@ def test_speed(tmp_path, capsys):
     assert torch.__version__ in out and 'published ratio' in out and 'a paper' in out
     assert 'At scale 0.5' in out and 'share the cores' in out
     assert 'out of memory' in out  # as published
+
+
+def test_speed_of_steps_by_a_schedule(tmp_path, capsys, monkeypatch):
+    steps = []
+    step = GPipe.step
+    monkeypatch.setattr(GPipe, 'step', lambda *args, **kwargs: (
+        steps.append(kwargs['schedule']), step(*args, **kwargs))[1])
+    options = tiny.options(tiny.SPEED, tmp_path, settings=tiny.SETTINGS[:2], schedule='1f1b')
+    campaign(tiny.SPEED, options, speed.measure)
+    assert {*steps} == {'1f1b'}
+    assert [result['status'] for result in results(tmp_path, tiny.SPEED)] == ['measured'] * 2
+    out = capsys.readouterr().out
+    assert "train by GPipe.step, '1f1b'" in out and 'one thread' not in out
+
+
+def test_a_step_by_a_schedule_is_that_of_the_plain_call(tmp_path):
+    losses = []
+    for schedule in (None, 'gpipe'):
+        job = Job(tiny.SPEED, tiny.SETTINGS[1], tiny.options(
+            tiny.SPEED, tmp_path, dtype=torch.float64, schedule=schedule))
+        job.step()
+        losses.append(job.forward().item())
+    assert losses[0] == pytest.approx(losses[1], abs=1e-9)
 
 
 def test_only_what_was_asked_for(tmp_path, capsys):
