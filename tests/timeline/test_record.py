@@ -131,9 +131,11 @@ def test_a_step(devices, schedule, mode):
     assert len(actions) == len(set(actions))
 
 
+@modes
 @devices
-def test_a_step_of_halves(devices):
-    check(recorded(pipeline(devices, 'never'), step, schedule='zb-h1'), 0, halves=True)
+def test_a_step_of_halves(devices, mode):
+    timeline = recorded(pipeline(devices, mode), step, schedule='zb-h1')
+    check(timeline, AGAIN[mode], halves=True)
 
 
 @workers
@@ -285,6 +287,35 @@ def test_two_backward_passes(devices):
     backward = [each.action for each in timeline.actions if each.action.kind == 'B']
     assert all(backward.count(action) >= 2 for action in backward)
     check(timeline, 0)
+
+
+@one_worker
+def test_a_step_that_fails_within_a_recording(devices):
+    layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), Broken('forward'), nn.Linear(8, 8),
+              nn.Tanh()]
+    model = pipeline(devices, 'never', layers=layers)
+    with record(model) as timeline:
+        with pytest.raises(ValueError, match='broken'):
+            step(model)
+        call(model)
+    found = [str(each.action) for each in timeline.actions]
+    assert {f'{j}{kind}{i}' for i in range(M) for j in range(N) for kind in 'FB'} == {*found}
+
+
+@cpu_only('the clock is that of the host')
+@pytest.mark.parametrize('mode', ['never', ['never', 'always']])
+def test_a_backward_that_fails_within_a_recording(clock, mode):
+    layers = [Broken('backward'), Timed(clock, lambda _: 2., lambda _: 5.)]
+    layers[0].times = 2
+    model = pipeline(['cpu', 'cpu'], mode, 2, layers)
+    x = torch.ones(1, 1, requires_grad=True)
+    with record(model) as timeline:
+        with pytest.raises(ValueError, match='broken'):
+            model(x).sum().backward()
+        clock.now += 10
+        model(x).sum().backward()
+    assert [end - start for _, action, start, end in timeline.actions
+            if action == (1, 'B', 0)] == [5.]
 
 
 @one_worker

@@ -29,7 +29,7 @@ from torchgpipe.engine.passes import pass_state
 from torchgpipe.engine.stream import (AbstractStream, CPUStream, current_stream, get_device,
                                       is_cuda, memory_key)
 from torchgpipe.gpipe import GPipe
-from torchgpipe.private import at_end_of_backward
+from torchgpipe.private import at_end_of_backward, backward_pass
 from torchgpipe.schedule.action import Action
 from torchgpipe.schedule.timed import Timed
 from torchgpipe.timeline.graph import last_nodes, nodes_between, producers
@@ -119,18 +119,28 @@ class _Turns:
     def __init__(self, add: Callable[[_Mark], None]) -> None:
         self._add = add
         self._turn: tuple[Action, Stamp] | None = None
+        #: The backward pass, which may have failed since, and then has not come to its end.
+        self._pass = -1
 
-    def take(self, action: Action | None) -> None:
-        """Let the thread work for an action, or for none, from now on."""
-        before = self._turn
-        if before is not None and before[0] == action:
-            return
-        now = stamp(CPUStream)
-        if before is not None:
-            self._add(_Mark(*before, now))
-        elif action is not None:
-            at_end_of_backward(partial(self.take, None))
-        self._turn = None if action is None else (action, now)
+    def take(self, action: Action) -> None:
+        """Let the thread work for an action from now on: one of its nodes is about to run."""
+        if backward_pass() != self._pass:
+            self._pass, self._turn = backward_pass(), None
+            at_end_of_backward(self.end)
+        if self._turn is None or self._turn[0] != action:
+            self.end()
+            self._turn = action, stamp(CPUStream)
+
+    def interrupt(self) -> None:
+        """Let the thread do something else, until the next node runs."""
+        if backward_pass() == self._pass:
+            self.end()
+
+    def end(self) -> None:
+        """Let the thread work for nobody."""
+        if self._turn is not None:
+            self._add(_Mark(*self._turn, stamp(CPUStream)))
+            self._turn = None
 
 
 class _Local(threading.local):
@@ -138,7 +148,7 @@ class _Local(threading.local):
 
     def __init__(self, add: Callable[[_Mark], None]) -> None:
         self.turns = _Turns(add)
-        #: When the layers of the step's action began that runs now.
+        #: Whether it is at a forward of a step, and when its layers have begun.
         self.acting = False
         self.start: Stamp | None = None
 
@@ -178,7 +188,7 @@ class _Recorder:
         stream = current_stream(self._places[j])
         self._m = max(m, self._m)
         if pass_state.recomputing:
-            self._local.turns.take(None)
+            self._local.turns.interrupt()
             return partial(self._add, Action(j, 'R', i), stamp(stream), stream)
         start = stamp(stream)
 
