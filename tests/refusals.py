@@ -13,6 +13,7 @@ from torchgpipe import GPipe, NoChunk, is_recomputing, no_recompute
 from torchgpipe.balance import profile
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.stream import CPUStream
+from torchgpipe.plan import plan
 from torchgpipe.schedule import Schedule, make
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import check_parity
@@ -305,6 +306,7 @@ REFUSALS = [
     lambda: wrap(linear(), linear(), balance=[1, 2]),
     lambda: wrap(linear(), linear(), balance=[0, 2]),
     lambda: wrap(linear(), linear(), balance=costs(nn.ReLU(), linear()).balance(2, chunks=2)),
+    lambda: wrap(linear(), linear(), balance=plan(costs(linear(), linear()), devices=CPUS)),
     lambda: wrap(linear(), linear(), devices=['cpu']),
     lambda: wrap(linear(), linear(), devices=['cpu', 'cuda:99']),
     lambda: wrap(linear(), linear(), chunks=0),
@@ -362,6 +364,8 @@ REFUSALS = [
     lambda: costs(linear(), nn.ReLU(inplace=True)).balance(2, chunks=2),
     lambda: costs(linear(), linear()).balance(2, chunks=2, memory_limit=10),
     lambda: costs(linear(), linear()).balance(2, chunks=2, memory_limit=[10, 2000]),
+    lambda: plan(costs(linear(), linear()), devices=CPUS, memory_limit=10),
+    lambda: plan(costs(linear(), linear()), devices=CPUS, memory_limit=161),
     lambda: parity(Layer(lambda x: x - x.mean(0))),
     lambda: parity(Layer(lambda x: x / 0)),
     lambda: take_step(model=wrap(linear(), linear()).eval()),
@@ -369,6 +373,7 @@ REFUSALS = [
     lambda: take_step(schedule='2f2b'),
     lambda: take_step(model=wrap(*[linear() for _ in range(3)], balance=[1] * 3,
                                  devices=[*CPUS, 'cpu:0']), schedule='zb-v'),
+    lambda: take_step(schedule='auto'),
     lambda: take_step(schedule=make('1f1b', 2, 3)),
     lambda: take_step(schedule=Schedule.parse('0B0,0F0')),
     lambda: Schedule.parse('0F0,0X0'),

@@ -19,7 +19,7 @@ spec.loader.exec_module(layers)
 RULES = [('skip', 'balance'), ('skip', 'gpipe'), ('engine', 'gpipe'), ('engine', 'balance'),
          ('engine', 'legacy'), ('balance', 'gpipe'), ('balance', 'legacy'), ('skip', 'legacy'),
          ('schedule', 'engine'), ('schedule', 'timeline'), ('engine', 'timeline'),
-         ('gpipe', 'timeline'), ('plan', 'gpipe'), ('balance', 'plan'),
+         ('gpipe', 'timeline'), ('engine', 'plan'), ('plan', 'gpipe'), ('balance', 'plan'),
          ('schedule', 'balance'), ('schedule', 'plan')]
 
 

@@ -52,13 +52,19 @@ def solve_bounded(sequence: Sequence[Number], furthest: Sequence[Sequence[int]]
 def reachable(prefix: list[int], furthest: Sequence[Sequence[int]], bound: int) -> Ends:
     """Give the ends that each block can have, the last of them at the end of the sequence only."""
     last = len(prefix) - 1
+    stops = [bisect_right(prefix, total + bound, a) - 1 for a, total in enumerate(prefix)]
     rows: Ends = [[0]]
     for limits in furthest:
         ends: list[int] = []
+        reached = 0
         for a in rows[-1]:
             if a < last:
-                stop = min(limits[a], bisect_right(prefix, prefix[a] + bound) - 1)
-                ends += range(max(a, ends[-1] if ends else 0) + 1, stop + 1)
+                stop, limit = stops[a], limits[a]
+                if limit < stop:
+                    stop = limit
+                if stop > reached:
+                    ends += range(1 + (reached if reached > a else a), stop + 1)
+                    reached = stop
         rows.append(ends)
     rows[-1] = [end for end in rows[-1] if end == last]
     return rows

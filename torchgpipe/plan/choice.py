@@ -7,16 +7,21 @@ from typing import Any
 from torchgpipe.balance import SkipProfile
 from torchgpipe.balance.table import format_bytes, table
 from torchgpipe.plan.costs import Costs, Link, StageCosts
-from torchgpipe.plan.plain import plain_call
+from torchgpipe.plan.plain import one_by_one
 from torchgpipe.plan.simulate import simulate
 from torchgpipe.plan.simulation import Simulation
-from torchgpipe.schedule import make
+from torchgpipe.schedule import Schedule, make
 from torchgpipe.settings import PLAIN, Settings
 
 __all__ = ['Plan', 'schedule_of']
 
-#: The same for many plans.
-schedule_of = lru_cache(maxsize=64)(make)
+
+@lru_cache(maxsize=64)
+def schedule_of(name: str, devices: int, m: int, virtual: int, stops: tuple[int, ...] = ()
+                ) -> Schedule:
+    """Give a schedule, with recomputations; that of the plain call is fill and drain."""
+    schedule = make('gpipe' if name == PLAIN else name, devices, m, virtual)
+    return schedule.recomputing(stops) if any(stops) else schedule
 
 
 @dataclass(frozen=True)
@@ -40,14 +45,13 @@ class Plan(Settings):
     @cached_property
     def simulation(self) -> Simulation:
         """The step as it is predicted: when each action runs, and memory over time."""
-        m = min(self.chunks, self.batch_size)
-        n = len({*self.devices})
-        if self.schedule != PLAIN:
-            virtual = len(self.balance) // n
-            return simulate(schedule_of(self.schedule, n, m, virtual), self.costs)
-        stops = [stage.recomputed for stage in self.costs.stages]
-        on_cpu = all(device.partition(':')[0] == 'cpu' for device in self.devices)
-        schedule, pairs = plain_call(n, m, stops, on_cpu)
+        m, n = min(self.chunks, self.batch_size), len({*self.devices})
+        stops = tuple(stage.recomputed for stage in self.costs.stages)
+        in_one_thread = self.schedule == PLAIN and all(
+            device.partition(':')[0] == 'cpu' for device in self.devices)
+        schedule = schedule_of(self.schedule, n, m, len(self.balance) // n,
+                               () if in_one_thread else stops)
+        pairs = one_by_one(schedule) if in_one_thread else ()
         return simulate(schedule, self.costs, pairs)
 
     @property

@@ -6,7 +6,8 @@ that leaves out, such as gradients on their way, the simulation finds: then the 
 too much get less, and the cut is made again.
 """
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from torchgpipe.balance import Profile
@@ -27,8 +28,24 @@ Limits = Sequence[float | None]
 
 
 def excess(bytes: Sequence[float], limits: Limits) -> list[float]:
-    """Give by how much each device is above its limit; below it is less than zero."""
-    return [-1.0 if limit is None else size - limit for size, limit in zip(bytes, limits)]
+    """Give by how much each device is above its limit."""
+    return [0.0 if limit is None else max(0.0, size - limit)
+            for size, limit in zip(bytes, limits)]
+
+
+def neighbours(balance: Sequence[int], edges: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the balances that differ in one cut, which is at the next edge or the one before.
+
+    >>> [*neighbours([2, 1, 3], edges=[0, 1, 2, 3, 4, 5, 6])]
+    [[1, 2, 3], [2, 2, 2]]
+    """
+    cuts = [0, *accumulate(balance)]
+    for k in range(1, len(cuts) - 1):
+        place = edges.index(cuts[k]) if cuts[k] in edges else -1
+        for cut in (edges[place - 1], edges[place + 1]) if place > 0 else ():
+            if cuts[k - 1] < cut < cuts[k + 1]:
+                moved = [*cuts[:k], cut, *cuts[k + 1:]]
+                yield [b - a for a, b in zip(moved, moved[1:])]
 
 
 def under_way(schedule: Schedule) -> dict[int, int]:
@@ -68,13 +85,11 @@ class Need(NamedTuple):
             return [groups] * groups
         kept = number if self.checkpoint == 'never' else 1
         need = [step.resident[edge] + kept * step.activations[edge] / step.m for edge in edges]
-        found = []
-        for a, edge in enumerate(edges[:-1]):
-            room = limit + need[a] - number * step.inputs[edge] / step.m
-            room -= last * step.inputs[-1]
-            end = bisect_right(need, room, a) - 1
-            found.append(max(a, end) if not last or end == groups else a)
-        return found
+        inputs = [number * step.inputs[edge] / step.m for edge in edges]
+        room = limit - last * step.inputs[-1]
+        ends = [bisect_right(need, room + need[a] - inputs[a], a) - 1 for a in range(groups)]
+        return [end if end > a and (end == groups or not last) else a
+                for a, end in enumerate(ends)]
 
 
 def fit(profile: Profile, step: StepCost, schedule: Schedule, checkpoint: str, limits: Limits,
@@ -102,15 +117,15 @@ def fit(profile: Profile, step: StepCost, schedule: Schedule, checkpoint: str, l
     for _ in range(ROUNDS):
         shares = [None if limit is None else limit / len(own)
                   for limit, own in zip(rest, schedule.stages)]
-        lengths = solve_bounded(costs, [
-            need.furthest(number[stage], shares[device_of[stage]], stage == len(number) - 1)
-            for stage in range(len(number))])
+        cases = [(number[stage], shares[device_of[stage]], stage == len(number) - 1)
+                 for stage in range(len(number))]
+        found = {case: need.furthest(*case) for case in {*cases}}
+        lengths = solve_bounded(costs, [found[case] for case in cases])
         if lengths is None:
             return None
         balance = ungroup(lengths, need.edges)
         above = excess(simulated(balance), limits)
-        if max(above) <= 0:
+        if not any(above):
             return balance
-        rest = [None if limit is None else limit - max(0.0, more)
-                for limit, more in zip(rest, above)]
+        rest = [None if limit is None else limit - more for limit, more in zip(rest, above)]
     return None

@@ -1,37 +1,28 @@
 """The plain call, forward and ``loss.backward()``, as a schedule.
 
-On accelerators a recomputation does not wait for the gradient, so it is an action of its own. On
-the CPU, one thread goes through the backward of all partitions, whichever workers they have::
+On the CPU one thread goes through the backward of all partitions, whichever workers they have. On
+accelerators it is that of a step, where recomputations do not wait for gradients::
 
     accelerators    0F0 0F1             0R0     0B1 0B0
                         1F0 1F1 1B1 1R0 1B0
     CPU             0F0 0F1         0B1     0B0
-                        1F0 1F1 1B1     1B0              each backward waits for the one before
+                        1F0 1F1 1B1     1B0             each backward waits for the one before
 """
-from torchgpipe.schedule import Action, Schedule, make
+from torchgpipe.schedule import Action, Schedule
 
-__all__ = ['plain_call']
+__all__ = ['one_by_one']
 
 
-def plain_call(devices: int, micro_batches: int, stops: list[int], on_cpu: bool
-               ) -> tuple[Schedule, list[tuple[Action, Action]]]:
-    """Give the schedule, and which actions wait for others as well.
+def one_by_one(schedule: Schedule) -> list[tuple[Action, Action]]:
+    """Give pairs of backwards of which the second one waits for the first one: of all of them.
 
-    Args:
-        devices: Their number.
-        micro_batches: Their number.
-        stops: Of how many micro-batches, from the first one on, each partition recomputes.
-        on_cpu: Whether the devices are workers of the CPU.
+    Autograd takes the reverse of the order in which forward has made the cells.
+
+    >>> from torchgpipe.schedule import make
+    >>> [f'{one} {other}' for one, other in one_by_one(make('gpipe', 2, 2))]
+    ['1B1 1B0', '1B0 0B1', '0B1 0B0']
     """
-    rows = make('gpipe', devices, micro_batches).rows
-    if not on_cpu:
-        rows = tuple(tuple(each for action in row for each in (
-            [action._replace(kind='R'), action]
-            if action.kind == 'B' and action.micro_batch < stops[action.stage] else [action]))
-            for row in rows)
-        return Schedule(rows), []
-    backward = [action for row in rows for action in row if action.kind == 'B']
-    # Autograd takes the reverse of the order in which forward has made the cells.
+    backward = [action for row in schedule.rows for action in row if action.kind == 'B']
     backward.sort(key=lambda action: (action.micro_batch + action.stage, action.stage),
                   reverse=True)
-    return Schedule(rows), [*zip(backward, backward[1:])]
+    return [*zip(backward, backward[1:])]

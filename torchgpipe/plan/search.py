@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import count
+from math import inf
 from numbers import Real
 from typing import Any
 
@@ -28,7 +29,7 @@ from torchgpipe.balance.table import format_bytes
 from torchgpipe.engine.worker import device_key
 from torchgpipe.plan.choice import Plan, schedule_of
 from torchgpipe.plan.costs import Costs, Link, Links
-from torchgpipe.plan.fit import ROUNDS, Limits, excess, fit
+from torchgpipe.plan.fit import Limits, excess, fit, neighbours
 from torchgpipe.schedule import NAMES
 from torchgpipe.settings import PLAIN
 from torchgpipe.split import Device
@@ -40,6 +41,9 @@ SEVERAL = {'interleaved': (2, 1000), 'looped-bfs': (2, 1000), 'zb-v': (2, 2)}
 
 #: How many chunks are tried at most: so many, or so many for each device.
 MOST_CHUNKS, MOST_CHUNKS_PER_DEVICE = 64, 8
+
+#: How many balances are tried near the closest ones, where nothing else keeps the limits.
+TRIES = 100
 
 
 def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequence[Device],
@@ -90,6 +94,7 @@ def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequ
     costs = _scaled(costs, costs.batch_size if batch is None else _positive(batch, 'batch'))
     check_partitions(costs.layers, len(names))
     search = _Search(costs, names, _limits(memory_limit, len(names)), param_scale, links)
+    search.check_parameters()
     counts = _chunks(len(names), costs.batch_size) if chunks is None else sorted({
         min(_positive(each, 'chunks'), costs.batch_size) for each in chunks})
     for name in (schedules := [*schedules]):
@@ -98,6 +103,8 @@ def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequ
                              f'{", ".join(NAMES)}')
     found = [each for name in schedules
              if (each := search.best(name, counts, [*checkpoints], virtual))]
+    if not found:
+        found = [each] if (each := search.nearby()) else []
     if not found:
         raise search.why_not()
     best, *others = sorted(found, key=lambda each: (
@@ -117,10 +124,24 @@ class _Search:
         self._links = links
         self._seconds = sum(x.forward_seconds + x.backward_seconds for x in costs.layers)
         self._balances: dict[tuple[int, int, str], list[int]] = {}
-        #: By how many bytes the plan that came closest to the limits is above, and that plan.
-        self._closest: tuple[float, Plan] | None = None
+        #: Of each schedule the plan that came closest to the limits, and by how many bytes it is
+        #: above one of them.
+        self._closest: dict[str, tuple[float, Plan]] = {}
         self._error = ValueError('there is nothing to choose from: name schedules, chunks and '
                                  'checkpoints')
+
+    def check_parameters(self) -> None:
+        """Raise if not even what is there all the time has room."""
+        if None in self._limits:
+            return
+        step = StepCost(self._profile.layers, (), 0, 1, 1, self._param_scale, 'never')
+        size, room = step.resident[-1], sum(limit or 0 for limit in self._limits)
+        if size > room:
+            raise ValueError(
+                f'no plan keeps the memory limit: parameters, gradients, the optimizer\'s state '
+                f'and buffers take {format_bytes(size)}, and the limits add up to '
+                f'{format_bytes(room)}, which is {format_bytes(size - room)} less. Take larger '
+                'devices or more of them, or an optimizer with less state (param_scale)')
 
     def best(self, name: str, chunks: Sequence[int], checkpoints: Sequence[str], virtual: int
              ) -> Plan | None:
@@ -170,7 +191,7 @@ class _Search:
             *others, last = costs.stages
             last = replace(last, resident_bytes=last.resident_bytes + m * last.output_bytes)
             costs = replace(costs, stages=(*others, last))
-        stages = schedule_of('gpipe' if name == PLAIN else name, n, m, len(balance) // n).stages
+        stages = schedule_of(name, n, m, len(balance) // n).stages
         places = {stage: device for device, own in zip(self._devices, stages) for stage in own}
         return Plan(name, tuple(balance), tuple(places[stage] for stage in range(len(balance))),
                     m, checkpoint, tuple((x.name, x.parameter_bytes)
@@ -178,10 +199,14 @@ class _Search:
                     self._profile.batch_size, self._seconds, costs)
 
     def _fits(self, plan: Plan) -> bool:
-        above = max(excess([*plan.bytes.values()], self._limits))
-        if self._closest is None or above < self._closest[0]:
-            self._closest = above, plan
-        return above <= 0
+        above = max(self._missing(plan))
+        if above < self._closest.get(plan.schedule, (inf, plan))[0]:
+            self._closest[plan.schedule] = above, plan
+        return above == 0
+
+    def _missing(self, plan: Plan) -> list[float]:
+        """Give by how much each device is above its limit."""
+        return excess([*plan.bytes.values()], self._limits)
 
     def _fitted(self, plan: Plan) -> Plan | None:
         """Give a plan like one that does not fit, with another balance."""
@@ -195,35 +220,43 @@ class _Search:
             self._fits(made[-1])
             return [*made[-1].bytes.values()]
 
-        name = 'gpipe' if plan.schedule == PLAIN else plan.schedule
-        found = fit(self._profile, step, schedule_of(name, n, m, len(plan.balance) // n),
-                    plan.checkpoint, self._limits, simulated)
+        schedule = schedule_of(plan.schedule, n, m, len(plan.balance) // n)
+        found = fit(self._profile, step, schedule, plan.checkpoint, self._limits, simulated)
         return None if found is None else made[-1]
+
+    def nearby(self) -> Plan | None:
+        """Look for a plan that fits near those that came closest, layer by layer."""
+        tries = TRIES
+        for _, plan in sorted(self._closest.values(), key=lambda each: each[0]):
+            better: Plan | None = plan
+            while better is not None:
+                plan, better = better, None
+                least = self._missing(plan)
+                if not sum(least):
+                    return plan
+                for balance in neighbours(plan.balance, self._profile.edges()):
+                    tries -= 1
+                    if tries < 0:
+                        return None
+                    other = self._plan(plan.schedule, balance, plan.chunks, plan.checkpoint)
+                    if self._fits(other) or sum(self._missing(other)) < sum(least):
+                        better = other
+                        break
+        return None
 
     def why_not(self) -> ValueError:
         """Say why there is no plan, and how much is missing."""
-        if self._closest is None:
+        if not self._closest:
             return self._error
-        given = self._limits
-        missing, plan = self._closest
-        least, most = 0.0, missing  # With so much more on each device that plan would do.
-        for _ in range(ROUNDS):
-            middle = (least + most) / 2
-            self._limits = [None if limit is None else limit + middle for limit in given]
-            other = self._fitted(plan)
-            if other is None:
-                least = middle
-            else:
-                most, plan = middle, other
-        j = max(range(len(given)), key=excess([*plan.bytes.values()], given).__getitem__)
-        device, limit = self._devices[j], format_bytes(given[j] or 0)
+        missing, plan = min(self._closest.values(), key=lambda each: each[0])
+        j = max(range(len(self._devices)), key=self._missing(plan).__getitem__)
+        device, limit = self._devices[j], format_bytes(self._limits[j] or 0)
         return ValueError(
             f'no plan keeps the memory limit. The closest one that was found takes '
-            f'{format_bytes(plan.bytes[device])} on {device}, where {limit} is the limit: about '
-            f'{format_bytes(most)} more on each device would do, for {plan.schedule!r} with '
-            f'{plan.chunks} chunks, checkpoint={plan.checkpoint!r}, balance '
-            f'{list(plan.balance)}. Take larger devices or more of them, a smaller batch, more '
-            'chunks, or an optimizer with less state (param_scale)')
+            f'{format_bytes(plan.bytes[device])} on {device}, {format_bytes(missing)} more than '
+            f'its limit of {limit}: {plan.schedule!r} with {plan.chunks} chunks, checkpoint='
+            f'{plan.checkpoint!r}, balance {list(plan.balance)}. Take larger devices or more of '
+            'them, a smaller batch, more chunks, or an optimizer with less state (param_scale)')
 
 
 def _about(seconds: float) -> float:

@@ -86,16 +86,14 @@ class _Run:
     def _durations(self) -> list[float]:
         """Give the seconds of each action; a backward recomputes where nothing else does."""
         seconds: list[float] = []
-        for stage in self._costs.stages:
+        for k, stage in enumerate(self._costs.stages):
+            again = [0.0] * self._m
+            stop, first = min(stage.recomputed, self._m), self._number(Action(k, 'R', 0))
+            for i, end in enumerate(self._ends[first:first + stop]):
+                again[i] = 0.0 if end is None else stage.seconds('R')  # ``None``: it is there
             for kind in KINDS:
-                stop = min(stage.recomputed, self._m) if kind in 'BI' else 0
                 each = stage.seconds(kind)
-                seconds += [each + stage.seconds('R')] * stop + [each] * (self._m - stop)
-        for action in (action for row in self._schedule.rows for action in row):
-            if action.kind == 'R':
-                for kind in 'BI':
-                    seconds[self._number(action._replace(kind=kind))] = (
-                        self._costs.stages[action.stage].seconds(kind))
+                seconds += [each + more for more in again] if kind in 'BI' else [each] * self._m
         return seconds
 
     def _waits(self, stage: int, kind: str) -> list[tuple[int, float]]:

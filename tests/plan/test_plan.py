@@ -1,0 +1,249 @@
+"""Plans: the best of what was searched, within memory; as data, and as what a model is made of."""
+import copy
+import itertools
+import json
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.devices import cpu_only, workers
+from torchgpipe import GPipe
+from torchgpipe.balance import LayerProfile, Profile, SkipProfile, profile
+from torchgpipe.plan import Link, Plan, plan
+from torchgpipe.schedule import NAMES
+
+GPUS = ['cuda:0', 'cuda:1']
+
+
+def made_up(layers, batch=32, seed=0, **others):
+    """Make a profile from random numbers."""
+    draw = random.Random(seed)
+    return Profile(tuple(LayerProfile(
+        str(k), draw.random(), 2 * draw.random(), draw.randrange(1000), 0, 0,
+        draw.randrange(4000), draw.randrange(1000), **others) for k in range(layers)),
+        (SkipProfile(1, layers - 2, 100),), batch, 500, 'cpu')
+
+
+def test_it_is_the_fastest_of_all():
+    """Each schedule, mode and number of chunks by itself, with the same balance."""
+    costs = made_up(9)
+    found = plan(costs, devices=GPUS)
+    singles = [plan(costs, devices=GPUS, schedules=[name], chunks=[m], checkpoints=[mode])
+               for name in ('plain call', *NAMES) for m in (1, 2, 4, 8, 16, 32)
+               for mode in ('never', 'always', 'except_last')]
+    assert found.seconds == pytest.approx(min(each.seconds for each in singles))
+    assert {found.schedule, *(each.schedule for each in found.runners_up)} == {
+        'plain call', *NAMES}
+    seconds = [found.seconds, *(each.seconds for each in found.runners_up)]
+    assert seconds == sorted(seconds)
+
+
+def test_of_equally_fast_ones_that_which_takes_less_memory():
+    costs = replace(made_up(6), skips=())
+    found = plan(costs, devices=GPUS, schedules=['plain call', 'gpipe', '1f1b'], chunks=[8],
+                 checkpoints=['never'])
+    others = [each.schedule for each in found.runners_up]
+    assert (found.schedule, others) == ('1f1b', ['gpipe', 'plain call'])
+    assert found.seconds == pytest.approx(found.runners_up[1].seconds)
+
+
+def test_virtual_stages_and_their_devices():
+    def devices(name, **options):
+        return plan(made_up(9), devices=GPUS, schedules=[name], **options).devices
+
+    assert devices('zb-v') == ('cuda:0', 'cuda:1', 'cuda:1', 'cuda:0')
+    assert devices('interleaved') == ('cuda:0', 'cuda:1') * 2
+    assert len(devices('looped-bfs', virtual=4, chunks=[2])) in (4, 6, 8)
+    with pytest.raises(ValueError, match='nothing to choose from'):
+        devices('zb-v', virtual=1)
+
+
+@pytest.mark.parametrize('seed', range(6))
+def test_it_keeps_limits_of_memory(seed):
+    costs = made_up(12, seed=seed)
+    options = {'devices': GPUS, 'param_scale': 0.0, 'chunks': [4]}
+    free = plan(costs, **options)
+    for part in (0.9, 0.7):
+        limit = [int(part * size) for size in free.bytes.values()]
+        found = plan(costs, memory_limit=limit, **options)
+        assert all(size <= most for size, most in zip(found.bytes.values(), limit))
+        assert found.seconds >= free.seconds
+
+
+@pytest.mark.parametrize('name', ['plain call', '1f1b'])
+def test_another_balance_where_the_fastest_does_not_fit(name):
+    """The first layer is quick, and has many parameters."""
+    layers = [LayerProfile(str(k), 1.0, 2.0, 100, 0, 0, 8, 8) for k in range(8)]
+    layers[0] = replace(layers[0], parameter_bytes=500)
+    costs = Profile(tuple(layers), (), 8, 8, 'cpu')
+    options = {'devices': GPUS, 'schedules': [name], 'param_scale': 1.0}
+    assert plan(costs, **options).balance == (4, 4)
+    assert plan(costs, memory_limit=800, **options).balance == (3, 5)
+    assert plan(costs, memory_limit=[None, 400], **options).balance == (5, 3)
+
+
+def test_it_says_how_much_is_missing():
+    costs = made_up(8)
+    size = sum(layer.parameter_bytes for layer in costs.layers) * 2
+    with pytest.raises(ValueError, match=r'parameters.* take .* KiB, and the limits add up to '
+                                         r'1.95 KiB, which is .* less\. Take larger'):
+        plan(costs, devices=GPUS, memory_limit=1000)
+    limit = size // 2 + 10
+    with pytest.raises(ValueError, match=r'The closest one .* takes .* on cuda:\d, .* more than '
+                                         r"its limit of .*: '.*' with \d+ chunks, checkpoint"):
+        plan(costs, devices=GPUS, memory_limit=limit)
+
+
+def test_near_the_closest_one_there_may_be_one_that_fits():
+    """Where a cut by bounds is too coarse: it has one bound for both stages of a device."""
+    sizes = [300, 100, 100, 20, 20, 100, 20, 20]
+    costs = Profile(tuple(LayerProfile(str(k), 1.0, 2.0, size, 0, 0, 0, 0)
+                          for k, size in enumerate(sizes)), (), 8, 0, 'cpu')
+    limits = [sum(sizes[:1] + sizes[7:]), sum(sizes[1:7])]
+    found = plan(costs, devices=GPUS, schedules=['zb-v'], param_scale=1.0, memory_limit=limits)
+    assert [*found.bytes.values()] == limits
+
+
+def test_the_plain_call_has_one_thread_for_backward_on_the_cpu():
+    layers = tuple(LayerProfile(str(k), 1.0, 2.0, 8, 0, 0, 8, 8) for k in range(2))
+    costs = Profile(layers, (), 4, 8, 'cpu')
+    options = {'schedules': ['plain call'], 'chunks': [4], 'checkpoints': ['always']}
+    on_cpu = plan(costs, devices=['cpu:0', 'cpu:1'], **options)
+    # Five clocks of forward, 0.25 s each; eight recomputations and backwards.
+    assert on_cpu.seconds == 5 * 0.25 + 8 * 0.75
+    on_gpus = plan(costs, devices=GPUS, **options)
+    # Five clocks each way; the first recomputation of device 0 goes beside those of device 1.
+    assert on_gpus.seconds == 5 * 0.25 + 0.75 + 4 * 0.75 - 0.25
+
+
+def test_another_batch():
+    costs = made_up(4, forward_overhead=0.0)
+    twice = plan(costs, devices=GPUS, batch=64, chunks=[4])
+    assert twice.seconds == pytest.approx(2 * plan(costs, devices=GPUS, chunks=[4]).seconds)
+    assert twice.batch_size == 64
+    layer = LayerProfile('0', 1.0, 2.0, 0, 0, 0, 8, 8, None, 1.0, 2.0)
+    fixed = Profile((layer,), (), 8, 8, 'cpu')
+    assert plan(fixed, devices=['cuda:0'], batch=80, chunks=[1]).seconds == 3
+
+
+def test_links():
+    slow = plan(made_up(9), devices=GPUS, links=Link(latency=1.0), schedules=['1f1b'])
+    fast = plan(made_up(9), devices=GPUS, schedules=['1f1b'])
+    assert slow.seconds > fast.seconds + 1
+
+
+def test_json_and_back():
+    link = Link(0.1, 1e9)
+    for links in (Link(), [[Link(), link], [link, Link()]]):
+        found = plan(made_up(6), devices=GPUS, links=links)
+        again = Plan.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False)))
+        assert again.to_dict() == found.to_dict()
+        assert (again.seconds, again.bytes) == (found.seconds, found.bytes)
+        assert [each.seconds for each in again.runners_up] == [
+            each.seconds for each in found.runners_up]
+
+
+@pytest.mark.parametrize('change', [
+    {'version': 2}, {'balance': None}, {'costs': {}}, {'more': 1}, {'schedule': 'none'},
+    {'balance': [3, 3, 3]}, {'devices': ['cuda:0']}])
+def test_something_else_is_not_a_plan(change):
+    data = plan(made_up(6), devices=GPUS, chunks=[2]).to_dict()
+    with pytest.raises(ValueError, match='this is not a plan'):
+        Plan.from_dict({**data, **change})
+    with pytest.raises(ValueError, match='this is not a plan'):
+        Plan.from_dict([])
+
+
+def test_a_table():
+    text = str(plan(made_up(6), devices=GPUS, chunks=[2]))
+    assert all(name in text for name in ('plain call', *NAMES, 'bubble', 'cuda:1', '32 samples'))
+
+
+@pytest.mark.parametrize('options, what', [
+    ({'devices': []}, 'devices must be one or more'),
+    ({'devices': ['cpu', 'cpu:0']}, 'each of them once'),
+    ({'devices': ['nowhere']}, "unknown device 'nowhere'"),
+    ({'devices': GPUS, 'schedules': ['none']}, "there is no schedule 'none'; there are plain"),
+    ({'devices': GPUS, 'schedules': []}, 'there is nothing to choose from'),
+    ({'devices': GPUS, 'chunks': [0]}, 'chunks must be a positive integer, but is 0'),
+    ({'devices': GPUS, 'batch': True}, 'batch must be a positive integer, but is True'),
+    ({'devices': GPUS, 'checkpoints': ['some']}, 'checkpoint is not one of'),
+    ({'devices': GPUS, 'memory_limit': [1]}, 'memory_limit has 1 entries for 2 devices'),
+    ({'devices': GPUS, 'memory_limit': -1}, 'memory_limit must be a number of bytes'),
+    ({'devices': [f'cuda:{k}' for k in range(7)]}, 'shorter than intended partitions')])
+def test_bad_input(options, what):
+    with pytest.raises(ValueError, match=what):
+        plan(made_up(6), **options)
+
+
+def test_devices_are_a_sequence():
+    with pytest.raises(TypeError, match="devices must be a sequence of devices: .'cuda:0'."):
+        plan(made_up(6), devices='cuda:0')
+
+
+def test_a_thousand_layers_and_sixteen_devices():
+    """It takes a few seconds."""
+    overheads = {'changes': None, 'forward_overhead': 1e-4, 'backward_overhead': 1e-4}
+    found = plan(made_up(1000, 1024, **overheads), devices=[f'cuda:{k}' for k in range(16)])
+    assert found.speed_up > 8
+
+
+def stack():
+    """Give equal layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(*itertools.chain(*[(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]))
+
+
+def squares(output, target):
+    """Give the mean of squares, in operations that each device has."""
+    return (output - target).square().mean()
+
+
+@workers
+@pytest.mark.parametrize('name', ['plain call', '1f1b', 'zb-h1', 'interleaved', 'zb-v'])
+def test_a_model_made_by_a_plan(devices, name):
+    x, target = torch.rand(2, 16, 8, device=devices.first, dtype=torch.float64).unbind()
+    module = stack().double()
+    places = devices.distinct(2)
+    found = plan(module, x, devices=places, schedules=[name], chunks=[4], timeout=0.0,
+                 checkpoints=['except_last'])
+    expected = stack().double().to(devices.first)
+    loss = squares(expected(x), target)
+    loss.backward()
+    model = GPipe(module, found)
+    assert (model.balance, model.chunks, model.checkpoint) == (
+        list(found.balance), 4, 'except_last')
+    assert [*map(str, model.devices)] == [*found.devices]
+    for model in (model, copy.deepcopy(model)):
+        model.zero_grad()
+        y = target.to(model.devices[-1])
+        found = model.step(x, y, squares, schedule='auto')
+        assert torch.allclose(found.cpu(), loss.detach().cpu(), rtol=0, atol=1e-12)
+        for own, other in zip(model.parameters(), expected.parameters()):
+            assert torch.allclose(own.grad.cpu(), other.grad.cpu(), rtol=0, atol=1e-12)
+
+
+@cpu_only('what is refused does not depend on the device')
+def test_what_a_model_refuses():
+    sample = torch.rand(8, 8)
+    found = plan(stack(), sample, devices=['cpu:0', 'cpu:1'], timeout=0.0, schedules=['1f1b'])
+    for options in ({'chunks': 2}, {'devices': ['cpu', 'cpu']}, {'checkpoint': 'never'}):
+        with pytest.raises(ValueError, match='a plan says devices, chunks and checkpoint'):
+            GPipe(stack(), found, **options)
+    with pytest.raises(ValueError, match='profile of another module'):
+        GPipe(nn.Sequential(*stack(), nn.ReLU()), found)
+    model = GPipe(stack(), found.balance, devices=found.devices)
+    with pytest.raises(ValueError, match="schedule='auto' is that of a plan"):
+        model.step(sample, sample, nn.functional.mse_loss, schedule='auto')
+
+
+@cpu_only('it compares measurements of the CPU')
+def test_a_given_profile_is_as_good_as_the_model():
+    module = stack()
+    costs = profile(module, torch.rand(8, 8), device='cpu', timeout=0.0)
+    found = plan(costs, devices=['cpu:0', 'cpu:1'], chunks=[2])
+    assert found.layers == tuple((layer.name, layer.parameter_bytes) for layer in costs.layers)
+    assert GPipe(module, found).chunks == 2
