@@ -8,6 +8,7 @@ from benchmarks.harness.epochs import time_epochs
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.job import Job
 from benchmarks.harness.options import Options, experiment_options, take_options
+from benchmarks.harness.prediction import predict
 from benchmarks.harness.published import AMOEBANETD_SPEED, RESNET_SPEED, UNET_SPEED
 from torchgpipe.schedule import NAMES, make
 
@@ -30,8 +31,15 @@ def _command(experiment: Experiment) -> click.Command:
     @experiment_options(experiment)
     @click.option('--schedule', type=click.Choice(SCHEDULES), show_default='the plain call',
                   help='Train by GPipe.step, in this order.')
-    def command(**options: Any) -> None:
-        campaign(experiment, take_options(experiment, **options), measure)
+    @click.option('--predict', 'predicted', is_flag=True,
+                  help='Train nothing: profile the layers with a small batch, simulate the plain '
+                  'call and each schedule on equal devices, as many as there are partitions.')
+    def command(predicted: bool, **options: Any) -> None:
+        taken = take_options(experiment, **options)
+        if predicted:
+            predict(experiment, taken)
+        else:
+            campaign(experiment, taken, measure)
     return command
 
 

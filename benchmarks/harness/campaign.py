@@ -111,6 +111,8 @@ def _show(experiment: Experiment, summary: dict[str, Any], folder: Path) -> None
         click.echo(f'\n{note}')
     files = [folder / f'{experiment.name}.json']
     with suppress(OSError):  # A folder that is gone has been complained about.
-        if any(result['ratio'] for result in summary['settings']):
+        # Small runs on the CPU are no result that bars could stand for.
+        if any(result['ratio'] for result in summary['settings']) and (
+                summary['scale'] >= 1 or is_accelerated(summary)):
             files += draw_ratios(summary, folder / experiment.name)
     click.echo('\n' + '\n'.join(str(path) for path in files if path.exists()))

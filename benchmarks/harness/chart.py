@@ -1,11 +1,17 @@
 """Bar charts: measured ratios beside the published ones."""
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.experiment import OURS
+from benchmarks.harness.published import PAPER
 from benchmarks.harness.simulated import NAME
-from benchmarks.harness.tables import is_simulated
+from benchmarks.harness.tables import PLAIN, is_simulated
 
-__all__ = ['COLORS', 'NEUTRAL', 'draw_ratios', 'neutral', 'save']
+__all__ = ['COLORS', 'NEUTRAL', 'draw_predictions', 'draw_ratios', 'neutral', 'save']
+
+#: What predictions are drawn beside the plain call, and beside which figures: as many as colors.
+SHOWN, SOURCES = '1f1b', (OURS, PAPER)
 
 #: Blue, orange, green, purple: apart also for those who see no red, on light and on dark.
 COLORS = ('#3b6fb6', '#d1803d', '#4f9d69', '#8a6bb0')
@@ -16,33 +22,62 @@ NEUTRAL = '#808080'
 
 def draw_ratios(summary: dict[str, Any], stem: Path) -> list[Path]:
     """Draw a bar for each setting and source; write a PNG and an SVG."""
-    from matplotlib.figure import Figure
-
     settings = summary['settings']
     sources = list(dict.fromkeys(source for result in settings for source, published in
                                  result['published'].items() if published['ratio']))
-    series: dict[str, list[float | None]] = {
-        'this run': [result['ratio'] for result in settings],
-        **{source: [result['published'].get(source, {}).get('ratio') for result in settings]
-           for source in sources}}
-    figure = Figure(figsize=(7.5, 1.6 + len(settings) * (.2 + .24 * len(series))),
+    series = {'this run': [_bar(result['ratio'], _why_not(result, 'this run'))
+                           for result in settings]}
+    for source in sources:
+        series[source] = [_bar(result['published'].get(source, {}).get('ratio'),
+                               _why_not(result, source)) for result in settings]
+    return _draw(series, [result['setting'] for result in settings],
+                 f"{summary['figure']}, relative to {summary['baseline']}",
+                 summary['experiment'] + _caveat(summary), stem)
+
+
+def draw_predictions(summary: dict[str, Any], stem: Path) -> list[Path]:
+    """Draw what was predicted beside what was published; write a PNG and an SVG."""
+    settings = summary['settings']
+    series = {f'predicted: {name}': [_bar(result['ratios'].get(name)) for result in settings]
+              for name in (PLAIN, SHOWN)}
+    for source in dict.fromkeys(source for result in settings for source in result['published']):
+        if source in SOURCES:
+            series[source] = [_bar(result['published'].get(source)) for result in settings]
+    return _draw(series, [result['setting'] for result in settings],
+                 f"throughput, relative to {summary['baseline']}",
+                 f"{summary['experiment']}, predicted and published", stem)
+
+
+#: A length, and the text at its end.
+Bar = tuple[float, str]
+
+
+def _bar(ratio: float | None, missing: str = '—') -> Bar:
+    return (ratio, f'{ratio:.2f}') if ratio else (0., missing)
+
+
+def _draw(series: dict[str, list[Bar]], names: Sequence[str], label: str, title: str, stem: Path
+          ) -> list[Path]:
+    """Draw a group of bars for each name, one of each series."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 1.6 + len(names) * (.2 + .24 * len(series))),
                     layout='constrained')
     axes = figure.subplots()
     height = .84 / len(series)
-    for k, (name, ratios) in enumerate(series.items()):
-        places = [j + (k - (len(series) - 1) / 2) * height for j in range(len(settings))]
-        axes.barh(places, [ratio or 0 for ratio in ratios], height * .9, label=name,
+    for k, (name, bars) in enumerate(series.items()):
+        places = [j + (k - (len(series) - 1) / 2) * height for j in range(len(names))]
+        axes.barh(places, [ratio for ratio, _ in bars], height * .9, label=name,
                   color=COLORS[k % len(COLORS)])
-        for place, ratio, result in zip(places, ratios, settings):
-            text = f'{ratio:.2f}' if ratio else _why_not(result, name)
-            axes.text(ratio or 0, place, f' {text}', va='center', fontsize=10, color=NEUTRAL)
-    axes.set_yticks(range(len(settings)), [result['setting'] for result in settings], fontsize=11)
+        for place, (ratio, text) in zip(places, bars):
+            axes.text(ratio, place, f' {text}', va='center', fontsize=10, color=NEUTRAL)
+    axes.set_yticks(range(len(names)), names, fontsize=11)
     axes.invert_yaxis()
     axes.margins(x=.1)
-    axes.set_xlabel(f"{summary['figure']}, relative to {summary['baseline']}", fontsize=11)
-    axes.set_title(summary['experiment'] + _caveat(summary), fontsize=12)
+    axes.set_xlabel(label, fontsize=11)
+    axes.set_title(title, fontsize=12)
     # Below, where no bar can be in its way.
-    legend = figure.legend(frameon=False, loc='outside lower center', ncols=len(series),
+    legend = figure.legend(frameon=False, loc='outside lower center', ncols=min(3, len(series)),
                            fontsize=11)
     for text in [axes.title, axes.xaxis.label, *legend.get_texts()]:
         text.set_color(NEUTRAL)

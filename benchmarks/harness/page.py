@@ -11,7 +11,7 @@ from benchmarks.harness.published import EXPERIMENTS
 from benchmarks.harness.report import Rows, describe
 from benchmarks.harness.simulated import SIMULATED
 from benchmarks.harness.tables import (experiment_rows, is_accelerated, is_simulated, notes,
-                                       partition_rows)
+                                       partition_rows, prediction_notes, prediction_rows)
 
 __all__ = ['Section', 'make_page', 'page']
 
@@ -83,9 +83,24 @@ def _experiment(name: str, title: str) -> str:
     parts = [_markdown(experiment_rows(summary)), *notes(summary)]
     if partition_rows(summary)[1]:
         parts.insert(1, _markdown(partition_rows(summary)))
+    parts += _prediction(name)
     parts += [_picture(title, picture) for picture in _pictures(name)]
     return _section(title, _command(name, summary), kept, *parts,
                     accelerated=is_accelerated(summary))
+
+
+def _prediction(name: str) -> list[str]:
+    """Say what was predicted for an experiment, if that is kept."""
+    kept = _kept(f'{name}-predicted')
+    if not kept:
+        return []
+    summary = kept['results']
+    command = f"python -m benchmarks {name} --predict --seed {summary['seed']}"
+    if summary['scale'] < 1:
+        command += f" --scale {summary['scale']}"
+    where = describe(kept['machine'], summary['device'] != 'cpu')
+    return [f'Predicted by `{command}`, {where}:', _markdown(prediction_rows(summary)),
+            *prediction_notes(summary)]
 
 
 def _other(section: Section) -> str:

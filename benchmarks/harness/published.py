@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from benchmarks.harness.experiment import OURS, Experiment, Model, Setting
 
-__all__ = ['ACTIVATIONS', 'EXPERIMENTS', 'MEMORY', 'MODEL', 'UTILISATION']
+__all__ = ['ACTIVATIONS', 'EXPERIMENTS', 'MEMORY', 'MODEL', 'PAPER', 'UTILISATION']
 
 PAPER = 'GPipe paper'
 FIRST = 'first README'

@@ -5,8 +5,11 @@ from benchmarks.harness import simulated
 from benchmarks.harness.experiment import OURS
 from benchmarks.harness.report import Rows
 
-__all__ = ['experiment_rows', 'is_accelerated', 'is_simulated', 'notes', 'number',
-           'partition_rows', 'published']
+__all__ = ['PLAIN', 'experiment_rows', 'is_accelerated', 'is_simulated', 'notes', 'number',
+           'partition_rows', 'prediction_notes', 'prediction_rows', 'published']
+
+#: How a setting is run without a schedule.
+PLAIN = 'plain call'
 
 
 def number(value: float | None, missing: str = '') -> str:
@@ -84,6 +87,34 @@ def partition_rows(summary: dict[str, Any]) -> Rows:
             for result in summary['settings']
             for j, partition in enumerate(result.get('partitions', []))]
     return ['setting, partition', 'device', *(f'{part}, GiB' for part in parts)], rows
+
+
+def prediction_rows(summary: dict[str, Any]) -> Rows:
+    """Give the header and the rows of predicted ratios, with the published ones beside them."""
+    settings = summary['settings']
+    names = list(dict.fromkeys(name for result in settings for name in result['ratios']))
+    sources = list(dict.fromkeys(name for result in settings for name in result['published']))
+    return ['setting', 'partitions', 'chunks', *names, *(
+        'published' if source == OURS else source for source in sources)], [
+        [result['setting'], str(result['partitions']), str(result['chunks']),
+         *(number(result['ratios'].get(name), '—') for name in names),
+         *(number(result['published'].get(source), '—') for source in sources)]
+        for result in settings]
+
+
+def prediction_notes(summary: dict[str, Any]) -> list[str]:
+    """Say what predicted ratios are, and what they leave out."""
+    found = [f"Ratios of samples per second to '{summary['baseline']}': predicted by "
+             f"torchgpipe.plan.simulate from a profile of {summary['batch']} samples of "
+             f"{summary['resolution']}² in float32 on one device ({summary['device']}), for as "
+             'many such devices as there are partitions; and published.',
+             'The profile knows what layers take once per micro-batch and what per sample. Copies '
+             'between devices, the loss and the optimizer are left out. Schedules with two '
+             'partitions on a device have the balance of torchgpipe.balance, all others the '
+             'published one.']
+    if summary['scale'] < 1:
+        found.append(f"At scale {summary['scale']:g} images are smaller than the published ones.")
+    return found
 
 
 def notes(summary: dict[str, Any]) -> list[str]:

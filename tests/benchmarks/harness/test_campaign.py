@@ -38,12 +38,18 @@ def test_speed(tmp_path, capsys):
     assert two['published'] == {'torchgpipe 0.0.7': {'figure': 3., 'ratio': 1.5},
                                 'a paper': {'figure': 1.5, 'ratio': 1.5}}
     assert (two['batch'], two['chunks'], two['devices']) == (4, 4, ['cpu:0', 'cpu:1'])
-    assert (tmp_path / 'tiny-speed.png').read_bytes().startswith(b'\x89PNG')
-    assert '<svg' in (tmp_path / 'tiny-speed.svg').read_text()
+    assert not (tmp_path / 'tiny-speed.png').exists()  # It is small, and on the CPU.
     out = capsys.readouterr().out
     assert torch.__version__ in out and 'published ratio' in out and 'a paper' in out
     assert 'At scale 0.5' in out and 'share the cores' in out
     assert 'out of memory' in out  # as published
+
+
+def test_a_picture_of_full_scale(tmp_path):
+    options = tiny.options(tiny.SPEED, tmp_path, settings=tiny.SETTINGS[:1], scale=1.)
+    campaign(tiny.SPEED, options, speed.measure)
+    assert (tmp_path / 'tiny-speed.png').read_bytes().startswith(b'\x89PNG')
+    assert '<svg' in (tmp_path / 'tiny-speed.svg').read_text()
 
 
 def test_speed_of_steps_by_a_schedule(tmp_path, capsys, monkeypatch):

@@ -1,0 +1,99 @@
+"""Predict the published speeds: from what layers cost here, on as many equal devices as there.
+
+The model is profiled on one device, with a small batch. That gives what each layer takes once per
+micro-batch, and what it takes per sample; and the simulator tells how long a step takes on devices
+like this one. Copies between them are taken to be free.
+"""
+from dataclasses import replace
+from typing import Any
+
+import click
+import torch
+
+from benchmarks.harness.chart import draw_predictions
+from benchmarks.harness.experiment import Experiment, Setting
+from benchmarks.harness.job import memory_of
+from benchmarks.harness.options import Options
+from benchmarks.harness.report import describe, machine, output_folder, table, write_json
+from benchmarks.harness.tables import PLAIN, prediction_notes, prediction_rows
+from torchgpipe.balance import Profile, profile
+from torchgpipe.modes import checkpoint_stops
+from torchgpipe.plan import Costs, simulate
+from torchgpipe.plan.plain import plain_call
+from torchgpipe.schedule import NAMES, make
+
+__all__ = ['predict', 'step_seconds']
+
+#: Samples of a profile.
+BATCH = 8
+
+
+def predict(experiment: Experiment, options: Options) -> None:
+    """Profile the model, simulate the settings, and write and print what comes of it."""
+    folder = output_folder(options.output)
+    resolution = experiment.scaled_resolution(options.scale)
+    device = memory_of(options.place(experiment.baseline)[0])
+    torch.manual_seed(options.seed)
+    measured = profile(experiment.baseline.model.build(),
+                       torch.rand(BATCH, 3, resolution, resolution), device=device)
+    base = _speeds(measured, experiment.baseline)[PLAIN]
+    summary = {'experiment': experiment.name, 'baseline': experiment.baseline.name,
+               'resolution': resolution, 'batch': BATCH, 'device': str(device),
+               'scale': options.scale, 'seed': options.seed, 'settings': [
+                   _result(experiment, setting, _speeds(measured, setting), base)
+                   for setting in options.settings]}
+    click.echo('\n\n'.join([
+        f'{experiment.title}: {describe(machine(), device.type != "cpu")}',
+        table(*prediction_rows(summary)), *prediction_notes(summary)]))
+    name = f'{experiment.name}-predicted'
+    files = [write_json(folder, name, summary), *draw_predictions(summary, folder / name)]
+    click.echo('\n' + '\n'.join(map(str, files)))
+
+
+def _result(experiment: Experiment, setting: Setting, speeds: dict[str, float], base: float
+            ) -> dict[str, Any]:
+    return {'setting': setting.name, 'partitions': len(setting), 'chunks': setting.chunks,
+            'ratios': {name: speed / base for name, speed in speeds.items()},
+            'published': {source: experiment.published_ratio(setting, source)
+                          for source in setting.published}}
+
+
+def _speeds(measured: Profile, setting: Setting) -> dict[str, float]:
+    """Give samples per second, by schedule."""
+    return {name: setting.batch / seconds
+            for name, seconds in step_seconds(measured, setting).items()}
+
+
+def step_seconds(measured: Profile, setting: Setting) -> dict[str, float]:
+    """Predict the seconds of a step of a setting, by the plain call and by each schedule.
+
+    Args:
+        measured: What the layers cost, with any batch.
+        setting: The setting. Schedules with two partitions on a device need another balance.
+    """
+    whole = _of_batch(measured, setting.batch)
+    if not setting.balance:
+        return {PLAIN: sum(x.forward_seconds + x.backward_seconds for x in whole.layers)}
+    n, m, mode = len(setting), setting.chunks, setting.checkpoint
+    published = Costs.of(whole, setting.balance, m, mode)
+    schedule, pairs = plain_call(n, m, checkpoint_stops(mode, m, n), on_cpu=False)
+    found = {PLAIN: simulate(schedule, published, pairs).seconds}
+    for name in NAMES:
+        schedule = make(name, n, m)
+        stages = sum(map(len, schedule.stages))
+        costs = published if stages == n else Costs.of(
+            whole, whole.balance(stages, chunks=m, checkpoint=mode), m, mode)
+        found[name] = simulate(schedule, costs).seconds
+    return found
+
+
+def _of_batch(measured: Profile, batch: int) -> Profile:
+    """Give the times of another batch, as if all but overheads grew with it."""
+    def seconds(all: float, overhead: float) -> float:
+        overhead = min(overhead, all)  # Of a small batch, more may have been measured.
+        return overhead + (all - overhead) * batch / measured.batch_size
+
+    return replace(measured, batch_size=batch, layers=tuple(replace(
+        x, forward_seconds=seconds(x.forward_seconds, x.forward_overhead),
+        backward_seconds=seconds(x.backward_seconds, x.backward_overhead))
+        for x in measured.layers))
