@@ -126,7 +126,7 @@ def test_a_cell_does_not_start_when_one_before_it_in_its_clock_failed_on_another
 
     def wait(x):
         if int(x[0]) == 1:  # beside the failure; what a worker is given next, it does afterwards
-            gpipe._engine.workers.submit(gpipe.devices[0], int).result()
+            gpipe._engine.workers.submit([(gpipe.devices[0], int)])[0].result()
 
     gpipe = GPipe(nn.Sequential(Fail(lambda x: int(x[0]) == 2), Spy(wait),
                                 Spy(lambda x: log.append(int(x[0])))), [1] * 3,
@@ -229,14 +229,17 @@ def test_keyboard_interrupt_stops_the_workers_and_keeps_nothing_alive(devices, c
     first, second = devices.distinct(2)
 
     def interrupt(x):
-        if len(x) == 1:  # in micro-batch 1, beside partition 2
+        if len(x) == 1:  # in micro-batch 1, before partition 1 on the same worker
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             assert stopping.wait(20)
-            log.append('partition 1')
+            log.append('partition 0')
 
     gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Spy(interrupt),
-                                Spy(lambda x: log.append('partition 2'))), [1] * 3,
-                  devices=[first, second, second], chunks=2)
+                                Spy(lambda x: log.append('partition 1')), nn.Identity()),
+                  [2, 1, 1], devices=[first, first, second], chunks=2)
+    gpipe[1].see, gpipe[2].see, sees = id, id, (gpipe[1].see, gpipe[2].see)
+    gpipe(torch.rand(3, 2, device=devices.first))  # At first cells that may draw come one by one.
+    gpipe[1].see, gpipe[2].see = sees
     alive = WeakLog(gpipe[0])
     real = Workers.stop
     monkeypatch.setattr(Workers, 'stop', lambda self: (stopping.set(), real(self)))
@@ -247,8 +250,37 @@ def test_keyboard_interrupt_stops_the_workers_and_keeps_nothing_alive(devices, c
         pass
     finally:
         gc.enable()
-    assert log == ['partition 1']  # it has ended, and none has started after it
+    assert log == ['partition 0']  # it has ended, and none has started after it
     assert alive.alive() == 0
+
+
+@workers
+def test_keyboard_interrupt_in_a_cell_of_the_caller_waits_for_those_beside_it(devices, ctrl_c):
+    log, started, raised = [], threading.Event(), threading.Event()
+
+    def interrupt(x):
+        assert started.wait(20)
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            raised.set()
+
+    def beside(x):
+        if len(x) == 1:
+            started.set()
+            assert raised.wait(20)
+            log.append('partition 0')
+
+    gpipe = GPipe(nn.Sequential(Spy(beside), Spy(interrupt)), [1, 1],
+                  devices=devices.distinct(2), chunks=2)
+    gpipe.eval()
+    for known in (True, False):  # At first nothing runs beside a cell that may draw.
+        gpipe[0].see, gpipe[1].see = (id, id) if known else (beside, interrupt)
+        try:
+            gpipe(torch.rand(3, 2, device=devices.first))
+        except KeyboardInterrupt:
+            assert not known
+    assert log == ['partition 0']
 
 
 @pytest.mark.parametrize('error', [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration])

@@ -92,6 +92,39 @@ class Halved(nn.Module):
             return self.layer(x).to(x.dtype)
 
 
+class Force(nn.Module):
+    """The gradient of an energy, or of a part of it that is detached."""
+
+    def __init__(self, *layers, create_graph=True):
+        super().__init__()
+        self.energy, self.create_graph = nn.Sequential(*layers), create_graph
+
+    def forward(self, x):
+        """Go back, within forward."""
+        force, = torch.autograd.grad(self.energy(x).sum(), x, create_graph=self.create_graph)
+        return force + x
+
+
+class First(nn.Module):
+    """The first one of several."""
+
+    def forward(self, values):
+        """Take it."""
+        return values[0] * 2
+
+
+class Mapped(nn.Module):
+    """Call its layer by ``vmap``."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        """Do so."""
+        return torch.func.vmap(self.layer)(x)
+
+
 def frozen(layer, *names):
     """Freeze parameters of a layer."""
     for name in names:
@@ -129,6 +162,8 @@ LAYERS = {
     'attention': (lambda: [nn.TransformerEncoderLayer(4, 2, 8, 0., batch_first=True)], (3, 4), 4),
     'norms': (lambda: [nn.LayerNorm(4), nn.PReLU(), nn.Linear(4, 4), nn.Bilinear(4, 4, 2)],
               (4,), 2),
+    'vmap': (lambda: [Mapped(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),
+    'TorchScript': (lambda: [torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),
     'autocast': (lambda: [Halved(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),
 }
 
@@ -159,8 +194,9 @@ def make(name):
 def test_each_kind_of_layer(devices, mode, name, log):
     model, shape, number = make(name)
     model = nn.Sequential(nn.Tanh(), *model)
-    gpipe = GPipe(copy.deepcopy(model), [len(model)], devices=devices(1), chunks=3,
-                  checkpoint=mode)
+    other = nn.Sequential(nn.Tanh(), *make(name)[0])  # no copy: TorchScript's have a graph
+    other.load_state_dict(model.state_dict())
+    gpipe = GPipe(other, [len(model)], devices=devices(1), chunks=3, checkpoint=mode)
     for _ in range(2):
         x = torch.randn(7, *shape, dtype=torch.double, requires_grad=True)
         y = x.detach().requires_grad_()
@@ -175,6 +211,23 @@ def test_each_kind_of_layer(devices, mode, name, log):
         calls = 7 if name == 'one at a time' else 3
         assert sum(count for kind, count in put_off) == number * calls
         assert all(kind == 'W' for kind, count in put_off if count)
+
+
+@cpu_only('the simulated accelerator has no convolutions')
+@cpus
+@pytest.mark.parametrize('create_graph', [False, True])
+@pytest.mark.parametrize('layers, shape', [
+    (lambda: [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)], [4]),
+    (lambda: [nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 1)], [2, 5, 5])])
+def test_a_layer_that_goes_back_within_its_forward(devices, layers, shape, create_graph):
+    """Gradients of gradients among its own; nothing of that is put off."""
+    model = nn.Sequential(nn.PReLU(), Force(*layers(), create_graph=create_graph),
+                          nn.PReLU()).double()
+    gpipe = GPipe(copy.deepcopy(model), [3], devices=devices(1), chunks=2, checkpoint='never')
+    x = torch.randn(4, *shape, dtype=torch.double)
+    loss_of(model(x), x).backward()
+    gpipe.step(x, x, loss_of, schedule='zb-h1')
+    assert_same(gradients(gpipe), gradients(model))
 
 
 @devices
@@ -193,6 +246,25 @@ def test_weights_come_with_w(devices, mode, schedule, log):
     assert_same(gradients(gpipe), gradients(model))
     if len({*gpipe.devices}) == 1:  # Then no other action comes between.
         assert {(action[1], count) for action, count in log if count} == {('W', 2)}
+
+
+@devices
+@modes
+def test_what_is_not_used_has_no_gradient(devices, mode):
+    """Not zeros, by which an optimizer with momentum or weight decay would change it."""
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.a(x), self.b(x)
+
+    gpipe = GPipe(nn.Sequential(Two(), Spy(lambda x: None), First()), [1, 2], devices=devices(2),
+                  chunks=2, checkpoint=mode)
+    x = torch.randn(4, 4)
+    gpipe.step(on_first(gpipe, x), x.to(gpipe.devices[-1]), loss_of, schedule='zb-h1')
+    assert gpipe[0].b.weight.grad is None and gpipe[0].a.weight.grad is not None
 
 
 @cpu_only('autocast and compilation of the CPU')

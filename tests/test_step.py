@@ -2,6 +2,7 @@
 import copy
 import gc
 import signal
+import sys
 import threading
 import weakref
 
@@ -239,6 +240,30 @@ def test_workers_work_at_the_same_time(devices):
         Meet.meets = meets
         gpipe[0].calls = gpipe[1].calls = 0
         gpipe.step(x, x.to(gpipe.devices[-1]), loss_of, schedule='gpipe')
+
+
+@cpu_only('it is about threads of the host')
+def test_two_threads_may_take_steps_of_the_same_model():
+    """None may come first on one worker and last on another."""
+    gpipe = GPipe(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), [1] * 4,
+                  devices=[f'cpu:{j}' for j in range(4)], chunks=2, checkpoint='never')
+    x, taken = torch.randn(4, 4), []
+    interval = sys.getswitchinterval()
+
+    def take():
+        for _ in range(100):
+            taken.append(gpipe.step(x, x, loss_of))
+
+    threads = [threading.Thread(target=take, daemon=True) for _ in range(2)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(40)
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(taken) == 200
 
 
 @workers

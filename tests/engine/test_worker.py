@@ -23,9 +23,9 @@ cpu = torch.device('cpu')
 
 def test_a_function_s_value_or_error_comes_back():
     workers = Workers()
-    assert workers.submit(cpu, lambda: 42).result() == 42
+    assert workers.submit([(cpu, lambda: 42)])[0].result() == 42
     with pytest.raises(ZeroDivisionError):
-        workers.submit(cpu, lambda: 1 / 0).result()
+        workers.submit([(cpu, lambda: 1 / 0)])[0].result()
 
 
 def test_an_error_is_freed_without_the_garbage_collector():
@@ -38,7 +38,7 @@ def test_an_error_is_freed_without_the_garbage_collector():
     workers = Workers()
     gc.disable()
     try:
-        workers.submit(cpu, fail).result()
+        workers.submit([(cpu, fail)])[0].result()
     except Oops as error:
         ref = weakref.ref(error)
     finally:
@@ -49,7 +49,8 @@ def test_an_error_is_freed_without_the_garbage_collector():
 def test_devices_have_threads_of_their_own():
     barrier = threading.Barrier(2)  # breaks unless both wait at the same time
     workers = Workers()
-    futures = [workers.submit(torch.device('cpu', k), lambda: barrier.wait(10)) for k in (0, 1)]
+    futures = [workers.submit([(torch.device('cpu', k), lambda: barrier.wait(10))])[0]
+               for k in (0, 1)]
     assert sorted(future.result() for future in futures) == [0, 1]
 
 
@@ -58,7 +59,7 @@ def test_an_idle_worker_refers_to_nothing_of_its_last_task():
     for _ in range(300):
         x = torch.rand(1)
         ref = weakref.ref(x)
-        workers.submit(cpu, lambda x=x: None).result()
+        workers.submit([(cpu, lambda x=x: None)])[0].result()
         del x
         assert ref() is None
 
@@ -98,7 +99,7 @@ def test_a_thread_does_not_keep_the_interpreter_from_exiting():
         import torch
         from torchgpipe.engine.worker import Workers
         workers = Workers()
-        workers.submit(torch.device('cpu'), int).result()"""
+        workers.submit([(torch.device('cpu'), int)])[0].result()"""
     assert subprocess.run([sys.executable, '-c', program], timeout=50).returncode == 0
 
 
@@ -128,7 +129,7 @@ def test_no_task_is_given_to_a_worker_while_it_is_told_to_end():
             super().clear()
 
     workers = Watched()
-    workers.submit(cpu, int).result()
+    workers.submit([(cpu, int)])[0].result()
     _stop(WatchedDict(workers._workers), workers._lock)
     assert free == [False, False] and is_free(workers._lock)
 
@@ -137,14 +138,14 @@ def test_a_worker_may_tell_itself_to_end():
     """As where the garbage collector runs in it, and finds its owner."""
     workers = Workers()
     thread = workers.worker(cpu).thread
-    workers.submit(cpu, lambda: _stop(workers._workers, workers._lock)).result()
+    workers.submit([(cpu, lambda: _stop(workers._workers, workers._lock))])[0].result()
     thread.join(20)
     assert not thread.is_alive()
 
 
 def test_workers_start_anew_after_an_interrupt_has_cut_short_that_they_end(monkeypatch):
     workers, end = Workers(), threading.Event()
-    workers.submit(cpu, lambda: end.wait(20))
+    workers.submit([(cpu, lambda: end.wait(20))])[0]
     thread = workers.worker(cpu).thread
 
     def join():

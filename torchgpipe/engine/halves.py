@@ -14,15 +14,15 @@ be put off; the layer that uses it is left as it is. Whatever else uses it compu
 Who owns what: until ``W``, a list of the cell's owns the input and the gradient of the output of
 each of its calls. All of it is on the compute stream of the cell.
 """
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchgpipe.private import innermost_hooks, without_torch_function
+from torchgpipe.private import innermost_hooks, is_transformed, without_torch_function
 
 __all__ = ['PutOff', 'Weight']
 
@@ -38,6 +38,8 @@ class PutOff:
     """
 
     work: Work | None = None
+    #: Whether the step goes back now. A layer may do so by itself, in its own forward.
+    goes_back = False
 
 
 class Weight(nn.Parameter):
@@ -56,13 +58,13 @@ class Weight(nn.Parameter):
             return func(*args, **(kwargs or {}))
 
 
-def _work(input: Tensor, weight: Tensor, bias: Tensor | None) -> Work | None:
-    """Tell where a call puts its gradients of weights off to, if it does."""
-    splits = (isinstance(weight, Weight) and (isinstance(bias, Weight) or bias is None)
-              and type(input) is Tensor and input.layout is torch.strided
-              and not input.is_complex() and torch.is_grad_enabled()
-              and not torch.is_autocast_enabled(input.device.type) and _is_run_again_alike())
-    return weight.put_off.work if splits else None  # type: ignore[attr-defined]
+def _splits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Tell whether a call puts its gradients of weights off."""
+    return (isinstance(weight, Weight) and weight.put_off.work is not None
+            and (isinstance(bias, Weight) or bias is None)
+            and type(input) is Tensor and input.layout is torch.strided
+            and not input.is_complex() and torch.is_grad_enabled() and not is_transformed()
+            and not torch.is_autocast_enabled(input.device.type) and _is_run_again_alike())
 
 
 def _is_run_again_alike() -> bool:
@@ -74,87 +76,48 @@ def _is_run_again_alike() -> bool:
     return hooks is None or getattr(hooks[0], '__module__', '').startswith('torchgpipe.')
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    work = _work(input, weight, bias)
-    if work is None:
-        return None
-    return _Linear.apply(work, input, weight, bias)  # type: ignore[no-untyped-call]
-
-
-class _Linear(torch.autograd.Function):
-    """A linear layer that computes the gradient of its input only."""
+class _Split(torch.autograd.Function):
+    """A function of ``(function, *tensors)`` whose weights get their gradients late."""
 
     @staticmethod
-    def forward(ctx: Any, work: Work, input: Tensor, weight: Weight, bias: Weight | None
-                ) -> Tensor:
-        ctx.work, ctx.leaves = work, (weight, bias)  # What is unpacked may be another tensor.
+    def forward(ctx: Any, function: '_Linear | _Convolution', input: Tensor, weight: Weight,
+                bias: Weight | None) -> Tensor:
+        ctx.function, ctx.put_off, ctx.work = function, weight.put_off, weight.put_off.work
+        ctx.set_materialize_grads(False)  # What nobody uses has no gradient, not one of zeros.
+        ctx.leaves = weight, bias  # What is unpacked may be another tensor.
         ctx.save_for_backward(input, weight)
-        return F.linear(input, weight, bias)
+        return function(input, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None, None
         input, weight = ctx.saved_tensors
-        ctx.work.append(partial(_linear_weights, input.detach(), grad, ctx.leaves))
-        return None, grad @ weight if ctx.needs_input_grad[1] else None, None, None
+        input_grad = ctx.function.input_grad(grad, input, weight) \
+            if ctx.needs_input_grad[1] else None
+        if not ctx.put_off.goes_back:
+            return None, input_grad, *_weight_grads(ctx.function, grad, input, ctx.leaves)
+        # Detached, or nodes of the graph would own each other, unseen by the garbage collector.
+        ctx.work.append(partial(_finish, ctx.function, grad, input.detach(), ctx.leaves))
+        return None, input_grad, None, None
 
 
-def _linear_weights(input: Tensor, grad: Tensor, leaves: tuple[Weight, Weight | None]) -> None:
+Leaves = tuple[Weight, Weight | None]
+
+
+def _weight_grads(function: '_Linear | _Convolution', grad: Tensor, input: Tensor, leaves: Leaves
+                  ) -> tuple[Tensor | None, Tensor | None]:
     weight, bias = leaves
-    grad = grad.reshape(-1, grad.shape[-1])
-    if weight.requires_grad:
-        _add(weight, grad.t() @ input.reshape(-1, input.shape[-1]))
-    if bias is not None:
-        _add(bias, grad.sum(0))
+    return (function.weight_grad(grad, input, weight) if weight.requires_grad else None,
+            None if bias is None else function.bias_grad(grad))
 
 
-def _convolution(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
-                 padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Any:
-    work = _work(input, weight, bias)
-    if work is None or input.dim() != weight.dim() or isinstance(padding, str):
-        return None
-    numbers = [_each(x, weight.dim() - 2) for x in (stride, padding, dilation)]
-    return _Convolution.apply(  # type: ignore[no-untyped-call]
-        work, input, weight, bias, numbers, groups)
-
-
-def _each(number: Any, dims: int) -> list[int]:
-    numbers = [number] if isinstance(number, int) else list(number)
-    return numbers * dims if len(numbers) == 1 else numbers
-
-
-class _Convolution(torch.autograd.Function):
-    """A convolution that computes the gradient of its input only."""
-
-    @staticmethod
-    def forward(ctx: Any, work: Work, input: Tensor, weight: Weight, bias: Weight | None,
-                numbers: Sequence[list[int]], groups: int) -> Tensor:
-        ctx.work, ctx.leaves = work, (weight, bias)
-        ctx.how = *numbers, False, [0] * len(numbers[0]), groups
-        ctx.save_for_backward(input, weight)
-        return torch.ops.aten.convolution(  # type: ignore[no-any-return]
-            input, weight, bias, *ctx.how)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight = ctx.saved_tensors
-        ctx.work.append(partial(
-            _convolution_weights, input.detach(), grad, ctx.leaves, ctx.how))
-        wanted = [ctx.needs_input_grad[1], False, False]
-        input_grad, _, _ = torch.ops.aten.convolution_backward(
-            grad, input, weight, None, *ctx.how, wanted)
-        return None, input_grad, None, None, None, None
-
-
-def _convolution_weights(input: Tensor, grad: Tensor, leaves: tuple[Weight, Weight | None],
-                         how: Sequence[Any]) -> None:
-    weight, bias = leaves
-    wanted = [False, weight.requires_grad, bias is not None]
-    _, weight_grad, bias_grad = torch.ops.aten.convolution_backward(
-        grad, input, weight, None if bias is None else [*bias.shape], *how, wanted)
-    if weight_grad is not None:
-        _add(weight, weight_grad)
-    if bias is not None:
-        _add(bias, bias_grad)
+def _finish(function: '_Linear | _Convolution', grad: Tensor, input: Tensor, leaves: Leaves
+            ) -> None:
+    """Do the second half of a call's backward."""
+    for leaf, found in zip(leaves, _weight_grads(function, grad, input, leaves)):
+        if leaf is not None and found is not None:
+            _add(leaf, found)
 
 
 def _add(leaf: Tensor, grad: Tensor) -> None:
@@ -162,6 +125,78 @@ def _add(leaf: Tensor, grad: Tensor) -> None:
         leaf.grad = grad
     else:
         leaf.grad += grad
+
+
+class _Linear(NamedTuple):
+    """A linear layer."""
+
+    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(input, weight, bias)
+
+    def input_grad(self, grad: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+        return grad @ weight
+
+    def weight_grad(self, grad: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+        return grad.reshape(-1, grad.shape[-1]).t() @ input.reshape(-1, input.shape[-1])
+
+    def bias_grad(self, grad: Tensor) -> Tensor:
+        return grad.reshape(-1, grad.shape[-1]).sum(0)
+
+
+class _Convolution(NamedTuple):
+    """A convolution."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    groups: int
+
+    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        output: Tensor = _aten.convolution(input, weight, bias, *self._options())
+        return output
+
+    def _options(self) -> tuple[Any, ...]:
+        return (self.stride, self.padding, self.dilation, False, [0] * len(self.stride),
+                self.groups)
+
+    def _backward(self, grad: Tensor, input: Tensor, weight: Tensor, which: int) -> Tensor:
+        wanted = [k == which for k in range(3)]
+        grads: list[Tensor] = _aten.convolution_backward(
+            grad, input, weight, None, *self._options(), wanted)
+        return grads[which]
+
+    def input_grad(self, grad: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+        return self._backward(grad, input, weight, 0)
+
+    def weight_grad(self, grad: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+        return self._backward(grad, input, weight, 1)
+
+    def bias_grad(self, grad: Tensor) -> Tensor:
+        return grad.sum([0, *range(2, grad.dim())])
+
+
+_aten: Any = torch.ops.aten
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if not _splits(input, weight, bias):
+        return None
+    return _Split.apply(_Linear(), input, weight, bias)  # type: ignore[no-untyped-call]
+
+
+def _convolution(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
+                 padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Any:
+    if (not _splits(input, weight, bias) or input.dim() != weight.dim()
+            or isinstance(padding, str)):
+        return None
+    stride, padding, dilation = (_each(x, weight.dim() - 2) for x in (stride, padding, dilation))
+    return _Split.apply(  # type: ignore[no-untyped-call]
+        _Convolution(stride, padding, dilation, groups), input, weight, bias)
+
+
+def _each(number: Any, dims: int) -> list[int]:
+    numbers = [number] if isinstance(number, int) else list(number)
+    return numbers * dims if len(numbers) == 1 else numbers
 
 
 #: What can be split, and how.

@@ -113,9 +113,9 @@ def interpret(plan: Plan, run: Callable[[Action], None], workers: Workers) -> No
                 run(action)
         return
     try:
-        futures = [workers.submit(device, partial(_follow, plan, key, row, run, messages, errors))
-                   for key, (device, row) in plan.rows.items()]
-        for future in futures:
+        for future in workers.submit([
+                (device, partial(_follow, plan, key, row, run, messages, errors))
+                for key, (device, row) in plan.rows.items()]):
             future.result()
     except BaseException as error:
         # KeyboardInterrupt, most likely: what is under way has to end before anyone goes on.

@@ -93,8 +93,9 @@ def _run_within(places: Sequence[_Place], function: Callable[..., Any], *args: A
 
 def _put_back(places: Sequence[_Place]) -> None:
     for module, name, x, leaf in places:
-        if module._parameters.get(name) is leaf:  # or the layer has put something else there
-            module._parameters[name] = x  # type: ignore[assignment]
+        parameters = module._parameters  # that of TorchScript is no dict
+        if name in parameters and parameters[name] is leaf:  # or the layer has put another there
+            parameters[name] = x  # type: ignore[assignment]
 
 
 def give(gradients: list[tuple[Tensor, Tensor]]) -> None:

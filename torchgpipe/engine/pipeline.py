@@ -221,8 +221,8 @@ class Pipeline:
         """Give each worker its cells, run those of the calling thread, and wait for the others."""
         workers = self._engine.workers
         try:
-            futures = [workers.submit(self._engine.partitions[group[0][1]].device,
-                                      partial(self._run_group, group)) for group in groups]
+            futures = workers.submit([(self._engine.partitions[group[0][1]].device,
+                                       partial(self._run_group, group)) for group in groups])
             if here:
                 self._run_here(here, alone=not futures)
             for future in futures:

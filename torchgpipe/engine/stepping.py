@@ -159,7 +159,7 @@ class Step(Pipeline):
     def _act(self, action: Action) -> None:
         """Run an action."""
         j, kind, i = action
-        with use_stream(self._edges[j].stream), self._putting_off(i, j):
+        with use_stream(self._edges[j].stream), self._putting_off(action):
             if kind == 'F' and self._engine.one_worker:
                 self._run_cell(i, j)
             elif kind == 'F':
@@ -168,16 +168,19 @@ class Step(Pipeline):
                 self._state.run_backward(partial(self._ACTIONS[kind], self, i, j))
 
     @contextmanager
-    def _putting_off(self, i: int, j: int) -> Iterator[None]:
+    def _putting_off(self, action: Action) -> Iterator[None]:
         """Let layers of a partition put gradients of weights off to where ``W`` finds them."""
-        if j not in self._put_off:
+        j, kind, i = action
+        put_off = self._put_off.get(j)
+        if put_off is None:
             yield
             return
-        self._put_off[j].work = self._work.setdefault((i, j), [])
+        put_off.work = self._work.setdefault((i, j), [])
+        put_off.goes_back = kind == 'I'
         try:
             yield
         finally:
-            self._put_off[j].work = None
+            put_off.work, put_off.goes_back = None, False
 
     # --- forward
     # ------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ queue.
 """
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -136,12 +136,17 @@ class Workers:
                 'workers would wait for themselves. Call the layers instead, or put all '
                 "partitions on one device, as in devices=['cpu', 'cpu'].")
 
-    def submit(self, device: Any, function: Callable[[], T]) -> Future[T]:
-        """Let the worker of a device call a function."""
-        future: Future[T] = Future()
+    def submit(self, tasks: Sequence[tuple[Any, Callable[[], T]]]) -> list[Future[T]]:
+        """Let the workers of devices call functions, which may wait for each other.
+
+        All are handed over at once: if those of two callers came in another order to one worker
+        than to another, each caller's could wait for one that is behind the other's.
+        """
+        futures: list[Future[T]] = [Future() for _ in tasks]
         with self._lock:  # Never to one that has been told to end.
-            self.worker(device).tasks.put((future.put, function))
-        return future
+            for future, (device, function) in zip(futures, tasks):
+                self.worker(device).tasks.put((future.put, function))
+        return futures
 
     def copy_streams(self, device: torch.device, m: int) -> list[AbstractStream]:
         """Give ``m`` streams of a device to copy micro-batches on."""
