@@ -55,6 +55,12 @@ def test_a_stage_of_the_same_device_takes_no_copy():
         ((0, 8), (1, 16), (2, 32), (3, 24), (4, 0)),)
 
 
+def test_a_stage_of_the_same_device_keeps_what_the_one_before_gives_up():
+    stage = StageCosts(1.0, 1.0, recomputed=1, recomputation=0.0, output_bytes=16.0)
+    assert simulate(Schedule.parse('0F0,1F0,1B0,0B0'), Costs([stage] * 2)).bytes == (
+        ((0, 0), (1, 16), (2, 32), (3, 16), (4, 0)),)
+
+
 def test_skips_are_held_where_they_wait_and_where_they_are_used():
     stage = StageCosts(1.0, 1.0, recomputed=1, recomputation=0.0)
     costs = Costs([stage] * 3, [SkipProfile(0, 2, 5)])

@@ -73,9 +73,15 @@ def test_it_keeps_limits_of_memory(seed):
         assert found.seconds >= free.seconds
 
 
+@pytest.fixture
+def no_tries(monkeypatch):
+    """Leave out what comes after the search."""
+    monkeypatch.setattr('torchgpipe.plan.search.TRIES', 0)
+
+
 @pytest.mark.parametrize('name', ['plain call', '1f1b'])
-def test_another_balance_where_the_fastest_does_not_fit(name):
-    """The first layer is quick, and has many parameters."""
+def test_another_balance_where_the_fastest_does_not_fit(name, no_tries):
+    """The first layer is as quick as others, and has more parameters."""
     layers = [LayerProfile(str(k), 1.0, 2.0, 100, 0, 0, 8, 8) for k in range(8)]
     layers[0] = replace(layers[0], parameter_bytes=500)
     costs = Profile(tuple(layers), (), 8, 8, 'cpu')
@@ -83,6 +89,17 @@ def test_another_balance_where_the_fastest_does_not_fit(name):
     assert plan(costs, **options).balance == (4, 4)
     assert plan(costs, memory_limit=800, **options).balance == (3, 5)
     assert plan(costs, memory_limit=[None, 400], **options).balance == (5, 3)
+
+
+def test_one_device_has_one_stage():
+    found = plan(made_up(6), devices=['cuda:0'])
+    assert {len(each.balance) for each in (found, *found.runners_up)} == {1}
+
+
+def test_multiples_of_the_number_of_devices():
+    """Where micro-batches cost nothing, there are as many as can be."""
+    found = plan(made_up(6, batch=12), devices=[*GPUS, 'cuda:2'], schedules=['1f1b'])
+    assert found.chunks == 12
 
 
 def test_it_says_how_much_is_missing():
@@ -97,14 +114,18 @@ def test_it_says_how_much_is_missing():
         plan(costs, devices=GPUS, memory_limit=limit)
 
 
-def test_near_the_closest_one_there_may_be_one_that_fits():
+def test_near_the_closest_one_there_may_be_one_that_fits(monkeypatch):
     """Where a cut by bounds is too coarse: it has one bound for both stages of a device."""
     sizes = [300, 100, 100, 20, 20, 100, 20, 20]
     costs = Profile(tuple(LayerProfile(str(k), 1.0, 2.0, size, 0, 0, 0, 0)
                           for k, size in enumerate(sizes)), (), 8, 0, 'cpu')
     limits = [sum(sizes[:1] + sizes[7:]), sum(sizes[1:7])]
-    found = plan(costs, devices=GPUS, schedules=['zb-v'], param_scale=1.0, memory_limit=limits)
+    options = {'devices': GPUS, 'schedules': ['zb-v'], 'param_scale': 1.0}
+    found = plan(costs, memory_limit=limits, **options)
     assert [*found.bytes.values()] == limits
+    monkeypatch.setattr('torchgpipe.plan.search.TRIES', 0)
+    with pytest.raises(ValueError, match='The closest one'):
+        plan(costs, memory_limit=limits, **options)
 
 
 def test_the_plain_call_has_one_thread_for_backward_on_the_cpu():

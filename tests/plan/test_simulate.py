@@ -47,6 +47,11 @@ def test_recomputations_by_hand(row, end):
     assert simulate(Schedule.parse(row), costs).seconds == end
 
 
+def test_more_recomputations_than_micro_batches():
+    costs = Costs([StageCosts(1.0, 3.0, recomputed=9)])
+    assert simulate(make('1f1b', 1, 2), costs).seconds == 2 * (1 + 1 + 3)
+
+
 def test_a_recomputation_of_its_own_goes_beside_the_backward_of_others():
     schedule = Schedule.parse('0F0,0R0,0B0\n1F0,1B0')
     costs = Costs([StageCosts(1.0, 1.0, recomputed=1), StageCosts(1.0, 1.0)])

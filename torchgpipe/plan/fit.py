@@ -3,7 +3,7 @@
 How much a device holds depends on the schedule: by how many micro-batches are under way in each of
 its stages. From that follows how far a stage can reach, which is what a bounded cut needs. What
 that leaves out, such as gradients on their way, the simulation finds: then the devices where it is
-too much get less, and the cut is made again.
+too much get less by what was left out, and the cut is made again.
 """
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +71,12 @@ class Need(NamedTuple):
     edges: Sequence[int]
     checkpoint: str
 
+    def bytes(self, number: int, a: int, b: int, last: bool) -> float:
+        """Give what the layers from ``a`` to ``b - 1`` take as a stage."""
+        step, kept = self.step, number if self.checkpoint == 'never' else 1
+        return (step.resident[b] - step.resident[a] + last * step.inputs[-1] + (
+            kept * (step.activations[b] - step.activations[a]) + number * step.inputs[a]) / step.m)
+
     def furthest(self, number: int, limit: float | None, last: bool) -> list[int]:
         """Give the furthest edge at which a stage can end, by the one where it starts.
 
@@ -79,15 +85,14 @@ class Need(NamedTuple):
             limit: In bytes.
             last: Whether it is the last stage.
         """
-        step, edges = self.step, self.edges
+        edges = self.edges
         groups = len(edges) - 1
         if limit is None:
             return [groups] * groups
-        kept = number if self.checkpoint == 'never' else 1
-        need = [step.resident[edge] + kept * step.activations[edge] / step.m for edge in edges]
-        inputs = [number * step.inputs[edge] / step.m for edge in edges]
-        room = limit - last * step.inputs[-1]
-        ends = [bisect_right(need, room + need[a] - inputs[a], a) - 1 for a in range(groups)]
+        need = [self.bytes(number, 0, edge, last) for edge in edges]
+        # What a stage takes that starts elsewhere differs by a number for each start.
+        ends = [bisect_right(need, limit + need[a] - self.bytes(number, edge, edge, last), a) - 1
+                for a, edge in enumerate(edges[:-1])]
         return [end if end > a and (end == groups or not last) else a
                 for a, end in enumerate(ends)]
 
@@ -124,8 +129,11 @@ def fit(profile: Profile, step: StepCost, schedule: Schedule, checkpoint: str, l
         if lengths is None:
             return None
         balance = ungroup(lengths, need.edges)
-        above = excess(simulated(balance), limits)
-        if not any(above):
+        bytes = simulated(balance)
+        if not any(excess(bytes, limits)):
             return balance
-        rest = [None if limit is None else limit - more for limit, more in zip(rest, above)]
+        cuts = [0, *accumulate(balance)]
+        rest = [limit if limit is None else limit - (size - sum(
+            need.bytes(number[stage], cuts[stage], cuts[stage + 1], stage == len(number) - 1)
+            for stage in own)) for limit, size, own in zip(limits, bytes, schedule.stages)]
     return None

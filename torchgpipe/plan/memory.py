@@ -37,7 +37,7 @@ def bytes_over_time(actions: Iterable[Timed], costs: Costs, devices: int) -> tup
     memory = _Memory(actions, costs)
     changes: list[list[tuple[float, float]]] = [[] for _ in range(devices)]
     for device, start, end, bytes in memory.holds():
-        if bytes and start < end:
+        if bytes:
             changes[device] += [(start, bytes), (end, -bytes)]
     lines = []
     for now, changed in zip(memory.resident(devices), changes):
@@ -94,9 +94,9 @@ class _Memory:
                 yield _Hold(device, forward.start, last.end, bytes)
             if recomputed:
                 yield _Hold(place, self._at[source, 'F', i].end, forward.start, bytes)
-            if backward is not None:
-                gets = self._backward(source, i) or backward
-                yield _Hold(place, backward.end, max(backward.end, gets.start), bytes)
+            gets = self._backward(source, i)
+            if backward is not None and gets is not None:
+                yield _Hold(place, backward.end, gets.start, bytes)
         if stage == len(self._stages) - 1:
             yield _Hold(device, forward.end, self._end, costs.output_bytes)
 

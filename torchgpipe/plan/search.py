@@ -231,15 +231,15 @@ class _Search:
             better: Plan | None = plan
             while better is not None:
                 plan, better = better, None
-                least = self._missing(plan)
-                if not sum(least):
+                if self._fits(plan):
                     return plan
+                least = sum(self._missing(plan))
                 for balance in neighbours(plan.balance, self._profile.edges()):
                     tries -= 1
                     if tries < 0:
                         return None
                     other = self._plan(plan.schedule, balance, plan.chunks, plan.checkpoint)
-                    if self._fits(other) or sum(self._missing(other)) < sum(least):
+                    if sum(self._missing(other)) < least:
                         better = other
                         break
         return None

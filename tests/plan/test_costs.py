@@ -1,0 +1,59 @@
+"""Costs of stages, from a profile."""
+import pytest
+
+from torchgpipe.balance import LayerProfile, Profile, SkipProfile
+from torchgpipe.plan import Costs
+
+
+def layer(k, parameters=8, frozen=0, overhead=0.0):
+    """Give a layer that takes 8 s forward and 16 s backward."""
+    return LayerProfile(str(k), 8.0, 16.0, parameters, frozen, 1, 40, 80, None, overhead, overhead)
+
+
+def profiled(*layers, skips=()):
+    """Give a profile of layers."""
+    return Profile(layers, skips, 8, 400, 'cpu')
+
+
+def test_times_and_bytes_of_stages():
+    costs = Costs.of(profiled(*map(layer, range(4))), [1, 3], 4, ['always', 'never'],
+                     param_scale=3.0)
+    one, other = costs.stages
+    assert (one.forward, one.backward, one.recomputed) == (2, 4, 4)
+    assert (other.forward, other.backward, other.recomputed) == (6, 12, 0)
+    assert (one.activation_bytes, other.activation_bytes) == (10, 30)
+    assert (one.output_bytes, other.output_bytes) == (20, 20)
+    # Of what a layer takes and gives; the first one takes the input.
+    assert (one.backward_bytes, other.backward_bytes) == ((400 + 80) / 4, (80 + 80) / 4)
+    # The whole input is there from the start.
+    assert (one.resident_bytes, other.resident_bytes) == (3 * 8 + 1 + 400, 3 * (3 * 8 + 1))
+
+
+def test_overheads_are_those_of_each_micro_batch():
+    stage, = Costs.of(profiled(layer(0, overhead=4.0)), [1], 4).stages
+    assert (stage.forward, stage.backward) == (4 + (8 - 4) / 4, 4 + (16 - 4) / 4)
+
+
+def test_no_more_micro_batches_than_samples():
+    assert Costs.of(profiled(layer(0)), [1], 99) == Costs.of(profiled(layer(0)), [1], 8)
+
+
+def test_halves_of_backward():
+    layers = layer(0, 0), layer(1, 8, 8), layer(2), layer(3), layer(4, 0), layer(5, 8, 4)
+    costs = Costs.of(profiled(*layers), [1] * 6, 1)
+    assert [stage.seconds('W') for stage in costs.stages] == [0, 0, 16, 8, 0, 8]
+    assert [stage.seconds('I') for stage in costs.stages] == [16, 16, 0, 8, 16, 8]
+    frozen = Costs.of(profiled(layer(0, 0), layer(1, 8, 8)), [2], 1)
+    assert frozen.stages[0].seconds('W') == 0
+
+
+def test_skips_between_stages():
+    skips = SkipProfile(0, 3, 80), SkipProfile(1, 2, 80), SkipProfile(0, 1, 80)
+    costs = Costs.of(profiled(*map(layer, range(4)), skips=skips), [2, 1, 1], 4)
+    assert costs.skips == (SkipProfile(0, 2, 20), SkipProfile(0, 1, 20))
+
+
+@pytest.mark.parametrize('balance', [[1, 2], [4, 0], []])
+def test_a_balance_of_other_layers(balance):
+    with pytest.raises(ValueError, match='is none of the 4 layers that the profile has'):
+        Costs.of(profiled(*map(layer, range(4))), balance, 4)
