@@ -44,7 +44,7 @@ class Plan(Settings):
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The step as it is predicted: when each action runs, and memory over time."""
+        """The step as it is predicted, with each action and memory over time."""
         m, n = min(self.chunks, self.batch_size), len({*self.devices})
         stops = tuple(stage.recomputed for stage in self.costs.stages)
         in_one_thread = self.schedule == PLAIN and all(

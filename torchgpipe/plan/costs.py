@@ -60,8 +60,8 @@ class StageCosts:
     backward_bytes: float = 0.0
     #: What goes to the next stage, or out of the last one.
     output_bytes: float = 0.0
-    #: What is there from start to end, for all micro-batches: parameters and all that goes with
-    #: them.
+    #: What is there from start to end, as parameters and all that goes with them; for all
+    #: micro-batches.
     resident_bytes: float = 0.0
 
     def seconds(self, kind: str) -> float:

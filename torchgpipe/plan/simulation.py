@@ -62,7 +62,7 @@ class Simulation:
 
     @cached_property
     def bytes(self) -> tuple[Line, ...]:
-        """What each device holds over time: from which second on, how many bytes."""
+        """What each device holds over time, as pairs of a second and bytes from then on."""
         return bytes_over_time(self.actions, self.costs, self.devices)
 
     @cached_property
