@@ -6,7 +6,8 @@ from typing import Any
 from benchmarks.harness.experiment import OURS
 from benchmarks.harness.published import PAPER
 from benchmarks.harness.simulated import NAME
-from benchmarks.harness.tables import PLAIN, is_simulated
+from benchmarks.harness.tables import is_simulated
+from torchgpipe.settings import PLAIN
 
 __all__ = ['COLORS', 'NEUTRAL', 'draw_predictions', 'draw_ratios', 'neutral', 'save']
 

@@ -15,12 +15,12 @@ from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.job import memory_of
 from benchmarks.harness.options import Options
 from benchmarks.harness.report import describe, machine, output_folder, table, write_json
-from benchmarks.harness.tables import PLAIN, prediction_notes, prediction_rows
+from benchmarks.harness.tables import prediction_notes, prediction_rows
 from torchgpipe.balance import Profile, profile
 from torchgpipe.modes import checkpoint_stops
 from torchgpipe.plan import Costs, simulate
-from torchgpipe.plan.plain import plain_call
 from torchgpipe.schedule import NAMES, make
+from torchgpipe.settings import PLAIN
 
 __all__ = ['predict', 'step_seconds']
 
@@ -67,6 +67,8 @@ def _speeds(measured: Profile, setting: Setting) -> dict[str, float]:
 def step_seconds(measured: Profile, setting: Setting) -> dict[str, float]:
     """Predict the seconds of a step of a setting, by the plain call and by each schedule.
 
+    On accelerators, each of which has a thread of autograd's, the plain call is fill and drain.
+
     Args:
         measured: What the layers cost, with any batch.
         setting: The setting. Schedules with two partitions on a device need another balance.
@@ -75,15 +77,14 @@ def step_seconds(measured: Profile, setting: Setting) -> dict[str, float]:
     if not setting.balance:
         return {PLAIN: sum(x.forward_seconds + x.backward_seconds for x in whole.layers)}
     n, m, mode = len(setting), setting.chunks, setting.checkpoint
-    published = Costs.of(whole, setting.balance, m, mode)
-    schedule, pairs = plain_call(n, m, checkpoint_stops(mode, m, n), on_cpu=False)
-    found = {PLAIN: simulate(schedule, published, pairs).seconds}
-    for name in NAMES:
-        schedule = make(name, n, m)
+    found = {}
+    for name in (PLAIN, *NAMES):
+        schedule = make('gpipe' if name == PLAIN else name, n, m)
         stages = sum(map(len, schedule.stages))
-        costs = published if stages == n else Costs.of(
-            whole, whole.balance(stages, chunks=m, checkpoint=mode), m, mode)
-        found[name] = simulate(schedule, costs).seconds
+        balance = setting.balance if stages == n else whole.balance(
+            stages, chunks=m, checkpoint=mode)
+        found[name] = simulate(schedule.recomputing(checkpoint_stops(mode, m, stages)),
+                               Costs.of(whole, balance, m, mode)).seconds
     return found
 
 

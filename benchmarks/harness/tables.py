@@ -5,11 +5,8 @@ from benchmarks.harness import simulated
 from benchmarks.harness.experiment import OURS
 from benchmarks.harness.report import Rows
 
-__all__ = ['PLAIN', 'experiment_rows', 'is_accelerated', 'is_simulated', 'notes', 'number',
+__all__ = ['experiment_rows', 'is_accelerated', 'is_simulated', 'notes', 'number',
            'partition_rows', 'prediction_notes', 'prediction_rows', 'published']
-
-#: How a setting is run without a schedule.
-PLAIN = 'plain call'
 
 
 def number(value: float | None, missing: str = '') -> str:
