@@ -5,7 +5,9 @@ from torch import Tensor, nn
 
 from torchgpipe.balance import profile
 from torchgpipe.plan import Costs, simulate
+from torchgpipe.plan.plain import one_by_one
 from torchgpipe.schedule import NAMES, make
+from torchgpipe.settings import PLAIN
 
 __all__ = ['Prediction', 'predict']
 
@@ -18,7 +20,7 @@ class Prediction(NamedTuple):
 
 
 def predict(cells: nn.Sequential, sample: Tensor, n: int, m: int) -> dict[str, Prediction]:
-    """Profile the layers now, one after the other in this thread, and simulate each schedule.
+    """Profile the layers now, one after the other in this thread, and simulate what takes part.
 
     Args:
         cells: Those that take part.
@@ -31,10 +33,11 @@ def predict(cells: nn.Sequential, sample: Tensor, n: int, m: int) -> dict[str, P
     measured = profile(layers, sample, device='cpu', timeout=0)
     each = m * sum(x.forward_seconds + x.backward_seconds for x in measured.layers)
     found = {'in sequence': Prediction(each, 0.)}
-    for name in NAMES:
-        schedule = make(name, n, m)
+    for name in (PLAIN, *NAMES):
+        schedule = make('gpipe' if name == PLAIN else name, n, m)
+        pairs = one_by_one(schedule) if name == PLAIN else []
         stages = sum(map(len, schedule.stages))
         costs = Costs.of(measured, [len(layers) // stages] * stages, 1, 'never')
-        simulation = simulate(schedule, costs)
+        simulation = simulate(schedule, costs, pairs)
         found[name] = Prediction(simulation.seconds, simulation.bubble)
     return found

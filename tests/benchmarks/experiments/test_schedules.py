@@ -53,7 +53,7 @@ def run_tiny(run, folder):
     assert case['ideal'] == 4 / 3
     assert (folder / 'schedules.png').exists() and (folder / 'schedules.svg').exists()
     predicted = [row['name'] for row in case['rows'] if row['predicted']]
-    assert predicted == ['in sequence', *NAMES]
+    assert predicted == ['in sequence', 'plain call', *NAMES]
     recorded = [row['name'] for row in case['rows'] if row['bubble'] is not None]
     assert recorded == HERE[1:]
     return out, [row['name'] for row in case['rows']]
@@ -103,8 +103,9 @@ def test_a_prediction_does_all_the_work():
     cells = stack.build(CELLS * 2, 1)
     cells(stack.data(1)[0]).sum().backward()  # Gradients that are there are none of its business.
     found = predict(cells, stack.data(1)[0], 2, 4)
-    assert [*found] == ['in sequence', *NAMES]
+    assert [*found] == ['in sequence', 'plain call', *NAMES]
     whole, _ = found.pop('in sequence')
+    assert found['plain call'].seconds > found['gpipe'].seconds  # One thread for backward.
     for seconds, bubble in found.values():
         assert seconds * (1 - bubble) * 2 == pytest.approx(whole)
         assert 0 < bubble < 1 / 2
