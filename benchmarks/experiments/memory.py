@@ -124,19 +124,18 @@ def peaks_by_partition(partitions: Sequence[nn.Module], run: Callable[[Turns], N
         run: What to measure. It is given the turns, to say whose work it does between partitions.
     """
     owners = _Owners(partitions)
-    fence, compute = Pipeline.fence, Pipeline.compute
+    fence, run_cell = Pipeline.fence, Pipeline._run_cell
 
     def fence_and_hand_over(pipeline: Pipeline, i: int, j: int) -> None:
         fence(pipeline, i, j)
         owners.hand_over(pipeline, i, j)
 
-    def hand_over_and_compute(pipeline: Pipeline, schedule: Sequence[tuple[int, int]]) -> None:
-        for place in schedule:
-            owners.hand_over(pipeline, *place)
-        compute(pipeline, schedule)
+    def hand_over_and_run(pipeline: Pipeline, i: int, j: int) -> None:
+        owners.hand_over(pipeline, i, j)
+        run_cell(pipeline, i, j)
     try:
         with owners.live.watched(), patch.object(Pipeline, 'fence', fence_and_hand_over), \
-                patch.object(Pipeline, 'compute', hand_over_and_compute):
+                patch.object(Pipeline, '_run_cell', hand_over_and_run):
             run(owners)
     finally:
         owners.close()

@@ -127,7 +127,7 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
      P.gradients_accumulate_on_side_streams),
     (pipeline.Pipeline.compute, 'use_device(self._engine.partitions[0].device)',
      P.layers_make_tensors),
-    (pipeline.Pipeline._run_here, 'use_device(self._engine.partitions[j].device)',
+    (pipeline.Pipeline._run_here, 'use_stream(self._edges[j].stream)',
      P.layers_make_tensors),
     (pipeline.Pipeline.__init__, 'engine.workers.copy_streams(partition.device, len(batches))',
      P.copies_overlap_with_computation,

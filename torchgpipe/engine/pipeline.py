@@ -252,7 +252,7 @@ class Pipeline:
             if divided:
                 torch.set_num_threads(self._share)
             for i, j in cells:
-                with use_device(self._engine.partitions[j].device):
+                with use_stream(self._edges[j].stream):
                     self._run_in_state([(i, j)])
         finally:
             running.workers = before
