@@ -113,6 +113,22 @@ class First(nn.Module):
         return values[0] * 2
 
 
+class Doubled(nn.Module):
+    """Double all gradients of its layer, by a hook on the node."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        """Do so."""
+        y = self.layer(x)
+        if y.grad_fn is not None:
+            y.grad_fn.register_hook(lambda grads, _: tuple(
+                None if grad is None else 2 * grad for grad in grads))
+        return y
+
+
 class Mapped(nn.Module):
     """Call its layer by ``vmap``."""
 
@@ -162,6 +178,7 @@ LAYERS = {
     'attention': (lambda: [nn.TransformerEncoderLayer(4, 2, 8, 0., batch_first=True)], (3, 4), 4),
     'norms': (lambda: [nn.LayerNorm(4), nn.PReLU(), nn.Linear(4, 4), nn.Bilinear(4, 4, 2)],
               (4,), 2),
+    'hook of the node': (lambda: [Doubled(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),
     'vmap': (lambda: [Mapped(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),
     'TorchScript': (lambda: [torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),
     'autocast': (lambda: [Halved(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),

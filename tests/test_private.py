@@ -260,3 +260,13 @@ def test_without_torch_function():
         assert type(x + 1) is torch.Tensor
     with pytest.raises(AssertionError):
         x + 1
+
+
+def test_the_class_of_nodes():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+    y = Double.apply(torch.ones(1, requires_grad=True))
+    assert private.backward_class(Double) is type(y.grad_fn)

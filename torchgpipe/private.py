@@ -20,7 +20,8 @@ from torch.utils._pytree import (tree_flatten, tree_flatten_with_path, tree_leav
 
 __all__ = ['APPLY', 'DISPATCH_MODES', 'FUNCTION_MODES', 'RESETS', 'BatchNorm', 'DeviceContext',
            'Hooks', 'ModeStack', 'PythonNode', 'TorchDispatchMode', 'at_end_of_backward',
-           'backward_pass', 'compiled_code', 'compiled_codes', 'current_node', 'data_address',
+           'backward_class', 'backward_pass', 'compiled_code', 'compiled_codes',
+           'current_node', 'data_address',
            'innermost_hooks', 'is_compiled', 'is_full_backward_hook', 'is_tracing',
            'is_transformed', 'lazy_clone', 'name_of_call', 'own_context', 'parse_to', 'pop_hooks',
            'proxy_mode', 'retains_graph', 'script_attributes', 'storage_id', 'tree_flatten',
@@ -183,6 +184,14 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     if 'torch._dynamo' not in sys.modules:
         return function
     return torch.compiler.disable(function)  # type: ignore[no-any-return]
+
+
+def backward_class(function: type[Function]) -> Any:
+    """Give the class of the nodes of a ``torch.autograd.Function``.
+
+    Nothing public tells a node whether somebody has hung a hook on it.
+    """
+    return function._backward_cls
 
 
 #: The context in which ``__torch_function__`` of subclasses is not asked, so that one can go on to

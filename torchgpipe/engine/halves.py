@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchgpipe.private import innermost_hooks, is_transformed, without_torch_function
+from torchgpipe.private import (backward_class, innermost_hooks, is_transformed,
+                                without_torch_function)
 
 __all__ = ['PutOff', 'Weight']
 
@@ -85,6 +86,7 @@ class _Split(torch.autograd.Function):
         ctx.function, ctx.put_off, ctx.work = function, weight.put_off, weight.put_off.work
         ctx.set_materialize_grads(False)  # What nobody uses has no gradient, not one of zeros.
         ctx.leaves = weight, bias  # What is unpacked may be another tensor.
+        ctx.hooked = False
         ctx.save_for_backward(input, weight)
         return function(input, weight, bias)
 
@@ -95,12 +97,21 @@ class _Split(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         input_grad = ctx.function.input_grad(grad, input, weight) \
             if ctx.needs_input_grad[1] else None
-        if not ctx.put_off.goes_back:
+        if ctx.hooked or not ctx.put_off.goes_back:
             return None, input_grad, *_weight_grads(ctx.function, grad, input, ctx.leaves)
         # Detached, or nodes of the graph would own each other, unseen by the garbage collector.
         ctx.work.append(partial(_finish, ctx.function, grad, input.detach(), ctx.leaves))
         return None, input_grad, None, None
 
+
+def _register_hook(ctx: Any, hook: Callable[..., Any]) -> Any:
+    """Let a hook of the user's on the node see, and change, gradients of weights, too."""
+    ctx.hooked = True
+    return super(_node, ctx).register_hook(hook)
+
+
+_node = backward_class(_Split)
+_node.register_hook = _register_hook
 
 Leaves = tuple[Weight, Weight | None]
 
