@@ -286,6 +286,28 @@ def test_keyboard_interrupt_in_a_cell_of_the_caller_waits_for_those_beside_it(de
     assert log == ['partition 0']
 
 
+@workers
+def test_keyboard_interrupt_comes_before_a_failure_beside_it(devices, ctrl_c):
+    barrier = threading.Barrier(2)
+
+    def fail(x):
+        if len(x) == 1:
+            barrier.wait(20)
+            raise Oops
+
+    def interrupt(x):
+        if len(x) == 2:
+            barrier.wait(20)
+            raise KeyboardInterrupt
+
+    gpipe = GPipe(nn.Sequential(Spy(id), Spy(id)), [1, 1], devices=devices.distinct(2), chunks=2)
+    x = torch.rand(3, 2, device=devices.first)
+    gpipe(x)
+    gpipe[0].see, gpipe[1].see = fail, interrupt
+    with pytest.raises(KeyboardInterrupt):
+        gpipe(x)
+
+
 @pytest.mark.parametrize('error', [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration])
 @devices
 def test_other_exceptions_pass_too(devices, error):

@@ -129,6 +129,46 @@ class Doubled(nn.Module):
         return y
 
 
+class Complex(nn.Module):
+    """A linear layer of complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.cdouble)
+
+    def forward(self, x):
+        """Do so."""
+        return self.linear(x * (1 + 2j)).abs()
+
+
+class OfSparse(nn.Module):
+    """Give its layer a sparse tensor."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        """Do so."""
+        return self.layer(x.detach().to_sparse()) + x
+
+
+class Marked(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+class OfMarked(nn.Module):
+    """Give its layer such a tensor."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        """Do so."""
+        return self.layer(x.as_subclass(Marked)).as_subclass(torch.Tensor)
+
+
 class Mapped(nn.Module):
     """Call its layer by ``vmap``."""
 
@@ -179,6 +219,9 @@ LAYERS = {
     'norms': (lambda: [nn.LayerNorm(4), nn.PReLU(), nn.Linear(4, 4), nn.Bilinear(4, 4, 2)],
               (4,), 2),
     'hook of the node': (lambda: [Doubled(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),
+    'complex': (lambda: [Complex(), nn.Linear(4, 4)], (4,), 2),
+    'of sparse': (lambda: [OfSparse(nn.Linear(4, 4, bias=False)), nn.Linear(4, 4)], (4,), 2),
+    'of another class': (lambda: [OfMarked(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),
     'vmap': (lambda: [Mapped(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),
     'TorchScript': (lambda: [torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),
     'autocast': (lambda: [Halved(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),

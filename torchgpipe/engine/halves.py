@@ -64,7 +64,7 @@ def _splits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (isinstance(weight, Weight) and weight.put_off.work is not None
             and (isinstance(bias, Weight) or bias is None)
             and type(input) is Tensor and input.layout is torch.strided
-            and not input.is_complex() and torch.is_grad_enabled() and not is_transformed()
+            and not input.is_complex() and not is_transformed()
             and not torch.is_autocast_enabled(input.device.type) and _is_run_again_alike())
 
 
