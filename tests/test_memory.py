@@ -90,7 +90,9 @@ def test_the_peak_of_a_training_step(devices, n):
     inputs = (n - 1) * m * boundary  # those of the first partition are the caller's mini-batch
     output_and_gradient = 2 * m * boundary  # in which that of the one cell is contained
     expected = inputs + output_and_gradient + cell.peak - boundary + parameters
-    assert 0.8 * expected <= live.peak <= 1.1 * expected
+    # One thread runs backward on all CPUs; accelerators may be in a cell at the same time, each.
+    beside = (n - 1) * cell.peak if devices.are_accelerators else 0
+    assert 0.8 * expected <= live.peak <= 1.1 * expected + beside
     assert live.now == parameters  # and nothing is left but gradients
 
     # The twin: without checkpointing it takes far more.
