@@ -2,6 +2,7 @@
 import copy
 import threading
 
+import pytest
 import torch
 from torch import nn
 
@@ -144,33 +145,38 @@ def test_models_that_share_layers_in_another_order_do_not_wait_for_each_other():
     run_at_once(*[lambda gpipe=gpipe: train(gpipe) for gpipe in (one, two, three)])
 
 
-def test_layers_have_one_lock_each():
+def test_each_layer_has_a_lock_of_its_own():
     a, b, c = nn.ReLU(), nn.ReLU(), nn.ReLU()
-    first = layer_lock([a, b])
-    assert layer_lock([b]) is first
-    both = layer_lock([c, a])
-    with both, both:
-        def take():
-            assert not first.acquire(blocking=False)
-        run_at_once(take)
 
-    def take_now():
-        assert first.acquire(blocking=False)
-    run_at_once(take_now)
+    def take(*layers, may):
+        lock = layer_lock(layers)
+
+        def try_it():
+            assert lock.acquire(blocking=False) is may
+            if may:
+                lock.release()
+        run_at_once(try_it)
+
+    both = layer_lock([a, b])
+    with both, both:
+        take(a, may=False)
+        take(b, may=False)
+        take(c, may=True)
+    for layer in (a, b):
+        take(layer, may=True)
+    with layer_lock([b]):  # after both were in one group
+        take(a, may=True)
 
 
 def test_several_locks_are_taken_in_one_order():
     log = []
 
     class Lock:
-        def __enter__(self):
+        def acquire(self):
             log.append(self)
 
-        def __exit__(self, *args):
-            log.remove(self)
-
         def release(self):
-            self.__exit__()
+            log.remove(self)
 
     orders, locks = [], [Lock() for _ in range(5)]
     for given in (locks, locks[::-1]):
@@ -178,3 +184,20 @@ def test_several_locks_are_taken_in_one_order():
             orders.append(log.copy())
         assert log == []
     assert orders[0] == orders[1] and len(orders[0]) == 5
+
+
+def test_whoever_is_interrupted_while_it_waits_for_a_lock_holds_none():
+    log = []
+
+    class Lock:
+        def acquire(self):
+            if len(log) == 2:
+                raise KeyboardInterrupt
+            log.append(self)
+
+        def release(self):
+            log.remove(self)
+
+    with pytest.raises(KeyboardInterrupt), _Several([Lock() for _ in range(5)]):
+        raise AssertionError
+    assert log == []

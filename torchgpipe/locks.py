@@ -10,8 +10,8 @@ would never be released there.
 import os
 import threading
 import weakref
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -41,11 +41,13 @@ if hasattr(os, 'register_at_fork'):
 _lock = new_lock()
 
 
-def layer_lock(layers: Iterable[nn.Module]) -> AbstractContextManager[Any]:
+def layer_lock(layers: Collection[nn.Module]) -> AbstractContextManager[Any]:
     """Give a context in which no other thread runs any of these layers."""
     with _lock:
-        new = new_lock()
-        return together(*{_of_layers.setdefault(layer, new) for layer in layers})
+        for layer in layers:
+            if layer not in _of_layers:
+                _of_layers[layer] = new_lock()
+        return together(*map(_of_layers.__getitem__, layers))
 
 
 def together(*contexts: Any) -> AbstractContextManager[Any]:
@@ -57,15 +59,20 @@ def together(*contexts: Any) -> AbstractContextManager[Any]:
 class _Several:
     """Several locks, always taken in one order, so that no two threads wait for each other."""
 
-    def __init__(self, locks: Iterable[Any]) -> None:
+    def __init__(self, locks: Collection[Any]) -> None:
         self.locks = sorted(locks, key=id)
-        self._held = threading.local()
 
     def __enter__(self) -> None:
-        with ExitStack() as stack:
+        taken = []
+        try:
             for lock in self.locks:
-                stack.enter_context(lock)
-            self._held.__dict__.setdefault('stacks', []).append(stack.pop_all())
+                lock.acquire()
+                taken.append(lock)
+        except BaseException:  # KeyboardInterrupt, while it waits
+            for lock in taken:
+                lock.release()
+            raise
 
     def __exit__(self, *args: Any) -> None:
-        self._held.stacks.pop().__exit__(*args)
+        for lock in self.locks:
+            lock.release()
