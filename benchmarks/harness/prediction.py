@@ -4,7 +4,6 @@ The model is profiled on one device, with a small batch. That gives what each la
 micro-batch, and what it takes per sample; and the simulator tells how long a step takes on devices
 like this one. Copies between them are taken to be free.
 """
-from dataclasses import replace
 from typing import Any
 
 import click
@@ -73,7 +72,7 @@ def step_seconds(measured: Profile, setting: Setting) -> dict[str, float]:
         measured: What the layers cost, with any batch.
         setting: The setting. Schedules with two partitions on a device need another balance.
     """
-    whole = _of_batch(measured, setting.batch)
+    whole = measured.scaled(setting.batch)
     if not setting.balance:
         return {PLAIN: sum(x.forward_seconds + x.backward_seconds for x in whole.layers)}
     n, m, mode = len(setting), setting.chunks, setting.checkpoint
@@ -86,15 +85,3 @@ def step_seconds(measured: Profile, setting: Setting) -> dict[str, float]:
         found[name] = simulate(schedule.recomputing(checkpoint_stops(mode, m, stages)),
                                Costs.of(whole, balance, m, mode)).seconds
     return found
-
-
-def _of_batch(measured: Profile, batch: int) -> Profile:
-    """Give the times of another batch, as if all but overheads grew with it."""
-    def seconds(all: float, overhead: float) -> float:
-        overhead = min(overhead, all)  # Of a small batch, more may have been measured.
-        return overhead + (all - overhead) * batch / measured.batch_size
-
-    return replace(measured, batch_size=batch, layers=tuple(replace(
-        x, forward_seconds=seconds(x.forward_seconds, x.forward_overhead),
-        backward_seconds=seconds(x.backward_seconds, x.backward_overhead))
-        for x in measured.layers))

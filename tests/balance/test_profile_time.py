@@ -9,6 +9,8 @@ from tests.balance.models import frozen
 from tests.clock import Timed
 from tests.devices import cpu_only
 from torchgpipe.balance import balance_by_time, profile
+from torchgpipe.balance.profile import profile_bytes
+from torchgpipe.engine.batch import Batch
 
 pytestmark = cpu_only('the clock that a test moves is that of the host')
 
@@ -41,11 +43,12 @@ def test_what_is_slow_at_first_or_once_does_not_count(clock):
     def seconds(number):
         calls[number] += 1
         # The warm-up and the look at memory do not count, and of three more runs the median does.
+        # One of the large batch tries to split backward, which this layer does not do.
         return 100 if calls[number] <= 3 else 1
 
     layer, = profile(nn.Sequential(Timed(clock, seconds)), torch.rand(32, 1), device='cpu',
                      timeout=0).layers
-    assert (layer.forward_seconds, calls) == (1, {32: 5, 8: 5})
+    assert (layer.forward_seconds, calls) == (1, {32: 6, 8: 5})
 
 
 def test_the_timeout_is_spent(clock):
@@ -57,8 +60,9 @@ def test_the_timeout_is_spent(clock):
 
     profile(nn.Sequential(Timed(clock, seconds), Timed(clock, seconds)), torch.rand(32, 1),
             device='cpu', timeout=20)
-    # Half of it for each layer: five times two seconds, after the two runs that are not timed.
-    assert calls == {32: 2 * 7, 8: 2 * 7}
+    # Half of it for each layer: eleven runs of a second, of which one tries to split backward,
+    # after the two runs of each batch that are not timed.
+    assert calls == {32: 2 * 8, 8: 2 * 7}
 
 
 def test_frozen_layers_have_no_backward(clock):
@@ -67,6 +71,23 @@ def test_frozen_layers_have_no_backward(clock):
     layers = profile(model, sample, device='cpu', timeout=0).layers
     assert [layer.backward_seconds for layer in layers] == [0] * 3 + [1] * 3
     assert [layer.forward_seconds for layer in layers] == [1] * 6
+
+
+@pytest.mark.filterwarnings('ignore:The .grad attribute')  # Dynamo looks at its input's.
+def test_halves_of_backward(clock):
+    clock.tick = 1
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
+                          torch.compile(nn.Linear(4, 4), backend='eager'))
+    costs = profile(model, torch.rand(8, 4, requires_grad=True), device='cpu', timeout=0)
+    assert [(x.input_share, x.weight_share) for x in costs.layers] == [
+        (1, 1), (1, 0), (1, 1), (1, 0)]
+    assert {x.grad for x in model.parameters()} == {None}
+
+
+def test_no_halves_without_times():
+    layer, = profile_bytes(nn.Sequential(nn.Linear(4, 4)), Batch(torch.rand(8, 4)), 8,
+                           'cpu').layers
+    assert (layer.input_share, layer.weight_share) == (None, None)
 
 
 def test_balance_by_time(clock):

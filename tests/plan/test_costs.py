@@ -1,4 +1,6 @@
 """Costs of stages, from a profile."""
+from dataclasses import replace
+
 import pytest
 
 from torchgpipe.balance import LayerProfile, Profile, SkipProfile
@@ -45,6 +47,12 @@ def test_halves_of_backward():
     assert [stage.seconds('I') for stage in costs.stages] == [16, 16, 0, 8, 16, 8]
     frozen = Costs.of(profiled(layer(0, 0), layer(1, 8, 8)), [2], 1)
     assert frozen.stages[0].seconds('W') == 0
+
+
+def test_halves_that_were_measured():
+    layers = [replace(layer(k), input_share=0.75, weight_share=0.5) for k in range(2)]
+    stage, = Costs.of(profiled(*layers), [2], 4).stages
+    assert [stage.seconds(kind) for kind in 'BIW'] == [8, 6, 4]
 
 
 def test_skips_between_stages():

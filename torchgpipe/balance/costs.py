@@ -1,6 +1,6 @@
 """Profiles: what the layers of a model cost, and the balances that follow."""
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from math import inf
 from numbers import Real
 from typing import Any, TypeVar
@@ -99,6 +99,29 @@ class Profile:
             raise ValueError('this is not a profile: its batch_size is 0')
         return profile
 
+    def scaled(self, batch_size: int) -> 'Profile':
+        """Give the profile of another batch, as if all but overheads grew with it.
+
+        >>> layer = LayerProfile('0', 1.0, 2.0, 8, 0, 0, 4, 4, forward_overhead=0.5)
+        >>> profile = Profile((layer,), (), batch_size=16, input_bytes=4, device='cpu')
+        >>> profile.scaled(32).layers[0].forward_seconds
+        1.5
+        """
+        ratio = batch_size / self.batch_size
+
+        def seconds(all: float, overhead: float) -> float:
+            overhead = min(overhead, all)  # Of a small batch, more may have been measured.
+            return overhead + (all - overhead) * ratio
+
+        layers = tuple(replace(
+            x, forward_seconds=seconds(x.forward_seconds, x.forward_overhead),
+            backward_seconds=seconds(x.backward_seconds, x.backward_overhead),
+            activation_bytes=round(x.activation_bytes * ratio),
+            output_bytes=round(x.output_bytes * ratio)) for x in self.layers)
+        skips = tuple(replace(x, bytes=round(x.bytes * ratio)) for x in self.skips)
+        return replace(self, layers=layers, skips=skips, batch_size=batch_size,
+                       input_bytes=round(self.input_bytes * ratio))
+
     def balance(self, partitions: int, *, chunks: int, memory_limit: MemoryLimit = None,
                 param_scale: float = 2.0, checkpoint: str = 'except_last') -> Balance:
         """Find the balance whose slowest partition is as fast as possible.
@@ -176,6 +199,8 @@ def _make(cls: type[T], data: Any) -> T:
             f'missing {sorted(names - set(data))}, unknown {sorted(set(data) - names)}'
         raise ValueError(f'this is not a profile: fields of a {cls.__name__}: {problem}')
     for name, value in data.items():
+        if value is None and name in ('changes', 'input_share', 'weight_share'):
+            continue
         if name not in ('name', 'device', 'changes', 'layers', 'skips') and not (
                 isinstance(value, (int, float)) and 0 <= value < inf):
             raise ValueError(f"this is not a profile: '{name}' of a {cls.__name__} is {value!r}")

@@ -37,6 +37,11 @@ class LayerProfile:
     forward_overhead: float = 0.0
     #: The same part of ``backward_seconds``.
     backward_overhead: float = 0.0
+    #: The parts of ``backward_seconds`` that its halves take where a schedule splits it: gradients
+    #: of what the layer was given, and of its weights. Splitting costs what makes them more than
+    #: one together. ``None`` if that was not measured.
+    input_share: float | None = None
+    weight_share: float | None = None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,10 @@ from torch import Tensor, nn
 from torchgpipe.balance.layers import SkipProfile
 from torchgpipe.balance.live import LiveTensors
 from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.compiled import has_compiled
 from torchgpipe.engine.dependency import get_phony, join
+from torchgpipe.engine.halves import PutOff
+from torchgpipe.engine.leaves import Leaves
 from torchgpipe.engine.memory import size_of, versions
 from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.namespace import Key
@@ -74,6 +77,7 @@ class Measurement:
     def __init__(self, flow: Flow, index: int) -> None:
         self.flow, self.index = flow, index
         self.seconds: list[tuple[float, float]] = []
+        self.halves: list[tuple[float, float]] = []
         self.memories: list[Memory] = []
 
     def start(self, module: nn.Module) -> None:
@@ -118,14 +122,41 @@ class Measurement:
         output = self._forward(input, tracker)
         _synchronize(device)
         forward = time.perf_counter() - start
+        return forward, self._backward(output, tracker)
+
+    def _backward(self, output: Batch, tracker: SkipTracker) -> float:
         roots = [x for x in self._results(output, tracker) if x.requires_grad]
         grads = [torch.ones_like(x) for x in roots]
-        _synchronize(device)
+        _synchronize(self.flow.device)
         start = time.perf_counter()
         if roots:
             torch.autograd.backward(roots, grads)
-        _synchronize(device)
-        return forward, time.perf_counter() - start if roots else 0.0
+        _synchronize(self.flow.device)
+        return time.perf_counter() - start if roots else 0.0
+
+    def train_in_halves(self) -> bool:
+        """Run forward and a backward that is split, and take the time of its halves.
+
+        Returns:
+            Whether it can be split.
+        """
+        input, tracker = self._start()
+        put_off = PutOff()
+        work = put_off.work = []
+        run = Leaves().within(self.module.modules(), self._forward, {},
+                              None if has_compiled(self.module) else put_off)
+        output = run(input, tracker)
+        put_off.goes_back = True
+        first = self._backward(output, tracker)
+        if not work:
+            return False
+        start = time.perf_counter()
+        with torch.no_grad():
+            while work:
+                work.pop()()
+        _synchronize(self.flow.device)
+        self.halves.append((first, time.perf_counter() - start))
+        return True
 
     def watch(self) -> None:
         """Run forward; see which memory is kept, and hand on the results."""

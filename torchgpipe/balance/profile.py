@@ -6,6 +6,7 @@ what the layers before gave, with their skips, and runs several times::
     warm-up      forward, backward     not counted: kernels are chosen, lazy layers get their shape
     memory       forward               which of the tensors that it makes stay alive
     time         forward, backward     again and again; medians
+    halves       forward, backward     beside that, with a backward that is split; medians
 
 All of that happens with the sample, and with a quarter of it: from both times follows how much of
 a layer's time does not shrink with the batch, and so is spent once per micro-batch.
@@ -235,9 +236,11 @@ def _run(module: nn.Module, layers: list[Measurement], budget: float | None) -> 
         layer.watch()
     if budget is not None:
         end = time.perf_counter() + budget
+        splits = True
         while len(layers[0].seconds) < REPEATS or time.perf_counter() < end:
             for layer in layers:
                 layer.seconds.append(layer.train())
+            splits = splits and layers[0].train_in_halves()
     for layer in layers:
         layer.stop()  # and so off the device, before the next one is on it
     torch.clear_autocast_cache()  # which would keep the layer's weights until autocast ends
@@ -252,7 +255,17 @@ def _result(name: str, layers: list[Measurement]) -> LayerProfile:
     return LayerProfile(
         name, forward, backward, full.parameter_bytes, full.frozen_bytes, full.buffer_bytes,
         full.activation_bytes(), full.output_bytes, full.changes, forward_overhead,
-        backward_overhead)
+        backward_overhead, *_shares(full, backward))
+
+
+def _shares(layer: Measurement, backward: float) -> tuple[float | None, float | None]:
+    """Give which parts of a backward its halves take; it is in the first one if not split."""
+    if not layer.seconds:
+        return None, None
+    if not (layer.halves and backward):
+        return 1.0, 0.0
+    first, second = (median(halves) / backward for halves in zip(*layer.halves))
+    return first, second
 
 
 def _line(layers: list[Measurement], seconds: list[float]) -> tuple[float, float]:

@@ -1,5 +1,5 @@
 """What the stages of a schedule cost in time and memory."""
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
@@ -101,10 +101,10 @@ class Costs:
            links: Links = Link()) -> 'Costs':
         """Take them from what layers cost.
 
-        A profile does not know the halves of backward. They follow by a rule: gradients of weights
-        take half of it in a layer with parameters to train, as they do in matrix products and
-        convolutions; in the first such layer all of it, as what comes before it needs no gradient;
-        in layers without such parameters nothing.
+        Where a profile does not know the halves of backward, they follow by a rule: gradients of
+        weights take half of it in a layer with parameters to train, as they do in matrix products
+        and convolutions; in the first such layer all of it, as what comes before it needs no
+        gradient; in layers without such parameters nothing.
 
         >>> layers = [LayerProfile(str(k), 2.0, 4.0, 8, 0, 0, 4, 4) for k in range(4)]
         >>> profile = Profile(tuple(layers), (), batch_size=16, input_bytes=4, device='cpu')
@@ -130,14 +130,16 @@ class Costs:
         m = min(chunks, profile.batch_size)
         step = StepCost(profile.layers, profile.skips, profile.input_bytes, len(balance), m,
                         param_scale, 'never')
-        shares = _weight_shares(profile.layers)
         backward = [x.backward_seconds + (m - 1) * x.backward_overhead for x in profile.layers]
+        halves = [(one * x, other * x) for x, (one, other) in
+                  zip(backward, _shares(profile.layers))]
         cuts = [0, *accumulate(balance)]
         stops = checkpoint_stops(checkpoint, m, len(balance))
         stages = tuple(StageCosts(
             forward=sum(step.forward[a:b]) / m,
             backward=sum(backward[a:b]) / m,
-            weight_backward=sum(map(float.__mul__, shares[a:b], backward[a:b])) / m,
+            weight_backward=sum(second for _, second in halves[a:b]) / m,
+            input_backward=sum(first for first, _ in halves[a:b]) / m,
             recomputed=stop,
             activation_bytes=(step.activations[b] - step.activations[a]) / m,
             backward_bytes=max(step.passing[a:b]) / m,
@@ -151,13 +153,17 @@ class Costs:
         return self.links if isinstance(self.links, Link) else self.links[source][target]
 
 
-def _weight_shares(layers: Sequence[LayerProfile]) -> list[float]:
-    """Give for each layer which part of its backward computes gradients of weights."""
-    trained = [x.parameter_bytes > x.frozen_bytes for x in layers]
-    shares = [each / 2 for each in trained]
-    if any(trained):
-        shares[trained.index(True)] = 1.0
-    return shares
+def _shares(layers: Sequence[LayerProfile]) -> Iterator[tuple[float, float]]:
+    """Yield for each layer which parts of its backward the halves take."""
+    is_first = True
+    for x in layers:
+        is_trained = x.parameter_bytes > x.frozen_bytes
+        by_rule = (1.0 if is_first else 0.5) if is_trained else 0.0
+        is_first = is_first and not is_trained
+        if x.input_share is None or x.weight_share is None:
+            yield 1 - by_rule, by_rule
+        else:
+            yield x.input_share, x.weight_share
 
 
 def _between(skips: Sequence[SkipProfile], balance: Sequence[int], m: int

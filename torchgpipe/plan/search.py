@@ -91,7 +91,7 @@ def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequ
     names = _names(devices)
     costs = module if isinstance(module, Profile) else profile(
         module, sample, device=_home(names[0]), timeout=timeout, batch_dim=batch_dim)
-    costs = _scaled(costs, costs.batch_size if batch is None else _positive(batch, 'batch'))
+    costs = costs if batch is None else costs.scaled(_positive(batch, 'batch'))
     check_partitions(costs.layers, len(names))
     search = _Search(costs, names, _limits(memory_limit, len(names)), param_scale, links)
     search.check_parameters()
@@ -268,23 +268,6 @@ def _chunks(devices: int, batch: int) -> list[int]:
     most = min(batch, max(MOST_CHUNKS, MOST_CHUNKS_PER_DEVICE * devices))
     powers = [2 ** k for k in range(most.bit_length())]
     return sorted({m for k in powers for m in (k, k * devices) if m <= most})
-
-
-def _scaled(costs: Profile, batch: int) -> Profile:
-    """Give the profile of another batch, as if all but overheads grew with it."""
-    ratio = batch / costs.batch_size
-
-    def seconds(all: float, overhead: float) -> float:
-        return overhead + (all - overhead) * ratio
-
-    layers = tuple(replace(
-        x, forward_seconds=seconds(x.forward_seconds, x.forward_overhead),
-        backward_seconds=seconds(x.backward_seconds, x.backward_overhead),
-        activation_bytes=round(x.activation_bytes * ratio),
-        output_bytes=round(x.output_bytes * ratio)) for x in costs.layers)
-    skips = tuple(replace(x, bytes=round(x.bytes * ratio)) for x in costs.skips)
-    return replace(costs, layers=layers, skips=skips, batch_size=batch,
-                   input_bytes=round(costs.input_bytes * ratio))
 
 
 def _names(devices: Sequence[Device]) -> list[str]:
