@@ -5,8 +5,10 @@ checkpoints, schedule and virtual stages for the fastest step within the devices
 """
 from torchgpipe.plan.choice import Plan
 from torchgpipe.plan.costs import Costs, Link, StageCosts
+from torchgpipe.plan.links import measure_links
 from torchgpipe.plan.search import plan
 from torchgpipe.plan.simulate import simulate
 from torchgpipe.plan.simulation import Simulation
 
-__all__ = ['Costs', 'Link', 'Plan', 'Simulation', 'StageCosts', 'plan', 'simulate']
+__all__ = ['Costs', 'Link', 'Plan', 'Simulation', 'StageCosts', 'measure_links', 'plan',
+           'simulate']

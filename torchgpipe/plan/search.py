@@ -30,6 +30,7 @@ from torchgpipe.engine.worker import device_key
 from torchgpipe.plan.choice import Plan, schedule_of
 from torchgpipe.plan.costs import Costs, Link, Links
 from torchgpipe.plan.fit import Limits, excess, fit, neighbours
+from torchgpipe.plan.links import measure_links
 from torchgpipe.schedule import NAMES
 from torchgpipe.settings import PLAIN
 from torchgpipe.split import Device
@@ -50,10 +51,11 @@ def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequ
          batch: int | None = None, memory_limit: MemoryLimit = None, param_scale: float = 2.0,
          schedules: Iterable[str] = (PLAIN, *NAMES), chunks: Iterable[int] | None = None,
          checkpoints: Iterable[str] = ('never', 'except_last', 'always'), virtual: int = 2,
-         links: Links = Link(), timeout: float = 1.0, batch_dim: Any = 0) -> Plan:
+         links: Links | None = None, timeout: float = 1.0, batch_dim: Any = 0) -> Plan:
     """Find the fastest way to train a model on several devices, within their memory.
 
-    It measures the layers, one at a time on the first device, and simulates the rest.
+    It measures the layers, one at a time on the first device, and copies between devices; it
+    simulates the rest.
 
     >>> from torchgpipe import GPipe
     >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
@@ -75,7 +77,8 @@ def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequ
             devices.
         checkpoints: Modes, as for :class:`~torchgpipe.GPipe`.
         virtual: The most partitions on a device.
-        links: What copies from device to device take, by their places in ``devices``.
+        links: What copies from device to device take, by their places in ``devices``. By default
+            measured; with a profile, nothing.
         timeout: Seconds to spend on measurements, about.
         batch_dim: Where the batch is: see :class:`~torchgpipe.GPipe`.
 
@@ -93,6 +96,8 @@ def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequ
         module, sample, device=_home(names[0]), timeout=timeout, batch_dim=batch_dim)
     costs = costs if batch is None else costs.scaled(_positive(batch, 'batch'))
     check_partitions(costs.layers, len(names))
+    if links is None:
+        links = Link() if isinstance(module, Profile) else measure_links(names)
     search = _Search(costs, names, _limits(memory_limit, len(names)), param_scale, links)
     search.check_parameters()
     counts = _chunks(len(names), costs.batch_size) if chunks is None else sorted({
