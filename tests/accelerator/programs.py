@@ -20,6 +20,7 @@ from tests.accelerator.timeline import Timeline
 from tests.helpers import assert_same, gradients, small_model
 from tests.skip.models import WIDTH, crossing
 from torchgpipe import GPipe, NoChunk
+from torchgpipe.balance import profile
 from torchgpipe.copy import Copy, Wait
 from torchgpipe.skip.portal import Portal
 from torchgpipe.stream import CPUStream
@@ -307,6 +308,13 @@ def layers_make_tensors():
         pair.train()
         pair.check()
         assert torch.accelerator.current_device_index() == 0
+
+
+def layers_are_profiled():
+    """Let layers find the device current on which they are profiled, and the caller's be current.
+    """
+    profile(nn.Sequential(Shift(WIDTH, WIDTH)), torch.rand(4, WIDTH), device='sim:2', timeout=0)
+    assert torch.accelerator.current_device_index() == 0
 
 
 def the_host_waits():

@@ -211,7 +211,7 @@ def test_with_skips(mode):
 @contextmanager
 def others_bring(which):
     """Let new threads bring what cells need, and so number the nodes of these copies."""
-    fence, compute = Pipeline.fence, Pipeline.compute
+    fence, run_cell = Pipeline.fence, Pipeline._run_cell
 
     def fence_some(pipeline, i, j, wanted):
         partition = pipeline._engine.partitions[j]
@@ -220,14 +220,13 @@ def others_bring(which):
         fence(pipeline, i, j)
         partition.brought = everything
 
-    def fence_and_compute(pipeline, schedule):
-        for place in schedule:
-            thread = threading.Thread(target=fence_some, args=(pipeline, *place, True))
-            thread.start()
-            thread.join()
-        compute(pipeline, schedule)
+    def fence_and_run_cell(pipeline, i, j):
+        thread = threading.Thread(target=fence_some, args=(pipeline, i, j, True))
+        thread.start()
+        thread.join()
+        run_cell(pipeline, i, j)
     with patch.object(Pipeline, 'fence', partialmethod(fence_some, wanted=False)), \
-            patch.object(Pipeline, 'compute', fence_and_compute):
+            patch.object(Pipeline, '_run_cell', fence_and_run_cell):
         yield
 
 
@@ -251,7 +250,7 @@ def host_waits_for_cells():
         torch.accelerator.synchronize(j)
         return output
     with patch.object(Pipeline, '_run', run_and_wait), \
-            patch.object(Pipeline, '_is_ordered', lambda pipeline, j: True):
+            patch.object(Pipeline, '_takes_turns', True):
         yield
 
 

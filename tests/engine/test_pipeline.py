@@ -10,6 +10,7 @@ from tests.helpers import Spy, assert_same, in_a_new_thread, modes, nodes
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.dependency import Fork, Join
+from torchgpipe.engine.interpreter import Plan
 from torchgpipe.microbatch import Batch, gather, scatter
 from torchgpipe.pipeline import Pipeline
 from torchgpipe.skip.layout import SkipLayout
@@ -47,22 +48,36 @@ def test_one_worker_takes_one_micro_batch_after_the_other_through_all_partitions
 
 
 @cpu_only('about the order in which the host calls layers')
-def test_a_clock_waits_for_all_cells_of_the_clock_before():
-    clocks = []
+def test_no_partition_runs_far_ahead_of_the_next_one():
+    log = []
     lock = threading.Lock()
 
     def see(j):
         def enter(x):
             with lock:
-                clocks.append(int(x[0]) + j)
+                log.append((int(x[0]), j))
         return enter
 
     model = nn.Sequential(*[Spy(see(j)) for j in range(3)])
     gpipe = GPipe(model, [1] * 3, devices=['cpu:0', 'cpu:1', 'cpu:2'], chunks=5)
     for _ in range(100):
-        clocks.clear()
+        log.clear()
         gpipe(torch.arange(5.))
-        assert clocks == sorted(clocks) and len(clocks) == 15
+        places = {place: k for k, place in enumerate(log)}
+        assert len(log) == len(places) == 15
+        for i, j in log:
+            for before in (i - 1, j), (i, j - 1), (i - 2, j + 1):
+                assert places.get(before, -1) < places[i, j]
+
+
+@cpu_only('about what workers tell each other')
+def test_what_a_cell_waits_for_on_other_workers():
+    plan = Plan.of_forward(0, 4, (torch.device('cpu:0'), torch.device('cpu:1')))
+    waits = {str(action): sorted(map(str, before)) for action, before in plan.waits.items()}
+    assert waits == {'0F0': [], '0F1': [], '0F2': ['1F0'], '0F3': ['1F1'],
+                     '1F0': ['0F0'], '1F1': ['0F1'], '1F2': ['0F2'], '1F3': ['0F3']}
+    assert [[str(x) for x in row] for _, row in plan.rows.values()] == [
+        ['0F0', '0F1', '0F2', '0F3'], ['1F0', '1F1', '1F2', '1F3']]
 
 
 @cpu_only('about threads of the host; kernels are in tests/accelerator/test_overlap.py')
@@ -70,13 +85,14 @@ def test_partitions_on_different_devices_run_at_the_same_time():
     barrier = threading.Barrier(2)
 
     def meet(x):
-        if 0 < int(x[0, 0]) < 4:
+        if 1 < int(x[0, 0]) < 4:
             barrier.wait(20)
 
     model = nn.Sequential(Spy(lambda x: meet(x)), Spy(lambda x: meet(x + 1)))
     gpipe = GPipe(model, [1, 1], devices=['cpu:0', 'cpu:1'], chunks=4)
     x = torch.arange(4.)[:, None]
-    # In clock k, partition 0 has micro-batch k and partition 1 has k-1: they meet in clocks 1..3.
+    # When partition 0 has micro-batch k, partition 1 has k-1: they meet twice, once it is known
+    # from micro-batch 0 that they may run beside each other.
     gpipe(x)
 
 

@@ -30,11 +30,31 @@ class Plan(NamedTuple):
         rows: By worker, its device and its actions.
         waits: What an action waits for among those of other workers.
         tells: Which other workers wait for an action.
+        last: The worker that has the last stage.
     """
 
     rows: dict[Hashable, tuple[torch.device, list[Action]]]
     waits: dict[Action, set[Action]]
     tells: dict[Action, set[Hashable]]
+    last: Hashable
+
+    @staticmethod
+    @lru_cache(maxsize=32)
+    def of_forward(start: int, stop: int, devices: tuple[torch.device, ...]) -> 'Plan':
+        """Make that of the plain call: micro-batches go through one partition after the other.
+
+        Since what a partition gives takes memory, none starts a micro-batch before the next one is
+        done with the last but one.
+
+        Args:
+            start: The first micro-batch.
+            stop: The one after the last.
+            devices: Where each partition is.
+        """
+        rows = [[Action(j, 'F', i) for i in range(start, stop)] for j in range(len(devices))]
+        ahead = [(Action(j + 1, 'F', i - 2), Action(j, 'F', i))
+                 for j in range(len(devices) - 1) for i in range(start + 2, stop)]
+        return _plan(steps(rows)[0], devices, ahead)
 
     @staticmethod
     @lru_cache(maxsize=32)
@@ -49,21 +69,27 @@ class Plan(NamedTuple):
                 Where the schedule does not admit that, they run in the order of its own steps.
         """
         pairs, grid = _in_order(rows, ordered)
-        merged: dict[Hashable, tuple[torch.device, list[Action]]] = {}
-        owners: dict[Action, Hashable] = {}
-        for action in _by_step(grid):
-            device = devices[action.stage]
-            owners[action] = key = device_key(device)
-            merged.setdefault(key, (device, []))[1].append(action)
-        waits = {action: {*waits_for(action, owners.keys())} for action in owners}
-        for one, next in pairs:
-            waits[next].add(one)
-        tells: dict[Action, set[Hashable]] = {action: set() for action in owners}
-        for action, before in waits.items():
-            before -= {each for each in before if owners[each] == owners[action]}
-            for each in before:
-                tells[each].add(owners[action])
-        return Plan(merged, waits, tells)
+        return _plan(grid, devices, pairs)
+
+
+def _plan(grid: Grid, devices: Sequence[torch.device], pairs: Iterable[tuple[Action, Action]]
+          ) -> Plan:
+    """Make a plan of the steps of a schedule, and of pairs of which one waits for the other."""
+    merged: dict[Hashable, tuple[torch.device, list[Action]]] = {}
+    owners: dict[Action, Hashable] = {}
+    for action in _by_step(grid):
+        device = devices[action.stage]
+        owners[action] = key = device_key(device)
+        merged.setdefault(key, (device, []))[1].append(action)
+    waits = {action: {*waits_for(action, owners.keys())} for action in owners}
+    for one, next in pairs:
+        waits[next].add(one)
+    tells: dict[Action, set[Hashable]] = {action: set() for action in owners}
+    for action, before in waits.items():
+        before -= {each for each in before if owners[each] == owners[action]}
+        for each in before:
+            tells[each].add(owners[action])
+    return Plan(merged, waits, tells, device_key(devices[-1]))
 
 
 def _by_step(grid: Sequence[Sequence[Action | None]]) -> Iterable[Action]:
@@ -93,17 +119,20 @@ class _Messages(NamedTuple):
             queue.put(None)
 
 
-def interpret(plan: Plan, run: Callable[[Action], None], workers: Workers) -> None:
+def interpret(plan: Plan, run: Callable[[Action], None], workers: Workers,
+              run_here: Callable[[Action], None] | None = None) -> None:
     """Run the actions of a plan.
 
     Args:
         plan: The plan. Where it is for one worker, the calling thread does its work.
         run: Runs an action.
         workers: The threads.
+        run_here: What the calling thread runs actions with, if it is to do the work of the worker
+            that has the last stage.
 
     Raises:
-        BaseException: What an action raised, the first one. No others were started since then, and
-            those that ran beside it have ended.
+        BaseException: What an action raised, the first one, or an interrupt beside it. No others
+            were started since then, and those that ran beside it have ended.
     """
     messages = _Messages({key: SimpleQueue() for key in plan.rows})
     errors: list[BaseException] = []
@@ -113,9 +142,12 @@ def interpret(plan: Plan, run: Callable[[Action], None], workers: Workers) -> No
                 run(action)
         return
     try:
-        for future in workers.submit([
-                (device, partial(_follow, plan, key, row, run, messages, errors))
-                for key, (device, row) in plan.rows.items()]):
+        futures = workers.submit([
+            (device, partial(_follow, plan, key, row, run, messages, errors))
+            for key, (device, row) in plan.rows.items() if not (run_here and key == plan.last)])
+        if run_here is not None:
+            _follow(plan, plan.last, plan.rows[plan.last][1], run_here, messages, errors)
+        for future in futures:
             future.result()
     except BaseException as error:
         # KeyboardInterrupt, most likely: what is under way has to end before anyone goes on.
@@ -126,7 +158,7 @@ def interpret(plan: Plan, run: Callable[[Action], None], workers: Workers) -> No
         raise
     if errors:
         try:
-            raise errors[0]
+            raise next((x for x in errors if not isinstance(x, Exception)), errors[0])
         finally:
             errors.clear()  # or its traceback, this frame and the error would be a cycle
 

@@ -1,23 +1,42 @@
-"""The pipeline: bring micro-batches to their cells, clock by clock, each on its worker.
+"""The pipeline: bring micro-batches to their cells, each on its worker.
 
-A clock starts when all cells of the clock before were handed back, so whoever runs a cell is the
-only one to touch its micro-batch.
+A cell starts when its partition is done with the micro-batch before, and the partition before with
+this one; so whoever runs a cell is the only one to touch its micro-batch. With four micro-batches
+and three partitions whose cells take equally long::
+
+    partition 0   0,0   1,0   2,0   3,0
+    partition 1         0,1   1,1   2,1   3,1
+    partition 2               0,2   1,2   2,2   3,2
+
+[Note: Order of draws]
+Cells that draw from the CPU's random generator run in the order in which the unwrapped model would
+run them, given one micro-batch after the other. So a seed gives the numbers of that, whatever the
+balance and the devices. Beside them, nobody could tell whether another one begins to draw. So if
+any partition draws, all cells run one after the other, in the calling thread. So they do where a
+hook or a mode of the user's sees their order, where they share a module which may change, and on
+one worker::
+
+    partition 0   0,0               1,0
+    partition 1         0,1               1,1
+    partition 2               0,2               1,2
+
+Whether a partition draws, the first micro-batch tells that goes through it in its mode.
 
 [Note: What the caller runs]
-The calling thread would have nothing to do in a clock but to wait, so it does the work of the last
-device itself: one thread less has to be woken up, which takes as long as a small layer. It does
-that of all clocks, since autograd goes by numbers that each thread counts for itself, see
+The calling thread would have nothing to do but to wait, so it does the work of the last device
+itself: one thread less has to be woken up, which takes as long as a small layer. It does that for
+all micro-batches, since autograd goes by numbers that each thread counts for itself, see
 [Note: Order of backward].
 
-So it does with cells that nothing may run beside, all of which wait for their turns. Only there
-may these have all intra-op threads. A worker with more than its share would get a team of OpenMP's
-of its own; as soon as all teams together have more threads than there are cores, each goes to
-sleep between any two kernels, for the rest of the process, and small kernels take twice as long.
+So it does with cells that run one after the other. Only these may have all intra-op threads. A
+worker with more than its share would get a team of OpenMP's of its own; as soon as all teams
+together have more threads than there are cores, each goes to sleep between any two kernels, for
+the rest of the process, and small kernels take twice as long.
 """
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -25,17 +44,18 @@ from torchgpipe.engine.aliasing import Aliasing
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.cell import Cells
 from torchgpipe.engine.checkpoint.draws import Witness
-from torchgpipe.engine.clock import CellIndex, clocks
 from torchgpipe.engine.compiled import part_contexts
 from torchgpipe.engine.copy import Copy
 from torchgpipe.engine.edges import Edges
+from torchgpipe.engine.interpreter import Plan, interpret
 from torchgpipe.engine.mini_batch import MicroBatchContext, MiniBatch, current
 from torchgpipe.engine.partition import Engine, Partition
 from torchgpipe.engine.shared import SharedTensors
 from torchgpipe.engine.stream import (AbstractStream, CPUStream, current_stream, no_context,
-                                      use_device, use_stream)
+                                      use_stream)
 from torchgpipe.engine.thread_state import ThreadState, running
 from torchgpipe.private import is_transformed
+from torchgpipe.schedule.action import Action
 from torchgpipe.skip.boundary import SkipBoundary
 from torchgpipe.skip.tracker import SkipTrackerThroughPortals
 
@@ -105,12 +125,6 @@ class Pipeline:
         self._is_outermost = outer is None
         self._mini_batch = MiniBatch() if outer is None else outer.mini_batch
         self.aliasing = Aliasing(batches, common)
-        self._errors: dict[int, BaseException] = {}
-        #: The workers whose cells the calling thread runs: [Note: What the caller runs].
-        self._here = {partition.worker for partition in engine.partitions if len(batches) == 1
-                      or partition.j == len(engine.partitions) - 1
-                      or self._state.takes_turns or partition.in_turn
-                      or self._cells[partition.j].draws()}
 
     def _make_edges(self, partition: Partition) -> Edges:
         streams = self._copy_streams[partition.j]
@@ -124,8 +138,8 @@ class Pipeline:
         """Run all cells; afterwards the batches hold the outputs.
 
         Raises:
-            BaseException: What a cell raised, the first in clock order. Cells after it are not
-                started; those that ran beside it have ended.
+            BaseException: What a cell raised, the first one. No others were started since then,
+                and those that ran beside it have ended.
         """
         if not self._engine.one_worker:
             self._engine.workers.check_caller()
@@ -133,8 +147,7 @@ class Pipeline:
         inputs = [x.grad_fn for batch in self._batches for x in batch] if parts else []
         try:
             with no_context if self._shared is None else self._shared.copied(self._edges):
-                for schedule in self._clocks():
-                    self.compute(schedule)
+                self._run_cells()
                 if self._witness is not None:
                     self._hear(self._witness, range(len(self._cells)))
             if self._is_outermost:
@@ -146,11 +159,65 @@ class Pipeline:
             for tracker in self._trackers:
                 tracker.clear()
 
-    def _clocks(self) -> Iterable[Sequence[CellIndex]]:
-        m, n = len(self._batches), len(self._cells)
-        if self._engine.one_worker:  # The clock would come to this, and look at all partitions.
-            return ([(i, j) for j in range(n)] for i in range(m))
-        return clocks(m, n, self._is_ordered)
+    def _run_cells(self) -> None:
+        """Run all cells: at the same time, or one after the other where their order matters."""
+        m, known = len(self._batches), 0
+        if not (self._engine.one_worker or self._takes_turns):
+            if any(cells.draws() is None for cells in self._cells):
+                self._run_at_once(0, 1)  # which tells
+                known = 1
+            if not any(cells.draws() for cells in self._cells):
+                self._run_at_once(known, m)
+                return
+        self._run_in_order(known, m)
+
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether anyone may see when a cell runs, or no two could run at the same time."""
+        return len(self._batches) == 1 or self._state.takes_turns or any(
+            partition.in_turn for partition in self._engine.partitions)
+
+    def _run_at_once(self, start: int, stop: int) -> None:
+        """Let each worker run its cells, each as soon as those before it are done."""
+        engine = self._engine
+        devices = tuple([partition.device for partition in engine.partitions])
+        with self._as_worker(self._share):
+            interpret(Plan.of_forward(start, stop, devices), self._act, engine.workers,
+                      self._act_here)
+
+    def _act(self, action: Action) -> None:
+        self._state.run(partial(self._act_here, action), self._share)
+
+    def _act_here(self, action: Action) -> None:
+        j, _, i = action
+        with use_stream(self._edges[j].stream):
+            self._run_cell(i, j)
+
+    def _run_in_order(self, start: int, stop: int) -> None:
+        """Run one cell after the other in the calling thread: [Note: Order of draws]."""
+        with no_context if self._engine.one_worker else self._as_worker():
+            for i in range(start, stop):
+                for j, cells in enumerate(self._cells):
+                    # Beside one that draws, nobody could tell whether another one begins to.
+                    witness = Witness() if cells.draws() is False else None
+                    with use_stream(self._edges[j].stream):
+                        self._run_cell(i, j)
+                    if witness is not None:
+                        self._hear(witness, [j])
+
+    @contextmanager
+    def _as_worker(self, num_threads: int | None = None) -> Iterator[None]:
+        """Let the calling thread do the work of workers, which may wait for a lock that it has."""
+        before = running.workers
+        running.workers = before | {id(self._engine.workers)}
+        try:
+            if num_threads is not None:
+                torch.set_num_threads(num_threads)
+            yield
+        finally:
+            running.workers = before
+            if num_threads is not None:
+                torch.set_num_threads(self._state.num_threads)
 
     def _is_ordered(self, j: int) -> bool:
         """Tell whether anyone sees when a partition's cells run: [Note: Order of draws].
@@ -187,91 +254,11 @@ class Pipeline:
             return self._copy_streams[prev_j][i], self._copy_streams[next_j][i]
         return self._edges[prev_j].stream, self._edges[next_j].stream
 
-    def compute(self, schedule: Sequence[CellIndex]) -> None:
-        """Run the cells of one clock."""
-        if self._engine.one_worker:
-            with use_device(self._engine.partitions[0].device):
-                for i, j in schedule:
-                    self._run_cell(i, j)
-        elif any(self._cells[j].draws() for _, j in schedule):
-            # Beside one that draws, nobody could tell whether another one begins to.
-            for place in schedule:
-                self._compute_at_once([place])
-        else:
-            self._compute_at_once(schedule)
-
-    def _compute_at_once(self, schedule: Sequence[CellIndex]) -> None:
-        here: list[CellIndex] = []
-        groups: dict[Any, list[CellIndex]] = {}
-        for i, j in schedule:
-            worker = self._engine.partitions[j].worker
-            (here if worker in self._here else groups.setdefault(worker, [])).append((i, j))
-        witness = Witness() if self._witness is None else None
-        self._dispatch(list(groups.values()), here)
-        if witness is not None:
-            self._hear(witness, [j for _, j in schedule])
-
     def _hear(self, witness: Witness, partitions: Iterable[int]) -> None:
         """Let partitions that were thought not to draw be looked at again, if anyone drew."""
         if witness.look():
             for j in partitions:
                 self._cells[j].suspect()
-
-    def _dispatch(self, groups: Sequence[Sequence[CellIndex]], here: Sequence[CellIndex]) -> None:
-        """Give each worker its cells, run those of the calling thread, and wait for the others."""
-        workers = self._engine.workers
-        try:
-            futures = workers.submit([(self._engine.partitions[group[0][1]].device,
-                                       partial(self._run_group, group)) for group in groups])
-            if here:
-                self._run_here(here, alone=not futures)
-            for future in futures:
-                future.result()
-        except BaseException as error:
-            # KeyboardInterrupt, most likely: what is under way has to end before anyone goes on.
-            self._errors[-1] = error
-            workers.stop()
-            self._errors.clear()
-            raise
-        if self._errors:
-            first = self._errors[min(self._errors)]
-            self._errors.clear()
-            try:
-                raise first
-            finally:
-                del first  # or its traceback, this frame and the error would be a cycle
-
-    def _run_here(self, cells: Sequence[CellIndex], alone: bool) -> None:
-        """Run cells in the calling thread, with its share of the intra-op threads, or all."""
-        num_threads = self._state.num_threads
-        divided = self._share != num_threads and not (
-            alone and all(self._is_ordered(j) for _, j in cells))
-        before = running.workers
-        running.workers = before | {id(self._engine.workers)}  # They may wait for a lock it has.
-        try:
-            if divided:
-                torch.set_num_threads(self._share)
-            for i, j in cells:
-                with use_stream(self._edges[j].stream):
-                    self._run_in_state([(i, j)])
-        finally:
-            running.workers = before
-            if divided:
-                torch.set_num_threads(num_threads)
-
-    def _run_group(self, group: Sequence[CellIndex]) -> None:
-        """Run the cells of one worker in a clock, up to the first failure."""
-        with use_stream(self._edges[group[0][1]].stream):
-            self._state.run(partial(self._run_in_state, group), self._share)
-
-    def _run_in_state(self, group: Sequence[CellIndex]) -> None:
-        for i, j in group:
-            if self._errors and min(self._errors) < j:
-                break
-            try:
-                self._run_cell(i, j)
-            except BaseException as error:
-                self._errors[j if isinstance(error, Exception) else -1] = error
 
     def _run_cell(self, i: int, j: int) -> None:
         batches, outside = self._batches, current.micro_batch

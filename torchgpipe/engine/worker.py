@@ -1,7 +1,6 @@
 """Workers: one thread per device, which outlives the forward pass.
 
-A pipeline hands each device its cells of a clock, and the devices' workers run them at the same
-time::
+A pipeline hands each worker the cells of its device, and the workers run them at the same time::
 
     caller   submit ──▶ tasks                     result ◀── future
     worker                └──▶ function() ──────────────────────┘

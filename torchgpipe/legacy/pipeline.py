@@ -1,11 +1,10 @@
 """The pipeline of torchgpipe 0.0.7, which is made for each forward pass from its parts."""
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from torchgpipe.engine.batch import Batch
-from torchgpipe.engine.clock import clock_cycles
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.pipeline import Pipeline as EnginePipeline
 from torchgpipe.engine.stream import AbstractStream
@@ -48,3 +47,22 @@ class Pipeline(EnginePipeline):
             super().run()
         finally:
             self._engine.workers.stop()
+
+
+def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield, clock by clock, the cells ``(i, j)`` that run at the same time.
+
+    These are micro-batches and partitions, if all cells take equally long.
+
+    >>> list(clock_cycles(m=3, n=2))
+    [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1)], [(2, 1)]]
+
+    Args:
+        m: Number of micro-batches.
+        n: Number of partitions.
+
+    Yields:
+        ``m + n - 1`` lists, partitions ascending within each (Huang et al., "GPipe", 2019).
+    """
+    for k in range(m + n - 1):
+        yield [(k - j, j) for j in range(n) if 0 <= k - j < m]

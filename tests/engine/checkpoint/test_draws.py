@@ -1,6 +1,7 @@
 """Random numbers: exact in recomputation, the same from run to run, or an error."""
 import copy
 import gc
+import itertools
 import threading
 from functools import partial
 
@@ -464,14 +465,15 @@ def test_dropout_in_evaluation_does_not_keep_training_from_being_exact(devices):
 
 
 @workers
-def test_partitions_that_draw_nothing_run_at_the_same_time_from_the_first_call_on(devices):
+def test_partitions_that_draw_nothing_run_at_the_same_time_once_that_is_known(devices):
     barrier = threading.Barrier(2, timeout=20)
 
-    def meet(rows):
-        return Layer(lambda x: (barrier.wait() if len(x) == rows else None, x)[1])
+    def meet(micro_batch):
+        calls = itertools.count()
+        return Layer(lambda x: (barrier.wait() if next(calls) == micro_batch else None, x)[1])
 
-    # Three rows in two chunks: micro-batch 0 has two, micro-batch 1 has one; they meet in clock 1.
-    gpipe = GPipe(nn.Sequential(meet(1), meet(2)), [1, 1], devices=devices.distinct(2), chunks=2)
+    # Micro-batch 0 goes through both and tells.
+    gpipe = GPipe(nn.Sequential(meet(2), meet(1)), [1, 1], devices=devices.distinct(2), chunks=3)
     call(gpipe, torch.rand(3, 4))
 
 

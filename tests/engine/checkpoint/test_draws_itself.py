@@ -1,6 +1,7 @@
 """What records random operations and repeats them, by itself, beside threads that draw too."""
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -136,18 +137,27 @@ def test_nobody_looks_at_the_generator_while_it_is_moved_back():
 
 
 @cpu_only('it is about a generator that devices share')
-@pytest.mark.parametrize('known, turns', [
-    ([False, False], 1), ([None, False], 1), ([True, False], 2), ([False, True], 2)])
-def test_no_cell_runs_beside_one_that_draws(known, turns, monkeypatch):
+@pytest.mark.parametrize('before, after, expected', [
+    ([False, False], None, [('at once', 0, 3)]),
+    ([None, False], [False, False], [('at once', 0, 1), ('at once', 1, 3)]),
+    ([None, None], [False, True], [('at once', 0, 1), ('in order', 1, 3)]),
+    ([True, False], None, [('in order', 0, 3)]), ([False, True], None, [('in order', 0, 3)])])
+def test_no_cell_runs_beside_one_that_draws(before, after, expected, monkeypatch):
     """It could begin to draw, and the generator would not tell."""
     partitions = [nn.Sequential(nn.Identity()), nn.Sequential(nn.Identity())]
     pipeline, log = Pipeline(Engine(partitions, [cpu, torch.device('cpu:1')]),
-                             scatter(torch.ones(2, 2), 2)), []
-    pipeline._cells = [SimpleNamespace(draws=lambda draws=draws: draws, suspect=int)
-                       for draws in known]
-    monkeypatch.setattr(pipeline, '_dispatch', lambda groups, here: log.append([*groups, here]))
-    pipeline.compute([(1, 0), (0, 1)])
-    assert len(log) == turns and [*filter(None, sum(log, []))] == [[(1, 0)], [(0, 1)]]
+                             scatter(torch.ones(3, 2), 3)), []
+    known = [*before]
+
+    def note(how, *which):
+        log.append((how, *which))
+        known[:] = after or before
+
+    pipeline._cells = [SimpleNamespace(draws=partial(known.__getitem__, j)) for j in range(2)]
+    monkeypatch.setattr(pipeline, '_run_at_once', partial(note, 'at once'))
+    monkeypatch.setattr(pipeline, '_run_in_order', partial(note, 'in order'))
+    pipeline._run_cells()
+    assert log == expected
 
 
 class Log(TorchDispatchMode):

@@ -13,7 +13,7 @@ generator of its own, in that state::
 The first pass draws from where it would draw without a pipeline. So a seed gives the numbers that
 it gives there, and layers may seed, save and restore states as they like, for instance for a
 recomputation of their own (``torch.utils.checkpoint``). It also means that partitions which draw
-from the CPU's generator take turns: see the note "Order of draws" of the clock.
+from the CPU's generator take turns: see the note "Order of draws" of the pipeline.
 
 The generator of another device serves one worker only, and many of its kernels take no other.
 There the state of the whole cell is kept, and the generator is moved back.
