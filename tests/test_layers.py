@@ -39,6 +39,13 @@ def within(name, package):
     return name == package or name.startswith(package + '.')
 
 
+def test_sharded_layers_stand_beside_the_rest():
+    """On private names of PyTorch alone; and nothing stands on them."""
+    for name, imported in layers.graph().items():
+        others = {other for other in imported if within(other, 'shard') != within(name, 'shard')}
+        assert others <= ({'private'} if within(name, 'shard') else set()), name
+
+
 @pytest.mark.parametrize('above, below', RULES)
 def test_packages_keep_their_order(above, below):
     for name, imported in layers.graph().items():
@@ -56,12 +63,13 @@ def test_every_file_says_its_idea_in_its_first_line():
         assert path.read_text().startswith('"""'), path
 
 
-@pytest.mark.parametrize('module', ['torchgpipe', 'torchgpipe.timeline'])
+@pytest.mark.parametrize('module', ['torchgpipe', 'torchgpipe.timeline', 'torchgpipe.shard'])
 def test_importing_needs_torch_only(module):
     code = (f'import sys, torch; before = set(sys.modules); import {module}; '
             'print({m.partition(".")[0] for m in set(sys.modules) - before} '
             '- sys.stdlib_module_names - {"torchgpipe", "torch"}, '
-            '{"torch.distributed", "torchgpipe.timeline"} & set(sys.modules) - before)')
+            '{"torch.distributed", "torchgpipe.timeline", "torchgpipe.shard"} '
+            '& set(sys.modules) - before)')
     output = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True,
                             check=True, cwd=ROOT).stdout
     assert output.strip() == f'set() {set() if module == "torchgpipe" else {module}}'

@@ -1,0 +1,53 @@
+"""Processes that the tests start: what they give, and what becomes of those that fail."""
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchgpipe.shard as ts
+from tests.shard.processes import Failure, outcomes, run
+
+
+def place(base):
+    """Say who this is."""
+    return base + dist.get_rank(), ts.distributed.get_rank(), torch.get_num_threads()
+
+
+def test_each_rank_returns_what_the_function_gives():
+    assert run(4, place, 10, group=2) == [(10, 0, 1), (11, 1, 1), (12, 0, 1), (13, 1, 1)]
+
+
+def one_raises():
+    """Raise on a rank, and let the other wait for it."""
+    if dist.get_rank() == 1:
+        raise KeyError('this one')
+    dist.barrier()
+
+
+def test_a_failure_comes_with_its_rank_and_its_traceback():
+    with pytest.raises(RuntimeError, match="(?s)rank 1 failed:.*one_raises.*KeyError: 'this one'"):
+        run(2, one_raises)
+
+
+def end():
+    """Do not return on a rank."""
+    if dist.get_rank() == 1:
+        os._exit(1)
+    return 'here'
+
+
+def test_a_process_that_ends_is_a_failure():
+    assert outcomes(2, end) == ['here', Failure(1, 'the process has ended')]
+
+
+def hang():
+    """Never return on two of the ranks."""
+    while dist.get_rank() % 2:
+        time.sleep(1000)
+
+
+def test_ranks_that_do_not_return_are_named():
+    with pytest.raises(TimeoutError, match=r'ranks \[1, 3\]'):
+        run(4, hang, timeout=5)

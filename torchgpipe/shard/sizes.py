@@ -1,0 +1,56 @@
+"""Sizes: how a dimension is cut into a part for each rank.
+
+All parts have the size of the first one, but those where the dimension ends, which are smaller, or
+empty: ``torch.chunk`` cuts like that, and so do DTensors.
+"""
+import torch
+from torch import Tensor
+
+__all__ = ['lengths', 'part', 'slice']
+
+
+def part(size: int, n: int, rank: int) -> tuple[int, int]:
+    """Give where a rank's part begins, and how long it is.
+
+    >>> [part(5, 4, rank) for rank in range(4)]
+    [(0, 2), (2, 2), (4, 1), (5, 0)]
+    """
+    longest = -(-size // n)
+    begin = min(rank * longest, size)
+    return begin, min(longest, size - begin)
+
+
+def lengths(size: int, n: int) -> list[int]:
+    """Give the lengths of all parts.
+
+    >>> lengths(7, 2), lengths(5, 4)
+    ([4, 3], [2, 2, 1, 0])
+    """
+    return [part(size, n, rank)[1] for rank in range(n)]
+
+
+def slice(tensor: Tensor, num_partitions: int, dim: int | None = None,
+          contiguous: bool = False) -> tuple[Tensor, ...]:
+    """Cut a tensor into parts, one for each rank; some may be empty.
+
+    >>> import torch
+    >>> [piece.tolist() for piece in slice(torch.arange(5), 4)]
+    [[0, 1], [2, 3], [4], []]
+
+    Args:
+        tensor: What is cut.
+        num_partitions: How many parts there shall be.
+        dim: The dimension that is cut; the last one by default.
+        contiguous: Whether each part shall be contiguous in memory.
+
+    Returns:
+        Views of the tensor; copies of those parts that have to be made contiguous.
+
+    Raises:
+        ValueError: There is no part to make.
+    """
+    if num_partitions < 1:
+        raise ValueError(f'a tensor is cut into at least one part, not {num_partitions}')
+    dim = -1 if dim is None else dim
+    pieces = torch.split(tensor, lengths(tensor.size(dim), num_partitions), dim)
+    return tuple(piece.contiguous() for piece in pieces) if contiguous else tuple(pieces)

@@ -1,0 +1,89 @@
+"""Tags: attributes of a tensor that say which dimension of it is split over the parallel group.
+
+A tag is an attribute of one tensor object. What an operation makes of that tensor has none, so the
+functions of this package tag what they return, and never what they were given.
+"""
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ['check_dim', 'get_parallel_dim', 'is_split', 'is_tagged', 'register_parallel_attribute',
+           'register_parallel_dim', 'set_attribute', 'storage_dim']
+
+#: The attribute that holds the parallel dimension: None for a whole tensor, or 0, 1, -1.
+_PARALLEL_DIM = '_parallel_dim'
+
+#: The attribute that holds the order of a weight: 0 for (out, in), 1 for (number, features).
+_ORDER_ATTR = '_order_type'
+
+#: The dimension in memory along which a weight is split, by its order and its parallel dimension.
+_STORAGE = {0: {None: None, 0: 1, 1: 0, -1: 0}, 1: {None: None, 0: 0, 1: 1, -1: 1}}
+
+
+def check_dim(dim: int | None) -> int | None:
+    """Give a parallel dimension on.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if dim not in _STORAGE[0] or isinstance(dim, bool):
+        raise ValueError(f'a parallel dimension is None, 0, 1 or -1, not {dim!r}')
+    return dim
+
+
+def set_attribute(tensor: Tensor, name: str, value: Any) -> None:
+    """Set an attribute of a tensor, such as ``ts._PARALLEL_DIM``."""
+    setattr(tensor, name, value)
+
+
+def register_parallel_dim(tensor: Tensor, dim: int | None) -> None:
+    """Tag a tensor with its parallel dimension.
+
+    Of an activation, 1 and -1 say that its last dimension is this rank's part; None that it is
+    whole.
+
+    Raises:
+        ValueError: There is no such parallel dimension.
+    """
+    set_attribute(tensor, _PARALLEL_DIM, check_dim(dim))
+
+
+def register_parallel_attribute(tensor: Tensor, dim: int | None, order: int = 0) -> None:
+    """Tag a weight with its parallel dimension and its order.
+
+    Args:
+        tensor: This rank's part of a weight.
+        dim: Its parallel dimension. In order 0, 1 and -1 split the outputs, 0 the inputs. In order
+            1, 0 splits the rows, 1 and -1 the columns.
+        order: 0 for a weight of shape (out, in), as that of a linear layer, or a bias; 1 for one
+            of shape (number, features), as that of an embedding.
+
+    Raises:
+        ValueError: There is no such parallel dimension, or no such order.
+    """
+    if order not in _STORAGE:
+        raise ValueError(f'the order of a weight is 0, (out, in), or 1, (number, features), '
+                         f'not {order!r}')
+    register_parallel_dim(tensor, dim)
+    set_attribute(tensor, _ORDER_ATTR, order)
+
+
+def get_parallel_dim(tensor: Tensor) -> int | None:
+    """Give the parallel dimension of a tensor, None where it has no tag."""
+    dim: int | None = getattr(tensor, _PARALLEL_DIM, None)
+    return dim
+
+
+def is_tagged(tensor: Tensor) -> bool:
+    """Tell whether a tensor says anything about itself."""
+    return hasattr(tensor, _PARALLEL_DIM)
+
+
+def is_split(tensor: Tensor) -> bool:
+    """Tell whether the last dimension of an activation is this rank's part."""
+    return get_parallel_dim(tensor) in (1, -1)
+
+
+def storage_dim(parameter: Tensor) -> int | None:
+    """Give the dimension in memory along which a weight is split, None if each rank has it all."""
+    return _STORAGE[getattr(parameter, _ORDER_ATTR, 0)][get_parallel_dim(parameter)]

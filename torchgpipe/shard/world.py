@@ -1,0 +1,151 @@
+"""The world: the processes as a mesh of replicas and parallel groups.
+
+A row of the mesh is a parallel group, which holds one copy of the sharded layers. Down a column
+are the replicas of one part of them. Six ranks in groups of two::
+
+               tensor ──▶
+    data   │   0   1      ◀── the parallel group of ranks 0 and 1
+           ▼   2   3
+               4   5
+                   ▲
+                   └── ranks 1, 3 and 5 hold the same part
+"""
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ['AXES', 'World', 'current', 'destroy', 'init', 'is_initialized']
+
+#: The axes of the mesh.
+AXES = ('data', 'tensor')
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """The mesh, and where this rank is in it."""
+
+    mesh: DeviceMesh
+    tensor_group: ProcessGroup
+    data_group: ProcessGroup
+    tensor_rank: int
+    tensor_size: int
+    data_rank: int
+    data_size: int
+
+    #: All processes, as long as the mesh is good for them.
+    everyone: ProcessGroup
+
+    #: The groups that were made for the mesh, and go with it.
+    own: tuple[ProcessGroup, ...]
+
+
+# One for the process, as that of torch.distributed: autograd's threads have to find it, too.
+_world: World | None = None
+
+
+def is_initialized() -> bool:
+    """Tell whether there are parallel groups."""
+    return (_world is not None and dist.is_initialized()
+            and dist.group.WORLD is _world.everyone)
+
+
+def current() -> World:
+    """Give the world of this process.
+
+    Raises:
+        RuntimeError: There are no parallel groups yet.
+    """
+    if _world is None or not is_initialized():
+        raise RuntimeError(
+            'there are no parallel groups: call ts.distributed.init_process_group(group_size), '
+            'after torch.distributed.init_process_group, before making or calling sharded layers')
+    return _world
+
+
+def init(group_size: int = -1, mesh: DeviceMesh | None = None,
+         timeout: timedelta | None = None) -> None:
+    """Make the parallel groups, or take them from a mesh. All ranks have to call it."""
+    global _world
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError('parallel groups stand on torch.distributed: call '
+                           'torch.distributed.init_process_group first')
+    if is_initialized():
+        raise RuntimeError('there are parallel groups already, of '
+                           f'{current().tensor_size}: call ts.distributed.destroy_process_group '
+                           'before making others')
+    _world = _make(group_size, timeout) if mesh is None else _take(group_size, mesh, timeout)
+
+
+def destroy() -> None:
+    """Forget the parallel groups, and end those that were made here."""
+    global _world
+    own = current().own
+    _world = None
+    for group in own:
+        dist.destroy_process_group(group)
+
+
+def _make(group_size: int, timeout: timedelta | None) -> World:
+    """Cut all ranks into groups of consecutive ones."""
+    number = dist.get_world_size()
+    size = number if group_size == -1 else group_size
+    if size < 1 or number % size:
+        raise ValueError(
+            f'{number} processes can not be cut into groups of {group_size}: a group size divides '
+            'the number of processes, or is -1 for one group of all')
+    grid = torch.arange(number).view(-1, size)
+    # Every rank makes all groups, in the same order, as torch.distributed demands.
+    data, _ = dist.new_subgroups_by_enumeration(grid.T.tolist(), timeout=timeout)
+    tensor, _ = dist.new_subgroups_by_enumeration(grid.tolist(), timeout=timeout)
+    mesh = DeviceMesh.from_group([data, tensor], _device_type(), grid, mesh_dim_names=AXES)
+    return _world_of(mesh, (data, tensor))
+
+
+def _take(group_size: int, mesh: DeviceMesh, timeout: timedelta | None) -> World:
+    """Use the groups of a mesh that somebody else has made."""
+    names = ('tensor',) if mesh.ndim == 1 else mesh.mesh_dim_names or ()
+    if 'tensor' not in names:
+        raise ValueError(f"a mesh needs an axis called 'tensor', or only one; this one has "
+                         f'{mesh.ndim}, {mesh.mesh_dim_names}: name them by mesh_dim_names')
+    place = mesh.get_coordinate()
+    if place is None:
+        raise ValueError(f'rank {dist.get_rank()} is not in the mesh {mesh}')
+    size = mesh.size(names.index('tensor'))
+    if group_size not in (-1, size):
+        raise ValueError(f'the groups of the mesh have {size} ranks, not {group_size}: leave '
+                         'group_size out')
+    if names == AXES:
+        return _world_of(mesh, ())
+    grid = mesh.mesh[tuple(slice(None) if name in AXES else i for name, i in zip(names, place))]
+    tensor = mesh.get_group(names.index('tensor'))
+    own: tuple[ProcessGroup, ...] = ()
+    if 'data' in names:
+        grid = grid if names.index('data') < names.index('tensor') else grid.T
+        data = mesh.get_group(names.index('data'))
+    else:
+        grid = grid.view(1, -1)
+        data = dist.new_group([dist.get_rank()], timeout, use_local_synchronization=True)
+        own = (data,)
+    return _world_of(DeviceMesh.from_group([data, tensor], mesh.device_type, grid,
+                                           mesh_dim_names=AXES), own)
+
+
+def _world_of(mesh: DeviceMesh, own: tuple[ProcessGroup, ...]) -> World:
+    data, tensor = mesh.get_group('data'), mesh.get_group('tensor')
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    return World(mesh, tensor, data, tensor.rank(), tensor.size(), data.rank(), data.size(),
+                 everyone, own)
+
+
+def _device_type() -> str:
+    """Give the type of devices whose tensors the processes exchange."""
+    accelerator = torch.accelerator.current_accelerator()
+    backends = dict(pair.split(':') for pair in dist.get_backend_config().split(','))
+    if accelerator is None or backends.get(accelerator.type, 'gloo') == 'gloo':
+        return 'cpu'
+    return accelerator.type
