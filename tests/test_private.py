@@ -81,6 +81,17 @@ def test_memory():
     assert private.data_address(x[1:]) == private.data_address(x) == x.data_ptr()
 
 
+def test_a_tensor_without_memory():
+    class Shape(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError
+
+    x = private.on_cpu_without_memory(Shape, torch.Size([10 ** 9, 10 ** 5]), torch.half)
+    assert isinstance(x, Shape) and x.shape == (10 ** 9, 10 ** 5) and x.dtype == torch.half
+    assert x.device == torch.device('cpu') and not x.is_meta and x.is_contiguous()
+
+
 def test_a_copy_on_write():
     x = torch.zeros(3)
     version = x._version

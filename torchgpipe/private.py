@@ -23,7 +23,8 @@ __all__ = ['APPLY', 'DISPATCH_MODES', 'FUNCTION_MODES', 'RESETS', 'BatchNorm', '
            'backward_class', 'backward_pass', 'compiled_code', 'compiled_codes',
            'current_node', 'data_address',
            'innermost_hooks', 'is_compiled', 'is_full_backward_hook', 'is_tracing',
-           'is_transformed', 'lazy_clone', 'name_of_call', 'own_context', 'parse_to', 'pop_hooks',
+           'is_transformed', 'lazy_clone', 'name_of_call', 'on_cpu_without_memory',
+           'own_context', 'parse_to', 'pop_hooks',
            'proxy_mode', 'retains_graph', 'script_attributes', 'storage_id', 'tree_flatten',
            'tree_flatten_with_path', 'tree_leaves', 'tree_map_only', 'tree_unflatten',
            'uncompiled', 'unseen', 'untraced', 'without_torch_function']
@@ -98,6 +99,16 @@ data_address: Callable[[Tensor], int] = _core._data_address
 #: writes is noticed by that, also one that does not count as a new version. There is no public
 #: way.
 lazy_clone: Callable[[Tensor], Tensor] = torch._lazy_clone
+
+
+def on_cpu_without_memory(kind: type[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Give a tensor of a class that says it is on the CPU, and has no values.
+
+    What is on the meta device says so, and methods that set initial values do nothing there.
+    """
+    return torch.Tensor._make_wrapper_subclass(
+        kind, shape, dtype=dtype, device=torch.device('cpu'))
+
 
 # --- modes and transforms
 # ---------------------------------------------------------------------------

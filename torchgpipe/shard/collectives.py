@@ -33,7 +33,7 @@ from torchgpipe.shard.tags import register_parallel_dim
 from torchgpipe.shard.world import current
 
 __all__ = ['all_gather', 'all_reduce', 'all_sizes', 'broadcast', 'copy', 'gather', 'reduce',
-           'scatter']
+           'reduce_', 'scatter']
 
 
 # --- in place, or without gradient
@@ -143,7 +143,7 @@ class Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Add up the gradients of all ranks."""
-        added: Tensor = Reduce.apply(grads[0], ctx.group)  # type: ignore[no-untyped-call]
+        added: Tensor = Reduce.apply(grads[0], ctx.group, False)  # type: ignore[no-untyped-call]
         return added, None
 
 
@@ -151,18 +151,22 @@ class Reduce(torch.autograd.Function):
     """Add up the terms of all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        """Give the sum to every rank, and leave the term as it is."""
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, in_place: bool) -> Tensor:
+        """Give the sum to every rank; leave the term as it is, or put the sum in its place."""
         ctx.group = group
         if group.size() == 1:
             return x.detach()
-        return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
+        if in_place and x.is_contiguous():
+            ctx.mark_dirty(x)
+        else:
+            x = x.clone(memory_format=torch.contiguous_format)
+        return all_reduce(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         """Each term has the gradient of the sum."""
         same: Tensor = Copy.apply(grads[0], ctx.group)  # type: ignore[no-untyped-call]
-        return same, None
+        return same, None, None
 
 
 def scatter(x: Tensor, dim: int = -1) -> Tensor:
@@ -210,7 +214,17 @@ def reduce(x: Tensor) -> Tensor:
     Returns:
         A new tensor, the same on all ranks, tagged as whole. Its gradient is that of each term.
     """
-    added: Tensor = Reduce.apply(x, current().tensor_group)  # type: ignore[no-untyped-call]
+    return _reduce(x, in_place=False)
+
+
+def reduce_(x: Tensor) -> Tensor:
+    """Do the same in the memory of a tensor that nobody else needs."""
+    return _reduce(x, in_place=True)
+
+
+def _reduce(x: Tensor, in_place: bool) -> Tensor:
+    group = current().tensor_group
+    added: Tensor = Reduce.apply(x, group, in_place)  # type: ignore[no-untyped-call]
     register_parallel_dim(added, None)
     return added
 

@@ -6,7 +6,7 @@ empty: ``torch.chunk`` cuts like that, and so do DTensors.
 import torch
 from torch import Tensor
 
-__all__ = ['lengths', 'part', 'slice']
+__all__ = ['find', 'lengths', 'part', 'slice']
 
 
 def part(size: int, n: int, rank: int) -> tuple[int, int]:
@@ -18,6 +18,16 @@ def part(size: int, n: int, rank: int) -> tuple[int, int]:
     longest = -(-size // n)
     begin = min(rank * longest, size)
     return begin, min(longest, size - begin)
+
+
+def find(index: int, size: int, n: int, rank: int) -> int | None:
+    """Give where an index is within a rank's part; None if it is not there.
+
+    >>> [find(4, 5, 2, rank) for rank in range(2)]
+    [None, 1]
+    """
+    begin, length = part(size, n, rank)
+    return index - begin if begin <= index < begin + length else None
 
 
 def lengths(size: int, n: int) -> list[int]:

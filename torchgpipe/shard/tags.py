@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 __all__ = ['check_dim', 'get_parallel_dim', 'is_split', 'is_tagged', 'register_parallel_attribute',
-           'register_parallel_dim', 'set_attribute', 'storage_dim']
+           'register_parallel_dim', 'set_attribute', 'storage_dim', 'to_storage']
 
 #: The attribute that holds the parallel dimension: None for a whole tensor, or 0, 1, -1.
 _PARALLEL_DIM = '_parallel_dim'
@@ -20,7 +20,7 @@ _ORDER_ATTR = '_order_type'
 _STORAGE = {0: {None: None, 0: 1, 1: 0, -1: 0}, 1: {None: None, 0: 0, 1: 1, -1: 1}}
 
 
-def check_dim(dim: int | None) -> int | None:
+def check_dim(dim: Any) -> int | None:
     """Give a parallel dimension on.
 
     Raises:
@@ -28,7 +28,8 @@ def check_dim(dim: int | None) -> int | None:
     """
     if dim not in _STORAGE[0] or isinstance(dim, bool):
         raise ValueError(f'a parallel dimension is None, 0, 1 or -1, not {dim!r}')
-    return dim
+    given: int | None = dim
+    return given
 
 
 def set_attribute(tensor: Tensor, name: str, value: Any) -> None:
@@ -86,4 +87,9 @@ def is_split(tensor: Tensor) -> bool:
 
 def storage_dim(parameter: Tensor) -> int | None:
     """Give the dimension in memory along which a weight is split, None if each rank has it all."""
-    return _STORAGE[getattr(parameter, _ORDER_ATTR, 0)][get_parallel_dim(parameter)]
+    return to_storage(get_parallel_dim(parameter), getattr(parameter, _ORDER_ATTR, 0))
+
+
+def to_storage(dim: int | None, order: int) -> int | None:
+    """Give the dimension in memory that a parallel dimension stands for."""
+    return _STORAGE[order][dim]

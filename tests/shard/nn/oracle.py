@@ -1,0 +1,52 @@
+"""What a sharded layer is compared with: the plain one, in one process."""
+import torch
+
+import torchgpipe.shard as ts
+from torchgpipe.shard.parameter import global_shape
+from torchgpipe.shard.tags import storage_dim
+
+__all__ = ['close', 'cut', 'same_start', 'seeded']
+
+
+def close(found, expected):
+    """Compare numbers of double precision."""
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def seeded(make, seed=1):
+    """Make something after a seed, and give the next random number, too."""
+    torch.manual_seed(seed)
+    return make(), torch.rand(1)
+
+
+def cut(whole, dim):
+    """Give this rank's part of what is split along a dimension in memory."""
+    n, rank = ts.distributed.get_group_size(), ts.distributed.get_rank()
+    return whole if dim is None else ts.slice(whole, n, dim)[rank]
+
+
+def same_start(plain, sharded):
+    """Check each initial value, and that of the next random number. Give both layers."""
+    (plain, after), (sharded, after_sharded) = seeded(plain), seeded(sharded)
+    assert after.equal(after_sharded)
+    same_parameters(plain, sharded)
+    return plain, sharded
+
+
+def same_parameters(plain, sharded):
+    """Check that parameters are the plain layer's, to the bit."""
+    expected, found = dict(plain.named_parameters()), dict(sharded.named_parameters())
+    assert list(expected) == list(found)
+    for name, whole in expected.items():
+        assert global_shape(found[name]) == whole.shape
+        part = cut(whole, storage_dim(found[name]))
+        assert found[name].equal(part) and found[name].dtype == whole.dtype
+        assert found[name].requires_grad == whole.requires_grad
+        assert type(found[name]) is torch.nn.Parameter
+
+
+def same_gradients(plain, sharded):
+    """Check gradients of parameters."""
+    found = dict(sharded.named_parameters())
+    for name, whole in plain.named_parameters():
+        close(found[name].grad, cut(whole.grad, storage_dim(found[name])))

@@ -1,0 +1,93 @@
+"""Random numbers: which ranks of a group draw the same ones."""
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe.shard.collectives import broadcast
+from torchgpipe.shard.tags import check_dim
+from torchgpipe.shard.world import World, current
+
+__all__ = ['agreed', 'draws']
+
+
+class _OfDevice:
+    """The default generator of the present device of an accelerator."""
+
+    def __init__(self, kind: str) -> None:
+        module = torch.get_device_module(kind)
+        self.get_state, self.set_state = module.get_rng_state, module.set_rng_state
+        self.manual_seed = module.manual_seed
+
+
+@contextmanager
+def agreed(world: World, *generators: Any) -> Iterator[None]:
+    """Let all ranks of the group draw what its first one draws.
+
+    A rank whose generators were in the same state leaves them where the first one's are then.
+    Another one has its own state again afterwards.
+    """
+    own = [generator.get_state() for generator in generators]
+    first = [_of_first(state, world) for state in own]
+    if world.tensor_size == 1 or all(map(torch.equal, own, first)):
+        yield
+        return
+    with _in_state(generators, own):
+        for generator, state in zip(generators, first):
+            generator.set_state(state)
+        yield
+
+
+@contextmanager
+def draws(parallel_dim: int | None, device: torch.device | None = None) -> Iterator[None]:
+    """Draw the same random numbers on all ranks of a group, or different ones.
+
+    Put it around what draws them in a layer of your own::
+
+        with ts.draws(-1):  # each rank has heads of its own
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+
+    Either way they follow from ``torch.manual_seed``, and a checkpoint that puts the states of
+    generators back draws them again. All ranks of a group have to enter it together.
+
+    Args:
+        parallel_dim: None where a tensor is whole. Then all ranks draw what one process would,
+            if their seeds are the same, and otherwise what the first rank of the group draws. With
+            -1 or 1, where it is this rank's part, each rank draws numbers of its own.
+        device: Where they are drawn; by default on the accelerator, if there is one.
+    """
+    split, world = check_dim(parallel_dim) is not None, current()
+    if device is None:
+        device = torch.accelerator.current_accelerator(check_available=True)
+    on_cpu = device is None or device.type == 'cpu'
+    generators: list[Any] = [torch.default_generator]
+    generators += [] if device is None or on_cpu else [_OfDevice(device.type)]
+    if not split:
+        with agreed(world, *generators):
+            yield
+    elif world.tensor_size == 1:
+        yield
+    else:
+        # Ranks with the same seed draw the same number here.
+        seed = int(torch.randint(2 ** 62, (), device='cpu'))
+        with _in_state(generators, [generator.get_state() for generator in generators]):
+            for generator in generators:
+                generator.manual_seed(seed + world.tensor_rank)
+            yield
+
+
+def _of_first(state: Tensor, world: World) -> Tensor:
+    """Give the state of a generator of the group's first rank."""
+    return broadcast(state.clone().to(world.mesh.device_type), world.tensor_group).cpu()
+
+
+@contextmanager
+def _in_state(generators: Any, states: list[Tensor]) -> Iterator[None]:
+    """Put generators into some states at the end."""
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states):
+            generator.set_state(state)

@@ -1,0 +1,188 @@
+"""Initial values: those that one process would draw, on each rank its part of them.
+
+A random number depends on all that were drawn before it. So each rank draws those of the whole, a
+block at a time, and keeps its own. How a method of ``torch.nn.init`` sets values is found out on a
+tensor of the whole's shape without memory: which operations it calls in place, in which order.
+"""
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe.private import TorchDispatchMode, on_cpu_without_memory
+from torchgpipe.shard import sizes
+from torchgpipe.shard.draws import agreed
+from torchgpipe.shard.parameter import global_shape
+from torchgpipe.shard.tags import storage_dim
+from torchgpipe.shard.world import World, current
+
+__all__ = ['shard_init_helper_']
+
+#: So many random numbers are drawn at a time, or up to twice as many.
+BLOCK = 1 << 16
+
+#: Operations that draw, on the CPU, the same numbers in blocks as at once. `normal_` draws them by
+#: sixteens, and the last sixteen once more: so a block is a multiple of that, the last one larger.
+_DRAWING = ('uniform_', 'normal_')
+
+_Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+def shard_init_helper_(init_method: Callable[..., Any], tensor: Tensor, **kwargs: Any) -> Tensor:
+    """Set initial values of a sharded parameter: this rank's part of what one process would draw.
+
+    All ranks of the group have to call it. They draw from the state of the first rank's generator.
+    Where the others' are in the same state, they all are afterwards where they would be in one
+    process; a rank whose own was in another state finds it as it was.
+
+    Methods that draw by ``uniform_`` or ``normal_`` and change each value by itself, such as
+    ``kaiming_uniform_``, ``xavier_normal_`` and ``constant_``, never have the whole tensor in
+    memory. For others, such as ``orthogonal_`` and ``trunc_normal_``, each rank makes it.
+
+    Numbers are drawn on the CPU, and copied to where the parameter is: what a layer has that is
+    made there and moved. On the meta device, nothing is done.
+
+    Args:
+        init_method: One of ``torch.nn.init``, or another that sets a tensor in place.
+        tensor: A parameter of a sharded layer, or of a plain one, of which each rank has all.
+        kwargs: What the method is called with beside the tensor.
+
+    Returns:
+        The tensor.
+    """
+    world = current()
+    if tensor.is_meta:
+        return tensor
+    generator = kwargs.get('generator') or torch.default_generator
+    with torch.no_grad(), agreed(world, generator):
+        dim = storage_dim(tensor)
+        if tensor.is_cpu and (dim is None or world.tensor_size == 1):
+            init_method(tensor, **kwargs)
+        else:
+            tensor.copy_(_part(world, init_method, global_shape(tensor), dim, tensor.dtype,
+                               kwargs))
+    return tensor
+
+
+def _part(world: World, init_method: Callable[..., Any], shape: Sequence[int], dim: int | None,
+          dtype: torch.dtype, kwargs: dict[str, Any]) -> Tensor:
+    """Give this rank's part of what a method sets in a tensor of some shape."""
+    calls = _calls(init_method, shape, dtype, kwargs)
+    size = 1 if dim is None else shape[dim]
+    begin, length = ((0, 1) if dim is None else
+                     sizes.part(size, world.tensor_size, world.tensor_rank))
+    if calls is None:
+        whole = torch.empty(shape, dtype=dtype, device='cpu')
+        init_method(whole, **kwargs)
+        return whole if dim is None else whole.narrow(dim, begin, length)
+    # In memory, the whole is made of rows, and this rank has the same elements of each.
+    row = prod(shape[dim or 0:])
+    element = row // size if size else 0
+    mine = range(begin * element, (begin + length) * element)
+    local = list(shape)
+    if dim is not None:
+        local[dim] = length
+    part = torch.empty(local, dtype=dtype, device='cpu')
+    for operation, args, rest in calls:
+        if _name(operation) in _DRAWING:
+            _draw(part, prod(shape), row, mine, lambda x: operation(x, *args, **rest))
+        else:
+            operation(part, *args, **rest)
+    return part
+
+
+def _draw(part: Tensor, number: int, row: int, mine: range,
+          draw: Callable[[Tensor], Any]) -> None:
+    """Draw all numbers, block by block, and keep those that lie within a range of each row."""
+    kept = part.view(-1)
+    for start, stop in _blocks(number):
+        block = torch.empty(stop - start, dtype=part.dtype, device='cpu')
+        draw(block)
+        found = _within(block, start, row, mine)
+        kept[:len(found)] = found
+        kept = kept[len(found):]
+
+
+def _within(block: Tensor, start: int, row: int, mine: range) -> Tensor:
+    """Give those elements of a block that lie within a range of each row."""
+    first = start % row
+    if first + len(block) <= row:  # all in one row
+        return block[max(mine.start - first, 0):max(mine.stop - first, 0)]
+    place = torch.arange(first, first + len(block), device='cpu').remainder_(row)
+    return block[(place >= mine.start) & (place < mine.stop)]
+
+
+def _blocks(number: int) -> Iterator[tuple[int, int]]:
+    count = max(number // BLOCK, 1)
+    for k in range(count):
+        yield k * BLOCK, number if k == count - 1 else (k + 1) * BLOCK
+
+
+# --- what a method does
+# -----------------------------------------------------------------------------
+
+
+def _calls(init_method: Callable[..., Any], shape: Sequence[int], dtype: torch.dtype,
+           kwargs: dict[str, Any]) -> list[_Call] | None:
+    """Give the operations that a method calls, each in place on the whole tensor; None for others.
+
+    Those are the ones that draw in blocks as at once, and those that change each value by itself.
+    """
+    recorder = _Recorder(shape, dtype)
+    tensor = recorder.whole()
+    try:
+        with recorder:
+            init_method(tensor, **kwargs)
+    except Exception:
+        return None  # If it is an error, it will be raised again where there are values.
+    return recorder.calls
+
+
+class _Recorder(TorchDispatchMode):
+    """Write down the operations on a whole tensor, which has no values."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shape, self.dtype = torch.Size(shape), dtype
+        self.calls: list[_Call] = []
+
+    def whole(self) -> Tensor:
+        """Give that tensor. It is not on the meta device, which methods leave as it is."""
+        return on_cpu_without_memory(_Whole, self.shape, self.dtype)
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        rest = [*args[1:], *kwargs.values()]
+        if (not args or not isinstance(args[0], _Whole)
+                or any(isinstance(each, Tensor) for each in rest)):
+            raise NotImplementedError(operation)
+        if _name(operation) == 'detach':
+            return self.whole()
+        if not _is_by_value(operation):
+            raise NotImplementedError(operation)
+        self.calls.append((operation, args[1:], kwargs))
+        return args[0]
+
+
+class _Whole(Tensor):
+    """A tensor without values; the recorder sees what is called on it first."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+def _name(operation: Any) -> str:
+    name: str = operation.overloadpacket.__name__
+    return name
+
+
+def _is_by_value(operation: Any) -> bool:
+    """Tell whether an operation sets each value by itself, in place."""
+    name = _name(operation)
+    return name in (*_DRAWING, 'fill_', 'zero_') or (
+        name.endswith('_') and torch.Tag.pointwise in operation.tags
+        and torch.Tag.nondeterministic_seeded not in operation.tags)

@@ -1,0 +1,58 @@
+"""Dropout that knows whether an activation is whole or this rank's part."""
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchgpipe.shard.draws import draws
+from torchgpipe.shard.tags import check_dim, get_parallel_dim, is_tagged, register_parallel_dim
+
+__all__ = ['ParallelDropout']
+
+
+class ParallelDropout(nn.Module):
+    """``nn.Dropout``: one mask on all ranks where activations are whole, another on each else.
+
+    Masks follow from ``torch.manual_seed``, also in a recomputation. Where activations are whole,
+    and all ranks have the same seed, it is the mask that one process draws.
+
+    Args:
+        p: The probability of zero.
+        inplace: Whether the input is changed in place.
+        dim: None for whole activations, -1 or 1 for this rank's part; by default the tag of the
+            input says which. The output is tagged so.
+
+    Raises:
+        ValueError: The input has no tag, and ``dim`` was left out.
+    """
+
+    def __init__(self, p: float = 0.5, inplace: bool = False,
+                 dim: int | str | None = 'tag') -> None:
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise ValueError(f'p is a probability, from 0 to 1, not {p}')
+        self.p, self.inplace = p, inplace
+        self.dim = 'tag' if dim == 'tag' else check_dim(dim)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Set some elements to zero, in training."""
+        dim = self._dim_of(input)
+        if self.training and 0 < self.p < 1:
+            with draws(dim, input.device):
+                y = F.dropout(input, self.p, True, self.inplace)
+        else:
+            y = F.dropout(input, self.p, self.training, self.inplace).view_as(input)
+        register_parallel_dim(y, dim)
+        return y
+
+    def _dim_of(self, input: Tensor) -> int | None:
+        if not isinstance(self.dim, str):
+            return self.dim
+        if not is_tagged(input):
+            raise ValueError(
+                f"{self}: no tag says whether the input is whole or this rank's part. Put "
+                'ts.nn.RegisterParallelDim(None) or (-1) after the operation that has lost it, or '
+                'give the layer dim')
+        return get_parallel_dim(input)
+
+    def extra_repr(self) -> str:
+        """Say its options."""
+        return f'p={self.p}, inplace={self.inplace}, dim={self.dim}'

@@ -1,0 +1,126 @@
+"""Embeddings whose table is split over the parallel group."""
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.shard import sizes
+from torchgpipe.shard.initial import shard_init_helper_
+from torchgpipe.shard.nn.convert import convert
+from torchgpipe.shard.nn.functional import embedding
+from torchgpipe.shard.parameter import Layout, ParallelModule
+from torchgpipe.shard.tags import check_dim
+from torchgpipe.shard.world import current
+
+__all__ = ['ParallelEmbedding']
+
+
+class ParallelEmbedding(ParallelModule):
+    """``nn.Embedding``, split over the ranks of the parallel group. Its output is whole.
+
+    Args:
+        num_embeddings: The number of rows of the whole table.
+        embedding_dim: The number of its columns.
+        padding_idx: A row that is zero at first, and gets no gradient.
+        max_norm: Rows that are looked up are scaled, in place, to at most this norm.
+        norm_type: The p of that norm.
+        scale_grad_by_freq: Whether a row's gradient is divided by how often it was looked up.
+        sparse: Whether the gradient of the weight is a sparse tensor.
+        _weight: The whole table, to start from.
+        dim: What is split: 0 the rows, 1 or -1 the columns, None nothing.
+        device: Where the weight shall be; on the meta device it takes no memory.
+        dtype: The type of its numbers.
+
+    Raises:
+        ValueError: ``dim`` is another one, ``padding_idx`` is not in the table, or the weight has
+            another shape.
+        RuntimeError: There are no parallel groups.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None,
+                 max_norm: float | None = None, norm_type: float = 2.,
+                 scale_grad_by_freq: bool = False, sparse: bool = False,
+                 _weight: Tensor | None = None, dim: int | None = None, *, device: Any = None,
+                 dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx = _checked(padding_idx, num_embeddings)
+        self.max_norm, self.norm_type = max_norm, norm_type
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self.dim = check_dim(dim)
+        shape = num_embeddings, embedding_dim
+        if _weight is None:
+            self.register_part('weight', shape, dim, 1, device, dtype)
+            self.reset_parameters()
+        elif tuple(_weight.shape) == shape:
+            self.put_part('weight', nn.Parameter(_weight), Layout(shape, dim, 1))
+        else:
+            raise ValueError(f'_weight is the whole table, of shape {shape}, '
+                             f'and not of {tuple(_weight.shape)}')
+
+    def reset_parameters(self) -> None:
+        """Set initial values: this rank's part of those of ``nn.Embedding``."""
+        shard_init_helper_(nn.init.normal_, self.weight)
+        row, world = self.padding_idx, current()
+        if row is not None and self.dim == 0:
+            row = sizes.find(row, self.num_embeddings, world.tensor_size, world.tensor_rank)
+        if row is not None:
+            with torch.no_grad():
+                self.weight[row] = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Look up: see :func:`ts.nn.functional.parallel_embedding`."""
+        layout = self._layouts['weight']
+        return embedding(input, self.weight, layout.shape, layout.storage, self.padding_idx,
+                         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
+
+    def extra_repr(self) -> str:
+        """Say its sizes and options, those that are not as usual."""
+        usual = {'padding_idx': None, 'max_norm': None, 'norm_type': 2.,
+                 'scale_grad_by_freq': False, 'sparse': False}
+        options = [f'{name}={getattr(self, name)}' for name, value in usual.items()
+                   if getattr(self, name) != value]
+        return ', '.join([str(self.num_embeddings), str(self.embedding_dim), *options,
+                          f'dim={self.dim}'])
+
+    @classmethod
+    def convert_parallel_embedding(cls, module: nn.Module, dim: int | None = None) -> nn.Module:
+        """Put sharded tables in the place of all ``nn.Embedding`` of a module, or of one itself.
+
+        They have the same values, type, device, mode, hooks and options. The ranks of a group
+        agree with the values of its first one.
+
+        Args:
+            module: It stays as it is if it is an ``nn.Embedding`` itself; otherwise its layers are
+                replaced. Layers of classes derived from ``nn.Embedding`` are left alone.
+            dim: What is split.
+
+        Returns:
+            The sharded table, or the module.
+
+        Raises:
+            ValueError: ``dim`` is none, or a weight belongs to another layer, too.
+        """
+        check_dim(dim)
+        return convert(module, nn.Embedding, lambda table: cls._like(table, dim))
+
+    @classmethod
+    def _like(cls, table: nn.Module, dim: int | None) -> 'ParallelEmbedding':
+        assert isinstance(table, nn.Embedding)
+        new = cls.__new__(cls)
+        new.stand_for(table, {
+            'weight': Layout((table.num_embeddings, table.embedding_dim), dim, 1)})
+        new.dim = dim
+        return new
+
+
+def _checked(padding_idx: int | None, number: int) -> int | None:
+    """Give the number of the row that stands for padding, counted from the first one."""
+    if padding_idx is None:
+        return None
+    if not -number <= padding_idx < number:
+        raise ValueError(f'padding_idx is the number of a row, less than {number}, '
+                         f'not {padding_idx}')
+    return padding_idx % number

@@ -1,0 +1,162 @@
+"""Functions of sharded layers, on this rank's parts of their weights."""
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchgpipe.shard import sizes
+from torchgpipe.shard.collectives import all_gather, copy, gather, reduce_, scatter
+from torchgpipe.shard.parameter import global_shape
+from torchgpipe.shard.tags import get_parallel_dim, is_split, register_parallel_dim, storage_dim
+from torchgpipe.shard.world import World, current
+
+__all__ = ['parallel_embedding', 'parallel_linear']
+
+
+def parallel_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Apply a linear map of which each rank has a part, as its weight's tag says.
+
+    Args:
+        input: Of shape (…, inputs). It is whole, but where the weight's inputs are split it may be
+            this rank's part, tagged -1.
+        weight: This rank's part: of shape (outputs / n, inputs) with the parallel dimension 1 or
+            -1, (outputs, inputs / n) with 0, and all of it with None.
+        bias: This rank's part of it in the first case, and all of it otherwise.
+
+    Returns:
+        A tensor of shape (…, outputs), whole; or (…, outputs / n), tagged -1, in the first case.
+
+    Raises:
+        ValueError: The input is not what the weight takes.
+    """
+    return linear(input, weight, bias, get_parallel_dim(weight), None, 'parallel_linear')
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dim: int | None,
+           in_features: int | None, name: object) -> Tensor:
+    """Do what :func:`parallel_linear` does; errors name the layer."""
+    world = current()
+    if dim == 0:
+        x = _part_of_input(x, weight, in_features, world, name)
+        if world.tensor_size > 1:
+            y = reduce_(F.linear(x, weight))
+            return y if bias is None else _whole(y.add_(bias))
+        return _whole(F.linear(x, weight, bias))
+    if is_split(x):
+        raise ValueError(f'{name} takes a whole input, and this one is tagged as a part: '
+                         'put it together by ts.distributed.gather')
+    _check_features(x, weight.size(1), name)
+    if dim is None:
+        return _whole(F.linear(x, weight, bias))
+    y = F.linear(copy(x), weight, bias)
+    register_parallel_dim(y, -1)
+    return y
+
+
+def _part_of_input(x: Tensor, weight: Tensor, in_features: int | None, world: World,
+                   name: object) -> Tensor:
+    """Give this rank's part of an input that is whole, or is the part already."""
+    length = weight.size(1)
+    if is_split(x):
+        if x.size(-1) != length:
+            raise ValueError(f'{name}: the input is tagged as a part, and has {x.size(-1)} '
+                             f'features; the part of rank {world.tensor_rank} has {length}')
+        return x
+    whole = x.size(-1) if in_features is None else in_features
+    _check_features(x, whole, name)
+    if sizes.part(whole, world.tensor_size, world.tensor_rank)[1] != length:
+        raise ValueError(f'{name}: {_untagged(x)}; the part of rank {world.tensor_rank} has '
+                         f'{length}. {_REMEDY}')
+    return scatter(x)
+
+
+def _check_features(x: Tensor, number: int, name: object) -> None:
+    if x.size(-1) != number:
+        raise ValueError(f'{name}: {_untagged(x)}; a whole one has {number}. {_REMEDY}')
+
+
+def _untagged(x: Tensor) -> str:
+    return f'the input has {x.size(-1)} features, and no tag says that it is a part'
+
+
+_REMEDY = ("If it is this rank's part, an operation has lost its tag: put "
+           'ts.nn.RegisterParallelDim(-1) after that operation')
+
+
+def _whole(y: Tensor) -> Tensor:
+    register_parallel_dim(y, None)
+    return y
+
+
+def parallel_embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None,
+                       max_norm: float | None = None, norm_type: float = 2.,
+                       scale_grad_by_freq: bool = False, sparse: bool = False) -> Tensor:
+    """Look numbers up in a table of which each rank has a part, as its weight's tag says.
+
+    Args:
+        input: Numbers of rows of the whole table, the same on all ranks of the group.
+        weight: This rank's part: some of the rows with the parallel dimension 0, some columns with
+            1 or -1, and all of it with None.
+        padding_idx: A row of the whole table that gets no gradient.
+        max_norm: Rows that are looked up are scaled, in place, to at most this norm.
+        norm_type: The p of that norm.
+        scale_grad_by_freq: Whether a row's gradient is divided by how often it was looked up.
+        sparse: Whether the gradient of the weight is a sparse tensor.
+
+    Returns:
+        A tensor of the input's shape and, behind that, the features: whole on each rank.
+
+    Raises:
+        IndexError: A number is not that of a row.
+    """
+    shape, dim = global_shape(weight), storage_dim(weight)
+    return embedding(input, weight, shape, dim, padding_idx, max_norm, norm_type,
+                     scale_grad_by_freq, sparse)
+
+
+def embedding(ids: Tensor, weight: Tensor, shape: tuple[int, ...], dim: int | None,
+              padding_idx: int | None, max_norm: float | None, norm_type: float,
+              scale_grad_by_freq: bool, sparse: bool) -> Tensor:
+    """Do what :func:`parallel_embedding` does, with a table split along a dimension in memory."""
+    rows, columns = shape
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += rows
+    rest = norm_type, scale_grad_by_freq, sparse
+    if dim == 0 and current().tensor_size > 1:
+        return _of_some_rows(ids, weight, rows, padding_idx, max_norm, *rest)
+    if dim == 1 and current().tensor_size > 1:
+        if max_norm is not None:
+            _scale_rows(ids, weight, columns, max_norm, norm_type)
+        return gather(F.embedding(ids, weight, padding_idx, None, *rest), size=columns)
+    return _whole(F.embedding(ids, weight, padding_idx, max_norm, *rest))
+
+
+def _of_some_rows(ids: Tensor, weight: Tensor, number: int, padding_idx: int | None,
+                  max_norm: float | None, norm_type: float, scale_grad_by_freq: bool,
+                  sparse: bool) -> Tensor:
+    """Look up in a table of whose rows each rank has some: zeros stand for the others."""
+    wrong = ids[(ids < 0) | (ids >= number)]
+    if len(wrong):
+        raise IndexError(f'{int(wrong[0])} is not the number of a row in a table of {number}')
+    world = current()
+    begin, length = sizes.part(number, world.tensor_size, world.tensor_rank)
+    # Only those that are here: others would count as looked up, for `max_norm` and the frequency.
+    here = ((ids >= begin) & (ids < begin + length)).nonzero(as_tuple=True)
+    padding = None if padding_idx is None else sizes.find(
+        padding_idx, number, world.tensor_size, world.tensor_rank)
+    found = F.embedding(ids[here] - begin, weight, padding, max_norm, norm_type,
+                        scale_grad_by_freq, sparse)
+    zeros = found.new_zeros(*ids.shape, weight.size(1))
+    return reduce_(zeros.index_put(here, found))
+
+
+@torch.no_grad()
+def _scale_rows(ids: Tensor, weight: Tensor, columns: int, max_norm: float,
+                norm_type: float) -> None:
+    """Scale rows that are looked up to a norm at most: that of all columns."""
+    group = current().tensor_group
+    rows = ids.unique()
+    weight = weight.detach()
+    whole = all_gather(weight[rows], group, 1, sizes.lengths(columns, group.size()))
+    norm = whole.norm(norm_type, 1)
+    scale = torch.where(norm > max_norm, max_norm / (norm + 1e-7), 1)  # as nn.Embedding has it
+    weight[rows] *= scale[:, None]

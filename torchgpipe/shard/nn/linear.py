@@ -1,0 +1,110 @@
+"""Linear layers whose weight is split over the parallel group."""
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.shard.initial import shard_init_helper_
+from torchgpipe.shard.nn.convert import convert
+from torchgpipe.shard.nn.functional import linear
+from torchgpipe.shard.parameter import Layout, ParallelModule
+from torchgpipe.shard.tags import check_dim
+
+__all__ = ['ParallelLinear']
+
+
+class ParallelLinear(ParallelModule):
+    """``nn.Linear``, split over the ranks of the parallel group.
+
+    ========  ======================  ====================  ======================
+    ``dim``   weight of this rank     input                 output
+    ========  ======================  ====================  ======================
+    None      all                     whole                 whole
+    1 or -1   (outputs / n, inputs)   whole                 a part, tagged -1
+    0         (outputs, inputs / n)   whole, or a part      whole
+    ========  ======================  ====================  ======================
+
+    The bias is split where the outputs are. Sizes need not be divisible.
+
+    Args:
+        in_features: The number of inputs, of the whole.
+        out_features: The number of outputs, of the whole.
+        bias: Whether there is one.
+        dim: What is split: 1 or -1 the outputs, 0 the inputs, None nothing.
+        device: Where the weight shall be; on the meta device it takes no memory.
+        dtype: The type of its numbers.
+
+    Raises:
+        ValueError: ``dim`` is another one.
+        RuntimeError: There are no parallel groups.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True,
+                 dim: int | None = None, *, device: Any = None,
+                 dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.dim = check_dim(dim)
+        self.register_part('weight', (out_features, in_features), dim, 0, device, dtype)
+        if bias:
+            self.register_part('bias', (out_features,), _dim_of_bias(dim), 0, device, dtype)
+        else:
+            self.register_parameter('bias', None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set initial values: this rank's part of those of ``nn.Linear``."""
+        shard_init_helper_(nn.init.kaiming_uniform_, self.weight, a=sqrt(5))
+        if self.bias is not None:
+            bound = 1 / sqrt(self.in_features) if self.in_features else 0
+            shard_init_helper_(nn.init.uniform_, self.bias, a=-bound, b=bound)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply it: see :func:`ts.nn.functional.parallel_linear`."""
+        return linear(input, self.weight, self.bias, self.dim, self.in_features, self)
+
+    def extra_repr(self) -> str:
+        """Say its sizes."""
+        return (f'in_features={self.in_features}, out_features={self.out_features}, '
+                f'bias={self.bias is not None}, dim={self.dim}')
+
+    @classmethod
+    def convert_parallel_linear(cls, module: nn.Module, dim: int | None = None) -> nn.Module:
+        """Put sharded layers in the place of all ``nn.Linear`` of a module, or of one itself.
+
+        They have the same values, type, device, mode, hooks and options. The ranks of a group
+        agree with the values of its first one.
+
+        Args:
+            module: It stays as it is if it is an ``nn.Linear`` itself; otherwise its layers are
+                replaced. Layers of classes derived from ``nn.Linear`` are left alone.
+            dim: What is split.
+
+        Returns:
+            The sharded layer, or the module.
+
+        Raises:
+            ValueError: ``dim`` is none, or a weight belongs to another layer, too.
+        """
+        check_dim(dim)
+        return convert(module, nn.Linear, lambda linear: cls._like(linear, dim))
+
+    @classmethod
+    def _like(cls, linear: nn.Module, dim: int | None) -> 'ParallelLinear':
+        assert isinstance(linear, nn.Linear)
+        out_features, in_features = linear.out_features, linear.in_features
+        new = cls.__new__(cls)
+        new.stand_for(linear, {
+            'weight': Layout((out_features, in_features), dim),
+            'bias': Layout((out_features,), _dim_of_bias(dim))})
+        new.dim = dim
+        return new
+
+
+def _dim_of_bias(dim: int | None) -> int | None:
+    """It is split where the outputs are."""
+    return None if dim == 0 else dim

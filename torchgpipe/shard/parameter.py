@@ -1,0 +1,217 @@
+"""Parameters of which each rank has a part: plain ones, which know what they are a part of.
+
+What they know stands in attributes of the parameter. A copy, another device or a checkpoint may
+put another parameter in its place, so the module that has it tags it again.
+"""
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.shard import sizes
+from torchgpipe.shard.collectives import broadcast
+from torchgpipe.shard.tags import (is_tagged, register_parallel_attribute, set_attribute,
+                                   storage_dim, to_storage)
+from torchgpipe.shard.world import current
+
+__all__ = ['Layout', 'ParallelModule', 'dtensor', 'global_shape']
+
+_GLOBAL_SHAPE = '_global_shape'
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a parameter is a part of: a tensor of this shape, split by this parallel dimension."""
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    order: int = 0
+
+    @property
+    def storage(self) -> int | None:
+        """The dimension in memory that is split, None if each rank has it all."""
+        return to_storage(self.dim, self.order)
+
+    def local_shape(self) -> list[int]:
+        """Give the shape of this rank's part."""
+        shape = list(self.shape)
+        if self.storage is not None:
+            world = current()
+            size = shape[self.storage]
+            shape[self.storage] = sizes.part(size, world.tensor_size, world.tensor_rank)[1]
+        return shape
+
+    def tag(self, parameter: Tensor) -> None:
+        """Let a parameter know."""
+        register_parallel_attribute(parameter, self.dim, self.order)
+        set_attribute(parameter, _GLOBAL_SHAPE, torch.Size(self.shape))
+
+    def check(self, name: str, parameter: Tensor) -> None:
+        """See that a parameter may stand for this one.
+
+        Raises:
+            ValueError: It has another shape, or is a part of something else.
+        """
+        if list(parameter.shape) != self.local_shape():
+            raise ValueError(
+                f'{name} has the shape {tuple(parameter.shape)}; the part of rank '
+                f'{current().tensor_rank} of {current().tensor_size} has '
+                f'{tuple(self.local_shape())}, of {tuple(self.shape)} as a whole')
+        if is_tagged(parameter) and storage_dim(parameter) != self.storage:
+            raise ValueError(
+                f'{name} is split along dimension {self.storage} in memory, and this parameter '
+                f'along {storage_dim(parameter)}: it can not stand for it')
+
+
+class ParallelModule(nn.Module):
+    """A module that has a part of some parameters, as those of this package.
+
+    Derive from it to write a layer of your own::
+
+        class Scale(ts.nn.ParallelModule):
+            def __init__(self, features):
+                super().__init__()
+                # The last dimension of activations is split, and so is this.
+                self.register_part('weight', (features,), dim=1)
+                ts.nn.init.shard_init_helper_(torch.nn.init.ones_, self.weight)
+
+            def forward(self, x):
+                y = x * self.weight
+                ts.register_parallel_dim(y, -1)
+                return y
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        current()  # raises where there are no groups
+        self._layouts: dict[str, Layout] = {}
+
+    def register_part(self, name: str, shape: tuple[int, ...], dim: int | None, order: int = 0,
+                      device: Any = None, dtype: torch.dtype | None = None) -> None:
+        """Add a parameter of which each rank has a part; its values are yet to be set.
+
+        Args:
+            name: Its name.
+            shape: The shape of the whole.
+            dim: The parallel dimension: see :func:`ts.register_parallel_attribute`.
+            order: 0 for a weight of shape (out, in), or a bias; 1 for one of shape (number,
+                features).
+            device: Where it shall be.
+            dtype: The type of its numbers.
+        """
+        self._layouts[name] = layout = Layout(shape, dim, order)
+        self.register_parameter(name, nn.Parameter(
+            torch.empty(layout.local_shape(), device=device, dtype=dtype)))
+
+    def put_part(self, name: str, whole: Tensor, layout: Layout) -> None:
+        """Add a parameter with this rank's part of what the group's first rank has as a whole."""
+        self._layouts[name] = layout
+        self.register_parameter(name, nn.Parameter(_part_of_first(whole, layout),
+                                                   whole.requires_grad))
+
+    def stand_for(self, plain: nn.Module, layouts: dict[str, Layout]) -> None:
+        """Become what a plain module is: with its options, its mode and its hooks.
+
+        Raises:
+            ValueError: It lacks a parameter, which something seems to compute.
+        """
+        self.__dict__.update(plain.__getstate__())
+        self._parameters, self._layouts = {}, {}
+        for name, parameter in plain._parameters.items():
+            if parameter is None or name not in layouts:
+                self.register_parameter(name, parameter)
+            else:
+                self.put_part(name, parameter, layouts[name])
+        missing = layouts.keys() - self._parameters.keys()
+        if missing:
+            raise ValueError(f'{plain} has no parameter {missing.pop()}: something computes it, '
+                             'such as weight_norm. Convert before that is put on')
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add a parameter, or put another one in the place of one.
+
+        Raises:
+            ValueError: It does not have the shape of this rank's part.
+        """
+        layout = self._layouts.get(name)
+        if layout is not None and param is not None:
+            layout.check(name, param)
+        super().register_parameter(name, param)
+        self._tag()
+
+    def _tag(self) -> None:
+        for name, layout in self._layouts.items():
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                layout.tag(parameter)
+
+    # What else puts other parameters in their place: another device or type, a copy or what comes
+    # out of a pickle, and loading where set_swap_module_params_on_conversion was called.
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._tag()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._tag()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._tag()
+
+
+def _part_of_first(whole: Tensor, layout: Layout) -> Tensor:
+    """Give this rank's part of what the group's first rank has; one part at a time is sent."""
+    world, dim = current(), layout.storage
+    if whole.is_meta:
+        return torch.empty(layout.local_shape(), dtype=whole.dtype, device='meta')
+    pieces = (whole,) if dim is None else sizes.slice(whole, world.tensor_size, dim)
+    for rank, piece in enumerate(pieces):
+        sent = piece.detach().to(world.mesh.device_type).clone(
+            memory_format=torch.contiguous_format)
+        broadcast(sent, world.tensor_group)
+        if dim is None or rank == world.tensor_rank:
+            mine = sent.to(whole.device)
+    return mine
+
+
+def global_shape(parameter: Tensor) -> torch.Size:
+    """Give the shape of what a parameter is a part of.
+
+    Raises:
+        ValueError: It is a part of something, and nobody has said of what.
+    """
+    shape: torch.Size | None = getattr(parameter, _GLOBAL_SHAPE, None)
+    if shape is not None:
+        return shape
+    if storage_dim(parameter) is not None:
+        raise ValueError(
+            f'a parameter of shape {tuple(parameter.shape)} is tagged as a part, and nothing says '
+            'of what: let its module derive from ts.nn.ParallelModule, and add it by '
+            'register_part(name, shape, dim)')
+    return parameter.shape
+
+
+def dtensor(parameter: Tensor, local: Tensor | None = None) -> Any:
+    """Give a parameter's view as a DTensor: the whole, with its shape and its placement.
+
+    Args:
+        parameter: A parameter of a sharded layer, or any other, of which each rank has all.
+        local: What is viewed in its stead and has its form, such as its gradient.
+
+    Returns:
+        A DTensor over the mesh of :func:`ts.distributed.get_mesh`, which shares the memory of this
+        rank's part, and has no graph.
+    """
+    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard  # takes long
+
+    shape, dim = global_shape(parameter), storage_dim(parameter)
+    placement: Placement = Replicate() if dim is None else Shard(dim)
+    stride = tuple(prod(shape[i + 1:]) for i in range(len(shape)))
+    return DTensor.from_local(
+        (parameter if local is None else local).detach(), current().mesh,
+        [Replicate(), placement], run_check=False, shape=shape, stride=stride)
