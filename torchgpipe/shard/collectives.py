@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchgpipe.shard import sizes
+from torchgpipe.shard.debug import compare
 from torchgpipe.shard.failures import complete
 from torchgpipe.shard.tags import register_parallel_dim
 from torchgpipe.shard.world import current
@@ -44,6 +45,7 @@ def all_reduce(tensor: Tensor, group: ProcessGroup,
                op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Add up a contiguous tensor over a group, in place; or find its maximum, or another one."""
     if group.size() > 1:
+        compare('all_reduce', f'{op} of {_facts(tensor)}', group, tensor.device)
         complete(lambda: dist.all_reduce(tensor, op, group, async_op=True), group, tensor.is_cpu)
     return tensor
 
@@ -51,6 +53,7 @@ def all_reduce(tensor: Tensor, group: ProcessGroup,
 def broadcast(tensor: Tensor, group: ProcessGroup, source: int = 0) -> Tensor:
     """Give a contiguous tensor the values that a rank of the group has, in place."""
     if group.size() > 1:
+        compare('broadcast', f'from {source} of {_facts(tensor)}', group, tensor.device)
         complete(lambda: dist.broadcast(tensor, group=group, async_op=True, group_src=source),
                  group, tensor.is_cpu)
     return tensor
@@ -67,6 +70,7 @@ def all_gather(tensor: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[
     """
     if group.size() == 1:
         return tensor
+    compare('all_gather', f'{list(lengths)} of {_facts(tensor, dim)}', group, tensor.device)
     # All have to send the same, so shorter parts are sent with something behind them.
     shape = list(tensor.shape)
     shape[dim] = max(lengths)
@@ -87,6 +91,14 @@ def all_sizes(tensor: Tensor, group: ProcessGroup, dim: int) -> list[int]:
     size = torch.tensor([tensor.size(dim)], device=tensor.device)
     found: list[int] = all_gather(size, group, 0, [1] * group.size()).tolist()
     return found
+
+
+def _facts(tensor: Tensor, split: int | None = None) -> str:
+    """Say what has to be the same on all ranks, which need not agree in a dimension."""
+    shape: list[int | str] = list(tensor.shape)
+    if split is not None:
+        shape[split] = 'part'
+    return f'{tensor.dtype} of shape ({", ".join(map(str, shape))})'
 
 
 # --- for autograd
