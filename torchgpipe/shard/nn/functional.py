@@ -5,11 +5,12 @@ from torch import Tensor
 
 from torchgpipe.shard import sizes
 from torchgpipe.shard.collectives import all_gather, copy, gather, reduce_, scatter
+from torchgpipe.shard.nn.loss import parallel_cross_entropy
 from torchgpipe.shard.parameter import global_shape
 from torchgpipe.shard.tags import get_parallel_dim, is_split, register_parallel_dim, storage_dim
 from torchgpipe.shard.world import World, current
 
-__all__ = ['parallel_embedding', 'parallel_linear']
+__all__ = ['parallel_cross_entropy', 'parallel_embedding', 'parallel_linear']
 
 
 def parallel_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

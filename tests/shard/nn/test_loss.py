@@ -1,0 +1,505 @@
+"""The cross entropy of sharded logits is that of one process, in values, gradients and memory."""
+import itertools
+import re
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchgpipe.shard as ts
+from tests.shard.processes import run
+from torchgpipe.balance.live import LiveTensors
+from torchgpipe.shard import sizes
+from torchgpipe.shard.nn.loss import ParallelCrossEntropyLoss, parallel_cross_entropy
+
+SIZES = (5, 7, 31, 32)
+
+
+def sharded(x, tag=-1):
+    """Give this rank's part of whole logits, as the output of a layer has it: tagged."""
+    begin, length = sizes.part(x.size(-1), ts.distributed.get_group_size(),
+                               ts.distributed.get_rank())
+    part = x.detach()[..., begin:begin + length].clone()
+    ts.register_parallel_dim(part, tag)
+    return part
+
+
+def as_in_pytorch(x):
+    """Put the classes where PyTorch looks for them."""
+    return x.movedim(-1, 1) if x.dim() > 1 else x
+
+
+def check(logits, target, shard_target=False, tag=-1, **options):
+    """Compare loss and gradient with those of one process."""
+    whole = logits.detach().requires_grad_()
+    probable = target.is_floating_point()
+    expected = F.cross_entropy(as_in_pytorch(whole), as_in_pytorch(target) if probable else target,
+                               **options)
+    # Each loss has a gradient of its own where there are several.
+    seed = torch.linspace(1, 2, expected.numel(), dtype=expected.dtype).view_as(expected)
+    expected.backward(seed)
+
+    part = sharded(logits, tag).requires_grad_()
+    given = sharded(target) if shard_target else target
+    loss = parallel_cross_entropy(part, given, **options)
+    assert loss.shape == expected.shape and loss.dtype == expected.dtype
+    loss.backward(seed)
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12, equal_nan=True)
+    torch.testing.assert_close(part.grad, sharded(whole.grad), rtol=0, atol=1e-12, equal_nan=True)
+
+
+def draw(classes, shape, kind, seed=0):
+    """Draw logits and targets, others for each group."""
+    generator = torch.Generator().manual_seed(seed + 100 * ts.distributed.get_data_rank())
+    logits = 3 * torch.randn(*shape, classes, generator=generator, dtype=torch.double)
+    if kind == 'probabilities':
+        return logits, torch.rand(*shape, classes, generator=generator, dtype=torch.double)
+    target = torch.randint(classes, shape, generator=generator)
+    if kind == 'ignored':
+        target[...] = -100
+    elif kind == 'some ignored':
+        target[torch.rand(shape, generator=generator) < .4] = 2
+    return logits, target
+
+
+def weights(classes):
+    """Give each class a weight."""
+    return torch.linspace(.5, 2, classes, dtype=torch.double)
+
+
+def grid(all_sizes, shapes):
+    """Try all combinations of options."""
+    for number, (classes, shape, reduction, smoothing, weighted, kind) in enumerate(
+            itertools.product(all_sizes, shapes, ('mean', 'sum', 'none'), (0., .3), (False, True),
+                              ('numbers', 'some ignored', 'ignored', 'probabilities'))):
+        logits, target = draw(classes, shape, kind, number)
+        check(logits, target, shard_target=kind == 'probabilities' and number % 5 < 2,
+              tag=(-1, 1)[number % 2], reduction=reduction, label_smoothing=smoothing,
+              weight=weights(classes) if weighted else None,
+              ignore_index=2 if kind == 'some ignored' else -100)
+
+
+@pytest.mark.parametrize('world, group, shapes', [
+    (2, 1, [(2, 3)]),
+    (2, 2, [(6,), (2, 3), (), (0,)]),
+    (4, 2, [(2, 3)]),
+    (4, 4, [(2, 3)]),
+])
+def test_loss_and_gradient_are_those_of_one_process(world, group, shapes):
+    run(world, grid, SIZES, shapes, group=group)
+
+
+# --- what was wrong in TorchShard 0.1.0
+# ----------------------------------------------------------------------------------
+
+
+def test_a_group_smaller_than_the_world():
+    run(4, grid, (7,), [(5,)], group=2)
+
+
+def class_weights():
+    """Let a class count many times."""
+    logits, target = draw(7, (6,), 'numbers')
+    weight = torch.ones(7, dtype=torch.double)
+    weight[target[0]] = 100
+    check(logits, target, weight=weight)
+    plain = parallel_cross_entropy(sharded(logits), target)
+    assert abs(plain - parallel_cross_entropy(sharded(logits), target, weight)) > 1e-3
+
+
+def test_class_weights_count():
+    run(2, class_weights, group=2)
+
+
+def ignored():
+    """Ignore what is no class, and what is one, on either rank."""
+    logits, target = draw(7, (6,), 'numbers')
+    for index in (-100, -1, 0, 6, 7, 1000):
+        given = target.clone()
+        given[1:3] = index
+        for weight in (None, weights(7)):
+            check(logits, given, ignore_index=index, weight=weight)
+
+
+def test_ignore_index_does_not_crash():
+    run(2, ignored, group=2)
+
+
+def dimensions():
+    """Use logits of several shapes, of which some are not contiguous."""
+    for shape in ((), (4,), (2, 3), (2, 3, 2), (2, 1, 3, 2)):
+        logits, target = draw(5, shape, 'numbers')
+        check(logits, target)
+        assert parallel_cross_entropy(sharded(logits), target, reduction='none').shape == shape
+    check(logits.movedim(0, 2), target.movedim(0, 2))
+
+
+def test_logits_may_have_any_number_of_dimensions_and_no_reduction_keeps_their_shape():
+    run(2, dimensions, group=2)
+
+
+def smoothed():
+    """Smooth by up to all."""
+    logits, target = draw(7, (6,), 'numbers')
+    for smoothing in (.1, .9, 1.):
+        check(logits, target, label_smoothing=smoothing)
+        check(logits, target, label_smoothing=smoothing, weight=weights(7))
+
+
+def test_label_smoothing():
+    run(2, smoothed, group=2)
+
+
+def probable():
+    """Give probabilities: whole, or a shard of them."""
+    logits, target = draw(7, (2, 3), 'probabilities')
+    for shard_target in (False, True):
+        check(logits, target, shard_target, weight=weights(7), label_smoothing=.1)
+        check(logits, target / target.sum(-1, keepdim=True), shard_target)
+
+
+def test_probability_targets():
+    run(2, probable, group=2)
+
+
+class Shapes(TorchDispatchMode):
+    """Find the largest size of a dimension that an operation gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        for each in output if isinstance(output, (tuple, list)) else [output]:
+            if isinstance(each, torch.Tensor):
+                self.largest = max(self.largest, *each.shape, 0)
+        return output
+
+
+def million(classes, batch):
+    """Count the memory of a step with as many classes, and look at all shapes."""
+    part = classes // ts.distributed.get_group_size()
+    logits = torch.zeros(batch, part).requires_grad_()
+    ts.register_parallel_dim(logits, -1)
+    target = torch.arange(batch) * (classes // batch)
+    live, shapes = LiveTensors(), Shapes()
+    with live.watched(), shapes:
+        parallel_cross_entropy(logits, target).backward()
+    assert logits.grad.shape == logits.shape
+    size = logits.nbytes
+    return (size + live.peak) / (2 * size), shapes.largest
+
+
+def test_a_million_classes_need_no_one_hot_and_no_whole_logits():
+    for peak, largest in run(4, million, 1_000_000, 64, group=4):
+        assert peak <= 1.05  # of logits and gradient; 1.3 would do
+        assert largest == 250_000
+
+
+# --- types
+# ----------------------------------------------------------------------------------
+
+
+def coarse(dtype, autocast):
+    """Compare with one process in float64."""
+    logits, target = draw(31, (40,), 'numbers')
+    whole, weight = (10 * logits).to(dtype).requires_grad_(), weights(31).to(dtype)
+    expected = F.cross_entropy(whole.double(), target, weight.double(), label_smoothing=.1)
+    expected.backward()
+    part = sharded(whole).requires_grad_()
+    with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
+        loss = parallel_cross_entropy(part, target, weight, label_smoothing=.1)
+        whole_loss = F.cross_entropy(whole, target, label_smoothing=.1)
+    assert loss.dtype == whole_loss.dtype == (torch.float32 if autocast else dtype)
+    loss.backward()
+    assert part.grad.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6 if autocast else eps, atol=0)
+    torch.testing.assert_close(part.grad, sharded(whole.grad), rtol=2 * eps, atol=1e-6)
+
+
+@pytest.mark.parametrize('autocast', [False, True])
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+def test_sums_over_coarse_types_are_computed_in_float32(dtype, autocast):
+    run(2, coarse, dtype, autocast, group=2)
+
+
+def fine_targets():
+    """Let targets decide about the type of the loss, as PyTorch does."""
+    logits, target = draw(7, (6,), 'probabilities')
+    part = sharded(logits.float()).requires_grad_()
+    loss = parallel_cross_entropy(part, target)
+    expected = F.cross_entropy(logits.float(), target)
+    assert loss.dtype == expected.dtype == torch.double
+    torch.testing.assert_close(loss, F.cross_entropy(logits.float().double(), target))
+    loss.backward()
+    assert part.grad.dtype == torch.float32
+    logits, target = draw(7, (6,), 'numbers')
+    for dtype in (torch.int32, torch.uint8):
+        for given in (logits, sharded(logits)):
+            assert parallel_cross_entropy(given, target.to(dtype)) == \
+                parallel_cross_entropy(given, target)
+
+
+def test_targets_of_other_types():
+    run(2, fine_targets, group=2)
+
+
+# --- autograd
+# ----------------------------------------------------------------------------------
+
+
+def autograd():
+    """Go through the graph in several ways."""
+    logits, target = draw(7, (6,), 'numbers')
+    part = sharded(logits).requires_grad_()
+    loss = parallel_cross_entropy(part, target)
+    first, = torch.autograd.grad(loss, part, retain_graph=True)
+    second, = torch.autograd.grad(2 * loss, part)
+    assert second.equal(2 * first)
+
+    scaled = part * 1
+    ts.register_parallel_dim(scaled, -1)
+    loss = parallel_cross_entropy(scaled, target)
+    with torch.no_grad():
+        scaled += 1
+    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+        loss.backward()
+
+    # The gradient of the loss does not require one; that of the logits depends on them anyway.
+    first, = torch.autograd.grad(parallel_cross_entropy(part, target), part, create_graph=True)
+    with pytest.raises(RuntimeError, match='can not be differentiated again: gather the logits'):
+        (part.sum() + first.square().sum()).backward()
+
+    with torch.no_grad():
+        assert not parallel_cross_entropy(part, target).requires_grad
+
+
+def test_gradients_come_again_but_not_from_changed_logits_nor_of_gradients():
+    run(2, autograd, group=2)
+
+
+def infinite():
+    """Forbid classes by logits that are minus infinity, also all of a rank."""
+    logits, target = draw(8, (6,), 'numbers')
+    for forbidden in (slice(1, 3), slice(0, 4), slice(4, 8)):
+        given = logits.clone()
+        given[:, forbidden] = -torch.inf
+        check(given, target)
+        check(given, torch.full_like(target, forbidden.stop % 8), reduction='none')
+        check(given, torch.full_like(target, forbidden.start), reduction='none')
+    # PyTorch has no number for these either.
+    logits[0] = -torch.inf
+    check(logits, target, reduction='none')
+    logits[0, 1] = torch.nan
+    check(logits, target, reduction='none')
+
+
+def test_infinite_logits():
+    run(2, infinite, group=2)
+
+
+def blocks():
+    """Work on more than one block of rows, with a rest."""
+    from torchgpipe.shard.nn import cross_entropy
+    cross_entropy.FEW = 8
+    for kind in ('numbers', 'probabilities'):
+        for rows in (3, 8, 19):
+            check(*draw(7, (rows,), kind), label_smoothing=.1, weight=weights(7))
+    coarse(torch.bfloat16, False)
+
+
+def test_rows_in_blocks():
+    run(2, blocks, group=2)
+
+
+def untouched():
+    """Look at what the caller has."""
+    logits, target = draw(7, (6,), 'probabilities')
+    part = sharded(logits).requires_grad_()
+    weight = weights(7)
+    before = [x.clone() for x in (part, target, weight)]
+    parallel_cross_entropy(part, target, weight, label_smoothing=.1).backward()
+    for x, was in zip((part, target, weight), before):
+        assert x.equal(was)
+    assert ts.get_parallel_dim(part) == -1
+    assert not hasattr(target, ts._PARALLEL_DIM) and not hasattr(weight, ts._PARALLEL_DIM)
+
+
+def test_the_tensors_of_the_caller_stay_as_they_are():
+    run(2, untouched, group=2)
+
+
+def as_module():
+    """Call the module, with old options and new ones."""
+    logits, target = draw(7, (6,), 'numbers')
+    target[0] = 3
+    options = {'ignore_index': 3, 'reduction': 'sum', 'label_smoothing': .1}
+    module = ParallelCrossEntropyLoss(weights(7), **options)
+    assert module(sharded(logits), target) == parallel_cross_entropy(
+        sharded(logits), target, weights(7), **options)
+    assert module.state_dict()['weight'].equal(weights(7))
+    with pytest.warns(UserWarning, match="use reduction='sum'"):
+        loss = parallel_cross_entropy(sharded(logits), target, size_average=False)
+    assert loss == parallel_cross_entropy(sharded(logits), target, reduction='sum')
+    # Logits without a tag are whole, and so are those of PyTorch.
+    for given, dim in ((logits, None), (logits[None], None)):
+        assert module(given, target.expand(given.shape[:-1])) == F.cross_entropy(
+            logits, target, weights(7), **options)
+
+
+def test_the_module_and_whole_logits():
+    run(2, as_module, group=2)
+
+
+# --- bad input
+# ----------------------------------------------------------------------------------
+
+
+def refused(name):
+    """Give the error of a call, on each rank."""
+    logits, target = draw(7, (2, 3), 'numbers')
+    part, more = sharded(logits), {}
+    rank = ts.distributed.get_rank()
+    if name == 'too high':
+        target[1, 2] = 7
+    elif name == 'negative':
+        target[0, 1] = -1
+    elif name == 'a single one':
+        part, target = sharded(logits[0, 0]), torch.tensor(-3)
+    elif name == 'lost tag':
+        part, target = part + 0, target.clamp(min=5)
+    elif name == 'lost tag, probabilities':
+        part, target = part + 0, logits.softmax(-1)
+    elif name == 'lost tag, weights':
+        part, target, more = part + 0, target * 0, {'weight': weights(7)}
+    elif name == 'other targets':
+        target[0, 0] = (target[0, 0] + rank) % 7
+    elif name == 'other shapes':
+        part = part if rank else sharded(logits[:, :2])
+        target = target if rank else target[:, :2]
+    elif name == 'other types':
+        part = part if rank else sharded(logits.float())
+    elif name == 'class numbers in floating point':
+        target, more = target.double(), {'weight': weights(7)}
+    elif name == 'classes first':
+        part = sharded(logits.movedim(-1, 1))
+    elif name == 'ignored probabilities':
+        target, more = logits.softmax(-1), {'ignore_index': 1}
+    elif name == 'probabilities of a shard without a tag':
+        target = logits.softmax(-1)[..., :part.size(-1)]
+    elif name == 'a shard of probabilities of another size':
+        target = logits.softmax(-1)[..., :2]
+        ts.register_parallel_dim(target, 1)
+    elif name == 'weights of a shard':
+        more = {'weight': weights(7)[:part.size(-1)]}
+    elif name == 'targets with a gradient':
+        target = logits.softmax(-1).requires_grad_()
+    elif name == 'weights with a gradient':
+        more = {'weight': weights(7).requires_grad_()}
+    elif name == 'booleans':
+        target = target > 1
+    elif name == 'integers for logits':
+        part = part.long()
+    elif name == 'no dimension':
+        part = torch.tensor(1.)
+    elif name == 'parallel dimension 0':
+        ts.register_parallel_dim(part, 0)
+    elif name == 'reduction':
+        more = {'reduction': 'average'}
+    elif name == 'smoothing':
+        more = {'label_smoothing': 1.5}
+    try:
+        parallel_cross_entropy(part, target, **more)
+    except Exception as error:
+        return f'{type(error).__name__}: {error}'
+
+
+def refusals(names):
+    """Give the errors of several calls."""
+    return [refused(name) for name in names]
+
+
+REFUSALS = {
+    'too high': r'IndexError: target\[1, 2\] is 7, but there are 7 classes, from 0 to 6, and '
+                'ignore_index is -100$',
+    'negative': r'IndexError: target\[0, 1\] is -1, but there are 7 classes',
+    'a single one': 'IndexError: target is -3, but there are 7 classes',
+    'lost tag': r'IndexError: target\[0, 0\] is .*lost its tag: put ts.nn.RegisterParallelDim',
+    'lost tag, probabilities': r'ValueError: .*\(2, 3, 7\) do not fit . .*lost its tag',
+    'lost tag, weights': r'ValueError: weights of shape \(7,\) do not fit . .*lost its tag',
+    'other targets': 'RuntimeError: .*have different targets.*rank 1 has.*rank 0 has',
+    'other shapes': r'RuntimeError: .*rank 1 has .*\(2, 3, cl.*rank 0 has .*\(2, 2, cl',
+    'other types': 'RuntimeError: .*rank 1 has .*float64.*; rank 0 has .*float32',
+    'class numbers in floating point': r'ValueError: .*\(2, 3\) for .*target.long',
+    'classes first': r'ValueError: .*\(2, 3\) for .*\(2, 7, .*movedim\(1, -1\)',
+    'ignored probabilities': 'ValueError: ignore_index=1 is a class number, and',
+    'probabilities of a shard without a tag': r'ValueError: .*do not fit 7 .*register_para',
+    'a shard of probabilities of another size': r'ValueError: .*\(2, 3, 2\) do not fit . classes',
+    'weights of a shard': r'ValueError: weights of shape \(.,\) do not fit 7 classes: each rank',
+    'targets with a gradient': r'ValueError: .*detach\(\) these',
+    'weights with a gradient': r'ValueError: .*detach\(\) these',
+    'booleans': 'TypeError: targets are integers or probabilities, not torch.bool',
+    'integers for logits': 'TypeError: logits are floating point numbers.* not torch.int64',
+    'no dimension': r'TypeError: logits are floating point numbers .* of shape \(\)',
+    'parallel dimension 0': 'ValueError: logits are whole or split in their last dimension',
+    'reduction': "ValueError: a reduction is 'mean', 'sum' or 'none', not 'average'",
+    'smoothing': 'ValueError: label_smoothing is from 0 to 1, not 1.5',
+}
+
+
+@pytest.fixture(scope='module')
+def errors():
+    """Make all bad calls, on two ranks."""
+    return [dict(zip(REFUSALS, found)) for found in run(2, refusals, list(REFUSALS), group=2)]
+
+
+@pytest.mark.parametrize('name', REFUSALS)
+def test_bad_input_is_refused_on_each_rank(errors, name):
+    for found in errors:
+        assert found[name] is not None and re.match(REFUSALS[name], found[name]), found[name]
+
+
+def test_it_needs_a_group():
+    with pytest.raises(RuntimeError, match='ts.distributed.init_process_group'):
+        parallel_cross_entropy(torch.zeros(2, 3), torch.tensor([0, 1]))
+
+
+# --- with the layers
+# ----------------------------------------------------------------------------------
+
+
+def readme(x, y):
+    """Run the lines of the README, up to backward."""
+    m = torch.nn.Sequential(
+        torch.nn.Linear(20, 30, bias=True),
+        ts.nn.ParallelLinear(30, 30, bias=True, dim=None),    # equal to nn.Linear()
+        ts.nn.ParallelLinear(30, 30, bias=True, dim=0),       # parallel in row dimension
+        ts.nn.ParallelLinear(30, 30, bias=True, dim=1),       # parallel in column dimension
+    )
+    m.double()
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(20, 30), *(torch.nn.Linear(30, 30)
+                                                           for _ in range(3))).double()
+    expected = F.cross_entropy(plain(x), y)
+    expected.backward()
+
+    x = m(x)                                                  # forward
+    loss = ts.nn.functional.parallel_cross_entropy(x, y)      # parallel loss function
+    loss.backward()                                           # backward
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
+    for (name, parameter), one in zip(m.named_parameters(), plain.parameters(), strict=True):
+        grad = one.grad
+        for dim in range(grad.dim()):
+            if parameter.size(dim) < grad.size(dim):
+                grad = ts.slice(grad, ts.distributed.get_group_size(), dim)[
+                    ts.distributed.get_rank()]
+        torch.testing.assert_close(parameter.grad, grad, rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize('world, group', [(2, 2), (4, 2), (4, 4)])
+def test_layers_and_loss_are_those_of_one_process(world, group):
+    x = torch.randn(5, 20, dtype=torch.double)
+    run(world, readme, x, torch.randint(30, (5,)), group=group)

@@ -1,0 +1,171 @@
+"""The cross entropy of each row of logits whose classes are spread over a group of ranks.
+
+A row has a share `a` of each class `c`: the weight of the class times the probability that the
+target gives it. Each rank has some of the classes. Two all-reduces bring some numbers per row
+together::
+
+        forward                                            backward
+    1   m = max of x[c]                ── maximum over ranks
+    2   s = Σ exp(x[c] - m)            ─┐
+    3   t = Σ a[c] (x[c] - m)           ├ sum over ranks
+    4   A = Σ a[c]                     ─┘
+    5   loss = A log s - t             ─────────────────▶  g (A exp(x[c] - m) / s - a[c])
+
+Backward needs nothing of other ranks: `g`, the gradient of the loss, is the same on each.
+"""
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torchgpipe.shard.collectives import all_reduce
+
+__all__ = ['RowLosses', 'Shares']
+
+#: Many logits are worked on in so many blocks of rows: what is needed besides them and their
+#: gradient is a part of them, and operations are not many more.
+BLOCKS = 8
+
+#: So many logits are few, and one block.
+FEW = 1 << 20
+
+
+class Shares(NamedTuple):
+    """The shares of this rank's classes in some rows."""
+
+    #: Either the one class that each row has, by its place among this rank's classes, or -1 if
+    #: it is elsewhere, of shape (N, 1); or the probability of each class, of shape (N, classes).
+    target: Tensor
+    #: The weights of this rank's classes.
+    weight: Tensor | None
+    #: What is left of the target's share after smoothing, and what each class gets instead.
+    kept: float
+    even: float
+
+    def of(self, rows: slice) -> 'Shares':
+        """Take some rows."""
+        return self._replace(target=self.target[rows])
+
+    def probabilities(self, dtype: torch.dtype) -> Tensor:
+        """Give probabilities times weights."""
+        target = self.target.to(dtype)
+        return target if self.weight is None else target * self.weight
+
+    def weights(self, like: Tensor) -> Tensor:
+        """Give the weight of each row's class, shape (N, 1), and 0 where that is elsewhere."""
+        found = (torch.ones_like(like[:, :1]) if self.weight is None
+                 else self.weight[self.places])
+        return found.masked_fill(self.target < 0, 0)
+
+    @property
+    def places(self) -> Tensor:
+        """Give the place of each row's class, and any one where that is elsewhere."""
+        return self.target.clamp(min=0)
+
+
+class RowLosses(torch.autograd.Function):
+    """The cross entropy of each row: shape (N,), in the type that sums are computed in."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, dtype: torch.dtype, group: ProcessGroup,
+                target: Tensor, weight: Tensor | None, kept: float, even: float) -> Tensor:
+        """Take logits of shape (N, this rank's classes), a type, and what `Shares` are made of."""
+        shares = Shares(target, weight, kept, even)
+        with torch.autocast(logits.device.type, enabled=False):
+            largest = logits.new_full((len(logits), 1), -torch.inf, dtype=dtype)
+            if logits.size(1):
+                largest.copy_(logits.amax(1, keepdim=True))
+            all_reduce(largest, group, dist.ReduceOp.MAX)
+            sums = largest.new_empty(3, len(logits))
+            for rows in _blocks(logits):
+                block = logits[rows] - largest[rows]
+                sums[1, rows], sums[2, rows] = _weighted(block, shares.of(rows))
+                sums[0, rows] = block.exp_().sum(1)
+            s, t, a = all_reduce(sums, group)
+        ctx.save_for_backward(logits, largest, a / s, target, weight)
+        ctx.shares = kept, even
+        losses: Tensor = a * s.log() - t
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Write the gradient of the logits into one buffer."""
+        logits, largest, factor, target, weight = ctx.saved_tensors
+        shares = Shares(target, weight, *ctx.shares)
+        result = torch.empty_like(logits)
+        # A block is its own place in the result, unless that has a type too coarse for sums.
+        exact = result.dtype == largest.dtype
+        with torch.no_grad():
+            for rows in _blocks(logits):
+                g = gradients[0][rows, None]
+                block = torch.sub(logits[rows], largest[rows], out=result[rows] if exact else None)
+                block.exp_().mul_(factor[rows, None] * g)
+                _subtract(block, shares.of(rows), g)
+                if not exact:
+                    result[rows] = block
+        if torch.is_grad_enabled():
+            result = _Once.apply(result, logits)  # type: ignore[no-untyped-call]
+        return result, None, None, None, None, None, None
+
+
+class _Once(torch.autograd.Function):
+    """Refuse to differentiate the gradient, which does depend on the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, logits: Tensor) -> Tensor:
+        """Give it on."""
+        return gradient.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Say what is not there."""
+        raise RuntimeError(
+            'the gradient of parallel_cross_entropy can not be differentiated again: gather the '
+            'logits, ts.distributed.gather(logits), and use torch.nn.functional.cross_entropy')
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    rows = len(logits)
+    step = rows if logits.numel() <= FEW else -(-rows // BLOCKS)
+    for start in range(0, rows, max(step, 1)):
+        yield slice(start, start + step)
+
+
+def _weighted(block: Tensor, shares: Shares) -> tuple[Tensor, Tensor]:
+    """Give this rank's part of `t` and `A` for a block of `x - m`."""
+    if not block.size(1):
+        return block.sum(1), block.sum(1)
+    if shares.target.is_floating_point():
+        a = shares.probabilities(block.dtype)
+        # A product of matrices needs no room for the products of numbers.
+        t, total = (a[:, None] @ block[:, :, None]).view(-1), a.sum(1)
+    else:
+        a = shares.weights(block)
+        # Not even infinite logits count, where the class is elsewhere.
+        t = (block.gather(1, shares.places) * a).masked_fill(shares.target < 0, 0).view(-1)
+        total = a.view(-1)
+    t, total = shares.kept * t, shares.kept * total
+    if shares.even:
+        weight = shares.weight
+        t += shares.even * (block.sum(1) if weight is None else block @ weight)
+        total += shares.even * (block.size(1) if weight is None else weight.sum())
+    return t, total
+
+
+def _subtract(block: Tensor, shares: Shares, g: Tensor) -> None:
+    """Subtract `g a` from a block, in place."""
+    if not block.size(1):
+        return
+    if shares.target.is_floating_point():
+        block.addcmul_(shares.probabilities(block.dtype), g, value=-shares.kept)
+    else:
+        places, a = shares.places, shares.kept * g * shares.weights(block)
+        block.scatter_(1, places, block.gather(1, places) - a)
+    if shares.even:
+        if shares.weight is None:
+            block -= shares.even * g
+        else:
+            block.addr_(g.view(-1), shares.weight, alpha=-shares.even)

@@ -1,0 +1,254 @@
+"""Cross entropy over logits whose last dimension may be a shard, with each option of PyTorch's."""
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from torchgpipe.shard.debug import agree, differences
+from torchgpipe.shard.nn.cross_entropy import RowLosses
+from torchgpipe.shard.tags import get_parallel_dim, is_split
+from torchgpipe.shard.world import World, current
+
+__all__ = ['ParallelCrossEntropyLoss', 'parallel_cross_entropy']
+
+
+class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
+    """Compute the cross entropy between logits, whole or a shard of them, and targets.
+
+    See :func:`parallel_cross_entropy`, which has the same options, for shapes and errors.
+
+    Args:
+        weight: The weights of all classes, shape (C,).
+        size_average: Deprecated by PyTorch in favour of `reduction`.
+        ignore_index: A class number that does not count.
+        reduce: Deprecated by PyTorch in favour of `reduction`.
+        reduction: ``'mean'``, ``'sum'`` or ``'none'``.
+        label_smoothing: How much of each target is spread evenly over all classes.
+    """
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Compute the loss of logits of shape (…, C), or of this rank's part of them."""
+        return parallel_cross_entropy(input, target, self.weight, None, self.ignore_index, None,
+                                      self.reduction, self.label_smoothing)
+
+
+def parallel_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None,
+                           size_average: bool | None = None, ignore_index: int = -100,
+                           reduce: bool | None = None, reduction: str = 'mean',
+                           label_smoothing: float = 0.0) -> Tensor:
+    """Compute the cross entropy between logits, whole or a shard of them, and targets.
+
+    The last dimension of logits is that of the classes: (C,), (N, C), (N, d, C) and so on. What
+    :func:`torch.nn.functional.cross_entropy` takes as (N, C, d) is ``logits.movedim(1, -1)`` here.
+
+    Logits with the tag 1 or -1 are this rank's classes, of any number, after those of the ranks
+    before it. The loss is the same on all ranks of the group, and the gradient is this rank's part
+    of that of one process. No rank gets logits of another one, or has a tensor of all classes: the
+    ranks exchange some numbers for each row. Memory is needed for the logits, for their gradient,
+    and for some rows at a time. Sums are computed in float32 at least. The loss has the type
+    that it has without shards: that of the logits, or float32 under autocast.
+
+    Ranks compare shapes, types and class numbers before they compute, and class numbers are
+    compared with the number of classes on each device. For that the host waits for the device.
+
+    Args:
+        input: Logits of shape (…, C); or of shape (…, classes of this rank), tagged.
+        target: Class numbers of shape (…), counted over all ranks, the same on each of them. Or
+            probabilities, either whole, of shape (…, C), or a tagged shard as that of the logits.
+        weight: The weights of all classes, shape (C,), on each rank.
+        size_average: Deprecated by PyTorch in favour of `reduction`.
+        ignore_index: A class number that does not count. Probabilities have none.
+        reduce: Deprecated by PyTorch in favour of `reduction`.
+        reduction: ``'mean'``: over rows that count, in proportion to the weight of their classes,
+            or over all rows for probabilities. ``'sum'``. ``'none'``: a loss of shape (…).
+        label_smoothing: How much of each target is spread evenly over all classes, from 0 to 1.
+
+    Raises:
+        IndexError: A class number is out of range. The message says which one.
+        RuntimeError: There are no parallel groups; or the ranks of one have logits or class
+            numbers that do not belong together; or the gradient is differentiated again.
+        TypeError: Logits or targets have another type.
+        ValueError: Shapes do not fit together, or there is no such option; or targets or weights
+            of sharded logits need a gradient.
+    """
+    world = current()
+    if size_average is not None or reduce is not None:
+        reduction = nn.CrossEntropyLoss(size_average=size_average, reduce=reduce).reduction
+    _check_options(reduction, label_smoothing)
+    _check_tensors(input, target, ignore_index)
+    if is_split(input) and world.tensor_size > 1:
+        return _of_shards(input, target, weight, ignore_index, reduction, label_smoothing, world)
+    return _of_whole(input, target, weight, ignore_index, reduction, label_smoothing, world)
+
+
+# --- checks
+# ----------------------------------------------------------------------------------
+
+
+def _check_options(reduction: str, label_smoothing: float) -> None:
+    if reduction not in ('mean', 'sum', 'none'):
+        raise ValueError(f"a reduction is 'mean', 'sum' or 'none', not {reduction!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f'label_smoothing is from 0 to 1, not {label_smoothing}')
+
+
+def _check_tensors(input: Tensor, target: Tensor, ignore_index: int) -> None:
+    """Check types and shapes, as far as this rank knows them."""
+    rows, shapes = input.shape[:-1], f'{tuple(target.shape)} for logits of {tuple(input.shape)}'
+    if not input.is_floating_point() or not input.dim():
+        raise TypeError('logits are floating point numbers of shape (…, classes), not '
+                        f'{input.dtype} of shape {tuple(input.shape)}')
+    if get_parallel_dim(input) == 0:
+        raise ValueError('logits are whole or split in their last dimension, but these have the '
+                         'parallel dimension 0: register 1, -1 or None')
+    if target.is_floating_point():
+        if target.dim() != input.dim() or target.shape[:-1] != rows:
+            raise ValueError('targets in floating point are probabilities, of shape (…, C) for '
+                             f'logits of shape (…, C), not {shapes}; class numbers are integers: '
+                             'target.long()')
+        if ignore_index >= 0:
+            raise ValueError(f'ignore_index={ignore_index} is a class number, and the targets are '
+                             'probabilities: give rows that do not count probabilities of 0')
+    elif target.dtype == torch.bool or target.is_complex():
+        raise TypeError(f'targets are integers or probabilities, not {target.dtype}')
+    elif target.shape != rows:
+        raise ValueError(f'class numbers have shape (…) for logits of shape (…, C), not {shapes}; '
+                         'logits of shape (N, C, …) go in as logits.movedim(1, -1)')
+
+
+def _check_classes(target: Tensor, classes: int, ignore_index: int, hint: str) -> None:
+    """Name the first class number that is out of range."""
+    wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
+    if wrong.any():
+        place = wrong.nonzero()[0].tolist()
+        raise IndexError(
+            f'target{place or ""} is {target[tuple(place)].item()}, but there are {classes} '
+            f'classes, from 0 to {classes - 1}, and ignore_index is {ignore_index}{hint}')
+
+
+def _check_length(what: str, tensor: Tensor, classes: int, hint: str) -> None:
+    """Check what has to have a number for each class."""
+    if tensor.size(-1) != classes:
+        raise ValueError(f'{what} of shape {tuple(tensor.shape)} do not fit {classes} classes'
+                         f'{hint}')
+
+
+# --- logits that are whole
+# ----------------------------------------------------------------------------------
+
+
+def _of_whole(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int,
+              reduction: str, label_smoothing: float, world: World) -> Tensor:
+    """Compute the loss of logits of all classes."""
+    classes = input.size(-1)
+    hint = ('; if the logits are a shard, an operation has lost its tag: put '
+            'ts.nn.RegisterParallelDim(-1) before the loss') if world.tensor_size > 1 else ''
+    if weight is not None:
+        _check_length('weights', weight, classes, hint)
+    if target.is_floating_point():
+        _check_length('probabilities', target, classes, hint)
+        target = target.movedim(-1, 1) if target.dim() > 1 else target
+    else:
+        _check_classes(target, classes, ignore_index, hint)
+        target = target.long()
+    return F.cross_entropy(input.movedim(-1, 1) if input.dim() > 1 else input, target, weight,
+                           ignore_index=ignore_index, reduction=reduction,
+                           label_smoothing=label_smoothing)
+
+
+# --- logits of which each rank has some
+# ----------------------------------------------------------------------------------
+
+
+def _of_shards(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int,
+               reduction: str, label_smoothing: float, world: World) -> Tensor:
+    """Compute the loss of logits of which each rank has some classes."""
+    _check_gradients(target, weight)
+    group = world.tensor_group
+    lengths = _agree(input, target, group)
+    classes, begin = sum(lengths), sum(lengths[:world.tensor_rank])
+    part = slice(begin, begin + input.size(-1))
+    if weight is not None:
+        _check_length('weights', weight, classes, ': each rank needs those of all classes')
+    if target.is_floating_point():
+        dtype = torch.promote_types(input.dtype, target.dtype)
+        own = _probabilities(target, classes, part)
+    else:
+        dtype = input.dtype
+        _check_classes(target, classes, ignore_index, '')
+        own = _places(target, ignore_index, part)
+    sums = torch.promote_types(dtype, torch.float32)
+    losses: Tensor = RowLosses.apply(  # type: ignore[no-untyped-call]
+        _as_rows(input), sums, group, own, None if weight is None else weight[part].to(sums),
+        1 - label_smoothing, label_smoothing / classes)
+    loss = _reduce(losses.view(input.shape[:-1]), target, weight, ignore_index, reduction)
+    return loss.to(sums if torch.is_autocast_enabled(input.device.type) else dtype)
+
+
+def _check_gradients(target: Tensor, weight: Tensor | None) -> None:
+    """Say that the logits alone get a gradient."""
+    if torch.is_grad_enabled() and (target.requires_grad
+                                    or weight is not None and weight.requires_grad):
+        raise ValueError('sharded logits get a gradient, but not their targets or weights: '
+                         'detach() these, or gather the logits, ts.distributed.gather(logits)')
+
+
+def _agree(input: Tensor, target: Tensor, group: ProcessGroup) -> list[int]:
+    """See that all ranks have logits of the same rows, and the same class numbers.
+
+    Returns:
+        How many classes each rank has.
+    """
+    numbers = target.new_tensor([input.size(-1), 0], dtype=torch.long)
+    if not target.is_floating_point():
+        odd = torch.arange(target.numel(), device=target.device) * 2 + 1
+        numbers[1] = ((target.reshape(-1).long() + 1) * odd).sum()
+    rows = ', '.join([*map(str, input.shape[:-1]), 'classes'])
+    found = agree('parallel_cross_entropy',
+                  f'logits of {input.dtype} and shape ({rows}), targets of {target.dtype}',
+                  group, numbers)
+    checksums = [checksum for _, checksum in found]
+    if len(set(checksums)) > 1:
+        raise RuntimeError(
+            'the ranks of a group have different targets, by their checksums: '
+            f'{differences(checksums, group)}. Shards of logits belong to the same samples: let '
+            'all ranks of a group read the same batch')
+    return [length for length, _ in found]
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """Give a tensor of rows, whatever the number of dimensions."""
+    return x.flatten(0, -2) if x.dim() > 1 else x[None]
+
+
+def _places(target: Tensor, ignore_index: int, part: slice) -> Tensor:
+    """Give the place of each target among this rank's classes, -1 if it is elsewhere: (N, 1)."""
+    target = target.reshape(-1, 1).long()
+    elsewhere = (target < part.start) | (target >= part.stop) | (target == ignore_index)
+    places: Tensor = target - part.start
+    return places.masked_fill(elsewhere, -1)
+
+
+def _probabilities(target: Tensor, classes: int, part: slice) -> Tensor:
+    """Give the probabilities of this rank's classes: (N, classes of this rank)."""
+    if is_split(target):
+        _check_length('shards of probabilities', target, part.stop - part.start, ' of this rank')
+        return _as_rows(target)
+    _check_length('probabilities', target, classes, '; if they are a shard, they need the tag of '
+                  'one: ts.register_parallel_dim(target, -1)')
+    return _as_rows(target[..., part])
+
+
+def _reduce(losses: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int,
+            reduction: str) -> Tensor:
+    """Leave out what is ignored, and reduce."""
+    counts = torch.ones_like(losses)
+    if not target.is_floating_point():
+        ignored = target == ignore_index
+        losses = losses.masked_fill(ignored, 0)
+        if weight is not None:
+            counts = weight[target.long().masked_fill(ignored, 0)].to(losses.dtype)
+        counts = counts.masked_fill(ignored, 0)
+    if reduction == 'none':
+        return losses
+    return losses.sum() / counts.sum() if reduction == 'mean' else losses.sum()
