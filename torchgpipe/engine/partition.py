@@ -12,7 +12,7 @@ from torchgpipe.engine.checkpoint.observed import Observed
 from torchgpipe.engine.checkpoint.samples import Late, compare_late
 from torchgpipe.engine.compute import Compute
 from torchgpipe.engine.observer import Observer, observers
-from torchgpipe.engine.places import only_computes, shared_modules, shared_slots
+from torchgpipe.engine.places import modules_of, only_computes, shared_modules, shared_slots
 from torchgpipe.engine.stream import memory_key, no_context
 from torchgpipe.engine.worker import Workers, device_key
 from torchgpipe.locks import layer_lock, together
@@ -58,8 +58,12 @@ class Partition:
         #: Held by whoever gives its modules other attributes, as for a recomputation: no other
         #: partition runs any of them meanwhile.
         self.lock_alone: AbstractContextManager[Any] = no_context
-        #: Whether it runs in an order with others, as they share a module that may change.
-        self.in_turn = False
+        #: Whether it has a module that communicates: see :mod:`torchgpipe.communication`.
+        self.communicates = any(
+            getattr(module, 'communicates', False) is True for module in modules_of(layers))
+        #: Whether cells run one after the other, since it communicates, or shares a module with
+        #: others that may change.
+        self.in_turn = self.communicates
         #: Where it has parameters and buffers that an earlier partition has, too; and whether
         #: another module has them.
         self.shared: dict[Slot, bool] = {}

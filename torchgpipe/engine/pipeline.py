@@ -40,6 +40,7 @@ from functools import partial
 
 import torch
 
+from torchgpipe.communication import without_order
 from torchgpipe.engine.aliasing import Aliasing
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.cell import Cells
@@ -190,7 +191,7 @@ class Pipeline:
 
     def _act_here(self, action: Action) -> None:
         j, _, i = action
-        with use_stream(self._edges[j].stream):
+        with without_order(partial(_undeclared, j)), use_stream(self._edges[j].stream):
             self._run_cell(i, j)
 
     def _run_in_order(self, start: int, stop: int) -> None:
@@ -301,3 +302,10 @@ class Pipeline:
             i, partial(boundary, partial(compute, i, m)), batch, boundary.keep)
         edges.leave(i, output, recomputation)
         return boundary.leave(output)
+
+
+def _undeclared(j: int) -> str:
+    return (f'a layer of partition {j} communicates with other processes, while other partitions '
+            'run: the ranks would not come to their collectives in the same order. Let the module '
+            'say so, as layers of torchgpipe.shard do: communicates = True; then cells run one '
+            'after the other. Or put all partitions on one device')

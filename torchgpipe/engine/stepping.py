@@ -14,7 +14,7 @@ from then on to whatever layers have saved. The graph of a cell, its leaves and 
 with its backward. What is copied is recorded with the allocator on the stream that reads it, as in
 :mod:`torchgpipe.engine.copy`.
 """
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from torchgpipe.communication import without_order
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.compiled import has_compiled
@@ -100,6 +101,8 @@ class Step(Pipeline):
         super().__init__(engine, batches, **options)
         self._trackers = []  # Skips are values as others are.
         self._rows = rows
+        #: The one worker that may communicate with other processes, if there are others.
+        self._speaker: Hashable = None
         self._leaves = Leaves()
         self._computes: list[Callable[..., Any]] = []
         self._losses = loss
@@ -128,6 +131,7 @@ class Step(Pipeline):
         engine = self._engine
         if not engine.one_worker:
             engine.workers.check_caller()
+            self._speaker = _speaker(engine.partitions)
         plan = Plan.of(self._rows, tuple([partition.device for partition in engine.partitions]),
                        frozenset(filter(self._is_ordered, range(len(self._cells)))))
         try:
@@ -159,7 +163,9 @@ class Step(Pipeline):
     def _act(self, action: Action) -> None:
         """Run an action."""
         j, kind, i = action
-        with use_stream(self._edges[j].stream), self._putting_off(action):
+        beside = self._speaker not in (None, self._engine.partitions[j].worker)
+        with without_order(partial(_beside, j) if beside else None), \
+                use_stream(self._edges[j].stream), self._putting_off(action):
             if kind == 'F' and self._engine.one_worker:
                 self._run_cell(i, j)
             elif kind == 'F':
@@ -299,6 +305,31 @@ class Step(Pipeline):
             wait_stream(next_stream, self._edges[j].stream)
             grad = copy_tensor(grad, next_stream, prev_stream, self._edges[value.j].stream)
         self._grads.setdefault((i, value.j), {})[value.k] = grad
+
+
+def _speaker(partitions: Sequence[Partition]) -> Hashable:
+    """Give the worker that communicates with other processes, or may do so for the loss.
+
+    Raises:
+        RuntimeError: There are several.
+    """
+    found = [partition for partition in partitions if partition.communicates]
+    if len({partition.worker for partition in found}) > 1:
+        names = ', '.join(f'{partition.j} on {partition.device}' for partition in found)
+        raise RuntimeError(
+            f'partitions {names} communicate with other processes, and each worker goes through '
+            'its actions of a step by itself: the ranks would not come to their collectives in '
+            'the same order. Put these partitions on one device; or use the plain call, '
+            'model(input) and loss.backward(), which runs one cell after the other')
+    return (found or partitions)[-1].worker
+
+
+def _beside(j: int) -> str:
+    return (f'partition {j} communicates with other processes, or the loss does, while other '
+            'workers may do so beside it: the ranks would not come to their collectives in the '
+            'same order. Let modules that do so say it, communicates = True, and put them into '
+            'partitions on one device, that of the last one if the loss does so, too; or use the '
+            'plain call, model(input) and loss.backward()')
 
 
 def leaf_of(x: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from torchgpipe.communication import check_order
+
 __all__ = ['complete']
 
 #: For so long a rank waits for the others before it looks for their notes.
@@ -40,8 +42,10 @@ def complete(start: Callable[[], Any], group: ProcessGroup, on_cpu: bool) -> Non
         on_cpu: Whether its tensors are on the CPU.
 
     Raises:
-        RuntimeError: It failed. The message names the ranks that were not there.
+        RuntimeError: It failed, and the message names the ranks that were not there; or this is a
+            cell of a pipeline whose collectives have no order.
     """
+    check_order()
     try:
         work = start()
         if on_cpu:

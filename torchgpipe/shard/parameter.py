@@ -83,6 +83,9 @@ class ParallelModule(nn.Module):
                 return y
     """
 
+    #: For pipelines: see :mod:`torchgpipe.communication`.
+    communicates = True
+
     def __init__(self) -> None:
         super().__init__()
         current()  # raises where there are no groups

@@ -24,6 +24,9 @@ class ParallelDropout(nn.Module):
         ValueError: The input has no tag, and ``dim`` was left out.
     """
 
+    #: For pipelines: see :mod:`torchgpipe.communication`.
+    communicates = True
+
     def __init__(self, p: float = 0.5, inplace: bool = False,
                  dim: int | str | None = 'tag') -> None:
         super().__init__()

@@ -26,6 +26,9 @@ class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
         label_smoothing: How much of each target is spread evenly over all classes.
     """
 
+    #: For pipelines: see :mod:`torchgpipe.communication`.
+    communicates = True
+
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Compute the loss of logits of shape (…, C), or of this rank's part of them."""
         return parallel_cross_entropy(input, target, self.weight, None, self.ignore_index, None,
