@@ -17,7 +17,8 @@ from pathlib import Path
 __all__ = ['Failure', 'outcomes', 'run']
 
 _context = multiprocessing.get_context('forkserver')
-_context.set_forkserver_preload(['pytest', 'torch.distributed', 'torchgpipe.shard'])
+_context.set_forkserver_preload([
+    'pytest', 'torch.distributed', 'torch.distributed.tensor', 'torchgpipe', 'torchgpipe.shard'])
 
 
 @dataclass(frozen=True)
