@@ -1,11 +1,28 @@
 """What a sharded layer is compared with: the plain one, in one process."""
+import itertools
+
 import torch
 
 import torchgpipe.shard as ts
 from torchgpipe.shard.parameter import global_shape
 from torchgpipe.shard.tags import storage_dim
 
-__all__ = ['close', 'cut', 'same_start', 'seeded']
+__all__ = ['close', 'cut', 'double', 'over_groups', 'same_gradients', 'same_parameters',
+           'same_start', 'seeded']
+
+
+def over_groups(groups, check, *grid):
+    """Check for groups of several sizes, and all that a grid has."""
+    for group in groups:
+        ts.distributed.init_process_group(group)
+        for values in itertools.product(*grid):
+            check(*values)
+        ts.distributed.destroy_process_group()
+
+
+def double(*shape):
+    """Draw what all ranks have."""
+    return torch.randn(*shape, dtype=torch.double)
 
 
 def close(found, expected):
@@ -49,4 +66,5 @@ def same_gradients(plain, sharded):
     """Check gradients of parameters."""
     found = dict(sharded.named_parameters())
     for name, whole in plain.named_parameters():
-        close(found[name].grad, cut(whole.grad, storage_dim(found[name])))
+        assert found[name].grad.is_sparse == whole.grad.is_sparse
+        close(found[name].grad.to_dense(), cut(whole.grad.to_dense(), storage_dim(found[name])))

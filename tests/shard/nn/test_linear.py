@@ -9,26 +9,13 @@ import torch
 from torch import nn
 
 import torchgpipe.shard as ts
-from tests.shard.nn.oracle import close, cut, same_gradients, same_parameters, same_start
+from tests.shard.nn.oracle import (close, cut, double, over_groups, same_gradients,
+                                   same_parameters, same_start)
 from tests.shard.processes import run
 from torchgpipe.shard.parameter import global_shape
 from torchgpipe.shard.tags import is_tagged, storage_dim
 
 SIZES = [5, 7, 31]
-
-
-def over_groups(groups, check, *grid):
-    """Check for groups of several sizes, and all that a grid has."""
-    for group in groups:
-        ts.distributed.init_process_group(group)
-        for values in itertools.product(*grid):
-            check(*values)
-        ts.distributed.destroy_process_group()
-
-
-def double(*shape):
-    """Draw what all ranks have."""
-    return torch.randn(*shape, dtype=torch.double)
 
 
 def same_as_plain(in_features, out_features, dim, bias):

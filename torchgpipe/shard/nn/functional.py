@@ -141,13 +141,14 @@ def _of_some_rows(ids: Tensor, weight: Tensor, number: int, padding_idx: int | N
     world = current()
     begin, length = sizes.part(number, world.tensor_size, world.tensor_rank)
     # Only those that are here: others would count as looked up, for `max_norm` and the frequency.
-    here = ((ids >= begin) & (ids < begin + length)).nonzero(as_tuple=True)
+    flat = ids.reshape(-1)
+    here = ((flat >= begin) & (flat < begin + length)).nonzero()[:, 0]
     padding = None if padding_idx is None else sizes.find(
         padding_idx, number, world.tensor_size, world.tensor_rank)
-    found = F.embedding(ids[here] - begin, weight, padding, max_norm, norm_type,
+    found = F.embedding(flat[here] - begin, weight, padding, max_norm, norm_type,
                         scale_grad_by_freq, sparse)
-    zeros = found.new_zeros(*ids.shape, weight.size(1))
-    return reduce_(zeros.index_put(here, found))
+    term = found.new_zeros(len(flat), weight.size(1)).index_copy(0, here, found)
+    return _whole(reduce_(term).view(*ids.shape, weight.size(1)))
 
 
 @torch.no_grad()

@@ -1,0 +1,33 @@
+"""A layer that tags."""
+from collections import namedtuple
+
+import pytest
+import torch
+
+import torchgpipe.shard as ts
+from torchgpipe.shard.tags import is_tagged
+
+Pair = namedtuple('Pair', 'a b')
+
+
+@pytest.mark.parametrize('dim', [None, 0, 1, -1])
+@pytest.mark.parametrize('requires_grad', [True, False])
+def test_each_tensor_of_a_tuple_gets_a_tag_and_the_input_none(dim, requires_grad):
+    layer = ts.nn.RegisterParallelDim(dim)
+    x = torch.ones(2, requires_grad=requires_grad)
+    with torch.no_grad():
+        assert layer(x) is not x
+    y, pair = layer(x), layer(Pair(x, (x * 2, 'text')))
+    assert type(pair) is Pair and pair.b[1] == 'text'
+    for each in (y, pair.a, pair.b[0]):
+        assert is_tagged(each) and ts.get_parallel_dim(each) == dim
+    assert not is_tagged(x) and y.data_ptr() == x.data_ptr()
+    if requires_grad:
+        (y * 3).sum().backward()
+        assert x.grad.tolist() == [3, 3]
+
+
+def test_a_wrong_dimension_raises():
+    with pytest.raises(ValueError, match='not 2'):
+        ts.nn.RegisterParallelDim(2)
+    assert str(ts.nn.RegisterParallelDim(-1)) == 'RegisterParallelDim(dim=-1)'
