@@ -143,6 +143,7 @@ def alone():
     for function in (ts.distributed.scatter, ts.distributed.gather, ts.distributed.reduce,
                      ts.distributed.copy):
         x = drawn(2, 3)
+        assert function(x).data_ptr() == x.data_ptr()
         assert gradcheck(lambda x: function(x) ** 2, x)
         assert gradgradcheck(lambda x: function(x) ** 2, x)
 
@@ -197,6 +198,10 @@ def low_level():
     x = torch.full((2,), float(dist.get_rank()))
     assert collectives.all_reduce(x.clone(), group).tolist() == [2 * first + 1] * 2
     assert collectives.all_reduce(x.clone(), group, dist.ReduceOp.MAX).tolist() == [first + 1] * 2
+    scattered = torch.ones(2, 3).T
+    assert collectives.reduce_(scattered).equal(torch.full((3, 2), 2.)) and scattered.sum() == 6
+    packed = torch.ones(2, 3)
+    assert collectives.reduce_(packed) is packed and packed.sum() == 12
     assert collectives.broadcast(x.clone(), group).tolist() == [first] * 2
     assert collectives.broadcast(x.clone(), group, 1).tolist() == [first + 1] * 2
     assert collectives.all_sizes(torch.zeros(1, 3 + rank), group, 1) == [3, 4]

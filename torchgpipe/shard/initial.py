@@ -100,18 +100,21 @@ def _draw(part: Tensor, number: int, row: int, mine: range,
     for start, stop in _blocks(number):
         block = torch.empty(stop - start, dtype=part.dtype, device='cpu')
         draw(block)
-        found = _within(block, start, row, mine)
-        kept[:len(found)] = found
-        kept = kept[len(found):]
+        for found in _within(block, start % row, row, mine):
+            kept[:found.numel()].view(found.shape).copy_(found)
+            kept = kept[found.numel():]
 
 
-def _within(block: Tensor, start: int, row: int, mine: range) -> Tensor:
-    """Give those elements of a block that lie within a range of each row."""
-    first = start % row
-    if first + len(block) <= row:  # all in one row
-        return block[max(mine.start - first, 0):max(mine.stop - first, 0)]
-    place = torch.arange(first, first + len(block), device='cpu').remainder_(row)
-    return block[(place >= mine.start) & (place < mine.stop)]
+def _within(block: Tensor, first: int, row: int, mine: range) -> Iterator[Tensor]:
+    """Give those elements of a block that lie within a range of each row, in their order.
+
+    The block begins somewhere in a row, goes on with whole rows, and ends with a part of one.
+    """
+    head, rest = block.tensor_split([row - first] if first else [0])
+    yield head[max(mine.start - first, 0):max(mine.stop - first, 0)]
+    rows, tail = rest.tensor_split([len(rest) // row * row])
+    yield rows.view(-1, row)[:, mine.start:mine.stop]
+    yield tail[mine.start:mine.stop]
 
 
 def _blocks(number: int) -> Iterator[tuple[int, int]]:
