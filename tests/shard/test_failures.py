@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 import torchgpipe.shard as ts
-from tests.shard.processes import Failure, outcomes
+from tests.shard.processes import Failure, outcomes, run
 from torchgpipe.shard import failures
 
 
@@ -46,6 +46,52 @@ def test_the_others_name_the_rank_that_raises(where, who):
             assert f'in {where}' in failure.text
         else:
             assert f'failed on rank {rank}: rank {who} did not take part' in failure.text
+
+
+class Fails:
+    """Work that fails at once."""
+
+    def wait(self, timeout):
+        raise RuntimeError('as on all ranks')
+
+    def is_completed(self):
+        return True
+
+
+class Slow:
+    """Work that takes long."""
+
+    waits = 3
+
+    def wait(self, timeout):
+        self.waits -= 1
+        if self.waits:
+            raise RuntimeError('it takes longer')
+
+    def is_completed(self):
+        return False
+
+
+def together():
+    """Fail on all ranks, and go on."""
+    group = ts.distributed.get_group()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match='on all others') as caught:
+            failures.complete(Fails, group, True)
+        assert 'as on all ranks' in str(caught.value.__cause__)
+        failures.complete(Slow, group, True)
+        assert ts.distributed.reduce(torch.ones(1)) == 2
+    with pytest.raises(RuntimeError, match='^at the start$'):
+        failures.complete(start_fails, group, True)
+
+
+def start_fails():
+    """Do not even start."""
+    raise RuntimeError('at the start')
+
+
+def test_a_failure_of_all_ranks_is_over_when_they_go_on():
+    run(2, together, group=2)
 
 
 def absent():

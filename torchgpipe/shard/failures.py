@@ -16,6 +16,7 @@ collective does not come to its end.
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -30,7 +31,9 @@ LOOK = timedelta(seconds=0.5)
 #: For so long it waits for the notes of the others, which look for its own that often.
 GRACE = timedelta(seconds=5)
 
-_FAILED = 'torchgpipe.shard/failed'
+#: How many collectives of a group have failed on this rank. A failure that all had in common, and
+#: went on from, is none of the next one's.
+_failures: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 
 
 def complete(start: Callable[[], Any], group: ProcessGroup, on_cpu: bool) -> None:
@@ -46,8 +49,8 @@ def complete(start: Callable[[], Any], group: ProcessGroup, on_cpu: bool) -> Non
             cell of a pipeline whose collectives have no order.
     """
     check_order()
+    work = start()
     try:
-        work = start()
         if on_cpu:
             _wait(work, group)
         else:
@@ -63,18 +66,24 @@ def _wait(work: Any, group: ProcessGroup) -> None:
             work.wait(LOOK)
             return
         except RuntimeError:
-            if work.is_completed() or group.get_group_store().check([_FAILED]):
+            if work.is_completed() or group.get_group_store().check([_note(group)]):
                 raise
+
+
+def _note(group: ProcessGroup) -> str:
+    return f'torchgpipe.shard/failed/{_failures.get(group, 0)}'
 
 
 def _message(group: ProcessGroup) -> str:
     store, ranks = group.get_group_store(), dist.get_process_group_ranks(group)
-    store.set(f'{_FAILED}/{group.rank()}', '')
-    store.set(_FAILED, '')
+    note = _note(group)
+    store.set(f'{note}/{group.rank()}', '')
+    store.set(note, '')
+    _failures[group] = _failures.get(group, 0) + 1
     missing: list[int] = []
     for i, rank in enumerate(ranks):
         try:
-            store.wait([f'{_FAILED}/{i}'], timedelta(0) if missing else GRACE)
+            store.wait([f'{note}/{i}'], timedelta(0) if missing else GRACE)
         except RuntimeError:
             missing.append(rank)
     where = f'a collective of the group of ranks {ranks} failed on rank {ranks[group.rank()]}'
