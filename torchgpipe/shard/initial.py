@@ -61,36 +61,33 @@ def shard_init_helper_(init_method: Callable[..., Any], tensor: Tensor, **kwargs
         if tensor.is_cpu and (dim is None or world.tensor_size == 1):
             init_method(tensor, **kwargs)
         else:
-            tensor.copy_(_part(world, init_method, global_shape(tensor), dim, tensor.dtype,
-                               kwargs))
+            part = tensor.cpu()  # itself, if it is there
+            _set(part, world, init_method, global_shape(tensor), dim, kwargs)
+            tensor.copy_(part)
     return tensor
 
 
-def _part(world: World, init_method: Callable[..., Any], shape: Sequence[int], dim: int | None,
-          dtype: torch.dtype, kwargs: dict[str, Any]) -> Tensor:
-    """Give this rank's part of what a method sets in a tensor of some shape."""
-    calls = _calls(init_method, shape, dtype, kwargs)
+def _set(part: Tensor, world: World, init_method: Callable[..., Any], shape: Sequence[int],
+         dim: int | None, kwargs: dict[str, Any]) -> None:
+    """Set this rank's part of what a method sets in a tensor of some shape."""
     size = 1 if dim is None else shape[dim]
     begin, length = ((0, 1) if dim is None else
                      sizes.part(size, world.tensor_size, world.tensor_rank))
+    calls = _calls(init_method, shape, part.dtype, kwargs)
     if calls is None:
-        whole = torch.empty(shape, dtype=dtype, device='cpu')
+        whole = torch.empty(shape, dtype=part.dtype, device='cpu')
         init_method(whole, **kwargs)
-        return whole if dim is None else whole.narrow(dim, begin, length)
+        part.copy_(whole if dim is None else whole.narrow(dim, begin, length))
+        return
     # In memory, the whole is made of rows, and this rank has the same elements of each.
     row = prod(shape[dim or 0:])
     element = row // size if size else 0
     mine = range(begin * element, (begin + length) * element)
-    local = list(shape)
-    if dim is not None:
-        local[dim] = length
-    part = torch.empty(local, dtype=dtype, device='cpu')
     for operation, args, rest in calls:
         if _name(operation) in _DRAWING:
             _draw(part, prod(shape), row, mine, lambda x: operation(x, *args, **rest))
         else:
             operation(part, *args, **rest)
-    return part
 
 
 def _draw(part: Tensor, number: int, row: int, mine: range,
