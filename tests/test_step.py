@@ -17,7 +17,7 @@ from tests.devices import cpu_only, cpus, devices, workers
 from tests.helpers import (MODES, Spy, WeakLog, assert_same, by_partitions, gradients, modes,
                            on_first)
 from torchgpipe import Arguments, GPipe, NoChunk
-from torchgpipe.engine.interpreter import _Messages
+from torchgpipe.engine.interpreter import _Shared
 from torchgpipe.engine.worker import Workers
 from torchgpipe.private import innermost_hooks
 from torchgpipe.schedule import NAMES, Schedule, make
@@ -785,8 +785,8 @@ def test_a_fault_at_each_action(devices, schedule, mode, error):
 @workers
 def test_no_action_starts_after_a_fault(devices, monkeypatch):
     stopped, calls = threading.Event(), []
-    stop = _Messages.stop
-    monkeypatch.setattr(_Messages, 'stop', lambda messages: (stop(messages), stopped.set()))
+    note = _Shared.fail
+    monkeypatch.setattr(_Shared, 'fail', lambda *args: (note(*args), stopped.set()))
 
     def wait(x):
         calls.append(x.detach())

@@ -30,12 +30,14 @@ class Plan(NamedTuple):
         rows: By worker, its device and its actions.
         waits: What an action waits for among those of other workers.
         tells: Which other workers wait for an action.
+        order: The number of each action, in the order of the schedule's steps.
         last: The worker that has the last stage.
     """
 
     rows: dict[Hashable, tuple[torch.device, list[Action]]]
     waits: dict[Action, set[Action]]
     tells: dict[Action, set[Hashable]]
+    order: dict[Action, int]
     last: Hashable
 
     @staticmethod
@@ -77,8 +79,9 @@ def _plan(grid: Grid, devices: Sequence[torch.device], pairs: Iterable[tuple[Act
     """Make a plan of the steps of a schedule, and of pairs of which one waits for the other."""
     merged: dict[Hashable, tuple[torch.device, list[Action]]] = {}
     owners: dict[Action, Hashable] = {}
-    for action in _by_step(grid):
-        device = devices[action.stage]
+    order: dict[Action, int] = {}
+    for k, action in enumerate(_by_step(grid)):
+        order[action], device = k, devices[action.stage]
         owners[action] = key = device_key(device)
         merged.setdefault(key, (device, []))[1].append(action)
     waits = {action: {*waits_for(action, owners.keys())} for action in owners}
@@ -89,7 +92,7 @@ def _plan(grid: Grid, devices: Sequence[torch.device], pairs: Iterable[tuple[Act
         before -= {each for each in before if owners[each] == owners[action]}
         for each in before:
             tells[each].add(owners[action])
-    return Plan(merged, waits, tells, device_key(devices[-1]))
+    return Plan(merged, waits, tells, order, device_key(devices[-1]))
 
 
 def _by_step(grid: Sequence[Sequence[Action | None]]) -> Iterable[Action]:
@@ -109,14 +112,29 @@ def _in_order(rows: Sequence[Sequence[Action]], ordered: frozenset[int]
     return ([*zip(by_step, by_step[1:])], grid) if stuck else (pairs, in_order)
 
 
-class _Messages(NamedTuple):
-    """What workers tell each other: actions that are done; ``None`` if there will be no more."""
+class _Shared(NamedTuple):
+    """What workers tell each other: actions that are done, and those that failed.
+
+    ``None`` in a queue says that something has failed.
+    """
 
     queues: dict[Hashable, 'SimpleQueue[Action | None]']
+    #: With the numbers of actions; that of an interrupt comes before all.
+    errors: list[tuple[int, BaseException]]
 
-    def stop(self) -> None:
+    def fail(self, number: int, error: BaseException) -> None:
+        """Let actions after this one not start."""
+        self.errors.append((number if isinstance(error, Exception) else -1, error))
         for queue in self.queues.values():
             queue.put(None)
+
+    def first_failure(self) -> tuple[int, BaseException]:
+        """Give the one that comes first in the schedule, whichever was first in time."""
+        return min(self.errors, key=lambda pair: pair[0])
+
+    def stops(self, number: int) -> bool:
+        """Tell whether an action is not to start."""
+        return bool(self.errors) and self.first_failure()[0] < number
 
 
 def interpret(plan: Plan, run: Callable[[Action], None], workers: Workers,
@@ -131,11 +149,10 @@ def interpret(plan: Plan, run: Callable[[Action], None], workers: Workers,
             that has the last stage.
 
     Raises:
-        BaseException: What an action raised, the first one, or an interrupt beside it. No others
-            were started since then, and those that ran beside it have ended.
+        BaseException: What an action raised, the first one in the order of steps, or an interrupt.
+            Actions after it were not started since then, and those under way have ended.
     """
-    messages = _Messages({key: SimpleQueue() for key in plan.rows})
-    errors: list[BaseException] = []
+    shared = _Shared({key: SimpleQueue() for key in plan.rows}, [])
     if len(plan.rows) == 1:
         for _, row in plan.rows.values():
             for action in row:
@@ -143,43 +160,40 @@ def interpret(plan: Plan, run: Callable[[Action], None], workers: Workers,
         return
     try:
         futures = workers.submit([
-            (device, partial(_follow, plan, key, row, run, messages, errors))
+            (device, partial(_follow, plan, key, row, run, shared))
             for key, (device, row) in plan.rows.items() if not (run_here and key == plan.last)])
         if run_here is not None:
-            _follow(plan, plan.last, plan.rows[plan.last][1], run_here, messages, errors)
+            _follow(plan, plan.last, plan.rows[plan.last][1], run_here, shared)
         for future in futures:
             future.result()
     except BaseException as error:
         # KeyboardInterrupt, most likely: what is under way has to end before anyone goes on.
-        errors.append(error)
-        messages.stop()
+        shared.fail(-1, error)
         workers.stop()
-        errors.clear()
+        shared.errors.clear()
         raise
-    if errors:
+    if shared.errors:
         try:
-            raise next((x for x in errors if not isinstance(x, Exception)), errors[0])
+            raise shared.first_failure()[1]
         finally:
-            errors.clear()  # or its traceback, this frame and the error would be a cycle
+            shared.errors.clear()  # or its traceback, this frame and the error would be a cycle
 
 
 def _follow(plan: Plan, key: Hashable, row: Sequence[Action], run: Callable[[Action], None],
-            messages: _Messages, errors: list[BaseException]) -> None:
+            shared: _Shared) -> None:
     """Go through the actions of one worker."""
-    get = messages.queues[key].get
-    done: set[Action] = set()
-    try:
-        for action in row:
-            while not plan.waits[action] <= done:
-                message = get()
-                if message is None:
-                    return
-                done.add(message)
-            if errors:
+    get = shared.queues[key].get
+    done: set[Action | None] = set()
+    for action in row:
+        number = plan.order[action]
+        try:
+            while not (plan.waits[action] <= done or shared.stops(number)):
+                done.add(get())
+            if shared.stops(number):
                 return
             run(action)
-            for other in plan.tells[action]:
-                messages.queues[other].put(action)
-    except BaseException as error:
-        errors.append(error)
-        messages.stop()
+        except BaseException as error:
+            shared.fail(number, error)
+            return
+        for other in plan.tells[action]:
+            shared.queues[other].put(action)
