@@ -27,6 +27,12 @@ def other_rows():
     ts.distributed.gather(torch.ones(3 if rank == 2 else 4, rank))
 
 
+def other_sizes():
+    """Have another size in mind, on the rank whose part that changes."""
+    last = dist.get_rank() == 3
+    ts.distributed.gather(torch.ones(1 if last else 2), size=7 if last else 8)
+
+
 def other_calls():
     """Do something else on one rank, in backward."""
     x = torch.ones(4, requires_grad=True)
@@ -44,6 +50,7 @@ FAULTS = [
                    r'ranks 0, 1, 3 have .* \(4, 5\)\.'),
     (other_types, r'rank 1 has all_gather: .* torch.float16 .*; ranks 0, 2, 3 have .*float32'),
     (other_rows, r'rank 2 has all_gather: .* \(3, part\); ranks 0, 1, 3 have .*\(4, part\)'),
+    (other_sizes, r'rank 3 has all_gather: \[2, 2, 2, 1\] .*; ranks 0, 1, 2 have .*2, 2, 2, 2\]'),
     (other_calls, r'rank 0 has all_gather: .*; ranks 1, 2, 3 have all_reduce: '),
     (other_sources, r'rank 3 has broadcast: from 1 .*; ranks 0, 1, 2 have broadcast: from 0 of '),
 ]

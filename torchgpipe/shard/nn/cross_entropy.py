@@ -74,17 +74,17 @@ class RowLosses(torch.autograd.Function):
                 target: Tensor, weight: Tensor | None, kept: float, even: float) -> Tensor:
         """Take logits of shape (N, this rank's classes), a type, and what `Shares` are made of."""
         shares = Shares(target, weight, kept, even)
-        with torch.autocast(logits.device.type, enabled=False):
-            largest = logits.new_full((len(logits), 1), -torch.inf, dtype=dtype)
-            if logits.size(1):
-                largest.copy_(logits.amax(1, keepdim=True))
-            all_reduce(largest, group, dist.ReduceOp.MAX)
-            sums = largest.new_empty(3, len(logits))
-            for rows in _blocks(logits):
-                block = logits[rows] - largest[rows]
-                sums[1, rows], sums[2, rows] = _weighted(block, shares.of(rows))
-                sums[0, rows] = block.exp_().sum(1)
-            s, t, a = all_reduce(sums, group)
+        largest = logits.new_full((len(logits), 1), -torch.inf, dtype=dtype)
+        if logits.size(1):
+            largest.copy_(logits.amax(1, keepdim=True))
+        all_reduce(largest, group, dist.ReduceOp.MAX)
+        sums = largest.new_empty(3, len(logits))
+        for rows in _blocks(logits):
+            block = logits[rows] - largest[rows]
+            sums[1, rows], sums[2, rows] = _weighted(block, shares.of(rows))
+            sums[0, rows] = block.exp_().sum(1)
+            del block  # before there is the next one
+        s, t, a = all_reduce(sums, group)
         ctx.save_for_backward(logits, largest, a / s, target, weight)
         ctx.shares = kept, even
         losses: Tensor = a * s.log() - t
@@ -106,6 +106,7 @@ class RowLosses(torch.autograd.Function):
                 _subtract(block, shares.of(rows), g)
                 if not exact:
                     result[rows] = block
+                del block
         if torch.is_grad_enabled():
             result = _Once.apply(result, logits)  # type: ignore[no-untyped-call]
         return result, None, None, None, None, None, None
@@ -117,7 +118,7 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, logits: Tensor) -> Tensor:
         """Give it on."""
-        return gradient.detach()
+        return gradient
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -140,8 +141,7 @@ def _weighted(block: Tensor, shares: Shares) -> tuple[Tensor, Tensor]:
         return block.sum(1), block.sum(1)
     if shares.target.is_floating_point():
         a = shares.probabilities(block.dtype)
-        # A product of matrices needs no room for the products of numbers.
-        t, total = (a[:, None] @ block[:, :, None]).view(-1), a.sum(1)
+        t, total = (a * block).sum(1), a.sum(1)
     else:
         a = shares.weights(block)
         # Not even infinite logits count, where the class is elsewhere.
@@ -150,7 +150,7 @@ def _weighted(block: Tensor, shares: Shares) -> tuple[Tensor, Tensor]:
     t, total = shares.kept * t, shares.kept * total
     if shares.even:
         weight = shares.weight
-        t += shares.even * (block.sum(1) if weight is None else block @ weight)
+        t += shares.even * (block if weight is None else block * weight).sum(1)
         total += shares.even * (block.size(1) if weight is None else weight.sum())
     return t, total
 

@@ -179,7 +179,7 @@ def _of_shards(input: Tensor, target: Tensor, weight: Tensor | None, ignore_inde
     else:
         dtype = input.dtype
         _check_classes(target, classes, ignore_index, '')
-        own = _places(target, ignore_index, part)
+        own = _places(target, part)
     sums = torch.promote_types(dtype, torch.float32)
     losses: Tensor = RowLosses.apply(  # type: ignore[no-untyped-call]
         _as_rows(input), sums, group, own, None if weight is None else weight[part].to(sums),
@@ -205,7 +205,7 @@ def _agree(input: Tensor, target: Tensor, group: ProcessGroup) -> list[int]:
     numbers = target.new_tensor([input.size(-1), 0], dtype=torch.long)
     if not target.is_floating_point():
         odd = torch.arange(target.numel(), device=target.device) * 2 + 1
-        numbers[1] = ((target.reshape(-1).long() + 1) * odd).sum()
+        numbers[1] = (target.reshape(-1) * odd).sum()
     rows = ', '.join([*map(str, input.shape[:-1]), 'classes'])
     found = agree('parallel_cross_entropy',
                   f'logits of {input.dtype} and shape ({rows}), targets of {target.dtype}',
@@ -224,10 +224,10 @@ def _as_rows(x: Tensor) -> Tensor:
     return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
-def _places(target: Tensor, ignore_index: int, part: slice) -> Tensor:
+def _places(target: Tensor, part: slice) -> Tensor:
     """Give the place of each target among this rank's classes, -1 if it is elsewhere: (N, 1)."""
     target = target.reshape(-1, 1).long()
-    elsewhere = (target < part.start) | (target >= part.stop) | (target == ignore_index)
+    elsewhere = (target < part.start) | (target >= part.stop)
     places: Tensor = target - part.start
     return places.masked_fill(elsewhere, -1)
 
