@@ -401,11 +401,19 @@ def refused(name):
     elif name == 'a single one':
         part, target = sharded(logits[0, 0]), torch.tensor(-3)
     elif name == 'lost tag':
-        part, target = part + 0, target.clamp(min=5)
+        part, target = part + 0, target.clamp(max=2)  # These are classes of each rank.
+    elif name == 'lost tag of shards of one size':
+        part, target = logits[..., 3 * rank:][..., :3].clone(), target.clamp(max=2)
     elif name == 'lost tag, probabilities':
         part, target = part + 0, logits.softmax(-1)
     elif name == 'lost tag, weights':
         part, target, more = part + 0, target * 0, {'weight': weights(7)}
+    elif name == 'whole logits, probabilities':
+        part, target = logits + 0, logits[..., :5].softmax(-1)
+    elif name == 'whole logits, weights':
+        part, more = logits + 0, {'weight': weights(6)}
+    elif name == 'whole logits, too high':
+        part, target = logits + 0, target + 7
     elif name == 'other targets':
         target[0, 0] = (target[0, 0] + rank) % 7
     elif name == 'targets in another order':
@@ -457,14 +465,19 @@ def refusals(names):
     return [refused(name) for name in names]
 
 
+LOST = (r'RuntimeError: .*different logits without a tag.*put ts.nn.RegisterParallelDim\(-1\) '
+        r'before the loss. .*say so by ts.nn.RegisterParallelDim\(None\)')
+
 REFUSALS = {
     'too high': r'IndexError: target\[1, 2\] is 7, but there are 7 classes, from 0 to 6, and '
                 'ignore_index is -100$',
     'negative': r'IndexError: target\[0, 1\] is -1, but there are 7 classes',
     'a single one': 'IndexError: target is -3, but there are 7 classes',
-    'lost tag': r'IndexError: target\[0, 0\] is .*lost its tag: put ts.nn.RegisterParallelDim',
-    'lost tag, probabilities': r'ValueError: .*\(2, 3, 7\) do not fit . .*lost its tag',
-    'lost tag, weights': r'ValueError: weights of shape \(7,\) do not fit . .*lost its tag',
+    'lost tag': LOST, 'lost tag of shards of one size': LOST, 'lost tag, probabilities': LOST,
+    'lost tag, weights': LOST,
+    'whole logits, probabilities': r'ValueError: probabilities of .*\(2, 3, 5\) do not fit 7 cl',
+    'whole logits, weights': r'ValueError: weights of shape \(6,\) do not fit 7 classes',
+    'whole logits, too high': r'IndexError: target\[0, 0\] is',
     'other targets': 'RuntimeError: .*have different targets.*rank 1 has.*rank 0 has',
     'targets in another order': 'RuntimeError: .*have different targets.*rank 1 has.*rank 0 has',
     'other types of targets': 'RuntimeError: .*rank 1 has .*targets of torch.float64; rank 0 has ',
@@ -497,6 +510,22 @@ def errors():
 def test_bad_input_is_refused_on_each_rank(errors, name):
     for found in errors:
         assert found[name] is not None and re.match(REFUSALS[name], found[name]), found[name]
+
+
+def whole_logits():
+    """Compute the loss of logits that are the same on all ranks, about so, or said to be whole."""
+    logits, target = draw(7, (2, 3), 'numbers')
+    rank = ts.distributed.get_rank()
+    for tag, x in (('none', logits + 0), ('none', logits + 1e-9 * rank),
+                   ('none', logits + 0 / torch.zeros(1)), (None, logits + rank)):
+        x = x if tag == 'none' else ts.nn.RegisterParallelDim(tag)(x)
+        expected = as_in_pytorch(x)
+        torch.testing.assert_close(parallel_cross_entropy(x, target),
+                                   F.cross_entropy(expected, target), equal_nan=True)
+
+
+def test_logits_without_a_tag_are_whole_if_all_ranks_have_the_same():
+    run(2, whole_logits, group=2)
 
 
 def test_a_group_of_one_has_lost_no_tag():

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from torchgpipe.shard.debug import agree, differences
 from torchgpipe.shard.nn.cross_entropy import RowLosses
-from torchgpipe.shard.tags import get_parallel_dim, is_split
+from torchgpipe.shard.tags import get_parallel_dim, is_split, is_tagged
 from torchgpipe.shard.world import World, current
 
 __all__ = ['ParallelCrossEntropyLoss', 'parallel_cross_entropy']
@@ -55,7 +55,8 @@ def parallel_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None 
     compared with the number of classes on each device. For that the host waits for the device.
 
     Args:
-        input: Logits of shape (…, C); or of shape (…, classes of this rank), tagged.
+        input: Logits of shape (…, C); or of shape (…, classes of this rank), tagged. If they have
+            no tag, ranks see that they have the same ones, which are whole.
         target: Class numbers of shape (…), counted over all ranks, the same on each of them. Or
             probabilities, either whole, of shape (…, C), or a tagged shard as that of the logits.
         weight: The weights of all classes, shape (C,), on each rank.
@@ -119,14 +120,14 @@ def _check_tensors(input: Tensor, target: Tensor, ignore_index: int) -> None:
                          'logits of shape (N, C, …) go in as logits.movedim(1, -1)')
 
 
-def _check_classes(target: Tensor, classes: int, ignore_index: int, hint: str) -> None:
+def _check_classes(target: Tensor, classes: int, ignore_index: int) -> None:
     """Name the first class number that is out of range."""
     wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
     if wrong.any():
         place = wrong.nonzero()[0].tolist()
         raise IndexError(
             f'target{place or ""} is {target[tuple(place)].item()}, but there are {classes} '
-            f'classes, from 0 to {classes - 1}, and ignore_index is {ignore_index}{hint}')
+            f'classes, from 0 to {classes - 1}, and ignore_index is {ignore_index}')
 
 
 def _check_length(what: str, tensor: Tensor, classes: int, hint: str) -> None:
@@ -143,20 +144,42 @@ def _check_length(what: str, tensor: Tensor, classes: int, hint: str) -> None:
 def _of_whole(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int,
               reduction: str, label_smoothing: float, world: World) -> Tensor:
     """Compute the loss of logits of all classes."""
+    if world.tensor_size > 1 and not is_tagged(input):
+        _check_untagged(input, world.tensor_group)
     classes = input.size(-1)
-    hint = ('; if the logits are a shard, an operation has lost its tag: put '
-            'ts.nn.RegisterParallelDim(-1) before the loss') if world.tensor_size > 1 else ''
     if weight is not None:
-        _check_length('weights', weight, classes, hint)
+        _check_length('weights', weight, classes, '')
     if target.is_floating_point():
-        _check_length('probabilities', target, classes, hint)
+        _check_length('probabilities', target, classes, '')
         target = target.movedim(-1, 1) if target.dim() > 1 else target
     else:
-        _check_classes(target, classes, ignore_index, hint)
+        _check_classes(target, classes, ignore_index)
         target = target.long()
     return F.cross_entropy(input.movedim(-1, 1) if input.dim() > 1 else input, target, weight,
                            ignore_index=ignore_index, reduction=reduction,
                            label_smoothing=label_smoothing)
+
+
+def _check_untagged(input: Tensor, group: ProcessGroup) -> None:
+    """See that logits of which nobody says what they are may be whole: the same on all ranks.
+
+    Raises:
+        RuntimeError: They differ by more than by rounding.
+    """
+    x = input.detach()
+    own = torch.stack([x.sum(dtype=torch.float64),
+                       torch.linalg.vector_norm(x, dtype=torch.float64)])
+    rows = ', '.join([*map(str, input.shape[:-1]), 'classes'])
+    found = torch.tensor(agree(
+        'parallel_cross_entropy', f'untagged logits of {input.dtype} and shape ({rows})', group,
+        own.view(torch.int64))).view(torch.float64)
+    spread, norm = found.max(0)[0] - found.min(0)[0], found[:, 1].max()
+    if found.isfinite().all() and (spread > 1e-3 * norm).any():
+        raise RuntimeError(
+            'the ranks of a group have different logits without a tag, so these are not whole. If '
+            'they are shards, an operation has lost their tag: put ts.nn.RegisterParallelDim(-1) '
+            'before the loss. If each rank has samples of its own, say so by '
+            'ts.nn.RegisterParallelDim(None)')
 
 
 # --- logits of which each rank has some
@@ -178,7 +201,7 @@ def _of_shards(input: Tensor, target: Tensor, weight: Tensor | None, ignore_inde
         own = _probabilities(target, classes, part)
     else:
         dtype = input.dtype
-        _check_classes(target, classes, ignore_index, '')
+        _check_classes(target, classes, ignore_index)
         own = _places(target, part)
     sums = torch.promote_types(dtype, torch.float32)
     losses: Tensor = RowLosses.apply(  # type: ignore[no-untyped-call]
