@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.autograd import gradcheck, gradgradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgpipe.shard as ts
 from tests.shard.processes import run
@@ -206,6 +207,31 @@ def low_level():
     assert collectives.broadcast(x.clone(), group, 1).tolist() == [first + 1] * 2
     assert collectives.all_sizes(torch.zeros(1, 3 + rank), group, 1) == [3, 4]
     assert collectives.all_gather(x[:rank], group, 0, [0, 1]).tolist() == [first + 1]
+
+
+class Names(TorchDispatchMode):
+    """Write down what operations are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.found.append(operation.overloadpacket.__name__)
+        return operation(*args, **(kwargs or {}))
+
+
+def sent_as_it_is():
+    """See whether a part is copied before it is sent."""
+    for size, copied in [(4, False), (3, ts.distributed.get_rank() == 1)]:
+        part = mine(torch.ones(size), 0)
+        with Names() as names:
+            ts.distributed.gather(part, size=size)
+        assert ('new_zeros' in names.found) == copied
+
+
+def test_only_short_parts_are_copied_before_they_are_sent():
+    run(2, sent_as_it_is, group=2)
 
 
 def test_collectives_of_several_groups():

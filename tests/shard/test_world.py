@@ -15,8 +15,12 @@ def places(groups):
     for group in groups:
         ts.distributed.init_process_group(group)
         found.append(place())
+        own = ts.distributed.get_group(), ts.distributed.get_data_group()
         ts.distributed.destroy_process_group()
         assert not ts.distributed.is_initialized()
+        for each in own:
+            with pytest.raises(ValueError):
+                dist.get_backend(each)
     return found
 
 
