@@ -281,3 +281,17 @@ def test_the_class_of_nodes():
 
     y = Double.apply(torch.ones(1, requires_grad=True))
     assert private.backward_class(Double) is type(y.grad_fn)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason='without torch.distributed')
+def test_what_ddp_leaves_alone():
+    layer = nn.Linear(1, 1)
+    assert private.ignored_in_ddp(layer) == []
+    private.ignore_in_ddp(layer, ['bias'])
+    assert private.ignored_in_ddp(layer) == ['bias']
+    torch.distributed.init_process_group(
+        'gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert nn.parallel.DistributedDataParallel(layer).parameters_to_ignore == {'bias'}
+    finally:
+        torch.distributed.destroy_process_group()

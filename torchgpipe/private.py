@@ -20,12 +20,11 @@ from torch.utils._pytree import (tree_flatten, tree_flatten_with_path, tree_leav
 
 __all__ = ['APPLY', 'DISPATCH_MODES', 'FUNCTION_MODES', 'RESETS', 'BatchNorm', 'DeviceContext',
            'Hooks', 'ModeStack', 'PythonNode', 'TorchDispatchMode', 'at_end_of_backward',
-           'backward_class', 'backward_pass', 'compiled_code', 'compiled_codes',
-           'current_node', 'data_address',
-           'innermost_hooks', 'is_compiled', 'is_full_backward_hook', 'is_tracing',
-           'is_transformed', 'lazy_clone', 'name_of_call', 'on_cpu_without_memory',
-           'own_context', 'parse_to', 'pop_hooks',
-           'proxy_mode', 'retains_graph', 'script_attributes', 'storage_id', 'tree_flatten',
+           'backward_class', 'backward_pass', 'compiled_code', 'compiled_codes', 'current_node',
+           'data_address', 'ignore_in_ddp', 'ignored_in_ddp', 'innermost_hooks', 'is_compiled',
+           'is_full_backward_hook', 'is_tracing', 'is_transformed', 'lazy_clone', 'name_of_call',
+           'on_cpu_without_memory', 'own_context', 'parse_to', 'pop_hooks', 'proxy_mode',
+           'retains_graph', 'script_attributes', 'storage_id', 'tree_flatten',
            'tree_flatten_with_path', 'tree_leaves', 'tree_map_only', 'tree_unflatten',
            'uncompiled', 'unseen', 'untraced', 'without_torch_function']
 
@@ -302,3 +301,18 @@ def name_of_call(module: Any) -> str:
 
 #: The attribute in which a module keeps whether its backward hooks are full ones.
 is_full_backward_hook = '_is_full_backward_hook'
+
+
+# --- training over several processes
+# ---------------------------------------------------------------------------------------
+
+
+def ignored_in_ddp(module: torch.nn.Module) -> list[str]:
+    """Name the parameters and buffers that ``DistributedDataParallel`` is told to leave alone."""
+    return list(getattr(module, '_ddp_params_and_buffers_to_ignore', ()))
+
+
+#: Tell ``DistributedDataParallel``, which has no argument for it, which parameters and buffers of
+#: a module it is to leave alone.
+ignore_in_ddp: Callable[[torch.nn.Module, list[str]], None] = (
+    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model)

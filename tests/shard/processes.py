@@ -17,8 +17,10 @@ from pathlib import Path
 __all__ = ['Failure', 'outcomes', 'run']
 
 _context = multiprocessing.get_context('forkserver')
+# Optimizers and DistributedDataParallel import Dynamo when they are first made.
 _context.set_forkserver_preload([
-    'pytest', 'torch.distributed', 'torch.distributed.tensor', 'torchgpipe', 'torchgpipe.shard'])
+    'pytest', 'torch._dynamo', 'torch.distributed.checkpoint.state_dict',
+    'torch.distributed.tensor', 'torchgpipe', 'torchgpipe.shard'])
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ def _serve(end, rank, world, group, timeout, path, call):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter('error')
+    warnings.filterwarnings('ignore', '.*torch.jit')  # as setup.cfg has it
     try:
         dist.init_process_group('gloo', store=dist.FileStore(path, world), rank=rank,
                                 world_size=world, timeout=timedelta(seconds=timeout))

@@ -2,10 +2,18 @@
 from torchgpipe.shard import distributed, nn
 from torchgpipe.shard.draws import draws
 from torchgpipe.shard.parameter import dtensor
+from torchgpipe.shard.replicas import (average_gradients, register_ddp_gathered_features,
+                                       register_ddp_parameters_to_ignore)
 from torchgpipe.shard.sizes import slice
+from torchgpipe.shard.state import (collect_optimizer_state_dict, collect_state_dict,
+                                    relocate_optimizer_state_dict, relocate_state_dict)
 from torchgpipe.shard.tags import (_ORDER_ATTR, _PARALLEL_DIM, get_parallel_dim,
                                    register_parallel_attribute, register_parallel_dim,
                                    set_attribute)
 
-__all__ = ['_ORDER_ATTR', '_PARALLEL_DIM', 'distributed', 'draws', 'dtensor', 'get_parallel_dim',
-           'nn', 'register_parallel_attribute', 'register_parallel_dim', 'set_attribute', 'slice']
+__all__ = ['_ORDER_ATTR', '_PARALLEL_DIM', 'average_gradients',
+           'collect_optimizer_state_dict', 'collect_state_dict', 'distributed', 'draws', 'dtensor',
+           'get_parallel_dim', 'nn', 'register_ddp_gathered_features',
+           'register_ddp_parameters_to_ignore', 'register_parallel_attribute',
+           'register_parallel_dim', 'relocate_optimizer_state_dict', 'relocate_state_dict',
+           'set_attribute', 'slice']

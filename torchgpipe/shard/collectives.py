@@ -211,10 +211,17 @@ def gather(x: Tensor, dim: int = -1, size: int | None = None) -> Tensor:
     Returns:
         A new tensor, the same on all ranks, tagged as whole. Of its gradient, each rank takes its
         part.
+
+    Raises:
+        ValueError: The part has another length than one of that size.
     """
     group = current().tensor_group
     lengths = (all_sizes(x, group, dim) if size is None else
                sizes.lengths(size, group.size()))
+    if x.size(dim) != lengths[group.rank()]:
+        raise ValueError(f'of a size of {size}, the part of rank {group.rank()} of {group.size()} '
+                         f'is {lengths[group.rank()]} long; this one is {x.size(dim)}: leave size '
+                         'out where parts have other lengths')
     whole: Tensor = Gather.apply(x, group, dim, lengths)  # type: ignore[no-untyped-call]
     register_parallel_dim(whole, None)
     return whole

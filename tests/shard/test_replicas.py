@@ -1,0 +1,200 @@
+"""Replicas: gradients are those of one process on all samples, however samples are spread."""
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import torchgpipe.shard as ts
+from tests.shard.plain import close, gradients, pair, whole, whole_gradients
+from tests.shard.processes import run
+
+#: Worlds, and groups in them.
+GRID = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+
+
+class Net(nn.Module):
+    """A whole backbone, and a head whose last layer has a whole bias."""
+
+    def __init__(self, linear, embedding):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Tanh(), nn.Flatten())
+        self.head = nn.Sequential(linear(12, 7, dim=1), nn.Tanh(), ts.nn.RegisterParallelDim(-1),
+                                  linear(7, 5, dim=0))
+
+    def forward(self, x):
+        """Give logits."""
+        return self.head(self.backbone(x))
+
+
+def samples(number):
+    """Give samples and their targets."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(number, 1, 3, 3, dtype=torch.double, generator=generator)
+    return x, torch.randint(5, (number,), generator=generator)
+
+
+def part(tensors, i, parts):
+    """Give one of the parts of a batch."""
+    return [tensor.view(parts, -1, *tensor.shape[1:])[i] for tensor in tensors]
+
+
+def replicas():
+    """Say which replica this is, and how many there are."""
+    return ts.distributed.get_data_rank(), dist.get_world_size() // ts.distributed.get_group_size()
+
+
+def plain_gradients(plain, batch):
+    """Give the gradients of one process."""
+    plain.zero_grad()
+    F.cross_entropy(plain(batch[0]), batch[1]).backward()
+    return gradients(plain)
+
+
+def gathered():
+    """Wrap the backbone, and gather its features over the group; accumulate, too."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for passes in (1, 2):
+        plain, sharded = pair(Net)
+        backbone = DistributedDataParallel(sharded.backbone)
+        ts.register_ddp_gathered_features(backbone)
+        batch = samples(3 * world * passes)
+        for i in range(passes):
+            x, y = part(part(batch, i, passes), rank, world)
+            with nullcontext() if i == passes - 1 else backbone.no_sync():
+                features = ts.distributed.gather(backbone(x), dim=0)
+                loss = F.cross_entropy(sharded.head(features), ts.distributed.gather(y, dim=0))
+                (loss / passes).backward()
+        ts.average_gradients(sharded.head)
+        close(whole_gradients(sharded), plain_gradients(plain, batch))
+
+
+def nothing_gathered():
+    """Wrap all of it, where all ranks of a group read the same batch."""
+    plain, sharded = pair(Net)
+    batch = samples(12)
+    x, y = part(batch, *replicas())
+    names = ts.register_ddp_parameters_to_ignore(sharded)
+    assert names == ['head.0.weight', 'head.0.bias', 'head.3.weight']
+    wrapped = DistributedDataParallel(sharded)
+    # What is wrapped gets the values of rank 0, but for the shards.
+    close(whole(sharded), plain.state_dict())
+    F.cross_entropy(wrapped(x), y).backward()
+    averaged = sharded.head[3].bias.grad
+    averaged.requires_grad_()  # Nobody writes to it again.
+    ts.average_gradients(wrapped)
+    averaged.requires_grad_(False)
+    close(whole_gradients(sharded), plain_gradients(plain, batch))
+
+
+def over_the_data_axis():
+    """Wrap all of it with the group of replicas, or nothing at all."""
+    for wrap in (True, False):
+        plain, sharded = pair(Net)
+        batch = samples(12)
+        x, y = part(batch, *replicas())
+        model = sharded
+        if wrap:
+            model = DistributedDataParallel(
+                sharded, process_group=ts.distributed.get_data_group())
+        F.cross_entropy(model(x), y).backward()
+        if not wrap:
+            ts.average_gradients(model)
+        close(whole_gradients(sharded), plain_gradients(plain, batch))
+
+
+def ignored_before():
+    """Tell DDP of more, and of a tied shard by each of its names."""
+    _, sharded = pair(Net)
+    sharded.again = sharded.head
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        sharded, ['backbone.0.bias'])
+    names = ts.register_ddp_parameters_to_ignore(sharded)
+    assert 'again.0.weight' in names and 'backbone.0.bias' not in names
+    assert DistributedDataParallel(sharded).parameters_to_ignore == {'backbone.0.bias', *names}
+
+
+def odd_gradients():
+    """Have gradients that some replicas lack, or have in another form."""
+    replica, count = replicas()
+    sharded = Net(ts.nn.ParallelLinear, ts.nn.ParallelEmbedding)
+    sharded.table = nn.Embedding(4, 2, sparse=True)
+    conv, first, last = sharded.backbone[0], sharded.head[0], sharded.head[3]
+    conv.weight.grad = torch.rand(2, 3, 2, 1).permute(1, 3, 0, 2).fill_(replica)  # another order
+    expected = torch.arange(float(count)).mean()
+    if replica == 0:
+        first.weight.grad = torch.ones_like(first.weight)
+        sharded.table(torch.tensor([1, 1])).sum().backward()
+    last.weight.requires_grad_(False)
+    last.weight.grad = torch.full_like(last.weight, replica)
+    ts.average_gradients(sharded)
+    assert conv.weight.grad.eq(expected).all() and first.weight.grad.eq(1 / count).all()
+    assert sharded.table.weight.grad.to_dense()[1].eq(2 / count).all()
+    assert first.bias.grad is None and last.weight.grad.eq(replica).all()
+
+
+def zero():
+    """Spread the optimizer over replicas, and collect its state where it was consolidated."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # takes its time
+    plain, sharded = pair(Net)
+    one = torch.optim.AdamW(plain.parameters(), 0.1)
+    spread = ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.AdamW, lr=0.1,
+                                     process_group=ts.distributed.get_data_group())
+    batch = samples(12)
+    x, y = part(batch, *replicas())
+    for _ in range(3):
+        plain_gradients(plain, batch)
+        sharded.zero_grad()
+        F.cross_entropy(sharded(x), y).backward()
+        ts.average_gradients(sharded)
+        for model, optimizer in ((plain, one), (sharded, spread)):
+            optimizer.step()
+    close(whole(sharded), plain.state_dict(), 1e-9)
+    spread.consolidate_state_dict(to=0)
+    if ts.distributed.get_data_rank() == 0:
+        state = ts.collect_optimizer_state_dict(spread, spread.state_dict())['state']
+        for number, states in one.state_dict()['state'].items():
+            close(state[number], states, 1e-9)
+
+
+def refused():
+    """Wrap with a group that has some ranks of the parallel group only."""
+    _, sharded = pair(Net)
+    ddp = DistributedDataParallel(sharded.backbone,
+                                  process_group=ts.distributed.get_data_group())
+    with pytest.raises(ValueError, match='over the whole group.*without process_group='):
+        ts.register_ddp_gathered_features(ddp)
+
+
+@pytest.mark.parametrize('world, group', GRID)
+def test_under_ddp_the_gradient_of_the_backbone_has_its_scale_where_features_are_gathered(
+        world, group):
+    """In TorchShard 0.1.0, it was one over the size of the world of what it should be."""
+    run(world, gathered, group=group)
+    run(world, nothing_gathered, group=group)
+
+
+@pytest.mark.parametrize('world, group', GRID)
+def test_sharded_parameters_are_averaged_over_replicas(world, group):
+    run(world, over_the_data_axis, group=group)
+
+
+@pytest.mark.parametrize('world, group', [(2, 2), (4, 2)])
+def test_what_ddp_is_told_to_ignore(world, group):
+    run(world, ignored_before, group=group)
+
+
+def test_gradients_that_some_replicas_lack():
+    run(4, odd_gradients, group=2)
+
+
+@pytest.mark.parametrize('world, group', [(2, 1), (4, 2)])
+def test_an_optimizer_that_is_spread_over_the_data_group(world, group):
+    run(world, zero, group=group)
+
+
+def test_gathered_features_need_the_whole_group():
+    run(4, refused, group=2)
