@@ -283,6 +283,22 @@ def test_the_class_of_nodes():
     assert private.backward_class(Double) is type(y.grad_fn)
 
 
+@pytest.mark.parametrize('fused', [False, True])
+def test_what_a_scaler_finds(fused):
+    class Pessimist(private.Scaler):
+        def found(self, where, scale):
+            assert all(not found for found in where.values())
+            return {scale.device: torch.ones_like(scale)}
+
+    layer = nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=fused)
+    scaler, before = Pessimist('cpu', init_scale=8.0), layer.weight.item()
+    scaler.scale(layer(torch.ones(1))).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0 and layer.weight.item() == before
+
+
 @pytest.mark.skipif(not torch.distributed.is_available(), reason='without torch.distributed')
 def test_what_ddp_leaves_alone():
     layer = nn.Linear(1, 1)

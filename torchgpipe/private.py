@@ -19,7 +19,7 @@ from torch.utils._pytree import (tree_flatten, tree_flatten_with_path, tree_leav
                                  tree_unflatten)
 
 __all__ = ['APPLY', 'DISPATCH_MODES', 'FUNCTION_MODES', 'RESETS', 'BatchNorm', 'DeviceContext',
-           'Hooks', 'ModeStack', 'PythonNode', 'TorchDispatchMode', 'at_end_of_backward',
+           'Hooks', 'ModeStack', 'PythonNode', 'Scaler', 'TorchDispatchMode', 'at_end_of_backward',
            'backward_class', 'backward_pass', 'compiled_code', 'compiled_codes', 'current_node',
            'data_address', 'ignore_in_ddp', 'ignored_in_ddp', 'innermost_hooks', 'is_compiled',
            'is_full_backward_hook', 'is_tracing', 'is_transformed', 'lazy_clone', 'name_of_call',
@@ -305,6 +305,23 @@ is_full_backward_hook = '_is_full_backward_hook'
 
 # --- training over several processes
 # ---------------------------------------------------------------------------------------
+
+
+class Scaler(torch.amp.GradScaler):
+    """A scaler that lets :meth:`found` say where gradients are not finite.
+
+    The public methods give no way to add what other processes found.
+    """
+
+    def found(self, where: dict[torch.device, Tensor], scale: Tensor
+              ) -> dict[torch.device, Tensor]:
+        """Give what was found on each device: 1 if some gradient is not finite, or 0."""
+        return where
+
+    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor,
+                        found_inf: Tensor, allow_fp16: bool) -> dict[torch.device, Tensor]:
+        where = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        return self.found(where, found_inf)
 
 
 def ignored_in_ddp(module: torch.nn.Module) -> list[str]:

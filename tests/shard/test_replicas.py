@@ -151,6 +151,7 @@ def zero():
         F.cross_entropy(sharded(x), y).backward()
         ts.average_gradients(sharded)
         for model, optimizer in ((plain, one), (sharded, spread)):
+            ts.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
     close(whole(sharded), plain.state_dict(), 1e-9)
     spread.consolidate_state_dict(to=0)

@@ -1,9 +1,11 @@
 """Tensor-sharded layers: layers too large for one device, split over the processes of a group."""
 from torchgpipe.shard import distributed, nn
+from torchgpipe.shard.clipping import clip_grad_norm_
 from torchgpipe.shard.draws import draws
 from torchgpipe.shard.parameter import dtensor
 from torchgpipe.shard.replicas import (average_gradients, register_ddp_gathered_features,
                                        register_ddp_parameters_to_ignore)
+from torchgpipe.shard.scaler import GradScaler
 from torchgpipe.shard.sizes import slice
 from torchgpipe.shard.state import (collect_optimizer_state_dict, collect_state_dict,
                                     relocate_optimizer_state_dict, relocate_state_dict)
@@ -11,7 +13,7 @@ from torchgpipe.shard.tags import (_ORDER_ATTR, _PARALLEL_DIM, get_parallel_dim,
                                    register_parallel_attribute, register_parallel_dim,
                                    set_attribute)
 
-__all__ = ['_ORDER_ATTR', '_PARALLEL_DIM', 'average_gradients',
+__all__ = ['GradScaler', '_ORDER_ATTR', '_PARALLEL_DIM', 'average_gradients', 'clip_grad_norm_',
            'collect_optimizer_state_dict', 'collect_state_dict', 'distributed', 'draws', 'dtensor',
            'get_parallel_dim', 'nn', 'register_ddp_gathered_features',
            'register_ddp_parameters_to_ignore', 'register_parallel_attribute',
