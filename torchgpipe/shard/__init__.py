@@ -1,5 +1,6 @@
 """Tensor-sharded layers: layers too large for one device, split over the processes of a group."""
 from torchgpipe.shard import distributed, nn
+from torchgpipe.shard.checkpoint import load_checkpoint, save_checkpoint
 from torchgpipe.shard.clipping import clip_grad_norm_
 from torchgpipe.shard.draws import draws
 from torchgpipe.shard.parameter import dtensor
@@ -15,7 +16,7 @@ from torchgpipe.shard.tags import (_ORDER_ATTR, _PARALLEL_DIM, get_parallel_dim,
 
 __all__ = ['GradScaler', '_ORDER_ATTR', '_PARALLEL_DIM', 'average_gradients', 'clip_grad_norm_',
            'collect_optimizer_state_dict', 'collect_state_dict', 'distributed', 'draws', 'dtensor',
-           'get_parallel_dim', 'nn', 'register_ddp_gathered_features',
+           'get_parallel_dim', 'load_checkpoint', 'nn', 'register_ddp_gathered_features',
            'register_ddp_parameters_to_ignore', 'register_parallel_attribute',
            'register_parallel_dim', 'relocate_optimizer_state_dict', 'relocate_state_dict',
-           'set_attribute', 'slice']
+           'save_checkpoint', 'set_attribute', 'slice']

@@ -1,0 +1,105 @@
+"""Checkpoints: what was saved is loaded, in groups of any size, and in one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+import torchgpipe.shard as ts
+from tests.shard.plain import give_gradients, pair, whole
+from tests.shard.processes import outcomes, run
+from tests.shard.test_state import Net, optimizers, regroup, same, same_states, stepped
+
+
+def loaded(folder, sizes):
+    """Save a model with each optimizer, load it in groups of other sizes, and collect it there."""
+    (plain, plain_optimizers), (sharded, sharded_optimizers) = stepped()
+    for i, optimizer in enumerate(sharded_optimizers):
+        ts.save_checkpoint(f'{folder}/{i}', sharded, optimizer)
+    for size in sizes:
+        regroup(size)
+        torch.manual_seed(size)
+        other = Net(ts.nn.ParallelLinear, ts.nn.ParallelEmbedding).double()
+        give_gradients(pair(Net)[0], other)  # These are not to be taken for a step.
+        for i, optimizer in enumerate(optimizers(other.parameters())):
+            optimizer.param_groups[0]['lr'] = 7.0
+            ts.load_checkpoint(f'{folder}/{i}', other, optimizer)
+            same(whole(other), plain.state_dict())
+            found = ts.collect_optimizer_state_dict(optimizer, optimizer.state_dict())
+            same_states(found, plain_optimizers[i].state_dict())
+    return plain.state_dict(), [optimizer.state_dict() for optimizer in plain_optimizers]
+
+
+@pytest.mark.parametrize('world, group, sizes', [(2, 2, [2, 1]), (4, 2, [4]), (4, 4, [2])])
+def test_a_checkpoint_is_loaded_in_groups_of_another_size(world, group, sizes, tmp_path):
+    run(world, loaded, str(tmp_path), sizes, group=group)
+
+
+def test_a_checkpoint_is_loaded_in_one_process_by_pytorch_alone(tmp_path):
+    values, states = run(2, loaded, str(tmp_path), [], group=2)[0]
+    plain = Net(lambda *args, dim, **options: nn.Linear(*args, **options),
+                lambda *args, dim, **options: nn.Embedding(*args, **options)).double()
+    optimizer = optimizers(plain.parameters())[0]
+    model_state, optimizer_state = get_state_dict(plain, optimizer)
+    read = {'model': model_state, 'optimizer': optimizer_state}
+    dcp.load(read, checkpoint_id=f'{tmp_path}/0')
+    set_state_dict(plain, optimizer, model_state_dict=read['model'],
+                   optim_state_dict=read['optimizer'])
+    same(plain.state_dict(), values)
+    same_states(optimizer.state_dict(), states[0])
+
+
+def wrapped(folder):
+    """Save what is within DDP, before the first step, and load it without; and what is refused."""
+    _, sharded = pair(Net)
+    optimizer = optimizers(sharded.parameters())[0]
+    ts.register_ddp_parameters_to_ignore(sharded)
+    ddp = DistributedDataParallel(sharded)
+    before = {key: value.clone() for key, value in sharded.state_dict().items()}
+    ts.save_checkpoint(folder, ddp, optimizer)
+    assert not optimizer.state
+    with torch.no_grad():
+        for parameter in sharded.parameters():
+            parameter.zero_()
+    ts.load_checkpoint(folder, sharded, optimizer)
+    same(sharded.state_dict(), before)
+    assert not optimizer.state
+    other = optimizers(sharded.parameters())[1]
+    with pytest.raises(ValueError, match=r"only this one has \['0.dampening', .* only the "
+                                         r"checkpoint \['0.amsgrad', "):
+        ts.load_checkpoint(folder, sharded, other)
+    short = torch.optim.AdamW([sharded.row.weight], amsgrad=True)
+    with pytest.raises(ValueError, match=r"this one has \[\['row.weight'\]\], the checkpoint "
+                                         r"\[\['words.weight', "):
+        ts.load_checkpoint(folder, sharded, short)
+    sharded.norm, sharded.another = nn.Identity(), nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="misses 'model.another.bias', 'model.another.weight'; "
+                                         "the model does not have 'model.norm.bias', "):
+        ts.load_checkpoint(folder, sharded)
+
+
+def test_a_checkpoint_has_the_names_of_the_plain_model_and_is_refused_by_another(tmp_path):
+    run(4, wrapped, str(tmp_path), group=2)
+
+
+def fails(folder):
+    """Save what can not be saved on one rank, and read what is not there on one."""
+    _, sharded = pair(Net)
+    optimizer = optimizers(sharded.parameters())[0]
+    if dist.get_rank() == 1:
+        optimizer.state[sharded.row.weight]['odd'] = torch.ones(2)
+    with pytest.raises(RuntimeError if dist.get_rank() != 1 else ValueError, match="'odd'"):
+        ts.save_checkpoint(folder, sharded, optimizer)
+    ts.save_checkpoint(folder, sharded)
+    if dist.get_rank() == 1:
+        folder += '/nowhere'
+    ts.load_checkpoint(folder, sharded)
+
+
+def test_a_rank_that_can_not_save_or_load_is_named_by_the_others(tmp_path):
+    one, another = outcomes(2, fails, str(tmp_path), group=2)
+    assert 'failed on rank 1, so it ended here, too: FileNotFoundError' in one.text
+    assert 'nowhere' in another.text
