@@ -83,26 +83,28 @@ def nothing_gathered():
     # What is wrapped gets the values of rank 0, but for the shards.
     close(whole(sharded), plain.state_dict())
     F.cross_entropy(wrapped(x), y).backward()
-    averaged = sharded.head[3].bias.grad
-    averaged.requires_grad_()  # Nobody writes to it again.
+    version = sharded.head[3].bias.grad._version
     ts.average_gradients(wrapped)
-    averaged.requires_grad_(False)
+    assert sharded.head[3].bias.grad._version == version  # DDP has averaged it.
     close(whole_gradients(sharded), plain_gradients(plain, batch))
 
 
 def over_the_data_axis():
-    """Wrap all of it with the group of replicas, or nothing at all."""
-    for wrap in (True, False):
+    """Wrap all of it with the group of replicas, or with the other one, or nothing at all."""
+    for group in (ts.distributed.get_data_group(), ts.distributed.get_group(), None):
         plain, sharded = pair(Net)
         batch = samples(12)
         x, y = part(batch, *replicas())
         model = sharded
-        if wrap:
-            model = DistributedDataParallel(
-                sharded, process_group=ts.distributed.get_data_group())
+        if group is ts.distributed.get_group():
+            ts.register_ddp_parameters_to_ignore(sharded)
+        if group is not None:
+            model = DistributedDataParallel(sharded, process_group=group)
         F.cross_entropy(model(x), y).backward()
-        if not wrap:
-            ts.average_gradients(model)
+        versions = [parameter.grad._version for parameter in sharded.parameters()]
+        ts.average_gradients(model)
+        if replicas()[1] == 1 or group is ts.distributed.get_data_group():
+            assert versions == [parameter.grad._version for parameter in sharded.parameters()]
         close(whole_gradients(sharded), plain_gradients(plain, batch))
 
 

@@ -76,6 +76,9 @@ def collected():
     (plain, plain_optimizers), (sharded, sharded_optimizers) = stepped()
     mine = sharded.state_dict()
     collected = whole(sharded)
+    odd = {key: value.to(torch.int16) for key, value in mine.items()}  # unknown to backends
+    same(ts.collect_state_dict(sharded, odd),
+         {key: value.to(torch.int16) for key, value in collected.items()})
     same(collected, plain.state_dict())
     assert list(collected) == list(mine)
     assert collected['head.weight'] is collected['words.weight']  # gathered once
@@ -235,7 +238,8 @@ def test_what_is_collected_in_part_and_what_is_refused():
 def fails(how):
     """Fail on rank 1 while all collect."""
     _, sharded = pair(Net)
-    mine = sharded.state_dict()
+    mine, optimizer = sharded.state_dict(), torch.optim.SGD(sharded.parameters())
+    states = optimizer.state_dict()
     if dist.get_rank() == 1:
         if how == 'before':
             mine['row.weight'] = mine['row.weight'][:1]
@@ -243,8 +247,11 @@ def fails(how):
             del mine['row.weight']
         elif how == 'within':
             state.torch = Failing()
+        elif how == 'optimizer':
+            optimizer = torch.optim.SGD([sharded.row.weight])
         elif how == 'absent':
             os._exit(1)
+    ts.collect_optimizer_state_dict(optimizer, states)
     ts.collect_state_dict(sharded, mine)
 
 
@@ -257,7 +264,7 @@ class Failing:
         if name == 'empty':
             self.left -= 1
             if self.left == 0:
-                raise MemoryError('no more')
+                raise KeyboardInterrupt('no more')
         return getattr(torch, name)
 
 
@@ -266,7 +273,8 @@ class Failing:
                r"ValueError: .*'row.weight' is \(1, "),
     ('keys', r"shards of a state dict are not the same on all ranks of the group \[0, 1, 2\]: "
              "rank 0 has .'row.weight', .*, rank 1 nothing of the kind"),
-    ('within', "collecting 'places.weight' failed on rank 1, .*MemoryError: no more"),
+    ('within', "collecting 'places.weight' failed on rank 1, .*KeyboardInterrupt: no more"),
+    ('optimizer', 'collecting the state of an optimizer failed on rank 1, .* same groups'),
     ('absent', 'rank 1 did not take part')])
 def test_a_rank_that_raises_in_collect_is_named_by_the_others(how, words):
     found = outcomes(3, fails, how, group=3, timeout=60)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchgpipe.shard.agreement import agreed
+from torchgpipe.shard.entries import check_keys, check_shapes, optimizer_entries, place
 from torchgpipe.shard.parameter import dtensor
-from torchgpipe.shard.state import check_keys, check_shapes, optimizer_entries, place
 from torchgpipe.shard.tags import storage_dim
 
 if TYPE_CHECKING:

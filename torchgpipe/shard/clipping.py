@@ -37,7 +37,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float,
     several = [parameters] if isinstance(parameters, Tensor) else parameters
     unique = list(dict.fromkeys(several))
     shards = [storage_dim(parameter) is not None for parameter in unique]
-    if not any(shards) or world.current().tensor_size == 1:
+    if not any(shards):
         # A generator without parameters is handed on, so that PyTorch warns of it.
         return nn.utils.clip_grad_norm_(unique or several, max_norm, norm_type,
                                         error_if_nonfinite, foreach)

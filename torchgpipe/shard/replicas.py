@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchgpipe.private import ignore_in_ddp, ignored_in_ddp
 from torchgpipe.shard import world
 from torchgpipe.shard.collectives import all_reduce
-from torchgpipe.shard.state import sharded_parameters
+from torchgpipe.shard.entries import sharded_parameters
 
 __all__ = ['average_gradients', 'register_ddp_gathered_features',
            'register_ddp_parameters_to_ignore']

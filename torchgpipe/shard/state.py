@@ -10,7 +10,7 @@ Both go through a state dict tensor by tensor. A state of an optimizer is cut as
 if it has the parameter's shape.
 """
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -18,23 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchgpipe.private import storage_id
 from torchgpipe.shard import sizes, world
 from torchgpipe.shard.agreement import agreed, same_everywhere
 from torchgpipe.shard.collectives import broadcast
+from torchgpipe.shard.entries import (Entries, Sharded, check_keys, check_shapes, name_of,
+                                      optimizer_entries, place, sharded_parameters, split_dim)
 from torchgpipe.shard.parameter import global_shape
-from torchgpipe.shard.tags import storage_dim
 
-__all__ = ['Entries', 'Sharded', 'check_keys', 'check_shapes', 'collect_optimizer_state_dict',
-           'collect_state_dict', 'optimizer_entries', 'place', 'relocate_optimizer_state_dict',
-           'relocate_state_dict', 'sharded_parameters']
-
-#: The values of a state dict by their keys. Those of an optimizer have pairs for keys: the number
-#: of the parameter, and the name of the state.
-Entries = Mapping[Any, Any]
-
-#: The parameters of those values that are shards.
-Sharded = Mapping[Any, Tensor]
+__all__ = ['collect_optimizer_state_dict', 'collect_state_dict', 'relocate_optimizer_state_dict',
+           'relocate_state_dict']
 
 
 def collect_state_dict(model: nn.Module, state_dict: Mapping[str, Any], prefix: str = '', *,
@@ -139,77 +131,6 @@ def relocate_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str,
     return _nested(state_dict, _relocate(entries, sharded))
 
 
-# --- what is a shard
-# ---------------------------------------------------------------------------------------
-
-
-def sharded_parameters(model: nn.Module, prefix: str = '') -> dict[str, nn.Parameter]:
-    """Give the parameters that are shards by all of their names."""
-    return {prefix + name: parameter
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-            if storage_dim(parameter) is not None}
-
-
-def optimizer_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]
-                      ) -> tuple[dict[tuple[Any, str], Any], dict[tuple[Any, str], Tensor]]:
-    """Give the states of an optimizer, and the parameters of those that are shards.
-
-    Raises:
-        ValueError: The optimizer has other parameters.
-    """
-    here = [group['params'] for group in optimizer.param_groups]
-    there = [group['params'] for group in state_dict['param_groups']]
-    if [len(group) for group in here] != [len(group) for group in there]:
-        raise ValueError(
-            'a state dict belongs to an optimizer with the same groups of parameters: this one '
-            f'has {[len(group) for group in here]} parameters in its groups, the state dict '
-            f'{[len(group) for group in there]}. Make the optimizer as it was made before')
-    parameters = {number: parameter for numbers, group in zip(there, here)
-                  for number, parameter in zip(numbers, group)}
-    entries = {(number, name): value for number, states in state_dict['state'].items()
-               for name, value in states.items()}
-    sharded = {key: parameters[key[0]] for key, value in entries.items()
-               if key[0] in parameters and storage_dim(parameters[key[0]]) is not None
-               and isinstance(value, Tensor) and value.dim()}
-    return entries, sharded
-
-
-def check_keys(expected: Iterable[str], found: Iterable[str]) -> None:
-    """See that keys are those of the model.
-
-    Raises:
-        ValueError: Some are missing, or the model does not have them; all of them are named.
-    """
-    expected, found = list(expected), list(found)
-    missing, foreign = sorted({*expected} - {*found}), sorted({*found} - {*expected})
-    if missing or foreign:
-        raise ValueError(
-            'a checkpoint has the keys of the model: '
-            + '; '.join(f'{what} {", ".join(map(repr, keys))}' for what, keys in (
-                ('it misses', missing), ('the model does not have', foreign)) if keys)
-            + '. Pass prefix= if the keys have one, or strict=False to take what there is')
-
-
-def check_shapes(tensors: Entries, shapes: Mapping[Any, torch.Size]) -> None:
-    """See that tensors have shapes.
-
-    Raises:
-        ValueError: Some have others; all of them are named.
-    """
-    wrong = [f'{_name(key)} is {tuple(tensor.shape)} and not {tuple(shapes[key])}'
-             for key, tensor in tensors.items() if tensor.shape != shapes[key]]
-    if wrong:
-        raise ValueError(
-            'shards have the shapes that they have in the model, and a state of an optimizer that '
-            'of its parameter; what is cut into shards is whole: ' + '; '.join(wrong)
-            + '. Is it of another model, or collected already, or not yet?')
-
-
-def place(tensor: Tensor) -> tuple[Any, ...]:
-    """Tell where a tensor is: tied parameters are several tensors of a state dict in one place."""
-    return storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
-
-
 # --- collect and relocate
 # ---------------------------------------------------------------------------------------
 
@@ -243,10 +164,10 @@ def _gathered(key: Any, shard: Tensor, parameter: Tensor, keeps: bool,
     each backend, and takes the memory of one shard.
     """
     here = world.current()
-    dim, shape = _dim(parameter), global_shape(parameter)
+    dim, shape = split_dim(parameter), global_shape(parameter)
     parts = [[*shape[:dim], length, *shape[dim + 1:]]
              for length in sizes.lengths(shape[dim], here.tensor_size)]
-    with agreed(f'collecting {_name(key)}'):
+    with agreed(f'collecting {name_of(key)}'):
         whole = (torch.empty(shape, dtype=shard.dtype, device=device or shard.device) if keeps
                  else None)
         buffer = torch.empty(prod(parts[0]), dtype=shard.dtype, device=_device(shard))
@@ -278,12 +199,12 @@ def _relocate(entries: Entries, sharded: Sharded) -> dict[Any, Any]:
 def _part(key: Any, whole: Tensor, parameter: Tensor, wrong: dict[Any, Tensor]) -> Tensor | None:
     """Give this rank's shard in a memory of its own, so that the whole tensor can be freed."""
     here = world.current()
-    dim, shape = _dim(parameter), global_shape(parameter)
+    dim, shape = split_dim(parameter), global_shape(parameter)
     if whole.shape != shape:
         wrong[key] = whole.to('meta')
         return None
     begin, length = sizes.part(shape[dim], here.tensor_size, here.tensor_rank)
-    return whole.detach().narrow(dim, begin, length).clone(memory_format=torch.contiguous_format)
+    return whole.detach().narrow(dim, begin, length).clone()
 
 
 def _device(shard: Tensor) -> torch.device:
@@ -292,19 +213,8 @@ def _device(shard: Tensor) -> torch.device:
     return shard.device if shard.device.type == kind else torch.device(kind)
 
 
-def _dim(parameter: Tensor) -> int:
-    dim = storage_dim(parameter)
-    assert dim is not None
-    return dim
-
-
 def _moved(value: Any, device: torch.device | str | None) -> Any:
     return value.to(device) if isinstance(value, Tensor) and device is not None else value
-
-
-def _name(key: Any) -> str:
-    """Name a tensor of a model, or a state of an optimizer."""
-    return f"'{key[1]}' of parameter {key[0]}" if isinstance(key, tuple) else f"'{key}'"
 
 
 # --- state dicts of the kind that was given

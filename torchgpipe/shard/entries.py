@@ -1,0 +1,103 @@
+"""Entries of state dicts: which of them are shards, and whether they are those of a model.
+
+A parameter has one entry for each of its names. In the state dict of an optimizer it has several,
+and those of its shape are shards if it is one.
+"""
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchgpipe.private import storage_id
+from torchgpipe.shard.tags import storage_dim
+
+__all__ = ['Entries', 'Sharded', 'check_keys', 'check_shapes', 'name_of', 'optimizer_entries',
+           'place', 'sharded_parameters', 'split_dim']
+
+#: The values of a state dict by their keys. Those of an optimizer have pairs for keys: the number
+#: of the parameter, and the name of the state.
+Entries = Mapping[Any, Any]
+
+#: The parameters of those values that are shards.
+Sharded = Mapping[Any, Tensor]
+
+
+def sharded_parameters(model: nn.Module, prefix: str = '') -> dict[str, nn.Parameter]:
+    """Give the parameters that are shards by all of their names."""
+    return {prefix + name: parameter
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if storage_dim(parameter) is not None}
+
+
+def split_dim(parameter: Tensor) -> int:
+    """Give the dimension in memory along which a shard is split."""
+    dim = storage_dim(parameter)
+    assert dim is not None
+    return dim
+
+
+def optimizer_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]
+                      ) -> tuple[dict[tuple[Any, str], Any], dict[tuple[Any, str], Tensor]]:
+    """Give the states of an optimizer, and the parameters of those that are shards.
+
+    Raises:
+        ValueError: The optimizer has other parameters.
+    """
+    here = [group['params'] for group in optimizer.param_groups]
+    there = [group['params'] for group in state_dict['param_groups']]
+    if [len(group) for group in here] != [len(group) for group in there]:
+        raise ValueError(
+            'a state dict belongs to an optimizer with the same groups of parameters: this one '
+            f'has {[len(group) for group in here]} parameters in its groups, the state dict '
+            f'{[len(group) for group in there]}. Make the optimizer as it was made before')
+    parameters = {number: parameter for numbers, group in zip(there, here)
+                  for number, parameter in zip(numbers, group)}
+    entries = {(number, name): value for number, states in state_dict['state'].items()
+               for name, value in states.items()}
+    sharded = {key: parameters[key[0]] for key, value in entries.items()
+               if key[0] in parameters and storage_dim(parameters[key[0]]) is not None
+               and isinstance(value, Tensor) and value.dim()}
+    return entries, sharded
+
+
+def check_keys(expected: Iterable[str], found: Iterable[str]) -> None:
+    """See that keys are those of the model.
+
+    Raises:
+        ValueError: Some are missing, or the model does not have them; all of them are named.
+    """
+    expected, found = list(expected), list(found)
+    missing, foreign = sorted({*expected} - {*found}), sorted({*found} - {*expected})
+    if missing or foreign:
+        raise ValueError(
+            'a checkpoint has the keys of the model: '
+            + '; '.join(f'{what} {", ".join(map(repr, keys))}' for what, keys in (
+                ('it misses', missing), ('the model does not have', foreign)) if keys)
+            + '. Pass prefix= if the keys have one, or strict=False to take what there is')
+
+
+def check_shapes(tensors: Entries, shapes: Mapping[Any, torch.Size]) -> None:
+    """See that tensors have shapes.
+
+    Raises:
+        ValueError: Some have others; all of them are named.
+    """
+    wrong = [f'{name_of(key)} is {tuple(tensor.shape)} and not {tuple(shapes[key])}'
+             for key, tensor in tensors.items() if tensor.shape != shapes[key]]
+    if wrong:
+        raise ValueError(
+            'shards have the shapes that they have in the model, and a state of an optimizer that '
+            'of its parameter; what is cut into shards is whole: ' + '; '.join(wrong)
+            + '. Is it of another model, or collected already, or not yet?')
+
+
+def place(tensor: Tensor) -> tuple[Any, ...]:
+    """Tell where a tensor is: tied parameters are several tensors of a state dict in one place."""
+    return storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
+def name_of(key: Any) -> str:
+    """Name a tensor of a model, or a state of an optimizer."""
+    return f"'{key[1]}' of parameter {key[0]}" if isinstance(key, tuple) else f"'{key}'"
