@@ -234,5 +234,16 @@ def test_only_short_parts_are_copied_before_they_are_sent():
     run(2, sent_as_it_is, group=2)
 
 
+def of_another_size():
+    """Give a part that is none of the size."""
+    with pytest.raises(ValueError, match='of a size of 5, the part of rank . of 2 is . long; this '
+                       'one is 7: leave size out'):
+        ts.distributed.gather(torch.ones(7), size=5)
+
+
+def test_a_part_of_another_size():
+    run(2, of_another_size, group=2)
+
+
 def test_collectives_of_several_groups():
     run(4, low_level, group=2)

@@ -1,4 +1,7 @@
 """What users of TorchShard know from its README, as it stands there."""
+import contextlib
+import tempfile
+
 import torch
 from torch import nn
 
@@ -10,6 +13,12 @@ from torchgpipe.shard.tags import storage_dim
 
 def snippet():
     """Run it, and compare it with one process."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        in_a_folder()
+
+
+def in_a_folder():
+    """Do so in the current folder."""
     torch.set_default_dtype(torch.double)
     ts.distributed.init_process_group(group_size=2)           # init parallel groups
 
@@ -31,9 +40,16 @@ def snippet():
     loss = ts.nn.functional.parallel_cross_entropy(x, y)      # parallel loss function
     loss.backward()                                           # backward
 
+    torch.save(
+        ts.collect_state_dict(m, m.state_dict()), 'm.pt')     # save model state
+
     close(loss, expected)
     for whole, part in zip(plain.parameters(), m.parameters()):
         close(part.grad, cut(whole.grad, storage_dim(part)))
+    saved = torch.load('m.pt')
+    assert saved.keys() == plain.state_dict().keys()
+    for key, whole in plain.state_dict().items():
+        assert torch.equal(saved[key], whole)
 
 
 def test_the_snippet_of_the_readme():
