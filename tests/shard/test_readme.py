@@ -1,5 +1,5 @@
 """What users of TorchShard know from its README, as it stands there."""
-import contextlib
+import os
 import tempfile
 
 import torch
@@ -13,7 +13,8 @@ from torchgpipe.shard.tags import storage_dim
 
 def snippet():
     """Run it, and compare it with one process."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
         in_a_folder()
 
 
