@@ -30,10 +30,10 @@ class Net(nn.Module):
 
 
 def same(these, those):
-    """See that two dicts have the same keys and the same bits."""
+    """See that two dicts have the same keys and the same bits, and that nothing has a graph."""
     assert these.keys() == those.keys()
     for key, one in these.items():
-        assert torch.equal(one, those[key]), key
+        assert torch.equal(one, those[key]) and one.is_leaf, key
 
 
 def same_states(these, those):
@@ -76,6 +76,8 @@ def collected():
     (plain, plain_optimizers), (sharded, sharded_optimizers) = stepped()
     mine = sharded.state_dict()
     collected = whole(sharded)
+    same(ts.collect_state_dict(sharded, sharded.state_dict(keep_vars=True)), collected)
+    same(ts.relocate_state_dict(sharded, plain.state_dict(keep_vars=True)), mine)
     odd = {key: value.to(torch.int16) for key, value in mine.items()}  # unknown to backends
     same(ts.collect_state_dict(sharded, odd),
          {key: value.to(torch.int16) for key, value in collected.items()})

@@ -57,7 +57,7 @@ def optimizer_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]
     entries = {(number, name): value for number, states in state_dict['state'].items()
                for name, value in states.items()}
     sharded = {key: parameters[key[0]] for key, value in entries.items()
-               if key[0] in parameters and storage_dim(parameters[key[0]]) is not None
+               if storage_dim(parameters[key[0]]) is not None
                and isinstance(value, Tensor) and value.dim()}
     return entries, sharded
 

@@ -135,6 +135,7 @@ def relocate_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str,
 # ---------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def _collect(entries: Entries, sharded: Sharded, rank0_only: bool,
              device: torch.device | str | None) -> dict[Any, Any]:
     keeps = world.current().tensor_rank == 0 or not rank0_only
@@ -175,7 +176,7 @@ def _gathered(key: Any, shard: Tensor, parameter: Tensor, keeps: bool,
     for rank, part in enumerate(parts):
         piece = buffer[:prod(part)]
         if rank == here.tensor_rank:
-            piece.view(part).copy_(shard.detach())
+            piece.view(part).copy_(shard)
         # As bytes, since backends do not know all types.
         broadcast(piece.view(torch.uint8), here.tensor_group, rank)
         if whole is not None:
@@ -184,6 +185,7 @@ def _gathered(key: Any, shard: Tensor, parameter: Tensor, keeps: bool,
     return whole
 
 
+@torch.no_grad()
 def _relocate(entries: Entries, sharded: Sharded) -> dict[Any, Any]:
     relocated: dict[Any, Any] = {}
     wrong: dict[Any, Any] = {}
@@ -201,10 +203,10 @@ def _part(key: Any, whole: Tensor, parameter: Tensor, wrong: dict[Any, Tensor]) 
     here = world.current()
     dim, shape = split_dim(parameter), global_shape(parameter)
     if whole.shape != shape:
-        wrong[key] = whole.to('meta')
+        wrong[key] = whole
         return None
     begin, length = sizes.part(shape[dim], here.tensor_size, here.tensor_rank)
-    return whole.detach().narrow(dim, begin, length).clone()
+    return whole.narrow(dim, begin, length).clone()
 
 
 def _device(shard: Tensor) -> torch.device:
