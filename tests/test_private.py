@@ -308,6 +308,10 @@ def test_what_ddp_leaves_alone():
     torch.distributed.init_process_group(
         'gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        assert nn.parallel.DistributedDataParallel(layer).parameters_to_ignore == {'bias'}
+        ddp, seen = nn.parallel.DistributedDataParallel(layer), []
+        assert ddp.parameters_to_ignore == {'bias'} and private.active_ddp() is None
+        layer.register_forward_hook(lambda *args: seen.append(private.active_ddp()))
+        ddp(torch.ones(1))
+        assert seen == [ddp]
     finally:
         torch.distributed.destroy_process_group()

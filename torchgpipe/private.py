@@ -19,14 +19,14 @@ from torch.utils._pytree import (tree_flatten, tree_flatten_with_path, tree_leav
                                  tree_unflatten)
 
 __all__ = ['APPLY', 'DISPATCH_MODES', 'FUNCTION_MODES', 'RESETS', 'BatchNorm', 'DeviceContext',
-           'Hooks', 'ModeStack', 'PythonNode', 'Scaler', 'TorchDispatchMode', 'at_end_of_backward',
-           'backward_class', 'backward_pass', 'compiled_code', 'compiled_codes', 'current_node',
-           'data_address', 'ignore_in_ddp', 'ignored_in_ddp', 'innermost_hooks', 'is_compiled',
-           'is_full_backward_hook', 'is_tracing', 'is_transformed', 'lazy_clone', 'name_of_call',
-           'on_cpu_without_memory', 'own_context', 'parse_to', 'pop_hooks', 'proxy_mode',
-           'retains_graph', 'script_attributes', 'storage_id', 'tree_flatten',
-           'tree_flatten_with_path', 'tree_leaves', 'tree_map_only', 'tree_unflatten',
-           'uncompiled', 'unseen', 'untraced', 'without_torch_function']
+           'Hooks', 'ModeStack', 'PythonNode', 'Scaler', 'TorchDispatchMode', 'active_ddp',
+           'at_end_of_backward', 'backward_class', 'backward_pass', 'compiled_code',
+           'compiled_codes', 'current_node', 'data_address', 'ignore_in_ddp', 'ignored_in_ddp',
+           'innermost_hooks', 'is_compiled', 'is_full_backward_hook', 'is_tracing',
+           'is_transformed', 'lazy_clone', 'name_of_call', 'on_cpu_without_memory', 'own_context',
+           'parse_to', 'pop_hooks', 'proxy_mode', 'retains_graph', 'script_attributes',
+           'storage_id', 'tree_flatten', 'tree_flatten_with_path', 'tree_leaves', 'tree_map_only',
+           'tree_unflatten', 'uncompiled', 'unseen', 'untraced', 'without_torch_function']
 
 # Given on as they are: `DeviceContext` is what `torch.set_default_device` enters, and a worker has
 # to tell it from a mode of the user's. `TorchDispatchMode` is the way to see all operations, and
@@ -333,3 +333,8 @@ def ignored_in_ddp(module: torch.nn.Module) -> list[str]:
 #: a module it is to leave alone.
 ignore_in_ddp: Callable[[torch.nn.Module, list[str]], None] = (
     torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model)
+
+#: The ``DistributedDataParallel`` whose forward pass runs, if one does. What is wrapped is not
+#: told.
+active_ddp: Callable[[], torch.nn.parallel.DistributedDataParallel | None] = (
+    torch.nn.parallel.DistributedDataParallel._get_active_ddp_module)

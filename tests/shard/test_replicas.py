@@ -119,6 +119,16 @@ def ignored_before():
     assert DistributedDataParallel(sharded).parameters_to_ignore == {'backbone.0.bias', *names}
 
 
+def not_ignored():
+    """Wrap shards as if they were copies, and call them."""
+    layers = nn.Sequential(ts.nn.ParallelLinear(4, 4, dim=1), ts.nn.ParallelLinear(4, 4))
+    ts.register_ddp_parameters_to_ignore(layers[0])  # not the one that is wrapped
+    ddp = DistributedDataParallel(layers)
+    for _ in range(2):
+        with pytest.raises(ValueError, match='the shards of one: 0.weight, 0.bias. Make'):
+            ddp(torch.ones(1, 4))
+
+
 def odd_gradients():
     """Have gradients that some replicas lack, or have in another form."""
     replica, count = replicas()
@@ -188,6 +198,10 @@ def test_sharded_parameters_are_averaged_over_replicas(world, group):
 @pytest.mark.parametrize('world, group', [(2, 2), (4, 2)])
 def test_what_ddp_is_told_to_ignore(world, group):
     run(world, ignored_before, group=group)
+
+
+def test_shards_that_ddp_takes_for_copies_are_refused():
+    run(2, not_ignored, group=2)
 
 
 def test_gradients_that_some_replicas_lack():

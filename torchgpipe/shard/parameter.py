@@ -15,6 +15,7 @@ from torchgpipe.shard.collectives import broadcast
 from torchgpipe.shard.tags import (is_tagged, register_parallel_attribute, set_attribute,
                                    storage_dim, to_storage)
 from torchgpipe.shard.world import current
+from torchgpipe.shard.wrapped import check_wrapped
 
 __all__ = ['Layout', 'ParallelModule', 'dtensor', 'global_shape']
 
@@ -143,6 +144,11 @@ class ParallelModule(nn.Module):
             layout.check(name, param)
         super().register_parameter(name, param)
         self._tag()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it, unless its shards were taken for something else."""
+        check_wrapped()
+        return super().__call__(*args, **kwargs)
 
     def _tag(self) -> None:
         for name, layout in self._layouts.items():
