@@ -121,12 +121,17 @@ def ignored_before():
 
 def not_ignored():
     """Wrap shards as if they were copies, and call them."""
-    layers = nn.Sequential(ts.nn.ParallelLinear(4, 4, dim=1), ts.nn.ParallelLinear(4, 4))
+    layers = nn.Sequential(ts.nn.ParallelLinear(4, 4, dim=1), ts.nn.ParallelLinear(4, 4, dim=0))
     ts.register_ddp_parameters_to_ignore(layers[0])  # not the one that is wrapped
     ddp = DistributedDataParallel(layers)
     for _ in range(2):
-        with pytest.raises(ValueError, match='the shards of one: 0.weight, 0.bias. Make'):
+        with pytest.raises(ValueError, match='of one: 0.weight, 0.bias, 1.weight. Make'):
             ddp(torch.ones(1, 4))
+    ts.register_ddp_parameters_to_ignore(layers)
+    ddp = DistributedDataParallel(layers)
+    ddp(torch.ones(1, 4))
+    ddp.parameters_to_ignore = set()
+    ddp(torch.ones(1, 4))  # It is looked at once.
 
 
 def odd_gradients():
