@@ -108,7 +108,11 @@ def prediction_notes(summary: dict[str, Any]) -> list[str]:
              'The profile knows what layers take once per micro-batch and what per sample. Copies '
              'between devices, the loss and the optimizer are left out. Schedules with two '
              'partitions on a device have the balance of torchgpipe.balance, all others the '
-             'published one.']
+             'published one.',
+             'What is left out makes published ratios lower than predicted ones, and the more so '
+             'the more partitions there are. Where micro-batches are of few samples, a GPU, which '
+             'they do not fill, loses more than the core of the profile. The rest is that this is '
+             'another processor.']
     if summary['scale'] < 1:
         found.append(f"At scale {summary['scale']:g} images are smaller than the published ones.")
     return found
