@@ -1,4 +1,6 @@
 """Build the documentation: ``python -m sphinx -W -b html docs docs/_build``."""
+import re
+
 import torchgpipe
 
 project = 'torchgpipe'
@@ -34,7 +36,18 @@ doctest_global_setup = '\n'.join([
 # Every reference has to resolve, but those to other projects and to what is not public.
 nitpicky = True
 nitpick_ignore_regex = [
-    ('py:.*', r'(torch|typing|nn|_?queue|collections|contextlib|os)\..*'),
+    ('py:.*', r'(torch|typing|nn|_?queue|collections|contextlib|datetime|os)\..*'),
     ('py:class', r'torchgpipe\.(.*\.)?(T\w*|ThreadState|Workers|CPUStreamType|HasActions)'),
-    ('py:class', 'OutQueue|Figure'),
+    ('py:class', 'OutQueue|Figure|StorageReader'),
 ]
+
+
+def resolve(app, what, name, obj, options, lines):
+    """Let docstrings say ``ts`` for ``torchgpipe.shard``, as its users do."""
+    lines[:] = [re.sub(r':`(ts\.([\w.]+))`', r':`\1 <torchgpipe.shard.\2>`', line)
+                for line in lines]
+
+
+def setup(app):
+    """Be told of each docstring."""
+    app.connect('autodoc-process-docstring', resolve)

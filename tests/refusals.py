@@ -3,14 +3,18 @@ from collections import OrderedDict
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from pytest import MonkeyPatch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.parametrizations import weight_norm
 
+import torchgpipe.shard as ts
 from tests.helpers import in_two_memories
 from torchgpipe import GPipe, NoChunk, is_recomputing, no_recompute
 from torchgpipe.balance import profile
+from torchgpipe.communication import check_order
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.stream import CPUStream
 from torchgpipe.plan import plan
@@ -114,6 +118,81 @@ def embedding_and_head():
     embedding, head = nn.Embedding(4, 4, max_norm=0.1), linear()
     head.weight = embedding.weight
     wrap(embedding, head)(torch.arange(4))
+
+
+def processes(program):
+    """Run a program in the only process of torch.distributed."""
+    dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore())
+    try:
+        program()
+    finally:
+        dist.destroy_process_group()
+
+
+def alone(program):
+    """Run a program in a parallel group of one."""
+    def within():
+        ts.distributed.init_process_group()
+        try:
+            program()
+        finally:
+            ts.distributed.destroy_process_group()
+    return lambda: processes(within)
+
+
+def sharded(dim):
+    """Give a sharded layer."""
+    return ts.nn.ParallelLinear(4, 4, dim=dim)
+
+
+def tagged(input, dim=-1):
+    """Tag a tensor."""
+    ts.register_parallel_dim(input, dim)
+    return input
+
+
+def other_weight():
+    """Put a weight of another shape into a sharded layer."""
+    sharded(1).weight = nn.Parameter(torch.randn(3, 4))
+
+
+def tied():
+    """Convert one of two layers that have the same weight."""
+    embedding, head = nn.Embedding(4, 4), linear()
+    head.weight = embedding.weight
+    ts.nn.ParallelLinear.convert_parallel_linear(nn.Sequential(embedding, head), dim=1)
+
+
+def loss_of(*shape, target=None, **options):
+    """Compute the loss of logits."""
+    target = torch.arange(4) if target is None else target
+    ts.nn.functional.parallel_cross_entropy(torch.randn(*shape), target, **options)
+
+
+def of_a_state_dict(change):
+    """Load a state dict into a sharded layer."""
+    layer = sharded(1)
+    ts.relocate_state_dict(layer, change(layer.state_dict()))
+
+
+def of_an_optimizer():
+    """Load the state of an optimizer into one of more parameters."""
+    layer = sharded(1)
+    one, other = (torch.optim.SGD(each, 0.1) for each in ([layer.weight], layer.parameters()))
+    ts.relocate_optimizer_state_dict(other, one.state_dict())
+
+
+class Communicates(nn.Module):
+    """A layer that communicates."""
+
+    def __init__(self, says_so=True):
+        super().__init__()
+        self.communicates = says_so
+
+    def forward(self, input):
+        """Look whether it may."""
+        check_order()
+        return input
 
 
 def own_parameter():
@@ -384,4 +463,30 @@ REFUSALS = [
     lambda: take_step(nn.MSELoss(reduction='sum')),
     lambda: wrap(linear(), linear()).step(torch.randn(4, 4), torch.tensor([0, 1, 2, 3]),
                                           nn.CrossEntropyLoss(ignore_index=0)),
-    lambda: take_step(normalizer=lambda target: 0)]
+    lambda: take_step(normalizer=lambda target: 0),
+    ts.distributed.get_group,
+    ts.distributed.init_process_group,
+    alone(lambda: ts.distributed.init_process_group()),
+    lambda: processes(lambda: ts.distributed.init_process_group(2)),
+    lambda: processes(lambda: ts.distributed.init_process_group(
+        mesh=init_device_mesh('cpu', (1, 1), mesh_dim_names=('data', 'model')))),
+    alone(lambda: sharded(2)),
+    alone(other_weight),
+    alone(tied),
+    alone(lambda: ts.nn.ParallelLinear.convert_parallel_linear(
+        nn.utils.spectral_norm(linear()), dim=1)),
+    alone(lambda: sharded(0)(torch.randn(4, 2))),
+    alone(lambda: sharded(1)(tagged(torch.randn(4, 4)))),
+    alone(lambda: ts.nn.ParallelDropout()(torch.randn(4, 4))),
+    alone(lambda: ts.dtensor(tagged(torch.randn(4, 4)))),
+    alone(lambda: loss_of(4, 3)),
+    alone(lambda: loss_of(4, 4, target=torch.rand(4))),
+    alone(lambda: loss_of(4, 4, 2)),
+    alone(lambda: loss_of(4, 4, weight=torch.ones(3))),
+    alone(lambda: of_a_state_dict(lambda values: {'weight': values['weight']})),
+    alone(lambda: of_a_state_dict(lambda values: {**values, 'weight': torch.randn(2, 4)})),
+    alone(of_an_optimizer),
+    lambda: take_step(model=wrap(Communicates(), linear(), Communicates())),
+    lambda: take_step(model=wrap(linear(), Communicates(), Communicates(False),
+                                 balance=[1, 1, 1], devices=['cpu:0', 'cpu:1', 'cpu:2'])),
+    lambda: wrap(linear(), Communicates(False))(torch.randn(4, 4))]

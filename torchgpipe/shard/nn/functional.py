@@ -104,7 +104,7 @@ def parallel_embedding(input: Tensor, weight: Tensor, padding_idx: int | None = 
         sparse: Whether the gradient of the weight is a sparse tensor.
 
     Returns:
-        A tensor of the input's shape and, behind that, the features: whole on each rank.
+        What was looked up, whole on each rank, of shape (…, features) for an input of shape (…).
 
     Raises:
         IndexError: A number is not that of a row.
