@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from torchgpipe.private import is_transformed
 from torchgpipe.shard import sizes
 from torchgpipe.shard.debug import compare
 from torchgpipe.shard.failures import complete
@@ -181,6 +182,19 @@ class Reduce(torch.autograd.Function):
         return same, None, None
 
 
+def _apply(function: Any, *args: Any) -> Tensor:
+    """Apply one of the functions above.
+
+    Raises:
+        RuntimeError: A transform of ``torch.func`` is at work, which knows nothing of other ranks.
+    """
+    if is_transformed():
+        raise RuntimeError('transforms of torch.func, such as grad, vmap and jvp, do not go '
+                           'through sharded layers: call backward(), or torch.autograd.grad')
+    output: Tensor = function.apply(*args)
+    return output
+
+
 def scatter(x: Tensor, dim: int = -1) -> Tensor:
     """Take this rank's part of a tensor that all ranks of the group have.
 
@@ -193,7 +207,7 @@ def scatter(x: Tensor, dim: int = -1) -> Tensor:
     """
     group = current().tensor_group
     lengths = sizes.lengths(x.size(dim), group.size())
-    part: Tensor = Scatter.apply(x, group, dim, lengths)  # type: ignore[no-untyped-call]
+    part = _apply(Scatter, x, group, dim, lengths)
     if dim % x.dim() == x.dim() - 1:
         register_parallel_dim(part, -1)
     return part
@@ -222,7 +236,7 @@ def gather(x: Tensor, dim: int = -1, size: int | None = None) -> Tensor:
         raise ValueError(f'of a size of {size}, the part of rank {group.rank()} of {group.size()} '
                          f'is {lengths[group.rank()]} long; this one is {x.size(dim)}: leave size '
                          'out where parts have other lengths')
-    whole: Tensor = Gather.apply(x, group, dim, lengths)  # type: ignore[no-untyped-call]
+    whole = _apply(Gather, x, group, dim, lengths)
     register_parallel_dim(whole, None)
     return whole
 
@@ -243,7 +257,7 @@ def reduce_(x: Tensor) -> Tensor:
 
 def _reduce(x: Tensor, in_place: bool) -> Tensor:
     group = current().tensor_group
-    added: Tensor = Reduce.apply(x, group, in_place)  # type: ignore[no-untyped-call]
+    added = _apply(Reduce, x, group, in_place)
     register_parallel_dim(added, None)
     return added
 
@@ -254,6 +268,6 @@ def copy(x: Tensor) -> Tensor:
     Returns:
         A new tensor in the same memory, tagged as whole. Its gradient is added up over the group.
     """
-    same: Tensor = Copy.apply(x, current().tensor_group)  # type: ignore[no-untyped-call]
+    same = _apply(Copy, x, current().tensor_group)
     register_parallel_dim(same, None)
     return same

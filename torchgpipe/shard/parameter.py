@@ -148,7 +148,29 @@ class ParallelModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it, unless its shards were taken for something else."""
         check_wrapped()
+        self._check_parts()
         return super().__call__(*args, **kwargs)
+
+    def _check_parts(self) -> None:
+        """See that nobody makes something of the parts who does not know that they are parts.
+
+        Raises:
+            ValueError: Somebody computes one, or has put another parameter in its place.
+        """
+        for name in self._layouts:
+            what = f'the {name} of {self._get_name()}'
+            if name not in self._parameters:
+                raise ValueError(
+                    f'{what} is computed, as by weight_norm, a parametrization or pruning, and '
+                    'these take it for a whole: norms and sums would be those of the part that '
+                    'this rank has. Write a layer of your own, derived from ts.nn.ParallelModule')
+            parameter = self._parameters[name]
+            if isinstance(parameter, nn.Parameter) and not is_tagged(parameter):
+                raise ValueError(
+                    f'{what} is another parameter than the layer was given, put there as '
+                    'fully_shard does, which takes parts for copies of one tensor. Use '
+                    'DistributedDataParallel or ZeroRedundancyOptimizer over '
+                    f'ts.distributed.get_data_group(); or set it by layer.{name} = parameter')
 
     def _tag(self) -> None:
         for name, layout in self._layouts.items():

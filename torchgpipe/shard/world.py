@@ -42,6 +42,9 @@ class World:
     #: The groups that were made for the mesh, and go with it.
     own: tuple[ProcessGroup, ...]
 
+    #: Whether fused encoder layers were allowed before.
+    fastpath: bool
+
 
 # One for the process, as that of torch.distributed: autograd's threads have to find it, too.
 _world: World | None = None
@@ -78,13 +81,17 @@ def init(group_size: int = -1, mesh: DeviceMesh | None = None,
                            f'{current().tensor_size}: call ts.distributed.destroy_process_group '
                            'before making others')
     _world = _make(group_size, timeout) if mesh is None else _take(group_size, mesh, timeout)
+    # nn.TransformerEncoderLayer would otherwise read the weights of its layers without calling
+    # them, in eval mode, and take parts for the whole.
+    torch.backends.mha.set_fastpath_enabled(False)
 
 
 def destroy() -> None:
     """Forget the parallel groups, and end those that were made here."""
     global _world
-    own = current().own
+    before, own = current().fastpath, current().own
     _world = None
+    torch.backends.mha.set_fastpath_enabled(before)
     for group in own:
         dist.destroy_process_group(group)
 
@@ -139,7 +146,7 @@ def _world_of(mesh: DeviceMesh, own: tuple[ProcessGroup, ...]) -> World:
     everyone = dist.group.WORLD
     assert everyone is not None
     return World(mesh, tensor, data, tensor.rank(), tensor.size(), data.rank(), data.size(),
-                 everyone, own)
+                 everyone, own, torch.backends.mha.get_fastpath_enabled())
 
 
 def _device_type() -> str:

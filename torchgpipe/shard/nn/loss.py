@@ -15,7 +15,8 @@ __all__ = ['ParallelCrossEntropyLoss', 'parallel_cross_entropy']
 class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
     """Compute the cross entropy between logits, whole or a shard of them, and targets.
 
-    See :func:`ts.nn.functional.parallel_cross_entropy`, which has the same options, for shapes and errors.
+    See :func:`ts.nn.functional.parallel_cross_entropy`, which has the same options, for shapes and
+    errors.
 
     Args:
         weight: The weights of all classes, shape (C,).
