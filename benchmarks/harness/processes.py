@@ -1,10 +1,11 @@
-"""Steps of torch.distributed.pipelining, in a process for each stage, each with one thread.
+"""Processes that have a worker each, and do what they are told, all at the same time.
 
-The processes wait for their orders, so that their steps can be measured in turn with others::
+They wait for their orders, so that what they do can be measured in turn with others. Each has one
+thread, and a rank in :mod:`torch.distributed`::
 
-    here           'Schedule1F1B' ──▶ │ … │ ──▶ begin, end, loss
-    process 0                         │ F F B F B B
-    process 1                         │   F B F B
+    here           'step' ──▶ │ … │ ──▶ what each worker's step returns
+    rank 0                    │ F F B F B B
+    rank 1                    │   F B F B
 
 Whatever becomes of one of them, none is left: they end when this process closes its end of their
 pipes or kills them, and none waits longer for another one than :data:`PATIENCE`.
@@ -14,10 +15,9 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,54 +25,62 @@ from typing import Any, NamedTuple
 import click
 import torch
 from torch import distributed
-from torch.nn import functional as F
 
-from benchmarks.harness.memory import peak_of_activations
-from benchmarks.models.stacks import STACKS
-
-__all__ = ['Answer', 'Processes', 'is_available']
+__all__ = ['Processes', 'Span', 'is_available', 'seconds']
 
 #: Seconds.
 PATIENCE = 120
 
+#: How processes start: forked from one that has imported this already, as torch takes seconds.
+METHOD, IMPORTED = 'forkserver', ['torch.distributed', 'torchgpipe.shard']
 
-class Answer(NamedTuple):
-    """What a process says of a step.
 
-    Attributes:
-        begin: When it began, by a clock that all processes share.
-        end: When it ended.
-        loss: The loss of the mini-batch; of the last process only.
-        peak: The peak of activations in bytes, if that was asked for.
-    """
+class Span(NamedTuple):
+    """When something began and ended, by a clock that all processes share."""
 
     begin: float
     end: float
-    loss: float | None
-    peak: int | None
+
+    @classmethod
+    def of(cls, call: Callable[[], object]) -> 'Span':
+        """Call something, and see how long it takes."""
+        begin = time.perf_counter()
+        call()
+        return cls(begin, time.perf_counter())
+
+
+def seconds(spans: Iterable[Span]) -> float:
+    """Give how long something took, from the first process that began to the last that ended."""
+    begins, ends = zip(*spans)
+    length: float = max(ends) - min(begins)
+    return length
 
 
 def is_available() -> bool:
-    """Tell whether this PyTorch has what it takes."""
-    return distributed.is_available() and distributed.is_gloo_available()
+    """Tell whether there is what it takes."""
+    return (METHOD in multiprocessing.get_all_start_methods() and distributed.is_available()
+            and distributed.is_gloo_available())
 
 
 class Processes:
-    """Processes with a stage each, as a context.
+    """Processes with a worker each, as a context.
 
     Args:
         n: How many.
-        stack: The name of a stack.
-        cells: Cells of the stack, which the processes share equally.
-        depth: Layers of a cell.
-        chunks: Micro-batches of a mini-batch.
-        names: Those of classes in :mod:`torch.distributed.pipelining`.
+        make: Makes a worker in each, where ``torch.distributed`` says which one that is. It can be
+            pickled, as its arguments and what the worker returns.
+        args: What it is called with.
+
+    Raises:
+        click.ClickException: There is not what it takes.
     """
 
-    def __init__(self, n: int, stack: str, cells: int, depth: int, chunks: int,
-                 names: Sequence[str]) -> None:
+    def __init__(self, n: int, make: Callable[..., Any], *args: Any) -> None:
+        if not is_available():
+            raise click.ClickException('this takes torch.distributed with gloo, and processes '
+                                       f'that start by {METHOD!r}')
         self._n = n
-        self._work = (stack, cells, depth, chunks, tuple(names))
+        self._work = make, args
         self._pipes: dict[Connection, int] = {}
         self._exit = ExitStack()
 
@@ -80,7 +88,8 @@ class Processes:
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             store = (Path(folder) / 'store').as_uri()
-            context = multiprocessing.get_context('spawn')
+            context = multiprocessing.get_context(METHOD)
+            context.set_forkserver_preload(IMPORTED)
             for rank in range(self._n):
                 here, there = context.Pipe()
                 process = context.Process(target=_serve, daemon=True, args=(
@@ -96,8 +105,8 @@ class Processes:
     def __exit__(self, *exc: Any) -> None:
         self._exit.close()
 
-    def step(self, name: str, count_memory: bool = False) -> list[Answer]:
-        """Let all processes take a step, and wait for them.
+    def call(self, name: str, *args: Any) -> list[Any]:
+        """Let each worker call a method of this name, and give what they return.
 
         Raises:
             click.ClickException: One of them failed, or none has answered for long.
@@ -105,7 +114,7 @@ class Processes:
         for pipe in self._pipes:
             # If a process has ended, there is more to learn from what it said last.
             with suppress(BrokenPipeError):
-                pipe.send((name, count_memory))
+                pipe.send((name, args))
         return self._answers()
 
     def _answers(self) -> list[Any]:
@@ -123,10 +132,16 @@ class Processes:
         try:
             answer = pipe.recv()
         except (EOFError, ConnectionError):
-            answer = 'it ended'
-        if isinstance(answer, str):
-            raise click.ClickException(f'process {self._pipes[pipe]} of {self._n}: {answer}')
+            answer = _Failure('it ended')
+        if isinstance(answer, _Failure):
+            raise click.ClickException(f'process {self._pipes[pipe]} of {self._n}: {answer.text}')
         return {self._pipes[pipe]: answer}
+
+
+class _Failure(NamedTuple):
+    """Why a process does not go on."""
+
+    text: str
 
 
 def _end(process: Any, pipe: Connection) -> None:
@@ -135,46 +150,21 @@ def _end(process: Any, pipe: Connection) -> None:
     process.join()
 
 
-def _serve(rank: int, n: int, store: str, pipe: Connection, *work: Any) -> None:
-    """Take steps when told so, until the other end of the pipe is closed."""
+def _serve(rank: int, n: int, store: str, pipe: Connection, make: Callable[..., Any],
+           args: tuple[Any, ...]) -> None:
+    """Do as told, until the other end of the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this.
     torch.set_num_threads(1)
     with suppress(EOFError, BrokenPipeError):
         try:
             distributed.init_process_group('gloo', store, timedelta(seconds=PATIENCE),
                                            world_size=n, rank=rank)
-            stage = _Stage(rank, n, *work)
+            worker = make(*args)
             pipe.send(None)  # It is there.
             while True:
-                pipe.send(stage.step(*pipe.recv()))
+                name, arguments = pipe.recv()
+                pipe.send(getattr(worker, name)(*arguments))
         except Exception as error:
             if isinstance(error, (EOFError, BrokenPipeError)):
                 raise
-            pipe.send(''.join(traceback.format_exception_only(error)).strip())
-
-
-class _Stage:
-    def __init__(self, rank: int, n: int, stack: str, cells: int, depth: int, chunks: int,
-                 names: Sequence[str]) -> None:
-        from torch.distributed import pipelining
-
-        self._input, self._target = STACKS[stack].data(chunks)
-        own = cells // n
-        self._layers = STACKS[stack].build(cells, depth)[own * rank:own * (rank + 1)]
-        self._is_first, self._is_last = rank == 0, rank == n - 1
-        self._schedules = {name: getattr(pipelining, name)(
-            pipelining.PipelineStage(self._layers, rank, n, torch.device('cpu')), chunks,
-            loss_fn=F.mse_loss) for name in names}
-
-    def step(self, name: str, count_memory: bool) -> Answer:
-        for parameter in self._layers.parameters():
-            parameter.grad = None
-        losses: list[torch.Tensor] = []
-        call = partial(self._schedules[name].step, *[self._input] * self._is_first,
-                       target=self._target if self._is_last else None,
-                       losses=losses if self._is_last else None, return_outputs=False)
-        begin = time.perf_counter()
-        peak = peak_of_activations(call) if count_memory else call()
-        end = time.perf_counter()
-        loss = torch.stack(losses).mean().item() if losses else None
-        return Answer(begin, end, loss, peak)
+            pipe.send(_Failure(''.join(traceback.format_exception_only(error)).strip()))

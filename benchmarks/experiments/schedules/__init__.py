@@ -14,6 +14,7 @@ from tqdm import tqdm
 from benchmarks.experiments.schedules.contenders import CELLS, OTHERS, Pipeline, Run, contenders
 from benchmarks.experiments.schedules.draw import draw_speed_ups
 from benchmarks.experiments.schedules.predict import Prediction, predict
+from benchmarks.experiments.schedules.stages import Stage
 from benchmarks.harness.page import Section
 from benchmarks.harness.processes import Processes, is_available
 from benchmarks.harness.report import Rows, machine, output_folder, table, write_json
@@ -49,8 +50,9 @@ def measure(stack: str, depth: int, n: int, m: int, rounds: int) -> dict[str, An
     """Let all take steps in turn; give what each took."""
     cells, data = STACKS[stack].build(CELLS * n, depth), STACKS[stack].data(m)
     with ExitStack() as exit:
-        processes = exit.enter_context(Processes(n, stack, CELLS * n, depth, m, [
-            *OTHERS.values()])) if is_available() and m >= n else None
+        processes = exit.enter_context(Processes(
+            n, Stage, stack, CELLS * n, depth, m, [*OTHERS.values()]
+        )) if is_available() and m >= n else None
         found = contenders(cells, data, n, m, processes)
         _check_losses({name: each.run() for name, each in found.items()})
         runs, predictions = [], []

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from benchmarks.harness.memory import peak_of_activations
 from benchmarks.harness.options import places
-from benchmarks.harness.processes import Processes
+from benchmarks.harness.processes import Processes, seconds
 from torchgpipe import GPipe
 from torchgpipe.schedule import NAMES, make
 from torchgpipe.timeline import record
@@ -153,10 +153,8 @@ class _There:
         self._name = name
 
     def run(self) -> Run:
-        answers = self._processes.step(self._name)
-        loss = answers[-1].loss
-        assert loss is not None
-        return Run(max(a.end for a in answers) - min(a.begin for a in answers), loss)
+        answers = self._processes.call('step', self._name)
+        return Run(seconds([answer.span for answer in answers]), answers[-1].loss)
 
     def peak(self) -> int:
-        return sum(a.peak or 0 for a in self._processes.step(self._name, count_memory=True))
+        return sum(answer.peak for answer in self._processes.call('step', self._name, True))

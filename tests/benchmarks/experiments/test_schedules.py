@@ -7,6 +7,7 @@ import torch
 from benchmarks.experiments import schedules
 from benchmarks.experiments.schedules.contenders import CELLS, OTHERS, contenders
 from benchmarks.experiments.schedules.predict import Prediction, predict
+from benchmarks.experiments.schedules.stages import Stage
 from benchmarks.harness import processes
 from benchmarks.models.stacks import STACKS
 from torchgpipe.schedule import NAMES
@@ -43,6 +44,20 @@ def test_all_train_the_same_cells(n):
     peaks = {name: each.peak() for name, each in found.items()}
     assert peaks['in sequence'] < peaks['1f1b'] < peaks['gpipe']
     assert 0 < found['1f1b'].bubble() < 1
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(not processes.is_available(), reason='needs gloo')
+def test_stages_of_torch_take_a_step():
+    with processes.Processes(2, Stage, 'mlp', 2, 1, 2, [*OTHERS.values()]) as stages:
+        losses, peaks = [], []
+        for name in ('Schedule1F1B', 'ScheduleGPipe', 'Schedule1F1B'):
+            first, last = stages.call('step', name)
+            assert first.loss is first.peak is None
+            losses.append(last.loss)
+            peaks.append(stages.call('step', name, True)[1].peak)
+    assert losses == pytest.approx(losses[:1] * 3)
+    assert 0 < peaks[0] < peaks[1]  # One micro-batch in the last stage, not both.
 
 
 def run_tiny(run, folder):

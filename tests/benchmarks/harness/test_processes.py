@@ -1,4 +1,4 @@
-"""Processes of torch.distributed.pipelining: they answer, or are heard of; none is left."""
+"""Processes with a worker each: they answer, or are heard of; none is left."""
 import os
 import signal
 import subprocess
@@ -6,41 +6,65 @@ import sys
 
 import click
 import pytest
+import torch
+from torch import distributed
 
 from benchmarks.harness import processes
 from benchmarks.harness.page import PAGE
-from benchmarks.harness.processes import Processes, is_available
+from benchmarks.harness.processes import Processes, Span, is_available, seconds
 
 pytestmark = [pytest.mark.distributed,
               pytest.mark.skipif(not is_available(), reason='needs gloo')]
+
+
+class Adder:
+    """A worker that adds up what all of them have."""
+
+    def __init__(self, term):
+        self.term = torch.tensor(term * (distributed.get_rank() + 1.))
+
+    def add(self, times=1):
+        distributed.all_reduce(self.term)
+        return distributed.get_rank(), torch.get_num_threads(), self.term.item() * times
+
+    def fail(self):
+        raise KeyError('no')
 
 
 @pytest.fixture
 def started():
     """Two processes, and the process objects of these."""
     before = {*processes.multiprocessing.active_children()}
-    with Processes(2, 'mlp', 2, 1, 2, ['Schedule1F1B', 'ScheduleGPipe']) as found:
+    with Processes(2, Adder, 5) as found:
         children = sorted({*processes.multiprocessing.active_children()} - before,
                           key=lambda process: process.pid)
         yield found, children
     assert not any(process.is_alive() for process in children)
 
 
-def test_they_take_a_step(started):
-    found, _ = started
-    for name in ('Schedule1F1B', 'ScheduleGPipe', 'Schedule1F1B'):
-        first, last = found.step(name)
-        assert first.begin < first.end and last.begin < last.end
-        assert first.loss is None and last.loss == pytest.approx(found.step(name)[1].loss)
-        assert first.peak is None
-    peaks = [[answer.peak for answer in found.step(name, count_memory=True)]
-             for name in ('Schedule1F1B', 'ScheduleGPipe')]
-    assert 0 < peaks[0][1] < peaks[1][1]  # One micro-batch in the last stage, not both.
+def test_they_do_as_told(started):
+    assert started[0].call('add') == [(0, 1, 15.), (1, 1, 15.)]
+    assert started[0].call('add', 2) == [(0, 1, 60.), (1, 1, 60.)]
+
+
+def test_a_span_is_from_the_first_to_the_last():
+    spans = [Span(3., 5.), Span(2., 4.)]
+    assert seconds(spans) == 3.
+    ran = []
+    span = Span.of(lambda: ran.append(True))
+    assert ran and span.begin <= span.end
 
 
 def test_an_error_in_one_is_an_error_here(started):
-    with pytest.raises(click.ClickException, match="process [01] of 2: KeyError: 'Schedule2F2B'"):
-        started[0].step('Schedule2F2B')
+    with pytest.raises(click.ClickException, match="process [01] of 2: KeyError: 'no'"):
+        started[0].call('fail')
+
+
+def test_without_gloo_it_is_one_clear_line(monkeypatch):
+    monkeypatch.setattr(processes, 'METHOD', 'no such method')
+    assert not is_available()
+    with pytest.raises(click.ClickException, match='gloo'):
+        Processes(2, Adder, 5)
 
 
 def test_when_all_were_killed_none_is_waited_for(started):
@@ -49,17 +73,17 @@ def test_when_all_were_killed_none_is_waited_for(started):
         process.kill()
         process.join()
     with pytest.raises(click.ClickException, match='process [01] of 2: it ended'):
-        found.step('Schedule1F1B')
+        found.call('add')
 
 
 def test_one_that_was_killed_before_it_read_is_missed(started):
     found, children = started
     os.kill(children[1].pid, signal.SIGSTOP)
-    [*found._pipes][1].send(('Schedule1F1B', False))
+    [*found._pipes][1].send(('add', ()))
     children[1].kill()
     children[1].join()
     with pytest.raises(click.ClickException, match='process [01] of 2: '):
-        found.step('Schedule1F1B')
+        found.call('add')
 
 
 def test_one_that_hangs_is_not_waited_for_without_end(started, monkeypatch):
@@ -67,7 +91,7 @@ def test_one_that_hangs_is_not_waited_for_without_end(started, monkeypatch):
     monkeypatch.setattr(processes, 'PATIENCE', .05)
     os.kill(children[1].pid, signal.SIGSTOP)
     with pytest.raises(click.ClickException, match='no process has answered for 0.1 seconds'):
-        found.step('Schedule1F1B')
+        found.call('add')
 
 
 #: Run the command line, and say when the processes are at work.
@@ -75,8 +99,8 @@ TELLING = """
 import runpy
 from benchmarks.harness.processes import Processes
 
-step = Processes.step
-Processes.step = lambda *args: (print('step', flush=True), step(*args))[1]
+call = Processes.call
+Processes.call = lambda *args: (print('step', flush=True), call(*args))[1]
 if __name__ == '__main__':
     runpy.run_module('benchmarks', run_name='__main__', alter_sys=True)
 """
@@ -104,18 +128,18 @@ def test_none_is_left_when_the_command_is_stopped(tmp_path, number, code, last):
 
 #: An interrupt as soon as a process was started.
 INTERRUPTED = """
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from benchmarks.harness.processes import Processes
 
-start = SpawnProcess.start
+start = ForkServerProcess.start
 
 def interrupted(process):
     start(process)
     raise KeyboardInterrupt
 
-SpawnProcess.start = interrupted
+ForkServerProcess.start = interrupted
 if __name__ == '__main__':
-    with Processes(2, 'mlp', 2, 1, 2, []):
+    with Processes(2, print):
         pass
 """
 

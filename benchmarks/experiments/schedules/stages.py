@@ -1,0 +1,66 @@
+"""A stage of torch.distributed.pipelining, in a process of its own."""
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import distributed
+from torch.nn import functional as F
+
+from benchmarks.harness.memory import peak_of_activations
+from benchmarks.harness.processes import Span
+from benchmarks.models.stacks import STACKS
+
+__all__ = ['Answer', 'Stage']
+
+
+class Answer(NamedTuple):
+    """What a process says of a step.
+
+    Attributes:
+        span: When it was.
+        loss: The loss of the mini-batch; of the last process only.
+        peak: The peak of activations in bytes, if that was asked for.
+    """
+
+    span: Span
+    loss: float | None
+    peak: int | None
+
+
+class Stage:
+    """The stage of this process.
+
+    Args:
+        stack: The name of a stack.
+        cells: Cells of the stack, which the processes share equally.
+        depth: Layers of a cell.
+        chunks: Micro-batches of a mini-batch.
+        names: Those of classes in :mod:`torch.distributed.pipelining`.
+    """
+
+    def __init__(self, stack: str, cells: int, depth: int, chunks: int, names: Sequence[str]
+                 ) -> None:
+        from torch.distributed import pipelining
+
+        rank, n = distributed.get_rank(), distributed.get_world_size()
+        self._input, self._target = STACKS[stack].data(chunks)
+        own = cells // n
+        self._layers = STACKS[stack].build(cells, depth)[own * rank:own * (rank + 1)]
+        self._is_first, self._is_last = rank == 0, rank == n - 1
+        self._schedules = {name: getattr(pipelining, name)(
+            pipelining.PipelineStage(self._layers, rank, n, torch.device('cpu')), chunks,
+            loss_fn=F.mse_loss) for name in names}
+
+    def step(self, name: str, count_memory: bool = False) -> Answer:
+        """Take a step by a schedule."""
+        for parameter in self._layers.parameters():
+            parameter.grad = None
+        losses: list[torch.Tensor] = []
+        call = partial(self._schedules[name].step, *[self._input] * self._is_first,
+                       target=self._target if self._is_last else None,
+                       losses=losses if self._is_last else None, return_outputs=False)
+        peaks: list[int] = []
+        span = Span.of(lambda: peaks.append(peak_of_activations(call)) if count_memory else call())
+        loss = torch.stack(losses).mean().item() if losses else None
+        return Answer(span, loss, peaks[0] if peaks else None)
