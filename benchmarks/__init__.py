@@ -9,10 +9,11 @@
                   experiment  what they are
                   options     what the user chooses
                   simulated   accelerators where there are none
+                  processes   several, each with a worker that does as told
                   job         one setting
                   campaign    settings one after another, tables, JSON, pictures
                   page        the page of the results
-    models        the models of the published tables
+    models        the models of the published tables, and those that are sharded
     results       what was measured, and is kept
 """
 from tqdm import tqdm

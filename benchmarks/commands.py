@@ -3,10 +3,11 @@
 A module has ``COMMANDS``. What it has beside them on the documentation's page is its ``SECTION``;
 tables of :mod:`benchmarks.harness.published` are there by themselves.
 """
-from benchmarks.experiments import (accuracy, balance, concurrency, digits, memory, overhead,
-                                    schedules, speed, timeline)
+from benchmarks.experiments import (accuracy, arcface, balance, classes, concurrency, digits,
+                                    memory, mingpt, overhead, schedules, speed, timeline)
 
 __all__ = ['MODULES']
 
 #: In the order in which they are listed.
-MODULES = (digits, accuracy, speed, memory, timeline, schedules, balance, overhead, concurrency)
+MODULES = (digits, accuracy, speed, memory, timeline, schedules, classes, mingpt, arcface, balance,
+           overhead, concurrency)

@@ -1,4 +1,4 @@
-"""Models of the published benchmarks, each a flat sequential module with skips."""
+"""Models of the benchmarks. Those that were published are flat sequential modules with skips."""
 from benchmarks.models.amoebanetd import amoebanetd
 from benchmarks.models.resnet101 import resnet101
 from benchmarks.models.unet import unet

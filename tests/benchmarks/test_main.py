@@ -18,7 +18,8 @@ def test_help(run):
     code, out, _ = run('--help')
     assert code == 0
     assert all(name in out for name in ('list', 'digits', 'balance', 'overhead', 'concurrency',
-                                        'schedules', 'pictures', *EXPERIMENTS))
+                                        'schedules', 'pictures', 'classes', 'mingpt', 'arcface',
+                                        *EXPERIMENTS))
     assert out.count('\n') < 30
     code, out, _ = run('digits', '--help')
     assert code == 0
@@ -53,6 +54,9 @@ def test_all_experiments_are_in_the_list():
     (['unet-speed', '--output', '/proc/nothing'], '/proc/nothing'),
     (['unet-timeline', '--model', 'vgg'], "'resnet101'"),
     (['resnet101-accuracy', '--data', '/proc/nothing'], '/proc/nothing/train'),
+    (['mingpt', '--heads', '5'], '--width 64'), (['mingpt', '--processes', '3'], '--heads 4'),
+    (['classes', '--classes', '1'], '--classes'), (['arcface', '--processes', '0'], '--processes'),
+    (['arcface', '--output', '/proc/nothing'], '/proc/nothing'),
     (['pictures', '/proc/nothing'], '/proc/nothing'), (['pictures'], 'DIR')])
 def test_a_wrong_option_gets_one_clear_line(run, args, reason):
     code, out, err = run(*args)

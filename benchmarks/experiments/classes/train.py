@@ -1,0 +1,71 @@
+"""What each process trains: a classifier, or its classes of it."""
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import torchgpipe.shard as ts
+from benchmarks.harness.memory import peak_memory
+from benchmarks.harness.trainer import Trainer
+from torchgpipe.shard.nn.functional import parallel_cross_entropy
+
+__all__ = ['Options', 'make']
+
+
+class Options(NamedTuple):
+    """What each process needs to know."""
+
+    classes: int
+    features: int
+    batch: int
+
+
+class Classifier(Trainer):
+    """A trainer that knows what the loss alone takes.
+
+    Args:
+        layer: Gives logits.
+        sharded: Whether they are those of this rank's classes.
+        options: Sizes.
+    """
+
+    def __init__(self, layer: nn.Module, sharded: bool, options: Options) -> None:
+        super().__init__(layer, torch.optim.SGD(layer.parameters(), 0.1), self._next_loss)
+        self._cross_entropy = parallel_cross_entropy if sharded else F.cross_entropy
+        self._options = options
+        self._generator = torch.Generator().manual_seed(0)
+
+    def _draw(self) -> tuple[Tensor, Tensor]:
+        """Draw features, as a backbone gives them, and classes."""
+        classes, features, batch = self._options
+        x = torch.randn(batch, features, generator=self._generator)
+        return (x.requires_grad_(),
+                torch.randint(classes, (batch,), generator=self._generator))
+
+    def _next_loss(self) -> Tensor:
+        x, target = self._draw()
+        loss: Tensor = self._cross_entropy(self.model(x), target)
+        return loss
+
+    def figures(self) -> dict[str, Any]:
+        """Add the peak of the loss in forward and backward, its logits included, and their size.
+        """
+        x, target = self._draw()
+        logits = self.model(x)
+        size = logits.untyped_storage().nbytes()
+        output = logits.detach().requires_grad_()
+        ts.register_parallel_dim(output, ts.get_parallel_dim(logits))
+        peak = peak_memory(lambda: self._cross_entropy(output, target).backward(),
+                           [torch.device('cpu')])
+        return {'logits': size, 'loss': size + peak, **super().figures()}
+
+
+def make(options: Options, sharded: bool) -> Classifier:
+    """Make a trainer; after the same seed, so that all have the same values."""
+    torch.manual_seed(0)
+    if not sharded:
+        return Classifier(nn.Linear(options.features, options.classes), sharded, options)
+    ts.distributed.init_process_group()
+    layer = ts.nn.ParallelLinear(options.features, options.classes, dim=1)
+    return Classifier(layer, sharded, options)

@@ -1,0 +1,66 @@
+"""A GPT that learns to write, character by character: in one process, and shared by several."""
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.harness.page import Section
+from benchmarks.harness.report import Rows
+from benchmarks.harness.sharding import meaning, sharding_options, training, training_rows
+from benchmarks.harness.side_by_side import side_by_side
+from benchmarks.models.gpt import Sizes
+
+__all__ = ['COMMANDS', 'SECTION']
+
+#: English, of 11 thousand characters.
+TEXT = Path(__file__).parents[3] / 'LICENSE'
+
+#: By what part losses may differ: rounding of float64, which steps make larger.
+TOLERANCE = 1e-9
+
+
+@click.command()
+@sharding_options(200)
+@click.option('--width', type=click.IntRange(1), default=64, show_default=True,
+              help='Features of a character.')
+@click.option('--heads', type=click.IntRange(1), default=4, show_default=True,
+              help='Heads, which share the features, and which processes share.')
+@click.option('--depth', type=click.IntRange(1), default=3, show_default=True, help='Blocks.')
+@click.option('--context', type=click.IntRange(1, 1000), default=64, show_default=True,
+              help='Characters that are seen at once.')
+def mingpt(numbers: tuple[int, ...], steps: int, output: str, width: int, heads: int, depth: int,
+           context: int) -> None:
+    """Train a small GPT on characters: in one process, and sharded over several.
+
+    The text is the license of this repository. All is in float64, so that losses can be compared:
+    one that is not that of the plain model is an error.
+    """
+    if width % heads:
+        raise click.ClickException(f'--heads {heads} can not share --width {width} equally')
+    for n in numbers:
+        if heads % n:
+            raise click.ClickException(f'--processes {n} can not share --heads {heads} equally')
+    text = TEXT.read_text()
+    sizes = Sizes(len({*text}), context, width, heads, depth)
+
+    def measure() -> dict[str, Any]:
+        from benchmarks.experiments.mingpt.train import Options, make  # has torch.distributed
+
+        rows = side_by_side(make, Options(text, sizes), numbers, steps, 'mingpt', TOLERANCE)
+        return {**sizes._asdict(), 'characters': len(text), 'rows': rows}
+    training('mingpt', output, measure, _parts)
+
+
+def _parts(results: dict[str, Any]) -> list[str | Rows]:
+    """Say what was trained, and give the table."""
+    return [f"A GPT of {results['depth']} blocks with {results['heads']} heads and "
+            f"{results['width']} features, which sees {results['context']} characters at once, on "
+            f"the license of this repository ({results['characters']:,} characters, "
+            f"{results['vocabulary']} different ones), in float64, by AdamW, with gradients "
+            'clipped to a norm of 1. Embedding and head are split by vocabulary, attention by '
+            'heads, the network of each block by its inner '
+            f'features. {meaning(results)}', training_rows(results['rows'])]
+
+
+COMMANDS = [mingpt]
+SECTION = Section('A GPT sharded over processes', 'mingpt', _parts)

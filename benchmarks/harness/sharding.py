@@ -1,0 +1,111 @@
+"""What the commands have in common that share a model out to processes."""
+import os
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from benchmarks.harness.curves import Panel, draw_curves
+from benchmarks.harness.report import Rows, describe, machine, output_folder, table, write_json
+
+__all__ = ['MEMORY', 'difference_cell', 'meaning', 'memory_cells', 'peak', 'sharding_options',
+           'training', 'training_rows']
+
+#: What the columns of `memory_cells` are called.
+MEMORY = ['model, MiB', 'peak, MiB']
+
+
+def sharding_options(steps: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a command with the options of all of them."""
+    options = [
+        click.option('--processes', 'numbers', type=click.IntRange(1), multiple=True,
+                     default=(1, 2, 4), show_default=True, callback=_drop_repeated,
+                     help='How many share the model; may be given several times.'),
+        click.option('--steps', type=click.IntRange(1), default=steps, show_default=True,
+                     help='Steps that all take, in turn.'),
+        click.option('--output', default='results', show_default=True, metavar='DIR',
+                     help='Where the JSON file and the picture go.')]
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+    return decorate
+
+
+def _drop_repeated(context: Any, parameter: Any, value: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(value))
+
+
+def memory_cells(row: dict[str, Any]) -> list[str]:
+    """Give what a row says of the rank that has most."""
+    model = max(sum(rank[kind] for kind in ('parameters', 'gradients', 'optimizer'))
+                for rank in row['ranks'])
+    return [f'{size / 2 ** 20:.2f}' for size in (model, peak(row))]
+
+
+def difference_cell(row: dict[str, Any]) -> str:
+    """Give by how much losses differ from those of the plain model."""
+    return f"{row['difference']:.0e}" if row['difference'] else '0'
+
+
+def peak(row: dict[str, Any]) -> int:
+    """Give the peak in bytes of the rank that has most."""
+    most: int = max(rank['peak'] for rank in row['ranks'])
+    return most
+
+
+def training_rows(rows: Sequence[dict[str, Any]]) -> Rows:
+    """Give the header and the rows."""
+    return ['', 'first loss', 'last loss', 'largest difference', 'ms per step', *MEMORY], [
+        [row['name'], f"{row['losses'][0]:.4f}", f"{row['losses'][-1]:.4f}",
+         difference_cell(row), f"{row['seconds'] * 1e3:.1f}", *memory_cells(row)]
+        for row in rows]
+
+
+def training_panels(results: dict[str, Any]) -> list[Panel]:
+    """Give the losses, and the most that a process keeps."""
+    losses, peaks = {}, {}
+    for row in results['rows']:
+        losses[row['name']] = range(len(row['losses'])), row['losses']
+        peaks[row['name']] = [len(row['ranks'])], [peak(row) / 2 ** 20]
+    return [Panel('step', 'loss', losses), Panel('processes', 'peak, MiB per rank', peaks)]
+
+
+def meaning(results: dict[str, Any]) -> str:
+    """Say what the figures are."""
+    load = results['load']
+    busy = '' if load is None else (
+        f' Before it began, {load:.1f} processes of the whole machine wanted a core, in the mean '
+        'of a minute.')
+    return (
+        'Plain: layers of torch.nn in one process. Sharded: those of torchgpipe.shard over so '
+        'many processes, which the command has started, and which exchange tensors by gloo. Each '
+        'process has one thread; more processes than cores have to wait for these. Times are '
+        f'medians of steps (forward, backward, optimizer), which all take in turn.{busy} Model: '
+        'parameters, gradients and state of the optimizer. Peak: these and all other tensors, '
+        'when the most is alive within a step. Both are those of the process that has most.')
+
+
+def training(name: str, output: str, measure: Callable[[], dict[str, Any]],
+             parts: Callable[[dict[str, Any]], Sequence[str | Rows]],
+             panels: Callable[[dict[str, Any]], Sequence[Panel]] = training_panels) -> None:
+    """Measure, and write tables, the JSON file and the pictures.
+
+    Args:
+        name: That of the command.
+        output: The folder for results.
+        measure: Gives the results.
+        parts: Makes text and tables of them.
+        panels: Makes pictures of them.
+    """
+    folder = output_folder(output)
+    load = os.getloadavg()[0] if hasattr(os, 'getloadavg') else None
+    results = {'load': load, **measure()}
+    click.echo(f'{describe(machine())}\n')
+    for part in parts(results):
+        text = textwrap.fill(part, 99) if isinstance(part, str) else table(*part)
+        click.echo(f'{text}\n')
+    files = [write_json(folder, name, results), *draw_curves(panels(results), folder / name)]
+    click.echo('\n'.join(map(str, files)))

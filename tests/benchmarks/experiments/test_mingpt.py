@@ -1,0 +1,78 @@
+"""The GPT: sharded, it has its part of the same values, and learns the same."""
+import json
+
+import pytest
+import torch
+from torch import distributed
+
+import torchgpipe.shard as ts
+from benchmarks.experiments.mingpt.train import Batches
+from benchmarks.harness.processes import Processes, is_available
+from benchmarks.models.gpt import GPT, Sizes
+from benchmarks.models.sharded_gpt import ShardedGPT
+
+pytestmark = [pytest.mark.distributed,
+              pytest.mark.skipif(not is_available(), reason='needs gloo')]
+
+SIZES = Sizes(vocabulary=7, context=5, width=8, heads=2, depth=1)
+
+
+class Pair:
+    """A worker that has both models."""
+
+    def __init__(self):
+        ts.distributed.init_process_group()
+        torch.manual_seed(0)
+        self.plain = GPT(SIZES)
+        torch.manual_seed(0)
+        self.sharded = ShardedGPT(SIZES)
+
+    def values_are_the_same(self):
+        expected = self.plain.state_dict()
+        found = ts.collect_state_dict(self.sharded, self.sharded.state_dict())
+        return [*found] == [*expected] and all(
+            torch.equal(found[name], value) for name, value in expected.items())
+
+    def scores_are_the_same(self):
+        tokens = torch.tensor([[6, 0, 3], [1, 2, 5]])
+        return torch.allclose(ts.distributed.gather(self.sharded(tokens)), self.plain(tokens),
+                              rtol=1e-5, atol=1e-6)
+
+    def parameters(self):
+        return sum(parameter.numel() for parameter in self.sharded.parameters())
+
+    def odd_heads(self):
+        return ShardedGPT(SIZES._replace(heads=distributed.get_world_size() + 1, width=12))
+
+
+def test_it_is_the_same_model():
+    with Processes(2, Pair) as pair:
+        assert pair.call('values_are_the_same') == [True, True]
+        assert pair.call('scores_are_the_same') == [True, True]
+        # Whole: positions, norms, two biases. Halves: attention, projection, network, vocabulary.
+        whole = 5 * 8 + 3 * 16 + 8 + 8
+        halves = (8 + 1) * 24 // 2 + 8 * 8 // 2 + (8 + 1) * 32 // 2 + 32 * 8 // 2
+        assert pair.call('parameters') == [whole + halves + 2 * size * 8 for size in (4, 3)]
+        with pytest.raises(Exception, match='3 heads can not be shared by 2 processes'):
+            pair.call('odd_heads')
+
+
+def test_pieces_of_a_text():
+    batches = Batches('abcabcab', 4)
+    pieces = {tuple(piece.tolist()) for piece in batches.draw()}
+    assert pieces == {(0, 1, 2, 0), (1, 2, 0, 1), (2, 0, 1, 2)}
+    assert torch.equal(Batches('abcabcab', 4).draw(), Batches('abcabcab', 4).draw())
+
+
+def test_mingpt(run, tmp_path):
+    code, out, err = run('mingpt', '--processes', 2, '--steps', 20, '--width', 32, '--heads', 2,
+                         '--depth', 1, '--context', 8, '--output', tmp_path)
+    assert code == 0, err
+    results = json.loads((tmp_path / 'mingpt.json').read_text())['results']
+    plain, sharded = results['rows']
+    assert sharded['difference'] < 1e-12 and len(sharded['ranks']) == 2
+    assert plain['losses'][-1] < plain['losses'][0] - .1
+    for rank in sharded['ranks']:
+        assert all(rank[kind] < size for kind, size in plain['ranks'][0].items())
+    assert f"{results['vocabulary']} different ones" in out and 'sharded over 2' in out
+    assert (tmp_path / 'mingpt.png').exists() and (tmp_path / 'mingpt.svg').exists()
