@@ -156,6 +156,13 @@ def other_weight():
     sharded(1).weight = nn.Parameter(torch.randn(3, 4))
 
 
+def put_behind():
+    """Put a parameter into a sharded layer behind its back."""
+    layer = sharded(1)
+    layer._parameters['weight'] = nn.Parameter(torch.randn(4, 4))
+    layer(torch.randn(4, 4))
+
+
 def tied():
     """Convert one of two layers that have the same weight."""
     embedding, head = nn.Embedding(4, 4), linear()
@@ -475,6 +482,10 @@ REFUSALS = [
     alone(tied),
     alone(lambda: ts.nn.ParallelLinear.convert_parallel_linear(
         nn.utils.spectral_norm(linear()), dim=1)),
+    alone(lambda: nn.utils.parametrizations.weight_norm(sharded(1))(torch.randn(4, 4))),
+    alone(put_behind),
+    alone(lambda: torch.func.grad(lambda x: sharded(1)(x).sum())(torch.randn(4, 4))),
+    alone(lambda: ts.distributed.gather(torch.randn(4), size=5)),
     alone(lambda: sharded(0)(torch.randn(4, 2))),
     alone(lambda: sharded(1)(tagged(torch.randn(4, 4)))),
     alone(lambda: ts.nn.ParallelDropout()(torch.randn(4, 4))),

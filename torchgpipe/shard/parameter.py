@@ -158,7 +158,7 @@ class ParallelModule(nn.Module):
             ValueError: Somebody computes one, or has put another parameter in its place.
         """
         for name in self._layouts:
-            what = f'the {name} of {self._get_name()}'
+            what = f'the {name} of {type(self).__name__}'
             if name not in self._parameters:
                 raise ValueError(
                     f'{what} is computed, as by weight_norm, a parametrization or pruning, and '

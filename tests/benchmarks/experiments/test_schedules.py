@@ -121,9 +121,10 @@ def test_a_prediction_does_all_the_work():
     assert [*found] == ['in sequence', 'plain call', *NAMES]
     whole, _ = found.pop('in sequence')
     assert found['plain call'].seconds > found['gpipe'].seconds  # One thread for backward.
-    for seconds, bubble in found.values():
-        assert seconds * (1 - bubble) * 2 == pytest.approx(whole)
-        assert 0 < bubble < 1 / 2
+    for name, (seconds, bubble) in found.items():
+        if not name.startswith('zb'):  # Halves of a backward take what they take.
+            assert seconds * (1 - bubble) * 2 == pytest.approx(whole)
+        assert seconds > whole / 4 and 0 < bubble < 1 / 2
 
 
 def test_the_summary_by_hand():
