@@ -42,7 +42,7 @@ def shard_init_helper_(init_method: Callable[..., Any], tensor: Tensor, **kwargs
     memory. For others, such as ``orthogonal_`` and ``trunc_normal_``, each rank makes it.
 
     Numbers are drawn on the CPU, and copied to where the parameter is: what a layer has that is
-    made there and moved. On the meta device, nothing is done.
+    made there and moved. On the meta device, and where there are no elements, nothing is done.
 
     Args:
         init_method: One of ``torch.nn.init``, or another that sets a tensor in place.
@@ -53,7 +53,7 @@ def shard_init_helper_(init_method: Callable[..., Any], tensor: Tensor, **kwargs
         The tensor.
     """
     world = current()
-    if tensor.is_meta:
+    if tensor.is_meta or 0 in global_shape(tensor):
         return tensor
     generator = kwargs.get('generator') or torch.default_generator
     with torch.no_grad(), agreed(world, generator):
@@ -81,7 +81,7 @@ def _set(part: Tensor, world: World, init_method: Callable[..., Any], shape: Seq
         return
     # In memory, the whole is made of rows, and this rank has the same elements of each.
     row = prod(shape[dim or 0:])
-    element = row // size if size else 0
+    element = row // size
     mine = range(begin * element, (begin + length) * element)
     for operation, args, rest in calls:
         if _name(operation) in _DRAWING:
@@ -107,7 +107,7 @@ def _within(block: Tensor, first: int, row: int, mine: range) -> Iterator[Tensor
 
     The block begins somewhere in a row, goes on with whole rows, and ends with a part of one.
     """
-    head, rest = block.tensor_split([row - first] if first else [0])
+    head, rest = block.tensor_split([row - first])
     yield head[max(mine.start - first, 0):max(mine.stop - first, 0)]
     rows, tail = rest.tensor_split([len(rest) // row * row])
     yield rows.view(-1, row)[:, mine.start:mine.stop]
@@ -155,16 +155,15 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        rest = [*args[1:], *kwargs.values()]
-        if (not args or not isinstance(args[0], _Whole)
-                or any(isinstance(each, Tensor) for each in rest)):
+        first, *rest = *args, *kwargs.values()  # raises, too, where there is nothing
+        if not isinstance(first, _Whole) or any(isinstance(each, Tensor) for each in rest):
             raise NotImplementedError(operation)
         if _name(operation) == 'detach':
             return self.whole()
         if not _is_by_value(operation):
             raise NotImplementedError(operation)
         self.calls.append((operation, args[1:], kwargs))
-        return args[0]
+        return first
 
 
 class _Whole(Tensor):

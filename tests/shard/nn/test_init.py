@@ -1,4 +1,6 @@
 """Initial values: those of one process, to the bit, and the next random number, too."""
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,8 @@ from tests.shard.processes import run
 from torchgpipe.shard import initial
 from torchgpipe.shard.tags import storage_dim
 
-SHAPES = [(5, 7), (31, 7), (5, 1), (1, 40), (64, 64), (2, 8), (40,)]
+SHAPES = [(5, 7), (31, 7), (5, 1), (1, 40), (64, 64), (2, 8), (40,), (0, 5), (5, 0),
+          (0,)]
 
 
 def own(tensor):
@@ -29,12 +32,23 @@ def adds(tensor):
     tensor.copy_(torch.randn(tensor.shape))
 
 
+def unused(tensor):
+    """Compute something that is not used."""
+    tensor.uniform_().mul(2).add_(1)
+
+
+def adds_up(tensor):
+    """Let values depend on others."""
+    tensor.uniform_().cumsum_(0)
+
+
 #: Methods, what they are called with, and whether they never have the whole.
 METHODS = [(nn.init.uniform_, {'a': -2}, True), (nn.init.normal_, {'std': 2.}, True),
            (nn.init.constant_, {'val': 3}, True), (nn.init.zeros_, {}, True), (own, {}, True),
            (nn.init.kaiming_uniform_, {'a': 2.}, True), (nn.init.xavier_normal_, {}, True),
            (nn.init.orthogonal_, {}, False), (nn.init.eye_, {}, False),
-           (nn.init.trunc_normal_, {}, None), (reads, {}, False), (adds, {}, False)]
+           (nn.init.trunc_normal_, {}, None), (reads, {}, False), (adds, {}, False),
+           (unused, {}, False), (adds_up, {}, False)]
 
 ONLY_2D = {nn.init.kaiming_uniform_, nn.init.xavier_normal_, nn.init.orthogonal_, nn.init.eye_}
 
@@ -67,11 +81,13 @@ def values():
             if len(shape) == 1 and method in ONLY_2D:
                 continue
             for dtype in (torch.float, torch.bfloat16):
-                if method is nn.init.orthogonal_ and dtype.itemsize == 2:
+                if method is nn.init.orthogonal_ and (dtype.itemsize == 2 or 0 in shape):
                     continue
                 whole = torch.empty(shape, dtype=dtype)
                 torch.manual_seed(3)
-                method(whole, **kwargs)
+                with warnings.catch_warnings():
+                    warnings.simplefilter('ignore')  # where there are no elements
+                    method(whole, **kwargs)
                 after = torch.rand(1)
                 for dim in (None, 0, 1)[:1 + len(shape)]:
                     weight = Part(shape, dim, dtype).weight
@@ -100,6 +116,22 @@ def sizes_in_memory():
 
 def test_the_whole_is_never_made_where_it_need_not_be():
     run(2, sizes_in_memory, group=2)
+
+
+def default_device():
+    """Set values where another device is the default one."""
+    for method in (nn.init.uniform_, reads):
+        whole, weight = torch.empty(7, 5), Part((7, 5), 0, torch.float).weight
+        torch.manual_seed(3)
+        method(whole)
+        torch.manual_seed(3)
+        with torch.device('meta'):
+            ts.nn.init.shard_init_helper_(method, weight)
+        assert weight.equal(cut(whole, 0))
+
+
+def test_another_default_device():
+    run(2, default_device, group=2)
 
 
 def own_generator():

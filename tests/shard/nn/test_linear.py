@@ -3,10 +3,12 @@ import copy
 import io
 import itertools
 import pickle
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgpipe.shard as ts
 from tests.shard.nn.oracle import (close, cut, double, over_groups, same_gradients,
@@ -97,6 +99,70 @@ def refuses():
 
 def test_wrong_input_raises():
     run(2, over_groups, [2], refuses)
+
+
+def without_bias(dim):
+    """Take the bias away."""
+    layer = ts.nn.ParallelLinear(7, 5, dim=dim)
+    layer.bias = None
+    x = torch.randn(2, 7)
+    assert copy.deepcopy(layer)(x).equal(layer(x)) and [*layer.state_dict()] == ['weight']
+
+
+def test_a_bias_is_taken_away():
+    run(2, over_groups, [2], without_bias, [None, 0, 1])
+
+
+class Operations(TorchDispatchMode):
+    """List what is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation is not torch.ops.aten.detach.default:
+            self.names.append(operation.overloadpacket.__name__)
+        return operation(*args, **(kwargs or {}))
+
+
+def operations(function, *args):
+    """List what a function calls."""
+    with Operations() as found:
+        function(*args)
+    return found.names
+
+
+def alone(dim):
+    """Compare what a group of one does with what the plain layers do."""
+    x, ids, options = torch.randn(2, 7), torch.tensor([1, 2]), {'max_norm': .1}
+    for plain, sharded, value in [
+            (nn.Linear(7, 5), ts.nn.ParallelLinear(7, 5, dim=dim), x),
+            (nn.Embedding(7, 5, **options),
+             ts.nn.ParallelEmbedding(7, 5, **options, dim=dim), ids)]:
+        assert operations(sharded, value) == operations(plain, value)
+        assert 'copy_' not in operations(sharded.reset_parameters)
+
+
+def test_a_group_of_one_does_what_plain_layers_do():
+    run(1, over_groups, [1], alone, [None, 0, 1])
+
+
+def no_inputs(dim):
+    """Have no inputs, or no outputs."""
+    for sizes in ((0, 5), (5, 0)):
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')  # nn.Linear has no weights to draw
+            plain, layer = same_start(lambda: nn.Linear(*sizes),
+                                      lambda: ts.nn.ParallelLinear(*sizes, dim=dim))
+        x = torch.randn(2, sizes[0])
+        y = layer(x)
+        assert y.equal(cut(plain(x), -1) if dim == 1 else plain(x))
+    same_start(lambda: nn.Embedding(0, 5), lambda: ts.nn.ParallelEmbedding(0, 5, dim=dim))
+
+
+def test_no_inputs_or_no_outputs():
+    run(2, over_groups, [2], no_inputs, [None, 0, 1])
 
 
 def uninitialised():
@@ -199,7 +265,7 @@ def converts(dim, kind, bias):
     """Compare a converted layer with what it was."""
     torch.manual_seed(5)
     plain = nn.Linear(7, 5, bias, dtype=kind).eval()
-    plain.weight.requires_grad_(False)
+    plain.weight = nn.Parameter(plain.weight.t().contiguous().t(), False)
     plain.note = 'mine'
     seen = []
     hook = plain.register_forward_hook(lambda *_: seen.append(1))
