@@ -12,6 +12,8 @@ def test_a_tag_is_an_attribute_of_one_tensor():
     ts.register_parallel_dim(x, -1)
     assert ts.get_parallel_dim(x) == getattr(x, ts._PARALLEL_DIM) == -1
     assert is_split(x) and is_tagged(x) and not is_tagged(x + 1)
+    ts.register_parallel_dim(x, 1)
+    assert is_split(x)
     ts.set_attribute(x, ts._PARALLEL_DIM, None)
     assert is_tagged(x) and not is_split(x)
 

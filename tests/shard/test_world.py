@@ -2,7 +2,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torchgpipe.shard as ts
 from tests.shard.processes import run
@@ -64,7 +64,11 @@ def meshes():
         ts.distributed.init_process_group(mesh=mesh)
         assert (ts.distributed.get_mesh() is mesh) == (names == ('data', 'tensor'))
         found.append(place())
+        alone = ts.distributed.get_data_group()
         ts.distributed.destroy_process_group()
+        if 'data' not in (names or ()):
+            with pytest.raises(ValueError):
+                dist.get_backend(alone)
         for axis in range(mesh.ndim):
             dist.barrier(mesh.get_group(axis))  # it is still there
     mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('tensor', 'pipe'))
@@ -72,8 +76,13 @@ def meshes():
                            ("called 'tensor'", {'mesh': init_device_mesh('cpu', (2, 2))})]:
         with pytest.raises(ValueError, match=message):
             ts.distributed.init_process_group(**wrong)
+    ts.distributed.init_process_group(2, mesh=mesh)
+    ts.distributed.destroy_process_group()
     part = init_device_mesh('cpu', (2,)) if dist.get_rank() < 2 else None
     assert part is None or ts.distributed.init_process_group(mesh=part) is None
+    if part is None:
+        with pytest.raises(ValueError, match=f'rank {dist.get_rank()} is not in the mesh'):
+            ts.distributed.init_process_group(mesh=DeviceMesh('cpu', [0, 1]))
     return found
 
 

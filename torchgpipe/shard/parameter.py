@@ -89,7 +89,6 @@ class ParallelModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        current()  # raises where there are no groups
         self._layouts: dict[str, Layout] = {}
 
     def register_part(self, name: str, shape: tuple[int, ...], dim: int | None, order: int = 0,
@@ -202,7 +201,7 @@ def _part_of_first(whole: Tensor, layout: Layout) -> Tensor:
         return torch.empty(layout.local_shape(), dtype=whole.dtype, device='meta')
     pieces = (whole,) if dim is None else sizes.slice(whole, world.tensor_size, dim)
     for rank, piece in enumerate(pieces):
-        sent = piece.detach().to(world.mesh.device_type).clone(
+        sent = piece.to(world.mesh.device_type).clone(
             memory_format=torch.contiguous_format)
         broadcast(sent, world.tensor_group)
         if dim is None or rank == world.tensor_rank:

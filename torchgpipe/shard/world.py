@@ -52,8 +52,7 @@ _world: World | None = None
 
 def is_initialized() -> bool:
     """Tell whether there are parallel groups."""
-    return (_world is not None and dist.is_initialized()
-            and dist.group.WORLD is _world.everyone)
+    return _world is not None and dist.group.WORLD is _world.everyone
 
 
 def current() -> World:
@@ -73,14 +72,14 @@ def init(group_size: int = -1, mesh: DeviceMesh | None = None,
          timeout: timedelta | None = None) -> None:
     """Make the parallel groups, or take them from a mesh. All ranks have to call it."""
     global _world
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         raise RuntimeError('parallel groups stand on torch.distributed: call '
                            'torch.distributed.init_process_group first')
     if is_initialized():
         raise RuntimeError('there are parallel groups already, of '
                            f'{current().tensor_size}: call ts.distributed.destroy_process_group '
                            'before making others')
-    _world = _make(group_size, timeout) if mesh is None else _take(group_size, mesh, timeout)
+    _world = _make(group_size, timeout) if mesh is None else _take(group_size, mesh)
     # nn.TransformerEncoderLayer would otherwise read the weights of its layers without calling
     # them, in eval mode, and take parts for the whole.
     torch.backends.mha.set_fastpath_enabled(False)
@@ -112,7 +111,7 @@ def _make(group_size: int, timeout: timedelta | None) -> World:
     return _world_of(mesh, (data, tensor))
 
 
-def _take(group_size: int, mesh: DeviceMesh, timeout: timedelta | None) -> World:
+def _take(group_size: int, mesh: DeviceMesh) -> World:
     """Use the groups of a mesh that somebody else has made."""
     names = ('tensor',) if mesh.ndim == 1 else mesh.mesh_dim_names or ()
     if 'tensor' not in names:
@@ -135,7 +134,7 @@ def _take(group_size: int, mesh: DeviceMesh, timeout: timedelta | None) -> World
         data = mesh.get_group(names.index('data'))
     else:
         grid = grid.view(1, -1)
-        data = dist.new_group([dist.get_rank()], timeout, use_local_synchronization=True)
+        data = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         own = (data,)
     return _world_of(DeviceMesh.from_group([data, tensor], mesh.device_type, grid,
                                            mesh_dim_names=AXES), own)

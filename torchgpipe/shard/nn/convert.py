@@ -21,7 +21,7 @@ def convert(module: nn.Module, kind: type[nn.Module],
     made = {id(each): make(each) for each in plain}
     if id(module) in made:
         return made[id(module)]
-    for parent in list(module.modules()):
+    for parent in module.modules():
         for name, child in parent._modules.items():
             if id(child) in made:
                 parent.register_module(name, made[id(child)])
@@ -30,7 +30,7 @@ def convert(module: nn.Module, kind: type[nn.Module],
 
 def _refuse_shared(module: nn.Module, plain: list[nn.Module]) -> None:
     uses = Counter(id(parameter) for each in module.modules()
-                   for parameter in each._parameters.values() if parameter is not None)
+                   for parameter in each._parameters.values())
     for each in plain:
         for name, parameter in each.named_parameters(recurse=False):
             if uses[id(parameter)] > 1:

@@ -157,7 +157,6 @@ def _scale_rows(ids: Tensor, weight: Tensor, columns: int, max_norm: float,
     """Scale rows that are looked up to a norm at most: that of all columns."""
     group = current().tensor_group
     rows = ids.unique()
-    weight = weight.detach()
     whole = all_gather(weight[rows], group, 1, sizes.lengths(columns, group.size()))
     norm = whole.norm(norm_type, 1)
     scale = torch.where(norm > max_norm, max_norm / (norm + 1e-7), 1)  # as nn.Embedding has it
