@@ -86,3 +86,18 @@ def encoder():
 
 def test_fused_encoder_layers_do_not_read_shards():
     run(2, encoder, group=2)
+
+
+def whole():
+    """Load a whole weight into a layer that has a part of it."""
+    model = nn.Sequential(layer())
+    with pytest.raises(RuntimeError, match="0.weight is whole, and the layer takes this rank's "
+                       r'part: load ts.relocate_state_dict\(model, state_dict\)'):
+        model.load_state_dict(nn.Sequential(nn.Linear(6, 4)).state_dict())
+    with pytest.raises(RuntimeError) as raised:
+        model.load_state_dict(nn.Sequential(nn.Linear(5, 3)).state_dict())
+    assert 'relocate' not in str(raised.value)
+
+
+def test_a_whole_state_dict_that_is_loaded():
+    run(2, whole, group=2)

@@ -91,4 +91,5 @@ def _message(group: ProcessGroup) -> str:
         return f'{where}, and on all others, for the reason above'
     names = ('rank ' if len(missing) == 1 else 'ranks ') + ', '.join(map(str, missing))
     return (f'{where}: {names} did not take part. There, an error was raised before, or the '
-            'process was ended, or other layers were called: look at what it has printed')
+            'process was ended, or other layers were called: look at what it has printed. '
+            'TORCH_DISTRIBUTED_DEBUG=DETAIL lets ranks compare what they are about to do')

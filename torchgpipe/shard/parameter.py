@@ -189,9 +189,15 @@ class ParallelModule(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._tag()
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
         self._tag()
+        errors: list[str] = args[-1]
+        for name, layout in self._layouts.items():
+            found = getattr(state_dict.get(prefix + name), 'shape', None)
+            if found == layout.shape and [*found] != layout.local_shape():
+                errors.append(f"{prefix}{name} is whole, and the layer takes this rank's part: "
+                              'load ts.relocate_state_dict(model, state_dict)')
 
 
 def _part_of_first(whole: Tensor, layout: Layout) -> Tensor:
