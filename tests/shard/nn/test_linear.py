@@ -275,6 +275,7 @@ def converts(dim, kind, bias):
     assert all(map(torch.equal, before.parameters(), plain.parameters()))
     assert not any(map(is_tagged, plain.parameters()))
     same_parameters(plain, layer)
+    assert layer.weight.is_contiguous()
     assert not layer.training and layer.note == 'mine' and layer.dim == dim
     assert all(each.data_ptr() != other.data_ptr() or not each.numel()
                for each, other in zip(layer.parameters(), plain.parameters()))
