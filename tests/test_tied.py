@@ -460,10 +460,11 @@ def test_a_layer_that_only_computes_runs_in_two_partitions_at_once(devices):
     meet = threading.Barrier(2, timeout=10)
     act = nn.Tanh()
     act.register_forward_hook(lambda *args: (meet.wait(), None)[1])
-    # Three rows in two micro-batches: in clock 1, one of them is in each partition.
     gpipe = GPipe(nn.Sequential(Where(1, act), Where(2, act)), [1, 1],
                   devices=devices.distinct(2), chunks=2)
     with torch.no_grad():
+        call(gpipe, torch.rand(6, 4))  # learns that partitions may run at the same time
+        # Three rows in two micro-batches: one of them is in each partition at the same time.
         call(gpipe, torch.rand(3, 4))
 
 
