@@ -114,6 +114,7 @@ def _serve(end, rank, world, group, timeout, path, call):
                                 world_size=world, timeout=timedelta(seconds=timeout))
         if group is not None:
             ts.distributed.init_process_group(group)
+            dist.barrier()  # A rank that ends while others connect would be a failure of theirs.
         function, args = pickle.loads(call)
         result = pickle.dumps(function(*args))
     except BaseException:
