@@ -115,6 +115,15 @@ def steps():
     # Only the last worker communicates.
     model = GPipe(nn.Sequential(nn.Flatten(0), *layers(True)), [1, 8], devices=EACH, chunks=4)
     check(model, lambda *args: by_step('1f1b', *args))
+    # No partition does, but the loss, on the last worker.
+    plain = GPipe(layers(False), [4, 4], devices=EACH, chunks=4)
+    check(plain, lambda model, x, y: model.step(x, y, mean_over_ranks, schedule='1f1b'))
+
+
+def mean_over_ranks(logits, y):
+    """Compute the loss of the mean of what ranks have, which is the same."""
+    size = ts.distributed.get_group_size()
+    return F.cross_entropy(ts.distributed.reduce(ts.distributed.copy(logits)) / size, y)
 
 
 def test_steps():
