@@ -149,20 +149,23 @@ def _collect(entries: Entries, sharded: Sharded, rank0_only: bool,
     same_everywhere('the shards of a state dict', [
         (key, ties[key], shard.dtype, tuple(global_shape(sharded[key])))
         for key, shard in shards.items()])
+    buffers: dict[torch.device, Tensor] = {}
     for key, shard in shards.items():
         if ties[key] == key:
-            whole = _gathered(key, shard, sharded[key], keeps, device)
+            whole = _gathered(key, shard, sharded[key], keeps, device, buffers)
         if keeps:
             collected[key] = whole if ties[key] == key else collected[ties[key]]
     return collected
 
 
 def _gathered(key: Any, shard: Tensor, parameter: Tensor, keeps: bool,
-              device: torch.device | str | None) -> Tensor | None:
+              device: torch.device | str | None, buffers: dict[torch.device, Tensor]
+              ) -> Tensor | None:
     """Give the whole tensor, or help others to get it.
 
     Each rank in turn sends its shard to all others. That works for shards of unequal sizes, and on
-    each backend, and takes the memory of one shard.
+    each backend, and takes the memory of one shard. That memory serves for all tensors: gloo's
+    threads may hold what they have sent for a while, and would hold many one after the other.
     """
     here = world.current()
     dim, shape = split_dim(parameter), global_shape(parameter)
@@ -171,7 +174,7 @@ def _gathered(key: Any, shard: Tensor, parameter: Tensor, keeps: bool,
     with agreed(f'collecting {name_of(key)}'):
         whole = (torch.empty(shape, dtype=shard.dtype, device=device or shard.device) if keeps
                  else None)
-        buffer = torch.empty(prod(parts[0]), dtype=shard.dtype, device=_device(shard))
+        buffer = _buffer(prod(parts[0]), shard, buffers)
     begin = 0
     for rank, part in enumerate(parts):
         piece = buffer[:prod(part)]
@@ -183,6 +186,14 @@ def _gathered(key: Any, shard: Tensor, parameter: Tensor, keeps: bool,
             whole.narrow(dim, begin, part[dim]).copy_(piece.view(part))
         begin += part[dim]
     return whole
+
+
+def _buffer(length: int, shard: Tensor, buffers: dict[torch.device, Tensor]) -> Tensor:
+    """Give memory on the device that shards are sent from, that of the tensor before if it does."""
+    where, size = _device(shard), length * shard.element_size()
+    if where not in buffers or buffers[where].numel() < size:
+        buffers[where] = torch.empty(size, dtype=torch.uint8, device=where)
+    return buffers[where][:size].view(shard.dtype)
 
 
 @torch.no_grad()
