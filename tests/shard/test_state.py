@@ -136,7 +136,7 @@ def only_one_has_it():
 def test_state_dicts_can_be_collected_on_one_rank_tensor_by_tensor():
     """In TorchShard 0.1.0, every rank held the whole, and optimizer states were not handled."""
     first, *others = run(4, only_one_has_it, group=4)
-    # A shard is a quarter of a tensor, and the thread that has sent the model's may not have let go
+    # A shard is a quarter of a tensor, and a thread that has sent the model's may not have let go
     # of them when the optimizer's are sent.
     assert 6.25 <= first < 6.51
     assert all(0.25 <= peak < 0.51 for peak in others), others

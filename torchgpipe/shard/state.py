@@ -189,7 +189,7 @@ def _gathered(key: Any, shard: Tensor, parameter: Tensor, keeps: bool,
 
 
 def _buffer(length: int, shard: Tensor, buffers: dict[torch.device, Tensor]) -> Tensor:
-    """Give memory on the device that shards are sent from, that of the tensor before if it does."""
+    """Give memory on the device that shards are sent from: that of a tensor before, if it does."""
     where, size = _device(shard), length * shard.element_size()
     if where not in buffers or buffers[where].numel() < size:
         buffers[where] = torch.empty(size, dtype=torch.uint8, device=where)
