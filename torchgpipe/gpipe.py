@@ -16,6 +16,8 @@ from torchgpipe.engine.scatter import REDUCTIONS, check_rule, cut, fit_rule, gat
 from torchgpipe.materialize import materialize
 from torchgpipe.modes import Checkpoint, checkpoint_stops, parse_checkpoint
 from torchgpipe.private import is_tracing, is_transformed, parse_to, proxy_mode, uncompiled
+from torchgpipe.sequential.advice import not_sequential
+from torchgpipe.sequential.names import to_own_names
 from torchgpipe.settings import PLAIN, Settings
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.split import (Device, parse_balance, parse_devices, split, still_shared,
@@ -127,6 +129,8 @@ class GPipe(nn.Module):
             chunks, checkpoint, balance = balance.chunks, balance.checkpoint, balance.balance
         self.chunks = _parse_chunks(chunks)
         self.offload = bool(offload)
+        if not isinstance(module, nn.Sequential):
+            raise not_sequential(module)
         verify_module(module)
         verify_skippables(module)
         verify_source(balance, module)
@@ -393,6 +397,7 @@ class GPipe(nn.Module):
             name = key[len(old):].partition('.')[2]
             if name.partition('.')[0] in self._names:
                 state_dict.setdefault(prefix + name, state_dict.pop(key))
+        to_own_names(state_dict, prefix, self._modules)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def cuda(self, device: Any = None) -> 'GPipe':

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torchgpipe.engine.checkpoint.kept import is_plain
 from torchgpipe.errors import add_note
 from torchgpipe.private import RESETS, data_address, lazy_clone, unseen
+from torchgpipe.sequential.names import to_own_names
 from torchgpipe.weights import Weights, open_weights
 
 __all__ = ['materialize']
@@ -54,7 +55,7 @@ def materialize(module: nn.Sequential, devices: Sequence[torch.device],
         ValueError: A tensor has no value and no way to get one, or the weights are not those of
             the module.
     """
-    loader = None if weights is None else _Loader(open_weights(weights))
+    loader = None if weights is None else _Loader(open_weights(weights), module)
     helpless = [slot for layer in module for slot in _Plan(layer, loader is not None).helpless]
     if helpless:
         raise _without_value(module, helpless)
@@ -177,18 +178,22 @@ def _parts_first(module: nn.Module, done: set[nn.Module] | None = None) -> Itera
 class _Loader:
     """Load layers from weights, and see in the end that these are those of the module."""
 
-    def __init__(self, source: Mapping[str, Any]) -> None:
+    def __init__(self, source: Mapping[str, Any], module: nn.Module) -> None:
         self._source = source
-        self._keys: dict[str, list[str]] = {}
-        for key in source:
-            self._keys.setdefault(key.partition('.')[0], []).append(key)
+        keys = {key: key for key in source}
+        to_own_names(keys, '', module._modules)
+        #: The names in each layer, and in the source.
+        self._keys: dict[str, dict[str, str]] = {}
+        for name, key in keys.items():
+            layer, _, rest = name.partition('.')
+            self._keys.setdefault(layer, {})[rest] = key
         self._loaded: set[int] = set()
         self._missing: list[tuple[str, Any]] = []
         self._unexpected: list[str] = []
 
     def load(self, name: str, layer: nn.Module) -> None:
         """Load a layer that has memory."""
-        state = {key[len(name) + 1:]: self._source[key] for key in self._keys.pop(name, ())}
+        state = {own: self._source[key] for own, key in self._keys.pop(name, {}).items()}
         try:
             missing, unexpected = layer.load_state_dict(state, strict=False)
         except RuntimeError as error:
@@ -205,7 +210,8 @@ class _Loader:
         A tensor that has several names needs one of them only.
         """
         missing = [name for name, x in self._missing if id(x) not in self._loaded]
-        unexpected = [*self._unexpected, *(key for keys in self._keys.values() for key in keys)]
+        unexpected = [*self._unexpected,
+                      *(key for keys in self._keys.values() for key in keys.values())]
         if missing or unexpected:
             raise ValueError(f'the weights are not those of the module: missing {missing}, '
                              f'unexpected {unexpected}. Their names are those of '

@@ -45,7 +45,8 @@ def verify_module(module: nn.Module) -> None:
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError('module must be nn.Sequential to be partitioned, but got '
-                        f'{type(module).__name__}; list its layers: nn.Sequential(model.first, '
+                        f'{type(module).__name__}; torchgpipe.sequential.to_sequential(module, '
+                        'sample) makes it one, or list its layers: nn.Sequential(model.first, '
                         '*model.blocks, model.last)')
     _verify_plain(module)
     _verify_names(module._modules)

@@ -39,7 +39,9 @@ PLAIN = (type(None), Number, str, bytes, enum.Enum, slice, range, torch.dtype,
 #: Where a leaf is: keys, indices and names of attributes, from the outside to the inside.
 Path = tuple[Any, ...]
 
-_TENSOR = object()
+
+class _TENSOR:
+    """Where a tensor goes, in a structure; a class, which a pickle leads back to."""
 
 
 @dataclass(init=False, eq=False)
@@ -118,9 +120,18 @@ class Structure:
             object.__setattr__(made, name, attribute)  # also where it is frozen
         return made
 
+    def __reduce__(self) -> Any:
+        # A specification of pytree's is not pickled without a warning, but what it describes is.
+        example = tree_unflatten(range(len(self._leaves)), self._spec)
+        return _restore, (example, self._leaves, self._cls)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Structure) and (self._spec, self._leaves, self._cls) == (
             other._spec, other._leaves, other._cls)
+
+
+def _restore(example: Any, leaves: list[Any], cls: type | None) -> Structure:
+    return Structure(tree_flatten(example)[1], leaves, cls)
 
 
 def flatten(value: Any) -> tuple[tuple[Tensor, ...], Kind]:
@@ -145,34 +156,36 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Kind]:
     return flatten_nested(value, marks=False)
 
 
-def flatten_nested(value: Any, marks: bool = True) -> tuple[tuple[Tensor, ...], Structure]:
+def flatten_nested(value: Any, marks: bool = True, takes: type = Tensor
+                   ) -> tuple[tuple[Any, ...], Structure]:
     """Do as :func:`flatten` does, also with a value that has marks in it, which it takes off.
 
     Args:
         value: The value.
         marks: Whether :class:`NoChunk` may be in it.
+        takes: The type of what is taken out.
     """
-    tensors: list[Tensor] = []
-    structure = _flatten(value, tensors, marks)
+    tensors: list[Any] = []
+    structure = _flatten(value, tensors, marks, takes)
     if structure is None or not tensors:
         raise _refuse(value, marks)
     return tuple(tensors), structure
 
 
-def _flatten(value: Any, tensors: list[Tensor], marks: bool) -> Structure | None:
+def _flatten(value: Any, tensors: list[Any], marks: bool, takes: type) -> Structure | None:
     """Append the tensors of a value to a list; give ``None`` if a leaf will not do."""
     leaves, spec = tree_flatten(value, is_leaf=_is_leaf)
     for k, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, takes):
             tensors.append(leaf)
             leaves[k] = _TENSOR
         elif _is_object(leaf):
-            part = leaves[k] = _flatten(_attributes(leaf), tensors, marks)
+            part = leaves[k] = _flatten(_attributes(leaf), tensors, marks, takes)
             if part is None:
                 return None
             part._cls = type(leaf)
         elif marks and isinstance(leaf, NoChunk):
-            leaves[k] = _flatten(leaf.value, tensors, marks)
+            leaves[k] = _flatten(leaf.value, tensors, marks, takes)
             if leaves[k] is None:
                 return None
         elif not isinstance(leaf, PLAIN):

@@ -4,7 +4,8 @@ import math
 import pytest
 import torch
 
-from torchgpipe.testing.comparison import Comparison, Difference, default_tolerance, distance
+from torchgpipe.distance import default_tolerance, distance
+from torchgpipe.testing.comparison import Comparison, Difference
 
 NAN, INF = math.nan, math.inf
 

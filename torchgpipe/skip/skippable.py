@@ -16,6 +16,7 @@ from torch import nn
 
 from torchgpipe.private import uncompiled
 from torchgpipe.skip.generator import SkipGenerator, pop, run_generator, stash
+from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.namespace import Key, Namespace
 
 __all__ = ['SkipGenerator', 'Skippable', 'pop', 'skippable', 'stash', 'verify_skippables']
@@ -238,7 +239,7 @@ def verify_skippables(module: nn.Sequential) -> None:
     stashed: set[Key] = set()
     popped: set[Key] = set()
     for layer_name, layer in module._modules.items():
-        if isinstance(layer, Skippable):
+        if isinstance(layer, DeclaresSkips):
             problems += _verify_layer(layer_name, layer, stashed, popped)
     problems += [f"no module declared '{name}' as poppable but stashed"
                  for name in sorted(name for _, name in stashed - popped)]
@@ -249,7 +250,7 @@ def verify_skippables(module: nn.Sequential) -> None:
                           'layer.isolate(Namespace()).')
 
 
-def _verify_layer(layer_name: str, layer: Skippable, stashed: set[Key], popped: set[Key]
+def _verify_layer(layer_name: str, layer: DeclaresSkips, stashed: set[Key], popped: set[Key]
                   ) -> Iterator[str]:
     both = set(layer.stashable()) & set(layer.poppable())
     for _, name in sorted(both, key=lambda key: key[1]):

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.balance.table import table
+from torchgpipe.distance import arbitrary_loss, default_tolerance
 from torchgpipe.errors import add_note
 from torchgpipe.split import parse_balance
-from torchgpipe.structure import leaves_of
-from torchgpipe.testing.comparison import Comparison, Difference, compare, default_tolerance
+from torchgpipe.testing.comparison import Comparison, Difference, compare
 from torchgpipe.testing.culprits import quiet
 from torchgpipe.testing.reasons import ways_out, why_of_micro_batches, why_of_the_pipeline
 from torchgpipe.testing.training import KINDS, InParts, Setup, Whole, Wrapped
@@ -115,7 +115,7 @@ def check_parity(module: nn.Sequential, sample: Any, balance: Iterable[int] | No
         Exception: What one of both raised, with a note that says which, and one that says with
             which options it would not, if any are found.
     """
-    setup = _setup(module, sample, balance, options, loss_fn=loss_fn or _arbitrary_loss,
+    setup = _setup(module, sample, balance, options, loss_fn=loss_fn or arbitrary_loss,
                    optimizer=optimizer or partial(torch.optim.SGD, lr=0.01, momentum=0.9),
                    dtype=dtype)
     if tolerance is None:
@@ -178,18 +178,6 @@ def _draws_in_any_order(setup: Setup) -> bool:
     places = [setup.place(j) for j in range(len(setup.balance))]
     accelerators = [place for place in places if place.type != 'cpu']
     return len(set(places)) > 1 and len(set(accelerators)) < len(accelerators)
-
-
-def _arbitrary_loss(output: Any) -> Tensor:
-    """Give a loss that no symmetry of the output makes constant."""
-    tensors = [leaf.value for leaf in leaves_of(output) if isinstance(leaf.value, Tensor)]
-    reals = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
-    return sum((_distance(x) for x in reals if x.is_floating_point()), torch.zeros(()))
-
-
-def _distance(x: Tensor) -> Tensor:
-    target = torch.arange(x.numel(), dtype=x.dtype, device=x.device).cos().view(x.shape)
-    return (x - target).square().mean()
 
 
 @contextmanager

@@ -2,12 +2,10 @@
 import math
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
+from torchgpipe.distance import distance, typical_size
 from torchgpipe.testing.training import KINDS, Record, Whole
 
-__all__ = ['Comparison', 'Difference', 'close', 'compare', 'default_tolerance', 'distance']
+__all__ = ['Comparison', 'Difference', 'compare']
 
 
 class Difference(NamedTuple):
@@ -54,7 +52,7 @@ class Comparison:
         for kind in KINDS:
             names = dict.fromkeys(name for of, name in [*expected, *actual] if of == kind)
             self.tensors[kind] = max(self.tensors[kind], len(names))
-            typical = _typical([x for (of, _), x in expected.items() if of == kind])
+            typical = typical_size([x for (of, _), x in expected.items() if of == kind])
             for name in names:
                 a, b = actual.get((kind, name)), expected.get((kind, name))
                 found = math.inf if a is None or b is None else distance(a, b, typical)
@@ -80,54 +78,3 @@ def compare(expected: Whole, actual: Whole, steps: int, tolerance: float) -> Com
                              'an optimizer with a smaller learning rate')
         comparison.add(step, record, actual.step(step))
     return comparison
-
-
-def default_tolerance(dtype: torch.dtype | None) -> float:
-    """Give what rounding may come to: 4e-11 for float64, 2e-5 for float32."""
-    return float(torch.finfo(dtype or torch.get_default_dtype()).eps ** (2 / 3))
-
-
-def distance(actual: Tensor, expected: Tensor, typical: float = 0.0) -> float:
-    """Give the largest difference of two elements, as in :class:`Difference`.
-
-    Args:
-        actual: A tensor.
-        expected: One that should be the same.
-        typical: The size of a typical tensor of this kind.
-    """
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return math.inf
-    same = (actual == expected) | (actual.isnan() & expected.isnan())
-    if same.all():
-        return 0.0
-    wide = torch.complex128 if actual.is_complex() else torch.float64
-    apart = (actual.to(wide) - expected.to(wide)).abs().masked_fill(same, 0)
-    largest = float(apart.nan_to_num(math.inf, math.inf).max())
-    return largest / (max(_size(expected), typical) or 1.0) if _rounds(expected) else max(
-        largest, 1.0)  # which is 0 where integers have more digits than floats
-
-
-def close(actual: Tensor, expected: Tensor) -> bool:
-    """Tell whether two tensors are the same but for rounding."""
-    return distance(actual, expected) <= default_tolerance(
-        expected.dtype if expected.is_floating_point() else None)
-
-
-def _rounds(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
-
-
-def _size(x: Tensor) -> float:
-    """Give the largest element, of those that are finite."""
-    finite = x[x.isfinite()].abs()
-    return float(finite.max()) if finite.numel() else 0.0
-
-
-def _typical(tensors: list[Tensor]) -> float:
-    """Give the size that half of the tensors have.
-
-    What is zero but for rounding, as the gradient of a bias before a normalisation, would be
-    another number each time relative to itself.
-    """
-    sizes = sorted(_size(x) for x in tensors if _rounds(x))
-    return sizes[len(sizes) // 2] if sizes else 0.0

@@ -5,10 +5,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from torchgpipe.distance import close
 from torchgpipe.engine.scatter import cut
 from torchgpipe.private import BatchNorm
 from torchgpipe.testing.calls import Call, Calls
-from torchgpipe.testing.comparison import Difference, close
+from torchgpipe.testing.comparison import Difference
 from torchgpipe.testing.training import InParts, Setup, Whole, Wrapped
 
 __all__ = ['culprit', 'quiet', 'trace', 'where_in_backward', 'where_in_the_pipeline']

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from torchgpipe.distance import default_tolerance
 from torchgpipe.structure import Arguments, Path, leaves_of, path_name
-from torchgpipe.testing.comparison import Difference, compare, default_tolerance
+from torchgpipe.testing.comparison import Difference, compare
 from torchgpipe.testing.culprits import culprit, where_in_backward, where_in_the_pipeline
 from torchgpipe.testing.training import InParts, Setup, Whole, Wrapped
 

@@ -1,0 +1,95 @@
+"""Build layers: of the steps of each a function, and a part of the model that it calls."""
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from torchgpipe.sequential.inputs import Inputs
+from torchgpipe.sequential.layer import Code, FirstLayer, Layer
+from torchgpipe.sequential.parts import all_names, left_out, put
+from torchgpipe.sequential.record import Constant
+from torchgpipe.sequential.routes import Route, routes
+from torchgpipe.skip.namespace import Namespace
+
+__all__ = ['build']
+
+
+def build(graph: fx.Graph, steps: Sequence[Sequence[fx.Node]], root: nn.Module, inputs: Inputs,
+          constants: dict[str, Any]) -> list[nn.Module]:
+    """Build a layer for each list of steps.
+
+    Args:
+        graph: The graph that they are of.
+        steps: The steps of each layer.
+        root: The model.
+        inputs: Take the tensors out of what the first layer is called with.
+        constants: What the graph refers to by name.
+    """
+    namespace = Namespace()
+    names = all_names(root)
+    layers: list[nn.Module] = []
+    for k, (own, route) in enumerate(zip(steps, routes(graph, steps))):
+        if k == 0:
+            route.handed = [node for node in graph.nodes if node.op == 'placeholder']
+        part, targets = _program(graph, own, route, last=k == len(steps) - 1)
+        title = f'<layer {k} of {type(root).__name__}>'
+        code = Code(*_source(part, constants), title)
+        stashes = [name for name, _ in route.stashed]
+        layer = (FirstLayer(code, inputs, stashes, namespace) if k == 0 else
+                 Layer(code, len(route.handed), [name for name, _ in route.popped], stashes,
+                       namespace))
+        layer.training = root.training
+        _fill(layer, root, targets, names, constants)
+        layers.append(layer)
+    put(layers[-1], root, list(left_out(root, layers)))
+    return layers
+
+
+def _program(graph: fx.Graph, steps: Sequence[fx.Node], route: Route, last: bool
+             ) -> tuple[fx.Graph, list[str]]:
+    """Give the graph of one layer, and the names of what it calls and reads."""
+    part = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    targets: dict[str, None] = {}
+    for node in (*route.handed, *(node for _, node in route.popped)):
+        values[node] = part.placeholder(node.name)
+
+    def value_of(node: fx.Node) -> fx.Node:
+        if node not in values:
+            assert node.op == 'get_attr', node
+            targets.setdefault(str(node.target))
+            values[node] = part.get_attr(str(node.target))
+        return values[node]
+
+    for step in steps:
+        values[step] = part.node_copy(step, value_of)
+        if step.op == 'call_module':
+            targets.setdefault(str(step.target))
+    end = next(node for node in graph.nodes if node.op == 'output')
+    given: Any = (fx.node.map_arg(end.args[0], value_of) if last
+                  else tuple(map(value_of, route.hands)))
+    if not last and len(route.hands) == 1:
+        given, = given
+    part.output((given, tuple(value_of(node) for _, node in route.stashed)))
+    return part, [*targets]
+
+
+def _source(part: fx.Graph, constants: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    code = part.python_code('self')
+    used: dict[str, Any] = {}
+    for node in part.nodes:
+        fx.node.map_aggregate((node.args, node.kwargs), lambda x: (
+            used.setdefault(x.name, x.value) if isinstance(x, Constant) else None))
+    return code.src, {**code.globals, **used}
+
+
+def _fill(layer: nn.Module, root: nn.Module, targets: Sequence[str], names: dict[int, list[str]],
+          constants: dict[str, Any]) -> None:
+    """Put into a layer what it calls and reads, under each of its names in the model."""
+    for target in targets:
+        if target in constants:
+            layer.register_buffer(target, constants[target], persistent=False)
+            continue
+        found = attrgetter(target)(root)
+        put(layer, root, names[id(found)] if isinstance(found, (nn.Module, Tensor)) else [target])

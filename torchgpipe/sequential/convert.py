@@ -1,0 +1,92 @@
+"""From a module of any form to a sequential one, with its submodules, parameters and names."""
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchgpipe.sequential.build import build
+from torchgpipe.sequential.cuts import cut
+from torchgpipe.sequential.errors import ConversionError, NeedsLeaf, line_of_error, refused
+from torchgpipe.sequential.inputs import Inputs, arguments_of, called_with, signature_of
+from torchgpipe.sequential.leaves import Leaf, Leaves
+from torchgpipe.sequential.names import Converted
+from torchgpipe.sequential.record import Recorder
+from torchgpipe.sequential.value import UNKNOWN
+from torchgpipe.structure import call, flatten_nested
+
+__all__ = ['convert']
+
+
+def convert(module: nn.Module, sample: Any, leaves: Iterable[Leaf]) -> Converted:
+    """Make a sequential module, without comparing it: see :func:`to_sequential`."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f'a module is converted, not {type(module).__name__}')
+    if isinstance(leaves, (str, type, nn.Module)):
+        leaves = [leaves]
+    named = [_name_of(module, leaf) if isinstance(leaf, nn.Module) else leaf for leaf in leaves]
+    classes: set[type] = set()
+    while True:
+        try:
+            return _converted(module, sample, named, classes)
+        except NeedsLeaf as error:
+            classes.add(error.cls)
+
+
+def _name_of(module: nn.Module, leaf: nn.Module) -> str:
+    name: str
+    for name, each in module.named_modules():
+        if each is leaf and name:
+            return name
+    raise ValueError(f'the model has no such submodule that could be a leaf: {leaf!r}')
+
+
+def _converted(module: nn.Module, sample: Any, named: list[Any], classes: set[type]) -> Converted:
+    # A copy runs, as it may be changed. It has the parameters of the model itself.
+    root = copy.deepcopy(module, {id(x): x for x in module.parameters()})
+    leaves = Leaves(root, named)
+    leaves.classes.update(classes)
+    recorder = Recorder(root, leaves)
+    args, kwargs, inputs = _values(recorder, module, sample)
+    try:
+        with torch.enable_grad():
+            recorder.record(args, kwargs)
+    except (ConversionError, NeedsLeaf):
+        raise
+    except Exception as error:
+        if sample is not UNKNOWN:
+            _run(module, sample)  # Does it raise by itself?
+        why = f'{type(error).__name__}: {error}'
+        raise refused(root, f'it can not be followed ({why})',
+                      line_of_error(error.__traceback__), recorder.inner) from error
+    steps = cut(recorder.graph, root, leaves)
+    return Converted(*build(recorder.graph, steps, module, inputs, recorder.constants))
+
+
+def _values(recorder: Recorder, module: nn.Module, sample: Any
+            ) -> tuple[tuple[Any, ...], dict[str, Any], Inputs]:
+    """Give what a forward is recorded with, and what takes that from arguments."""
+    signature = signature_of(module)
+    if sample is UNKNOWN:
+        names = [name for name, each in signature.parameters.items()
+                 if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL,
+                                                                     each.VAR_KEYWORD)]
+        bound = signature.bind_partial()
+        bound.arguments.update((name, recorder.placeholder(name, UNKNOWN)) for name in names)
+        return bound.args, bound.kwargs, Inputs(signature, names)
+    args, kwargs = called_with(sample)
+    tensors, structure = flatten_nested(arguments_of(signature, args, kwargs))
+    inputs = Inputs(signature, structure=structure, number=len(tensors))
+    values = [recorder.placeholder(f'input_{k}', x.detach().clone())
+              for k, x in enumerate(tensors)]
+    bound = signature.bind_partial()
+    bound.arguments.update(structure(values))
+    return bound.args, bound.kwargs, inputs
+
+
+def _run(module: nn.Module, sample: Any) -> None:
+    tensors, structure = flatten_nested(sample)
+    value = structure([x.detach().clone() for x in tensors])
+    with torch.no_grad():
+        call(copy.deepcopy(module, {id(x): x for x in module.parameters()}), value)

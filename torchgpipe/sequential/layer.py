@@ -1,0 +1,164 @@
+"""A layer of a converted model: a part of its program, with the submodules that this calls.
+
+[Note: Names of a converted model]
+A layer holds submodules, parameters and buffers under the names that they have in the model. So
+all names of the sequential module are those of the model with the number of a layer before them,
+and a module, a parameter or a buffer that several layers use is in each of them::
+
+    model         conv1.weight      blocks.0.norm.weight
+    sequential    0.conv1.weight    3.blocks.0.norm.weight
+"""
+import linecache
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from torchgpipe.engine.batch import Batch
+from torchgpipe.private import uncompiled
+from torchgpipe.sequential.inputs import Inputs
+from torchgpipe.sequential.names import Named
+from torchgpipe.skip.namespace import Key, Namespace
+from torchgpipe.skip.tracker import current_skip_tracker
+
+__all__ = ['Code', 'FirstLayer', 'Layer']
+
+# The batch for trackers' methods, which have no use for it.
+_no_batch = Batch(())
+
+
+class Code:
+    """A function that was made of a graph: its source, and what it refers to.
+
+    Args:
+        source: A function called ``forward``.
+        names: What it refers to by name.
+        title: What errors call the file.
+    """
+
+    def __init__(self, source: str, names: dict[str, Any], title: str) -> None:
+        self.source = source
+        self._names = names
+        self._title = title
+        scope = dict(names)
+        exec(compile(source, title, 'exec'), scope)  # noqa: S102
+        self.function: FunctionType = scope['forward']
+        # Tracebacks show it.
+        linecache.cache[title] = len(source), None, source.splitlines(True), title
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> 'Code':
+        return self
+
+    def __reduce__(self) -> Any:
+        names = {name: _Module(value.__name__) if isinstance(value, ModuleType) else value
+                 for name, value in self._names.items() if name != '__builtins__'}
+        return _code, (self.source, names, self._title)
+
+
+class _Module(str):
+    """The name of a Python module, in a pickle."""
+
+
+def _code(source: str, names: dict[str, Any], title: str) -> Code:
+    return Code(source, {name: import_module(value) if isinstance(value, _Module) else value
+                         for name, value in names.items()}, title)
+
+
+class Layer(Named):
+    """Run a part of a program.
+
+    Args:
+        code: Takes this module, what the layer before hands over, and what skips have brought; and
+            gives what the layer gives, and what goes into skips.
+        number: How many values the layer before hands over.
+        pops: The names of skips that come here.
+        stashes: Those of skips that start here.
+        namespace: That of the skips.
+    """
+
+    def __init__(self, code: Code, number: int, pops: Sequence[str], stashes: Sequence[str],
+                 namespace: Namespace) -> None:
+        super().__init__()
+        self._code = code
+        self._number = number
+        self._pops: list[Key] = [(namespace, name) for name in pops]
+        self._stashes: list[Key] = [(namespace, name) for name in stashes]
+
+    def stashable(self) -> Iterator[Key]:
+        """Yield the skips that start here."""
+        return iter(self._stashes)
+
+    def poppable(self) -> Iterator[Key]:
+        """Yield the skips that come here."""
+        return iter(self._pops)
+
+    def forward(self, value: Any) -> Any:
+        """Compute what the layer before has not."""
+        return self._run((value,) if self._number == 1 else value)
+
+    def _run(self, values: Sequence[Any]) -> Any:
+        if not self._pops and not self._stashes:
+            return self._code.function(self, *values)[0]
+        popped = _pop(self._pops)
+        output, stashed = self._code.function(self, *values, *popped)
+        _stash(self._stashes, stashed)
+        return output
+
+    @property
+    def code(self) -> str:
+        """The source of its program."""
+        return self._code.source
+
+    def extra_repr(self) -> str:
+        """Say which skips it pops and stashes."""
+        return '\n'.join(f'{what} {", ".join(name for _, name in keys)}' for what, keys in (
+            ('pops', self._pops), ('stashes', self._stashes)) if keys)
+
+
+class FirstLayer(Layer):
+    """The first one, which takes the arguments of the original's forward.
+
+    Args:
+        code, stashes, namespace: As for :class:`Layer`.
+        inputs: Take the tensors out of the arguments.
+    """
+
+    def __init__(self, code: Code, inputs: Inputs, stashes: Sequence[str], namespace: Namespace
+                 ) -> None:
+        super().__init__(code, 0, (), stashes, namespace)
+        self._inputs = inputs
+
+    @property
+    def forward(self) -> Any:  # type: ignore[override]
+        """The function; it has the signature of the original's forward."""
+        return _Forward(self)
+
+    @uncompiled
+    def _run_with(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return self._run(self._inputs.take(args, kwargs))
+
+
+class _Forward:
+    """The forward of a first layer."""
+
+    def __init__(self, layer: FirstLayer) -> None:
+        self._layer = layer
+        self.__signature__ = layer._inputs.signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._layer._run_with(args, kwargs)
+
+
+@uncompiled
+def _pop(keys: Sequence[Key]) -> list[Any]:
+    tracker = current_skip_tracker()
+    return [tracker.load(_no_batch, *key) for key in keys]
+
+
+@uncompiled
+def _stash(keys: Sequence[Key], tensors: Sequence[Tensor]) -> None:
+    tracker = current_skip_tracker()
+    for key, tensor in zip(keys, tensors):
+        tracker.save(_no_batch, *key, tensor)

@@ -1,0 +1,93 @@
+"""Which modules a recording does not look into: PyTorch's own layers, and those that are named."""
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.jit import ScriptModule
+
+__all__ = ['Leaf', 'Leaves', 'modules_within']
+
+#: A name in the model, where ``*`` stands for anything, a class, or the module itself.
+Leaf = str | type[nn.Module] | nn.Module
+
+# What has layers in it, and of what it does with them nothing is known, or all.
+_CONTAINERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList,
+               nn.ParameterDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+
+
+class Leaves:
+    """Which modules stay whole.
+
+    Args:
+        root: The model, which never does.
+        named: Those that the user names.
+
+    Raises:
+        TypeError: One of these is something else.
+        ValueError: The model has no such module, or it is the model.
+    """
+
+    def __init__(self, root: nn.Module, named: Iterable[Leaf]) -> None:
+        self._root = root
+        self.classes: set[type] = set()
+        self._modules: set[nn.Module] = set()
+        if isinstance(named, (str, type, nn.Module)):
+            named = [named]
+        for leaf in named:
+            self._add(leaf)
+
+    def _add(self, leaf: Leaf) -> None:
+        inner = {name: module for name, module
+                 in self._root.named_modules(remove_duplicate=False) if name}
+        if isinstance(leaf, str):
+            found = [module for name, module in inner.items() if fnmatchcase(name, leaf)]
+        elif isinstance(leaf, nn.Module):
+            found = [module for module in inner.values() if module is leaf]
+        elif isinstance(leaf, type) and issubclass(leaf, nn.Module):
+            found = [module for module in inner.values() if isinstance(module, leaf)]
+        else:
+            raise TypeError('a leaf is the name of a submodule, a class or a module, not '
+                            f'{leaf!r}')
+        if not found:
+            raise ValueError(f'the model has no submodule {leaf!r} that could be a leaf; its own '
+                             f'are {[name for name, _ in self._root.named_children()]}, and those '
+                             'in them')
+        self._modules.update(found)
+
+    def named(self, module: nn.Module) -> bool:
+        """Tell whether the user named a module, or it was found that it has to stay whole."""
+        return module in self._modules or type(module) in self.classes
+
+    def __contains__(self, module: nn.Module) -> bool:
+        if module is self._root:
+            return False
+        return self.named(module) or _is_layer(module) or _is_more_than_its_forward(module)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Tell whether a module is a layer of PyTorch's, or derived from one."""
+    for cls in type(module).__mro__:
+        if cls in _CONTAINERS:
+            return False
+        if cls.__module__.startswith('torch.nn.'):
+            return True
+    return False
+
+
+def _is_more_than_its_forward(module: nn.Module) -> bool:
+    """Tell whether a module does what a recording of its forward would miss."""
+    return (isinstance(module, ScriptModule) or bool(module._backward_hooks)
+            or bool(module._backward_pre_hooks) or bool(getattr(module, 'communicates', False)))
+
+
+def modules_within(root: nn.Module, leaves: Leaves) -> Iterator[nn.Module]:
+    """Yield the modules that a recording looks into, the root first, each once."""
+    seen = {root}
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        yield module
+        for child in module.children():
+            if child not in seen and child not in leaves:
+                seen.add(child)
+                waiting.append(child)

@@ -1,0 +1,134 @@
+"""Let a recorder see what a forward does: functions are replaced while it runs.
+
+::
+
+    self.layer(x)           nn.Module.__call__          a call of a leaf is recorded, others run
+    self.weight             nn.Module.__getattr__       a value that stands for the parameter
+    self.training           a value in its place        so that it is read anew in each call
+    self.loss = y           nn.Module.__setattr__       refused
+    random.random()         random.random, …            refused
+    torch.arange(T)         torch.arange, …             PyTorch would ask for a number, not a value
+    len(x)                  len                         so would Python
+
+Other threads, and what runs within a leaf, get what PyTorch has.
+"""
+import builtins
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+from torch import fx, nn
+
+__all__ = ['Watcher', 'watched']
+
+# What makes something of numbers, and would not take values for them.
+_MAKERS = ('arange', 'as_tensor', 'empty', 'eye', 'finfo', 'full', 'iinfo', 'linspace', 'logspace',
+           'normal', 'ones', 'rand', 'randint', 'randn', 'randperm', 'scalar_tensor', 'tensor',
+           'tril_indices', 'triu_indices', 'zeros')
+_DRAWERS = ('betavariate', 'choice', 'choices', 'expovariate', 'gauss', 'getrandbits',
+            'normalvariate', 'randint', 'random', 'randrange', 'sample', 'shuffle', 'triangular',
+            'uniform')
+
+
+class Watcher(Protocol):
+    """Who is told of what a forward does."""
+
+    @property
+    def watches(self) -> bool:
+        """Whether the forward runs now, and not a leaf."""
+
+    def called(self, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...],
+               kwargs: dict[str, Any]) -> Any:
+        """Call a module."""
+
+    def read(self, module: nn.Module, name: str, found: Any) -> Any:
+        """Give an attribute."""
+
+    def written(self, module: nn.Module, name: str) -> None:
+        """Say that an attribute is about to be set."""
+
+    def made(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+             ) -> Any:
+        """Call a function that makes a tensor, or describes a type of numbers."""
+
+    def drew(self) -> None:
+        """Say that a random number of Python's is about to be drawn."""
+
+    def listed(self, module: nn.Module, name: str, tensor: torch.Tensor) -> Any:
+        """Give a parameter or a buffer."""
+
+
+@contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Let a watcher see what this thread does."""
+    mine = threading.get_ident()
+
+    def watches() -> bool:
+        return watcher.watches and threading.get_ident() == mine
+
+    with ExitStack() as stack:
+        for owner, name, make in _replacements(watcher, watches):
+            stack.enter_context(mock.patch.object(owner, name, make(getattr(owner, name))))
+        yield
+
+
+def _replacements(watcher: Watcher, watches: Callable[[], bool]
+                  ) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    def call(own: Any) -> Any:
+        def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if watches():
+                return watcher.called(module, own, args, kwargs)
+            return own(module, *args, **kwargs)
+        return run
+
+    def read(own: Any) -> Any:
+        def run(module: nn.Module, name: str) -> Any:
+            found = own(module, name)
+            return watcher.read(module, name, found) if watches() else found
+        return run
+
+    def write(own: Any) -> Any:
+        def run(module: nn.Module, name: str, value: Any) -> None:
+            if watches():
+                watcher.written(module, name)
+            own(module, name, value)
+        return run
+
+    def listing(own: Any) -> Any:
+        def run(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+            for name, tensor in own(module, *args, **kwargs):
+                yield name, watcher.listed(module, name, tensor) if watches() else tensor
+        return run
+
+    def maker(own: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return watcher.made(own, args, kwargs) if watches() else own(*args, **kwargs)
+        return run
+
+    def drawer(own: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if watches():
+                watcher.drew()
+            return own(*args, **kwargs)
+        return run
+
+    def length(own: Any) -> Any:
+        def run(value: Any) -> Any:
+            return (watcher.made(own, (value,), {}) if isinstance(value, fx.Proxy) and watches()
+                    else own(value))
+        return run
+
+    yield builtins, 'len', length
+    yield nn.Module, '__call__', call
+    yield nn.Module, '__getattr__', read
+    yield nn.Module, '__setattr__', write
+    yield nn.Module, 'named_parameters', listing
+    yield nn.Module, 'named_buffers', listing
+    for name in _MAKERS:
+        yield torch, name, maker
+    for name in _DRAWERS:
+        yield random, name, drawer
