@@ -9,7 +9,8 @@
         ├── 0: norm, attend                         └── norm     the same module
         └── 1: norm, attend
 """
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -18,22 +19,71 @@ __all__ = ['Part', 'all_names', 'left_out', 'put']
 
 
 class Part(nn.Module):
-    """A part of a module.
+    """A part of a module, which has its methods and its attributes.
 
     Args:
         module: The module.
+        attributes: Whether it has its attributes.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, attributes: bool = False) -> None:
         super().__init__()
         self.training = module.training
-        self._name = type(module).__name__
+        self._whole = type(module)
+        self._length = len(module._modules)
+        self._attributes = {name: value for name, value in module.__dict__.items()
+                            if attributes and name not in _OF_EACH}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            own = self.__dict__
+            if name in own.get('_attributes', ()):
+                return own['_attributes'][name]
+            if '_whole' in own and hasattr(own['_whole'], name):
+                found = inspect.getattr_static(own['_whole'], name)
+                return found.__get__(self, type(self)) if hasattr(found, '__get__') else found
+            raise self._missing(name) from None
+
+    def _missing(self, name: str) -> AttributeError:
+        return AttributeError(
+            'a stage has those submodules, parameters and buffers of the model that it used with '
+            f"the sample, and '{name}' of a {self.__dict__['_whole'].__name__} is none of them")
 
     def _get_name(self) -> str:
-        return self._name
+        return self._whole.__name__
 
 
-def put(part: nn.Module, root: nn.Module, names: Iterable[str]) -> None:
+class _PartOfList(Part):
+    """A part of what has modules by indices: they are those of the whole."""
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[k] for k in range(*index.indices(self._length))]
+        name = str(index + self._length if isinstance(index, int) and index < 0 else index)
+        if name not in self._modules:
+            raise self._missing(name)
+        return self._modules[name]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self[:])
+
+
+# What each module has.
+_OF_EACH = frozenset(vars(nn.Module()))
+
+
+def part_of(module: nn.Module, attributes: bool = False) -> Part:
+    """Give an empty part of a module."""
+    return (_PartOfList if hasattr(module, '__getitem__') else Part)(module, attributes)
+
+
+def put(part: nn.Module, root: nn.Module, names: Iterable[str], attributes: bool = False
+        ) -> None:
     """Put what is called by some names in a model into a part of it.
 
     Args:
@@ -41,6 +91,7 @@ def put(part: nn.Module, root: nn.Module, names: Iterable[str]) -> None:
         root: The model.
         names: Names of submodules, parameters, buffers, or of an attribute such as ``training``,
             for whose sake the module that has it is there.
+        attributes: Whether modules of which only a part is there have their attributes.
     """
     for name in names:
         path, _, last = name.rpartition('.')
@@ -50,7 +101,7 @@ def put(part: nn.Module, root: nn.Module, names: Iterable[str]) -> None:
             if target._modules.get(atom) is source:
                 break  # It is there as a whole.
             if atom not in target._modules:
-                target._modules[atom] = Part(source)
+                target._modules[atom] = part_of(source, attributes)
             target = target._modules[atom]  # type: ignore[assignment]
         else:
             _put(target, source, last)
