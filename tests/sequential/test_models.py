@@ -72,26 +72,31 @@ def step(run, optimizer):
     return output
 
 
-def named(entries, names=str):
-    """Give entries by name; where there are several of one name, they are the same tensor."""
+def named(entries, original):
+    """Give entries by their names in the original, where there is another model, without layers.
+
+    Where there are several of one name, they are the same tensor.
+    """
     found = {}
     for name, tensor in entries:
-        assert found.setdefault(names(name), tensor) is tensor
+        if original is not None:
+            layer, _, name = name.partition('.')
+            assert layer.isdigit()
+        assert found.setdefault(name, tensor) is tensor
     return found
 
 
-def without_layer(name):
-    """Give the name of a parameter or a buffer in the model that a sequential one was made of."""
-    layer, _, name = name.partition('.')
-    assert layer.isdigit()
-    return name
+def trained(model, original=None):
+    """Give gradients, parameters and buffers, by their names in the original model.
 
-
-def trained(model, names=str):
-    """Give gradients, parameters and buffers, by their names in the original model."""
-    parameters = named(model.named_parameters(remove_duplicate=False), names)
+    Layers may have more buffers, for tensors that the original has in no buffer.
+    """
+    parameters = named(model.named_parameters(remove_duplicate=False), original)
+    known = dict((original or model).named_buffers(remove_duplicate=False))
+    buffers = [(name, x) for name, x in model.named_buffers(remove_duplicate=False)
+               if original is None or name.partition('.')[2] in known]
     return [{name: p.grad for name, p in parameters.items()}, parameters,
-            named(model.named_buffers(remove_duplicate=False), names)]
+            named(buffers, original)]
 
 
 def largest(x):
@@ -131,7 +136,7 @@ def train_both(devices, mode, chunks, n, model, sequential, sample):
         expected = step(lambda: in_parts(model, part, chunks), optimizers[0])
         actual = step(lambda: call(gpipe, to(gpipe.devices[0], part)), optimizers[1])
         assert_same_output(actual, expected)
-        for found, known in zip(trained(gpipe, without_layer), trained(model)):
+        for found, known in zip(trained(gpipe, model), trained(model)):
             assert_close(found, known)
     model.eval(), gpipe.eval()
     assert_same_output(call(gpipe, to(gpipe.devices[0], sample)), call(model, sample))
@@ -159,7 +164,7 @@ def test_parameters_and_buffers_are_those_of_the_model(name):
     model, sample = make(name, 0.1)
     before = copy.deepcopy(model.state_dict())
     sequential = to_sequential(model, sample)
-    for found, known in zip(trained(sequential, without_layer)[1:], trained(model)[1:]):
+    for found, known in zip(trained(sequential, model)[1:], trained(model)[1:]):
         assert found.keys() == known.keys()
         assert all(found[key] is known[key] for key in known)
     assert all(p.grad is None for p in model.parameters())
