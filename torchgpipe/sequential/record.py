@@ -16,6 +16,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -228,6 +229,8 @@ class Recorder(fx.Tracer):
         return Value(node, self, known)
 
     def _taken_apart(self, node: fx.Node, known: Any) -> Any:
+        if node.target is put_together:
+            return Value(node, self, known)
         try:
             tensors, kind = flatten(known)
         except TypeError:
@@ -262,6 +265,8 @@ class Recorder(fx.Tracer):
                 self._tensors[id(a)] = self._constant(a.detach()).name, a
             return self._value_of(a).node
         try:
+            if is_dataclass(a):  # without a value in it
+                return self._constant(a)
             return super().create_arg(a)
         except NotImplementedError:
             if isinstance(a, nn.Module):
