@@ -25,6 +25,9 @@ def convert(module: nn.Module, sample: Any, leaves: Iterable[Leaf]) -> Converted
         raise TypeError(f'a module is converted, not {type(module).__name__}')
     if isinstance(leaves, (str, type, nn.Module)):
         leaves = [leaves]
+    if sample is not UNKNOWN:
+        tensors, structure = flatten_nested(sample)
+        sample = structure(tensors)  # without marks
     named = [_name_of(module, leaf) if isinstance(leaf, nn.Module) else leaf for leaf in leaves]
     classes: set[type] = set()
     while True:

@@ -8,11 +8,12 @@
     self.loss = y           nn.Module.__setattr__       refused
     random.random()         random.random, …            refused
     torch.arange(T)         torch.arange, …             PyTorch would ask for a number, not a value
-    len(x)                  len                         so would Python
+    len(x), math.sqrt(T)    len, math.sqrt, …           so would Python
 
 Other threads, and what runs within a leaf, get what PyTorch has.
 """
 import builtins
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -29,6 +30,8 @@ __all__ = ['Watcher', 'watched']
 _MAKERS = ('arange', 'as_tensor', 'empty', 'eye', 'finfo', 'full', 'iinfo', 'linspace', 'logspace',
            'normal', 'ones', 'rand', 'randint', 'randn', 'randperm', 'scalar_tensor', 'tensor',
            'tril_indices', 'triu_indices', 'zeros')
+_OF_NUMBERS = ('ceil', 'cos', 'exp', 'floor', 'isqrt', 'log', 'log10', 'log2', 'pow', 'prod',
+               'sin', 'sqrt')
 _DRAWERS = ('betavariate', 'choice', 'choices', 'expovariate', 'gauss', 'getrandbits',
             'normalvariate', 'randint', 'random', 'randrange', 'sample', 'shuffle', 'triangular',
             'uniform')
@@ -116,13 +119,16 @@ def _replacements(watcher: Watcher, watches: Callable[[], bool]
             return own(*args, **kwargs)
         return run
 
-    def length(own: Any) -> Any:
-        def run(value: Any) -> Any:
-            return (watcher.made(own, (value,), {}) if isinstance(value, fx.Proxy) and watches()
-                    else own(value))
+    def of_values(own: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(x, fx.Proxy) for x in args) and watches():
+                return watcher.made(own, args, kwargs)
+            return own(*args, **kwargs)
         return run
 
-    yield builtins, 'len', length
+    yield builtins, 'len', of_values
+    for name in _OF_NUMBERS:
+        yield math, name, of_values
     yield nn.Module, '__call__', call
     yield nn.Module, '__getattr__', read
     yield nn.Module, '__setattr__', write

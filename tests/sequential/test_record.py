@@ -1,0 +1,473 @@
+"""What a forward may do to be recorded: its numbers, or an error that names the line."""
+import builtins
+import copy
+import math
+import pickle
+import random
+from collections import namedtuple
+from dataclasses import dataclass
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.devices import cpu_only
+from torchgpipe import Arguments, GPipe, NoChunk
+from torchgpipe.sequential import ConversionError, to_sequential
+
+pytestmark = cpu_only('what is recorded does not depend on devices')
+
+
+class Model(nn.Module):
+    """Two linear layers with a function between them."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.table = nn.Parameter(torch.randn(6))
+        self.register_buffer('mask', torch.arange(6) > 2)
+        self.register_buffer('count', torch.zeros(()))
+        self.seen = []
+        self.function = function
+
+    def forward(self, x, *args, **kwargs):
+        return self.b(self.function(self, self.a(x), *args, **kwargs))
+
+
+class Inner(nn.Module):
+    """A submodule with a function for its forward."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        return self.function(self, x) * self.weight
+
+
+def sample():
+    torch.manual_seed(0)
+    return torch.randn(4, 6)
+
+
+def check(model, x, *others):
+    """Convert; compare with the model in both modes, also for other inputs."""
+    layers = to_sequential(model, x)
+    for value in (x, *others):
+        for mode in (True, False):
+            model.train(mode)
+            layers.train(mode)
+            results = []
+            for each in (model, layers):
+                model.zero_grad()
+                torch.manual_seed(1)
+                output = each(value)
+                output.square().sum().backward()
+                results.append([output, *(p.grad for p in model.parameters())])
+            for a, b in zip(*results):
+                assert (a is None) == (b is None)
+                assert a is None or torch.equal(a, b)
+    return layers
+
+
+def in_a_pipeline(layers, x):
+    """Compare layers in a pipeline with themselves, in evaluation mode."""
+    expected = layers.eval()(x)
+    pipe = GPipe(layers, [1, len(layers) - 1], devices=['cpu:0', 'cpu:1'], chunks=2).eval()
+    assert torch.allclose(pipe(x), expected, atol=1e-6)
+
+
+Pair = namedtuple('Pair', 'x y')
+
+
+@dataclass
+class Both:
+    x: torch.Tensor
+    n: int
+
+
+def halves(m, x):
+    a, b = x.chunk(2, -1)
+    return torch.cat([b, a], -1)
+
+
+def written_in_place(m, x):
+    y = x * 1
+    same = y
+    y += 1
+    y[:, 0] = 0
+    y.mul_(2)
+    return same + y
+
+
+def counted(m, x):
+    n = x.shape[1]
+    before = n
+    n += 1
+    return x * n + before
+
+
+def listed(m, x):
+    return x + sum(p.sum() for name, p in m.named_parameters() if name == 'table')
+
+
+def packed(m, x):
+    pair = Pair(x, {'y': [x * 2]})
+    both = Both(pair.x, 3)
+    return both.x * both.n + pair.y['y'][0]
+
+
+def looped(m, x):
+    for k in range(x.shape[1] // 2):
+        x = x + k
+    return x
+
+
+def made(m, x):
+    rows = torch.arange(len(x), device=x.device, dtype=x.dtype).unsqueeze(1)
+    return (x + rows * 0 + torch.zeros(x.shape) + torch.full((x.size(0), 6), 0.5)
+            + torch.tensor([1.0, x.shape[1]]).sum() + torch.finfo(x.dtype).eps
+            + math.sqrt(x.shape[1]))
+
+
+def resized(m, x):
+    return F.interpolate(x[:, None], size=2 * x.shape[-1], mode='linear')[:, 0, :x.shape[-1]]
+
+
+def types_asked(m, x):
+    assert isinstance(x, torch.Tensor) and isinstance(x.shape, tuple) and isinstance(len(x), int)
+    assert x.dim() == 2 and 6 in x.shape and x.shape[-1:] == (6,) and not hasattr(x, 'nothing')
+    return x
+
+
+def plain_modules(m, x):
+    return nn.Softmax(dim=-1)(x)
+
+
+def masked(m, x):
+    return x.masked_fill(m.mask, 0) + torch.where(m.mask, m.table, x)
+
+
+def nothing_returned(m, x):
+    m.count.add_(1)
+    return x + m.count
+
+
+def dropped(m, x):
+    return F.dropout(x, 0.5, m.training)
+
+
+def drawn(m, x):
+    return x * torch.rand(1) + torch.randn_like(x)
+
+
+@pytest.mark.parametrize('function', [
+    halves, written_in_place, counted, listed, packed, looped, made, resized, types_asked,
+    plain_modules, masked, dropped, drawn], ids=lambda f: f.__name__)
+def test_what_people_write(function):
+    layers = check(Model(function), sample(), torch.randn(7, 6))
+    assert len(layers) == 2
+    if function is not drawn:  # which draws others for micro-batches
+        in_a_pipeline(layers, sample())
+
+
+def test_buffers_are_written_to_once_in_each_run():
+    model, x = Model(nothing_returned), sample()
+    layers = to_sequential(model, x)
+    assert model.count == 0
+    expected = copy.deepcopy(model)(x)
+    assert torch.equal(layers(x), expected) and model.count == 1
+
+
+def by_elements(m, x):
+    if x.sum() > 0:  # this line
+        x = x * 2
+    return x
+
+
+def by_an_element(m, x):
+    for _ in range(int(x.abs().sum().item())):  # this line
+        x = x * 2
+    return x
+
+
+def by_a_draw(m, x):
+    return x * 2 if random.random() > 0.5 else x  # this line
+
+
+def set_aside(m, x):
+    m.last = x  # this line
+    return x
+
+
+def without_gradients(m, x):
+    with torch.no_grad():
+        return x * 2  # this line
+
+
+def in_another_precision(m, x):
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        return (x @ x.t() @ x).float()  # this line
+
+
+def by_the_mode(m, x):
+    return x if m.training else x * 2  # this line
+
+
+def given_to_numpy(m, x):
+    return x + torch.from_numpy(numpy.asarray(x.detach()))  # this line
+
+
+def from_a_foreign_layer(m, x):
+    return nn.Linear(6, 6)(x)  # this line
+
+
+def by_an_attribute(m, x):
+    x.mine = 3  # this line
+    return x
+
+
+WRONG = [by_elements, by_an_element, by_a_draw, set_aside, without_gradients,
+         in_another_precision, by_the_mode, given_to_numpy, from_a_foreign_layer, by_an_attribute]
+
+
+@pytest.mark.parametrize('function', WRONG, ids=lambda f: f.__name__)
+def test_what_can_not_be_followed_names_the_line(function):
+    model = Model(function)
+    state, known = copy.deepcopy(model.state_dict()), dict(model.__dict__)
+    with pytest.raises(ConversionError, match=r'Model can not be converted') as caught:
+        to_sequential(model, sample())
+    message = str(caught.value)
+    assert 'test_record.py, line' in message and f'in {function.__name__}' in message
+    assert '# this line' in message and 'Way out: write that part' in message
+    assert {**model.__dict__} == known and all(
+        torch.equal(x, state[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize('function', WRONG, ids=lambda f: f.__name__)
+def test_a_leaf_may_do_anything(function):
+    """A module that goes by the mode, or changes modes, is one by itself."""
+    model = nn.Sequential(nn.Linear(6, 6), Inner(function), nn.Linear(6, 6))
+    by_itself = function in (by_the_mode, without_gradients, in_another_precision)
+    if not by_itself:
+        with pytest.raises(ConversionError, match=r"leaves=\['1'\]"):
+            to_sequential(model, sample())
+    if function is from_a_foreign_layer:
+        return  # Each call has other weights.
+    layers = to_sequential(model, sample(), leaves=() if by_itself else ['1'],
+                           check_sample=function is not by_a_draw)
+    assert [type(x).__name__ for x in layers.modules()].count('Inner') == 1
+    for mode in (True, False):
+        model.train(mode)
+        layers.train(mode)
+        random.seed(0)
+        expected = model(sample())
+        random.seed(0)
+        assert torch.equal(layers(sample()), expected)
+
+
+def test_what_a_forward_draws_unseen_is_noticed():
+    rand = torch.rand
+    with pytest.raises(ConversionError, match='draws random numbers of PyTorch'):
+        to_sequential(Model(lambda m, x: x + rand(1)), sample())
+    uniform = random.uniform
+    with pytest.raises(ConversionError, match="draws random numbers of Python"):
+        to_sequential(Model(lambda m, x: x + uniform(0, 1)), sample())
+    with pytest.raises(ConversionError, match="draws random numbers of Python"):
+        to_sequential(Model(lambda m, x: x + float(numpy.random.rand())), sample())
+
+
+def test_what_is_kept_in_a_list_is_noticed():
+    model = Model(lambda m, x: m.seen.append(x) or x)
+    with pytest.raises(ConversionError, match="changes what is in the attribute 'seen'"):
+        to_sequential(model, sample())
+    assert model.seen == []
+
+
+def test_an_error_of_the_model_is_its_own():
+    with pytest.raises(RuntimeError, match='mat1 and mat2'):
+        to_sequential(Model(halves), torch.randn(4, 5))
+
+
+def test_what_the_program_goes_by_is_checked_in_each_run():
+    def by_size(m, x, scale=1):
+        return x * 2 if x.shape[1] > 3 and scale == 1 else x
+
+    class Any(nn.Module):
+        def forward(self, x, scale=1):
+            return by_size(self, x, scale)
+
+    layers = to_sequential(Any(), torch.randn(4, 6))
+    assert torch.equal(layers(torch.ones(9, 4)), torch.full((9, 4), 2.0))
+    with pytest.raises(ValueError, match=r'shape\[1\] > 3 was True; it is False now .*by_size'):
+        layers(torch.ones(4, 2))
+    with pytest.raises(ValueError, match='called with arguments like those of the sample'):
+        layers(torch.ones(4, 6), scale=2)
+    assert torch.equal(layers(torch.ones(4, 6), scale=1), torch.full((4, 6), 2.0))
+    with pytest.raises(TypeError, match='unexpected keyword'):
+        layers(torch.ones(4, 6), other=2)
+
+
+def test_the_number_of_parts_is_checked():
+    class Steps(nn.Module):
+        def forward(self, x):
+            total = 0
+            for step in x.unbind(1):
+                total = total + step
+            return total
+
+    layers = to_sequential(Steps(), torch.randn(4, 6))
+    with pytest.raises(ValueError, match='the form of a value'):
+        layers(torch.randn(4, 7))
+
+
+def test_a_program_for_one_batch_size_is_found_out():
+    def by_batch(m, x):
+        return torch.stack([x[i] for i in range(x.shape[0])])
+
+    with pytest.raises(ConversionError, match='can not be cut into micro-batches'):
+        to_sequential(Model(by_batch), sample())
+    one = to_sequential(Model(by_batch), sample()[:1])  # of which there is no half
+    with pytest.raises(ValueError, match=r'shape\[0\] was 1; it is 4 now'):
+        one(sample())
+
+
+class Called(nn.Module):
+    """It takes what models take."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x, mask=None, *, extra=None, scale=2):
+        x = self.a(x)
+        if mask is not None:
+            x = x * mask
+        if extra is not None:
+            x = x + extra['y'][0]
+        return {'out': self.b(x) * scale, 'n': scale}
+
+
+@pytest.mark.parametrize('arguments', [
+    Arguments(torch.randn(4, 6)), Arguments(torch.randn(4, 6), torch.ones(4, 1)),
+    Arguments(torch.randn(4, 6), extra={'y': (torch.randn(4, 6), None)}),
+    Arguments(torch.randn(4, 6), mask=torch.ones(4, 1), scale=3),
+    Arguments(torch.randn(4, 6), NoChunk(torch.ones(1, 6)))], ids=range(5))
+def test_arguments(arguments):
+    model = Called()
+    layers = to_sequential(model, arguments)
+    args = [x.value if isinstance(x, NoChunk) else x for x in arguments.args]
+    expected = model(*args, **arguments.kwargs)
+    found = layers(*args, **arguments.kwargs)
+    assert torch.equal(found['out'], expected['out']) and found['n'] == expected['n']
+    pipe = GPipe(layers, [1, 1], devices=['cpu', 'cpu'], chunks=2)
+    found = pipe(*arguments.args, **arguments.kwargs)
+    assert torch.allclose(found['out'], expected['out'], atol=1e-6)
+
+
+def test_arguments_go_by_name_for_the_batch_dimension():
+    class Masked(Called):
+        def forward(self, x, mask):
+            return self.b(self.a(x) * mask.t())
+
+    x, mask = torch.randn(4, 6), torch.rand(6, 4)
+    layers = to_sequential(Masked(), Arguments(x, mask), batch_dim={'mask': 1})
+    pipe = GPipe(layers, [1, 1], devices=['cpu', 'cpu'], chunks=2, batch_dim={'mask': 1})
+    assert torch.allclose(pipe(x, mask), layers(x, mask))
+    with pytest.raises(TypeError, match='missing a required argument'):
+        pipe(x)
+
+
+def test_without_a_sample():
+    layers = to_sequential(Model(halves))
+    assert len(layers) == 2
+    model = Model(made)
+    assert torch.equal(to_sequential(model)(sample()), model(sample()))
+    for function, what in [(lambda m, x: x if x.shape[1] > 2 else x * 2, 'goes by'),
+                           (types_asked, 'asks for the type'),
+                           (lambda m, x: [y for y in x][0], 'goes through')]:
+        with pytest.raises(ConversionError, match=f'{what}.*not known without a sample'):
+            to_sequential(Model(function))
+    with pytest.raises(ValueError, match='converted without a sample'):
+        to_sequential(Called())(torch.randn(4, 6), scale=3)
+
+
+def test_nothing_stays_replaced():
+    """Also after an error, and others threads never see it."""
+    before = (builtins.len, torch.arange, random.random, nn.Module.__call__,
+              nn.Module.__getattr__, nn.Module.__setattr__)
+    for function in (made, by_elements):
+        try:
+            to_sequential(Model(function), sample())
+        except ConversionError:
+            pass
+        assert before == (builtins.len, torch.arange, random.random, nn.Module.__call__,
+                          nn.Module.__getattr__, nn.Module.__setattr__)
+
+
+def test_a_conversion_changes_nothing():
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), Inner(by_the_mode))
+    model[1].eval()
+    state, x = copy.deepcopy(model.state_dict()), sample()
+    kept, generator = x.clone(), torch.get_rng_state()
+    layers = to_sequential(model, x)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(x, kept) and torch.equal(torch.get_rng_state(), generator)
+    assert [m.training for m in model] == [True, False, True, True]
+    norm, = (m for m in layers.modules() if isinstance(m, nn.BatchNorm1d))
+    assert layers.training and not norm.training
+    assert all(p.grad is None for p in model.parameters())
+    mine = {id(p) for p in model.parameters()}
+    assert {id(p) for p in layers.parameters()} == mine
+
+
+def test_copies_and_pickles():
+    model = Called()
+    arguments = Arguments(sample(), extra={'y': (sample(), None)})
+    layers = to_sequential(model, arguments)
+    expected = model(*arguments.args, **arguments.kwargs)['out']
+    for other in (copy.deepcopy(layers), pickle.loads(pickle.dumps(layers))):
+        found = other(*arguments.args, **arguments.kwargs)['out']
+        assert torch.equal(found, expected)
+        with torch.no_grad():
+            for p in other.parameters():
+                p.zero_()
+    assert torch.equal(layers(*arguments.args, **arguments.kwargs)['out'], expected)
+
+
+def test_numbers_that_a_graph_does_not_have_are_found_out():
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.calls = nn.Linear(6, 6), [0]
+
+        def forward(self, x):
+            return self.a(x) * (2 if torch.is_grad_enabled() else 3)
+
+    with pytest.raises(ConversionError, match='other numbers than the model in evaluation: output'):
+        to_sequential(Hidden(), sample())
+
+
+def test_constants_move_with_the_layers():
+    table = torch.arange(6.0)
+    layers = to_sequential(Model(lambda m, x: x + table), sample())
+    assert [name for name, _ in layers.named_buffers() if 'constant' in name]
+    assert not [name for name in layers.state_dict() if 'constant' in name]
+    assert layers.double()(sample().double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize('leaf, error, match', [
+    ('c', ValueError, "no submodule 'c'"), (nn.Conv2d, ValueError, 'no submodule'),
+    (3, TypeError, 'name of a submodule, a class or a module'),
+    (nn.Linear(1, 1), ValueError, 'no such submodule')])
+def test_leaves_that_are_none(leaf, error, match):
+    with pytest.raises(error, match=match):
+        to_sequential(Model(halves), sample(), leaves=[leaf])
+
+
+def test_other_things_than_modules():
+    with pytest.raises(TypeError, match='a module is converted, not function'):
+        to_sequential(halves, sample())
