@@ -257,6 +257,12 @@ def own_call():
     train(layer.model[0])
 
 
+def while_mutation_is_allowed():
+    """Train where PyTorch would copy saved tensors before they are changed."""
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        train(wrap(linear(), linear()))
+
+
 def parted():
     """Change what a copy parted from another tensor, as if devices had memories of their own."""
     with patch('torchgpipe.engine.partition.Engine.apart', lambda *_: True), \
@@ -428,6 +434,7 @@ REFUSALS = [
     lambda: wrap(linear(), linear())(torch.eye(4).to_sparse()),
     lambda: make_fx(wrap(linear(), linear()))(torch.randn(4, 4)),
     lambda: torch.func.vmap(wrap(linear(), linear()))(torch.randn(4, 4, 4)),
+    while_mutation_is_allowed,
     own_call,
     lambda: train(wrap(Layer(leave_grad_mode), linear())),
     lambda: train(wrap(Stash(lambda x: None), Pop())),

@@ -5,13 +5,14 @@ Which of them stands where is tested too: nowhere else in the package.
 import re
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import allow_mutation_on_saved_tensors, saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -159,6 +160,13 @@ def test_transforms_and_traces():
     plain, transformed, proxy, traced = seen
     assert plain == (False, False, None)
     assert transformed[0] and traced[1] and proxy[2] is not None
+
+
+def test_mutation_is_allowed_in_one_thread():
+    with allow_mutation_on_saved_tensors(), ThreadPoolExecutor(1) as pool:
+        assert private.allows_mutation()
+        assert not pool.submit(private.allows_mutation).result()
+    assert not private.allows_mutation()
 
 
 def sine(x):

@@ -15,7 +15,8 @@ from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.scatter import REDUCTIONS, check_rule, cut, fit_rule, gather
 from torchgpipe.materialize import materialize
 from torchgpipe.modes import Checkpoint, checkpoint_stops, parse_checkpoint
-from torchgpipe.private import is_tracing, is_transformed, parse_to, proxy_mode, uncompiled
+from torchgpipe.private import (allows_mutation, is_tracing, is_transformed, parse_to, proxy_mode,
+                                uncompiled)
 from torchgpipe.sequential.advice import not_sequential
 from torchgpipe.sequential.names import to_own_names
 from torchgpipe.settings import PLAIN, Settings
@@ -197,7 +198,7 @@ class GPipe(nn.Module):
         stops = checkpoint_stops(self.checkpoint if self.training else 'never', len(batches),
                                  len(self.devices))
         engine = self._running_engine()
-        _check_tracing(threads=not engine.one_worker or any(stops))
+        _check_contexts(threads=not engine.one_worker or any(stops))
         pipeline = Pipeline(engine, batches, stops, common=common, offload=self.offload)
         pipeline.run()
         return self._gathered(batches, sizes, pipeline)
@@ -276,7 +277,7 @@ class GPipe(nn.Module):
             _check_arguments(self.partitions[0], input)
         batches, sizes, common = self._cut(input)
         engine = self._running_engine()
-        _check_tracing(threads=True)
+        _check_contexts(threads=True)
         if target_dim is None:
             target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
         if isinstance(schedule, str) and schedule == 'auto':
@@ -470,8 +471,8 @@ def _check_arguments(partition: nn.Module, input: Arguments) -> None:
             'a dict, or as a skip (torchgpipe.skip)') from None
 
 
-def _check_tracing(threads: bool) -> None:
-    """Refuse what follows a computation in a way that does not reach other threads, nor backward.
+def _check_contexts(threads: bool) -> None:
+    """Refuse contexts that follow a computation in a way that does not reach all of it here.
 
     Args:
         threads: Whether cells run in other threads, or will run again in backward.
@@ -485,6 +486,13 @@ def _check_tracing(threads: bool) -> None:
                            'threads of a GPipe, nor its recomputations: the result would be '
                            'wrong. Transform the sequential module that was wrapped; or put all '
                            "partitions on one device, with checkpoint='never'")
+    if torch.is_grad_enabled() and allows_mutation():
+        raise RuntimeError('a GPipe can not be called in torch.autograd.graph.'
+                           'allow_mutation_on_saved_tensors(): that one knows a saved tensor by '
+                           'the address where it begins, so it misses micro-batches, which are '
+                           'parts of a tensor, and takes one for another that had the address '
+                           'before; gradients would be wrong. Change a copy, as y = y.mul(2) for '
+                           'y.mul_(2); it takes no more memory than the copy made there')
 
 
 def _denied() -> TypeError:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, Function
+from torch.autograd.graph import _CloneArgBeforeMutateMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,13 +21,14 @@ from torch.utils._pytree import (tree_flatten, tree_flatten_with_path, tree_leav
 
 __all__ = ['APPLY', 'DISPATCH_MODES', 'FUNCTION_MODES', 'RESETS', 'BatchNorm', 'DeviceContext',
            'Hooks', 'ModeStack', 'PythonNode', 'Scaler', 'TorchDispatchMode', 'active_ddp',
-           'at_end_of_backward', 'backward_class', 'backward_pass', 'compiled_code',
-           'compiled_codes', 'current_node', 'data_address', 'ignore_in_ddp', 'ignored_in_ddp',
-           'innermost_hooks', 'is_compiled', 'is_full_backward_hook', 'is_tracing',
-           'is_transformed', 'lazy_clone', 'name_of_call', 'on_cpu_without_memory', 'own_context',
-           'parse_to', 'pop_hooks', 'proxy_mode', 'retains_graph', 'script_attributes',
-           'storage_id', 'tree_flatten', 'tree_flatten_with_path', 'tree_leaves', 'tree_map_only',
-           'tree_unflatten', 'uncompiled', 'unseen', 'untraced', 'without_torch_function']
+           'allows_mutation', 'at_end_of_backward', 'backward_class', 'backward_pass',
+           'compiled_code', 'compiled_codes', 'current_node', 'data_address', 'ignore_in_ddp',
+           'ignored_in_ddp', 'innermost_hooks', 'is_compiled', 'is_full_backward_hook',
+           'is_tracing', 'is_transformed', 'lazy_clone', 'name_of_call', 'on_cpu_without_memory',
+           'own_context', 'parse_to', 'pop_hooks', 'proxy_mode', 'retains_graph',
+           'script_attributes', 'storage_id', 'tree_flatten', 'tree_flatten_with_path',
+           'tree_leaves', 'tree_map_only', 'tree_unflatten', 'uncompiled', 'unseen', 'untraced',
+           'without_torch_function']
 
 # Given on as they are: `DeviceContext` is what `torch.set_default_device` enters, and a worker has
 # to tell it from a mode of the user's. `TorchDispatchMode` is the way to see all operations, and
@@ -187,6 +189,14 @@ def proxy_mode() -> Any:
         return None
     from torch.fx.experimental.proxy_tensor import get_proxy_mode  # takes long to import
     return get_proxy_mode()
+
+
+def allows_mutation() -> bool:
+    """Tell whether this thread is in ``torch.autograd.graph.allow_mutation_on_saved_tensors()``.
+
+    The flag that PyTorch keeps of it is one for all threads.
+    """
+    return any(isinstance(mode, _CloneArgBeforeMutateMode) for mode in DISPATCH_MODES.read())
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
