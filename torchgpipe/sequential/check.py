@@ -36,9 +36,8 @@ def check(module: nn.Module, converted: Converted, sample: Any, batch_dim: Any) 
     tensors, kind = flatten_nested(sample)
     whole = kind(tensors)
     batches, _, _ = cut(sample, 2, fit_rule(batch_dim, sample, converted))
-    runs = [('in training', True, whole), ('in evaluation', False, whole)]
-    if len(batches) > 1:
-        runs += [('in evaluation, for a half of the sample', False, batches[0].value)]
+    half = batches[0].value if len(batches) > 1 else whole
+    runs = [('in training', True, whole), ('in evaluation, for a half of the sample', False, half)]
     for title, training, value in runs:
         with _same_random_numbers():
             expected = _run(module, value, training)

@@ -105,8 +105,9 @@ class _Across:
             self._bytes[place] += node.meta['bytes']
             self._objects[place] += kind == 'object'
         for changed in node.meta['writes']:
-            for place in range(index.get(changed, -1) + 1, begin):
-                self._changes[place] += 1
+            for alias in _aliases(changed, index, begin - 1):
+                for place in range(index.get(alias, -1) + 1, begin):
+                    self._changes[place] += 1
 
     def may_cut(self, place: int) -> bool:
         """Tell whether only tensors and plain values go across."""
@@ -115,3 +116,11 @@ class _Across:
     def cost(self, place: int) -> tuple[Any, ...]:
         """Give what makes one place better than another."""
         return self._changes[place] > 0, self._bytes[place]
+
+
+def _aliases(changed: fx.Node, index: dict[fx.Node, int], place: int) -> list[fx.Node]:
+    """Give a node that a step changes, and those in whose memory it is that are used later."""
+    memory = changed.meta['memory']
+    return [changed, *(node for node in index if node.meta['memory'] == memory is not None
+                       and index[node] < place
+                       and any(index.get(user, place + 1) > place for user in node.users))]

@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 
 from torchgpipe.engine.checkpoint.attributes import attributes_of, contents_of
 from torchgpipe.engine.memory import size_of
+from torchgpipe.private import storage_id
 from torchgpipe.sequential.draws import KeptDraws
 from torchgpipe.sequential.errors import NeedsLeaf, is_of_torch, line_of, refused
 from torchgpipe.sequential.leaves import Leaves, modules_within
@@ -63,8 +64,8 @@ class Recorder(fx.Tracer):
 
     Attributes:
         graph: What was recorded. In ``meta``, each node has its ``kind`` (``'tensor'``,
-            ``'plain'`` or ``'object'``), its ``bytes``, whether it depends on the ``input``, and
-            what it ``writes`` to.
+            ``'plain'`` or ``'object'``), its ``bytes`` and ``memory``, whether it depends on the
+            ``input``, and what it ``writes`` to.
         constants: What it refers to by name.
         inner: The innermost submodule that has raised an error, if one has.
     """
@@ -206,12 +207,13 @@ class Recorder(fx.Tracer):
     def _wrap(self, node: fx.Node, known: Any) -> Any:
         """Give a value for what a node gives, or a structure of values."""
         meta = node.meta
-        meta.update(data=False, mode=False, kind='object', bytes=0)
+        meta.update(data=False, mode=False, kind='object', bytes=0, memory=None)
         meta['input'], meta['where'] = meta.get('input', False), meta.get('where', '')
         meta.setdefault('writes', [])
         inputs = node.all_input_nodes
         if isinstance(known, Tensor):
             meta['kind'], meta['bytes'] = 'tensor', size_of(known)
+            meta['memory'] = storage_id(known) if known.layout is torch.strided else None
             return Value(node, self, known)
         if known is UNKNOWN:
             meta['kind'], meta['bytes'] = ('plain', 0) if _is_plain(node) else ('tensor', 1)
@@ -246,7 +248,7 @@ class Recorder(fx.Tracer):
     def _step(self, function: Callable[..., Any], node: fx.Node, *args: Any) -> fx.Node:
         """Add a step of the recorder's own."""
         step = self.graph.call_function(function, (node, *args))
-        step.meta.update({**node.meta, 'kind': 'object', 'bytes': 0, 'writes': []})
+        step.meta.update({**node.meta, 'kind': 'object', 'bytes': 0, 'writes': [], 'memory': None})
         return step
 
     def _constant(self, value: Any) -> Constant:

@@ -1,0 +1,364 @@
+"""What layers a model is cut into, and what goes from one to the next."""
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.models.resnet101 import resnet101
+from benchmarks.models.unet import unet
+from tests.devices import cpu_only
+from torchgpipe import Arguments, GPipe
+from torchgpipe.balance import profile
+from torchgpipe.sequential import original_names, to_sequential
+
+pytestmark = cpu_only('how a model is cut does not depend on devices')
+
+
+def of(function, **modules):
+    """Make a model of submodules and a function of it."""
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, module in modules.items():
+                setattr(self, name, module)
+
+        def forward(self, *args):
+            return function(self, *args)
+
+    return Model()
+
+
+def linears(number, width=4):
+    return nn.ModuleList(nn.Linear(width, width) for _ in range(number))
+
+
+def skips(layers):
+    """Give for each skip where it starts and where it ends."""
+    starts = {key: k for k, layer in enumerate(layers) for key in layer.stashable()}
+    return sorted((starts[key], k) for k, layer in enumerate(layers) for key in layer.poppable())
+
+
+def called(layers):
+    """Give the names of the modules in each layer that have no others in them."""
+    return [[name for name, m in layer.named_modules() if name and not [*m.children()]]
+            for layer in layers]
+
+
+def test_a_cut_is_where_least_goes_across():
+    def forward(m, x):
+        x = m.pool(m.norm(m.first(x)).relu())  # the pool halves it: the cut is behind it
+        y = m.second(m.before(x))  # x goes on beside its norm: the cut is before the norm
+        return m.third((x + y).tanh())  # the last of equal places
+
+    model = of(forward, first=nn.Conv1d(2, 4, 1), norm=nn.BatchNorm1d(4), pool=nn.MaxPool1d(2),
+               before=nn.BatchNorm1d(4), second=nn.Conv1d(4, 4, 1), third=nn.Conv1d(4, 2, 1))
+    layers = to_sequential(model, torch.randn(4, 2, 6))
+    assert called(layers) == [['first', 'norm', 'pool'], ['before', 'second'], ['third']]
+    assert skips(layers) == [] and 'tanh' in layers[1].code
+
+
+def test_blocks_that_are_named_stay_whole():
+    model = of(lambda m, x: m.head(m.body(x)), body=nn.Sequential(*(
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(3))),
+        head=nn.Linear(4, 4))
+    x = torch.randn(4, 4)
+    assert len(to_sequential(model, x)) == 7
+    layers = to_sequential(model, x, leaves=['body.?'])
+    assert len(layers) == len(to_sequential(model, x, leaves=[*model.body])) == 4
+    assert len(to_sequential(model, x, leaves=nn.Sequential)) == 2
+    assert 'self.body' in layers[0].code
+
+
+def test_a_value_goes_straight_to_where_it_is_used():
+    """From there on to where it is used next, so it crosses no boundary twice."""
+    def forward(m, x):
+        first = m.layers[0](x)
+        y = m.layers[3](m.layers[2](m.layers[1](first)))
+        y = m.layers[4](y + first)
+        y = m.layers[6](m.layers[5](y * first))
+        return y + first
+
+    layers = to_sequential(of(forward, layers=linears(7)), torch.randn(4, 4))
+    assert skips(layers) == [(1, 3), (4, 6)]  # and by hand from 0 to 1, and from 3 to 4
+
+
+def test_a_shape_goes_and_not_the_tensor():
+    def forward(m, x):
+        wide = m.layers[0](x)
+        y = m.layers[2](m.layers[1](wide))
+        return m.layers[3](y).view(wide.shape) * wide.size(0)
+
+    layers = to_sequential(of(forward, layers=linears(4)), torch.randn(4, 4))
+    assert skips(layers) == []
+    assert layers(torch.randn(9, 4)).shape == (9, 4)
+    assert isinstance(layers[0](torch.randn(9, 4)), tuple)
+
+
+def test_a_shape_is_read_behind_what_changes_it():
+    def forward(m, x):
+        y = m.layers[0](x)
+        y.unsqueeze_(0)
+        n = y.shape[0] + 2
+        return m.layers[1](y) * n
+
+    model = of(forward, layers=linears(2))
+    x = torch.randn(4, 4)
+    assert torch.equal(to_sequential(model, x, check_sample=False)(x), model(x))
+
+
+def test_a_layer_hands_over_a_tensor():
+    """Where two towers follow each other, what the first one gave passes the second one."""
+    def forward(m, a, b):
+        for layer in m.left:
+            a = layer(a)
+        for layer in m.right:
+            b = layer(b)
+        return a @ b.t()
+
+    model = of(forward, left=linears(2), right=linears(3))
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+    layers = to_sequential(model, Arguments(a, b), check_sample=False)
+    assert len(layers) == 5 and torch.equal(layers(a, b), model(a, b))
+    assert skips(layers) == [(1, 4)]  # what the left one gave; b goes by hand
+
+
+def test_what_is_no_tensor_and_no_number_crosses_no_boundary():
+    def forward(m, x):
+        pack = nn.utils.rnn.pack_padded_sequence(m.first(x), torch.tensor([3, 2, 2, 1]),
+                                                 batch_first=True)
+        lengths = pack.batch_sizes.tolist()
+        y, _ = m.rnn(x)
+        return m.last(y) * sum(lengths)
+
+    model = of(forward, first=nn.Linear(4, 4), rnn=nn.GRU(4, 4, batch_first=True),
+               last=nn.Linear(4, 4))
+    x = torch.randn(4, 3, 4)
+    layers = to_sequential(model, x, check_sample=False)
+    assert torch.equal(layers(x), model(x))
+
+    class Handle:
+        def __init__(self, x):
+            self.x = x
+
+    class Make(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(4))
+
+        def forward(self, x):
+            return Handle(x @ self.weight)
+
+    model = of(lambda m, x: m.third(m.second(m.make(x).x)), make=Make(), second=nn.Linear(4, 4),
+               third=nn.Linear(4, 4))
+    layers = to_sequential(model, x, leaves=['make'])
+    assert called(layers) == [['make'], ['second'], ['third']]
+    model = of(lambda m, x: (lambda h: m.third(m.second(x) + h.x))(m.make(x)), make=Make(),
+               second=nn.Linear(4, 4), third=nn.Linear(4, 4))
+    layers = to_sequential(model, x, leaves=['make'])
+    assert called(layers) == [['make', 'second'], ['third']]
+
+
+def test_a_change_in_place_is_in_the_layer_of_what_it_changes():
+    def forward(m, x):
+        y = m.first(x)
+        part = y[:, :2]
+        y = m.second(y.sigmoid())  # a cut is before the sigmoid or behind it
+        part.zero_()
+        return m.third(y + part.sum())
+
+    model = of(forward, first=nn.Linear(4, 8), second=nn.Linear(8, 4), third=nn.Linear(4, 4))
+    layers = to_sequential(model, torch.randn(4, 4))
+    assert torch.equal(layers.eval()(torch.ones(4, 4)), model.eval()(torch.ones(4, 4)))
+
+    def in_place(m, x):
+        y = m.first(x)
+        z = y.relu_()
+        return m.second(z)
+
+    model = of(in_place, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+    assert 'relu_' in to_sequential(model, torch.randn(4, 4))[0].code
+
+
+# --- names
+# -------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """A table under two names and in a third place, unused layers, buffers of each kind."""
+
+    def __init__(self, persistent=False):
+        super().__init__()
+        self.words = nn.Embedding(9, 4)
+        self.stack = nn.ModuleDict({'words': self.words, 'body': linears(2)})
+        self.head = nn.Linear(4, 9, bias=False)
+        self.head.weight = self.words.weight
+        self.unused = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        self.body = nn.Module()
+        self.body.forgotten, self.body.used = nn.Linear(1, 1), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer('kept', torch.ones(4))
+        self.register_buffer('lost', torch.ones(4), persistent=persistent)
+        self.register_buffer('none', None)
+
+    def forward(self, ids):
+        x = self.words(ids) * self.scale + self.kept * self.lost
+        for layer in self.stack['body']:
+            x = layer(x)
+        return self.head(self.body.used(x))
+
+
+def test_names_are_those_of_the_model():
+    model, ids = Tied(), torch.randint(9, (4, 3))
+    layers = to_sequential(copy.deepcopy(model), ids)
+    pipe = GPipe(layers, [2, len(layers) - 2], devices=['cpu', 'cpu'], chunks=2)
+    state = model.state_dict()
+    for converted in (layers, pipe):
+        found = original_names(converted.state_dict())
+        assert found.keys() == state.keys()
+        model.load_state_dict(found)
+        other = {name: torch.rand_like(x) if x.is_floating_point() else x
+                 for name, x in state.items()}
+        tied = other['words.weight']
+        other.update({name: tied for name in ('stack.words.weight', 'head.weight')})
+        converted.load_state_dict(other)
+        again = original_names(converted.state_dict())
+        assert all(torch.equal(again[name], x) for name, x in other.items())
+        converted.load_state_dict({f'{20 + k}.{name}': x for k, (name, x)
+                                   in enumerate(state.items())})
+        again = original_names(converted.state_dict())
+        assert all(torch.equal(again[name], x) for name, x in state.items())
+    with pytest.raises(RuntimeError, match='Missing key.*scale'):
+        pipe.load_state_dict({name: x for name, x in state.items() if name != 'scale'})
+    with pytest.raises(RuntimeError, match='Unexpected key.*foreign'):
+        pipe.load_state_dict({**state, 'foreign.weight': torch.ones(1)})
+    with pytest.raises(ValueError, match='begin with the number of a layer'):
+        original_names(state)
+    assert [name for name, x in layers.named_buffers() if 'lost' in name]
+
+
+def test_a_sequential_model_keeps_its_names_apart():
+    """``0.weight`` may be of the model, and of a layer in it."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    layers = to_sequential(copy.deepcopy(model), torch.randn(4, 3))
+    assert [*layers.state_dict()][:3] == ['0.0.weight', '0.0.bias', '1.1.0.weight']
+    x = torch.randn(4, 3)
+    layers.load_state_dict(model.state_dict())
+    assert torch.equal(layers(x), model(x))
+    layers.load_state_dict({name: x * 2 for name, x in layers.state_dict().items()})
+    assert torch.equal(layers[0].state_dict()['0.weight'], 2 * model[0].weight)
+
+
+def test_weights_have_the_names_of_the_model(tmp_path):
+    model, ids = Tied(persistent=True), torch.randint(9, (4, 3))
+    torch.save(model.state_dict(), tmp_path / 'model.pt')
+    with torch.device('meta'):
+        empty = Tied(persistent=True)
+    layers = to_sequential(empty, ids.to('meta'))
+    pipe = GPipe(layers, [2, len(layers) - 2], devices=['cpu', 'cpu'], chunks=2,
+                 weights=tmp_path / 'model.pt')
+    assert torch.equal(pipe(ids), model(ids))
+    mine = {'1.' + name: x for name, x in model.state_dict().items()}
+    pipe = GPipe(to_sequential(Tied(persistent=True), ids), [2, len(layers) - 2], devices=['cpu', 'cpu'],
+                 weights=mine)
+    assert torch.equal(pipe(ids), model(ids))
+
+
+# --- beside models that were written by hand
+# -------------------------------------------------------------------------------------------------
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, channels, planes, stride):
+        super().__init__()
+        out = 4 * planes
+        self.conv1, self.bn1 = nn.Conv2d(channels, planes, 1, bias=False), nn.BatchNorm2d(planes)
+        self.conv2 = nn.Conv2d(planes, planes, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(planes)
+        self.conv3, self.bn3 = nn.Conv2d(planes, out, 1, bias=False), nn.BatchNorm2d(out)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = nn.Sequential(
+            nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out)
+        ) if stride != 1 or channels != out else None
+
+    def forward(self, x):
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn3(self.conv3(self.relu(self.bn2(self.conv2(out)))))
+        out += x if self.downsample is None else self.downsample(x)
+        return self.relu(out)
+
+
+class ResNet101(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64)
+        self.relu, self.pool = nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+        blocks, channels = [], 64
+        for stage, number in enumerate((3, 4, 23, 3)):
+            for k in range(number):
+                blocks.append(Bottleneck(channels, 64 << stage, 2 if stage and not k else 1))
+                channels = 256 << stage
+        self.blocks = nn.ModuleList(blocks)
+        self.average, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(channels, 1000)
+
+    def forward(self, x):
+        x = self.pool(self.relu(self.bn1(self.conv1(x))))
+        for block in self.blocks:
+            x = block(x)
+        return self.fc(self.average(x).flatten(1))
+
+
+class UNet(nn.Module):
+    def __init__(self, depth, convs, c):
+        super().__init__()
+
+        def stack(channels, mid, out):
+            widths = [channels, *[mid] * (convs - 1), out]
+            return nn.Sequential(*(layer for a, b in zip(widths, widths[1:]) for layer in (
+                nn.Conv2d(a, b, 3, padding=1, bias=False), nn.Dropout2d(0.1),
+                nn.InstanceNorm2d(b), nn.LeakyReLU(0.01))))
+
+        self.down = nn.ModuleList(
+            stack(c << (i - 1) if i else 3, c << i, c << i) for i in range(depth))
+        bottom = c << (depth - 1)
+        self.bottom = stack(bottom, 2 * bottom, bottom)
+        self.up = nn.ModuleList(stack(c << (i + 1), (c << i) // 2, (c << i) // 2)
+                                for i in reversed(range(depth)))
+        self.head = nn.Conv2d(c // 2, 1, 1, bias=False)
+
+    def forward(self, x):
+        kept = []
+        for stack in self.down:
+            x = stack(x)
+            kept.append(x)
+            x = nn.functional.max_pool2d(x, 2)
+        x = self.bottom(x)
+        for stack in self.up:
+            skip = kept.pop()
+            x = nn.functional.interpolate(x, size=skip.shape[-2:])
+            x = stack(torch.cat((x, skip), 1))
+        return self.head(x)
+
+
+def least_across(model, x, share):
+    """Give the least bytes at a cut that leaves about this share of the parameters before it."""
+    found = profile(model, x, device='cpu', timeout=0)
+    sizes = [layer.parameter_bytes for layer in found.layers]
+    return min(
+        layer.output_bytes + sum(s.bytes for s in found.skips if s.source <= k < s.target)
+        for k, layer in enumerate(found.layers[:-1])
+        if abs(sum(sizes[:k + 1]) / sum(sizes) - share) < 0.1)
+
+
+@pytest.mark.parametrize('by_hand, model, number', [
+    (resnet101, ResNet101, 105),
+    (lambda: unet(depth=3, num_convs=2, base_channels=4), lambda: UNet(3, 2, 4), 15)],
+    ids=['ResNet-101', 'U-Net'])
+def test_no_more_goes_across_the_best_cut_than_by_hand(by_hand, model, number):
+    x = torch.randn(2, 3, 32, 32)
+    by_hand, layers = by_hand(), to_sequential(model(), x, check_sample=False)
+    assert len(layers) == number
+    assert (sum(p.numel() for p in layers.parameters())
+            == sum(p.numel() for p in by_hand.parameters()))
+    for share in (0.25, 0.5, 0.75):
+        assert least_across(layers, x, share) <= 1.05 * least_across(by_hand, x, share)
