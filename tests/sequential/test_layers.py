@@ -180,6 +180,32 @@ def test_a_change_in_place_is_in_the_layer_of_what_it_changes():
     assert 'relu_' in to_sequential(model, torch.randn(4, 4))[0].code
 
 
+@pytest.mark.filterwarnings('ignore:The .grad attribute of a Tensor that is not a leaf')
+def test_layers_are_compiled():
+    """PyTorch counts how often it compiles a code, and gives up: each layer has its own."""
+    def forward(m, x):
+        first = y = m.layers[0](x)
+        for layer in m.layers[1:]:
+            y = layer(y) * first.mean() if y.shape[1] == 4 else y
+        return y
+
+    model, x = of(forward, layers=linears(24)), torch.randn(4, 4)
+    layers = to_sequential(model, x)
+    pipe = GPipe(layers, [12, 12], devices=['cpu', 'cpu'], chunks=2)
+    expected = pipe(x)
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        pipe.compile(backend=backend)
+        assert torch.allclose(pipe(x), expected, atol=1e-6)
+    assert sum(node.op == 'call_function' and 'linear' in str(node.target)
+               for graph in compiled for node in graph.graph.nodes) >= 24
+
+
 # --- names
 # -------------------------------------------------------------------------------------------------
 
@@ -259,8 +285,8 @@ def test_weights_have_the_names_of_the_model(tmp_path):
                  weights=tmp_path / 'model.pt')
     assert torch.equal(pipe(ids), model(ids))
     mine = {'1.' + name: x for name, x in model.state_dict().items()}
-    pipe = GPipe(to_sequential(Tied(persistent=True), ids), [2, len(layers) - 2], devices=['cpu', 'cpu'],
-                 weights=mine)
+    layers = to_sequential(Tied(persistent=True), ids)
+    pipe = GPipe(layers, [2, len(layers) - 2], devices=['cpu', 'cpu'], weights=mine)
     assert torch.equal(pipe(ids), model(ids))
 
 

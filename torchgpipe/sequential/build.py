@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from torchgpipe.sequential.inputs import Inputs
-from torchgpipe.sequential.layer import Code, FirstLayer, Layer
+from torchgpipe.sequential.layer import Code, FirstLayer, Layer, SkipLayer
 from torchgpipe.sequential.parts import all_names, left_out, put
 from torchgpipe.sequential.record import Constant
 from torchgpipe.sequential.routes import Route, routes
@@ -36,9 +36,10 @@ def build(graph: fx.Graph, steps: Sequence[Sequence[fx.Node]], root: nn.Module, 
         title = f'<layer {k} of {type(root).__name__}>'
         code = Code(*_source(part, constants), title)
         stashes = [name for name, _ in route.stashed]
-        layer = (FirstLayer(code, inputs, stashes, namespace) if k == 0 else
-                 Layer(code, len(route.handed), [name for name, _ in route.popped], stashes,
-                       namespace))
+        pops = [name for name, _ in route.popped]
+        cls = SkipLayer if pops or stashes else Layer
+        layer = (cls(code, len(route.handed), pops, stashes, namespace) if k else
+                 FirstLayer(code, inputs, stashes, namespace))
         layer.training = root.training
         _fill(layer, root, targets, names, constants)
         layers.append(layer)

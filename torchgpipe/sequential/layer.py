@@ -10,6 +10,7 @@ and a module, a parameter or a buffer that several layers use is in each of them
 """
 import linecache
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import Any
@@ -23,7 +24,7 @@ from torchgpipe.sequential.names import Named
 from torchgpipe.skip.namespace import Key, Namespace
 from torchgpipe.skip.tracker import current_skip_tracker
 
-__all__ = ['Code', 'FirstLayer', 'Layer']
+__all__ = ['Code', 'FirstLayer', 'Layer', 'SkipLayer']
 
 # The batch for trackers' methods, which have no use for it.
 _no_batch = Batch(())
@@ -96,15 +97,7 @@ class Layer(Named):
 
     def forward(self, value: Any) -> Any:
         """Compute what the layer before has not."""
-        return self._run((value,) if self._number == 1 else value)
-
-    def _run(self, values: Sequence[Any]) -> Any:
-        if not self._pops and not self._stashes:
-            return self._code.function(self, *values)[0]
-        popped = _pop(self._pops)
-        output, stashed = self._code.function(self, *values, *popped)
-        _stash(self._stashes, stashed)
-        return output
+        return self._code.function(self, *((value,) if self._number == 1 else value))[0]
 
     @property
     def code(self) -> str:
@@ -117,7 +110,22 @@ class Layer(Named):
             ('pops', self._pops), ('stashes', self._stashes)) if keys)
 
 
-class FirstLayer(Layer):
+class SkipLayer(Layer):
+    """One that pops or stashes."""
+
+    @partial(uncompiled, recursive=False)  # What it calls is.
+    def forward(self, value: Any) -> Any:
+        """Compute what the layer before has not."""
+        return self._run((value,) if self._number == 1 else value)
+
+    @partial(uncompiled, recursive=False)
+    def _run(self, values: Sequence[Any]) -> Any:
+        output, stashed = self._code.function(self, *values, *_pop(self._pops))
+        _stash(self._stashes, stashed)
+        return output
+
+
+class FirstLayer(SkipLayer):
     """The first one, which takes the arguments of the original's forward.
 
     Args:
@@ -135,20 +143,28 @@ class FirstLayer(Layer):
         """The function; it has the signature of the original's forward."""
         return _Forward(self)
 
-    @uncompiled
+    @partial(uncompiled, recursive=False)
     def _run_with(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return self._run(self._inputs.take(args, kwargs))
+        return self._run(_take(self._inputs, args, kwargs))
 
 
 class _Forward:
     """The forward of a first layer."""
 
+    _torchdynamo_disable = True
+
     def __init__(self, layer: FirstLayer) -> None:
         self._layer = layer
         self.__signature__ = layer._inputs.signature
 
+    @partial(uncompiled, recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._layer._run_with(args, kwargs)
+
+
+@uncompiled
+def _take(inputs: Inputs, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    return inputs.take(args, kwargs)
 
 
 @uncompiled

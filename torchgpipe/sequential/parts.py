@@ -44,12 +44,7 @@ class Part(nn.Module):
             if '_whole' in own and hasattr(own['_whole'], name):
                 found = inspect.getattr_static(own['_whole'], name)
                 return found.__get__(self, type(self)) if hasattr(found, '__get__') else found
-            raise self._missing(name) from None
-
-    def _missing(self, name: str) -> AttributeError:
-        return AttributeError(
-            'a stage has those submodules, parameters and buffers of the model that it used with '
-            f"the sample, and '{name}' of a {self.__dict__['_whole'].__name__} is none of them")
+            raise _missing(name, own['_whole']) from None
 
     def _get_name(self) -> str:
         return self._whole.__name__
@@ -65,12 +60,29 @@ class _PartOfList(Part):
         if isinstance(index, slice):
             return [self[k] for k in range(*index.indices(self._length))]
         name = str(index + self._length if isinstance(index, int) and index < 0 else index)
-        if name not in self._modules:
-            raise self._missing(name)
-        return self._modules[name]
+        return self._modules[name] if name in self._modules else _Absent(name, self._whole)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self[:])
+
+
+class _Absent:
+    """A module of a list that a part does not have: it can be passed over, and not be used."""
+
+    def __init__(self, name: str, whole: type) -> None:
+        self.__dict__.update(_name=name, _whole=whole)
+
+    def __getattr__(self, name: str) -> Any:
+        raise _missing(self._name, self._whole)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise _missing(self._name, self._whole)
+
+
+def _missing(name: str, whole: type) -> AttributeError:
+    return AttributeError(
+        'a stage has those submodules, parameters and buffers of the model that it used with '
+        f"the sample, and '{name}' of a {whole.__name__} is none of them")
 
 
 # What each module has.
