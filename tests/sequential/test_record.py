@@ -143,6 +143,11 @@ def types_asked(m, x):
     return x
 
 
+def numbers_first(m, x):
+    """PyTorch looks for a number in the first argument before it looks for a tensor."""
+    return torch.pow(x, 3.0) + torch.remainder(x, 2) + torch.where(x > 0, 1.0, x)
+
+
 def plain_modules(m, x):
     return nn.Softmax(dim=-1)(x)
 
@@ -166,7 +171,7 @@ def drawn(m, x):
 
 @pytest.mark.parametrize('function', [
     halves, written_in_place, counted, listed, packed, looped, made, resized, types_asked,
-    plain_modules, masked, dropped, drawn], ids=lambda f: f.__name__)
+    numbers_first, plain_modules, masked, dropped, drawn], ids=lambda f: f.__name__)
 def test_what_people_write(function):
     layers = check(Model(function), sample(), torch.randn(7, 6))
     assert len(layers) == 2
@@ -397,15 +402,15 @@ def test_without_a_sample():
 
 def test_nothing_stays_replaced():
     """Also after an error, and others threads never see it."""
-    before = (builtins.len, torch.arange, random.random, nn.Module.__call__,
+    before = (builtins.len, builtins.isinstance, torch.arange, random.random, nn.Module.__call__,
               nn.Module.__getattr__, nn.Module.__setattr__)
     for function in (made, by_elements):
         try:
             to_sequential(Model(function), sample())
         except ConversionError:
             pass
-        assert before == (builtins.len, torch.arange, random.random, nn.Module.__call__,
-                          nn.Module.__getattr__, nn.Module.__setattr__)
+        assert before == (builtins.len, builtins.isinstance, torch.arange, random.random,
+                          nn.Module.__call__, nn.Module.__getattr__, nn.Module.__setattr__)
 
 
 def test_a_conversion_changes_nothing():

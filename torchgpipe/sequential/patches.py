@@ -9,8 +9,10 @@
     random.random()         random.random, …            refused
     torch.arange(T)         torch.arange, …             PyTorch would ask for a number, not a value
     len(x), math.sqrt(T)    len, math.sqrt, …           so would Python
+    isinstance(x, Tensor)   isinstance                  the truth of the tensor, not of the value
 
-Other threads, and what runs within a leaf, get what PyTorch has.
+Other threads, and what runs within a leaf, get what PyTorch has. ``isinstance`` is replaced since
+PyTorch's C++ would believe a ``__class__`` that says Tensor, and read a value's memory as one's.
 """
 import builtins
 import math
@@ -57,6 +59,9 @@ class Watcher(Protocol):
     def made(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
              ) -> Any:
         """Call a function that makes a tensor, or describes a type of numbers."""
+
+    def is_a(self, value: Any, classes: Any) -> bool:
+        """Tell whether what a value stands for is an instance."""
 
     def drew(self) -> None:
         """Say that a random number of Python's is about to be drawn."""
@@ -126,7 +131,14 @@ def _replacements(watcher: Watcher, watches: Callable[[], bool]
             return own(*args, **kwargs)
         return run
 
+    def instance(own: Any) -> Any:
+        def run(value: Any, classes: Any) -> bool:
+            return own(value, classes) or (own(value, fx.Proxy) and watches()
+                                           and watcher.is_a(value, classes))
+        return run
+
     yield builtins, 'len', of_values
+    yield builtins, 'isinstance', instance
     for name in _OF_NUMBERS:
         yield math, name, of_values
     yield nn.Module, '__call__', call

@@ -324,11 +324,13 @@ class Recorder(fx.Tracer):
         """Refuse to go through something unknown."""
         self._refuse_unknown(f'its program goes through {_words(obj.node)}')
 
-    def class_of_unknown(self, value: Any) -> Any:
-        """Answer ``isinstance`` where there is no sample: to PyTorch itself a value is a value."""
-        if is_of_torch(sys._getframe(2)):
-            return type(value)
-        self._refuse_unknown('its program asks for the type of a value')
+    def is_a(self, value: Any, classes: Any) -> bool:
+        """Answer ``isinstance``; without a sample, to PyTorch itself a value is a value."""
+        if type(value) is Value:
+            return isinstance(value._known, classes)
+        if not is_of_torch(sys._getframe(2)):
+            self._refuse_unknown('its program asks for the type of a value')
+        return False
 
     def is_tensor(self, value: Any) -> bool:
         """Tell whether a value is a tensor, as far as is known."""

@@ -156,6 +156,10 @@ class _Uses:
         """Call it."""
         return function(*args, **kwargs)
 
+    def is_a(self, value: Any, classes: Any) -> bool:
+        """Say no: there are no values here."""
+        return False
+
     def written(self, module: nn.Module, name: str) -> None:
         """Let it be."""
 

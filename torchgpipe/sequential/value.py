@@ -27,10 +27,6 @@ class Unknown(fx.Proxy):
 
     tracer: Any
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return self.tracer.class_of_unknown(self)
-
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.create_proxy('call_function', operator.setitem, (self, key, value), {})
 
@@ -49,10 +45,6 @@ class Value(fx.Proxy):
         self._known = known
 
     tracer: Any
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # so that isinstance(x, Tensor) tells the truth
-        return type(self._known)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith('__') and name.endswith('__'):
