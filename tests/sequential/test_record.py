@@ -148,6 +148,20 @@ def numbers_first(m, x):
     return torch.pow(x, 3.0) + torch.remainder(x, 2) + torch.where(x > 0, 1.0, x)
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3, None
+
+
+def with_its_own_backward(m, x):
+    return Doubled.apply(x, 2)
+
+
 def plain_modules(m, x):
     return nn.Softmax(dim=-1)(x)
 
@@ -171,7 +185,8 @@ def drawn(m, x):
 
 @pytest.mark.parametrize('function', [
     halves, written_in_place, counted, listed, packed, looped, made, resized, types_asked,
-    numbers_first, plain_modules, masked, dropped, drawn], ids=lambda f: f.__name__)
+    numbers_first, with_its_own_backward, plain_modules, masked, dropped, drawn],
+    ids=lambda f: f.__name__)
 def test_what_people_write(function):
     layers = check(Model(function), sample(), torch.randn(7, 6))
     assert len(layers) == 2

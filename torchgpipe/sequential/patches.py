@@ -9,6 +9,7 @@
     random.random()         random.random, …            refused
     torch.arange(T)         torch.arange, …             PyTorch would ask for a number, not a value
     len(x), math.sqrt(T)    len, math.sqrt, …           so would Python
+    Swish.apply(x)          Function.apply              PyTorch would ask for a tensor
     isinstance(x, Tensor)   isinstance                  the truth of the tensor, not of the value
 
 Other threads, and what runs within a leaf, get what PyTorch has. ``isinstance`` is replaced since
@@ -25,6 +26,9 @@ from unittest import mock
 
 import torch
 from torch import fx, nn
+from torch.autograd import Function
+
+from torchgpipe.sequential.runtime import apply
 
 __all__ = ['Watcher', 'watched']
 
@@ -131,6 +135,13 @@ def _replacements(watcher: Watcher, watches: Callable[[], bool]
             return own(*args, **kwargs)
         return run
 
+    def applying(own: Any) -> Any:
+        def run(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if watches():
+                return watcher.made(apply, (cls, *args), kwargs)
+            return own.__func__(cls, *args, **kwargs)
+        return classmethod(run)
+
     def instance(own: Any) -> Any:
         def run(value: Any, classes: Any) -> bool:
             return own(value, classes) or (own(value, fx.Proxy) and watches()
@@ -141,6 +152,7 @@ def _replacements(watcher: Watcher, watches: Callable[[], bool]
     yield builtins, 'isinstance', instance
     for name in _OF_NUMBERS:
         yield math, name, of_values
+    yield Function, 'apply', applying
     yield nn.Module, '__call__', call
     yield nn.Module, '__getattr__', read
     yield nn.Module, '__setattr__', write

@@ -3,10 +3,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.autograd import Function
 
 from torchgpipe.structure import Structure, flatten
 
-__all__ = ['expect', 'put_together', 'take_apart']
+__all__ = ['apply', 'expect', 'put_together', 'take_apart']
+
+
+def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+    """Apply a function that has a backward of its own."""
+    return function.apply(*args, **kwargs)
 
 
 def expect(found: Any, expected: Any, what: str, where: str) -> None:
