@@ -491,3 +491,11 @@ def test_leaves_that_are_none(leaf, error, match):
 def test_other_things_than_modules():
     with pytest.raises(TypeError, match='a module is converted, not function'):
         to_sequential(halves, sample())
+
+
+def test_buffers_that_nothing_uses_are_there():
+    model = Model(halves)
+    model.register_buffer('unused', torch.ones(3), persistent=False)
+    layers = to_sequential(model, sample())
+    assert layers[-1].unused is model.unused
+    assert '1.unused' not in layers.state_dict()

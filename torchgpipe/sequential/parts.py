@@ -142,12 +142,17 @@ def all_names(root: nn.Module) -> dict[int, list[str]]:
     return found
 
 
+def _tensors(module: nn.Module) -> list[str]:
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    return [*{**module.state_dict(), **buffers}]
+
+
 def left_out(root: nn.Module, parts: Iterable[nn.Module]) -> list[str]:
-    """Give the names of what a model has in its state dict, and no part of it; of modules if all
-    of a module is left out.
+    """Give the names of what a model has in its state dict or its buffers, and no part of it; of
+    modules if all of a module is left out.
     """
-    there = {name for part in parts for name in part.state_dict()}
-    names = [name for name in root.state_dict() if name not in there]
+    there = {name for part in parts for name in _tensors(part)}
+    names = [name for name in _tensors(root) if name not in there]
     inhabited = {name[:k] for name in there for k, letter in enumerate(name) if letter == '.'}
     found: dict[str, None] = {}
     for name in names:
