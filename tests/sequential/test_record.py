@@ -289,6 +289,35 @@ def test_a_leaf_may_do_anything(function):
         assert torch.equal(layers(sample()), expected)
 
 
+@pytest.mark.parametrize('inner', [False, True])
+def test_a_training_mode_that_makes_no_difference_leaves_nothing_whole(inner):
+    def function(m, x):
+        a, b = x.chunk(2, -1)
+        x = torch.cat([b + torch.ones(3) if m.training and m.weight is None else b, a], -1)
+        return Both(x, 2 if m.training else 2).x
+
+    model = nn.Sequential(nn.Linear(6, 6), Inner(function), nn.Linear(6, 6))
+    if not inner:
+        model = Model(function)
+        model.weight = model.table
+    layers = check(model, sample(), torch.randn(7, 6))
+    assert 'Inner' not in [type(x).__name__ for x in layers.modules()]
+
+
+def test_a_difference_that_follows_two_modes_is_of_the_last_one():
+    def harmless(m, x):
+        return x * (2 if m.training else 2)
+
+    class Other(Inner):
+        pass
+
+    model = nn.Sequential(nn.Linear(6, 6), Inner(harmless), nn.Linear(6, 6), Other(by_the_mode),
+                          Inner(harmless))
+    layers = to_sequential(model, sample())
+    names = [type(x).__name__ for x in layers.modules()]
+    assert names.count('Other') == 1 and 'Inner' not in names
+
+
 def test_what_a_forward_draws_unseen_is_noticed():
     rand = torch.rand
     with pytest.raises(ConversionError, match='draws random numbers of PyTorch'):

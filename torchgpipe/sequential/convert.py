@@ -46,8 +46,20 @@ def _name_of(module: nn.Module, leaf: nn.Module) -> str:
 
 
 def _converted(module: nn.Module, sample: Any, named: list[Any], classes: set[type]) -> Converted:
+    recorder, inputs = _recorded(module, sample, named, classes, flipped=False)
+    if recorder.modes_taken:
+        recorder.check_mode(_recorded(module, sample, named, classes, flipped=True)[0])
+    steps = cut(recorder.graph, recorder.root, recorder.leaves)
+    return Converted(*build(recorder.graph, steps, module, inputs, recorder.constants))
+
+
+def _recorded(module: nn.Module, sample: Any, named: list[Any], classes: set[type], flipped: bool
+              ) -> tuple[Recorder, Inputs]:
+    """Record a module, with the other training mode if that is wanted."""
     # A copy runs, as it may be changed. It has the parameters of the model itself.
     root = copy.deepcopy(module, {id(x): x for x in module.parameters()})
+    for each in root.modules():
+        each.training ^= flipped
     leaves = Leaves(root, named)
     leaves.classes.update(classes)
     recorder = Recorder(root, leaves)
@@ -63,8 +75,7 @@ def _converted(module: nn.Module, sample: Any, named: list[Any], classes: set[ty
         why = f'{type(error).__name__}: {error}'
         raise refused(root, f'it can not be followed ({why})',
                       line_of_error(error.__traceback__), recorder.inner) from error
-    steps = cut(recorder.graph, root, leaves)
-    return Converted(*build(recorder.graph, steps, module, inputs, recorder.constants))
+    return recorder, inputs
 
 
 def _values(recorder: Recorder, module: nn.Module, sample: Any

@@ -8,16 +8,18 @@ what becomes of numbers, and :mod:`torchgpipe.sequential.patches` for how steps 
 The way of a program may depend on what is the same for each micro-batch. What it depends on is
 checked in each run. It may not depend on the elements of tensors, nor on whether the model is in
 training, nor on random numbers of Python's. It does what it does under one grad mode and autocast.
-A submodule of which that is not true stays whole: as soon as one is found that depends on training
-or changes modes, its class is added to the leaves, and the recording starts again. In all other
+A submodule that depends on training or changes modes stays whole: as soon as one is found, its
+class is added to the leaves, and the recording starts again. In all other
 cases there is an error, so that nobody is surprised by how much stays whole.
+Where a program goes by the training mode, it is recorded in the other mode, too: if it makes no
+difference, nothing has to stay whole.
 """
 import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -55,6 +57,20 @@ class Constant:
         return self.name
 
 
+class ModeTaken(NamedTuple):
+    """A place where a program goes by the training mode.
+
+    Attributes:
+        place: How many steps were there.
+        module: The innermost submodule, in a list; none for the model itself.
+        line: The line.
+    """
+
+    place: int
+    module: list[nn.Module]
+    line: str
+
+
 class Recorder(fx.Tracer):
     """Record one forward.
 
@@ -67,6 +83,7 @@ class Recorder(fx.Tracer):
             ``'plain'`` or ``'object'``), its ``bytes`` and ``memory``, whether it depends on the
             ``input``, and what it ``writes`` to.
         constants: What it refers to by name.
+        modes_taken: Where its program goes by the training mode.
         inner: The innermost submodule that has raised an error, if one has.
     """
 
@@ -76,6 +93,7 @@ class Recorder(fx.Tracer):
         self.leaves = leaves
         self.graph = fx.Graph()
         self.constants: dict[str, Any] = {}
+        self.modes_taken: list[ModeTaken] = []
         self.inner: str | None = None
         self._paths = {module: name for name, module in root.named_modules()}
         self._looked_into = list(modules_within(root, leaves))
@@ -301,10 +319,10 @@ class Recorder(fx.Tracer):
         node, known = value.node, value._known
         if (isinstance(known, Tensor) and how is not len) or node.meta['data']:
             self.refuse('its program goes by the elements of a tensor')
-        if node.meta['mode']:
-            self._stay_whole('its program goes by the training mode')
         result = how(known)
-        if node.meta['input'] and (node, how.__name__) not in self._taken:
+        if node.meta['mode']:
+            self.modes_taken.append(ModeTaken(len(self._steps()), self._stack[-1:], line_of()))
+        elif node.meta['input'] and (node, how.__name__) not in self._taken:
             self._taken.add((node, how.__name__))
             what = _words(node)
             if how in (len, bool) and result is not known:
@@ -342,6 +360,34 @@ class Recorder(fx.Tracer):
         moved = self._draws.moved()
         if moved:
             self.refuse(f'it draws random numbers of {moved}, here or before')
+
+    def check_mode(self, other: 'Recorder') -> None:
+        """See that a recording in another training mode is the same.
+
+        Raises:
+            NeedsLeaf: It is not, by the doing of a submodule.
+            ConversionError: It is not, by that of the model itself.
+        """
+        steps, others_steps = self._steps(), other._steps()
+        pairs = zip(steps, others_steps)
+        first = next((k for k, (mine, others) in enumerate(pairs)
+                      if mine.format_node() != others.format_node()
+                      or not all(map(_same, self._constants_of(mine),
+                                     other._constants_of(others)))), None)
+        if first is None and len(steps) == len(others_steps):
+            return
+        before = [each for each in self.modes_taken if first is None or each.place <= first]
+        last = (before or self.modes_taken)[-1]
+        if last.module:
+            raise NeedsLeaf(type(last.module[0]))
+        raise self._refused('its program goes by the training mode', None, line=last.line)
+
+    def _steps(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op != 'get_attr']
+
+    def _constants_of(self, node: fx.Node) -> list[Any]:
+        return [self.constants[str(a)] for a in (node.target, *node.args)
+                if str(a) in self.constants]
 
     def _stay_whole(self, why: str) -> None:
         if self._stack:
@@ -383,6 +429,12 @@ class Recorder(fx.Tracer):
                 raise self._refused(f"it changes what is in the attribute '{name}' of a module, "
                                     'which each micro-batch would do again', path or None,
                                     line='  (a list, a dict or the like)')
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
