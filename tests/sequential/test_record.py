@@ -336,6 +336,31 @@ def test_what_is_kept_in_a_list_is_noticed():
     assert model.seen == []
 
 
+class Cache:
+    def __init__(self, held):
+        self.held = held
+
+
+def test_an_object_that_a_leaf_changes_is_noticed():
+    class Reader(nn.Linear):
+        def forward(self, x, cache, change=False):
+            if change:
+                cache.held['x'].append(x)
+            return super().forward(x) * len(cache.held['x'])
+
+    def forward(m, x, change):
+        return m.reader(x, Cache({'x': [1, 2]}), change=change)
+
+    for change in (False, True):
+        model = Model(lambda m, x: forward(m, x, change))
+        model.reader = Reader(6, 6)
+        if change:
+            with pytest.raises(ConversionError, match=r"\(Cache\) that is changed there"):
+                to_sequential(model, sample())
+        else:
+            check(model, sample())
+
+
 def test_an_error_of_the_model_is_its_own():
     with pytest.raises(RuntimeError, match='mat1 and mat2'):
         to_sequential(Model(halves), torch.randn(4, 5))

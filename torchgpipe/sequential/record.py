@@ -28,6 +28,7 @@ from torchgpipe.engine.checkpoint.attributes import attributes_of, contents_of
 from torchgpipe.engine.memory import size_of
 from torchgpipe.private import storage_id
 from torchgpipe.sequential.draws import KeptDraws
+from torchgpipe.sequential.contents import ids_within
 from torchgpipe.sequential.errors import NeedsLeaf, is_of_torch, line_of, refused
 from torchgpipe.sequential.leaves import Leaves, modules_within
 from torchgpipe.sequential.patches import watched
@@ -201,24 +202,34 @@ class Recorder(fx.Tracer):
 
     def _compute(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         values: list[Any] = []
+        objects: list[Any] = []
 
         def known_of(x: Any) -> Any:
             if isinstance(x, fx.Proxy):
                 values.append(x)
                 return x._known if type(x) is Value else UNKNOWN
-            return x.value if type(x) is Constant else x
+            if type(x) is Constant:
+                return x.value
+            if not isinstance(x, (Tensor, nn.Module, *PLAIN)) and not callable(x):
+                objects.append(x)
+            return x
 
         args, kwargs = _mapped((args, kwargs), known_of)
         if any(type(value) is not Value for value in values):
             return UNKNOWN
         before = [(x.node, x._known, x._known._version) for x in values
                   if isinstance(x._known, Tensor)]
+        made_of = [ids_within(x) for x in objects]
         self._runs = False
         try:
             with self._draws.kept(), torch.no_grad():
                 found = _run(self.root, node, args, kwargs)
         finally:
             self._runs = True
+        for x, ids in zip(objects, made_of):
+            if ids_within(x) != ids:
+                self.refuse(f'it hands on an object ({type(x).__name__}) that is changed there, '
+                            'and each run would hand on the same one')
         node.meta['writes'] = [each for each, x, old in before if x._version != old]
         return found
 

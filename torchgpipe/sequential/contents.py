@@ -1,0 +1,29 @@
+"""What an object is made of, to see whether somebody changes it."""
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ['ids_within']
+
+
+def ids_within(thing: Any) -> list[int]:
+    """Give the ids of all that an object holds: attributes, and contents of containers.
+
+    >>> things = {'a': [1]}
+    >>> before = ids_within(things)
+    >>> things['a'].append(2)
+    >>> ids_within(things) == before
+    False
+    """
+    found: dict[int, None] = {}
+    waiting = [thing]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in found:
+            continue
+        found[id(each)] = None
+        if isinstance(each, Mapping):
+            waiting += [*each.keys(), *each.values()]
+        elif isinstance(each, (list, tuple, set, frozenset)):
+            waiting += each
+        waiting += getattr(each, '__dict__', {}).values()
+    return [*found]
