@@ -7,8 +7,8 @@ from torch import Tensor, fx, nn
 
 from torchgpipe.sequential.inputs import Inputs
 from torchgpipe.sequential.layer import Code, FirstLayer, Layer, SkipLayer
+from torchgpipe.sequential.nodes import Constant
 from torchgpipe.sequential.parts import all_names, left_out, put
-from torchgpipe.sequential.record import Constant
 from torchgpipe.sequential.routes import Route, routes
 from torchgpipe.skip.namespace import Namespace
 

@@ -48,7 +48,7 @@ def _name_of(module: nn.Module, leaf: nn.Module) -> str:
 def _converted(module: nn.Module, sample: Any, named: list[Any], classes: set[type]) -> Converted:
     recorder, inputs = _recorded(module, sample, named, classes, flipped=False)
     if recorder.modes_taken:
-        recorder.check_mode(_recorded(module, sample, named, classes, flipped=True)[0])
+        recorder.check_training(_recorded(module, sample, named, classes, flipped=True)[0])
     steps = cut(recorder.graph, recorder.root, recorder.leaves)
     return Converted(*build(recorder.graph, steps, module, inputs, recorder.constants))
 

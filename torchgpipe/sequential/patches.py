@@ -22,7 +22,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
-from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -84,8 +83,18 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
     with ExitStack() as stack:
         for owner, name, make in _replacements(watcher, watches):
-            stack.enter_context(mock.patch.object(owner, name, make(getattr(owner, name))))
+            stack.enter_context(_replaced(owner, name, make(getattr(owner, name))))
         yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
+    own = vars(owner)[name]
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)
 
 
 def _replacements(watcher: Watcher, watches: Callable[[], bool]

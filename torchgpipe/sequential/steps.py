@@ -1,0 +1,217 @@
+"""Steps: what a forward computes becomes nodes of a graph, and is computed for the sample.
+
+::
+
+    y = f(x, {'scale': 2})      a value x, known as a tensor
+        │
+        ├─▶ graph               %y = call_function[f](%x, {'scale': 2})
+        ├─▶ f(tensor, …)        which tells what y is: a tensor, a number, parts to be taken apart
+        ▼
+    y                           a value, or a structure of values
+"""
+import operator
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from torchgpipe.engine.memory import size_of
+from torchgpipe.private import storage_id
+from torchgpipe.sequential.contents import ids_within
+from torchgpipe.sequential.draws import KeptDraws
+from torchgpipe.sequential.errors import line_of
+from torchgpipe.sequential.nodes import Constant, compute, is_about, is_plain, mapped
+from torchgpipe.sequential.runtime import expect, put_together, take_apart
+from torchgpipe.sequential.value import UNKNOWN, Unknown, Value
+from torchgpipe.structure import PLAIN, flatten, flatten_nested
+
+__all__ = ['Steps']
+
+
+class Steps(fx.Tracer):
+    """Add steps to a graph.
+
+    Args:
+        root: The module whose parameters, buffers and submodules they use.
+
+    Attributes:
+        graph: What was recorded. In ``meta``, each node has its ``kind`` (``'tensor'``,
+            ``'plain'`` or ``'object'``), its ``bytes`` and ``memory``, whether it depends on the
+            ``input``, and what it ``writes`` to.
+        constants: What it refers to by name.
+        runs: Whether the forward runs, and not a step.
+        draws: Random numbers that steps draw.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self.root = root
+        self.graph = fx.Graph()
+        self.constants: dict[str, Any] = {}
+        self.runs = False
+        self.draws = KeptDraws()
+        self._tensors = {id(tensor): (name, tensor) for name, tensor in
+                         (*root.named_buffers(), *root.named_parameters())}
+        self._read: dict[str, Any] = {}
+
+    def check_modes(self) -> None:
+        """See before each step that the forward has not changed modes."""
+        raise NotImplementedError
+
+    def refuse(self, why: str, hint: str = '') -> Any:
+        """Raise an error that names the line."""
+        raise NotImplementedError
+
+    def placeholder(self, name: str, known: Any) -> Any:
+        """Give a value for an input."""
+        node = self.graph.placeholder(name)
+        node.meta['input'] = True
+        return self.wrap(node, known)
+
+    def value_of(self, tensor: Tensor) -> Any:
+        if id(tensor) not in self._tensors:
+            return tensor
+        path, _ = self._tensors[id(tensor)]
+        if path not in self._read:
+            self._read[path] = self.wrap(self.graph.get_attr(path), tensor.detach())
+        return self._read[path]
+
+    def create_proxy(self, kind: Any, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any
+                     ) -> Any:
+        """Record a step, and compute it for the sample."""
+        self.check_modes()
+        args = tuple(map(self.simple, args))
+        kwargs = {name: self.simple(value) for name, value in kwargs.items()}
+        node = self.graph.create_node(kind, target, self.create_arg(args),
+                                      self.create_arg(kwargs))
+        node.meta['where'] = line_of()
+        node.meta['input'] = any(each.meta['input'] for each in node.all_input_nodes)
+        return self.wrap(node, self._compute(node, args, kwargs))
+
+    def _compute(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        values: list[Any] = []
+        objects: list[Any] = []
+
+        def known_of(x: Any) -> Any:
+            if isinstance(x, fx.Proxy):
+                values.append(x)
+                return x._known if type(x) is Value else UNKNOWN
+            if type(x) is Constant:
+                return x.value
+            if not isinstance(x, (Tensor, nn.Module, *PLAIN)) and not callable(x):
+                objects.append(x)
+            return x
+
+        args, kwargs = mapped((args, kwargs), known_of)
+        if any(type(value) is not Value for value in values):
+            return UNKNOWN
+        before = [(x.node, x._known, x._known._version) for x in values
+                  if isinstance(x._known, Tensor)]
+        made_of = [ids_within(x) for x in objects]
+        self.runs = False
+        try:
+            with self.draws.kept(), torch.no_grad():
+                found = compute(self.root, node, args, kwargs)
+        finally:
+            self.runs = True
+        for x, ids in zip(objects, made_of):
+            if ids_within(x) != ids:
+                self.refuse(f'it hands on an object ({type(x).__name__}) that is changed there, '
+                            'and each run would hand on the same one')
+        node.meta['writes'] = [each for each, x, old in before if x._version != old]
+        return found
+
+    def wrap(self, node: fx.Node, known: Any) -> Any:
+        """Give a value for what a node gives, or a structure of values."""
+        meta = node.meta
+        meta.update(data=False, mode=False, kind='object', bytes=0, memory=None)
+        meta['input'], meta['where'] = meta.get('input', False), meta.get('where', '')
+        meta.setdefault('writes', [])
+        inputs = node.all_input_nodes
+        if isinstance(known, Tensor):
+            meta['kind'], meta['bytes'] = 'tensor', size_of(known)
+            meta['memory'] = storage_id(known) if known.layout is torch.strided else None
+            return Value(node, self, known)
+        if known is UNKNOWN:
+            meta['kind'], meta['bytes'] = ('plain', 0) if is_plain(node) else ('tensor', 1)
+            return Unknown(node, self)
+        if known is None:
+            if node.op == 'call_module':
+                self.expect(node, None, 'the result of a layer')
+            return None
+        if not isinstance(known, PLAIN):
+            return self._taken_apart(node, known)
+        meta['kind'] = 'plain'
+        meta['mode'] = node.op == 'get_attr' or any(each.meta['mode'] for each in inputs)
+        meta['data'] = any(each.meta['data'] for each in inputs) or (
+            any(each.meta['kind'] != 'plain' for each in inputs) and not is_about(node))
+        return Value(node, self, known)
+
+    def _taken_apart(self, node: fx.Node, known: Any) -> Any:
+        if node.target is put_together:
+            return Value(node, self, known)
+        try:
+            tensors, kind = flatten(known)
+        except TypeError:
+            return Value(node, self, known)
+        expected = self._constant((kind, len(tensors)))
+        taken = self.step(take_apart, node, expected, node.meta['where'])
+        values = []
+        for k, tensor in enumerate(tensors):
+            item = self.step(operator.getitem, taken, k)
+            values.append(self.wrap(item, tensor))
+        return kind(values)
+
+    def step(self, function: Callable[..., Any], node: fx.Node, *args: Any) -> fx.Node:
+        """Add a step of the recorder's own."""
+        step = self.graph.call_function(function, (node, *args))
+        step.meta.update({**node.meta, 'kind': 'object', 'bytes': 0, 'writes': [], 'memory': None})
+        return step
+
+    def _constant(self, value: Any) -> Constant:
+        name = f'_constant_{len(self.constants)}'
+        self.constants[name] = value
+        return Constant(name, value)
+
+    def create_arg(self, a: Any) -> Any:
+        """Give what stands for a value in the graph."""
+        if type(a) is Constant:
+            return a
+        if isinstance(a, fx.Proxy):
+            return a.node
+        if isinstance(a, Tensor):
+            if id(a) not in self._tensors:
+                self._tensors[id(a)] = self._constant(a.detach()).name, a
+            return self.value_of(a).node
+        try:
+            if is_dataclass(a):  # without a value in it
+                return self._constant(a)
+            return super().create_arg(a)
+        except NotImplementedError:
+            if isinstance(a, nn.Module):
+                raise
+            return self._constant(a)
+
+    def simple(self, value: Any) -> Any:
+        """Let a step put together what a graph has no form for, such as a dataclass with values.
+        """
+        if isinstance(value, fx.Proxy) or type(value) is Constant:
+            return value
+        if type(value) in (tuple, list):
+            return type(value)(map(self.simple, value))
+        if type(value) is dict:
+            return {key: self.simple(each) for key, each in value.items()}
+        if type(value) in (slice, range) or isinstance(value, (Tensor, nn.Module, *PLAIN)):
+            return value
+        try:
+            values, structure = flatten_nested(value, marks=False, takes=fx.Proxy)
+        except TypeError:
+            return value
+        return self.create_proxy('call_function', put_together,
+                                 (self._constant(structure), list(values)), {})
+
+    def expect(self, node: fx.Node, expected: Any, what: str) -> None:
+        where = ' '.join(line_of().split())
+        self.step(expect, node, self.simple(expected), what, where)
