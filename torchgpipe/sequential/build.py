@@ -1,4 +1,5 @@
 """Build layers: of the steps of each a function, and a part of the model that it calls."""
+import re
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -82,7 +83,28 @@ def _source(part: fx.Graph, constants: dict[str, Any]) -> tuple[str, dict[str, A
     for node in part.nodes:
         fx.node.map_aggregate((node.args, node.kwargs), lambda x: (
             used.setdefault(x.name, x.value) if isinstance(x, Constant) else None))
-    return code.src, {**code.globals, **used}
+    source = code.src
+    for node in part.nodes:
+        if node.op in ('call_module', 'get_attr'):
+            source = _direct(source, str(node.target), node.op == 'call_module')
+    return source, {**code.globals, **used}
+
+
+def _direct(source: str, target: str, is_module: bool) -> str:
+    """Let a source find a submodule in dictionaries: a module is slow to look for its attributes.
+
+    >>> _direct('y = self.body.norm(x)', 'body.norm', True)
+    'y = self._modules["body"]._modules["norm"](x)'
+    """
+    usual = direct = 'self'
+    atoms = target.split('.')
+    for k, atom in enumerate(atoms):
+        usual = f'{usual}.{atom}' if atom.isidentifier() else f'getattr({usual}, "{atom}")'
+        if is_module or k + 1 < len(atoms):
+            direct = f'{direct}._modules["{atom}"]'
+        else:
+            direct = f'{direct}.{atom}'
+    return re.sub(re.escape(usual) + r'(?=[(;\n])', direct, source)
 
 
 def _fill(layer: nn.Module, root: nn.Module, targets: Sequence[str], names: dict[int, list[str]],
