@@ -318,6 +318,23 @@ def test_a_difference_that_follows_two_modes_is_of_the_last_one():
     assert names.count('Other') == 1 and 'Inner' not in names
 
 
+@pytest.mark.parametrize('training', [True, False])
+def test_a_module_that_can_be_followed_in_one_mode_only_stays_whole(training):
+    class Cached(Inner):
+        def __init__(self):
+            super().__init__(lambda m, x: x if m.training else x + m.once())
+            self.cache = {}
+
+        def once(self):
+            if 'table' not in self.cache:
+                self.cache['table'] = torch.arange(6.0)
+            return self.cache['table']
+
+    model = nn.Sequential(nn.Linear(6, 6), Cached(), nn.Linear(6, 6)).train(training)
+    layers = check(model, sample())
+    assert 'Cached' in [type(x).__name__ for x in layers.modules()]
+
+
 def test_what_a_forward_draws_unseen_is_noticed():
     rand = torch.rand
     with pytest.raises(ConversionError, match='draws random numbers of PyTorch'):

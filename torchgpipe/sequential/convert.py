@@ -34,7 +34,7 @@ def convert(module: nn.Module, sample: Any, leaves: Iterable[Leaf]) -> Converted
         try:
             return _converted(module, sample, named, classes)
         except NeedsLeaf as error:
-            classes.add(error.cls)
+            classes.update(error.classes)
 
 
 def _name_of(module: nn.Module, leaf: nn.Module) -> str:
@@ -67,7 +67,13 @@ def _recorded(module: nn.Module, sample: Any, named: list[Any], classes: set[typ
     try:
         with torch.enable_grad():
             recorder.record(args, kwargs)
-    except (ConversionError, NeedsLeaf):
+    except NeedsLeaf:
+        raise
+    except ConversionError:
+        # What goes by the training mode may be to blame, and can be left to itself.
+        taken = [type(x) for each in recorder.modes_taken for x in each.module]
+        if taken:
+            raise NeedsLeaf(*taken) from None
         raise
     except Exception as error:
         if sample is not UNKNOWN:

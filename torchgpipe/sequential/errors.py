@@ -21,15 +21,15 @@ class ConversionError(ValueError):
 
 
 class NeedsLeaf(Exception):
-    """A module has to stay whole; the recording starts again with its class among the leaves.
+    """Modules have to stay whole; the recording starts again with their classes among the leaves.
 
     Args:
-        cls: The class.
+        *classes: The classes.
     """
 
-    def __init__(self, cls: type) -> None:
-        super().__init__(cls)
-        self.cls = cls
+    def __init__(self, *classes: type) -> None:
+        super().__init__(*classes)
+        self.classes = classes
 
 
 def refused(root: nn.Module, why: str, line: str, inner: str | None, hint: str = ''
