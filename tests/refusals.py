@@ -1,5 +1,7 @@
 """What the library refuses: one small program for each row of ``docs/guide/restrictions.md``."""
+import random
 from collections import OrderedDict
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -19,6 +21,7 @@ from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.stream import CPUStream
 from torchgpipe.plan import plan
 from torchgpipe.schedule import Schedule, make
+from torchgpipe.sequential import from_stages, original_names, to_sequential
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import check_parity
 
@@ -111,6 +114,31 @@ def of_another():
     """Have a layer of a pipeline elsewhere, too."""
     layer = linear()
     wrap(one(layer), layer)
+
+
+class Between(nn.Module):
+    """Two linear layers, and a function of this module and a tensor between them."""
+
+    def __init__(self, function=lambda module, x: x):
+        super().__init__()
+        self.inside, self.outside = linear(), linear()
+        self.function = function
+        self.seen = []
+        self.write = Layer(lambda x, to: (setattr(to, 'x', 0), x)[1])
+
+    def forward(self, x, scale=1):
+        """Call the function between the layers."""
+        return self.outside(self.function(self, self.inside(x * scale)))
+
+
+def convert(function=lambda module, x: x, **options):
+    """Make it sequential."""
+    return to_sequential(Between(function), torch.randn(4, 4), **options)
+
+
+def in_stages(*functions):
+    """Make it sequential by hand."""
+    return from_stages(Between(), functions, torch.randn(4, 4))
 
 
 def embedding_and_head():
@@ -407,6 +435,26 @@ REFUSALS = [
     lambda: wrap(nn.Linear(4, 4, device='meta'), weight_norm(nn.Linear(4, 4, device='meta'))),
     lambda: wrap(linear(), linear(), weights=linear().state_dict(prefix='0.')),
     lambda: wrap(Stash(), linear()),
+    lambda: convert(lambda module, x: x if x.sum() > 0 else -x),
+    lambda: convert(lambda module, x: x if module.training else -x),
+    lambda: convert(lambda module, x: torch.no_grad()(torch.neg)(x)),
+    lambda: convert(lambda module, x: x * random.random()),
+    lambda: convert(lambda module, x: setattr(module, 'last', x)),
+    lambda: convert(lambda module, x: (module.seen.append(0), x)[1]),
+    lambda: convert(lambda module, x: module.write(x, SimpleNamespace()), leaves=['write']),
+    lambda: convert(lambda module, x, other=linear(): other(x)),
+    lambda: convert(lambda module, x: (f'{x.shape[0]:d}', x)[1]),
+    lambda: to_sequential(Between(lambda module, x: sum(x.chunk(2)))),
+    lambda: in_stages(Between.forward, nn.ReLU()),
+    lambda: convert(lambda module, x: x if len(x) > 3 else -x),
+    lambda: convert(leaves=['encoder']),
+    lambda: convert()(torch.randn(4, 4), scale=2),
+    lambda: to_sequential(Between())(torch.randn(4, 4), scale=2),
+    lambda: convert(lambda module, x: x if x.dim() > 2 else -x)(torch.randn(4, 4, 4)),
+    lambda: original_names(linear().state_dict()),
+    lambda: in_stages(linear()),
+    lambda: in_stages(lambda net, x: (net.inside if net.training else net.outside)(x),
+                      lambda net, x: net.outside(x)),
     lambda: no_recompute(torch.jit.script(linear())),
     lambda: no_recompute(Stash()),
     lambda: wrap(linear(), linear()).to('meta'),
