@@ -87,7 +87,7 @@ def _source(part: fx.Graph, constants: dict[str, Any]) -> tuple[str, dict[str, A
     for node in part.nodes:
         if node.op in ('call_module', 'get_attr'):
             source = _direct(source, str(node.target), node.op == 'call_module')
-    return source, {**code.globals, **used}
+    return source.strip() + '\n', {**code.globals, **used}
 
 
 def _direct(source: str, target: str, is_module: bool) -> str:

@@ -9,6 +9,7 @@ and a module, a parameter or a buffer that several layers use is in each of them
     sequential    0.conv1.weight    3.blocks.0.norm.weight
 """
 import linecache
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -101,8 +102,9 @@ class Layer(Named):
 
     @property
     def code(self) -> str:
-        """The source of its program."""
-        return self._code.source
+        """The source of its program; ``self.blocks[0]`` is the submodule ``blocks.0``."""
+        return re.sub(r'\._modules\["(\w+)"\]', lambda found: (
+            f'.{found[1]}' if found[1].isidentifier() else f'[{found[1]}]'), self._code.source)
 
     def extra_repr(self) -> str:
         """Say which skips it pops and stashes."""
