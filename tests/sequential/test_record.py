@@ -499,6 +499,15 @@ def test_nothing_stays_replaced():
                           nn.Module.__call__, nn.Module.__getattr__, nn.Module.__setattr__)
 
 
+def test_nothing_is_found_in_the_lists_that_pytorch_makes():
+    """They are made when they are first asked for, as when a step is recorded."""
+    for listing in (torch.overrides.get_ignored_functions,
+                    torch.overrides._get_overridable_functions):
+        listing.cache_clear()
+    to_sequential(Model(made), sample())
+    assert torch.arange in torch.overrides.get_ignored_functions()
+
+
 def test_a_conversion_changes_nothing():
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), Inner(by_the_mode))
     model[1].eval()

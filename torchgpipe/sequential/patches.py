@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 from torch.autograd import Function
+from torch.overrides import is_tensor_method_or_property
 
 from torchgpipe.sequential.runtime import apply
 
@@ -81,6 +82,9 @@ def watched(watcher: Watcher) -> Iterator[None]:
     def watches() -> bool:
         return watcher.watches and threading.get_ident() == mine
 
+    # PyTorch keeps lists of its functions, which it makes when they are first asked for; it must
+    # not find these here in them.
+    is_tensor_method_or_property(torch.add)
     with ExitStack() as stack:
         for owner, name, make in _replacements(watcher, watches):
             stack.enter_context(_replaced(owner, name, make(getattr(owner, name))))
