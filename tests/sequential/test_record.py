@@ -504,7 +504,7 @@ def test_nothing_is_found_in_the_lists_that_pytorch_makes():
     for listing in vars(torch.overrides).values():
         if hasattr(listing, 'cache_clear'):
             listing.cache_clear()
-    to_sequential(Model(made), sample())
+    to_sequential(Model(resized), sample())
     assert torch.arange in torch.overrides.get_ignored_functions()
 
 
