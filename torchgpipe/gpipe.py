@@ -1,7 +1,7 @@
 """What the user holds: a module that runs a sequential model on several devices."""
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -390,6 +390,12 @@ class GPipe(nn.Module):
         devices = [str(device) for device in self.devices]
         return (f'balance={self.balance}, devices={devices}, chunks={self.chunks}, '
                 f'checkpoint={self.checkpoint!r}')
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
+                        assign: bool = False) -> Any:
+        """Load a state dict; what layers share stays shared, also where tensors are assigned."""
+        with still_shared(self):
+            return super().load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Keys of 0.0.7 are `partitions.<j>.<layer>.…`, from any balance.

@@ -224,13 +224,13 @@ def set_aside(m, x):
 
 
 def without_gradients(m, x):
-    with torch.no_grad():
-        return x * 2  # this line
+    with torch.no_grad():  # this line
+        return x * 2
 
 
 def in_another_precision(m, x):
-    with torch.autocast('cpu', dtype=torch.bfloat16):
-        return (x @ x.t() @ x).float()  # this line
+    with torch.autocast('cpu', dtype=torch.bfloat16):  # this line
+        return (x @ x.t() @ x).float()
 
 
 def by_the_mode(m, x):

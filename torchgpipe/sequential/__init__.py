@@ -68,7 +68,9 @@ def to_sequential(module: nn.Module, sample: Any = None, *, leaves: Iterable[Lea
     """
     converted = convert(module, UNKNOWN if sample is None else sample, leaves)
     if check_sample and sample is not None:
-        check(module, converted, sample, batch_dim)
+        check(module, converted, sample, batch_dim,
+              'Something goes by what a graph does not have, such as a global, an object that '
+              'changes, or a tensor behind its back. Name the submodule as a leaf')
     return converted
 
 
@@ -115,5 +117,7 @@ def from_stages(module: nn.Module, stages: Iterable[StageLike], sample: Any, *,
     """
     converted = make_stages(module, stages, sample)
     if check_sample:
-        check(module, converted, sample, batch_dim)
+        check(module, converted, sample, batch_dim,
+              'What differs in the output is made in the last stages; a gradient that differs '
+              'first, of what a stage has left out')
     return converted

@@ -35,7 +35,7 @@ def build(graph: fx.Graph, steps: Sequence[Sequence[fx.Node]], root: nn.Module, 
             route.handed = [node for node in graph.nodes if node.op == 'placeholder']
         part, targets = _program(graph, own, route, last=k == len(steps) - 1)
         title = f'<layer {k} of {type(root).__name__}>'
-        code = Code(*_source(part, constants), title)
+        code = Code(*_source(part, root, constants), title)
         stashes = [name for name, _ in route.stashed]
         pops = [name for name, _ in route.popped]
         cls = SkipLayer if pops or stashes else Layer
@@ -58,6 +58,9 @@ def _program(graph: fx.Graph, steps: Sequence[fx.Node], route: Route, last: bool
         values[node] = part.placeholder(node.name)
 
     def value_of(node: fx.Node) -> fx.Node:
+        if node.meta.get('device') and node not in values:
+            here = next(x for x in values if x.meta['kind'] == 'tensor')
+            values[node] = part.call_function(getattr, (values[here], 'device'))
         if node not in values:
             assert node.op == 'get_attr', node
             targets.setdefault(str(node.target))
@@ -77,7 +80,8 @@ def _program(graph: fx.Graph, steps: Sequence[fx.Node], route: Route, last: bool
     return part, [*targets]
 
 
-def _source(part: fx.Graph, constants: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _source(part: fx.Graph, root: nn.Module, constants: dict[str, Any]
+            ) -> tuple[str, dict[str, Any]]:
     code = part.python_code('self')
     used: dict[str, Any] = {}
     for node in part.nodes:
@@ -86,24 +90,39 @@ def _source(part: fx.Graph, constants: dict[str, Any]) -> tuple[str, dict[str, A
     source = code.src
     for node in part.nodes:
         if node.op in ('call_module', 'get_attr'):
-            source = _direct(source, str(node.target), node.op == 'call_module')
+            source = _direct(source, str(node.target), _holder(root, str(node.target), constants))
     return source.strip() + '\n', {**code.globals, **used}
 
 
-def _direct(source: str, target: str, is_module: bool) -> str:
-    """Let a source find a submodule in dictionaries: a module is slow to look for its attributes.
+def _holder(root: nn.Module, target: str, constants: dict[str, Any]) -> str:
+    """Name the dictionary of a module that has what a step uses, if one does."""
+    if target in constants:
+        return '_buffers'
+    path, _, name = target.rpartition('.')
+    module = root.get_submodule(path)
+    return next((holder for holder in ('_modules', '_parameters', '_buffers')
+                 if name in getattr(module, holder)), '')
 
-    >>> _direct('y = self.body.norm(x)', 'body.norm', True)
+
+def _direct(source: str, target: str, holder: str) -> str:
+    """Let a source find what it uses in dictionaries: a module is slow to look for attributes.
+
+    Nor does it matter then if a module has the name of an attribute of layers.
+
+    >>> _direct('y = self.body.norm(x)', 'body.norm', '_modules')
     'y = self._modules["body"]._modules["norm"](x)'
+
+    Args:
+        source: The source.
+        target: The name of what it uses.
+        holder: The dictionary that has it; none for an attribute.
     """
     usual = direct = 'self'
     atoms = target.split('.')
     for k, atom in enumerate(atoms):
         usual = f'{usual}.{atom}' if atom.isidentifier() else f'getattr({usual}, "{atom}")'
-        if is_module or k + 1 < len(atoms):
-            direct = f'{direct}._modules["{atom}"]'
-        else:
-            direct = f'{direct}.{atom}'
+        where = '_modules' if k + 1 < len(atoms) else holder
+        direct = f'{direct}.{where}["{atom}"]' if where else f'{direct}.{atom}'
     return re.sub(re.escape(usual) + r'(?=[(;\n])', direct, source)
 
 

@@ -1,12 +1,12 @@
 """Compare a model with what it was converted to: what they give for a sample, in both modes.
 
 Both run in copies, which have the parameters of the model itself, so gradients are of the same
-ones, and neither buffers nor the state of layers change. A micro-batch of the sample goes through
-both, too: a program that was recorded for one number of samples shows there.
+ones, and neither buffers nor the state of layers change. The second time, a micro-batch of the
+sample goes through both: a program that was recorded for one number of samples shows there, and so
+does state that changes in each call.
 """
-import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchgpipe.distance import arbitrary_loss, default_tolerance, distance, typical_size
 from torchgpipe.engine.scatter import cut, fit_rule
+from torchgpipe.sequential.copies import copied, copied_value
 from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.names import Converted, original_names
 from torchgpipe.structure import call, flatten_nested, leaves_of, path_name
@@ -25,8 +26,16 @@ __all__ = ['check']
 Record = dict[str, Tensor]
 
 
-def check(module: nn.Module, converted: Converted, sample: Any, batch_dim: Any) -> None:
+def check(module: nn.Module, converted: Converted, sample: Any, batch_dim: Any, advice: str
+          ) -> None:
     """Raise what is different in a converted model.
+
+    Args:
+        module: The model.
+        converted: What was made of it.
+        sample: What both are called with.
+        batch_dim: Where its batch is.
+        advice: What to do, if numbers differ.
 
     Raises:
         ConversionError: Outputs, gradients or buffers differ, which are named.
@@ -38,47 +47,43 @@ def check(module: nn.Module, converted: Converted, sample: Any, batch_dim: Any) 
     batches, _, _ = cut(sample, 2, fit_rule(batch_dim, sample, converted))
     half = batches[0].value if len(batches) > 1 else whole
     runs = [('in training', True, whole), ('in evaluation, for a half of the sample', False, half)]
-    for title, training, value in runs:
-        with _same_random_numbers():
-            expected = _run(module, value, training)
-        with _same_random_numbers():
+    original, copy = copied(module), copied(converted)
+    with torch.inference_mode(False):
+        for title, training, value in runs:
             try:
-                found = _run(converted, value, training)
-            except ValueError as error:
+                with _same_random_numbers():
+                    expected = _run(original, value, training)
+                with _same_random_numbers():
+                    found = _run(copy, value, training, original_names)
+            except Exception as error:
                 if value is whole:
                     raise
                 raise ConversionError('the model can not be cut into micro-batches as it is, '
                                       f'since its program goes by their size: {error}') from error
-        _compare(title, expected, found)
+            _compare(title, expected, found, advice)
 
 
-def _run(module: nn.Module, value: Any, training: bool) -> Record:
-    shared = list(module.parameters())
-    module = copy.deepcopy(module, {id(x): x for x in shared}).train(training)
-    tensors, kind = flatten_nested(value)
-    value = kind([x.detach().clone() for x in tensors])
+def _run(module: nn.Module, value: Any, training: bool,
+         original: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> Record:
+    module.train(training)
     with torch.enable_grad() if training else torch.no_grad():
-        output = call(module, value)
+        output = call(module, copied_value(value))
         record = {f'output{path_name(leaf.path)}': leaf.value for leaf in leaves_of(output)
                   if isinstance(leaf.value, Tensor)}
         loss = arbitrary_loss(output) if training else torch.zeros(())
     if loss.requires_grad:
-        names = _originals(dict(module.named_parameters(remove_duplicate=False)), module)
+        names = original(dict(module.named_parameters(remove_duplicate=False)))
         learning = {name: x for name, x in names.items() if x.requires_grad}
         grads = torch.autograd.grad(loss, list(learning.values()), allow_unused=True)
         record.update({f'gradient of {name}': grad for name, grad in zip(learning, grads)
                        if grad is not None})
-    buffers = dict(module.named_buffers(remove_duplicate=False))
-    record.update({f'buffer {name}': x for name, x in _originals(buffers, module).items()
+    buffers = original(dict(module.named_buffers(remove_duplicate=False)))
+    record.update({f'buffer {name}': x.clone() for name, x in buffers.items()
                    if '_constant_' not in name})
     return {name: x.detach() for name, x in record.items()}
 
 
-def _originals(tensors: dict[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
-    return original_names(tensors) if isinstance(module, Converted) else tensors
-
-
-def _compare(title: str, expected: Record, found: Record) -> None:
+def _compare(title: str, expected: Record, found: Record, advice: str) -> None:
     different = []
     for kind in ('output', 'gradient', 'buffer'):
         typical = typical_size([x for name, x in expected.items() if name.startswith(kind)])
@@ -92,9 +97,7 @@ def _compare(title: str, expected: Record, found: Record) -> None:
         more = f', and {len(different) - 8} others' if len(different) > 8 else ''
         raise ConversionError(
             f'the converted model has other numbers than the model {title}: '
-            + ', '.join(different[:8]) + more + '. What differs first is mostly the cause: '
-            'something that a graph does not have, such as a change of a tensor by NumPy, or a '
-            'way that depends on what is none of its inputs. Name the submodule as a leaf')
+            + ', '.join(different[:8]) + f'{more}. {advice}')
 
 
 @contextmanager

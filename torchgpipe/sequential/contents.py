@@ -1,12 +1,14 @@
 """What an object is made of, to see whether somebody changes it."""
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 __all__ = ['ids_within']
 
 
 def ids_within(thing: Any) -> list[int]:
-    """Give the ids of all that an object holds: attributes, and contents of containers.
+    """Give the ids of all that an object holds: attributes, and contents of containers; and what a
+    function is bound to.
 
     >>> things = {'a': [1]}
     >>> before = ids_within(things)
@@ -26,4 +28,15 @@ def ids_within(thing: Any) -> list[int]:
         elif isinstance(each, (list, tuple, set, frozenset)):
             waiting += each
         waiting += getattr(each, '__dict__', {}).values()
+        waiting += [getattr(each, '__self__', None), *map(_held, getattr(each, '__closure__', None)
+                                                          or ())]
+        if isinstance(each, partial):
+            waiting += [each.func, each.args, each.keywords]
     return [*found]
+
+
+def _held(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # There is nothing in it yet.
+        return None

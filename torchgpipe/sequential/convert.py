@@ -1,12 +1,13 @@
 """From a module of any form to a sequential one, with its submodules, parameters and names."""
-import copy
+import re
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchgpipe.sequential.build import build
+from torchgpipe.sequential.copies import copied, copied_value
 from torchgpipe.sequential.cuts import cut
 from torchgpipe.sequential.errors import ConversionError, NeedsLeaf, line_of_error, refused
 from torchgpipe.sequential.inputs import Inputs, arguments_of, called_with, signature_of
@@ -14,7 +15,7 @@ from torchgpipe.sequential.leaves import Leaf, Leaves
 from torchgpipe.sequential.names import Converted
 from torchgpipe.sequential.record import Recorder
 from torchgpipe.sequential.value import UNKNOWN
-from torchgpipe.structure import call, flatten_nested
+from torchgpipe.structure import call, flatten_nested, leaves_of, path_name
 
 __all__ = ['convert']
 
@@ -32,7 +33,8 @@ def convert(module: nn.Module, sample: Any, leaves: Iterable[Leaf]) -> Converted
     classes: set[type] = set()
     while True:
         try:
-            return _converted(module, sample, named, classes)
+            with torch.inference_mode(False), torch.enable_grad():
+                return _converted(module, sample, named, classes)
         except NeedsLeaf as error:
             classes.update(error.classes)
 
@@ -56,8 +58,7 @@ def _converted(module: nn.Module, sample: Any, named: list[Any], classes: set[ty
 def _recorded(module: nn.Module, sample: Any, named: list[Any], classes: set[type], flipped: bool
               ) -> tuple[Recorder, Inputs]:
     """Record a module, with the other training mode if that is wanted."""
-    # A copy runs, as it may be changed. It has the parameters of the model itself.
-    root = copy.deepcopy(module, {id(x): x for x in module.parameters()})
+    root = copied(module)  # It runs, and may be changed.
     for each in root.modules():
         each.training ^= flipped
     leaves = Leaves(root, named)
@@ -65,8 +66,7 @@ def _recorded(module: nn.Module, sample: Any, named: list[Any], classes: set[typ
     recorder = Recorder(root, leaves)
     args, kwargs, inputs = _values(recorder, module, sample)
     try:
-        with torch.enable_grad():
-            recorder.record(args, kwargs)
+        recorder.record(args, kwargs)
     except NeedsLeaf:
         raise
     except ConversionError:
@@ -96,17 +96,18 @@ def _values(recorder: Recorder, module: nn.Module, sample: Any
         bound.arguments.update((name, recorder.placeholder(name, UNKNOWN)) for name in names)
         return bound.args, bound.kwargs, Inputs(signature, names)
     args, kwargs = called_with(sample)
-    tensors, structure = flatten_nested(arguments_of(signature, args, kwargs))
+    given = arguments_of(signature, args, kwargs)
+    tensors, structure = flatten_nested(copied_value(given))
     inputs = Inputs(signature, structure=structure, number=len(tensors))
-    values = [recorder.placeholder(f'input_{k}', x.detach().clone())
-              for k, x in enumerate(tensors)]
+    names = ['_'.join(re.findall(r'\w+', path_name(leaf.path))) for leaf in leaves_of(given)
+             if isinstance(leaf.value, Tensor)]
+    known = {id(x): recorder.placeholder(name, x) for name, x in zip(names, tensors)}
+    values = [known[id(x)] for x in tensors]
     bound = signature.bind_partial()
     bound.arguments.update(structure(values))
     return bound.args, bound.kwargs, inputs
 
 
 def _run(module: nn.Module, sample: Any) -> None:
-    tensors, structure = flatten_nested(sample)
-    value = structure([x.detach().clone() for x in tensors])
     with torch.no_grad():
-        call(copy.deepcopy(module, {id(x): x for x in module.parameters()}), value)
+        call(copied(module), copied_value(sample))

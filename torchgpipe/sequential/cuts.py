@@ -42,7 +42,7 @@ def steps_of(graph: fx.Graph) -> list[fx.Node]:
         if node.op in ('placeholder', 'get_attr', 'output'):
             continue
         place = len(steps)
-        if node.meta['kind'] == 'plain' and node.users:
+        if node.meta['kind'] == 'plain' and node.users and not node.meta['data']:
             place = _earliest(node, steps)
         steps.insert(place, node)
     return steps
@@ -91,6 +91,7 @@ class _Across:
         number = len(steps) + 1
         self._bytes = [0] * number
         self._objects = [0] * number
+        self._tensors = [0] * number
         self._changes = [0] * number
         index = {step: k for k, step in enumerate(steps)}
         for node in graph.nodes:
@@ -104,14 +105,15 @@ class _Across:
         for place in range(begin, last + 1):
             self._bytes[place] += node.meta['bytes']
             self._objects[place] += kind == 'object'
+            self._tensors[place] += kind == 'tensor'
         for changed in node.meta['writes']:
             for alias in _aliases(changed, index, begin - 1):
                 for place in range(index.get(alias, -1) + 1, begin):
                     self._changes[place] += 1
 
     def may_cut(self, place: int) -> bool:
-        """Tell whether only tensors and plain values go across."""
-        return not self._objects[place]
+        """Tell whether only tensors and plain values go across, and a tensor at least."""
+        return not self._objects[place] and self._tensors[place] > 0
 
     def cost(self, place: int) -> tuple[Any, ...]:
         """Give what makes one place better than another."""

@@ -103,7 +103,7 @@ class Layer(Named):
     @property
     def code(self) -> str:
         """The source of its program; ``self.blocks[0]`` is the submodule ``blocks.0``."""
-        return re.sub(r'\._modules\["(\w+)"\]', lambda found: (
+        return re.sub(r'\._(?:modules|parameters|buffers)\["(\w+)"\]', lambda found: (
             f'.{found[1]}' if found[1].isidentifier() else f'[{found[1]}]'), self._code.source)
 
     def extra_repr(self) -> str:

@@ -77,7 +77,9 @@ def _is_layer(module: nn.Module) -> bool:
 def _is_more_than_its_forward(module: nn.Module) -> bool:
     """Tell whether a module does what a recording of its forward would miss."""
     return (isinstance(module, ScriptModule) or bool(module._backward_hooks)
-            or bool(module._backward_pre_hooks) or bool(getattr(module, 'communicates', False)))
+            or bool(module._backward_pre_hooks) or bool(getattr(module, 'communicates', False))
+            or bool(module._state_dict_hooks) or bool(module._load_state_dict_pre_hooks)
+            or type(module).get_extra_state is not nn.Module.get_extra_state)
 
 
 def modules_within(root: nn.Module, leaves: Leaves) -> Iterator[nn.Module]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from torchgpipe.split import Sequential
+from torchgpipe.split import Sequential, still_shared
 
 __all__ = ['Converted', 'Named', 'original_names', 'own_names', 'to_own_names']
 
@@ -30,6 +30,17 @@ class Converted(Sequential):
     Its layers hold the submodules, parameters and buffers of that module. ``load_state_dict``
     takes the names of the original, too.
     """
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
+                        assign: bool = False) -> Any:
+        """Load a state dict, with names of the original or of layers; what is shared stays so."""
+        with still_shared(self):
+            return super().load_state_dict(state_dict, strict, assign)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> 'Converted':
+        with still_shared(self):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         to_own_names(state_dict, prefix, self._modules)

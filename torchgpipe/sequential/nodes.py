@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import fx, nn
 
-__all__ = ['Constant', 'compute', 'is_about', 'is_plain', 'mapped', 'words']
+__all__ = ['Constant', 'asks_for_grad', 'compute', 'is_about', 'is_in_place', 'is_plain', 'mapped',
+           'words']
 
 # What a tensor tells of itself that does not depend on its elements.
 _ABOUT = frozenset((
@@ -52,6 +53,17 @@ def is_about(node: fx.Node) -> bool:
     if node.target is getattr:
         return node.args[1] in _ABOUT
     return getattr(node.target, '__name__', node.target) in _ABOUT
+
+
+def asks_for_grad(node: fx.Node) -> bool:
+    """Tell whether a node asks a tensor for what depends on the graph that autograd makes."""
+    return node.target is getattr and node.args[1] in ('requires_grad', 'is_leaf')
+
+
+def is_in_place(node: fx.Node) -> bool:
+    """Tell whether a node changes its first argument, by its name, where there is no sample."""
+    name = str(node.target)
+    return node.op == 'call_method' and name.endswith('_') and not name.endswith('__')
 
 
 def is_plain(node: fx.Node) -> bool:

@@ -32,19 +32,19 @@ class Part(nn.Module):
         self._whole = type(module)
         self._length = len(module._modules)
         self._attributes = {name: value for name, value in module.__dict__.items()
-                            if attributes and name not in _OF_EACH}
+                            if name not in _OF_EACH} if attributes else None
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             own = self.__dict__
-            if name in own.get('_attributes', ()):
+            if name in (own.get('_attributes') or ()):
                 return own['_attributes'][name]
-            if '_whole' in own and hasattr(own['_whole'], name):
+            if own.get('_attributes') is not None and hasattr(own['_whole'], name):
                 found = inspect.getattr_static(own['_whole'], name)
                 return found.__get__(self, type(self)) if hasattr(found, '__get__') else found
-            raise _missing(name, own['_whole']) from None
+            raise _missing(name, own.get('_whole', type(self))) from None
 
     def _get_name(self) -> str:
         return self._whole.__name__

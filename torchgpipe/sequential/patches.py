@@ -7,6 +7,7 @@
     self.training           a value in its place        so that it is read anew in each call
     self.loss = y           nn.Module.__setattr__       refused
     random.random()         random.random, …            refused
+    with torch.no_grad():   no_grad.__enter__, …        refused, or the module stays whole
     torch.arange(T)         torch.arange, …             PyTorch would ask for a number, not a value
     len(x), math.sqrt(T)    len, math.sqrt, …           so would Python
     Swish.apply(x)          Function.apply              PyTorch would ask for a tensor
@@ -43,6 +44,12 @@ _DRAWERS = ('betavariate', 'choice', 'choices', 'expovariate', 'gauss', 'getrand
             'uniform')
 
 
+_MODES = (torch.autocast, torch.enable_grad, torch.inference_mode, torch.no_grad)
+
+# Two threads would put back what the other one has replaced.
+_one_at_a_time = threading.RLock()
+
+
 class Watcher(Protocol):
     """Who is told of what a forward does."""
 
@@ -67,6 +74,9 @@ class Watcher(Protocol):
     def is_a(self, value: Any, classes: Any) -> bool:
         """Tell whether what a value stands for is an instance."""
 
+    def entered(self) -> None:
+        """Say that grad mode, inference mode or autocast is about to be set."""
+
     def drew(self) -> None:
         """Say that a random number of Python's is about to be drawn."""
 
@@ -85,7 +95,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
     # PyTorch keeps lists of its functions, which it makes when they are first asked for; it must
     # not find these here in them.
     is_tensor_method_or_property(torch.add)
-    with ExitStack() as stack:
+    with _one_at_a_time, ExitStack() as stack:
         for owner, name, make in _replacements(watcher, watches):
             stack.enter_context(_replaced(owner, name, make(getattr(owner, name))))
         yield
@@ -134,6 +144,13 @@ def _replacements(watcher: Watcher, watches: Callable[[], bool]
             return watcher.made(own, args, kwargs) if watches() else own(*args, **kwargs)
         return run
 
+    def entrance(own: Any) -> Any:
+        def run(mode: Any) -> Any:
+            if watches():
+                watcher.entered()
+            return own(mode)
+        return run
+
     def drawer(own: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             if watches():
@@ -175,3 +192,5 @@ def _replacements(watcher: Watcher, watches: Callable[[], bool]
         yield torch, name, maker
     for name in _DRAWERS:
         yield random, name, drawer
+    for mode in _MODES:
+        yield mode, '__enter__', entrance

@@ -54,18 +54,27 @@ class Recorder(Steps):
         self._looked_into = list(modules_within(root, leaves))
         self._taken: set[tuple[fx.Node, str]] = set()
         self._stack: list[nn.Module] = []
-        self._modes = modes_now()
+        self._stopped: Exception | None = None
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the forward with values, and record it up to what it returns."""
+        if any((self.root._forward_hooks, self.root._forward_pre_hooks, self.root._backward_hooks,
+                self.root._backward_pre_hooks)):
+            self.refuse('it has hooks of its own', 'register them on its submodules, or on the '
+                        'GPipe')
+        self._modes = modes_now()
         before = [_contents(module) for module in self._looked_into]
         with self._training_as_values(), watched(self):
             self.runs = True
             try:
                 result = self.create_arg(self.simple(self.root.forward(*args, **kwargs)))
                 self.check_modes()
+            except Exception as error:
+                raise self._stopped or error
             finally:
                 self.runs = False
+        if self._stopped is not None:  # The forward has caught it.
+            raise self._stopped
         for module, old in zip(self._looked_into, before):
             self._check_contents(module, old)
         self.graph.output(result)
@@ -111,6 +120,10 @@ class Recorder(Steps):
             self.refuse(f"it sets the attribute '{name}' of a module, which each micro-batch "
                         'would do again')
 
+    def entered(self) -> None:
+        """Let a module with a region of another mode stay whole, whether it is another one now."""
+        self._stay_whole('it changes grad mode, inference mode or autocast for a part of it')
+
     def drew(self) -> None:
         """Refuse it: the graph would have the one number that was drawn now."""
         self.refuse('it draws random numbers of Python\'s')
@@ -128,6 +141,8 @@ class Recorder(Steps):
         node, known = value.node, value._known
         if (isinstance(known, Tensor) and how is not len) or node.meta['data']:
             self.refuse('its program goes by the elements of a tensor')
+        if node.meta['grad']:
+            self._stay_whole('its program goes by whether a tensor has a gradient')
         result = how(known)
         if node.meta['mode']:
             place = len(steps_of(self.graph))
@@ -183,9 +198,10 @@ class Recorder(Steps):
             raise self._refused('its program goes by the training mode', None, line=last.line)
 
     def _stay_whole(self, why: str) -> None:
-        if self._stack:
-            raise NeedsLeaf(type(self._stack[-1]))
-        self.refuse(why)
+        if not self._stack:
+            self.refuse(why)
+        self._stopped = self._stopped or NeedsLeaf(type(self._stack[-1]))
+        raise self._stopped
 
     def _refuse_unknown(self, why: str) -> Any:
         self.refuse(why + ', which is not known without a sample',
@@ -193,7 +209,9 @@ class Recorder(Steps):
 
     def refuse(self, why: str, hint: str = '') -> Any:
         """Raise an error that names the line and the submodule."""
-        raise self._refused(why, self._paths[self._stack[-1]] if self._stack else None, hint)
+        inner = self._paths[self._stack[-1]] if self._stack else None
+        self._stopped = self._stopped or self._refused(why, inner, hint)
+        raise self._stopped
 
     def _refused(self, why: str, inner: str | None, hint: str = '', line: str = '') -> Exception:
         return refused(self.root, why, line or line_of(), inner, hint)

@@ -7,7 +7,8 @@
     b                     made ──hand──▶ used
     n          made ──hand──▶ ·  ──hand──▶ ·  ──hand──▶ used     a number goes by hand, at no cost
 
-So no value crosses a boundary twice, and a tensor is on no device that has no use for it.
+So no value crosses a boundary twice, and a tensor is on no device that has no use for it. A device
+itself, of which a layer makes a tensor, goes nowhere: it is that of what the layer is handed.
 """
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ def routes(graph: fx.Graph, layers: Sequence[Sequence[fx.Node]]) -> list[Route]:
     last = len(layers) - 1
     stops: dict[fx.Node, set[int]] = {}
     for node in graph.nodes:
-        if node.op in ('get_attr', 'output'):
+        if node.op in ('get_attr', 'output') or node.meta['device']:
             continue
         first = place.get(node, 0)
         used = {place.get(user, last) for user in node.users} - {first}

@@ -3,7 +3,6 @@
 Each function is called once with the sample to see what of the model it uses; that is what its
 layer holds, under the names of the model: [Note: Names of a converted model].
 """
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -11,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.sequential.copies import copied, copied_value
 from torchgpipe.sequential.inputs import called_with
 from torchgpipe.sequential.names import Converted, Named
 from torchgpipe.sequential.parts import Part, all_names, left_out, put
 from torchgpipe.sequential.patches import watched
-from torchgpipe.structure import flatten_nested
 
 __all__ = ['Stage', 'make_stages']
 
@@ -64,10 +63,8 @@ def make_stages(module: nn.Module, stages: Iterable[StageLike], sample: Any) -> 
     """Make the sequential module, without comparing it: see :func:`from_stages`."""
     names = all_names(module)
     args, kwargs = called_with(sample)
-    tensors, structure = flatten_nested((args, kwargs))
-    args, kwargs = structure([x.detach().clone() for x in tensors])
-    # A copy runs, as it may be changed. It has the parameters of the model itself.
-    root = copy.deepcopy(module, {id(x): x for x in module.parameters()})
+    args, kwargs = copied_value((args, kwargs))
+    root = copied(module)  # It runs, and may be changed.
     layers: list[nn.Module] = []
     for stage in stages:
         function = _function(module, stage)
@@ -164,4 +161,7 @@ class _Uses:
         """Let it be."""
 
     def drew(self) -> None:
+        """Let it be."""
+
+    def entered(self) -> None:
         """Let it be."""

@@ -22,7 +22,8 @@ from torchgpipe.private import storage_id
 from torchgpipe.sequential.contents import ids_within
 from torchgpipe.sequential.draws import KeptDraws
 from torchgpipe.sequential.errors import line_of
-from torchgpipe.sequential.nodes import Constant, compute, is_about, is_plain, mapped
+from torchgpipe.sequential.nodes import (Constant, asks_for_grad, compute, is_about, is_in_place,
+                                         is_plain, mapped)
 from torchgpipe.sequential.runtime import expect, put_together, take_apart
 from torchgpipe.sequential.value import UNKNOWN, Unknown, Value
 from torchgpipe.structure import PLAIN, flatten, flatten_nested
@@ -55,6 +56,7 @@ class Steps(fx.Tracer):
         self._tensors = {id(tensor): (name, tensor) for name, tensor in
                          (*root.named_buffers(), *root.named_parameters())}
         self._read: dict[str, Any] = {}
+        self._ids = {id(module) for module in root.modules()}
 
     def check_modes(self) -> None:
         """See before each step that the forward has not changed modes."""
@@ -88,7 +90,12 @@ class Steps(fx.Tracer):
                                       self.create_arg(kwargs))
         node.meta['where'] = line_of()
         node.meta['input'] = any(each.meta['input'] for each in node.all_input_nodes)
-        return self.wrap(node, self._compute(node, args, kwargs))
+        try:
+            known = self._compute(node, args, kwargs)
+        except Exception:
+            self.graph.erase_node(node)
+            raise
+        return self.wrap(node, known)
 
     def _compute(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         values: list[Any] = []
@@ -106,6 +113,7 @@ class Steps(fx.Tracer):
 
         args, kwargs = mapped((args, kwargs), known_of)
         if any(type(value) is not Value for value in values):
+            node.meta['writes'] = node.all_input_nodes[:1] if is_in_place(node) else []
             return UNKNOWN
         before = [(x.node, x._known, x._known._version) for x in values
                   if isinstance(x._known, Tensor)]
@@ -126,7 +134,8 @@ class Steps(fx.Tracer):
     def wrap(self, node: fx.Node, known: Any) -> Any:
         """Give a value for what a node gives, or a structure of values."""
         meta = node.meta
-        meta.update(data=False, mode=False, kind='object', bytes=0, memory=None)
+        meta.update(data=False, mode=False, grad=False, device=False, kind='object', bytes=0,
+                    memory=None)
         meta['input'], meta['where'] = meta.get('input', False), meta.get('where', '')
         meta.setdefault('writes', [])
         inputs = node.all_input_nodes
@@ -136,6 +145,7 @@ class Steps(fx.Tracer):
             return Value(node, self, known)
         if known is UNKNOWN:
             meta['kind'], meta['bytes'] = ('plain', 0) if is_plain(node) else ('tensor', 1)
+            meta['device'] = node.target is getattr and node.args[1] == 'device'
             return Unknown(node, self)
         if known is None:
             if node.op == 'call_module':
@@ -143,8 +153,9 @@ class Steps(fx.Tracer):
             return None
         if not isinstance(known, PLAIN):
             return self._taken_apart(node, known)
-        meta['kind'] = 'plain'
+        meta['kind'], meta['device'] = 'plain', isinstance(known, torch.device)
         meta['mode'] = node.op == 'get_attr' or any(each.meta['mode'] for each in inputs)
+        meta['grad'] = asks_for_grad(node) or any(each.meta['grad'] for each in inputs)
         meta['data'] = any(each.meta['data'] for each in inputs) or (
             any(each.meta['kind'] != 'plain' for each in inputs) and not is_about(node))
         return Value(node, self, known)
@@ -167,7 +178,8 @@ class Steps(fx.Tracer):
     def step(self, function: Callable[..., Any], node: fx.Node, *args: Any) -> fx.Node:
         """Add a step of the recorder's own."""
         step = self.graph.call_function(function, (node, *args))
-        step.meta.update({**node.meta, 'kind': 'object', 'bytes': 0, 'writes': [], 'memory': None})
+        step.meta.update({**node.meta, 'kind': 'object', 'bytes': 0, 'writes': [], 'memory': None,
+                          'device': False})
         return step
 
     def _constant(self, value: Any) -> Constant:
@@ -183,16 +195,24 @@ class Steps(fx.Tracer):
             return a.node
         if isinstance(a, Tensor):
             if id(a) not in self._tensors:
+                if a.requires_grad:
+                    self.refuse('it uses a tensor with a gradient that is no parameter of it')
                 self._tensors[id(a)] = self._constant(a.detach()).name, a
             return self.value_of(a).node
+        if isinstance(a, torch.Generator):
+            self.refuse('it draws random numbers from a torch.Generator')
         try:
             if is_dataclass(a):  # without a value in it
-                return self._constant(a)
+                return self._object(a)
             return super().create_arg(a)
         except NotImplementedError:
-            if isinstance(a, nn.Module):
-                raise
-            return self._constant(a)
+            return self._object(a)
+
+    def _object(self, a: Any) -> Constant:
+        if not self._ids.isdisjoint(ids_within(a)):
+            self.refuse(f'it hands on an object ({type(a).__name__}) that has a part of the model '
+                        'in it')
+        return self._constant(a)
 
     def simple(self, value: Any) -> Any:
         """Let a step put together what a graph has no form for, such as a dataclass with values.
@@ -213,5 +233,5 @@ class Steps(fx.Tracer):
                                  (self._constant(structure), list(values)), {})
 
     def expect(self, node: fx.Node, expected: Any, what: str) -> None:
-        where = ' '.join(line_of().split())
+        where = line_of().strip().replace('\n    ', ': ')
         self.step(expect, node, self.simple(expected), what, where)

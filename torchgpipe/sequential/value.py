@@ -83,11 +83,28 @@ class Value(fx.Proxy):
     def __iter__(self) -> Iterator[Any]:
         return iter([self[k] for k in range(len(self))])  # type: ignore[index]
 
+    def __round__(self, *digits: int) -> Any:
+        return self.tracer.create_proxy('call_function', round, (self, *digits), {})
+
     def __repr__(self) -> str:
         return f'<{self.node.name} of a recording>'
 
+    # What looks a number up, or looks at its text, may go by it.
+
     def __hash__(self) -> int:
-        return id(self)
+        return id(self) if self.tracer.is_tensor(self) else hash(self.tracer.take(self, _itself))
+
+    def __str__(self) -> str:
+        return (repr(self) if self.tracer.is_tensor(self)
+                else str(self.tracer.take(self, _itself)))
+
+    def __format__(self, spec: str) -> str:
+        return (repr(self) if self.tracer.is_tensor(self)
+                else format(self.tracer.take(self, _itself), spec))
+
+
+def _itself(known: Any) -> Any:
+    return known
 
 
 class _Method:

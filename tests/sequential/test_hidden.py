@@ -1,0 +1,378 @@
+"""What a program may go by, or keep, behind the back of a recording: found, or refused."""
+import copy
+import functools
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.devices import cpu_only, devices
+from tests.sequential.test_record import Inner, Model, check, sample
+from torchgpipe import Arguments, GPipe
+from torchgpipe.sequential import ConversionError, from_stages, to_sequential
+
+alone = cpu_only('what is recorded does not depend on devices')
+
+
+def looked_up(m, x):
+    return x * {6: 2.0}.get(x.shape[1], 3.0)
+
+
+def by_membership(m, x):
+    return x if x.shape[1] in {6, 8} else -x
+
+
+def by_text(m, x):
+    return x * (2 if f'{x.shape[1]}' == '6' else 3)
+
+
+def by_type_in_text(m, x):
+    return x * (2 if str(x.shape) == 'torch.Size([4, 6])' else 3)
+
+
+@alone
+@pytest.mark.parametrize('function', [looked_up, by_membership, by_text],
+                         ids=lambda f: f.__name__)
+def test_a_size_that_is_looked_up_or_written_is_checked(function):
+    class Any(nn.Module):
+        def forward(self, x):
+            return function(self, x)
+
+    layers = to_sequential(Any(), sample())
+    assert torch.equal(layers(torch.ones(9, 6)), function(None, torch.ones(9, 6)))
+    match = rf'shape\[1\] was 6; it is 5 now .*in {function.__name__}'
+    with pytest.raises(ValueError, match=match):
+        layers(torch.ones(4, 5))
+
+
+@alone
+def test_a_batch_size_in_a_text_is_found_out():
+    with pytest.raises(ConversionError, match='can not be cut into micro-batches'):
+        to_sequential(Model(by_type_in_text), sample())
+
+
+@alone
+def test_a_refusal_can_not_be_caught_by_the_program():
+    def caught(m, x):
+        try:
+            if x.sum() > 0:
+                x = x * 2
+        except Exception:
+            pass
+        return x
+
+    def caught_mode(m, x):
+        try:
+            with torch.no_grad():
+                return x * 2
+        except Exception:
+            return x
+
+    with pytest.raises(ConversionError, match='by the elements of a tensor'):
+        to_sequential(Model(caught), sample())
+    model = nn.Sequential(nn.Linear(6, 6), Inner(caught_mode), nn.Linear(6, 6))
+    assert 'Inner' in [type(m).__name__ for m in check(model, sample()).modules()]
+
+
+@alone
+def test_a_step_that_fails_leaves_nothing_behind():
+    def tried(m, x):
+        try:
+            return x @ torch.ones(3, 3)
+        except RuntimeError:
+            return x @ torch.ones(6, 6)
+
+    check(Model(tried), sample())
+
+
+@alone
+def test_state_that_changes_in_each_call_is_found_out():
+    model = Model(lambda m, x: x * next_number(m.state))
+    model.state = SimpleNamespace(number=0)
+    with pytest.raises(ConversionError, match='other numbers'):
+        to_sequential(model, sample())
+
+
+def next_number(state):
+    state.number += 1
+    return state.number
+
+
+@alone
+def test_a_parameter_that_is_none_of_the_model_is_refused():
+    model = Model(lambda m, x: x * m.extra[0])
+    model.extra = [nn.Parameter(torch.randn(6))]
+    with pytest.raises(ConversionError, match='a tensor with a gradient that is no parameter'):
+        to_sequential(model, sample())
+
+
+@alone
+def test_an_object_with_a_part_of_the_model_in_it_is_refused():
+    class Run(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, run):
+            ctx.run = run
+            return run(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, None
+
+    for make in (lambda m: m.run, lambda m: functools.partial(Model.run, m),
+                 lambda m: lambda x: m.run(x), lambda m: SimpleNamespace(m=m).m.run):
+        model = Model(lambda m, x: Run.apply(x, make(m)))
+        Model.run = lambda self, x: self.a(x)
+        try:
+            with pytest.raises(ConversionError, match='has a part of the model in it'):
+                to_sequential(model, sample())
+        finally:
+            del Model.run
+
+
+@alone
+def test_a_generator_is_refused():
+    model = Model(lambda m, x: x * torch.rand(6, generator=generator))
+    generator = torch.Generator()
+    with pytest.raises(ConversionError, match='a torch.Generator'):
+        to_sequential(model, sample())
+
+
+@alone
+def test_what_is_shared_stays_shared():
+    """In layers that have it in common, when they are loaded, moved or get another type."""
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.body = nn.Embedding(6, 4), nn.Linear(4, 4)
+            self.register_buffer('scale', torch.ones(4))
+
+        def forward(self, ids):
+            x = self.body(self.words(ids) * self.scale)
+            return (x * self.scale) @ self.words.weight.t()
+
+    ids = torch.randint(6, (4, 3))
+    for change in (lambda m, state: m.load_state_dict(state, assign=True),
+                   lambda m, state: m.double(),
+                   lambda m, state: m.to_empty(device='cpu')):
+        model = Tied()
+        state = copy.deepcopy(model.state_dict())
+        layers = to_sequential(model, ids)
+        change(layers, state)
+        assert len([*layers.parameters()]) == 3 and len([*layers.buffers()]) == 1
+    pipe = GPipe(to_sequential(Tied(), ids), [1, 2], devices=['cpu', 'cpu'], chunks=2)
+    pipe.load_state_dict(state, assign=True)
+    assert len([*pipe.parameters()]) == 3
+
+
+@alone
+def test_threads_convert_one_after_the_other():
+    results, start = [], threading.Barrier(3)
+    models = [Model(halved) for _ in range(10)]  # made here, as that draws random numbers
+
+    def convert():
+        start.wait()
+        for _ in range(5):
+            results.append(len(to_sequential(models.pop(), torch.ones(4, 6),
+                                             check_sample=False)))
+
+    threads = [threading.Thread(target=convert) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    start.wait()
+    for thread in threads:
+        thread.join()
+    assert results == [2] * 10 and isinstance(len([1]), int) and len.__module__ == 'builtins'
+
+
+def halved(m, x):
+    return x.chunk(2, -1)[0].repeat(1, 2)
+
+
+@alone
+@pytest.mark.parametrize('region', [
+    lambda: torch.autocast('cpu', enabled=False), torch.enable_grad,
+    lambda: torch.inference_mode(False)], ids=['autocast', 'grad', 'inference'])
+def test_a_region_of_a_mode_that_is_so_anyway_stays_one(region):
+    def function(m, x):
+        with region():
+            return x @ x.t() @ x
+
+    with pytest.raises(ConversionError, match='changes grad mode, inference mode or autocast'):
+        to_sequential(Model(function), sample())
+    model = nn.Sequential(nn.Linear(6, 6), Inner(function), nn.Linear(6, 6))
+    layers = to_sequential(model, sample())
+    with torch.no_grad(), torch.autocast('cpu', dtype=torch.bfloat16):
+        assert torch.equal(layers(sample()), model(sample()))
+        assert layers(sample()).requires_grad == model(sample()).requires_grad
+
+
+@alone
+def test_whether_a_tensor_has_a_gradient_is_left_to_the_module_that_asks():
+    def asked(m, x):
+        return x * 2 if x.requires_grad else x * 3
+
+    with pytest.raises(ConversionError, match='by whether a tensor has a gradient'):
+        to_sequential(Model(asked), sample())
+    model = nn.Sequential(nn.Linear(6, 6), Inner(asked), nn.Linear(6, 6))
+    layers = check(model, sample())
+    with torch.no_grad():
+        assert torch.equal(layers(sample()), model(sample()))
+
+
+@alone
+def test_one_tensor_for_two_arguments():
+    class Attend(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, q, k):
+            return self.b(self.a(q) if k is q else self.a(q) * k)
+
+    model, x = Attend(), sample()
+    with pytest.raises(ConversionError, match='for a half of the sample'):
+        to_sequential(model, Arguments(x, x))  # which micro-batches are not
+    layers = to_sequential(model, Arguments(x, x), check_sample=False)
+    assert torch.equal(layers(x, x), model(x, x))
+    layers = to_sequential(model, Arguments(x, x.clone()))
+    assert torch.equal(layers(x, x + 1), model(x, x + 1))
+
+
+@alone
+def test_modes_around_a_conversion_do_not_matter():
+    model, x = Model(halved), sample()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            layers = to_sequential(model, x)
+        assert torch.equal(layers(x), model(x)) and layers(x).requires_grad
+
+
+@alone
+@pytest.mark.filterwarnings('ignore:.*weight_norm:FutureWarning')
+def test_models_that_can_not_be_copied_say_so():
+    model = Model(halved)
+    model.lock = threading.Lock()
+    with pytest.raises(ConversionError, match='can not be copied'):
+        to_sequential(model, sample())
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 6)), nn.Linear(6, 6))
+    check(model, sample())
+
+
+@alone
+def test_hooks_of_the_model_itself_are_refused():
+    model = Model(halved)
+    model.register_forward_hook(lambda *args: None)
+    with pytest.raises(ConversionError, match='has hooks of its own'):
+        to_sequential(model, sample())
+
+
+@alone
+def test_submodules_may_have_the_names_of_what_layers_have():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.code, self.stashable = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.register_buffer('_code', torch.ones(6))
+
+        def forward(self, x):
+            return self.stashable(self.code(x) * self._code)
+
+    layers = check(Named(), sample())
+    assert len(layers) == 2
+
+
+@alone
+def test_what_is_converted_can_be_converted():
+    model = Model(halved)
+    layers = to_sequential(to_sequential(model, sample()), sample())
+    assert torch.equal(layers(sample()), model(sample()))
+    whole = nn.Sequential(to_sequential(model, sample()), nn.Linear(6, 6))
+    inside = to_sequential(whole, sample())
+    pipe = GPipe(inside, [1, len(inside) - 1], devices=['cpu', 'cpu'], chunks=2)
+    assert torch.allclose(pipe(sample()), whole(sample()), atol=1e-6)
+
+
+@alone
+def test_modules_with_more_in_their_state_dicts_stay_whole():
+    class Extra(Inner):
+        def get_extra_state(self):
+            return torch.ones(1)
+
+        def set_extra_state(self, state):
+            pass
+
+    model = nn.Sequential(nn.Linear(6, 6), Extra(halved), nn.Linear(6, 6))
+    layers = check(model, sample())
+    layers.load_state_dict(model.state_dict())
+
+
+@alone
+def test_a_first_layer_for_nothing():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            self.a(x)
+            return self.c(self.b.weight * 2)
+
+    assert len(to_sequential(Late(), sample(), check_sample=False)) == 2
+
+
+@alone
+def test_an_element_is_read_before_it_is_changed():
+    def function(m, x):
+        first = x[0, 0]
+        x.add_(1)
+        return x * first.item()
+
+    model = Model(function)
+    layers = to_sequential(model, sample())
+    assert torch.equal(layers(sample()), model(sample()))
+
+
+@alone
+def test_a_shape_is_read_behind_a_change_also_without_a_sample():
+    def function(m, x):
+        x.unsqueeze_(1)
+        return x.view(-1, 6) * x.shape[1]
+
+    model = Model(function)
+    assert torch.equal(to_sequential(model)(sample()), model(sample()))
+
+
+@alone
+def test_stages_with_other_numbers_are_told_apart_from_graphs():
+    model = Model(halved)
+    with pytest.raises(ConversionError, match='made in the last stages'):
+        from_stages(model, [model.a, model.b], sample())
+
+
+class Placed(nn.Module):
+    """It makes tensors on the device of its input, in each of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x):
+        device, dtype = x.device, x.dtype
+        for layer in self.layers:
+            x = layer(x) + torch.arange(6, device=device, dtype=dtype)
+            x = x + torch.ones(len(x), 1, device=x.device, dtype=dtype)
+        return x
+
+
+@devices
+def test_tensors_are_made_on_the_device_of_the_layer_that_makes_them(devices):  # noqa: F811
+    model = Placed()
+    x = sample()
+    expected = model(x)
+    layers = to_sequential(copy.deepcopy(model), x)
+    pipe = GPipe(layers, [1, 1, 2], devices=devices(3), chunks=2)
+    output = pipe(x.to(devices.first))
+    assert torch.allclose(output.cpu(), expected, atol=1e-5)
+    output.sum().backward()
