@@ -221,6 +221,47 @@ def test_whether_a_tensor_has_a_gradient_is_left_to_the_module_that_asks():
         assert torch.equal(layers(sample()), model(sample()))
 
 
+@functools.lru_cache
+def cached_table(width):
+    return torch.linspace(0, 1, width)
+
+
+TABLES = {}
+
+
+def kept_table(width):
+    if width not in TABLES:
+        TABLES[width] = torch.linspace(0, 1, width)
+    return TABLES[width]
+
+
+@alone
+@pytest.mark.parametrize('table', [cached_table, kept_table])
+def test_a_cache_is_filled_with_tensors(table):
+    """And neither the model nor the next conversion finds a value of a recording in it."""
+    TABLES.clear()
+    cached_table.cache_clear()
+    for _ in range(2):
+        model = Model(lambda m, x: x + table(6))
+        layers = check(model, sample())
+        assert type(table(6)) is torch.Tensor
+        assert [name for name, _ in layers.named_buffers() if 'constant' in name]
+
+
+@alone
+def test_what_is_kept_in_each_run_is_refused():
+    held = []
+
+    def function(m, x):
+        held[:] = [x * 2]
+        return held[0]
+
+    with pytest.raises(ConversionError, match='keeps what it computes outside'):
+        to_sequential(Model(function), sample())
+    model = nn.Sequential(nn.Linear(6, 6), Inner(function), nn.Linear(6, 6))
+    assert len(to_sequential(model, sample(), leaves=['1'])) == 3
+
+
 @alone
 def test_one_tensor_for_two_arguments():
     class Attend(nn.Module):

@@ -11,6 +11,7 @@ from torchgpipe.sequential.copies import copied, copied_value
 from torchgpipe.sequential.cuts import cut
 from torchgpipe.sequential.errors import ConversionError, NeedsLeaf, line_of_error, refused
 from torchgpipe.sequential.inputs import Inputs, arguments_of, called_with, signature_of
+from torchgpipe.sequential.kept import StaleValue, take_out_values
 from torchgpipe.sequential.leaves import Leaf, Leaves
 from torchgpipe.sequential.names import Converted
 from torchgpipe.sequential.record import Recorder
@@ -30,11 +31,25 @@ def convert(module: nn.Module, sample: Any, leaves: Iterable[Leaf]) -> Converted
         tensors, structure = flatten_nested(sample)
         sample = structure(tensors)  # without marks
     named = [_name_of(module, leaf) if isinstance(leaf, nn.Module) else leaf for leaf in leaves]
+    with torch.inference_mode(False), torch.enable_grad():
+        try:
+            return _with_leaves(module, sample, named)
+        except StaleValue:
+            take_out_values()
+        if sample is not UNKNOWN:
+            _run(module, sample)  # It may fill its caches.
+        try:
+            return _with_leaves(module, sample, named)
+        finally:
+            take_out_values()
+
+
+def _with_leaves(module: nn.Module, sample: Any, named: list[Any]) -> Converted:
+    """Make it, with those modules among the leaves that turn out to have to be."""
     classes: set[type] = set()
     while True:
         try:
-            with torch.inference_mode(False), torch.enable_grad():
-                return _converted(module, sample, named, classes)
+            return _converted(module, sample, named, classes)
         except NeedsLeaf as error:
             classes.update(error.classes)
 
@@ -67,7 +82,9 @@ def _recorded(module: nn.Module, sample: Any, named: list[Any], classes: set[typ
     args, kwargs, inputs = _values(recorder, module, sample)
     try:
         recorder.record(args, kwargs)
-    except NeedsLeaf:
+        del args, kwargs
+        recorder.end()
+    except (NeedsLeaf, StaleValue):
         raise
     except ConversionError:
         # What goes by the training mode may be to blame, and can be left to itself.

@@ -72,7 +72,7 @@ class Recorder(Steps):
             except Exception as error:
                 raise self._stopped or error
             finally:
-                self.runs = False
+                self.runs, self.over = False, True
         if self._stopped is not None:  # The forward has caught it.
             raise self._stopped
         for module, old in zip(self._looked_into, before):

@@ -9,7 +9,9 @@
         ▼
     y                           a value, or a structure of values
 """
+import gc
 import operator
+import weakref
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import Any
@@ -22,6 +24,7 @@ from torchgpipe.private import storage_id
 from torchgpipe.sequential.contents import ids_within
 from torchgpipe.sequential.draws import KeptDraws
 from torchgpipe.sequential.errors import line_of
+from torchgpipe.sequential.kept import StaleValue
 from torchgpipe.sequential.nodes import (Constant, asks_for_grad, compute, is_about, is_in_place,
                                          is_plain, mapped)
 from torchgpipe.sequential.runtime import expect, put_together, take_apart
@@ -43,6 +46,7 @@ class Steps(fx.Tracer):
             ``input``, and what it ``writes`` to.
         constants: What it refers to by name.
         runs: Whether the forward runs, and not a step.
+        over: Whether it is over.
         draws: Random numbers that steps draw.
     """
 
@@ -51,11 +55,12 @@ class Steps(fx.Tracer):
         self.root = root
         self.graph = fx.Graph()
         self.constants: dict[str, Any] = {}
-        self.runs = False
+        self.runs = self.over = False
         self.draws = KeptDraws()
         self._tensors = {id(tensor): (name, tensor) for name, tensor in
                          (*root.named_buffers(), *root.named_parameters())}
         self._read: dict[str, Any] = {}
+        self._values: list[weakref.ref[Any]] = []
         self._ids = {id(module) for module in root.modules()}
 
     def check_modes(self) -> None:
@@ -83,6 +88,8 @@ class Steps(fx.Tracer):
     def create_proxy(self, kind: Any, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any
                      ) -> Any:
         """Record a step, and compute it for the sample."""
+        if self.over:
+            raise StaleValue
         self.check_modes()
         args = tuple(map(self.simple, args))
         kwargs = {name: self.simple(value) for name, value in kwargs.items()}
@@ -142,7 +149,7 @@ class Steps(fx.Tracer):
         if isinstance(known, Tensor):
             meta['kind'], meta['bytes'] = 'tensor', size_of(known)
             meta['memory'] = storage_id(known) if known.layout is torch.strided else None
-            return Value(node, self, known)
+            return self._value(node, known)
         if known is UNKNOWN:
             meta['kind'], meta['bytes'] = ('plain', 0) if is_plain(node) else ('tensor', 1)
             meta['device'] = node.target is getattr and node.args[1] == 'device'
@@ -158,15 +165,35 @@ class Steps(fx.Tracer):
         meta['grad'] = asks_for_grad(node) or any(each.meta['grad'] for each in inputs)
         meta['data'] = any(each.meta['data'] for each in inputs) or (
             any(each.meta['kind'] != 'plain' for each in inputs) and not is_about(node))
-        return Value(node, self, known)
+        return self._value(node, known)
+
+    def _value(self, node: fx.Node, known: Any) -> Value:
+        value = Value(node, self, known)
+        self._values.append(weakref.ref(value))
+        return value
+
+    def end(self) -> None:
+        """Let go of all values.
+
+        Raises:
+            StaleValue: Somebody else keeps one.
+        """
+        self._read.clear()
+        if self._values_left():
+            gc.collect()
+            if self._values_left():
+                raise StaleValue
+
+    def _values_left(self) -> bool:
+        return any(value() is not None for value in self._values)
 
     def _taken_apart(self, node: fx.Node, known: Any) -> Any:
         if node.target is put_together:
-            return Value(node, self, known)
+            return self._value(node, known)
         try:
             tensors, kind = flatten(known)
         except TypeError:
-            return Value(node, self, known)
+            return self._value(node, known)
         expected = self._constant((kind, len(tensors)))
         taken = self.step(take_apart, node, expected, node.meta['where'])
         values = []
