@@ -443,7 +443,7 @@ REFUSALS = [
     lambda: convert(lambda module, x: (module.seen.append(0), x)[1]),
     lambda: convert(lambda module, x: module.write(x, SimpleNamespace()), leaves=['write']),
     lambda: convert(lambda module, x, other=linear(): other(x)),
-    lambda: convert(lambda module, x: (f'{x.shape[0]:d}', x)[1]),
+    lambda: convert(lambda module, x: torch.FloatTensor([x.shape[0]]) + x),
     lambda: to_sequential(Between(lambda module, x: sum(x.chunk(2)))),
     lambda: in_stages(Between.forward, nn.ReLU()),
     lambda: convert(lambda module, x: x if len(x) > 3 else -x),

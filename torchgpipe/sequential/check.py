@@ -50,16 +50,10 @@ def check(module: nn.Module, converted: Converted, sample: Any, batch_dim: Any, 
     original, copy = copied(module), copied(converted)
     with torch.inference_mode(False):
         for title, training, value in runs:
-            try:
-                with _same_random_numbers():
-                    expected = _run(original, value, training)
-                with _same_random_numbers():
-                    found = _run(copy, value, training, original_names)
-            except Exception as error:
-                if value is whole:
-                    raise
-                raise ConversionError('the model can not be cut into micro-batches as it is, '
-                                      f'since its program goes by their size: {error}') from error
+            with _same_random_numbers(), _cut(value is not whole, Exception):
+                expected = _run(original, value, training)
+            with _same_random_numbers(), _cut(value is not whole, ValueError):
+                found = _run(copy, value, training, original_names)
             _compare(title, expected, found, advice)
 
 
@@ -98,6 +92,18 @@ def _compare(title: str, expected: Record, found: Record, advice: str) -> None:
         raise ConversionError(
             f'the converted model has other numbers than the model {title}: '
             + ', '.join(different[:8]) + f'{more}. {advice}')
+
+
+@contextmanager
+def _cut(is_cut: bool, failure: type[Exception]) -> Iterator[None]:
+    """Say of what fails that the number of samples is the reason."""
+    try:
+        yield
+    except failure as error:
+        if not is_cut:
+            raise
+        raise ConversionError('the model can not be cut into micro-batches as it is, since its '
+                              f'program goes by their size: {error}') from error
 
 
 @contextmanager
