@@ -37,8 +37,8 @@ __all__ = ['Watcher', 'watched']
 _MAKERS = ('arange', 'as_tensor', 'empty', 'eye', 'finfo', 'full', 'iinfo', 'linspace', 'logspace',
            'normal', 'ones', 'rand', 'randint', 'randn', 'randperm', 'scalar_tensor', 'tensor',
            'tril_indices', 'triu_indices', 'zeros')
-_OF_NUMBERS = ('ceil', 'cos', 'exp', 'floor', 'isqrt', 'log', 'log10', 'log2', 'pow', 'prod',
-               'sin', 'sqrt')
+_OF_NUMBERS = ('ceil', 'cos', 'exp', 'floor', 'isqrt', 'log', 'log10', 'log2', 'pow', 'sin',
+               'sqrt')
 _DRAWERS = ('betavariate', 'choice', 'choices', 'expovariate', 'gauss', 'getrandbits',
             'normalvariate', 'randint', 'random', 'randrange', 'sample', 'shuffle', 'triangular',
             'uniform')

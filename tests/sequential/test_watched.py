@@ -1,0 +1,164 @@
+"""What is replaced while a forward is recorded: for what, and for whom it is not."""
+import math
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from tests.devices import cpu_only
+from torchgpipe.sequential import ConversionError, to_sequential
+
+pytestmark = cpu_only('what is recorded does not depend on devices')
+
+
+class Model(nn.Module):
+    """A function of a module and of what a linear layer gives."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.function = nn.Linear(6, 6), function
+        self.register_buffer('table', torch.rand(6))
+
+    def forward(self, x):
+        return self.function(self, self.first(x))
+
+
+def assert_same(function, *sizes):
+    """Compare a model with what it is converted to, for batches of some sizes."""
+    model = Model(function)
+    layers = to_sequential(model, torch.rand(4, 6))
+    for size in sizes or (7, 1):
+        x = torch.rand(size, 6)
+        results = []
+        for each in (model, layers):
+            torch.manual_seed(0)
+            results.append(each(x))
+        assert torch.equal(*results)
+
+
+MAKERS = {
+    'arange': [6], 'as_tensor': [[1.5] * 6], 'empty': [6], 'eye': [6], 'full': [(6,), 2.0],
+    'linspace': [0, 1, 6], 'logspace': [0, 1, 6], 'ones': [6], 'rand': [6], 'randint': [9, (6,)],
+    'randn': [6], 'randperm': [6], 'scalar_tensor': [2.0], 'tensor': [[1.5] * 6],
+    'tril_indices': [3, 3], 'triu_indices': [3, 3], 'zeros': [6]}
+
+
+@pytest.mark.parametrize('name', MAKERS)
+def test_tensors_are_made_anew_in_each_run(name):
+    def function(m, x):
+        made = getattr(torch, name)(*MAKERS[name])
+        if name == 'empty':
+            made.zero_()
+        made += x.shape[0]
+        return x + made.sum()
+
+    assert_same(function)
+
+
+@pytest.mark.parametrize('name', MAKERS)
+def test_tensors_are_made_on_the_device_of_another(name):
+    def function(m, x):
+        made = getattr(torch, name)(*MAKERS[name], device=x.device)
+        return x + (torch.zeros_like(made) if name == 'empty' else made).sum()
+
+    assert_same(function)
+
+
+NUMBERS = {
+    'arange': lambda n: [n], 'as_tensor': lambda n: [n], 'empty': lambda n: [n],
+    'eye': lambda n: [n], 'full': lambda n: [(n,), n], 'linspace': lambda n: [0, n, n],
+    'logspace': lambda n: [0, 1, n], 'normal': lambda n: [0.0, 1.0, (n,)],
+    'ones': lambda n: [n], 'rand': lambda n: [n], 'randint': lambda n: [n, (n,)],
+    'randn': lambda n: [n], 'randperm': lambda n: [n], 'scalar_tensor': lambda n: [n],
+    'tensor': lambda n: [n], 'tril_indices': lambda n: [n, n], 'triu_indices': lambda n: [n, n],
+    'zeros': lambda n: [n]}
+
+
+@pytest.mark.parametrize('name', NUMBERS)
+def test_tensors_are_made_of_the_batch_size_of_each_run(name):
+    def function(m, x):
+        made = getattr(torch, name)(*NUMBERS[name](x.shape[0]))
+        if name in ('empty', 'normal', 'rand', 'randint', 'randn'):
+            made = torch.zeros_like(made)
+        return x + made.double().sum().float() + sum(made.shape)
+
+    model = Model(function)
+    layers = to_sequential(model, torch.rand(4, 6), check_sample=False)
+    x = torch.rand(7, 6)
+    assert torch.equal(layers(x), model(x))
+
+
+@pytest.mark.parametrize('name', ['finfo', 'iinfo'])
+def test_limits_of_numbers_are_those_of_the_type_of_each_run(name):
+    def function(m, x):
+        y = x if name == 'finfo' else x.long() + torch.zeros((), dtype=torch.int)
+        return x * 0 + getattr(torch, name)(y.dtype).max / 2
+
+    assert_same(function)
+    if name == 'finfo':
+        layers = to_sequential(Model(function), torch.rand(4, 6)).double()
+        assert layers(torch.rand(4, 6).double()).mean() > torch.finfo(torch.float).max
+
+
+@pytest.mark.parametrize('name', ['ceil', 'cos', 'exp', 'floor', 'isqrt', 'log', 'log10', 'log2',
+                                  'sin', 'sqrt'])
+def test_functions_of_the_batch_size(name):
+    assert_same(lambda m, x: x + getattr(math, name)(x.shape[0]))
+
+
+def test_powers_of_the_batch_size():
+    assert_same(lambda m, x: x + math.pow(x.shape[0], 0.5))
+
+
+def test_the_product_of_a_shape():
+    assert_same(lambda m, x: x + math.prod(x.shape))
+
+
+@pytest.mark.parametrize('name, args', [
+    ('betavariate', (1, 1)), ('choice', ('ab',)), ('choices', ('ab',)), ('expovariate', (1,)),
+    ('gauss', (0, 1)), ('getrandbits', (3,)), ('normalvariate', (0, 1)), ('randint', (0, 1)),
+    ('random', ()), ('randrange', (3,)), ('sample', ('ab', 1)), ('shuffle', ([1, 2],)),
+    ('triangular', ()), ('uniform', (0, 1))])
+def test_a_random_number_is_refused_where_it_is_drawn(name, args):
+    def function(m, x):
+        getattr(random, name)(*args)  # this line
+        return x * 2
+
+    with pytest.raises(ConversionError, match=r"(?s)of Python's\n\n.*# this line"):
+        to_sequential(Model(function), torch.rand(4, 6))
+
+
+def test_buffers_that_are_listed_are_those_of_each_run():
+    model = Model(lambda m, x: x + sum(2 * b for _, b in m.named_buffers()) + sum(m.buffers()))
+    layers, x = to_sequential(model, torch.rand(4, 6)), torch.rand(4, 6)
+    model.table.add_(1)
+    assert torch.equal(layers(x), model(x))
+
+
+def test_other_threads_have_what_python_has():
+    def counted():
+        return int(torch.arange(3).sum()) + len(nn.LayerNorm(2)(torch.ones(4, 2)))
+
+    def function(m, x):
+        with ThreadPoolExecutor(1) as pool:
+            return x * pool.submit(counted).result()
+
+    assert_same(function)
+
+
+def test_a_leaf_may_trace_functions_itself():
+    def traced(x):
+        assert not isinstance(x, torch.Tensor)
+        with pytest.raises(RuntimeError, match="'len' is not supported"):
+            len(x)
+        return x + 1
+
+    class Traced(nn.Module):
+        def forward(self, x):
+            return torch.fx.symbolic_trace(traced)(x)
+
+    model = nn.Sequential(nn.Linear(6, 6), Traced())
+    layers, x = to_sequential(model, torch.rand(4, 6), leaves=[Traced]), torch.rand(4, 6)
+    assert torch.equal(layers(x), model(x))
