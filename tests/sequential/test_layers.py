@@ -95,6 +95,17 @@ def test_a_shape_goes_and_not_the_tensor():
     assert isinstance(layers[0](torch.randn(9, 4)), tuple)
 
 
+def test_what_is_asked_of_a_weight_leaves_it_in_one_layer():
+    def forward(m, x):
+        for layer in m.layers:
+            x = layer(x.to(layer.weight.dtype)) * torch.ones(layer.weight.shape[0])
+        return x
+
+    layers = to_sequential(of(forward, layers=linears(4)), torch.randn(4, 4))
+    assert [[*layer.state_dict()] for layer in layers] == [
+        [f'layers.{k}.weight', f'layers.{k}.bias'] for k in range(4)]
+
+
 def test_a_shape_is_read_behind_what_changes_it():
     def forward(m, x):
         y = m.layers[0](x)

@@ -13,13 +13,14 @@ before it or after it. A cut is not made where what goes across is no tensor and
 and if possible not between a tensor and what changes it in place.
 """
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from torchgpipe.engine.memory import size_of
 from torchgpipe.sequential.leaves import Leaves
 
 __all__ = ['cut', 'steps_of']
@@ -35,14 +36,16 @@ def steps_of(graph: fx.Graph) -> list[fx.Node]:
     """Give the nodes that compute something, in an order in which they can run.
 
     What only tells the shape and the like of a tensor comes as soon as it can, so that the shape
-    goes to where it is used, and not the tensor.
+    goes to where it is used, and not the tensor. That of a parameter stays where it is asked for,
+    where the parameter mostly is, too.
     """
     steps: list[fx.Node] = []
     for node in graph.nodes:
         if node.op in ('placeholder', 'get_attr', 'output'):
             continue
         place = len(steps)
-        if node.meta['kind'] == 'plain' and node.users and not node.meta['data']:
+        if (node.meta['kind'] == 'plain' and node.users and not node.meta['data']
+                and all(each.op != 'get_attr' for each in node.all_input_nodes)):
             place = _earliest(node, steps)
         steps.insert(place, node)
     return steps
@@ -61,7 +64,7 @@ def _earliest(node: fx.Node, steps: Sequence[fx.Node]) -> int:
 def cut(graph: fx.Graph, root: nn.Module, leaves: Leaves) -> list[list[fx.Node]]:
     """Cut the nodes of a graph into those of layers."""
     steps = steps_of(graph)
-    across = _Across(graph, steps)
+    across = _Across(graph, steps, root)
     calls = [k for k, step in enumerate(steps) if _has_weights(step, root, leaves)]
     places = [0]
     for before, after in zip(calls, calls[1:]):
@@ -85,9 +88,10 @@ class _Across:
     Args:
         graph: The graph.
         steps: Its steps.
+        root: The model.
     """
 
-    def __init__(self, graph: fx.Graph, steps: Sequence[fx.Node]) -> None:
+    def __init__(self, graph: fx.Graph, steps: Sequence[fx.Node], root: nn.Module) -> None:
         number = len(steps) + 1
         self._bytes = [0] * number
         self._objects = [0] * number
@@ -97,6 +101,7 @@ class _Across:
         for node in graph.nodes:
             if node.op not in ('get_attr', 'output'):
                 self._count(node, index, len(steps))
+        self._count_weights(steps, root)
 
     def _count(self, node: fx.Node, index: dict[fx.Node, int], end: int) -> None:
         begin = index.get(node, -1) + 1
@@ -111,6 +116,15 @@ class _Across:
                 for place in range(index.get(alias, -1) + 1, begin):
                     self._changes[place] += 1
 
+    def _count_weights(self, steps: Sequence[fx.Node], root: nn.Module) -> None:
+        """Count parameters and buffers that steps on both sides use: both layers have them."""
+        counted: dict[str, int] = {}
+        for k, step in enumerate(steps):
+            for name, size in _weights(step, root):
+                for place in range(counted.get(name, k) + 1, k + 1):
+                    self._bytes[place] += size
+                counted[name] = k
+
     def may_cut(self, place: int) -> bool:
         """Tell whether only tensors and plain values go across, and a tensor at least."""
         return not self._objects[place] and self._tensors[place] > 0
@@ -118,6 +132,15 @@ class _Across:
     def cost(self, place: int) -> tuple[Any, ...]:
         """Give what makes one place better than another."""
         return self._changes[place] > 0, self._bytes[place]
+
+
+def _weights(step: fx.Node, root: nn.Module) -> Iterator[tuple[str, int]]:
+    for each in step.all_input_nodes:
+        if each.op == 'get_attr':
+            yield str(each.target), each.meta['bytes']
+    if step.op == 'call_module':
+        for name, x in root.get_submodule(str(step.target)).named_parameters():
+            yield f'{step.target}.{name}', size_of(x)
 
 
 def _aliases(changed: fx.Node, index: dict[fx.Node, int], place: int) -> list[fx.Node]:
