@@ -45,7 +45,7 @@ def check(module: nn.Module, converted: Converted, sample: Any, batch_dim: Any, 
     tensors, kind = flatten_nested(sample)
     whole = kind(tensors)
     batches, _, _ = cut(sample, 2, fit_rule(batch_dim, sample, converted))
-    half = batches[0].value if len(batches) > 1 else whole
+    half = batches[0].value
     runs = [('in training', True, whole), ('in evaluation, for a half of the sample', False, half)]
     original, copy = copied(module), copied(converted)
     with torch.inference_mode(False):
@@ -64,7 +64,7 @@ def _run(module: nn.Module, value: Any, training: bool,
         output = call(module, copied_value(value))
         record = {f'output{path_name(leaf.path)}': leaf.value for leaf in leaves_of(output)
                   if isinstance(leaf.value, Tensor)}
-        loss = arbitrary_loss(output) if training else torch.zeros(())
+        loss = arbitrary_loss(output)
     if loss.requires_grad:
         names = original(dict(module.named_parameters(remove_duplicate=False)))
         learning = {name: x for name, x in names.items() if x.requires_grad}
@@ -114,6 +114,7 @@ def _same_random_numbers() -> Iterator[None]:
     try:
         with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator
                                    else 'cuda'):
+            # Other numbers than the recording has drawn, whose way they may change.
             torch.manual_seed(0)
             random.seed(0)
             yield

@@ -67,7 +67,9 @@ def _converted(module: nn.Module, sample: Any, named: list[Any], classes: set[ty
     if recorder.modes_taken:
         recorder.check_training(_recorded(module, sample, named, classes, flipped=True)[0])
     steps = cut(recorder.graph, recorder.root, recorder.leaves)
-    return Converted(*build(recorder.graph, steps, module, inputs, recorder.constants))
+    converted = Converted(*build(recorder.graph, steps, module, inputs, recorder.constants))
+    converted.training = module.training
+    return converted
 
 
 def _recorded(module: nn.Module, sample: Any, named: list[Any], classes: set[type], flipped: bool

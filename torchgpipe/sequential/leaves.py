@@ -31,8 +31,6 @@ class Leaves:
         self._root = root
         self.classes: set[type] = set()
         self._modules: set[nn.Module] = set()
-        if isinstance(named, (str, type, nn.Module)):
-            named = [named]
         for leaf in named:
             self._add(leaf)
 

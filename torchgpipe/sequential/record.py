@@ -147,7 +147,7 @@ class Recorder(Steps):
         if node.meta['mode']:
             place = len(steps_of(self.graph))
             self.modes_taken.append(ModeTaken(place, self._stack[-1:], line_of()))
-        elif node.meta['input'] and (node, how.__name__) not in self._taken:
+        elif (node, how.__name__) not in self._taken:
             self._taken.add((node, how.__name__))
             what = words(node)
             if how in (len, bool) and result is not known:

@@ -73,7 +73,9 @@ def make_stages(module: nn.Module, stages: Iterable[StageLike], sample: Any) -> 
                       else Stage(module, function, _with_all_names(module, uses, names)))
         args, kwargs = (value,), {}
     put(layers[-1], module, left_out(module, layers), attributes=True)
-    return Converted(*layers)
+    converted = Converted(*layers)
+    converted.training = module.training
+    return converted
 
 
 def _function(module: nn.Module, stage: StageLike) -> Callable[..., Any]:

@@ -1,0 +1,252 @@
+"""What the comparison with the model finds, and what a conversion leaves as it was."""
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from tests.devices import cpu_only
+from torchgpipe.sequential import ConversionError, from_stages, to_sequential
+from torchgpipe.sequential.contents import ids_within
+
+pytestmark = cpu_only('numbers are compared as on any device')
+
+
+class Model(nn.Module):
+    """A function between two linear layers."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.table = nn.Parameter(torch.rand(6))
+        self.function = function
+
+    def forward(self, x):
+        return self.b(self.function(self, self.a(x)))
+
+
+# --- what it finds
+# -------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_is_another_one_in_evaluation():
+    """Such as those that merge weights."""
+    class Merged(Model):
+        scale = 1
+
+        def train(self, mode=True):
+            self.scale = 1 if mode else 2
+            return super().train(mode)
+
+    model = Merged(lambda m, x: x * m.scale)
+    with pytest.raises(ConversionError, match='other numbers .* in evaluation.*: output by'):
+        to_sequential(model, torch.rand(4, 6))
+    with pytest.raises(ConversionError, match='other numbers .* in training: output by'):
+        to_sequential(model.eval(), torch.rand(4, 6))
+
+
+@pytest.mark.parametrize('grad', [True, False])
+def test_a_gradient_that_is_lost(grad):
+    """Also where the conversion is called without grad mode."""
+    model = Model(lambda m, x: x * m.table)
+    stages = [model.a, lambda m, x: m.b(x * m.table.detach())]
+    with pytest.raises(ConversionError, match='in training: gradient of table by inf'):
+        with torch.set_grad_enabled(grad):
+            from_stages(model, stages, torch.rand(4, 6))
+
+
+def test_a_gradient_that_the_model_has_not():
+    model = Model(lambda m, x: x * m.table.detach())
+    stages = [model.a, lambda m, x: m.b(x * m.table)]
+    with pytest.raises(ConversionError, match='in training: gradient of table by inf'):
+        from_stages(model, stages, torch.rand(4, 6))
+
+
+def test_the_first_eight_differences_are_named():
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
+    with pytest.raises(ConversionError, match=r'output by [^,]*(, gradient of [^,]*){7}, and '
+                                              r'3 others\.'):
+        from_stages(model, [*model, lambda m, x: 2 * x], torch.rand(4, 6))
+
+
+@pytest.mark.parametrize('draw', [
+    lambda: torch.rand(1000).ge(0.5).nonzero(), lambda: torch.ones(random.randrange(1000))],
+    ids=['PyTorch', 'Python'])
+def test_a_way_that_goes_by_random_numbers(draw):
+    """It is not said that the size of micro-batches is to blame."""
+    class Drawn(nn.Module):
+        def forward(self):
+            return draw()
+
+    def function(m, x):
+        for _ in range(m.drawn().shape[0]):
+            x = x + 1e-3
+        return x
+
+    model = Model(function)
+    model.drawn = Drawn()
+    torch.manual_seed(1)
+    random.seed(1)
+    with pytest.raises(ValueError, match='^the program of a converted model goes the way'):
+        to_sequential(model, torch.rand(4, 6), leaves=[Drawn])
+
+
+def test_a_way_that_goes_by_a_weight():
+    """Which is checked in each run, like all else that a program goes by."""
+    model = Model(lambda m, x: x + 1 if m.table.dtype == torch.float64 else x)
+    layers = to_sequential(model, torch.rand(4, 6))
+    with pytest.raises(ValueError, match=r'table.dtype == torch.float64 was False; it is True'):
+        layers.double()(torch.rand(4, 6).double())
+
+
+def test_one_sample_alone():
+    layers, x = to_sequential(Model(lambda m, x: x * 2), torch.rand(1, 6)), torch.rand(4, 6)
+    assert layers(x).shape == (4, 6)
+
+
+# --- what is no difference
+# -------------------------------------------------------------------------------------------------
+
+
+def test_rounding_of_a_gradient_that_is_zero():
+    """As that of a bias before a normalization."""
+    def centred(m, x):
+        y = x + m.table
+        return y - y.mean(0)
+
+    model = Model(centred)
+    torch.manual_seed(0)
+    layers = from_stages(model, [model.a, lambda m, x: m.b(
+        (x + m.table) - (x + m.table).flip(0).sum(0) / len(x))], torch.rand(7, 6))
+    assert len(layers) == 2
+
+
+def test_parameters_that_do_not_learn():
+    model = Model(lambda m, x: x * 2)
+    model.a.requires_grad_(False)
+    assert len(to_sequential(model, torch.rand(4, 6))) == 2
+    model.requires_grad_(False)
+    x = torch.rand(4, 6, requires_grad=True)
+    assert len(to_sequential(model, x)) == 2 and x.grad is None
+
+
+@pytest.mark.parametrize('kind', [nn.Parameter, nn.Buffer])
+def test_names_in_another_order(kind):
+    """What has two names is found in the layer by the second one first."""
+    class Inner(nn.Module):
+        def __init__(self, shared):
+            super().__init__()
+            self.own, self.shared = nn.Parameter(torch.rand(6)), shared
+
+        def forward(self, x):
+            return x * self.own + self.shared
+
+    shared = kind(torch.rand(6))
+    model = Model(lambda m, x: m.second(x))
+    model.first, model.second = Inner(shared), Inner(shared)
+    layers = to_sequential(model, torch.rand(4, 6))
+    assert [*layers[0].state_dict()].index('second.own') < [
+        *layers[0].state_dict()].index('first.shared')
+
+
+def test_a_model_on_no_device():
+    """It may have nothing but buffers."""
+    with torch.device('meta'):
+        norm, x = nn.BatchNorm1d(6, affine=False), torch.rand(4, 6)
+        assert len(to_sequential(nn.Sequential(norm), x)) == 1
+
+
+# --- what stays as it was
+# -------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_that_the_model_changes():
+    class Changing(nn.Module):
+        def forward(self, x):
+            assert not x.requires_grad
+            return x.mul_(2)
+
+    for wide in (6, 5):  # The other one is an error of the model's.
+        model = nn.Sequential(Changing(), nn.Linear(6, 6))
+        x = torch.rand(4, wide)
+        kept = x.clone()
+        if wide == 6:
+            to_sequential(model, x)
+            from_stages(model, [*model], x)
+            to_sequential(model, x.requires_grad_())
+            from_stages(model, [*model], x)
+        else:
+            with pytest.raises(RuntimeError, match='mat1 and mat2'):
+                to_sequential(model, x)
+        assert torch.equal(x, kept)
+
+
+def test_a_model_that_raises_an_error():
+    model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(6, 6))
+    with pytest.raises(RuntimeError, match='mat1 and mat2'):
+        to_sequential(model, torch.rand(4, 5))
+    assert model[0].num_batches_tracked == 0
+
+
+def test_weights_are_not_copied():
+    class Uncopied(nn.Parameter):
+        def __deepcopy__(self, memo):
+            raise AssertionError('there may be memory for one of it')
+
+    model = Model(lambda m, x: x * m.table)
+    model.table = Uncopied(torch.rand(6))
+    layers = to_sequential(model, torch.rand(4, 6))
+    assert layers[0].table is model.table
+    layers = from_stages(model, [model.a, lambda m, x: m.b(x * m.table)], torch.rand(4, 6))
+    assert layers[1].table is model.table
+
+
+def test_random_numbers_that_come_after():
+    model = Model(lambda m, x: nn.functional.dropout(x))
+    states = torch.get_rng_state(), random.getstate()
+    to_sequential(model, torch.ones(4, 6))
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+
+
+@pytest.mark.parametrize('training', [True, False])
+def test_the_mode_of_the_model_is_that_of_all_modules(training):
+    model = Model(lambda m, x: x * 2).train(training)
+    for layers in (to_sequential(model, torch.rand(4, 6)),
+                   from_stages(model, [model.a, lambda m, x: m.b(x * 2)], torch.rand(4, 6))):
+        assert all(module.training == training for module in layers.modules())
+
+
+def test_grad_mode_is_on_in_a_recording():
+    model = Model(lambda m, x: x * 2 if torch.is_grad_enabled() else x)
+    x = torch.rand(4, 6)
+    with torch.no_grad():
+        layers = to_sequential(model, x, check_sample=False)
+    assert torch.equal(layers(x), model(x))
+
+
+# --- what an object is made of
+# -------------------------------------------------------------------------------------------------
+
+
+class Holder:
+    def __init__(self, held):
+        self.held = held
+
+
+@pytest.mark.parametrize('make, change', [
+    (lambda: ([1],), lambda x: x[0].append(2)), (lambda: {1}, lambda x: x.add(2)),
+    (lambda: [Holder([])], lambda x: x[0].held.append(1)),
+    (lambda: {'a': 1}, lambda x: x.update({'b': x.pop('a')})),
+    (lambda: Holder(1), lambda x: setattr(x, 'held', 2))], ids=range(5))
+def test_a_change_within_an_object_is_seen(make, change):
+    thing = make()
+    before = ids_within(thing)
+    assert ids_within(thing) == before
+    change(thing)
+    assert ids_within(thing) != before
+
+
+def test_an_object_that_holds_itself():
+    thing = Holder([])
+    thing.held.append(thing)
+    assert ids_within(thing)[0] == id(thing)
