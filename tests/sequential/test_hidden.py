@@ -209,6 +209,16 @@ def test_a_region_of_a_mode_that_is_so_anyway_stays_one(region):
 
 
 @alone
+def test_a_region_of_autocast_for_the_device_of_a_tensor():
+    def function(m, x):
+        with torch.autocast(x.device.type, enabled=False):
+            return x @ x.t() @ x
+
+    model = nn.Sequential(nn.Linear(6, 6), Inner(function), nn.Linear(6, 6))
+    assert 'Inner' in [type(m).__name__ for m in check(model, sample()).modules()]
+
+
+@alone
 def test_whether_a_tensor_has_a_gradient_is_left_to_the_module_that_asks():
     def asked(m, x):
         return x * 2 if x.requires_grad else x * 3

@@ -145,10 +145,10 @@ def _replacements(watcher: Watcher, watches: Callable[[], bool]
         return run
 
     def entrance(own: Any) -> Any:
-        def run(mode: Any) -> Any:
+        def run(mode: Any, *args: Any, **kwargs: Any) -> Any:
             if watches():
                 watcher.entered()
-            return own(mode)
+            return own(mode, *args, **kwargs)
         return run
 
     def drawer(own: Any) -> Any:
@@ -194,3 +194,4 @@ def _replacements(watcher: Watcher, watches: Callable[[], bool]
         yield random, name, drawer
     for mode in _MODES:
         yield mode, '__enter__', entrance
+    yield torch.autocast, '__init__', entrance  # It would not take x.device.type, a value.
