@@ -1,4 +1,5 @@
 """What is replaced while a forward is recorded: for what, and for whom it is not."""
+import builtins
 import math
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.devices import cpu_only
-from torchgpipe.sequential import ConversionError, to_sequential
+from torchgpipe.sequential import ConversionError, from_stages, to_sequential
 
 pytestmark = cpu_only('what is recorded does not depend on devices')
 
@@ -162,3 +163,28 @@ def test_a_leaf_may_trace_functions_itself():
     model = nn.Sequential(nn.Linear(6, 6), Traced())
     layers, x = to_sequential(model, torch.rand(4, 6), leaves=[Traced]), torch.rand(4, 6)
     assert torch.equal(layers(x), model(x))
+
+
+def functions_now():
+    """Give some of what is replaced."""
+    return (torch.arange, torch.finfo, builtins.len, builtins.isinstance, math.sqrt,
+            random.random)
+
+
+def test_what_a_step_imports_finds_the_functions_of_pytorch_and_python():
+    """A module keeps what it imports; PyTorch's compiler looks at the type of ``torch.finfo``."""
+    seen = []
+
+    class Importing(nn.Linear):
+        def forward(self, x):
+            seen.append(functions_now())
+            return super().forward(x)
+
+    def stage(m, x):
+        seen.append(functions_now())
+        return m.get_submodule('0')(x)
+
+    model = nn.Sequential(Importing(6, 6))
+    to_sequential(model, torch.rand(4, 6))
+    from_stages(model, [stage], torch.rand(4, 6))
+    assert set(seen) == {functions_now()}

@@ -3,6 +3,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from torch import fx
+
 __all__ = ['ids_within']
 
 
@@ -23,6 +25,8 @@ def ids_within(thing: Any) -> list[int]:
         if id(each) in found:
             continue
         found[id(each)] = None
+        if isinstance(each, fx.Proxy):  # It knows the recording.
+            continue
         if isinstance(each, Mapping):
             waiting += [*each.keys(), *each.values()]
         elif isinstance(each, (list, tuple, set, frozenset)):

@@ -13,15 +13,18 @@
     Swish.apply(x)          Function.apply              PyTorch would ask for a tensor
     isinstance(x, Tensor)   isinstance                  the truth of the tensor, not of the value
 
-Other threads, and what runs within a leaf, get what PyTorch has. ``isinstance`` is replaced since
-PyTorch's C++ would believe a ``__class__`` that says Tensor, and read a value's memory as one's.
+Other threads, and what runs within a leaf, get what PyTorch has. While a step is computed, the
+functions of PyTorch and Python are put back, as it may import a module that keeps them, such as
+PyTorch's compiler. ``isinstance`` is replaced since PyTorch's C++ would believe a ``__class__``
+that says Tensor, and read a value's memory as one's.
 """
 import builtins
 import math
 import random
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +34,7 @@ from torch.overrides import is_tensor_method_or_property
 
 from torchgpipe.sequential.runtime import apply
 
-__all__ = ['Watcher', 'watched']
+__all__ = ['Follower', 'Watcher', 'followed', 'watched']
 
 # What makes something of numbers, and would not take values for them.
 _MAKERS = ('arange', 'as_tensor', 'empty', 'eye', 'finfo', 'full', 'iinfo', 'linspace', 'logspace',
@@ -51,7 +54,7 @@ _one_at_a_time = threading.RLock()
 
 
 class Watcher(Protocol):
-    """Who is told of what a forward does."""
+    """Who is told which modules a forward calls, and what it reads of them."""
 
     @property
     def watches(self) -> bool:
@@ -63,6 +66,13 @@ class Watcher(Protocol):
 
     def read(self, module: nn.Module, name: str, found: Any) -> Any:
         """Give an attribute."""
+
+    def listed(self, module: nn.Module, name: str, tensor: torch.Tensor) -> Any:
+        """Give a parameter or a buffer."""
+
+
+class Follower(Watcher, Protocol):
+    """Who is told of what a forward does."""
 
     def written(self, module: nn.Module, name: str) -> None:
         """Say that an attribute is about to be set."""
@@ -80,39 +90,64 @@ class Watcher(Protocol):
     def drew(self) -> None:
         """Say that a random number of Python's is about to be drawn."""
 
-    def listed(self, module: nn.Module, name: str, tensor: torch.Tensor) -> Any:
-        """Give a parameter or a buffer."""
+
+#: An object, the name of its attribute, and what makes another one of that.
+_Replacement = tuple[Any, str, Callable[[Any], Any]]
 
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Let a watcher see what this thread does."""
-    mine = threading.get_ident()
-
-    def watches() -> bool:
-        return watcher.watches and threading.get_ident() == mine
-
-    # PyTorch keeps lists of its functions, which it makes when they are first asked for; it must
-    # not find these here in them.
-    is_tensor_method_or_property(torch.add)
-    with _one_at_a_time, ExitStack() as stack:
-        for owner, name, make in _replacements(watcher, watches):
-            stack.enter_context(_replaced(owner, name, make(getattr(owner, name))))
+    """Let a watcher see which modules this thread calls, and what it reads of them."""
+    with _replaced(_of_modules(watcher, _watches(watcher))):
         yield
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
-    own = vars(owner)[name]
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        setattr(owner, name, own)
+def followed(follower: Follower) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Let a follower see what this thread does; give what puts functions back for a time."""
+    # PyTorch keeps lists of its functions, which it makes when they are first asked for; it must
+    # not find these here in them.
+    is_tensor_method_or_property(torch.add)
+    watches = _watches(follower)
+    with _replaced([*_of_modules(follower, watches), *_others(follower, watches)]) as put_back:
+        yield put_back
 
 
-def _replacements(watcher: Watcher, watches: Callable[[], bool]
-                  ) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+def _watches(watcher: Watcher) -> Callable[[], bool]:
+    mine = threading.get_ident()
+    return lambda: watcher.watches and threading.get_ident() == mine
+
+
+@contextmanager
+def _replaced(replacements: Sequence[_Replacement]
+              ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    with _one_at_a_time:
+        owns = [(owner, name, vars(owner)[name]) for owner, name, _ in replacements]
+        others = [(owner, name, make(getattr(owner, name))) for owner, name, make in replacements]
+
+        @contextmanager
+        def put_back() -> Iterator[None]:
+            # To do so with an attribute of a class with many derived ones takes long.
+            _set(owns, ModuleType)
+            try:
+                yield
+            finally:
+                _set(others, ModuleType)
+
+        try:
+            _set(others)
+            yield put_back
+        finally:
+            _set(owns)
+
+
+def _set(attributes: Iterable[tuple[Any, str, Any]], kind: type = object) -> None:
+    for owner, name, value in attributes:
+        if isinstance(owner, kind):
+            setattr(owner, name, value)
+
+
+def _of_modules(watcher: Watcher, watches: Callable[[], bool]) -> list[_Replacement]:
     def call(own: Any) -> Any:
         def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if watches():
@@ -126,17 +161,22 @@ def _replacements(watcher: Watcher, watches: Callable[[], bool]
             return watcher.read(module, name, found) if watches() else found
         return run
 
+    def listing(own: Any) -> Any:
+        def run(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+            for name, tensor in own(module, *args, **kwargs):
+                yield name, watcher.listed(module, name, tensor) if watches() else tensor
+        return run
+
+    return [(nn.Module, '__call__', call), (nn.Module, '__getattr__', read),
+            (nn.Module, 'named_parameters', listing), (nn.Module, 'named_buffers', listing)]
+
+
+def _others(watcher: Follower, watches: Callable[[], bool]) -> Iterator[_Replacement]:
     def write(own: Any) -> Any:
         def run(module: nn.Module, name: str, value: Any) -> None:
             if watches():
                 watcher.written(module, name)
             own(module, name, value)
-        return run
-
-    def listing(own: Any) -> Any:
-        def run(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-            for name, tensor in own(module, *args, **kwargs):
-                yield name, watcher.listed(module, name, tensor) if watches() else tensor
         return run
 
     def maker(own: Any) -> Any:
@@ -183,11 +223,7 @@ def _replacements(watcher: Watcher, watches: Callable[[], bool]
     for name in _OF_NUMBERS:
         yield math, name, of_values
     yield Function, 'apply', applying
-    yield nn.Module, '__call__', call
-    yield nn.Module, '__getattr__', read
     yield nn.Module, '__setattr__', write
-    yield nn.Module, 'named_parameters', listing
-    yield nn.Module, 'named_buffers', listing
     for name in _MAKERS:
         yield torch, name, maker
     for name in _DRAWERS:

@@ -26,7 +26,7 @@ from torchgpipe.sequential.errors import NeedsLeaf, is_of_torch, line_of, refuse
 from torchgpipe.sequential.leaves import Leaves, modules_within
 from torchgpipe.sequential.modes import ModeTaken, first_difference, modes_now, steps_of
 from torchgpipe.sequential.nodes import words
-from torchgpipe.sequential.patches import watched
+from torchgpipe.sequential.patches import followed
 from torchgpipe.sequential.steps import Steps
 from torchgpipe.sequential.value import Value
 
@@ -64,7 +64,7 @@ class Recorder(Steps):
                         'GPipe')
         self._modes = modes_now()
         before = [_contents(module) for module in self._looked_into]
-        with self._training_as_values(), watched(self):
+        with self._training_as_values(), followed(self) as self.put_back:
             self.runs = True
             try:
                 result = self.create_arg(self.simple(self.root.forward(*args, **kwargs)))

@@ -149,21 +149,3 @@ class _Uses:
         if module in self._paths:
             self.names.setdefault(self._paths[module] + name)
         return tensor
-
-    def made(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-             ) -> Any:
-        """Call it."""
-        return function(*args, **kwargs)
-
-    def is_a(self, value: Any, classes: Any) -> bool:
-        """Say no: there are no values here."""
-        return False
-
-    def written(self, module: nn.Module, name: str) -> None:
-        """Let it be."""
-
-    def drew(self) -> None:
-        """Let it be."""
-
-    def entered(self) -> None:
-        """Let it be."""

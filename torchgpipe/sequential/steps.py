@@ -13,6 +13,7 @@ import gc
 import operator
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -46,6 +47,7 @@ class Steps(fx.Tracer):
             ``input``, and what it ``writes`` to.
         constants: What it refers to by name.
         runs: Whether the forward runs, and not a step.
+        put_back: Puts functions back that are replaced.
         over: Whether it is over.
         draws: Random numbers that steps draw.
     """
@@ -56,6 +58,7 @@ class Steps(fx.Tracer):
         self.graph = fx.Graph()
         self.constants: dict[str, Any] = {}
         self.runs = self.over = False
+        self.put_back: Callable[[], AbstractContextManager[None]] = nullcontext
         self.draws = KeptDraws()
         self._tensors = {id(tensor): (name, tensor) for name, tensor in
                          (*root.named_buffers(), *root.named_parameters())}
@@ -127,7 +130,7 @@ class Steps(fx.Tracer):
         made_of = [ids_within(x) for x in objects]
         self.runs = False
         try:
-            with self.draws.kept(), torch.no_grad():
+            with self.put_back(), self.draws.kept(), torch.no_grad():
                 found = compute(self.root, node, args, kwargs)
         finally:
             self.runs = True
