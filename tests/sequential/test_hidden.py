@@ -273,6 +273,27 @@ def test_what_is_kept_in_each_run_is_refused():
 
 
 @alone
+def test_an_object_with_tensors_in_it_is_refused():
+    class Cache:
+        def __init__(self, x):
+            self.held = [x]
+
+    for function in (lambda m, x: m.read(Cache(x)), lambda m, x: {'x': x, 'cache': Cache(x)}):
+        model = Model(function)
+        model.b = nn.Identity()
+        model.read = nn.Identity()
+        with pytest.raises(ConversionError, match=r'an object \(Cache\) with tensors in it'):
+            to_sequential(model, sample())
+
+
+@alone
+def test_modes_are_compared_on_the_meta_device():
+    model = Model(lambda m, x: x * m.kept if m.training else x * m.kept)
+    model.kept = torch.ones(6, device='meta')
+    assert len(to_sequential(model.to('meta'), sample().to('meta'))) == 2
+
+
+@alone
 def test_one_tensor_for_two_arguments():
     class Attend(nn.Module):
         def __init__(self):

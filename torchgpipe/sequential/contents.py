@@ -1,11 +1,16 @@
-"""What an object is made of, to see whether somebody changes it."""
-from collections.abc import Mapping
+"""What an object is made of, to see whether somebody changes it, or values are in it."""
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from torch import fx
 
-__all__ = ['ids_within']
+__all__ = ['has_values', 'ids_within']
+
+
+def has_values(thing: Any) -> bool:
+    """Tell whether an object holds values of a recording."""
+    return any(isinstance(each, fx.Proxy) for each in _within(thing))
 
 
 def ids_within(thing: Any) -> list[int]:
@@ -18,6 +23,10 @@ def ids_within(thing: Any) -> list[int]:
     >>> ids_within(things) == before
     False
     """
+    return [id(each) for each in _within(thing)]
+
+
+def _within(thing: Any) -> Iterator[Any]:
     found: dict[int, None] = {}
     waiting = [thing]
     while waiting:
@@ -25,6 +34,7 @@ def ids_within(thing: Any) -> list[int]:
         if id(each) in found:
             continue
         found[id(each)] = None
+        yield each
         if isinstance(each, fx.Proxy):  # It knows the recording.
             continue
         if isinstance(each, Mapping):
@@ -36,7 +46,6 @@ def ids_within(thing: Any) -> list[int]:
                                                           or ())]
         if isinstance(each, partial):
             waiting += [each.func, each.args, each.keywords]
-    return [*found]
 
 
 def _held(cell: Any) -> Any:

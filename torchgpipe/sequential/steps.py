@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from torchgpipe.engine.memory import size_of
 from torchgpipe.private import storage_id
-from torchgpipe.sequential.contents import ids_within
+from torchgpipe.sequential.contents import has_values, ids_within
 from torchgpipe.sequential.draws import KeptDraws
 from torchgpipe.sequential.errors import line_of
 from torchgpipe.sequential.kept import StaleValue
@@ -258,6 +258,8 @@ class Steps(fx.Tracer):
         try:
             values, structure = flatten_nested(value, marks=False, takes=fx.Proxy)
         except TypeError:
+            if has_values(value) and self._ids.isdisjoint(ids_within(value)):
+                self.refuse(f'it hands on an object ({type(value).__name__}) with tensors in it')
             return value
         return self.create_proxy('call_function', put_together,
                                  (self._constant(structure), list(values)), {})

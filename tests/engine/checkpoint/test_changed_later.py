@@ -1,4 +1,5 @@
 """What is changed between forward and backward: the recomputation finds what was there before."""
+import copy
 import gc
 
 import pytest
@@ -60,6 +61,32 @@ def test_hooks(devices, mode, kind, added):
         getattr(net[2], kind)(hook) if handle is None else handle.remove()
         sum(output.square().sum() for output in outputs).backward()
         results.append([*outputs, *gradients(net)])
+    assert_same(*results)
+
+
+class Hooked(nn.Linear):
+    """A layer with a hook for as long as its forward runs."""
+
+    def forward(self, x):
+        """Compute."""
+        handle = self.register_forward_hook(lambda *args: None)
+        try:
+            return super().forward(x)
+        finally:
+            handle.remove()
+
+
+@devices
+@modes
+def test_hooks_that_a_forward_registers(devices, mode):
+    """In v0.7.0, a recomputation raised that there is no weak reference to a dict."""
+    results = []
+    model = nn.Sequential(Hooked(4, 4), nn.Tanh(), Hooked(4, 4), nn.Sigmoid()).double()
+    for net in (copy.deepcopy(model),
+                GPipe(model, [2, 2], devices=devices(2), chunks=2, checkpoint=mode)):
+        output = call(net, inputs()[0])
+        output.square().sum().backward()
+        results.append([output, *gradients(net)])
     assert_same(*results)
 
 

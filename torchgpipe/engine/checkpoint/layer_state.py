@@ -137,8 +137,9 @@ class Layers:
     @cached_property
     def hooks(self) -> dict[nn.Module, dict[str, Any]]:
         """The hooks of modules when a first cell has ended."""
-        return {module: {name: hooks.copy() if (hooks := module.__dict__[name]) else {}
-                         for name in HOOKS} for module, _ in self.plain}
+        # Not dicts, as the handle of a hook refers to what holds it weakly.
+        return {module: {name: module.__dict__[name].copy() for name in HOOKS}
+                for module, _ in self.plain}
 
     @cached_property
     def _parameters(self) -> list[SlotTensor]:
