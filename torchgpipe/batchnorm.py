@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from torchgpipe.engine.mini_batch import current
 from torchgpipe.engine.passes import pass_state
-from torchgpipe.private import BatchNorm, is_full_backward_hook, uncompiled
+from torchgpipe.private import HOOKS, BatchNorm, is_full_backward_hook, uncompiled
 
 __all__ = ['DeferredBatchNorm']
 
@@ -219,9 +219,7 @@ class DeferredBatchNorm(BatchNorm):
             raise ValueError('a batch normalization with parametrizations can not be converted')
         deferred = cls(module.num_features, module.eps, module.momentum, module.affine, chunks,
                        device='meta')
-        for kind in ('_parameters', '_buffers', '_forward_hooks', '_forward_pre_hooks',
-                     '_forward_hooks_with_kwargs', '_forward_pre_hooks_with_kwargs',
-                     '_forward_hooks_always_called', '_backward_hooks', '_backward_pre_hooks'):
+        for kind in ('_parameters', '_buffers', *HOOKS):
             getattr(deferred, kind).update(getattr(module, kind))
         setattr(deferred, is_full_backward_hook, getattr(module, is_full_backward_hook))
         return deferred.train(module.training)

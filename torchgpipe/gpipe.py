@@ -15,8 +15,7 @@ from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.scatter import REDUCTIONS, check_rule, cut, fit_rule, gather
 from torchgpipe.materialize import materialize
 from torchgpipe.modes import Checkpoint, checkpoint_stops, parse_checkpoint
-from torchgpipe.private import (allows_mutation, is_tracing, is_transformed, parse_to, proxy_mode,
-                                uncompiled)
+from torchgpipe.private import allows_mutation, has_hooks, is_transformed, proxy_mode, uncompiled
 from torchgpipe.sequential.advice import not_sequential
 from torchgpipe.sequential.names import to_own_names
 from torchgpipe.settings import PLAIN, Settings
@@ -267,8 +266,7 @@ class GPipe(nn.Module):
                                + ('gradients are off (torch.no_grad or inference_mode)'
                                   if self.training else 'the model is in evaluation mode')
                                + '; call model(input) for outputs, or model.train() before')
-        if any((self._forward_hooks, self._forward_pre_hooks, self._backward_hooks,
-                self._backward_pre_hooks)):
+        if has_hooks(self):
             raise RuntimeError('a step does not call this model as a whole, so it would leave out '
                                'the hooks that are registered on it; register them on its layers')
         if not self.devices:
@@ -425,7 +423,7 @@ class GPipe(nn.Module):
         torch.float64
         """
         try:
-            device: Any = parse_to(*args, **kwargs)
+            device = _device_of_to(*args, **kwargs)
         except RuntimeError as error:  # a device that this machine does not have
             raise _denied() from error
         like_a_tensor = any(isinstance(x, torch.Tensor) for x in (*args, *kwargs.values()))
@@ -483,7 +481,8 @@ def _check_contexts(threads: bool) -> None:
     Args:
         threads: Whether cells run in other threads, or will run again in backward.
     """
-    if is_tracing() or proxy_mode() is not None:
+    is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+    if is_traced or proxy_mode() is not None:
         raise RuntimeError('a GPipe can not be traced (torch.jit.trace, make_fx, torch.export): a '
                            'trace would hold for one batch size, and miss what runs in other '
                            'threads. Trace the sequential module that was wrapped')
@@ -499,6 +498,14 @@ def _check_contexts(threads: bool) -> None:
                            'parts of a tensor, and takes one for another that had the address '
                            'before; gradients would be wrong. Change a copy, as y = y.mul(2) for '
                            'y.mul_(2); it takes no more memory than the copy made there')
+
+
+def _device_of_to(*args: Any, **kwargs: Any) -> torch.device | None:
+    """Return the device that ``module.to(…)`` is asked for, if it is asked for one."""
+    asked = args[0] if args else kwargs.get('tensor', kwargs.get('device'))
+    if isinstance(asked, Tensor):
+        return asked.device
+    return None if asked is None or isinstance(asked, torch.dtype) else torch.device(asked)
 
 
 def _denied() -> TypeError:

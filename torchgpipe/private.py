@@ -1,114 +1,139 @@
 """Private names of PyTorch that this package cannot do without, each with its reason.
 
-Nothing else in the package uses a private name of PyTorch's. ``tests/test_private.py`` uses
-each of these by itself, so that a release which takes one away is found out by name.
+Nothing else in the package uses a private name of PyTorch's, and importing this file never fails:
+each name is looked up by :func:`_find`. Where a release does not have it, something public takes
+its place, slower; or what needs it raises when it is used, and says so. ``tests/test_private.py``
+uses each of these by itself, and takes away one after the other; ``docs/private-names.md`` says
+where each lives in PyTorch.
 """
 import sys
 from collections.abc import Callable
 from functools import partial
-from types import FrameType
-from typing import Any, TypeVar
+from importlib.util import find_spec
+from pkgutil import resolve_name
+from types import CodeType, FrameType, MethodType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, Function
-from torch.autograd.graph import _CloneArgBeforeMutateMode
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import (tree_flatten, tree_flatten_with_path, tree_leaves, tree_map_only,
-                                 tree_unflatten)
+from torch.autograd.graph import disable_saved_tensors_hooks
 
-__all__ = ['APPLY', 'DISPATCH_MODES', 'FUNCTION_MODES', 'RESETS', 'BatchNorm', 'DeviceContext',
-           'Hooks', 'ModeStack', 'PythonNode', 'Scaler', 'TorchDispatchMode', 'active_ddp',
-           'allows_mutation', 'at_end_of_backward', 'backward_class', 'backward_pass',
-           'compiled_code', 'compiled_codes', 'current_node', 'data_address', 'ignore_in_ddp',
-           'ignored_in_ddp', 'innermost_hooks', 'is_compiled', 'is_full_backward_hook',
-           'is_tracing', 'is_transformed', 'lazy_clone', 'name_of_call', 'on_cpu_without_memory',
-           'own_context', 'parse_to', 'pop_hooks', 'proxy_mode', 'retains_graph',
-           'script_attributes', 'storage_id', 'tree_flatten', 'tree_flatten_with_path',
-           'tree_leaves', 'tree_map_only', 'tree_unflatten', 'uncompiled', 'unseen', 'untraced',
-           'without_torch_function']
+__all__ = ['APPLY', 'DISPATCH_MODES', 'FUNCTION_MODES', 'HOOKS', 'RESETS', 'BatchNorm',
+           'DeviceContext', 'Hooks', 'ModeStack', 'PythonNode', 'Scaler', 'TorchDispatchMode',
+           'active_ddp', 'allows_mutation', 'at_end_of_backward', 'backward_pass',
+           'compiled_call', 'compiled_code', 'compiled_codes', 'current_node', 'data_address',
+           'has_hooks', 'ignore_in_ddp', 'innermost_hooks', 'is_compiled', 'is_full_backward_hook',
+           'is_transformed', 'lazy_clone', 'name_of_call', 'on_cpu_without_memory', 'own_context',
+           'proxy_mode', 'retains_graph', 'schema_of', 'script_attributes', 'tree_flatten',
+           'tree_flatten_with_path', 'tree_leaves', 'tree_map_only', 'tree_unflatten',
+           'uncompiled', 'unseen', 'untraced']
 
-# Given on as they are: `DeviceContext` is what `torch.set_default_device` enters, and a worker has
-# to tell it from a mode of the user's. `TorchDispatchMode` is the way to see all operations, and
-# PyTorch's documentation names it, but not where it is to be imported from. The functions of trees
-# go through values of any nesting; PyTorch has no public module for them.
+#: The releases of PyTorch that the whole suite has passed on, oldest and newest.
+TESTED = '2.9', '2.15'
 
-#: Pack and unpack of ``torch.autograd.graph.saved_tensors_hooks``.
-Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 
-_autograd: Any = torch._C._autograd
-_core: Any = torch._C
+def _find(name: str, use: str = '', otherwise: Any = None) -> Any:
+    """Return what PyTorch has under a private name.
+
+    Args:
+        name: The module, a colon, and the name in it.
+        use: What needs it, for the error that is raised when that is used and PyTorch has no such
+            name.
+        otherwise: What takes its place then, if anything does.
+    """
+    try:
+        return resolve_name(name)
+    except (AttributeError, ImportError):
+        return partial(_raise_missing, name, use) if otherwise is None else otherwise
+
+
+def _raise_missing(name: str, use: str, *args: object, **kwargs: object) -> Any:
+    raise NotImplementedError(
+        f"{use} needs PyTorch's private {name.replace(':', '.')}, which torch {torch.__version__} "
+        f'does not have; torchgpipe was tested with torch {TESTED[0]} to {TESTED[1]}. Install one '
+        'of these, or a newer torchgpipe')
+
 
 # --- saved tensors and the autograd graph
 # ---------------------------------------------------------
 
+#: Pack and unpack of ``torch.autograd.graph.saved_tensors_hooks``.
+Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+
+_HOOKS_NAME = 'torch._C:_autograd._top_saved_tensors_default_hooks'
+
+
+def _no_hooks(ignore_is_tracing: bool) -> None:
+    """Return that there are no saved-tensor hooks; or raise, as which they are can't be told."""
+    message = 'there are hooks'
+    try:
+        with disable_saved_tensors_hooks(message):
+            return
+    except RuntimeError as error:
+        if str(error) != message:
+            raise
+    _raise_missing(_HOOKS_NAME, 'a pipeline within saved-tensor hooks')
+
+
+_innermost_hooks = _find(_HOOKS_NAME, otherwise=_no_hooks)
+
 
 def innermost_hooks() -> Hooks | None:
-    """Give this thread's saved-tensor hooks that are in force, if any.
+    """Return this thread's saved-tensor hooks that are in force, if any.
 
     A worker has to enter the hooks of its caller. The public context manager can only push its
     own.
     """
-    hooks: Hooks | None = _autograd._top_saved_tensors_default_hooks(True)
+    hooks: Hooks | None = _innermost_hooks(True)
     return hooks
 
 
-#: Drop this thread's innermost saved-tensor hooks, which an interrupt left behind. The public way
-#: is to leave the context manager, which such an interrupt has kept from being entered.
-pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
-
-#: The number of the backward pass that this thread works for, -1 outside of one. What is
+#: Return the number of the backward pass that this thread works for, -1 outside of one. What is
 #: recomputed belongs to one pass; a node is not told which pass it runs in.
-backward_pass: Callable[[], int] = _core._current_graph_task_id
+backward_pass: Callable[[], int] = _find(
+    'torch._C:_current_graph_task_id', 'backward of a checkpointed cell, or of a skip')
 
-#: Whether the present backward pass was called with ``retain_graph``. What a recomputation needs
-#: is let go of together with the tensors that the graph saved.
-retains_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
+#: Return whether the present backward pass was called with ``retain_graph``. What a recomputation
+#: needs is let go of together with the tensors that the graph saved, or else with the graph.
+retains_graph: Callable[[], bool] = _find(
+    'torch._C:_autograd._get_current_graph_task_keep_graph', otherwise=lambda: True)
 
-#: The node that runs in this thread's backward pass. An unpack hook is not told for whom it
-#: unpacks.
-current_node: Callable[[], Any] = _core._current_autograd_node
+#: Return the node that runs in this thread's backward pass. An unpack hook is not told for whom it
+#: unpacks. Where it can't know, a node that asks twice has its tensors computed twice.
+current_node: Callable[[], Any] = _find(
+    'torch._C:_current_autograd_node', otherwise=lambda: None)
 
 #: The type of the nodes of ``torch.autograd.Function``, which unpack their tensors at any time.
 PythonNode: type = BackwardCFunction
 
-
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call a function when the present backward pass has ended; hooks of nodes come too early."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+#: Call a function when the present backward pass has ended; hooks of nodes come too early.
+at_end_of_backward: Callable[[Callable[[], None]], None] = _find(
+    'torch.autograd:Variable._execution_engine.queue_callback',
+    'backward of a checkpointed cell, or of a skip')
 
 
 # --- memory
 # ---------------------------------------------------------------------------------------
 
+_ADDRESS_NAME = 'torch._C:_data_address'
 
-def storage_id(tensor: Tensor) -> int:
-    """Tell memories apart, also where they are empty or lie on the meta device.
-
-    ``untyped_storage().data_ptr()`` is 0 for those, and takes a copy-on-write memory for written
-    to.
-    """
-    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
-
-
-#: Where a tensor's memory lies. ``Tensor.data_ptr()`` counts as a write, see :data:`lazy_clone`.
-data_address: Callable[[Tensor], int] = _core._data_address
+#: Return where a tensor's memory lies. ``Tensor.data_ptr()`` counts as a write, see
+#: :data:`lazy_clone`; without it there are none.
+data_address: Callable[[Tensor], int] = _find(_ADDRESS_NAME, otherwise=Tensor.data_ptr)
 
 #: Copy a tensor's memory when either of both is written to, and not before. Every kernel that
 #: writes is noticed by that, also one that does not count as a new version. There is no public
-#: way.
-lazy_clone: Callable[[Tensor], Tensor] = torch._lazy_clone
+#: way. Recomputations copy at once where this raises.
+lazy_clone: Callable[[Tensor], Tensor] = _find(
+    'torch:_lazy_clone' if data_address is not Tensor.data_ptr else _ADDRESS_NAME,
+    'to see whether reset_parameters() sets a tensor')
 
-
-def on_cpu_without_memory(kind: type[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Give a tensor of a class that says it is on the CPU, and has no values.
-
-    What is on the meta device says so, and methods that set initial values do nothing there.
-    """
-    return torch.Tensor._make_wrapper_subclass(
-        kind, shape, dtype=dtype, device=torch.device('cpu'))
+#: Return a tensor of a class that says it is on the CPU, and has no values. What is on the meta
+#: device says so, and methods that set initial values do nothing there.
+on_cpu_without_memory: Callable[[type[Tensor], torch.Size, torch.dtype], Tensor] = partial(
+    _find('torch:Tensor._make_wrapper_subclass', 'a tensor without memory'),
+    device=torch.device('cpu'))
 
 
 # --- modes and transforms
@@ -123,15 +148,15 @@ class ModeStack:
     ``TorchDispatchMode`` sets variables of the process, which threads that do so would spoil.
     """
 
-    def __init__(self, kind: str, *which: None) -> None:
-        self.len: Callable[[], int] = getattr(torch._C, f'_len_torch_{kind}_stack')
-        self._get = getattr(torch._C, f'_get_{kind}_stack_at')
-        self.push: Callable[[Any], None] = getattr(torch._C, f'_push_on_torch_{kind}_stack')
-        pop = getattr(torch._C, f'_pop_torch_{kind}_stack')
-        self.pop: Callable[[], Any] = partial(pop, *which)
+    def __init__(self, len: str, get: str, push: str, pop: str, *which: None) -> None:
+        use = 'a pipeline, which carries the modes of its caller,'
+        self.len: Callable[[], int] = _find(len, use)
+        self._get = _find(get, use)
+        self.push: Callable[[Any], None] = _find(push, use)
+        self.pop: Callable[[], Any] = partial(_find(pop, use), *which)
 
     def read(self) -> tuple[Any, ...]:
-        """Give the modes."""
+        """Return the modes."""
         number = self.len()
         return tuple(map(self._get, range(number))) if number else ()
 
@@ -146,10 +171,14 @@ class ModeStack:
 
 
 #: Of ``torch.overrides.TorchFunctionMode``.
-FUNCTION_MODES = ModeStack('function')
+FUNCTION_MODES = ModeStack(
+    'torch._C:_len_torch_function_stack', 'torch._C:_get_function_stack_at',
+    'torch._C:_push_on_torch_function_stack', 'torch._C:_pop_torch_function_stack')
 
 #: Of ``torch.utils._python_dispatch.TorchDispatchMode``.
-DISPATCH_MODES = ModeStack('dispatch', None)
+DISPATCH_MODES = ModeStack(
+    'torch._C:_len_torch_dispatch_stack', 'torch._C:_get_dispatch_stack_at',
+    'torch._C:_push_on_torch_dispatch_stack', 'torch._C:_pop_torch_dispatch_stack', None)
 
 
 _len_of_function_modes, _len_of_dispatch_modes = FUNCTION_MODES.len, DISPATCH_MODES.len
@@ -173,18 +202,37 @@ class unseen:
             FUNCTION_MODES.write(self._modes[1])
 
 
+_MODE_NAME = 'torch.utils._python_dispatch:TorchDispatchMode'
+
+
+class _NoMode:
+    """What stands in for a class of modes that PyTorch does not have; there is none of it."""
+
+    def __init__(self) -> None:
+        _raise_missing(_MODE_NAME, 'what looks at each operation, as for random numbers,')
+
+
+# `DeviceContext` is what `torch.set_default_device` enters, and a worker has to tell it from a
+# mode of the user's: beside one of those, cells run one after the other. `TorchDispatchMode` is
+# the way to see all operations; PyTorch's documentation names it, but not where it is.
+if TYPE_CHECKING:
+    from torch.utils._device import DeviceContext
+    from torch.utils._python_dispatch import TorchDispatchMode
+else:
+    DeviceContext = _find('torch.utils._device:DeviceContext', otherwise=_NoMode)
+    TorchDispatchMode = _find(_MODE_NAME, otherwise=_NoMode)
+
+_interpreter: Callable[[], Any] = _find(
+    'torch._C:_functorch.peek_interpreter_stack', 'a pipeline of several threads')
+
+
 def is_transformed() -> bool:
-    """Tell whether a transform of ``torch.func`` is at work, unknown to other threads."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def is_tracing() -> bool:
-    """Tell whether ``torch.jit.trace`` traces; the public function has no type."""
-    return torch._C._get_tracing_state() is not None
+    """Return whether a transform of ``torch.func`` is at work, unknown to other threads."""
+    return _interpreter() is not None
 
 
 def proxy_mode() -> Any:
-    """Give the mode in which ``make_fx`` or an export traces, if it does; of which likewise."""
+    """Return the mode in which ``make_fx`` or an export traces, if it does."""
     if not DISPATCH_MODES.len():
         return None
     from torch.fx.experimental.proxy_tensor import get_proxy_mode  # takes long to import
@@ -192,11 +240,11 @@ def proxy_mode() -> Any:
 
 
 def allows_mutation() -> bool:
-    """Tell whether this thread is in ``torch.autograd.graph.allow_mutation_on_saved_tensors()``.
+    """Return whether this thread is in ``torch.autograd.graph.allow_mutation_on_saved_tensors()``.
 
     The flag that PyTorch keeps of it is one for all threads.
     """
-    return any(isinstance(mode, _CloneArgBeforeMutateMode) for mode in DISPATCH_MODES.read())
+    return any(type(mode).__module__ == 'torch.autograd.graph' for mode in DISPATCH_MODES.read())
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,17 +254,12 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
-def backward_class(function: type[Function]) -> Any:
-    """Give the class of the nodes of a ``torch.autograd.Function``.
-
-    Nothing public tells a node whether somebody has hung a hook on it.
-    """
-    return function._backward_cls
-
-
-#: The context in which ``__torch_function__`` of subclasses is not asked, so that one can go on to
-#: what it was asked about; PyTorch's documentation of subclasses names it where it is.
-without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
+def schema_of(operation: Any) -> Any:
+    """Return what an operation says of its arguments, ``None`` for one of higher order."""
+    schema = getattr(operation, '_schema', None)
+    if schema is None and hasattr(operation, 'overloadpacket'):
+        _raise_missing('torch._ops:OpOverload._schema', 'what looks at each operation')
+    return schema
 
 
 # --- torch.compile
@@ -224,7 +267,9 @@ without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 
 TFunction = TypeVar('TFunction', bound=Callable[..., Any])
 
-_frames: Any = torch._C._dynamo.eval_frame
+_set_strategy = _find('torch._C:_dynamo.eval_frame.set_code_exec_strategy', otherwise=False)
+_strategy = _find('torch._C:_dynamo.eval_frame._FrameExecStrategy', otherwise=False)
+_action = _find('torch._C:_dynamo.eval_frame._FrameAction', otherwise=False)
 
 
 def uncompiled(function: TFunction, recursive: bool = True) -> TFunction:
@@ -233,42 +278,66 @@ def uncompiled(function: TFunction, recursive: bool = True) -> TFunction:
     What was compiled for itself is called as it is. This is ``torch.compiler.disable``, but that
     one imports the compiler, which takes longer than to import torch, and costs at each call.
     """
-    action = _frames._FrameAction
-    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(
-        action.SKIP, action.SKIP if recursive else action.DEFAULT))
+    if not (_set_strategy and _strategy and _action):
+        return torch.compiler.disable(  # type: ignore[no-any-return]
+            function, recursive=recursive)
+    _set_strategy(function.__code__, _strategy(
+        _action.SKIP, _action.SKIP if recursive else _action.DEFAULT))
     function.__dict__['_torchdynamo_disable'] = True
     return function
 
 
-#: The code in whose frame a pack hook is called for what a Python function saves.
-APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
+#: The module in which compiled code is a ``torch.autograd.Function``.
+_COMPILED = 'torch._functorch._aot_autograd.runtime_wrappers'
+
+_boxed = _find('torch._functorch._aot_autograd.utils:make_boxed_func', otherwise=False)
 
 
-def compiled_code(frame: FrameType) -> type | None:
-    """Give the compiled code that saves a tensor, by the frame in which a pack hook is called.
+def _calls_apply() -> CodeType | None:
+    if find_spec(_COMPILED) is None:
+        return None
+    if isinstance(Function.apply, MethodType):  # before PyTorch 2.14, from where it is built in
+        return Function.apply.__code__
+    return _boxed(len).__code__ if _boxed else None
+
+
+#: The code in whose frame a pack hook is called for what compiled code saves: ``Function.apply``
+#: or, where that has no frame, what calls it. ``None`` if it is not known.
+APPLY = _calls_apply()
+
+
+def compiled_code(frame: FrameType) -> object | None:
+    """Return the compiled code that saves a tensor, by the frame in which a pack hook is called.
 
     PyTorch may compile a layer several times and choose by the input, so that two passes over the
-    same layer save other tensors. It tells a pack hook the tensor and nothing else.
+    same layer save other tensors. It tells a pack hook the tensor and nothing else. Where it can't
+    be found out, each tensor is taken for one of other code, so that all values are compared.
 
     Args:
-        frame: One of :data:`APPLY`.
+        frame: One of :data:`APPLY`, or any if that is not known.
     """
-    function: type = frame.f_locals['cls']
-    return function if function.__module__ == _COMPILED else None
-
-
-_COMPILED = 'torch._functorch._aot_autograd.runtime_wrappers'
+    if APPLY is None:
+        return object() if 'torch._dynamo' in sys.modules else None
+    local = frame.f_locals
+    function = local['cls'] if 'cls' in local else getattr(local['f'], '__self__', None)
+    return function if getattr(function, '__module__', None) == _COMPILED else None
 
 
 def compiled_codes() -> list[type]:
-    """Give all compiled codes of this process that can save tensors for backward."""
+    """Return all compiled codes of this process that can save tensors for backward."""
     return [function for function in Function.__subclasses__() if function.__module__ == _COMPILED]
 
 
 def is_compiled(node: Any) -> bool:
-    """Tell whether a node of a graph is that of compiled code."""
+    """Return whether a node of a graph is that of compiled code."""
     function = getattr(type(node), '_forward_cls', None)
     return function is not None and function.__module__ == _COMPILED
+
+
+_USE_OF_CONTEXTS = 'backward of compiled layers on several accelerators'
+_has_local = _find('torch._C:_is_key_in_tls', _USE_OF_CONTEXTS)
+_set_local = _find('torch._C:_stash_obj_in_tls', _USE_OF_CONTEXTS)
+_local = _find('torch._C:_get_obj_in_tls', _USE_OF_CONTEXTS)
 
 
 def own_context(gradients: Any) -> None:
@@ -276,25 +345,48 @@ def own_context(gradients: Any) -> None:
 
     Autograd puts the caller's context variables back before each node, so it lasts no longer.
     """
-    if _core._is_key_in_tls('context'):
-        _core._stash_obj_in_tls('context', _core._get_obj_in_tls('context').copy())
+    if _has_local('context'):
+        _set_local('context', _local('context').copy())
+
+
+def compiled_call(module: Any) -> Any:
+    """Return what ``module.compile()`` has made to be called, if it was."""
+    if not hasattr(module, '_compiled_call_impl') and 'torch._dynamo' in sys.modules:
+        _raise_missing('torch.nn:Module._compiled_call_impl', 'a step beside torch.compile')
+    return getattr(module, '_compiled_call_impl', None)
+
+
+def name_of_call(module: Any) -> str:
+    """Return the attribute of a module that its call calls: another one once it is compiled."""
+    return 'forward' if compiled_call(module) is None else '_compiled_call_impl'
+
+
+# --- values of any nesting
+# ------------------------------------------------------------------------
+
+# PyTorch has no public module for them, and no other functions know the classes that are
+# registered with these.
+
+_USE_OF_TREES = 'a value that is no tensor, or a context variable,'
+tree_flatten: Any = _find('torch.utils._pytree:tree_flatten', _USE_OF_TREES)
+tree_flatten_with_path: Any = _find('torch.utils._pytree:tree_flatten_with_path', _USE_OF_TREES)
+tree_leaves: Any = _find('torch.utils._pytree:tree_leaves', _USE_OF_TREES)
+tree_map_only: Any = _find('torch.utils._pytree:tree_map_only', _USE_OF_TREES)
+tree_unflatten: Any = _find('torch.utils._pytree:tree_unflatten', _USE_OF_TREES)
 
 
 # --- modules
 # ----------------------------------------------------------------------------------------
 
-
-def parse_to(*args: Any, **kwargs: Any) -> Any:
-    """Give the device that ``module.to(…)`` is asked for, as ``nn.Module.to`` itself reads it."""
-    return torch._C._nn._parse_to(*args, **kwargs)[0]
-
-
 #: How a module is asked to set the initial values of its tensors. ``nn.MultiheadAttention`` and
 #: ``nn.Transformer`` have no public way.
 RESETS = ('reset_parameters', '_reset_parameters')
 
-#: What all of ``nn.BatchNorm1d``, ``2d`` and ``3d`` derive from, with the code that they share.
-BatchNorm = _BatchNorm
+# What all of `nn.BatchNorm1d`, `2d` and `3d` derive from, with the code that they share.
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+else:
+    BatchNorm = torch.nn.BatchNorm1d.__base__
 
 
 def script_attributes(module: Any) -> list[str]:
@@ -304,9 +396,15 @@ def script_attributes(module: Any) -> list[str]:
     return [name for name in names if name not in ('training', is_full_backward_hook)]
 
 
-def name_of_call(module: Any) -> str:
-    """Name the attribute of a module that its call calls: another one once it is compiled."""
-    return 'forward' if module._compiled_call_impl is None else '_compiled_call_impl'
+#: Where a module has its forward hooks, and those that its call makes nodes in the graph of.
+HOOKS = ('_forward_hooks', '_forward_hooks_with_kwargs', '_forward_hooks_always_called',
+         '_forward_pre_hooks', '_forward_pre_hooks_with_kwargs', '_backward_hooks',
+         '_backward_pre_hooks')
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Return whether a call of a module calls hooks of its own."""
+    return any(getattr(module, name) for name in HOOKS)
 
 
 #: The attribute in which a module keeps whether its backward hooks are full ones.
@@ -316,6 +414,8 @@ is_full_backward_hook = '_is_full_backward_hook'
 # --- training over several processes
 # ---------------------------------------------------------------------------------------
 
+_UNSCALE_NAME = 'torch.amp:GradScaler._unscale_grads_'
+
 
 class Scaler(torch.amp.GradScaler):
     """A scaler that lets :meth:`found` say where gradients are not finite.
@@ -323,9 +423,14 @@ class Scaler(torch.amp.GradScaler):
     The public methods give no way to add what other processes found.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if _find(_UNSCALE_NAME, otherwise=self) is self:
+            _raise_missing(_UNSCALE_NAME, 'a GradScaler for shards')
+        super().__init__(*args, **kwargs)
+
     def found(self, where: dict[torch.device, Tensor], scale: Tensor
               ) -> dict[torch.device, Tensor]:
-        """Give what was found on each device: 1 if some gradient is not finite, or 0."""
+        """Return what was found on each device: 1 if some gradient is not finite, or 0."""
         return where
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor,
@@ -334,17 +439,28 @@ class Scaler(torch.amp.GradScaler):
         return self.found(where, found_inf)
 
 
-def ignored_in_ddp(module: torch.nn.Module) -> list[str]:
-    """Name the parameters and buffers that ``DistributedDataParallel`` is told to leave alone."""
+_set_ignored = _find(
+    'torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model',
+    'shards beside DistributedDataParallel')
+
+
+def _ignored_in_ddp(module: torch.nn.Module) -> list[str]:
     return list(getattr(module, '_ddp_params_and_buffers_to_ignore', ()))
 
 
-#: Tell ``DistributedDataParallel``, which has no argument for it, which parameters and buffers of
-#: a module it is to leave alone.
-ignore_in_ddp: Callable[[torch.nn.Module, list[str]], None] = (
-    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model)
+def ignore_in_ddp(module: torch.nn.Module, names: list[str]) -> None:
+    """Tell ``DistributedDataParallel`` to leave more parameters and buffers of a module alone.
 
-#: The ``DistributedDataParallel`` whose forward pass runs, if one does. What is wrapped is not
-#: told.
-active_ddp: Callable[[], torch.nn.parallel.DistributedDataParallel | None] = (
-    torch.nn.parallel.DistributedDataParallel._get_active_ddp_module)
+    It has no argument for it.
+    """
+    _set_ignored(module, [*_ignored_in_ddp(module), *names])
+    if not {*names} <= {*_ignored_in_ddp(module)}:
+        _raise_missing('torch.nn:Module._ddp_params_and_buffers_to_ignore',
+                       'shards beside DistributedDataParallel')
+
+
+#: Return the ``DistributedDataParallel`` whose forward pass runs, if one does. What is wrapped is
+#: not told.
+active_ddp: Callable[[], torch.nn.parallel.DistributedDataParallel | None] = _find(
+    'torch.nn.parallel:DistributedDataParallel._get_active_ddp_module',
+    'sharded layers, which DistributedDataParallel would overwrite,')

@@ -16,6 +16,7 @@ from torchgpipe.aliases import Slot
 from torchgpipe.engine.memory import size_of
 from torchgpipe.engine.places import holder_of, is_pipeline, modules_of, named_slots, tensor_of
 from torchgpipe.engine.stream import accelerators, current_device, memory_key
+from torchgpipe.private import has_hooks
 
 __all__ = ['Device', 'Sequential', 'split', 'parse_balance', 'parse_devices', 'still_shared',
            'verify_module', 'verify_shared', 'verify_source']
@@ -64,8 +65,7 @@ def _verify_plain(module: nn.Sequential) -> None:
         raise ValueError('a sequential module to be partitioned has its parameters and buffers in '
                          f'its layers, but this one has some of its own: {names}; move them into '
                          'the layer that uses them')
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks \
-            or module._backward_pre_hooks:
+    if has_hooks(module):
         raise ValueError('a sequential module to be partitioned can not have hooks of its own; '
                          'register them on its layers, or on the GPipe')
     for name, layer in module._modules.items():

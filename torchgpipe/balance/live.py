@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.private import TorchDispatchMode, storage_id, tree_leaves
+from torchgpipe.engine.memory import storage_id
+from torchgpipe.private import TorchDispatchMode, tree_leaves
 
 __all__ = ['LiveTensors']
 

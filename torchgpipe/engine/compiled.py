@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchgpipe.private import compiled_codes, is_compiled, own_context
+from torchgpipe.private import compiled_call, compiled_codes, is_compiled, own_context
 
 __all__ = ['has_compiled', 'part_contexts']
 
@@ -17,7 +17,7 @@ __all__ = ['has_compiled', 'part_contexts']
 def has_compiled(partition: nn.Module) -> bool:
     """Tell whether a partition is compiled, or a layer in it."""
     return 'forward' in partition.__dict__ or any(
-        m._compiled_call_impl is not None or hasattr(m, '_orig_mod') for m in partition.modules())
+        compiled_call(m) is not None or hasattr(m, '_orig_mod') for m in partition.modules())
 
 
 def part_contexts(inputs: Iterable[Any], outputs: Iterable[Tensor]) -> None:

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchgpipe.private import (backward_class, innermost_hooks, is_transformed,
-                                without_torch_function)
+from torchgpipe.private import innermost_hooks, is_transformed
 
 __all__ = ['PutOff', 'Weight']
 
@@ -43,6 +42,10 @@ class PutOff:
     goes_back = False
 
 
+#: Calls a function without asking classes of tensors what to do.
+_as_parameter: Any = nn.Parameter.__torch_function__
+
+
 class Weight(nn.Parameter):
     """A parameter whose gradient may come later: a leaf that nobody looks at before the end."""
 
@@ -51,17 +54,17 @@ class Weight(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function on it; split some."""
-        with without_torch_function():
-            if func in _SPLIT:
-                output = _SPLIT[func](*args, **(kwargs or {}))
-                if output is not None:
-                    return output
-            return func(*args, **(kwargs or {}))
+        if func in _SPLIT:
+            output = _as_parameter(_SPLIT[func], types, args, kwargs or {})
+            if output is not None:
+                return output
+        return _as_parameter(func, types, args, kwargs or {})
 
 
 def _splits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Tell whether a call puts its gradients of weights off."""
     return (isinstance(weight, Weight) and weight.put_off.work is not None
+            and torch.is_grad_enabled()
             and (isinstance(bias, Weight) or bias is None)
             and type(input) is Tensor and input.layout is torch.strided
             and not input.is_complex() and not is_transformed()
@@ -107,11 +110,17 @@ class _Split(torch.autograd.Function):
 def _register_hook(ctx: Any, hook: Callable[..., Any]) -> Any:
     """Let a hook of the user's on the node see, and change, gradients of weights, too."""
     ctx.hooked = True
-    return super(_node, ctx).register_hook(hook)
+    return super(type(ctx), ctx).register_hook(hook)
 
 
-_node = backward_class(_Split)
-_node.register_hook = _register_hook
+def _split(function: '_Linear | _Convolution', input: Tensor, weight: Tensor, bias: Tensor | None
+           ) -> Tensor:
+    output: Tensor = _Split.apply(  # type: ignore[no-untyped-call]
+        function, input, weight, bias)
+    node: Any = type(output.grad_fn)
+    node.register_hook = _register_hook
+    return output
+
 
 Leaves = tuple[Weight, Weight | None]
 
@@ -192,7 +201,7 @@ _aten: Any = torch.ops.aten
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if not _splits(input, weight, bias):
         return None
-    return _Split.apply(_Linear(), input, weight, bias)  # type: ignore[no-untyped-call]
+    return _split(_Linear(), input, weight, bias)
 
 
 def _convolution(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
@@ -201,7 +210,7 @@ def _convolution(input: Tensor, weight: Tensor, bias: Tensor | None = None, stri
             or isinstance(padding, str)):
         return None
     stride, padding, dilation = (_each(x, weight.dim() - 2) for x in (stride, padding, dilation))
-    return _Split.apply(  # type: ignore[no-untyped-call]
+    return _split(
         _Convolution(stride, padding, dilation, groups), input, weight, bias)
 
 

@@ -5,9 +5,17 @@ import torch
 from torch import Tensor
 
 from torchgpipe.errors import nested
-from torchgpipe.private import storage_id
 
-__all__ = ['check_nested', 'is_among', 'share_memory', 'size_of', 'versions']
+__all__ = ['check_nested', 'is_among', 'share_memory', 'size_of', 'storage_id', 'versions']
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Tell memories apart, also where they are empty or lie on the meta device.
+
+    A memory has one Python object for as long as it lives. ``data_ptr()`` is 0 for those, and
+    counts as a write to a memory that is copied on write.
+    """
+    return id(tensor.untyped_storage())
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:

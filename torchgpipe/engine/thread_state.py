@@ -17,10 +17,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.engine.passes import pass_state
 from torchgpipe.private import (DISPATCH_MODES, FUNCTION_MODES, DeviceContext, Hooks,
-                                innermost_hooks, pop_hooks, tree_leaves, tree_map_only)
+                                innermost_hooks, tree_leaves, tree_map_only)
 
 __all__ = ['ThreadState', 'running']
 
@@ -156,7 +157,8 @@ class ThreadState(NamedTuple):
         the thread does from then on.
         """
         while (top := innermost_hooks()) is not None and top != self.hooks:
-            pop_hooks()
+            # Leave a context that was not entered.
+            saved_tensors_hooks(Tensor.detach, Tensor.detach).__exit__()
         for stack, modes in ((FUNCTION_MODES, self.function_modes),
                              (DISPATCH_MODES, self.dispatch_modes)):
             if stack.read() != modes:
@@ -191,7 +193,7 @@ class ThreadState(NamedTuple):
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             if self.hooks is not None:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))
+                stack.enter_context(saved_tensors_hooks(*self.hooks))
             stack.enter_context(_modes(self.function_modes, self.dispatch_modes))
             try:
                 if autocast != self.autocast:

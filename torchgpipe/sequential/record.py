@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from torchgpipe.engine.checkpoint.attributes import attributes_of, contents_of
+from torchgpipe.private import has_hooks
 from torchgpipe.sequential.errors import NeedsLeaf, is_of_torch, line_of, refused
 from torchgpipe.sequential.leaves import Leaves, modules_within
 from torchgpipe.sequential.modes import ModeTaken, first_difference, modes_now, steps_of
@@ -58,8 +59,7 @@ class Recorder(Steps):
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the forward with values, and record it up to what it returns."""
-        if any((self.root._forward_hooks, self.root._forward_pre_hooks, self.root._backward_hooks,
-                self.root._backward_pre_hooks)):
+        if has_hooks(self.root):
             self.refuse('it has hooks of its own', 'register them on its submodules, or on the '
                         'GPipe')
         self._modes = modes_now()

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchgpipe.engine.memory import size_of
-from torchgpipe.private import storage_id
+from torchgpipe.engine.memory import size_of, storage_id
 from torchgpipe.sequential.contents import has_values, ids_within
 from torchgpipe.sequential.draws import KeptDraws
 from torchgpipe.sequential.errors import line_of

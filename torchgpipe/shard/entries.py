@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchgpipe.private import storage_id
 from torchgpipe.shard.tags import storage_dim
 
 __all__ = ['Entries', 'Sharded', 'check_keys', 'check_shapes', 'name_of', 'optimizer_entries',
@@ -95,7 +94,7 @@ def check_shapes(tensors: Entries, shapes: Mapping[Any, torch.Size]) -> None:
 
 def place(tensor: Tensor) -> tuple[Any, ...]:
     """Tell where a tensor is: tied parameters are several tensors of a state dict in one place."""
-    return storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+    return id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def name_of(key: Any) -> str:

@@ -131,8 +131,8 @@ def _calls(init_method: Callable[..., Any], shape: Sequence[int], dtype: torch.d
     Those are the ones that draw in blocks as at once, and those that change each value by itself.
     """
     recorder = _Recorder(shape, dtype)
-    tensor = recorder.whole()
     try:
+        tensor = recorder.whole()
         with recorder:
             init_method(tensor, **kwargs)
     except Exception:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchgpipe.private import ignore_in_ddp, ignored_in_ddp
+from torchgpipe.private import ignore_in_ddp
 from torchgpipe.shard import world
 from torchgpipe.shard.collectives import all_reduce
 from torchgpipe.shard.entries import sharded_parameters
@@ -41,7 +41,7 @@ def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
         The names of the sharded parameters in the module.
     """
     names = list(sharded_parameters(module))
-    ignore_in_ddp(module, [*ignored_in_ddp(module), *names])
+    ignore_in_ddp(module, names)
     return names
 
 

@@ -12,7 +12,7 @@ from torch.jit import ScriptModule
 
 from torchgpipe.private import script_attributes
 
-__all__ = ['HOOKS', 'OWN', 'SIMPLE', 'Attributes', 'attributes_of', 'contents_of',
+__all__ = ['OWN', 'SIMPLE', 'Attributes', 'attributes_of', 'contents_of',
            'copy_of_container', 'is_restless']
 
 #: Attributes of a module that are looked at by themselves.
@@ -20,11 +20,6 @@ OWN = ('_buffers', '_parameters', 'training')
 
 #: What is put back as it was.
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-
-#: Where a module has its forward hooks, and those that forward makes nodes in the graph of.
-HOOKS = ('_forward_hooks', '_forward_hooks_with_kwargs', '_forward_hooks_always_called',
-         '_forward_pre_hooks', '_forward_pre_hooks_with_kwargs', '_backward_hooks',
-         '_backward_pre_hooks')
 
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (list, set, deque, *_MAPPINGS)

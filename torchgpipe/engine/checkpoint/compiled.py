@@ -18,18 +18,18 @@ __all__ = ['Saved', 'check_code']
 class Saved(NamedTuple):
     """What compiled code has saved in a first pass: which code, and some elements."""
 
-    code: type
+    code: object
     elements: Tensor | None
 
     @staticmethod
-    def of(code: type, tensor: Tensor) -> 'Saved':
+    def of(code: object, tensor: Tensor) -> 'Saved':
         """Take note of a tensor."""
         elements = elements_of(tensor, every=True)
         # On its device, since it will hardly ever be looked at.
         return Saved(code, None if elements is None else elements.clone())
 
 
-def check_code(k: int, first: Saved | None, code: type | None, tensor: Tensor) -> None:
+def check_code(k: int, first: Saved | None, code: object | None, tensor: Tensor) -> None:
     """Compare saved tensor ``k`` of a recomputation with that of the first pass.
 
     Args:

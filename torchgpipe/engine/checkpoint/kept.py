@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Buffer
 
-from torchgpipe.private import data_address, lazy_clone, storage_id
+from torchgpipe.engine.memory import storage_id
+from torchgpipe.private import data_address, lazy_clone
 
 __all__ = ['Kept', 'Memories', 'copy_of', 'copy_on_write', 'is_plain', 'own_memory',
            'view_of', 'with_grad']

@@ -29,16 +29,16 @@ from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.aliases import Slot
-from torchgpipe.engine.checkpoint.attributes import (HOOKS, OWN, SIMPLE, attributes_of,
-                                                     contents_of, copy_of_container)
+from torchgpipe.engine.checkpoint.attributes import (OWN, SIMPLE, attributes_of, contents_of,
+                                                     copy_of_container)
 from torchgpipe.engine.checkpoint.kept import (Kept, Memories, copy_of, copy_on_write, is_plain,
                                                view_of, with_grad)
 from torchgpipe.engine.checkpoint.observed import Observed, Watch
 from torchgpipe.engine.checkpoint.results import MARK
-from torchgpipe.engine.memory import size_of, versions
+from torchgpipe.engine.memory import size_of, storage_id, versions
 from torchgpipe.engine.passes import pass_state
 from torchgpipe.errors import uninterrupted
-from torchgpipe.private import storage_id, unseen
+from torchgpipe.private import HOOKS, unseen
 
 __all__ = ['CellState', 'Layers']
 

@@ -14,7 +14,7 @@ from torchgpipe.engine.checkpoint.attributes import attributes_of, contents_of, 
 from torchgpipe.engine.checkpoint.draws import Recorder
 from torchgpipe.engine.checkpoint.kept import Memories, copy_of, is_plain, own_memory
 from torchgpipe.engine.checkpoint.operations import operation_of
-from torchgpipe.private import storage_id
+from torchgpipe.engine.memory import storage_id
 
 __all__ = ['Observed', 'Watch']
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchgpipe.private import tree_leaves
+from torchgpipe.private import schema_of, tree_leaves
 
 __all__ = ['Operation', 'operation_of']
 
@@ -57,8 +57,8 @@ class Operation(NamedTuple):
 @lru_cache(maxsize=None)
 def operation_of(func: Any) -> Operation:
     """Give what is known of an operation."""
-    schema = getattr(func, '_schema', None)
-    if schema is None:  # an operator of higher order
+    schema = schema_of(func)
+    if schema is None:
         return Operation(False, False, None, None, ())
     names = [argument.name for argument in schema.arguments]
     native = func.namespace in ('aten', 'prims')
@@ -74,6 +74,6 @@ def operation_of(func: Any) -> Operation:
 def _twin(func: Any, names: list[str]) -> Any:
     packet = func.overloadpacket
     for overload in (getattr(packet, name) for name in packet.overloads()):
-        if {argument.name for argument in overload._schema.arguments} == {*names, 'generator'}:
+        if {argument.name for argument in schema_of(overload).arguments} == {*names, 'generator'}:
             return overload
     return None

@@ -182,7 +182,7 @@ class Recomputation:
         k = len(saved)
         saved.append(hash((tensor.shape, tensor.dtype)))
         frame = _getframe(1)
-        if frame.f_code is APPLY and (code := compiled_code(frame)) is not None:
+        if (APPLY is None or frame.f_code is APPLY) and (code := compiled_code(frame)) is not None:
             self._compiled[k] = Saved.of(code, tensor)
         return k
 
@@ -334,7 +334,7 @@ class Fill:
             raise other_path(f'saved tensor {k} is now {tensor.dtype} of shape '
                              f'{tuple(tensor.shape)}, which it was not')
         frame = _getframe(1)
-        code = compiled_code(frame) if frame.f_code is APPLY else None
+        code = compiled_code(frame) if APPLY is None or frame.f_code is APPLY else None
         if code is not None or k in self._compiled:
             check_code(k, self._compiled.get(k), code, tensor)
         # Detached, lest the recomputation's own graph, of no use, live as long as its tensors.
