@@ -150,10 +150,12 @@ class ModeStack:
 
     def __init__(self, len: str, get: str, push: str, pop: str, *which: None) -> None:
         use = 'a pipeline, which carries the modes of its caller,'
+        found = [_find(name, use) for name in (get, push, pop)]
+        # Not one without the others, or modes of the caller might be lost.
+        missing = [each for each in found if isinstance(each, partial)]
         self.len: Callable[[], int] = _find(len, use)
-        self._get = _find(get, use)
-        self.push: Callable[[Any], None] = _find(push, use)
-        self.pop: Callable[[], Any] = partial(_find(pop, use), *which)
+        self._get, self.push, pop_ = missing * 3 if missing else found
+        self.pop: Callable[[], Any] = partial(pop_, *which)
 
     def read(self) -> tuple[Any, ...]:
         """Return the modes."""
@@ -222,8 +224,24 @@ else:
     DeviceContext = _find('torch.utils._device:DeviceContext', otherwise=_NoMode)
     TorchDispatchMode = _find(_MODE_NAME, otherwise=_NoMode)
 
+
+class _Untransformed(Function):
+    """A function that transforms refuse, since they are not told what it keeps."""
+
+    @staticmethod
+    def forward(ctx: Any) -> None:
+        pass
+
+
+def _transform() -> object | None:
+    try:
+        return _Untransformed.apply()  # type: ignore[no-any-return,no-untyped-call]
+    except RuntimeError as error:
+        return error
+
+
 _interpreter: Callable[[], Any] = _find(
-    'torch._C:_functorch.peek_interpreter_stack', 'a pipeline of several threads')
+    'torch._C:_functorch.peek_interpreter_stack', otherwise=_transform)
 
 
 def is_transformed() -> bool:

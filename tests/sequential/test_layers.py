@@ -294,7 +294,7 @@ def test_weights_have_the_names_of_the_model(tmp_path):
     layers = to_sequential(empty, ids.to('meta'))
     pipe = GPipe(layers, [2, len(layers) - 2], devices=['cpu', 'cpu'], chunks=2,
                  weights=tmp_path / 'model.pt')
-    assert torch.equal(pipe(ids), model(ids))
+    torch.testing.assert_close(pipe(ids), model(ids))  # Kernels differ by the number of rows.
     mine = {'1.' + name: x for name, x in model.state_dict().items()}
     layers = to_sequential(Tied(persistent=True), ids)
     pipe = GPipe(layers, [2, len(layers) - 2], devices=['cpu', 'cpu'], weights=mine)
