@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.parametrizations import weight_norm
+from torch.torch_version import TorchVersion
 
 import torchgpipe.shard as ts
 from tests.helpers import in_two_memories
@@ -20,6 +21,7 @@ from torchgpipe.communication import check_order
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.stream import CPUStream
 from torchgpipe.plan import plan
+from torchgpipe.private import _find
 from torchgpipe.schedule import Schedule, make
 from torchgpipe.sequential import from_stages, original_names, to_sequential
 from torchgpipe.skip import pop, skippable, stash
@@ -285,6 +287,14 @@ def own_call():
     train(layer.model[0])
 
 
+def compiled_on_an_old_release():
+    """Call compiled layers of two workers, where PyTorch says that it is an old release."""
+    model = wrap(linear(), linear())
+    model.partitions[1].compile(backend='eager')
+    with patch.object(torch, '__version__', TorchVersion('2.10.0')):
+        model(torch.randn(4, 4))
+
+
 def while_mutation_is_allowed():
     """Train where PyTorch would copy saved tensors before they are changed."""
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
@@ -482,6 +492,8 @@ REFUSALS = [
     lambda: wrap(linear(), linear())(torch.eye(4).to_sparse()),
     lambda: make_fx(wrap(linear(), linear()))(torch.randn(4, 4)),
     lambda: torch.func.vmap(wrap(linear(), linear()))(torch.randn(4, 4, 4)),
+    compiled_on_an_old_release,
+    lambda: _find('torch._C:_gone', 'this')(),
     while_mutation_is_allowed,
     own_call,
     lambda: train(wrap(Layer(leave_grad_mode), linear())),

@@ -21,9 +21,9 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 
 __all__ = ['APPLY', 'DISPATCH_MODES', 'FUNCTION_MODES', 'HOOKS', 'RESETS', 'BatchNorm',
            'DeviceContext', 'Hooks', 'ModeStack', 'PythonNode', 'Scaler', 'TorchDispatchMode',
-           'active_ddp', 'allows_mutation', 'at_end_of_backward', 'backward_pass',
-           'compiled_call', 'compiled_code', 'compiled_codes', 'current_node', 'data_address',
-           'has_hooks', 'ignore_in_ddp', 'innermost_hooks', 'is_compiled', 'is_full_backward_hook',
+           'active_ddp', 'allows_mutation', 'at_end_of_backward', 'backward_pass', 'compiled_code',
+           'compiled_codes', 'current_node', 'data_address', 'has_hooks', 'ignore_in_ddp',
+           'innermost_hooks', 'is_compiled', 'is_compiled_module', 'is_full_backward_hook',
            'is_transformed', 'lazy_clone', 'name_of_call', 'on_cpu_without_memory', 'own_context',
            'proxy_mode', 'retains_graph', 'schema_of', 'script_attributes', 'tree_flatten',
            'tree_flatten_with_path', 'tree_leaves', 'tree_map_only', 'tree_unflatten',
@@ -129,11 +129,16 @@ lazy_clone: Callable[[Tensor], Tensor] = _find(
     'torch:_lazy_clone' if data_address is not Tensor.data_ptr else _ADDRESS_NAME,
     'to see whether reset_parameters() sets a tensor')
 
-#: Return a tensor of a class that says it is on the CPU, and has no values. What is on the meta
-#: device says so, and methods that set initial values do nothing there.
-on_cpu_without_memory: Callable[[type[Tensor], torch.Size, torch.dtype], Tensor] = partial(
-    _find('torch:Tensor._make_wrapper_subclass', 'a tensor without memory'),
-    device=torch.device('cpu'))
+_without_memory = _find('torch:Tensor._make_wrapper_subclass', 'a tensor without memory')
+
+
+def on_cpu_without_memory(kind: type[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of a class that says it is on the CPU, and has no values.
+
+    What is on the meta device says so, and methods that set initial values do nothing there.
+    """
+    return _without_memory(  # type: ignore[no-any-return]
+        kind, shape, dtype=dtype, device=torch.device('cpu'))
 
 
 # --- modes and transforms
@@ -154,8 +159,9 @@ class ModeStack:
         # Not one without the others, or modes of the caller might be lost.
         missing = [each for each in found if isinstance(each, partial)]
         self.len: Callable[[], int] = _find(len, use)
-        self._get, self.push, pop_ = missing * 3 if missing else found
-        self.pop: Callable[[], Any] = partial(pop_, *which)
+        self._get: Callable[[int], Any] = missing[0] if missing else found[0]
+        self.push: Callable[[Any], None] = missing[0] if missing else found[1]
+        self.pop: Callable[[], Any] = partial(missing[0] if missing else found[2], *which)
 
     def read(self) -> tuple[Any, ...]:
         """Return the modes."""
@@ -367,16 +373,22 @@ def own_context(gradients: Any) -> None:
         _set_local('context', _local('context').copy())
 
 
-def compiled_call(module: Any) -> Any:
+def _compiled_call(module: Any) -> Any:
     """Return what ``module.compile()`` has made to be called, if it was."""
     if not hasattr(module, '_compiled_call_impl') and 'torch._dynamo' in sys.modules:
         _raise_missing('torch.nn:Module._compiled_call_impl', 'a step beside torch.compile')
     return getattr(module, '_compiled_call_impl', None)
 
 
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Return whether ``torch.compile(module)`` gave a module, or ``module.compile()`` changed it.
+    """
+    return _compiled_call(module) is not None or hasattr(module, '_orig_mod')
+
+
 def name_of_call(module: Any) -> str:
     """Return the attribute of a module that its call calls: another one once it is compiled."""
-    return 'forward' if compiled_call(module) is None else '_compiled_call_impl'
+    return 'forward' if _compiled_call(module) is None else '_compiled_call_impl'
 
 
 # --- values of any nesting

@@ -139,7 +139,7 @@ def test_state_dicts_can_be_collected_on_one_rank_tensor_by_tensor():
     # A shard is a quarter of a tensor, and a thread that has sent the model's may not have let go
     # of them when the optimizer's are sent.
     assert 6.25 <= first < 6.51
-    assert all(0.25 <= peak < 0.51 for peak in others), others
+    assert all(0.2 < peak < 0.51 for peak in others), others
 
 
 def behind_a_prefix():

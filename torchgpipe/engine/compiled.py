@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.private import compiled_call, compiled_codes, is_compiled, own_context
+from torchgpipe.private import compiled_codes, is_compiled, is_compiled_module, own_context
 
 __all__ = ['check_compiler', 'has_compiled', 'part_contexts']
 
@@ -18,7 +18,7 @@ __all__ = ['check_compiler', 'has_compiled', 'part_contexts']
 def has_compiled(partition: nn.Module) -> bool:
     """Tell whether a partition is compiled, or a layer in it."""
     return 'forward' in partition.__dict__ or any(
-        compiled_call(m) is not None or hasattr(m, '_orig_mod') for m in partition.modules())
+        map(is_compiled_module, partition.modules()))
 
 
 def check_compiler(partitions: Iterable[nn.Module]) -> None:
