@@ -81,9 +81,9 @@ def test_the_page_names_all_that_is_looked_up():
 #: What can't do without each name, of the features that are tried; all others work.
 PIPELINES = {'plain', 'checkpointed', 'drawing', 'kept_out_of_recomputation', 'within_hooks',
              'within_a_default_device', 'skips', 'step', 'step_with_halves',
-             'values_of_other_kinds', 'deferred_batch_norm', 'recorded', 'compared', 'compiled'}
+             'values_of_other_kinds', 'deferred_batch_norm', 'recorded', 'compared'}
 BACKWARD = {'checkpointed', 'drawing', 'kept_out_of_recomputation', 'skips', 'step',
-            'step_with_halves', 'recorded', 'compared', 'compiled'}
+            'step_with_halves', 'recorded', 'compared'}
 VALUES = {'values_of_other_kinds', 'converted', 'compared'}
 NEEDED = {
     'torch._C:_autograd._top_saved_tensors_default_hooks':

@@ -74,8 +74,7 @@ class Allocator final : public c10::DeviceAllocator {
     for (auto* stat : stats_of(device)) (*stat)[kAll].reset_peak();
   }
 
-  // Not `override`, since the base class of PyTorch 2.9 has none.
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) {
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     Order order;
     const size_t used = reserved(device).current;
     return {limit > used ? limit - used : 0, limit};

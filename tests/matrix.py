@@ -1,0 +1,151 @@
+"""The suite on several releases of PyTorch: ``python -m tests.matrix`` prints a table.
+
+Each row has a virtual environment of its own. The package is installed there as the README says, in
+an empty folder the README's code runs, a comparison and a step; then the core of the suite, or all
+of it. What the package index does not have is in the table, and is no failure.
+"""
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+#: What leans on PyTorch most, in less than three minutes.
+CORE = ['tests/test_private.py']
+
+#: What a stranger does after the README's code.
+MORE = """
+from torchgpipe.testing import check_parity
+
+layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+options = {'balance': [2, 1], 'devices': ['cpu:0', 'cpu:1'], 'chunks': 3}
+parity = check_parity(layers, torch.rand(6, 8), **options)
+assert parity.equal, parity
+model = GPipe(layers, **options)
+loss = model.step(torch.rand(6, 8), torch.rand(6, 4), nn.functional.mse_loss)
+assert loss > 0 and all(p.grad is not None for p in model.parameters())
+"""
+
+
+class Failed(Exception):
+    """A command failed, or the index does not have what it installs."""
+
+
+def requirement(release):
+    """Return what pip is asked for: the oldest release, the pinned one, the newest or another."""
+    if release == 'newest':
+        return []
+    if release == 'floor':
+        release = re.search(r'^ +torch>=(.*)$', (ROOT / 'setup.cfg').read_text(), re.M)[1]
+    elif release == 'pinned':
+        release = re.search(r'^torch==(.*)$', (ROOT / 'constraints.txt').read_text(), re.M)[1]
+    return [f'torch=={release}']
+
+
+class Row:
+    """One release of PyTorch, and one Python.
+
+    Args:
+        python: The Python.
+        release: The release.
+        folder: Where its virtual environment will be.
+    """
+
+    def __init__(self, python, release, folder):
+        self.cells = [release, python, '', '', '']
+        self._folder = folder
+        bin = folder / 'venv' / 'bin'
+        self._python = bin / 'python'
+        path = f'{bin}{os.pathsep}{os.environ["PATH"]}'
+        self._environment = {name: value for name, value in os.environ.items()
+                             if name not in ('PYTHONPATH', 'VIRTUAL_ENV')} | {'PATH': path}
+
+    def _run(self, *command, cwd=ROOT, **environment):
+        """Run a command; return what it prints, which is shown as well."""
+        print('$', *command, flush=True)
+        process = subprocess.Popen(
+            [str(word) for word in command], cwd=cwd, env=self._environment | environment,
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        lines = []
+        for line in process.stdout:
+            print(line, end='', flush=True)
+            lines.append(line)
+        if process.wait():
+            raise Failed(''.join(lines))
+        return ''.join(lines)
+
+    def run(self, whole):
+        """Fill the cells; return whether nothing failed."""
+        begin, cells = time.monotonic(), self.cells
+        release, python, *_ = cells
+        try:
+            self._run(python, '-m', 'venv', self._folder / 'venv')
+            self._install(*requirement(release), ROOT)
+            cells[0], cells[1] = self._run(
+                self._python, '-c', 'import platform, torch; '
+                'print(torch.__version__, platform.python_version())').split()[-2:]
+            cells[2] = 'failed'
+            self._read_me()
+            cells[2], cells[3] = 'passed', 'failed'
+            self._install(f'{ROOT}[tests]', '-c', self._constraints())
+            cells[3] = self._test([] if whole else CORE, 'auto' if whole else 'off')
+            return True
+        except Failed as failed:
+            found = re.search(r'No matching distribution found for (\S+)', str(failed))
+            if found and not found[1].startswith('torchgpipe'):
+                cells[2] = f'the index has no {found[1]}'
+                return True
+            numbers = re.findall(r'^=* ?(\d+ failed.*?) in \S+s', str(failed), re.M)
+            cells[3] = numbers[-1] if numbers else cells[3]
+            cells[2] = cells[2] or 'not installed'
+            return False
+        finally:
+            cells[4] = f'{(time.monotonic() - begin) / 60:.1f} min'
+
+    def _install(self, *what):
+        self._run(self._python, '-m', 'pip', 'install', '-q', *what)
+
+    def _constraints(self):
+        path, pins = self._folder / 'constraints.txt', (ROOT / 'constraints.txt').read_text()
+        path.write_text(re.sub(r'^torch==.*\n', '', pins, flags=re.M))
+        return path
+
+    def _read_me(self):
+        empty = self._folder / 'empty'
+        empty.mkdir()
+        blocks = re.findall(r'^```python\n(.*?)^```', (ROOT / 'README.md').read_text(),
+                            re.M | re.S)
+        self._run(self._python, '-c', ''.join(blocks) + MORE, cwd=empty)
+
+    def _test(self, what, sim):
+        printed = self._run(self._python, '-m', 'pytest', '-q', '-rs', *what, TORCHGPIPE_SIM=sim)
+        return re.findall(r'^=* ?(\d+ passed.*?) in \S+s', printed, re.M)[-1]
+
+
+def main():
+    """Run all rows, print the table, and fail if a row did."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('releases', nargs='*', default=['floor', 'pinned', 'newest'],
+                        help="versions of torch; 'floor', 'pinned' and 'newest' if none is named")
+    parser.add_argument('--python', action='append', help='a Python, this one if none is named')
+    parser.add_argument('--whole', action='store_true', help='run all tests, not their core')
+    args = parser.parse_args()
+    rows, good = [], True
+    for python in args.python or [sys.executable]:
+        for release in args.releases:
+            with tempfile.TemporaryDirectory() as folder:
+                row = Row(python, release, Path(folder))
+                good &= row.run(args.whole)
+                rows.append(row.cells)
+    for cells in [['torch', 'Python', 'README', 'tests', 'took'], ['---'] * 5, *rows]:
+        print(f"| {' | '.join(cells)} |")
+    sys.exit(not good)
+
+
+if __name__ == '__main__':
+    main()
