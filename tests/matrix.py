@@ -1,8 +1,8 @@
 """The suite on several releases of PyTorch: ``python -m tests.matrix`` prints a table.
 
-Each row has a virtual environment of its own. The package is installed there as the README says, in
-an empty folder the README's code runs, a comparison and a step; then the core of the suite, or all
-of it. What the package index does not have is in the table, and is no failure.
+Each row has a virtual environment of its own. The package is installed there as the README says;
+in an empty folder the README's code runs, a comparison and a step; then the core of the suite, or
+all of it. What the package index does not have is in the table, and is no failure.
 """
 import argparse
 import os

@@ -326,6 +326,22 @@ def test_what_is_not_used_has_no_gradient(devices, mode):
     assert gpipe[0].b.weight.grad is None and gpipe[0].a.weight.grad is not None
 
 
+@devices
+def test_a_layer_that_computes_without_grad_too(devices):
+    class Centred(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                mean = super().forward(x).mean()
+            return super().forward(x) - mean
+
+    model = nn.Sequential(Centred(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=1)
+    x = torch.randn(4, 4, dtype=torch.double)
+    loss_of(model(x), x).backward()
+    gpipe.step(on_first(gpipe, x), x.to(gpipe.devices[-1]), loss_of, schedule='zb-h1')
+    assert_same(gradients(gpipe), gradients(model))
+
+
 @cpu_only('autocast and compilation of the CPU')
 def test_what_is_compiled_is_not_split(log):
     gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=['cpu', 'cpu'],

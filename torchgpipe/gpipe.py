@@ -425,13 +425,16 @@ class GPipe(nn.Module):
         >>> model.to('cpu', torch.float64)[0].weight.dtype
         torch.float64
         """
-        try:
-            device = _device_of_to(*args, **kwargs)
-        except RuntimeError as error:  # a device that this machine does not have
-            raise _denied() from error
-        like_a_tensor = any(isinstance(x, torch.Tensor) for x in (*args, *kwargs.values()))
-        if device is not None and (like_a_tensor or not self._is_all_on(device)):
+        if any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
             raise _denied()
+        asked = args[0] if args else kwargs.get('device')
+        if asked is not None and not isinstance(asked, torch.dtype):
+            try:
+                device = torch.device(asked)
+            except RuntimeError as error:  # a device that this machine does not have
+                raise _denied() from error
+            if not self._is_all_on(device):
+                raise _denied()
         return super().to(*args, **kwargs)
 
     def _is_all_on(self, device: torch.device) -> bool:
@@ -501,14 +504,6 @@ def _check_contexts(threads: bool) -> None:
                            'parts of a tensor, and takes one for another that had the address '
                            'before; gradients would be wrong. Change a copy, as y = y.mul(2) for '
                            'y.mul_(2); it takes no more memory than the copy made there')
-
-
-def _device_of_to(*args: Any, **kwargs: Any) -> torch.device | None:
-    """Return the device that ``module.to(…)`` is asked for, if it is asked for one."""
-    asked = args[0] if args else kwargs.get('tensor', kwargs.get('device'))
-    if isinstance(asked, Tensor):
-        return asked.device
-    return None if asked is None or isinstance(asked, torch.dtype) else torch.device(asked)
 
 
 def _denied() -> TypeError:

@@ -1,0 +1,62 @@
+"""The matrix of releases: what is a failure, and that all pages name the same releases."""
+import re
+import sys
+
+import pytest
+
+from tests.matrix import CORE, ROOT, Failed, Row, requirement
+from torchgpipe.private import TESTED
+
+
+class Scripted(Row):
+    """A row whose commands print what they are told to, or fail with it."""
+
+    def __init__(self, folder, outcomes):
+        super().__init__(sys.executable, 'floor', folder)
+        self.outcomes, self.commands = iter(outcomes), []
+
+    def _run(self, *command, **options):
+        self.commands.append([str(word) for word in command])
+        outcome = next(self.outcomes)
+        if isinstance(outcome, Failed):
+            raise outcome
+        return outcome
+
+
+GOOD = ['', '', '2.9.0 3.11.7', '', '', '....\n5 passed, 2 skipped in 3.2s\n']
+LACKS = 'ERROR: No matching distribution found for '
+
+
+@pytest.mark.parametrize('outcomes, good, cells', [
+    (GOOD, True, ['2.9.0', '3.11.7', 'passed', '5 passed, 2 skipped']),
+    ([*GOOD[:5], Failed('=== 1 failed, 4 passed in 3s ===\n')], False,
+     ['2.9.0', '3.11.7', 'passed', '1 failed, 4 passed']),
+    ([*GOOD[:5], Failed('Segmentation fault\n')], False, ['2.9.0', '3.11.7', 'passed', 'failed']),
+    ([*GOOD[:3], Failed('AttributeError\n')], False, ['2.9.0', '3.11.7', 'failed', '']),
+    (['', Failed(f'{LACKS}torch==2.9\n')], True,
+     ['floor', sys.executable, 'the index has no torch==2.9', '']),
+    (['', Failed(f'{LACKS}torchgpipe\n')], False, ['floor', sys.executable, 'not installed', '']),
+    (['', Failed('no space left\n')], False, ['floor', sys.executable, 'not installed', ''])])
+def test_what_fails_and_what_the_index_lacks(outcomes, good, cells, tmp_path):
+    row = Scripted(tmp_path, outcomes)
+    assert row.run(whole=False) is good
+    assert row.cells[:4] == cells
+
+
+@pytest.mark.parametrize('whole', [False, True])
+def test_what_is_run(whole, tmp_path):
+    row = Scripted(tmp_path, GOOD)
+    row.run(whole)
+    _, first, _, page, second, tests = row.commands
+    assert first[-2:] == [*requirement('floor'), str(ROOT)] and second[4] == f'{ROOT}[tests]'
+    assert 'to_sequential' in page[2] and 'check_parity' in page[2]
+    assert tests[5:] == ([] if whole else CORE)
+    assert 'torch==' not in (tmp_path / 'constraints.txt').read_text()
+
+
+def test_all_that_is_said_of_releases_is_the_same():
+    oldest, newest = TESTED
+    assert requirement('floor') == [f'torch=={oldest}'] and requirement('newest') == []
+    for page in ('README.md', 'README.ko.md'):
+        assert re.findall(r'\d\.\d+', (ROOT / page).read_text().split('`torch`')[1])[:2] == [
+            oldest, newest]
