@@ -48,7 +48,7 @@ def test_what_is_run(whole, tmp_path):
     row = Scripted(tmp_path, GOOD)
     row.run(whole)
     _, first, _, page, second, tests = row.commands
-    assert first[-2:] == [*requirement('floor'), str(ROOT)] and second[4] == f'{ROOT}[tests]'
+    assert first[-2:] == [*requirement('floor'), str(ROOT)] and second[5] == f'{ROOT}[tests]'
     assert 'to_sequential' in page[2] and 'check_parity' in page[2]
     assert tests[5:] == ([] if whole else CORE)
     assert 'torch==' not in (tmp_path / 'constraints.txt').read_text()
