@@ -15,6 +15,10 @@ from torchgpipe.private import compiled_codes, is_compiled, is_compiled_module, 
 __all__ = ['check_compiler', 'has_compiled', 'part_contexts']
 
 
+#: Whether the compiler takes calls of one thread for those of another.
+_MIXES_THREADS_UP = torch.__version__ < '2.11'
+
+
 def has_compiled(partition: nn.Module) -> bool:
     """Tell whether a partition is compiled, or a layer in it."""
     return 'forward' in partition.__dict__ or any(
@@ -27,7 +31,7 @@ def check_compiler(partitions: Iterable[nn.Module]) -> None:
     Raises:
         RuntimeError: There are some, and PyTorch is older than 2.11.
     """
-    if torch.__version__ < '2.11' and any(map(has_compiled, partitions)):
+    if _MIXES_THREADS_UP and any(map(has_compiled, partitions)):
         raise RuntimeError(
             'compiled layers on several devices need torch 2.11 or newer: the compiler of '
             f'{torch.__version__} can not be called by several threads. Put all partitions on '
