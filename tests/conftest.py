@@ -57,13 +57,10 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def compiler(request, monkeypatch):
+def compiler(monkeypatch):
     """Forget what was compiled, and let the compiler not give up silently, nor make a thread."""
     from tqdm import tqdm
 
-    call = getattr(request.node, 'callspec', None)
-    if torch.__version__ < '2.11' and call and len({*call.params.get('devices', [].count)(2)}) > 1:
-        pytest.skip('compiled layers of several threads need torch 2.11')
     monkeypatch.setattr(tqdm, 'monitor_interval', 0)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), \

@@ -286,14 +286,6 @@ def own_call():
     train(layer.model[0])
 
 
-def compiled_on_an_old_release():
-    """Call compiled layers of two workers, where the compiler is that of an old release."""
-    model = wrap(linear(), linear())
-    model.partitions[1].compile(backend='eager')
-    with patch('torchgpipe.engine.compiled._MIXES_THREADS_UP', True):
-        model(torch.randn(4, 4))
-
-
 def while_mutation_is_allowed():
     """Train where PyTorch would copy saved tensors before they are changed."""
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
@@ -491,7 +483,6 @@ REFUSALS = [
     lambda: wrap(linear(), linear())(torch.eye(4).to_sparse()),
     lambda: make_fx(wrap(linear(), linear()))(torch.randn(4, 4)),
     lambda: torch.func.vmap(wrap(linear(), linear()))(torch.randn(4, 4, 4)),
-    compiled_on_an_old_release,
     lambda: _find('torch._C:_gone', 'this')(),
     while_mutation_is_allowed,
     own_call,

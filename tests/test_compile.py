@@ -293,12 +293,6 @@ def test_compiled_code_can_tell_the_passes_apart():
     assert in_a_new_thread(ask_twice) == (0, 1)
 
 
-#: For tests that say their devices themselves.
-several_threads = pytest.mark.skipif(
-    torch.__version__ < '2.11', reason='compiled layers of several threads need torch 2.11')
-
-
-@several_threads
 @pytest.mark.accelerator
 def test_backward_of_compiled_code_on_two_devices_at_the_same_time():
     """Before 0.5.0 the second one raised "cannot enter context"."""
@@ -406,7 +400,6 @@ def test_copies_are_not_compiled_and_work(devices):
     assert backend.graphs > 0
 
 
-@several_threads
 @cpu_only('PyTorch has no code generator for the simulated accelerator')
 def test_inductor():
     """It needs a C++ compiler. Random numbers are its own, and the same in a recomputation."""

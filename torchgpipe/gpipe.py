@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torchgpipe.aliases import Value
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.engine.batch import Batch
-from torchgpipe.engine.compiled import check_compiler
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.scatter import REDUCTIONS, check_rule, cut, fit_rule, gather
@@ -207,8 +206,6 @@ class GPipe(nn.Module):
         partitions = self.partitions  # Where a layer has been replaced, there is no engine now.
         if self._engine is None:
             self._engine = self._make_engine(partitions)
-        if not self._engine.one_worker:
-            check_compiler(partitions.children())
         return self._engine
 
     def _cut(self, input: Value) -> tuple[list[Batch], list[int], list[int]]:

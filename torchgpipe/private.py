@@ -30,7 +30,7 @@ __all__ = ['APPLY', 'DISPATCH_MODES', 'FUNCTION_MODES', 'HOOKS', 'RESETS', 'Batc
            'uncompiled', 'unseen', 'untraced']
 
 #: The releases of PyTorch that the whole suite has passed on, oldest and newest.
-TESTED = '2.9', '2.15'
+TESTED = '2.11', '2.15'
 
 
 def _find(name: str, use: str = '', otherwise: Any = None) -> Any:

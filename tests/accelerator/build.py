@@ -21,8 +21,6 @@ def reason():
     """Say why there can be no simulated accelerator here; nothing if there can be one."""
     if _library().exists():
         return ''
-    if torch.__version__ < '2.10':
-        return 'the simulated accelerator is written for torch 2.10 and newer'
     if sys.platform != 'linux':
         return 'the simulated accelerator is for Linux'
     if shutil.which(os.environ.get('CXX', 'c++')) is None:

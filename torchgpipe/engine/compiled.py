@@ -1,4 +1,4 @@
-"""Compiled layers: let their code run in several threads at the same time.
+"""Compiled nodes of a graph: let them run in several threads at the same time.
 
 Autograd has a thread for each accelerator, and gives all of them the same copy of the caller's
 context variables. Compiled code enters it in backward, which two threads can not do at once:
@@ -7,35 +7,17 @@ context variables. Compiled code enters it in backward, which two threads can no
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torchgpipe.private import compiled_codes, is_compiled, is_compiled_module, own_context
 
-__all__ = ['check_compiler', 'has_compiled', 'part_contexts']
-
-
-#: Whether the compiler takes calls of one thread for those of another.
-_MIXES_THREADS_UP = torch.__version__ < '2.11'
+__all__ = ['has_compiled', 'part_contexts']
 
 
 def has_compiled(partition: nn.Module) -> bool:
     """Tell whether a partition is compiled, or a layer in it."""
     return 'forward' in partition.__dict__ or any(
         map(is_compiled_module, partition.modules()))
-
-
-def check_compiler(partitions: Iterable[nn.Module]) -> None:
-    """Refuse compiled layers of several threads where the compiler takes one for another.
-
-    Raises:
-        RuntimeError: There are some, and PyTorch is older than 2.11.
-    """
-    if _MIXES_THREADS_UP and any(map(has_compiled, partitions)):
-        raise RuntimeError(
-            'compiled layers on several devices need torch 2.11 or newer: the compiler of '
-            f'{torch.__version__} can not be called by several threads. Put all partitions on '
-            'one device, or do not compile them')
 
 
 def part_contexts(inputs: Iterable[Any], outputs: Iterable[Tensor]) -> None:

@@ -164,7 +164,7 @@ class Recomputation:
         phony = get_phony(output[k].device, requires_grad=True)
         kept = () if self._changed else self._input
         phony = Recompute.apply(phony, weakref.ref(self), kept)  # type: ignore[no-untyped-call]
-        self._phony = phony  # It keeps the node alive; in torch 2.8 `phony.grad_fn` would not.
+        self._phony = phony  # It keeps the node alive, which `phony.grad_fn` need not.
         if self._state.hooks is not None:  # [Note: Stream of packed inputs]
             self._packer = current_stream(get_device(self._stream))
             wait_stream(self._stream, self._packer)
