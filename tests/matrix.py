@@ -16,7 +16,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 #: What leans on PyTorch most, in less than three minutes.
-CORE = ['tests/test_private.py']
+CORE = ['tests/test_private.py', 'tests/test_compile.py', 'tests/test_gpipe.py',
+        'tests/test_batchnorm.py', 'tests/test_materialize.py', 'tests/test_step.py',
+        'tests/engine/checkpoint/test_draws.py', 'tests/engine/checkpoint/test_kept.py',
+        'tests/engine/test_thread_state.py',
+        'tests/schedule/test_schedule.py', 'tests/sequential/test_record.py',
+        'tests/shard/test_scaler.py', 'tests/skip/test_gpipe_gradients.py']
 
 #: What a stranger does after the README's code.
 MORE = """

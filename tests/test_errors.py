@@ -486,6 +486,9 @@ def test_sparse_tensors_between_partitions(workers, mode):
     model(x).sum().backward()
     gpipe(x).sum().backward()
     assert_same(gradients(gpipe), gradients(model))
+    gpipe.zero_grad()
+    gpipe.step(x, x, lambda y, _: y.sum(), normalizer=1, schedule='1f1b')
+    assert_same(gradients(gpipe), gradients(model))
     with pytest.raises(ValueError, match='input is sparse'):
         gpipe(x.to_sparse())
 

@@ -342,6 +342,41 @@ def test_a_layer_that_computes_without_grad_too(devices):
     assert_same(gradients(gpipe), gradients(model))
 
 
+class Special(torch.Tensor):
+    """A tensor of a class that layers may ask for."""
+
+
+class ToSpecial(nn.Linear):
+    """Return one."""
+
+    def forward(self, x):
+        """Return it."""
+        return super().forward(x).as_subclass(Special)
+
+
+class DoubleSpecial(nn.Linear):
+    """Double what is special."""
+
+    def forward(self, x):
+        """Ask for the class."""
+        y = super().forward(x)
+        return y * 2 if isinstance(y, Special) else y
+
+
+@devices
+def test_tensors_of_other_classes_stay_so(devices):
+    model = nn.Sequential(ToSpecial(4, 4), DoubleSpecial(4, 4), DoubleSpecial(4, 4)).double()
+    gpipe = GPipe(copy.deepcopy(model), [3], devices=devices(1), chunks=2, checkpoint='never')
+    x = torch.randn(4, 4, dtype=torch.double)
+
+    def loss(output, target):
+        return (output.as_subclass(torch.Tensor) - target).square().mean()
+
+    loss(model(x), x).backward()
+    gpipe.step(on_first(gpipe, x), on_first(gpipe, x), loss, schedule='zb-h1')
+    assert_same(gradients(gpipe), gradients(model))
+
+
 @cpu_only('autocast and compilation of the CPU')
 def test_what_is_compiled_is_not_split(log):
     gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=['cpu', 'cpu'],

@@ -158,8 +158,18 @@ class Doubled(torch.autograd.Function):
         return grad * 3, None
 
 
+class Thrice(Doubled):
+    @classmethod
+    def apply(cls, x):
+        return super().apply(x, 2) * 1.5
+
+
 def with_its_own_backward(m, x):
     return Doubled.apply(x, 2)
+
+
+def with_its_own_apply(m, x):
+    return Thrice.apply(x)
 
 
 def plain_modules(m, x):
@@ -185,7 +195,8 @@ def drawn(m, x):
 
 @pytest.mark.parametrize('function', [
     halves, written_in_place, counted, listed, packed, looped, made, resized, types_asked,
-    numbers_first, with_its_own_backward, plain_modules, masked, dropped, drawn],
+    numbers_first, with_its_own_backward, with_its_own_apply, plain_modules, masked, dropped,
+    drawn],
     ids=lambda f: f.__name__)
 def test_what_people_write(function):
     layers = check(Model(function), sample(), torch.randn(7, 6))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchgpipe.private import innermost_hooks, is_transformed
+from torchgpipe.private import innermost_hooks, is_transformed, tree_map_only
 
 __all__ = ['PutOff', 'Weight']
 
@@ -54,11 +54,20 @@ class Weight(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function on it; split some."""
+        if any(kind is not cls for kind in types):
+            # Beside a tensor of another class it is a plain one, as a parameter would be.
+            args, kwargs = tree_map_only(cls, _plain, (args, kwargs or {}))
+            return func(*args, **kwargs)
         if func in _SPLIT:
             output = _as_parameter(_SPLIT[func], types, args, kwargs or {})
             if output is not None:
                 return output
         return _as_parameter(func, types, args, kwargs or {})
+
+
+def _plain(weight: Weight) -> Tensor:
+    plain: Tensor = _as_parameter(Tensor.as_subclass, (), (weight, Tensor), {})
+    return plain
 
 
 def _splits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -251,7 +251,7 @@ class Step(Pipeline):
             value = next(rest) if is_there else None
             self._skips[i][key] = _Skip(value, versions([value.tensor])[0] if value else 0)
         if j < len(self._cells) - 1:
-            roots += [(k, get_gradient_edge(y)) for k, y in enumerate(output) if y.requires_grad]
+            roots += [(k, _edge_of(y)) for k, y in enumerate(output) if y.requires_grad]
         else:
             loss = self._loss(i, cell.kind(tuple(output)))
             roots.append((0, get_gradient_edge(loss)))
@@ -330,6 +330,12 @@ def _beside(j: int) -> str:
             'same order. Let modules that do so say it, communicates = True, and put them into '
             'partitions on one device, that of the last one if the loss does so, too; or use the '
             'plain call, model(input) and loss.backward()')
+
+
+def _edge_of(y: Tensor) -> GradientEdge:
+    """Return where the gradient of a tensor enters its graph, and keep that graph alive."""
+    # PyTorch does so by a view, of which a sparse tensor has none.
+    return get_gradient_edge(y if y.layout is torch.strided or y.is_nested else y.clone())
 
 
 def leaf_of(x: Tensor) -> Tensor:

@@ -205,13 +205,11 @@ def _others(watcher: Follower, watches: Callable[[], bool]) -> Iterator[_Replace
             return own(*args, **kwargs)
         return run
 
-    own_apply = vars(Function)['apply']  # A method of Python or, in newer releases, one of C++.
-
     def applying(_: Any) -> Any:
         def run(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if watches():
                 return watcher.made(apply, (cls, *args), kwargs)
-            return own_apply.__get__(None, cls)(*args, **kwargs)
+            return apply(cls, *args, **kwargs)
         return classmethod(run)
 
     def instance(own: Any) -> Any:

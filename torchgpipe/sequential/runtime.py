@@ -10,9 +10,13 @@ from torchgpipe.structure import Structure, flatten
 __all__ = ['apply', 'expect', 'put_together', 'take_apart']
 
 
+#: A method of Python or, from PyTorch 2.14 on, one of C++.
+_apply: Any = vars(Function)['apply']
+
+
 def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-    """Apply a function that has a backward of its own."""
-    return function.apply(*args, **kwargs)
+    """Apply a function that has a backward of its own, past an ``apply`` of its own."""
+    return _apply.__get__(None, function)(*args, **kwargs)
 
 
 def expect(found: Any, expected: Any, what: str, where: str) -> None:
