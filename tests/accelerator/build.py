@@ -21,6 +21,8 @@ def reason():
     """Say why there can be no simulated accelerator here; nothing if there can be one."""
     if _library().exists():
         return ''
+    if torch.__version__ < '2.13':  # It ends the process in some convolutions of two threads.
+        return 'the simulated accelerator is for torch 2.13 and newer'
     if sys.platform != 'linux':
         return 'the simulated accelerator is for Linux'
     if shutil.which(os.environ.get('CXX', 'c++')) is None:
