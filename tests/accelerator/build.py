@@ -19,10 +19,10 @@ FLAGS = ['-O1', '-DAT_PER_OPERATOR_HEADERS']
 
 def reason():
     """Say why there can be no simulated accelerator here; nothing if there can be one."""
+    if torch.__version__ < '2.13':  # There it ends the process in convolutions.
+        return 'the simulated accelerator is for torch 2.13 and newer'
     if _library().exists():
         return ''
-    if torch.__version__ < '2.13':  # It ends the process in some convolutions of two threads.
-        return 'the simulated accelerator is for torch 2.13 and newer'
     if sys.platform != 'linux':
         return 'the simulated accelerator is for Linux'
     if shutil.which(os.environ.get('CXX', 'c++')) is None:
