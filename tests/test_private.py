@@ -85,6 +85,8 @@ PIPELINES = {'plain', 'checkpointed', 'drawing', 'kept_out_of_recomputation', 'w
 BACKWARD = {'checkpointed', 'drawing', 'kept_out_of_recomputation', 'skips', 'step',
             'step_with_halves', 'recorded', 'compared'}
 VALUES = {'values_of_other_kinds', 'converted', 'compared'}
+#: Older releases have no context variables in backward.
+IN_CONTEXT = {'given_a_context'} if torch.__version__ >= '2.13' else set()
 NEEDED = {
     'torch._C:_autograd._top_saved_tensors_default_hooks':
         {'within_hooks', 'kept_out_of_recomputation', 'step_with_halves'},
@@ -92,7 +94,7 @@ NEEDED = {
     'torch._C:_data_address': {'built_on_the_meta_device'},
     'torch._C:_get_dispatch_stack_at': PIPELINES,
     'torch._C:_get_function_stack_at': {'within_a_default_device'},
-    'torch._C:_get_obj_in_tls': {'given_a_context'},
+    'torch._C:_get_obj_in_tls': IN_CONTEXT,
     'torch._C:_is_key_in_tls': {'given_a_context'},
     'torch._C:_len_torch_dispatch_stack':
         PIPELINES | {'built_on_the_meta_device', 'transformed'},
@@ -101,7 +103,7 @@ NEEDED = {
     'torch._C:_pop_torch_function_stack': {'within_a_default_device'},
     'torch._C:_push_on_torch_dispatch_stack': PIPELINES,
     'torch._C:_push_on_torch_function_stack': {'within_a_default_device'},
-    'torch._C:_stash_obj_in_tls': {'given_a_context'},
+    'torch._C:_stash_obj_in_tls': IN_CONTEXT,
     'torch._ops:OpOverload._schema': PIPELINES,
     'torch.amp:GradScaler._unscale_grads_': {'scaled'},
     'torch.autograd:Variable._execution_engine.queue_callback': BACKWARD,

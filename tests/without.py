@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import warnings
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 
@@ -198,8 +198,9 @@ class Features:
 
     def given_a_context(self):
         from torchgpipe.private import own_context
-        torch._C._stash_obj_in_tls('context', copy_context())  # as newer releases do in backward
-        own_context(None)
+        output = self.model(self.x).sum()
+        output.grad_fn.register_prehook(own_context)
+        output.backward()
 
 
 class Residual(nn.Module):
