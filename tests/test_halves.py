@@ -544,3 +544,18 @@ def test_a_recomputation_where_the_schedule_has_it(devices):
         schedule = Schedule.parse('0F0,0F1,0R1,0R0,1F0,1F1,1R0,1B1,1B0,0B1,0B0')
     gpipe.step(on_first(gpipe, x), x.to(gpipe.devices[-1]), loss_of, schedule=schedule)
     assert_same(gradients(gpipe), gradients(model))
+
+
+@devices
+@pytest.mark.parametrize('mode', ['always', 'never'])
+def test_in_v080_what_a_split_layer_gave_could_not_be_changed_in_place(devices, mode):
+    """"Output 0 of _Split is a view …", for a linear layer on more than two dimensions."""
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+                             for _ in range(2)]).double()
+    x, y = torch.randn(2, 6, 3, 4, dtype=torch.double)
+    loss_of(layers(x), y).backward()
+    expected = gradients(layers)
+    layers.zero_grad()
+    model = GPipe(layers, [1, 1], devices=devices(2), chunks=3, checkpoint=mode)
+    model.step(on_first(model, x), y.to(model.devices[-1]), loss_of, schedule='zb-h1')
+    assert_same(gradients(layers), expected)

@@ -1,4 +1,7 @@
 """What lives how long: nothing of a step outlives it, and no step needs more than it must."""
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -122,3 +125,27 @@ def test_a_buffer_that_carries_a_graph_keeps_nothing_alive(devices):
     gpipe[0].last = torch.zeros(4, device=devices.first)
     del output
     assert log.alive() == 0
+
+
+#: In a new process, and without the garbage collector.
+FIRST = """
+import gc, weakref
+import torch
+from torch import nn
+from torchgpipe import GPipe
+
+gc.collect()
+gc.disable()
+layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
+gpipe = GPipe(layers, [1, 1], devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint='never')
+seen = weakref.WeakSet()
+layers[0].register_forward_hook(lambda layer, args, output: seen.add(output))
+x = torch.ones(4, 4)
+gpipe.step(x, x, nn.functional.mse_loss)
+assert not seen, len(seen)
+"""
+
+
+def test_in_v080_the_first_step_of_a_process_kept_its_outputs():
+    """PyTorch imports its compiler at the first call of a mode, and leaves a cycle of frames."""
+    subprocess.run([sys.executable, '-c', FIRST], check=True)

@@ -1,26 +1,33 @@
 """Tensors of a micro-batch whose memory has something else in it, or should have: see to changes.
 
 A change in place reaches whatever lies in the same memory. In a pipeline it may not, or may reach
-too far, and then it raises::
+too far, and then it raises, in the plain call and in a step alike::
 
     a tensor of the batch and           without a pipeline       here
     a skip                              both change              the skip may be a copy by now
-    another tensor, before a copy       both change              the copies are two
+    another tensor, before a boundary   both change              each has a history of its own
     itself in other micro-batches       changes once             changes for each micro-batch
+
+So do changes of a skip in whose memory another skip lies.
 
 What all micro-batches share is also told from the rest where it comes out, by its place in memory.
 So it is followed through copies, and into skips and out of them.
 """
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.memory import is_among, share_memory, versions
+from torchgpipe.engine.partition import Partition
 from torchgpipe.skip.namespace import Key
-from torchgpipe.skip.portal import Portal, changed_in_place
+from torchgpipe.skip.portal import changed_in_place
 
-__all__ = ['Aliasing']
+__all__ = ['Aliasing', 'Skips']
+
+#: Returns those of some skips of a micro-batch that are tensors, where the partition has them.
+Skips = Callable[[Iterable[Key]], dict[Key, Tensor]]
 
 
 class Aliasing:
@@ -39,18 +46,24 @@ class Aliasing:
         self._common = {i: [batch[k] for k in common]
                         for i, batch in enumerate(batches)} if common else {}
         #: And the skips that are such tensors.
-        self._common_skips: dict[int, set[Key]] = {i: set() for i in self._common}
-        #: And those that shared a memory before a copy parted them.
+        self._common_skips: defaultdict[int, set[Key]] = defaultdict(set)
+        #: And those that shared a memory before a boundary.
         self._parted: dict[int, list[Tensor]] = {}
-        #: The micro-batches in which there is anything to see to, beside skips.
-        self.watched = {*self._common}
+        #: And the skips in whose memory the batch lies; or lay, before one of both was copied.
+        self._with_batch: defaultdict[int, set[Key]] = defaultdict(set)
+        #: And of each skip the others in whose memory it lies.
+        self._with_skips: defaultdict[int, dict[Key, set[Key]]] = defaultdict(dict)
 
     def common(self, i: int) -> list[Tensor]:
-        """Give the tensors of a micro-batch that all share, or copies of them."""
+        """Return the tensors of a micro-batch that all share, or copies of them."""
         return self._common.get(i, [])
 
+    def watches(self, i: int) -> bool:
+        """Return whether there is anything to see to in a cell of micro-batch ``i``."""
+        return i in self._common or i in self._parted or bool(self._with_batch.get(i))
+
     def copy(self, i: int, batch: Batch, copy: Callable[[Batch], None]) -> None:
-        """Let a batch be copied to another memory, in place."""
+        """Let a batch cross a boundary, in place."""
         common = self.common(i)
         where = [k for k, x in enumerate(batch) if is_among(x, common)]
         parted = i in self._parted or (len(batch) > 1 and any(
@@ -60,51 +73,70 @@ class Aliasing:
             self._common[i] = [batch[k] for k in where]
         if parted:
             self._parted[i] = list(batch)
-            self.watched.add(i)
 
-    def run(self, i: int, j: int, batch: Batch, aliased: set[Key], popped: set[Key],
-            portals: Mapping[Key, Portal], run: Callable[[Batch], Batch]) -> Batch:
+    def run(self, i: int, partition: Partition, batch: Batch, skips: Skips,
+            run: Callable[[Batch], Batch]) -> Batch:
         """Run a cell, and see to what it changes.
 
         Args:
             i: The micro-batch.
-            j: The partition.
+            partition: The partition.
             batch: The input.
-            aliased: The skips in whose memory the batch lies; as it does afterwards, in place.
-            popped: Those that the cell pops.
-            portals: The skips of the micro-batch.
+            skips: Finds skips: before the cell those that come in, afterwards those that go out.
             run: Runs the cell.
         """
-        common, parted, watched = self.common(i), self._parted.get(i, []), set(aliased)
-        common_skips = self._common_skips.get(i, set())
-        common = [*common, *_tensors(portals, common_skips & popped).values()]
-        before, before_parted = versions(tuple(batch)), versions(parted)
-        before_common = versions([*self._shared, *common])
+        popped = {key for _, key in partition.incoming}
+        common = [*self.common(i), *skips(self._common_skips[i] & popped).values()]
+        aliased = skips(popped & (self._with_batch[i] | self._with_skips[i].keys()))
+        seen = [(tensors, versions(tensors), error) for tensors, error
+                in self._watched(i, partition.j, batch, common, aliased) if tensors]
         output = run(batch)
-        if self._several and versions([*self._shared, *common]) != before_common:
-            raise RuntimeError(
+        for tensors, before, error in seen:
+            if versions(tensors) != before:
+                raise RuntimeError(error)
+        stashed = skips([key for _, key in partition.outgoing])
+        if common:
+            self._common[i] = [y for y in output if is_among(y, common)]
+            self._common_skips[i] |= {key for key, x in stashed.items() if is_among(x, common)}
+        if not share_memory(self._parted.get(i, []), output):
+            self._parted.pop(i, None)
+        self._follow_skips(i, batch, output, popped, aliased, stashed)
+        return output
+
+    def _watched(self, i: int, j: int, batch: Batch, common: list[Tensor],
+                 aliased: dict[Key, Tensor]) -> Iterator[tuple[Sequence[Tensor], str]]:
+        """Yield tensors that partition ``j`` may not change, and what is wrong if it does."""
+        if common and self._several:
+            yield [*self._shared, *common], (
                 f'partition {j} changed a tensor in place that all micro-batches share (a scalar, '
                 'or in NoChunk). Without a pipeline it would change once. Use an operation that '
                 'is not in place.')
-        if versions(parted) != before_parted:
-            raise RuntimeError(
-                f'a tensor of the input of partition {j} was changed in place, and another one '
-                'lay in its memory before both were copied from another device. Without a '
-                'pipeline, both would change. Use an operation that is not in place, or let the '
-                'partition before return a copy: tensor.clone().')
-        if watched and versions(tuple(batch)) != before:
-            names = ', '.join(sorted(f"'{name}'" for _, name in watched))
-            raise RuntimeError(changed_in_place(
-                f'the input of partition {j}, which is also the skip tensor {names},'))
-        aliased.difference_update(popped if share_memory(batch, output) else watched)
-        if not share_memory(parted, output):
-            self._parted.pop(i, None)
-        if common:
-            self._common[i] = [y for y in output if is_among(y, common)]
-            common_skips |= {key for key, x in _tensors(portals, portals).items()
-                             if is_among(x, common)}
-        return output
+        yield self._parted.get(i, []), (
+            f'a tensor of the input of partition {j} was changed in place, and another one lay in '
+            'its memory before both came from the partition before. Without a pipeline, both '
+            'would change. Use an operation that is not in place, or let the partition before '
+            'return a copy: tensor.clone().')
+        if self._with_batch[i]:
+            names = ', '.join(sorted(f"'{name}'" for _, name in self._with_batch[i]))
+            yield tuple(batch), changed_in_place(
+                f'the input of partition {j}, which is also the skip tensor {names},')
+        for key, tensor in aliased.items():
+            yield [tensor], changed_in_place(
+                f"the skip tensor '{key[1]}', whose memory is also that of the batch or of "
+                'another skip,')
 
-
-def _tensors(portals: Mapping[Key, Portal], keys: Iterable[Key]) -> dict[Key, Tensor]:
-    return {key: x for key in keys if (x := portals[key].tensor) is not None}
+    def _follow_skips(self, i: int, batch: Batch, output: Batch, popped: set[Key],
+                      aliased: dict[Key, Tensor], stashed: dict[Key, Tensor]) -> None:
+        """Note in which skips' memory the output of a cell lies, and skips in that of others."""
+        with_batch, with_skips = self._with_batch[i], self._with_skips[i]
+        with_batch -= popped if share_memory(batch, output) else {*with_batch}
+        for key, x in aliased.items():
+            if share_memory([x], output):
+                with_batch |= with_skips.get(key, set())
+        for key, x in stashed.items():
+            if share_memory([x], output):
+                with_batch.add(key)
+            others = {other for other, y in stashed.items()
+                      if other != key and share_memory([x], [y])}
+            if others:
+                with_skips[key] = others

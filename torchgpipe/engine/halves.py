@@ -100,7 +100,7 @@ class _Split(torch.autograd.Function):
         ctx.leaves = weight, bias  # What is unpacked may be another tensor.
         ctx.hooked = False
         ctx.save_for_backward(input, weight)
-        return function(input, weight, bias)
+        return function(input, weight, bias).detach()  # [Note: Identity without a view]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:

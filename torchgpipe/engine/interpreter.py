@@ -103,13 +103,20 @@ def _by_step(grid: Sequence[Sequence[Action | None]]) -> Iterable[Action]:
 
 def _in_order(rows: Sequence[Sequence[Action]], ordered: frozenset[int]
               ) -> tuple[list[tuple[Action, Action]], Grid]:
-    """Give pairs of forwards of which the second one waits for the first one, and all steps."""
-    grid, _ = steps(rows)
-    by_step = [x for x in _by_step(grid) if x.kind == 'F' and x.stage in ordered]
-    by_micro_batch = sorted(by_step, key=lambda action: (action.micro_batch, action.stage))
-    pairs = [*zip(by_micro_batch, by_micro_batch[1:])]
-    in_order, stuck = steps(rows, pairs)
-    return ([*zip(by_step, by_step[1:])], grid) if stuck else (pairs, in_order)
+    """Return pairs of forwards of which the second one waits for the first one, and all steps.
+
+    Both come from one order of all forwards. It does not depend on which stages are ordered, as
+    draws of a stage make others beside it suspect for a while.
+    """
+    forwards = [x for x in _by_step(steps(rows)[0]) if x.kind == 'F']
+    by_micro_batch = sorted(forwards, key=lambda action: (action.micro_batch, action.stage))
+    _, stuck = steps(rows, _pairs(by_micro_batch))
+    pairs = _pairs([x for x in (forwards if stuck else by_micro_batch) if x.stage in ordered])
+    return pairs, steps(rows, pairs)[0]
+
+
+def _pairs(actions: Sequence[Action]) -> list[tuple[Action, Action]]:
+    return [*zip(actions, actions[1:])]
 
 
 class _Shared(NamedTuple):

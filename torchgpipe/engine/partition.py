@@ -105,6 +105,8 @@ class Engine:
             in enumerate(zip(layers, devices or [torch.device('cpu')] * len(layers)))]
         self.has_skips = any(partition.has_skips for partition in self.partitions)
         self.workers = Workers()
+        #: Whether the loss of a step was seen to draw random numbers; ``None`` if not known yet.
+        self.loss_draws: bool | None = None
         #: Who is told of actions, if anyone.
         self.observer: Observer | None = None
         #: On one device nothing can run at the same time, so a thread would only make its caller

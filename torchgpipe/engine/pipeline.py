@@ -34,11 +34,13 @@ together have more threads than there are cores, each goes to sleep between any 
 the rest of the process, and small kernels take twice as long.
 """
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchgpipe.communication import without_order
 from torchgpipe.engine.aliasing import Aliasing
@@ -52,12 +54,12 @@ from torchgpipe.engine.interpreter import Plan, interpret
 from torchgpipe.engine.mini_batch import MicroBatchContext, MiniBatch, current
 from torchgpipe.engine.partition import Engine, Partition
 from torchgpipe.engine.shared import SharedTensors
-from torchgpipe.engine.stream import (AbstractStream, CPUStream, current_stream, no_context,
-                                      use_stream)
+from torchgpipe.engine.stream import AbstractStream, CPUStream, current_stream, use_stream
 from torchgpipe.engine.thread_state import ThreadState, running
 from torchgpipe.private import is_transformed
 from torchgpipe.schedule.action import Action
 from torchgpipe.skip.boundary import SkipBoundary
+from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTrackerThroughPortals
 
 __all__ = ['Pipeline']
@@ -113,9 +115,8 @@ class Pipeline:
                   engine.workers.host_stream(partition.device) if offload else CPUStream)
             for partition, stop in zip(engine.partitions, stops)]
         #: The contexts in which cells have the layers of each partition.
-        self._held = [
-            hold(partition.j, partition.lock_alone if cells.marked else partition.lock)
-            for partition, cells in zip(engine.partitions, self._cells)]
+        self._held = [hold(partition.j, self._lock_for(partition, cells))
+                      for partition, cells in zip(engine.partitions, self._cells)]
         #: Looks after all of this pass; or, where some partitions draw, after less than that.
         self._witness = None if any(
             cells.draws() is not False for cells in self._cells) else Witness()
@@ -126,6 +127,10 @@ class Pipeline:
         self._is_outermost = outer is None
         self._mini_batch = MiniBatch() if outer is None else outer.mini_batch
         self.aliasing = Aliasing(batches, common)
+
+    def _lock_for(self, partition: Partition, cells: Cells) -> AbstractContextManager[Any]:
+        """Return the lock that cells of a partition hold."""
+        return partition.lock_alone if cells.marked else partition.lock
 
     def _make_edges(self, partition: Partition) -> Edges:
         streams = self._copy_streams[partition.j]
@@ -147,10 +152,7 @@ class Pipeline:
         parts = self._engine.several_memories and self._state.grad
         inputs = [x.grad_fn for batch in self._batches for x in batch] if parts else []
         try:
-            with no_context if self._shared is None else self._shared.copied(self._edges):
-                self._run_cells()
-                if self._witness is not None:
-                    self._hear(self._witness, range(len(self._cells)))
+            self._run_with_copies(self._run_cells)
             if self._is_outermost:
                 self._mini_batch.end()
             if parts:
@@ -159,6 +161,15 @@ class Pipeline:
             self._state.repair()
             for tracker in self._trackers:
                 tracker.clear()
+
+    def _run_with_copies(self, run: Callable[[], None]) -> None:
+        """Run all cells, with copies of what they share; then look whether anyone drew."""
+        if self._shared is None:
+            run()
+        else:
+            self._shared.run(self._edges, run)
+        if self._witness is not None:
+            self._hear(self._witness, range(len(self._cells)))
 
     def _run_cells(self) -> None:
         """Run all cells: at the same time, or one after the other where their order matters."""
@@ -182,9 +193,9 @@ class Pipeline:
         """Let each worker run its cells, each as soon as those before it are done."""
         engine = self._engine
         devices = tuple([partition.device for partition in engine.partitions])
-        with self._as_worker(self._share):
-            interpret(Plan.of_forward(start, stop, devices), self._act, engine.workers,
-                      self._act_here)
+        plan = Plan.of_forward(start, stop, devices)
+        self._as_worker(partial(interpret, plan, self._act, engine.workers, self._act_here),
+                        self._share)
 
     def _act(self, action: Action) -> None:
         self._state.run(partial(self._act_here, action), self._share)
@@ -196,28 +207,30 @@ class Pipeline:
 
     def _run_in_order(self, start: int, stop: int) -> None:
         """Run one cell after the other in the calling thread: [Note: Order of draws]."""
-        with no_context if self._engine.one_worker else self._as_worker():
-            for i in range(start, stop):
-                for j, cells in enumerate(self._cells):
-                    # Beside one that draws, nobody could tell whether another one begins to.
-                    witness = Witness() if cells.draws() is False else None
-                    with use_stream(self._edges[j].stream):
-                        self._run_cell(i, j)
-                    if witness is not None:
-                        self._hear(witness, [j])
+        cells = partial(self._run_each, start, stop)
+        cells() if self._engine.one_worker else self._as_worker(cells, self._state.num_threads)
 
-    @contextmanager
-    def _as_worker(self, num_threads: int | None = None) -> Iterator[None]:
+    def _run_each(self, start: int, stop: int) -> None:
+        for i in range(start, stop):
+            for j, cells in enumerate(self._cells):
+                # Beside one that draws, nobody could tell whether another one begins to.
+                witness = Witness() if cells.draws() is False else None
+                with use_stream(self._edges[j].stream):
+                    self._run_cell(i, j)
+                if witness is not None:
+                    self._hear(witness, [j])
+
+    def _as_worker(self, function: Callable[[], None], num_threads: int) -> None:
         """Let the calling thread do the work of workers, which may wait for a lock that it has."""
         before = running.workers
         running.workers = before | {id(self._engine.workers)}
         try:
-            if num_threads is not None:
+            if num_threads != self._state.num_threads:
                 torch.set_num_threads(num_threads)
-            yield
+            function()
         finally:
             running.workers = before
-            if num_threads is not None:
+            if num_threads != self._state.num_threads:
                 torch.set_num_threads(self._state.num_threads)
 
     def _is_ordered(self, j: int) -> bool:
@@ -263,23 +276,25 @@ class Pipeline:
 
     def _run_cell(self, i: int, j: int) -> None:
         batches, outside = self._batches, current.micro_batch
+        partition = self._engine.partitions[j]
         current.micro_batch = MicroBatchContext(
-            i, len(batches), j, next(_serial), self._mini_batch, self._engine.partitions[j].lock)
+            i, len(batches), j, next(_serial), self._mini_batch, partition.lock)
         try:
             self._bring(i, j)
             with self._held[j]:
-                aliased = self._trackers[i].aliased_with_batch if self._trackers else set()
-                if aliased or i in self.aliasing.watched:
-                    popped = {key for _, key in self._engine.partitions[j].incoming}
-                    portals = self._trackers[i].portals if self._trackers else {}
+                if partition.has_skips or self.aliasing.watches(i):
                     batches[i] = self.aliasing.run(
-                        i, j, batches[i], aliased, popped, portals, partial(self._run, i, j))
+                        i, partition, batches[i], partial(self._skips_of, i),
+                        partial(self._run, i, j))
                 else:
                     batches[i] = self._run(i, j, batches[i])
-                if self._trackers:
-                    self._trackers[i].hand_on()
         finally:
             current.micro_batch = outside
+
+    def _skips_of(self, i: int, keys: Iterable[Key]) -> dict[Key, Tensor]:
+        """Return those of some skips of micro-batch ``i`` that are tensors."""
+        portals = self._trackers[i].portals if self._trackers else {}
+        return {key: x for key in keys if (x := portals[key].tensor) is not None}
 
     def _bring(self, i: int, j: int) -> None:
         if self._engine.partitions[j].brought:

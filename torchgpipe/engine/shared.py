@@ -21,8 +21,8 @@ not change it either, if several workers run them: each would see the other's ch
 micro-batches. But a module that itself stands in several partitions may change what it has; these
 run in order, see [Note: Order of draws].
 """
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -89,19 +89,19 @@ class SharedTensors:
         """Give the copies that a partition has, by their places."""
         return dict(self._copied.get(j, ()))
 
-    @contextmanager
-    def copied(self, edges: Sequence[Edges]) -> Iterator[None]:
-        """Let cells run within this context.
+    def run(self, edges: Sequence[Edges], function: Callable[[], None]) -> None:
+        """Call a function that runs cells.
 
         Args:
             edges: The edges of each partition.
+            function: The function.
 
         Raises:
             RuntimeError: Something was changed: [Note: Who may write to what is shared].
         """
         try:
             self._begin(edges)
-            yield
+            function()
         finally:
             self._end()
         self._check()

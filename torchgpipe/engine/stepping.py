@@ -14,8 +14,8 @@ from then on to whatever layers have saved. The graph of a cell, its leaves and 
 with its backward. What is copied is recorded with the allocator on the stream that reads it, as in
 :mod:`torchgpipe.engine.copy`.
 """
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +25,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchgpipe.communication import without_order
 from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.cell import Cells
+from torchgpipe.engine.checkpoint.draws import Recorder
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.compiled import has_compiled
 from torchgpipe.engine.compute import Compute
@@ -35,8 +37,9 @@ from torchgpipe.engine.leaves import Leaves, give
 from torchgpipe.engine.memory import versions
 from torchgpipe.engine.partition import Engine, Partition
 from torchgpipe.engine.pipeline import Pipeline
-from torchgpipe.engine.stream import CPUStream, no_context, use_stream, wait_stream
+from torchgpipe.engine.stream import CPUStream, use_stream, wait_stream
 from torchgpipe.errors import add_note
+from torchgpipe.locks import layer_lock, together
 from torchgpipe.schedule.action import Action
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.portal import changed_in_place
@@ -98,6 +101,7 @@ class Step(Pipeline):
 
     def __init__(self, engine: Engine, batches: list[Batch], rows: tuple[tuple[Action, ...], ...],
                  loss: Loss, **options: Any) -> None:
+        self._losses = loss
         super().__init__(engine, batches, **options)
         self._trackers = []  # Skips are values as others are.
         self._rows = rows
@@ -105,8 +109,7 @@ class Step(Pipeline):
         self._speaker: Hashable = None
         self._leaves = Leaves()
         self._computes: list[Callable[..., Any]] = []
-        self._losses = loss
-        self._loss = self._leaves.within(loss.modules, loss, {})
+        self._loss: Callable[..., Any] = loss
         self._input = [tuple(batch) for batch in batches]
         #: What the cell of each micro-batch takes, or has given.
         self._values = [[_Value(-1, k, leaf_of(x)) for k, x in enumerate(batch)]
@@ -135,23 +138,38 @@ class Step(Pipeline):
         plan = Plan.of(self._rows, tuple([partition.device for partition in engine.partitions]),
                        frozenset(filter(self._is_ordered, range(len(self._cells)))))
         try:
-            with no_context if self._shared is None else self._shared.copied(self._edges):
-                self._computes = [self._with_leaves(partition) for partition in engine.partitions]
-                observer = engine.observer
-                run = self._act if observer is None else partial(observer.act, self._act)
-                interpret(plan, run, engine.workers)
-                if self._witness is not None:
-                    self._hear(self._witness, range(len(self._cells)))
+            self._run_with_copies(partial(self._interpret, plan))
             if self._is_outermost:
                 self._mini_batch.end()
             self._give()
         finally:
             self._state.repair()
 
-    def _with_leaves(self, partition: Partition) -> Callable[..., Any]:
-        copies = {} if self._shared is None else self._shared.copies(partition.j)
-        return self._leaves.within(partition.layers.modules(), partition.compute, copies,
-                                   self._put_off.get(partition.j))
+    def _interpret(self, plan: Plan) -> None:
+        self._put_leaves()
+        observer = self._engine.observer
+        run = self._act if observer is None else partial(observer.act, self._act)
+        interpret(plan, run, self._engine.workers)
+
+    def _lock_for(self, partition: Partition, cells: Cells) -> AbstractContextManager[Any]:
+        """Return the lock of all modules that have leaves in a cell, and in the loss after it."""
+        locks, modules = [partition.lock_alone], {*self._losses.modules}
+        if modules and partition.j == len(self._engine.partitions) - 1:
+            locks += [layer_lock(modules), *(
+                other.lock for other in self._engine.partitions
+                if not modules.isdisjoint(other.layers.modules()))]
+        return together(*locks)
+
+    def _put_leaves(self) -> None:
+        """Make leaves of the parameters, as they are when no cell has put others there."""
+        for partition, cells in zip(self._engine.partitions, self._cells):
+            copies = {} if self._shared is None else self._shared.copies(partition.j)
+            with self._lock_for(partition, cells):
+                self._computes.append(self._leaves.within(
+                    partition.layers.modules(), partition.compute, copies,
+                    self._put_off.get(partition.j)))
+        with self._lock_for(partition, cells):
+            self._loss = self._leaves.within(self._losses.modules, self._losses, {})
 
     def _give(self) -> None:
         gradients = [*self._leaves.take(), *self._losses.gradients()]
@@ -164,29 +182,25 @@ class Step(Pipeline):
         """Run an action."""
         j, kind, i = action
         beside = self._speaker not in (None, self._engine.partitions[j].worker)
-        with without_order(partial(_beside, j) if beside else None), \
-                use_stream(self._edges[j].stream), self._putting_off(action):
-            if kind == 'F' and self._engine.one_worker:
-                self._run_cell(i, j)
-            elif kind == 'F':
-                self._state.run(partial(self._run_cell, i, j), self._share)
-            else:
-                self._state.run_backward(partial(self._ACTIONS[kind], self, i, j))
-
-    @contextmanager
-    def _putting_off(self, action: Action) -> Iterator[None]:
-        """Let layers of a partition put gradients of weights off to where ``W`` finds them."""
-        j, kind, i = action
         put_off = self._put_off.get(j)
-        if put_off is None:
-            yield
-            return
-        put_off.work = self._work.setdefault((i, j), [])
-        put_off.goes_back = kind == 'I'
+        if put_off is not None:
+            # Where layers put gradients of weights off to, and `W` finds them.
+            put_off.work, put_off.goes_back = self._work.setdefault((i, j), []), kind == 'I'
         try:
-            yield
+            with without_order(partial(_beside, j) if beside else None), \
+                    use_stream(self._edges[j].stream):
+                self._run_action(i, j, kind)
         finally:
-            put_off.work, put_off.goes_back = None, False
+            if put_off is not None:
+                put_off.work, put_off.goes_back = None, False
+
+    def _run_action(self, i: int, j: int, kind: str) -> None:
+        if kind != 'F':
+            self._state.run_backward(partial(self._go_back, i, j, kind))
+        elif self._engine.one_worker:
+            self._run_cell(i, j)
+        else:
+            self._state.run(partial(self._run_cell, i, j), self._share)
 
     # --- forward
     # ------------------------------------------------------------------------------------
@@ -194,6 +208,7 @@ class Step(Pipeline):
     def _bring(self, i: int, j: int) -> None:
         """Let a cell have its batch, and the skips that it pops beside that, in its own graph."""
         values, kind = self._values[i], self._batches[i].kind
+        number = len(values)
         for _, key in self._engine.partitions[j].incoming:
             value, version = self._skips[i][key]
             if value is not None:
@@ -203,6 +218,15 @@ class Step(Pipeline):
         batch = Batch.of(tuple([value.tensor for value in values]), kind)
         self.aliasing.copy(i, batch, partial(self._carry, i, j, values))
         self._batches[i] = batch
+        skips = iter(tuple(batch)[number:])
+        for _, key in self._engine.partitions[j].incoming:
+            skip = self._skips[i][key]
+            if skip.value is not None:
+                self._skips[i][key] = _Skip(skip.value._replace(tensor=next(skips)))
+
+    def _skips_of(self, i: int, keys: Iterable[Key]) -> dict[Key, Tensor]:
+        skips = self._skips[i]
+        return {key: value.tensor for key in keys if (value := skips[key].value) is not None}
 
     def _carry(self, i: int, j: int, values: Sequence[_Value], batch: Batch) -> None:
         """Let values arrive at a cell, in place, and keep where their gradients come out."""
@@ -253,14 +277,36 @@ class Step(Pipeline):
         if j < len(self._cells) - 1:
             roots += [(k, _edge_of(y)) for k, y in enumerate(output) if y.requires_grad]
         else:
-            loss = self._loss(i, cell.kind(tuple(output)))
+            loss = self._loss_of(i, cell.kind(tuple(output)))
             roots.append((0, get_gradient_edge(loss)))
             self._grads[i, j] = {0: torch.ones_like(loss)}
         self._values[i] = values[:number]
         return Batch.of(tuple(value.tensor.detach() for value in values[:number]), cell.kind)
 
+    def _is_ordered(self, j: int) -> bool:
+        is_last = j == len(self._cells) - 1  # The loss draws when its cell has run.
+        return super()._is_ordered(j) or is_last and self._engine.loss_draws is not False
+
+    def _loss_of(self, i: int, output: Any) -> Tensor:
+        """Return the loss of micro-batch ``i``; where others draw, look whether it draws, too."""
+        if self._engine.loss_draws or self._witness is not None:
+            return self._loss(i, output)  # type: ignore[no-any-return]
+        recorder = Recorder()
+        loss: Tensor = recorder.run(partial(self._loss, i, output))
+        self._engine.loss_draws = bool(recorder.draws)
+        return loss
+
     # --- backward
     # ------------------------------------------------------------------------------------
+
+    def _go_back(self, i: int, j: int, kind: str) -> None:
+        try:
+            self._ACTIONS[kind](self, i, j)
+        except Exception as error:
+            add_note(error, f'in backward of partition {j} on '
+                            f'{self._engine.partitions[j].device}, micro-batch {i} of '
+                            f'{len(self._batches)}')
+            raise
 
     def _recompute(self, i: int, j: int) -> None:
         """Run a checkpointed cell again, while its gradient is on its way."""
@@ -273,8 +319,7 @@ class Step(Pipeline):
         self._recomputations.pop((i, j), None)
         grads = self._grads.pop((i, j), {})
         roots = [(edge, grads[k]) for k, edge in graph.roots if k in grads]
-        with self._noted(i, j):
-            torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
+        torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
         for value, leaf in graph.leaves:
             if leaf.grad is not None:
                 self._send(i, j, value, leaf.grad)
@@ -282,21 +327,11 @@ class Step(Pipeline):
     def _finish(self, i: int, j: int) -> None:
         """Compute the gradients of weights that backward has put off."""
         work = self._work.pop((i, j), [])
-        with self._noted(i, j), torch.no_grad():
+        with torch.no_grad():
             while work:
                 work.pop()()
 
     _ACTIONS = {'R': _recompute, 'B': _backward, 'I': _backward, 'W': _finish}
-
-    @contextmanager
-    def _noted(self, i: int, j: int) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            add_note(error, f'in backward of partition {j} on '
-                            f'{self._engine.partitions[j].device}, micro-batch {i} of '
-                            f'{len(self._batches)}')
-            raise
 
     def _send(self, i: int, j: int, value: _Value, grad: Tensor) -> None:
         """Let a gradient arrive where the value came from."""

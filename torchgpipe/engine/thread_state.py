@@ -10,8 +10,8 @@ backward, later and often in yet another thread. :class:`ThreadState` carries th
 """
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -62,18 +62,17 @@ class _Autocast(NamedTuple):
             torch.set_autocast_dtype(type, dtype)
         torch.set_autocast_cache_enabled(self.cache)
 
-    @contextmanager
-    def nested(self) -> Iterator[None]:
+    def enter(self, stack: ExitStack) -> None:
         """Do as ``torch.autocast`` does, which empties the cache when it is left."""
-        before = _Autocast.capture()
+        stack.callback(_Autocast.capture().leave)
         torch.autocast_increment_nesting()
         self.set()
-        try:
-            yield
-        finally:
-            if torch.autocast_decrement_nesting() == 0:
-                torch.clear_autocast_cache()
-            before.set()
+
+    def leave(self) -> None:
+        """Go back to these flags."""
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        self.set()
 
 
 class _Running(threading.local):
@@ -182,11 +181,9 @@ class ThreadState(NamedTuple):
         if self.plain and self.autocast == _fresh_thread.autocast:
             with torch.set_grad_enabled(self.grad):
                 return function()
-        with self._entered():
-            return function()
+        return self._run_within(function)
 
-    @contextmanager
-    def _entered(self) -> Iterator[None]:
+    def _run_within(self, function: Callable[[], T]) -> T:
         autocast = _Autocast.capture()
         state = pass_state.checkpointing, pass_state.recomputing, running.workers
         with ExitStack() as stack:
@@ -194,14 +191,14 @@ class ThreadState(NamedTuple):
             stack.enter_context(torch.set_grad_enabled(self.grad))
             if self.hooks is not None:
                 stack.enter_context(saved_tensors_hooks(*self.hooks))
-            stack.enter_context(_modes(self.function_modes, self.dispatch_modes))
+            self._enter_modes(stack)
             try:
                 if autocast != self.autocast:
                     self.autocast.set()
                 pass_state.checkpointing = self.checkpointing
                 pass_state.recomputing = self.recomputing
                 running.workers |= self.workers
-                yield
+                return function()
             finally:
                 if autocast != self.autocast:
                     autocast.set()
@@ -236,9 +233,9 @@ class ThreadState(NamedTuple):
             return function()
         with ExitStack() as stack:
             if autocast != self.autocast:
-                stack.enter_context(self.autocast.nested())
+                self.autocast.enter(stack)
             if not same_modes:
-                stack.enter_context(_modes(self.function_modes, self.dispatch_modes))
+                self._enter_modes(stack)
             if number != num_threads:
                 # Another number of threads adds in another order, and layers that normalise few
                 # values make much of the difference.
@@ -246,18 +243,11 @@ class ThreadState(NamedTuple):
                 torch.set_num_threads(num_threads)
             return function()
 
-
-@contextmanager
-def _modes(function: tuple[Any, ...], dispatch: tuple[Any, ...]) -> Iterator[None]:
-    """Have other modes within the context."""
-    before = FUNCTION_MODES.read(), DISPATCH_MODES.read()
-    FUNCTION_MODES.write(function)
-    DISPATCH_MODES.write(dispatch)
-    try:
-        yield
-    finally:
-        FUNCTION_MODES.write(before[0])
-        DISPATCH_MODES.write(before[1])
+    def _enter_modes(self, stack: ExitStack) -> None:
+        for modes, own in ((FUNCTION_MODES, self.function_modes),
+                           (DISPATCH_MODES, self.dispatch_modes)):
+            stack.callback(modes.write, modes.read())
+            modes.write(own)
 
 
 def _context() -> contextvars.Context:

@@ -7,15 +7,13 @@
     call               x ──▶ layers ──▶ y        the layers pop from the tracker, and stash into it
     leave   y, …  ◀──  y, …, phonies             what a cell gives
 """
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
 from torchgpipe.aliases import Tensors, Value
 from torchgpipe.engine.batch import Batch
-from torchgpipe.engine.memory import share_memory, versions
 from torchgpipe.skip.namespace import Key
-from torchgpipe.skip.portal import changed_in_place
 from torchgpipe.skip.tracker import SkipTracker, SkipTrackerThroughPortals
 from torchgpipe.structure import Kind
 
@@ -80,57 +78,9 @@ class SkipBoundary:
             kept = dict(zip(self._kept, tensors[number + len(self._incoming):]))
             tracker = tracker.renew((key, kept.get(key)) for key in self._incoming)
         tracker.put_phonies(self._incoming, tensors[number:])
-        watch = None if recomputing else _Watch(tracker, self._incoming)
         try:
             output = Batch(function(tracker, self._kind(tensors[:number])))
             self._result_kind = output.kind
-            if watch is not None:
-                watch.finish(output)
-                _find_aliases(tracker, self._outgoing, output)
             return (*output, *tracker.seal(self._outgoing))
         finally:
             tracker.end_cell(self._incoming, self._outgoing)
-
-
-class _Watch:
-    """See that a cell does not change a skip that lies in a memory with something else.
-
-    See [Note: Changes in place]: on another device that something else is a copy of its own.
-    """
-
-    __slots__ = ('_seen', '_tracker')
-
-    def __init__(self, tracker: SkipTrackerThroughPortals, incoming: Sequence[Key]) -> None:
-        self._tracker = tracker
-        self._seen: list[tuple[Key, Tensor, list[int]]] = []
-        if tracker.aliases or tracker.aliased_with_batch:
-            for key in incoming:
-                tensor = tracker.portals[key].tensor
-                aliased = key in tracker.aliased_with_batch or tracker.aliases.get(key)
-                if tensor is not None and aliased:
-                    self._seen.append((key, tensor, versions([tensor])))
-
-    def finish(self, output: Batch) -> None:
-        """Look at them when the layers have run."""
-        for key, tensor, before in self._seen:
-            if versions([tensor]) != before:
-                raise RuntimeError(changed_in_place(
-                    f"the skip tensor '{key[1]}', whose memory is also that of the batch or of "
-                    'another skip,'))
-            if share_memory([tensor], output):
-                tracker = self._tracker
-                tracker.aliased_with_output |= tracker.aliases.get(key, set())
-
-
-def _find_aliases(tracker: SkipTrackerThroughPortals, outgoing: Sequence[Key], output: Batch
-                  ) -> None:
-    """Note which skips of a cell lie in the memory of its output, or of each other."""
-    stashed = [(key, tensor) for key in outgoing
-               if (tensor := tracker.stashed.get(key)) is not None]
-    for key, tensor in stashed:
-        if share_memory([tensor], output):
-            tracker.aliased_with_output.add(key)
-        others: set[Key] = {other for other, x in stashed
-                            if other != key and share_memory([tensor], [x])}
-        if others:
-            tracker.aliases[key] = others

@@ -18,10 +18,10 @@ tensor enters its portal anew, with the history it has by then. Later, a change 
 tensor would be seen or not, depending on whether it was copied, and its gradient would be wrong;
 so it raises. It is noticed by the tensor's version in a portal. Where a batch lies in the memory
 of a skip (``return input`` after ``yield stash('name', input)``), or two skips lie in one memory,
-versions of the one are watched for the sake of the other, also if it is a copy. (Tensors of
-inference mode have no versions, so a change goes unnoticed there. Micro-batches are views of one
-tensor and have one version: to change the input of the model in place and then stash it raises
-needlessly.)
+:mod:`torchgpipe.engine.aliasing` watches versions of the one for the sake of the other, also if it
+is a copy. (Tensors of inference mode have no versions, so a change goes unnoticed there.
+Micro-batches are views of one tensor and have one version: to change the input of the model in
+place and then stash it raises needlessly.)
 """
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -92,12 +92,6 @@ class SkipTrackerThroughPortals(SkipTracker):
         self.portals: dict[Key, Portal] = {}
         self.phonies: dict[Key, Tensor] = {}
         self.stashed: dict[Key, Tensor | None] = {}
-        #: Skips in whose memory the batch itself lies too, and those in which what a cell gives
-        #: does. See "Changes in place" above.
-        self.aliased_with_batch: set[Key] = set()
-        self.aliased_with_output: set[Key] = set()
-        #: For each skip, the others in whose memory it lies.
-        self.aliases: dict[Key, set[Key]] = {}
 
     def save(self, batch: Batch, ns: Namespace | None, name: str, tensor: Tensor | None
              ) -> None:
@@ -171,11 +165,6 @@ class SkipTrackerThroughPortals(SkipTracker):
         for key in outgoing:
             self.phonies.pop(key, None)
             self.stashed.pop(key, None)
-
-    def hand_on(self) -> None:
-        """Take the output of a cell for the batch of the next one."""
-        self.aliased_with_batch |= self.aliased_with_output
-        self.aliased_with_output.clear()
 
     def clear(self) -> None:
         """Let go of everything, since what is still here will never be popped."""

@@ -11,6 +11,7 @@ from tests.engine.checkpoint.layers import (LAZY, ODD, Decay, Layer, compare_mod
                                             skip_unless_movable)
 from tests.helpers import assert_same, call, gradients
 from torchgpipe import GPipe, is_recomputing
+from torchgpipe.engine.checkpoint.kept import Kept
 
 
 @devices
@@ -147,3 +148,45 @@ def test_a_mode_that_changes_between_forward_and_backward(devices, where):
     for _ in range(2):
         assert_same(run(gpipe, model), run(reference, reference))
         assert not where(gpipe).training
+
+
+class Graph(nn.Module):
+    """Multiply by a sparse matrix, which the layer may change."""
+
+    def __init__(self, layout, change):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        matrix = torch.eye(4, dtype=torch.double)
+        self.register_buffer('matrix', matrix.to_sparse(layout=layout))
+        self.change = change
+
+    def forward(self, x):
+        """Do so."""
+        if self.change:
+            self.matrix = self.matrix * 2
+        return (self.matrix @ self.linear(x).t()).t()
+
+
+@cpu_only('the simulated accelerator has no sparse tensors')
+@pytest.mark.parametrize('change', [False, True])
+@pytest.mark.parametrize('layout', [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings('ignore:Sparse CSR tensor support')
+def test_in_v080_sparse_buffers_could_not_be_compared(layout, change):
+    """It raised "Could not run 'aten::equal'"."""
+    results = []
+    for mode in ('never', 'always'):
+        torch.manual_seed(0)
+        model = nn.Sequential(Graph(layout, change), Graph(layout, change)).double()
+        gpipe = GPipe(model, [1, 1], devices=['cpu'] * 2, chunks=2, checkpoint=mode)
+        for _ in range(2):
+            gpipe(torch.randn(6, 4, dtype=torch.double)).square().sum().backward()
+        results.append([*gradients(gpipe), *[x.to_dense() for x in gpipe.buffers()]])
+    assert_same(results[1], results[0])
+
+
+def test_a_sparse_buffer_is_told_by_its_version():
+    tensor = torch.eye(2).to_sparse()
+    kept = Kept(tensor, tensor.clone())
+    assert not kept.was_written(tensor)
+    tensor.mul_(2)
+    assert kept.was_written(tensor)

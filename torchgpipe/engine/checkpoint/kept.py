@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Buffer
 
-from torchgpipe.engine.memory import storage_id
+from torchgpipe.engine.memory import storage_id, versions
 from torchgpipe.private import data_address, lazy_clone
 
 __all__ = ['Kept', 'Memories', 'copy_of', 'copy_on_write', 'is_plain', 'own_memory',
@@ -88,12 +88,13 @@ class Kept:
         value: A copy of it.
     """
 
-    __slots__ = ('_on_write', '_requires_grad', '_tensor', '_value')
+    __slots__ = ('_on_write', '_requires_grad', '_tensor', '_value', '_versions')
 
     def __init__(self, tensor: Tensor, value: Tensor) -> None:
         self._tensor = weakref.ref(tensor)
         self._requires_grad = tensor.requires_grad
         self._value = value
+        self._versions = versions([tensor])
         #: Whether the copy is one on write.
         self._on_write = _share_memory(tensor, value)
 
@@ -118,6 +119,8 @@ class Kept:
         tensor = self._tensor()
         if self._on_write or tensor is None or tensor is not now:
             return False
+        if tensor.layout is not torch.strided:  # of which PyTorch compares no values
+            return versions([tensor]) != self._versions
         return not torch.equal(self._value, tensor)
 
     def restored(self, now: Any, memories: Memories) -> Any:

@@ -1,0 +1,294 @@
+"""A step and what is beside it: other cells, other threads, draws, aliases."""
+import dataclasses
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.devices import cpu_only, cpus, devices, workers
+from tests.helpers import assert_same, gradients, in_two_memories
+from torchgpipe import GPipe, NoChunk
+from torchgpipe.engine.leaves import Leaves
+from torchgpipe.schedule import make
+from torchgpipe.skip import pop, skippable, stash
+
+#: How long a thread waits for another one that the lock keeps away.
+SECONDS = 0.3
+
+
+class Layer(nn.Module):
+    """A layer from a function, with a linear layer."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, *input):
+        """Call the function."""
+        return self.function(self.linear, *input)
+
+
+@skippable(stash=['skip'])
+class Stash(nn.Module):
+    """Stash a tensor and return another, both from a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, input):
+        """Do so."""
+        skip, output = self.function(input)
+        yield stash('skip', skip)
+        return output
+
+
+@skippable(pop=['skip'])
+class Pop(nn.Module):
+    """Call a function with the input and the skip."""
+
+    def __init__(self, function=torch.add):
+        super().__init__()
+        self.function = function
+
+    def forward(self, input):
+        """Do so."""
+        skip = yield pop('skip')
+        return self.function(input, skip)
+
+
+# --- leaves
+# ----------------------------------------------------------------------------------------
+
+@workers
+@pytest.mark.parametrize('where', ['two partitions', 'a partition and the loss'])
+def test_in_v080_a_layer_that_stands_twice_had_the_leaves_of_one_cell_in_another(devices, where):
+    """Its gradient got lost in about one step of sixty, and its hooks were called twice."""
+    shared, met, entered = nn.Linear(4, 4), threading.Event(), threading.Barrier(2)
+
+    def see(layer, args, output):
+        try:
+            entered.wait(SECONDS)
+            met.set()
+        except threading.BrokenBarrierError:
+            entered.reset()
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = shared
+
+        def forward(self, output, target):
+            return F.mse_loss(self.layer(output), target)
+
+    places = devices.distinct(2)
+    layers = [shared, nn.Linear(4, 4)] if where[0] == 'a' else [shared, shared]
+    if where[0] == 'a' and devices.are_apart:
+        pytest.skip('the loss would have a layer of another device')
+    model = GPipe(nn.Sequential(*layers), [1, 1], devices=places, chunks=4, checkpoint='never')
+    x, y = (torch.randn(8, 4, device=place) for place in (places[0], places[-1]))
+    loss_fn = Loss() if where[0] == 'a' else F.mse_loss
+    model.step(x, y, loss_fn)  # which tells that nobody draws, so that cells run side by side
+    shared.register_forward_hook(see)
+    model.step(x, y, loss_fn)
+    assert not met.is_set()
+
+
+@cpus
+@cpu_only('threads of the host meet')
+def test_in_v080_a_step_took_leaves_of_another_one_for_parameters(devices):
+    """In about two of eight runs, two threads that took a step each lost gradients."""
+    reading, taken = threading.Event(), []
+
+    def wait(linear, x):
+        if threads and not threads[0].is_alive():
+            threads[0].start()
+            reading.wait(SECONDS)
+        return linear(x)
+
+    class Look(Leaves):
+        def _leaf_of(self, x, put_off):
+            taken.append(id(x))
+            if threading.current_thread() is threads[0]:
+                reading.set()
+            return super()._leaf_of(x, put_off)
+
+    layer = Layer(wait).double()
+    model = GPipe(nn.Sequential(layer, nn.Linear(4, 4).double()), [1, 1], devices=devices(2),
+                  chunks=2)
+    x, y = torch.randn(2, 4, 4, dtype=torch.double)
+    F.mse_loss(nn.Sequential(layer.linear, model[1])(x), y).backward()
+    expected = [2 * grad for grad in gradients(model)]
+    model.zero_grad()
+    threads = [threading.Thread(target=model.step, args=(x, y, F.mse_loss))]
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr('torchgpipe.engine.stepping.Leaves', Look)
+        started = threads[0]
+        threads[0].is_alive = lambda: started.ident is not None
+        model.step(x, y, F.mse_loss)
+        started.join()
+    assert {*taken} == {id(x) for x in model.parameters()}
+    assert_same(gradients(model), expected)
+
+
+# --- draws
+# ----------------------------------------------------------------------------------------
+
+def draws_of(schedule, places, seed=0):
+    """Return the numbers that the layer of one partition and the loss draw, a pair of lists."""
+    drawn = [], []
+
+    def draw(linear, x):
+        drawn[0].append(torch.rand(()).item())
+        return linear(x)
+
+    def loss_fn(output, target):
+        drawn[1].append(torch.rand(()).item())
+        return F.mse_loss(output, target)
+
+    model = GPipe(nn.Sequential(*[Layer(draw) if j == 0 else nn.Linear(4, 4) for j in range(4)]),
+                  [1] * 4, devices=places, chunks=4, checkpoint='never')
+    torch.manual_seed(seed)
+    x = torch.zeros(8, 4)
+    for _ in range(2):
+        model.step(x, x, loss_fn, schedule=schedule)
+    return drawn
+
+
+@cpu_only('generators of the host')
+@pytest.mark.parametrize('schedule', ['gpipe', '1f1b', 'interleaved', 'looped-bfs', 'zb-v'])
+def test_in_v080_draws_of_layers_and_of_the_loss_came_in_any_order(schedule):
+    devices = {'zb-v': [0, 1, 1, 0], 'interleaved': [0, 1] * 2, 'looped-bfs': [0, 1] * 2}
+    places = [f'cpu:{j}' for j in devices.get(schedule, range(4))]
+    layers, losses = draws_of(schedule, places)
+    torch.manual_seed(0)
+    in_order = [torch.rand(()).item() for _ in range(16)]
+    # Nobody else drew; and each number went to the same one as in any other run.
+    assert sorted([*layers, *losses]) == sorted(in_order)
+    order = [in_order.index(x) for x in layers], [in_order.index(x) for x in losses]
+    if schedule in ('gpipe', '1f1b'):  # which admit the order of the micro-batches
+        assert order == ([0, 2, 4, 6, 8, 10, 12, 14], [1, 3, 5, 7, 9, 11, 13, 15])
+    else:
+        assert order[0][4:] == [x + 8 for x in order[0][:4]]
+        assert order[1][4:] == [x + 8 for x in order[1][:4]]
+
+
+@pytest.mark.parametrize('ordered', [{2}, {2, 3}, {0, 2, 3}, {0, 1, 2, 3}])
+@pytest.mark.parametrize('name', ['looped-bfs', 'interleaved', 'zb-v', '1f1b'])
+def test_in_v080_the_order_of_forwards_hung_on_who_else_was_ordered(name, ordered):
+    """Which stages are, depends on other threads for a while: one that draws makes them suspect.
+    """
+    from torchgpipe.engine.interpreter import _in_order
+
+    rows = make(name, 2, 4, 2).rows if name != '1f1b' else make(name, 4, 4).rows
+    every = [one for one, _ in _in_order(rows, frozenset(range(4)))[0]]
+    pairs, grid = _in_order(rows, frozenset(ordered))
+    expected = [action for action in every if action.stage in ordered]
+    assert [one for one, _ in pairs] == expected[:len(pairs)]
+    assert sum(action is not None for row in grid for action in row) == sum(map(len, rows))
+
+
+# --- aliases
+# ----------------------------------------------------------------------------------------
+
+def doubled(linear, x):
+    """Change the input in place."""
+    return linear(x.mul_(2))
+
+
+ALIASES = {
+    'the batch and a skip, popped later': [
+        Stash(lambda x: (x, x)), Layer(doubled), Pop()],
+    'the skip, which is the batch, where it is popped': [
+        Stash(lambda x: (x, x)), nn.Identity(), Pop(lambda x, skip: x + skip.mul_(2))],
+    'the batch, which is a view of the skip': [
+        Stash(lambda x: (x, x[:, :])), nn.Identity(), Layer(doubled), Pop()],
+    'a tensor that all share': [
+        nn.Identity(), Layer(lambda linear, xs: linear(xs[0]) + xs[1].add_(1))],
+    'one that all share, as a skip': [
+        Stash(lambda xs: (xs[1], xs[0])), Layer(lambda linear, x: linear(x)),
+        Pop(lambda x, skip: x + skip.add_(1))]}
+
+
+@devices
+@pytest.mark.parametrize('how', ['call', 'step'])
+@pytest.mark.parametrize('name', ALIASES)
+def test_in_v080_a_step_let_changes_of_aliases_through(devices, how, name):
+    """The plain call refused them: one of both would not see the change."""
+    layers = nn.Sequential(Layer(lambda linear, x: (linear(x[0]), x[1]) if type(x) is tuple
+                                 else linear(x)), *ALIASES[name])
+    model = GPipe(layers, [2] + [1] * (len(layers) - 2), devices=devices(len(layers) - 1),
+                  chunks=2, checkpoint='never')
+    x = torch.randn(4, 4, device=devices.first)
+    input = (x, NoChunk(x.new_ones(4))) if 'share' in name else x
+    target = torch.zeros(4, 4, device=devices(len(layers) - 1)[-1])
+    with pytest.raises(RuntimeError, match='in place'):
+        model(input) if how == 'call' else model.step(input, target, F.mse_loss)
+
+
+@cpu_only('stands in for several memories, in one that tells more of a failure')
+def test_in_v080_a_step_was_off_where_a_skip_stayed_in_another_memory(monkeypatch):
+    in_two_memories(monkeypatch)
+    layers = nn.Sequential(nn.Linear(4, 4), Stash(lambda x: (x, x)), Layer(doubled), Pop())
+    model = GPipe(layers, [2, 1, 1], devices=['cpu:0', 'cpu:1', 'cpu:0'], chunks=2,
+                  checkpoint='never')
+    x = torch.randn(4, 4)
+    with pytest.raises(RuntimeError, match="which is also the skip tensor 'skip', was changed"):
+        model.step(x, x, F.mse_loss)
+
+
+# --- errors
+# ----------------------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    """An exception that takes no new attributes."""
+
+    code: int
+
+
+def fail(*args):
+    """Raise it."""
+    raise Frozen(3)
+
+
+class FailBack(torch.autograd.Function):
+    """Raise it in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        """Return a copy."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Raise it."""
+        fail()
+
+
+@devices
+@pytest.mark.parametrize('mode', ['always', 'never'])
+@pytest.mark.parametrize('where', ['layer', 'loss', 'backward', 'tied', 'autocast', 'hooks'])
+@pytest.mark.parametrize('how', ['call', 'step'])
+def test_in_v080_an_exception_that_takes_no_attributes_was_another_one(devices, how, where, mode):
+    """It came out as "cannot assign to field '__traceback__'"."""
+    last = {'backward': lambda linear, x: FailBack.apply(linear(x)),
+            'loss': lambda linear, x: linear(x)}.get(where, fail)
+    layers = nn.Sequential(nn.Linear(4, 4), Layer(last))
+    if where == 'tied':
+        layers[1].linear.weight = layers[0].weight
+    model = GPipe(layers, [1, 1], devices=devices(2), chunks=2, checkpoint=mode)
+    x = torch.randn(4, 4, device=devices.first)
+    target = torch.zeros(4, 4, device=devices(2)[-1])
+    loss_fn = fail if where == 'loss' else F.mse_loss
+    context = {'autocast': torch.autocast('cpu'),
+               'hooks': torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)}
+    with context.get(where, torch.enable_grad()), pytest.raises(Frozen) as caught:
+        if how == 'step':
+            model.step(x, target, loss_fn)
+        else:
+            loss_fn(model(x), target).backward()
+    assert caught.value == Frozen(3)
