@@ -296,7 +296,7 @@ def parted():
     """Change what a copy parted from another tensor, as if devices had memories of their own."""
     with patch('torchgpipe.engine.partition.Engine.apart', lambda *_: True), \
             patch('torchgpipe.engine.copy.copy_tensor', lambda x, *streams: x.clone()):
-        train(wrap(Layer(lambda x: (x, x)), Layer(lambda xs: xs[0].add_(1) + xs[1])))
+        train(wrap(Layer(lambda x: (x, x[:])), Layer(lambda xs: xs[0].add_(1) + xs[1])))
 
 
 def drawn_elsewhere():

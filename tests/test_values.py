@@ -482,3 +482,59 @@ def test_a_rule_about_nothing_in_a_value():
     gpipe({'x': {'mask': torch.zeros(2, 6), 'y': torch.zeros(6)}})
     with pytest.raises(ValueError, match="batch_dim says something of 'mask'"):
         gpipe({'x': {'msk': torch.zeros(6, 6)}})
+
+
+class Apply(nn.Module):
+    """Call a function with a linear layer and the input."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, *values):
+        """Do so."""
+        return self.function(self.linear, *values)
+
+
+@devices
+@modes
+@pytest.mark.parametrize('how', ['call', 'step'])
+def test_in_v080_a_tensor_in_two_places_was_two_behind_a_checkpoint(devices, mode, how):
+    same = []
+
+    def give(linear, x, again, whole):
+        same.append(x is again and x is not whole)
+        return {'x': (y := linear(x)), 'also': [y, whole]}
+
+    def take(linear, value):
+        same.append(value['x'] is value['also'][0])
+        return {'x': linear(value['x']), 'sum': value['also'][0] + value['also'][1]}
+
+    def end(linear, value):
+        y = linear(value['x']) + value['sum']
+        return y, y
+
+    gpipe = GPipe(nn.Sequential(Apply(give), Apply(take), Apply(end)).double(), [1, 1, 1],
+                  devices=devices(3), chunks=2, checkpoint=mode)
+    x = torch.randn(4, 4, dtype=torch.double, device=devices.first)
+    if how == 'step':
+        gpipe.step(Arguments(x, x, NoChunk(x[0])), None, lambda output, _: output[0].sum() / 4)
+    else:
+        output, again = gpipe(x, x, NoChunk(x[0]))
+        assert output is again and output.shape == (4, 4)
+        output.sum().backward()
+    assert all(same) and len(same) >= 4
+
+
+@cpu_only('how outputs are put together is the same anywhere')
+def test_what_places_of_a_value_are_one_may_differ_between_micro_batches():
+    seen = []
+
+    def twice(linear, x):
+        seen.append(linear(x))
+        return seen[-1], seen[-1].clone() if len(seen) == 1 else seen[-1]
+
+    gpipe = GPipe(nn.Sequential(Apply(twice)), [1], devices=['cpu'], chunks=2)
+    a, b = gpipe(torch.randn(4, 4))
+    assert torch.equal(a, b) and a.shape == (4, 4)

@@ -12,7 +12,7 @@ it, as the outputs of models often are), and dataclasses. Leaves are tensors, ``
 Python values. Each time a value is put together anew, so a layer may change a dict that it gets.
 """
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from numbers import Number
 from operator import itemgetter
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from torchgpipe.private import tree_flatten, tree_flatten_with_path, tree_unflatten
 
-__all__ = ['Arguments', 'Kind', 'Leaf', 'NoChunk', 'Path', 'Structure', 'bare', 'call', 'flatten',
-           'flatten_nested', 'leaves_of', 'path_name']
+__all__ = ['Arguments', 'Kind', 'Leaf', 'NoChunk', 'Path', 'Repeated', 'Structure', 'bare', 'call',
+           'flatten', 'flatten_nested', 'leaves_of', 'once', 'path_name']
 
 #: Puts a value together from its tensors.
 Kind = Callable[[Sequence[Tensor]], Any]
@@ -132,6 +132,38 @@ class Structure:
 
 def _restore(example: Any, leaves: list[Any], cls: type | None) -> Structure:
     return Structure(tree_flatten(example)[1], leaves, cls)
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """The kind of a value in which a tensor stands in several places."""
+
+    kind: Kind
+    #: By place, which tensor stands there.
+    where: tuple[int, ...]
+
+    def spread(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the tensor of each place."""
+        return tuple([tensors[k] for k in self.where])
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        return self.kind(self.spread(tensors))
+
+
+def once(tensors: Sequence[Tensor], kind: Kind, keys: Iterable[Hashable] = ()
+         ) -> tuple[tuple[Tensor, ...], Kind]:
+    """Take each of some tensors once, and return them with what puts their value together.
+
+    Args:
+        tensors: The tensors.
+        kind: Puts the value together from them.
+        keys: What tells them apart, if not they themselves.
+    """
+    found: dict[Hashable, int] = {}
+    where = tuple([found.setdefault(key, len(found)) for key in keys or map(id, tensors)])
+    if len(found) == len(where):
+        return tuple(tensors), kind
+    return tuple([tensors[where.index(k)] for k in range(len(found))]), Repeated(kind, where)
 
 
 def flatten(value: Any) -> tuple[tuple[Tensor, ...], Kind]:

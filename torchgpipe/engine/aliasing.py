@@ -69,7 +69,7 @@ class Aliasing:
         parted = i in self._parted or (len(batch) > 1 and any(
             share_memory([x], tuple(batch)[k + 1:]) for k, x in enumerate(batch)))
         copy(batch)
-        if common:
+        if self._shared:
             self._common[i] = [batch[k] for k in where]
         if parted:
             self._parted[i] = list(batch)
@@ -95,7 +95,7 @@ class Aliasing:
             if versions(tensors) != before:
                 raise RuntimeError(error)
         stashed = skips([key for _, key in partition.outgoing])
-        if common:
+        if self._shared:
             self._common[i] = [y for y in output if is_among(y, common)]
             self._common_skips[i] |= {key for key, x in stashed.items() if is_among(x, common)}
         if not share_memory(self._parted.get(i, []), output):
@@ -106,7 +106,7 @@ class Aliasing:
     def _watched(self, i: int, j: int, batch: Batch, common: list[Tensor],
                  aliased: dict[Key, Tensor]) -> Iterator[tuple[Sequence[Tensor], str]]:
         """Yield tensors that partition ``j`` may not change, and what is wrong if it does."""
-        if common and self._several:
+        if self._shared and self._several:
             yield [*self._shared, *common], (
                 f'partition {j} changed a tensor in place that all micro-batches share (a scalar, '
                 'or in NoChunk). Without a pipeline it would change once. Use an operation that '

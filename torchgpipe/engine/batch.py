@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.aliases import Function, Tensors
-from torchgpipe.structure import Kind, bare, flatten
+from torchgpipe.structure import Kind, Repeated, bare, flatten, once
 
 __all__ = ['Batch', 'check']
 
@@ -45,6 +45,26 @@ class Batch:
         batch = cls.__new__(cls)
         batch._tensors, batch.kind = tensors, kind
         return batch
+
+    @classmethod
+    def result(cls, value: Any) -> 'Batch':
+        """Return what layers gave as a batch; a tensor in several places goes on once.
+
+        >>> x = torch.ones(2)
+        >>> batch = Batch.result({'x': x, 'y': x})
+        >>> len(batch), batch.value['x'] is batch.value['y']
+        (1, True)
+        """
+        if type(value) is cls:
+            return value
+        batch = cls(value)
+        return batch if len(batch) == 1 else cls.of(*once(batch._tensors, batch.kind))
+
+    def spread(self) -> 'Batch':
+        """Return it with a tensor for each place of the value."""
+        kind = self.kind
+        return Batch.of(kind.spread(self._tensors), kind.kind) if isinstance(kind, Repeated) \
+            else self
 
     @property
     def value(self) -> Any:
@@ -86,7 +106,7 @@ class Batch:
 
     def call(self, function: Function) -> 'Batch':
         """Call a function with the value, and make a batch of what it returns."""
-        return Batch(function(self.value))
+        return Batch.result(function(self.value))
 
     def find_grad(self) -> int | None:
         """Give the index of the first tensor that requires grad, or ``None``.

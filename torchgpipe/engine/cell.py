@@ -85,9 +85,9 @@ class Cells:
             return self._checkpoint(function, batch if keep is None else keep(batch), blame)
         layers = self.layers
         if layers is None or layers.observed.draws is not None:
-            return Batch(function(batch.value)), None
+            return batch.call(function), None
         recorder = Recorder()
-        output = recorder.run(lambda: Batch(function(batch.value)))
+        output = recorder.run(lambda: batch.call(function))
         layers.observed.learn(recorder)
         return output, None
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.memory import is_among
-from torchgpipe.structure import Arguments, Leaf, Path, flatten_nested, leaves_of, path_name
+from torchgpipe.structure import Arguments, Leaf, Path, flatten_nested, leaves_of, once, path_name
 
 __all__ = ['REDUCTIONS', 'check_rule', 'cut', 'fit_rule', 'gather', 'scatter']
 
@@ -58,6 +58,10 @@ def cut(input: Any, chunks: int, batch_dim: Any = 0, what: str = 'input'
     batch, dims = _read(input, batch_dim)
     tensors = tuple(batch)
     size = _batch_size(input, tensors, dims, what)
+    # A tensor in several places that is cut alike is one in each micro-batch, too.
+    keys = [*zip(map(id, tensors), dims)]
+    batch = Batch.of(*once(tensors, batch.kind, keys))
+    dims, tensors = [dim for _, dim in dict.fromkeys(keys)], tuple(batch)
     m = min(chunks, size)
     sizes = [size // m + (i < size % m) for i in range(m)]
     shared = [k for k, dim in enumerate(dims) if dim is None]
@@ -254,6 +258,7 @@ def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: A
         ValueError: The number of samples or the structure changed within the pipeline, or there is
             a scalar without a rule.
     """
+    batches = [batch.spread() for batch in batches]
     first = batches[0]
     if any(len(batch) != len(first) or batch.kind != first.kind for batch in batches):
         raise ValueError('the micro-batches came out of the pipeline with different numbers of '
@@ -261,10 +266,15 @@ def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: A
                          f'tensors, {", ".join(_outline(batch) for batch in batches)}')
     paths = [()] if first.atomic else [
         leaf.path for leaf in leaves_of(first.value) if isinstance(leaf.value, Tensor)]
-    return first.kind([
-        xs[0] if is_among(xs[0], shared)
-        else _join(xs, sizes, _rule_of(rule, path, xs[0], batch_dim), path)
-        for path, *xs in zip(paths, *batches)])
+    joined: dict[Any, Tensor] = {}
+    found = []
+    for path, *xs in zip(paths, *batches):
+        own_rule = _rule_of(rule, path, xs[0], batch_dim)
+        key = (*map(id, xs), own_rule)
+        if key not in joined:
+            joined[key] = xs[0] if is_among(xs[0], shared) else _join(xs, sizes, own_rule, path)
+        found.append(joined[key])
+    return first.kind(found)
 
 
 def _outline(batch: Batch) -> str:

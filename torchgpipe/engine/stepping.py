@@ -404,14 +404,14 @@ class _Cell:
         #: And what puts its output together.
         self.kind: Kind = tuple
 
-    def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def __call__(self, tensors: Sequence[Tensor]) -> Batch:
         number = len(tensors) - sum(self._popped.values())
         popped = iter(tensors[number:])
         tracker = SkipTracker()
         tracker.tensors = {key: next(popped) if is_there else None
                            for key, is_there in self._popped.items()}
-        output = Batch(self._compute(tracker, self._value_kind(tuple(tensors[:number]))))
+        output = Batch.result(self._compute(tracker, self._value_kind(tuple(tensors[:number]))))
         skips = {key: tracker.tensors[key] for key in self.stashed}
         self.stashed = {key: x is not None for key, x in skips.items()}
         self.kind = output.kind
-        return (*output, *(x for x in skips.values() if x is not None))
+        return Batch.of((*output, *(x for x in skips.values() if x is not None)))

@@ -9,9 +9,7 @@
 """
 from collections.abc import Callable, Iterable
 
-from torch import Tensor
-
-from torchgpipe.aliases import Tensors, Value
+from torchgpipe.aliases import Value
 from torchgpipe.engine.batch import Batch
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker, SkipTrackerThroughPortals
@@ -63,7 +61,7 @@ class SkipBoundary:
         return Batch.of(tensors[:number], self._result_kind)
 
     def __call__(self, function: Callable[[SkipTracker, Value], Value],
-                 value: Value) -> Tensors:
+                 value: Value) -> Batch:
         """Compute; any call but the first is a recomputation, from what was kept.
 
         Args:
@@ -79,8 +77,8 @@ class SkipBoundary:
             tracker = tracker.renew((key, kept.get(key)) for key in self._incoming)
         tracker.put_phonies(self._incoming, tensors[number:])
         try:
-            output = Batch(function(tracker, self._kind(tensors[:number])))
+            output = Batch.result(function(tracker, self._kind(tensors[:number])))
             self._result_kind = output.kind
-            return (*output, *tracker.seal(self._outgoing))
+            return Batch.of((*output, *tracker.seal(self._outgoing)))
         finally:
             tracker.end_cell(self._incoming, self._outgoing)

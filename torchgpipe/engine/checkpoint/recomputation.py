@@ -250,7 +250,7 @@ class Recomputation:
         try:
             with enable_recomputing(), torch.enable_grad(), \
                     saved_tensors_hooks(fill.keep, _own_gradient):
-                output = Batch(self._run(leaves))
+                output = Batch.result(self._run(leaves))
         except Exception:
             # Most likely PyTorch's "a leaf Variable that requires grad …". It shows the line.
             if self._changed:
