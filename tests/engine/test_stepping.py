@@ -9,10 +9,13 @@ from torch.nn import functional as F
 
 from tests.devices import cpu_only, cpus, devices, workers
 from tests.helpers import assert_same, gradients, in_two_memories
-from torchgpipe import GPipe, NoChunk
+from tests.refusals import REFUSALS
+from torchgpipe import Arguments, GPipe, NoChunk
+from torchgpipe.engine.interpreter import _in_order
 from torchgpipe.engine.leaves import Leaves
 from torchgpipe.schedule import make
 from torchgpipe.skip import pop, skippable, stash
+from torchgpipe.structure import leaves_of
 
 #: How long a thread waits for another one that the lock keeps away.
 SECONDS = 0.3
@@ -181,8 +184,6 @@ def test_in_v080_draws_of_layers_and_of_the_loss_came_in_any_order(schedule):
 def test_in_v080_the_order_of_forwards_hung_on_who_else_was_ordered(name, ordered):
     """Which stages are, depends on other threads for a while: one that draws makes them suspect.
     """
-    from torchgpipe.engine.interpreter import _in_order
-
     rows = make(name, 2, 4, 2).rows if name != '1f1b' else make(name, 4, 4).rows
     every = [one for one, _ in _in_order(rows, frozenset(range(4)))[0]]
     pairs, grid = _in_order(rows, frozenset(ordered))
@@ -292,3 +293,91 @@ def test_in_v080_an_exception_that_takes_no_attributes_was_another_one(devices, 
         else:
             loss_fn(model(x), target).backward()
     assert caught.value == Frozen(3)
+
+
+# --- what the call refuses
+# ----------------------------------------------------------------------------------------
+
+def sum_of(output, target):
+    """Return a loss of any output."""
+    return sum(leaf.value.float().square().mean() for leaf in leaves_of(output)
+               if isinstance(leaf.value, torch.Tensor)) + torch.zeros((), requires_grad=True)
+
+
+#: Errors of the plain call that come of what is done between it and backward, or beside its cells.
+OF_THE_CALL = ('has been modified by an inplace operation between forward and backward',
+               'backward through the graph a second time',
+               # The last worker is the only one that may communicate in a step.
+               'a layer of partition 1 communicates')
+
+
+@cpu_only('the programs are those of the page, on the CPU')
+@pytest.mark.parametrize('number', range(len(REFUSALS)))
+def test_what_the_call_refuses_a_step_refuses(number, monkeypatch):
+    calls, forward = [], GPipe.forward
+
+    def call(model, *args, **kwargs):
+        calls.append(args)
+        return forward(model, *args, **kwargs)
+
+    def step(model, *args, **kwargs):
+        value = args[0] if len(args) == 1 and not kwargs else Arguments(*args, **kwargs)
+        model.step(value, None, sum_of, return_output=True)
+        return torch.zeros((), requires_grad=True)
+
+    monkeypatch.setattr(GPipe, 'forward', call)
+    with pytest.raises(Exception) as refused:  # noqa: B017 - each has its own
+        REFUSALS[number]()
+    if not calls or any(text in str(refused.value) for text in OF_THE_CALL):
+        return
+    monkeypatch.setattr(GPipe, 'forward', step)
+    with pytest.raises(type(refused.value)) as again:
+        REFUSALS[number]()
+    if 'is shared with another partition' not in str(refused.value):  # which is seen sooner there
+        assert str(again.value)[:40] == str(refused.value)[:40]
+
+
+@cpus
+@pytest.mark.parametrize('mode', ['always', 'never'])
+@cpu_only('versions are the same anywhere')
+def test_a_skip_may_be_changed_before_it_is_stashed(devices, mode):
+    def before(x):
+        y = x * 1
+        return y.add_(1), x * 2
+
+    layers = nn.Sequential(nn.Linear(4, 4), Stash(before), nn.Identity(), Pop()).double()
+    model = GPipe(layers, [2, 1, 1], devices=devices(3), chunks=2, checkpoint=mode)
+    x, y = torch.randn(2, 4, 4, dtype=torch.double)
+    F.mse_loss(layers(x), y).backward()
+    expected = gradients(layers)
+    layers.zero_grad()
+    model.step(x, y, F.mse_loss)
+    assert_same(gradients(layers), expected)
+
+
+class Scale(nn.Module):
+    """Add a buffer, which doubles each time if it should."""
+
+    def __init__(self, scale, change):
+        super().__init__()
+        self.register_buffer('scale', scale)
+        self.change = change
+
+    def forward(self, x):
+        """Do so."""
+        if self.change:
+            self.scale.mul_(2)
+        return x + self.scale  # which backward does not need
+
+
+@workers
+@pytest.mark.parametrize('chunks', [2, 3])
+@pytest.mark.parametrize('how', ['call', 'step'])
+def test_a_tied_buffer_that_changes_in_a_pass(devices, how, chunks):
+    scale = torch.ones(())
+    model = GPipe(nn.Sequential(nn.Linear(4, 4), Scale(scale, True), Scale(scale, False)),
+                  [2, 1], devices=devices(2), chunks=chunks, checkpoint='never')
+    x = torch.randn(6, 4, device=devices.first)
+    with pytest.raises(RuntimeError, match='is shared with another partition'):
+        model(x) if how == 'call' else model.step(
+            x, torch.zeros(6, 4, device=devices(2)[-1]), F.mse_loss)
