@@ -89,7 +89,7 @@ def test_a_shape_goes_and_not_the_tensor():
         y = m.layers[2](m.layers[1](wide))
         return m.layers[3](y).view(wide.shape) * wide.size(0)
 
-    layers = to_sequential(of(forward, layers=linears(4)), torch.randn(4, 4))
+    layers = to_sequential(of(forward, layers=linears(4)), torch.randn(4, 4), check_sample=False)
     assert skips(layers) == []
     assert layers(torch.randn(9, 4)).shape == (9, 4)
     assert isinstance(layers[0](torch.randn(9, 4)), tuple)
@@ -197,7 +197,7 @@ def test_layers_are_compiled():
     def forward(m, x):
         first = y = m.layers[0](x)
         for layer in m.layers[1:]:
-            y = layer(y) * first.mean() if y.shape[1] == 4 else y
+            y = layer(y) * first.mean(1, True) if y.shape[1] == 4 else y
         return y
 
     model, x = of(forward, layers=linears(24)), torch.randn(4, 4)

@@ -1,43 +1,93 @@
-"""Values that a forward keeps beyond its end, in a cache or a global: find them, take them out.
+"""Values that a forward keeps beyond its end, in a cache or a global: name who has them.
 
-A function with a cache, which makes a table when it is first asked for, would give a value of one
-recording to the next one, and to the model itself. So caches are emptied of values. The model runs
-once, which fills them with tensors, and is recorded again; these tensors are constants then.
+Each run would keep another one, and a value is of no use to anybody once its recording is over. A
+function with a cache, which makes a table when it is first asked for, has it already: the model
+runs once before it is recorded, and what it has kept then are constants.
 """
 import functools
 import gc
+from types import CellType, FrameType, FunctionType
 from typing import Any
 
 from torchgpipe.sequential.errors import ConversionError
-from torchgpipe.sequential.value import Unknown, Value
+from torchgpipe.sequential.value import UNKNOWN
 
-__all__ = ['StaleValue', 'take_out_values']
+__all__ = ['StaleValue', 'let_go', 'name_of_keeper']
+
+
+_SOMEWHERE = 'a cache, a global or an object'
 
 
 class StaleValue(ConversionError):
-    """A value is used, or kept, after its recording is over."""
+    """A value is used, or kept, after its recording is over.
 
-    def __init__(self) -> None:
+    Args:
+        where: Who keeps it.
+    """
+
+    def __init__(self, where: str = _SOMEWHERE) -> None:
         super().__init__(
-            'the model can not be converted: its forward keeps what it computes outside of it, in '
-            'a cache, a global or an object, and each run would do so again. Name the submodule '
-            'that does as a leaf: to_sequential(model, sample, leaves=[…])')
+            f'the model can not be converted: its forward keeps what it computes in {where}, and '
+            'each run would do so again. Name the submodule that does as a leaf: '
+            'to_sequential(model, sample, leaves=[…])')
 
 
-def take_out_values() -> None:
-    """Empty caches and dictionaries of values, wherever they are."""
-    for thing in gc.get_objects():
-        if type(thing) is dict:
-            for key in [key for key, value in thing.items() if type(value) in (Value, Unknown)]:
-                del thing[key]
-        elif type(thing) is functools._lru_cache_wrapper and _holds_values(thing):
-            thing.cache_clear()
+def name_of_keeper(values: list[Any]) -> str:
+    """Name what keeps values: the nearest thing with a name from which they can be reached."""
+    inner, seen = values, {id(values)}
+    for _ in range(5):
+        seen |= {id(inner), *map(id, inner)}
+        outer = [thing for thing in gc.get_referrers(*inner)
+                 if id(thing) not in seen and not isinstance(thing, FrameType)]
+        for thing in outer:
+            name = _name(thing, inner)
+            if name:
+                return name
+        inner = outer
+    return _SOMEWHERE
 
 
-def _holds_values(thing: Any) -> bool:
-    within = [thing]
-    for _ in range(3):
-        within = gc.get_referents(*within)
-        if any(type(each) in (Value, Unknown) for each in within):
-            return True
-    return False
+def _name(thing: Any, inner: list[Any]) -> str:
+    """Name something that refers to other things, if it has a name."""
+    if type(thing) is functools._lru_cache_wrapper:
+        return f'the cache of {_qualified(thing)}'
+    if isinstance(thing, FunctionType):
+        return f'a variable of {_qualified(thing)}'
+    if isinstance(thing, type):
+        return f'an attribute of {_qualified(thing)}'
+    if type(thing) is dict and thing.get('__spec__', thing) is not thing:
+        ids = {id(each) for each in inner}
+        return f'{thing["__name__"]}.' + next(
+            (str(key) for key, value in thing.items() if id(value) in ids), '…')
+    return '' if type(thing).__module__ == 'builtins' else f'a {_qualified(type(thing))}'
+
+
+def _qualified(thing: Any) -> str:
+    return f'{thing.__module__}.{thing.__qualname__}'
+
+
+def let_go(values: list[Any]) -> None:
+    """Put what values stand for in their places, as if the model had run by itself.
+
+    Without a sample that is nothing. Sets, tuples and objects without a dictionary keep them.
+    """
+    own = {id(value) for value in values}
+    for holder in gc.get_referrers(*values) if values else ():
+        if type(holder) is functools._lru_cache_wrapper:
+            holder.cache_clear()  # It has no other way to forget one.
+        elif type(holder) is CellType:
+            holder.cell_contents = holder.cell_contents._known
+        elif type(holder) is list and holder is not values:
+            holder[:] = [each._known if id(each) in own else each for each in holder]
+        else:
+            _let_go(holder if type(holder) is dict else getattr(holder, '__dict__', {}), own)
+
+
+def _let_go(names: Any, own: set[int]) -> None:
+    for key, value in [*names.items()]:
+        if id(value) in own:
+            names[key] = value._known
+        if id(key) in own or names[key] is UNKNOWN:
+            value = names.pop(key)
+            if value is not UNKNOWN and key._known is not UNKNOWN:
+                names[key._known] = value
