@@ -166,6 +166,41 @@ def test_a_model_on_no_device():
         assert len(to_sequential(Scaled(), torch.rand(4, 6))) == 1
 
 
+def made_in_inference_mode(makes_model):
+    """Make a model with each kind of tensor that it may have, and a sample."""
+    with torch.inference_mode(makes_model):
+        model = Model(lambda m, x: m.norm(x * m.table + m.shift) + m.plain)
+        model.norm, model.plain = nn.BatchNorm1d(6), torch.ones(6)
+        model.shift = nn.Buffer(torch.rand(6))
+    return model
+
+
+@pytest.mark.parametrize('by_hand', [False, True])
+@pytest.mark.parametrize('makes_model, converts', [(True, True), (True, False), (False, True)])
+def test_inference_mode(makes_model, converts, by_hand):
+    """In v0.8.0, it failed: what is made in that mode was changed and saved for backward."""
+    model = made_in_inference_mode(makes_model)
+    with torch.inference_mode(converts):
+        x = torch.rand(4, 6)
+        if by_hand:
+            layers = from_stages(model, [model.a, lambda m, x: m.b(m.norm(
+                x * m.table + m.shift) + m.plain)], x)
+        else:
+            layers = to_sequential(model, x)
+    with torch.inference_mode():
+        assert torch.equal(layers.eval()(x), model.eval()(x))
+    if not makes_model:
+        layers(torch.rand(4, 6)).sum().backward()
+        assert model.table.grad is not None
+
+
+@pytest.mark.parametrize('makes_model', [False, True])
+def test_other_numbers_in_inference_mode(makes_model):
+    model = made_in_inference_mode(makes_model)
+    with torch.inference_mode(), pytest.raises(ConversionError, match='in training: output by'):
+        from_stages(model, [model.a, model.b], torch.rand(4, 6))
+
+
 # --- what stays as it was
 # -------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from tests.devices import cpu_only
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.sequential import ConversionError, to_sequential
+from torchgpipe.structure import call, flatten_nested
 
 pytestmark = cpu_only('what is recorded does not depend on devices')
 
@@ -470,6 +471,48 @@ def test_arguments(arguments):
     assert torch.allclose(found['out'], expected['out'], atol=1e-6)
 
 
+class Scored(nn.Module):
+    """A model with a loss in it, as of language."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(9, 6), nn.Linear(6, 9)
+
+    def forward(self, ids, labels=None, others=()):
+        logits = self.head(self.words(ids))
+        for other in (labels, *others):
+            ids = ids + other
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), ids
+
+
+@pytest.mark.parametrize('sample', [
+    lambda x: Arguments(x, labels=x), lambda x: Arguments(x, x, [x, x]),
+    lambda x: Arguments(x, x.view(4, 3), [x[:], x.detach()]),
+    lambda x: Arguments(x, NoChunk(x), (NoChunk(x), x))], ids=range(4))
+def test_each_place_of_a_sample_is_an_argument_of_its_own(sample):
+    """In v0.8.0, a tensor at two places was one: later the first place's went to both."""
+    model, x = Scored(), torch.randint(9, (4, 3))
+    arguments = sample(x)
+    layers = to_sequential(model, arguments, check_sample=False)
+    tensors, structure = flatten_nested(arguments)
+    others = structure([torch.randint(9, (4, 3)) for _ in tensors])
+    for found, expected in zip(call(layers, others), call(model, others)):
+        assert torch.equal(found, expected)
+    to_sequential(model, Arguments(x, labels=x))
+
+
+def test_a_change_of_one_argument_is_not_seen_in_another_one():
+    """In v0.8.0, a view of another argument was in its memory while it was recorded."""
+    class Changed(nn.Module):
+        def forward(self, x, y):
+            x.zero_()
+            return (x + y).view(len(y), -1)
+
+    base = torch.ones(4, 6)
+    layers = to_sequential(Changed(), Arguments(base, base[:]))
+    assert torch.equal(layers(base.clone(), base), base)
+
+
 def test_arguments_go_by_name_for_the_batch_dimension():
     class Masked(Called):
         def forward(self, x, mask):
@@ -500,14 +543,18 @@ def test_without_a_sample():
 def test_nothing_stays_replaced():
     """Also after an error, and others threads never see it."""
     before = (builtins.len, builtins.isinstance, torch.arange, random.random, nn.Module.__call__,
-              nn.Module.__getattr__, nn.Module.__setattr__)
+              nn.Module.__getattr__, nn.Module.__setattr__, torch.autograd.Function.__dict__['apply'],
+              type(torch.autograd.Function).__getattribute__)
     for function in (made, by_elements):
         try:
             to_sequential(Model(function), sample())
         except ConversionError:
             pass
         assert before == (builtins.len, builtins.isinstance, torch.arange, random.random,
-                          nn.Module.__call__, nn.Module.__getattr__, nn.Module.__setattr__)
+                          nn.Module.__call__, nn.Module.__getattr__, nn.Module.__setattr__,
+                          torch.autograd.Function.__dict__['apply'],
+                          type(torch.autograd.Function).__getattribute__)
+    assert '__getattribute__' not in vars(type(torch.autograd.Function))
 
 
 def test_nothing_is_found_in_the_lists_that_pytorch_makes():

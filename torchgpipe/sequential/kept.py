@@ -76,18 +76,28 @@ def let_go(values: list[Any]) -> None:
         if type(holder) is functools._lru_cache_wrapper:
             holder.cache_clear()  # It has no other way to forget one.
         elif type(holder) is CellType:
-            holder.cell_contents = holder.cell_contents._known
+            known = holder.cell_contents._known
+            holder.cell_contents = None if known is UNKNOWN else known
         elif type(holder) is list and holder is not values:
-            holder[:] = [each._known if id(each) in own else each for each in holder]
+            known = [each._known if id(each) in own else each for each in holder]
+            holder[:] = [each for each in known if each is not UNKNOWN]
+        elif type(holder) is dict:
+            _let_go(holder, own)
         else:
-            _let_go(holder if type(holder) is dict else getattr(holder, '__dict__', {}), own)
+            _let_go(getattr(holder, '__dict__', {}), own)
 
 
 def _let_go(names: Any, own: set[int]) -> None:
+    of_class = [each for each in gc.get_referrers(names) if isinstance(each, type)]
     for key, value in [*names.items()]:
-        if id(value) in own:
-            names[key] = value._known
-        if id(key) in own or names[key] is UNKNOWN:
-            value = names.pop(key)
-            if value is not UNKNOWN and key._known is not UNKNOWN:
-                names[key._known] = value
+        if id(value) not in own and id(key) not in own:
+            continue
+        if of_class:  # A class remembers what it has.
+            delattr(of_class[0], key)
+        else:
+            del names[key]
+        key, value = (x._known if id(x) in own else x for x in (key, value))
+        if of_class and value is not UNKNOWN:
+            setattr(of_class[0], key, value)
+        elif key is not UNKNOWN and value is not UNKNOWN:
+            names[key] = value

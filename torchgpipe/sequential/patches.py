@@ -31,7 +31,6 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -97,7 +96,8 @@ def _replaced(replacements: Sequence[_Replacement]
     with one_at_a_time:
         owns = [(owner, name, vars(owner).get(name, _INHERITED))
                 for owner, name, _ in replacements]
-        others = [(owner, name, make(getattr(owner, name))) for owner, name, make in replacements]
+        others = [(owner, name, _named(make(getattr(owner, name)), owner, name))
+                  for owner, name, make in replacements]
 
         @contextmanager
         def put_back() -> Iterator[None]:
@@ -113,6 +113,14 @@ def _replaced(replacements: Sequence[_Replacement]
             yield put_back
         finally:
             _set(owns)
+
+
+def _named(function: Any, owner: Any, name: str) -> Any:
+    """Let a function of a module be found by its name, as a pickle would."""
+    if isinstance(owner, ModuleType):
+        function.__module__ = owner.__name__
+        function.__name__ = function.__qualname__ = name
+    return function
 
 
 _INHERITED = object()
@@ -167,7 +175,7 @@ def _others(seat: Seat[Follower]) -> Iterator[_Replacement]:
         def run(*args: Any, **kwargs: Any) -> Any:
             watcher = seat.taken()
             return watcher.made(own, args, kwargs) if watcher else own(*args, **kwargs)
-        return _as_class(own, run) if isinstance(own, type) else wraps(own)(run)
+        return _as_class(own, run) if isinstance(own, type) else run
 
     def entrance(own: Any) -> Any:
         def run(mode: Any, *args: Any, **kwargs: Any) -> Any:
@@ -183,13 +191,13 @@ def _others(seat: Seat[Follower]) -> Iterator[_Replacement]:
             if watcher:
                 watcher.drew()
             return own(*args, **kwargs)
-        return wraps(own)(run)
+        return run
 
     def of_values(own: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             watcher = seat.taken() if any(isinstance(x, fx.Proxy) for x in args) else None
             return watcher.made(own, args, kwargs) if watcher else own(*args, **kwargs)
-        return wraps(own)(run)
+        return run
 
     def applying(_: Any) -> Any:
         def run(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -214,7 +222,7 @@ def _others(seat: Seat[Follower]) -> Iterator[_Replacement]:
                 return True
             watcher = seat.taken() if own(value, fx.Proxy) else None
             return watcher is not None and watcher.is_a(value, classes)
-        return wraps(own)(run)
+        return run
 
     yield builtins, 'len', of_values
     yield builtins, 'isinstance', instance
@@ -244,4 +252,4 @@ def _as_class(own: type, call: Callable[..., Any]) -> type:
         def __getattr__(cls, name: str) -> Any:
             return getattr(own, name)
 
-    return Like(own.__name__, (), {'__module__': own.__module__, '__doc__': own.__doc__})
+    return Like(own.__name__, (), {})
