@@ -253,6 +253,16 @@ def test_random_numbers_that_come_after():
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
 
 
+def test_random_numbers_of_python_that_come_after_what_a_leaf_draws():
+    class Drawing(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * random.random()
+
+    state = random.getstate()
+    to_sequential(nn.Sequential(Drawing(6, 6), Drawing(6, 6)), torch.ones(4, 6))
+    assert random.getstate() == state
+
+
 @pytest.mark.parametrize('training', [True, False])
 def test_the_mode_of_the_model_is_that_of_all_modules(training):
     model = Model(lambda m, x: x * 2).train(training)

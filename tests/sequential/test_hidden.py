@@ -339,6 +339,20 @@ def test_hooks_of_the_model_itself_are_refused():
 
 
 @alone
+@pytest.mark.parametrize('register', ['register_full_backward_hook',
+                                      'register_full_backward_pre_hook'])
+def test_a_module_with_backward_hooks_stays_whole(register):
+    """And no other one of its class."""
+    def tripled(module, *grads):
+        return tuple(3 * grad for grad in grads[0])
+
+    model = nn.Sequential(*(nn.Linear(6, 6) if k % 2 else Inner(halved) for k in range(4)))
+    getattr(model[2], register)(tripled)
+    names = [type(m).__name__ for m in check(model, sample()).modules()]
+    assert names.count('Inner') == 1
+
+
+@alone
 def test_submodules_may_have_the_names_of_what_layers_have():
     class Named(nn.Module):
         def __init__(self):

@@ -172,7 +172,7 @@ def test_what_other_threads_see_of_what_is_replaced():
             len([1, 2]), isinstance(1, int), math.sqrt(4), torch.arange(2).tolist(),
             isinstance(limits, torch.finfo), limits.eps, isinstance(torch.finfo, type),
             Twice.apply(torch.ones(1)).item(), twice(torch.ones(1)).item(),
-            [pickle.loads(pickle.dumps(each)) is each for each in kept]))
+            [pickle.loads(pickle.dumps(each)) is each for each in kept[:5]]))
         with torch.no_grad():
             module = nn.LayerNorm(2)  # It draws nothing.
         module.mine = [*module.named_parameters()][0][1] is module.weight

@@ -6,7 +6,7 @@ runs once before it is recorded, and what it has kept then are constants.
 """
 import functools
 import gc
-from types import CellType, FrameType, FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 from torchgpipe.sequential.errors import ConversionError
@@ -37,8 +37,7 @@ def name_of_keeper(values: list[Any]) -> str:
     inner, seen = values, {id(values)}
     for _ in range(5):
         seen |= {id(inner), *map(id, inner)}
-        outer = [thing for thing in gc.get_referrers(*inner)
-                 if id(thing) not in seen and not isinstance(thing, FrameType)]
+        outer = [thing for thing in gc.get_referrers(*inner) if id(thing) not in seen]
         for thing in outer:
             name = _name(thing, inner)
             if name:

@@ -126,7 +126,7 @@ class Steps(fx.Tracer):
         if any(type(value) is not Value for value in values):
             node.meta['writes'] = node.all_input_nodes[:1] if is_in_place(node) else []
             return UNKNOWN
-        before = [(x.node, x._known, _version(x._known)) for x in values
+        before = [(x.node, x._known, x._known._version) for x in values
                   if isinstance(x._known, Tensor)]
         made_of = [ids_within(x) for x in objects]
         self.runs = False
@@ -139,7 +139,7 @@ class Steps(fx.Tracer):
             if ids_within(x) != ids:
                 self.refuse(f'it hands on an object ({type(x).__name__}) that is changed there, '
                             'and each run would hand on the same one')
-        node.meta['writes'] = [each for each, x, old in before if _version(x) != old]
+        node.meta['writes'] = [each for each, x, old in before if x._version != old]
         return found
 
     def wrap(self, node: fx.Node, known: Any) -> Any:
@@ -276,8 +276,3 @@ class Steps(fx.Tracer):
     def expect(self, node: fx.Node, expected: Any, what: str) -> None:
         where = line_of().strip().replace('\n    ', ': ')
         self.step(expect, node, self.simple(expected), what, where)
-
-
-def _version(x: Tensor) -> int:
-    """Tell how often a tensor was changed; one that was made in inference mode can't be."""
-    return 0 if x.is_inference() else x._version
