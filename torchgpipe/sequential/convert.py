@@ -12,7 +12,6 @@ from torchgpipe.sequential.cuts import cut
 from torchgpipe.sequential.draws import same_random_numbers
 from torchgpipe.sequential.errors import ConversionError, NeedsLeaf, line_of_error, refused
 from torchgpipe.sequential.inputs import Inputs, arguments_of, called_with, signature_of
-from torchgpipe.sequential.kept import StaleValue
 from torchgpipe.sequential.leaves import Leaf, Leaves
 from torchgpipe.sequential.names import Converted
 from torchgpipe.sequential.patches import one_at_a_time
@@ -81,7 +80,7 @@ def _recorded(module: nn.Module, sample: Any, named: list[Any], classes: set[typ
         recorder.record(args, kwargs)
         del args, kwargs
         recorder.end()
-    except (NeedsLeaf, StaleValue):
+    except NeedsLeaf:
         raise
     except ConversionError:
         # What goes by the training mode may be to blame, and can be left to itself.

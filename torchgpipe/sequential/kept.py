@@ -12,24 +12,22 @@ from typing import Any
 from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.value import UNKNOWN
 
-__all__ = ['StaleValue', 'let_go', 'name_of_keeper']
+__all__ = ['let_go', 'name_of_keeper', 'stale']
 
 
 _SOMEWHERE = 'a cache, a global or an object'
 
 
-class StaleValue(ConversionError):
-    """A value is used, or kept, after its recording is over.
+def stale(where: str = _SOMEWHERE) -> ConversionError:
+    """Say that a value is used, or kept, after its recording is over.
 
     Args:
         where: Who keeps it.
     """
-
-    def __init__(self, where: str = _SOMEWHERE) -> None:
-        super().__init__(
-            f'the model can not be converted: its forward keeps what it computes in {where}, and '
-            'each run would do so again. Name the submodule that does as a leaf: '
-            'to_sequential(model, sample, leaves=[…])')
+    return ConversionError(
+        f'the model can not be converted: its forward keeps what it computes in {where}, and each '
+        'run would do so again. Name the submodule that does as a leaf: '
+        'to_sequential(model, sample, leaves=[…])')
 
 
 def name_of_keeper(values: list[Any]) -> str:

@@ -24,7 +24,7 @@ from torchgpipe.engine.memory import size_of, storage_id
 from torchgpipe.sequential.contents import has_values, ids_within
 from torchgpipe.sequential.draws import KeptDraws
 from torchgpipe.sequential.errors import line_of
-from torchgpipe.sequential.kept import StaleValue, let_go, name_of_keeper
+from torchgpipe.sequential.kept import let_go, name_of_keeper, stale
 from torchgpipe.sequential.nodes import (Constant, asks_for_grad, compute, is_about, is_in_place,
                                          is_plain, mapped)
 from torchgpipe.sequential.runtime import expect, put_together, take_apart
@@ -93,7 +93,7 @@ class Steps(fx.Tracer):
                      ) -> Any:
         """Record a step, and compute it for the sample."""
         if self.over:
-            raise StaleValue
+            raise stale()
         self.check_modes()
         args = tuple(map(self.simple, args))
         kwargs = {name: self.simple(value) for name, value in kwargs.items()}
@@ -182,14 +182,14 @@ class Steps(fx.Tracer):
         """See that nobody has a value.
 
         Raises:
-            StaleValue: Somebody keeps one.
+            ConversionError: Somebody keeps one.
         """
         self._read.clear()
         if self._values_left():
             gc.collect()
             left = self._values_left()
             if left:
-                raise StaleValue(name_of_keeper(left))
+                raise stale(name_of_keeper(left))
 
     def let_go(self) -> None:
         """Let nobody have a value, however the recording went."""
