@@ -132,6 +132,15 @@ class Between(nn.Module):
         return self.outside(self.function(self, self.inside(x * scale)))
 
 
+class Negated(torch.autograd.Function):
+    """A function with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        """Negate it."""
+        return -x
+
+
 def convert(function=lambda module, x: x, **options):
     """Make it sequential."""
     return to_sequential(Between(function), torch.randn(4, 4), **options)
@@ -440,13 +449,16 @@ REFUSALS = [
     lambda: convert(lambda module, x: x if module.training else -x),
     lambda: convert(lambda module, x: torch.no_grad()(torch.neg)(x)),
     lambda: convert(lambda module, x: x * random.random()),
-    lambda: convert(lambda module, x: setattr(module, 'last', x)),
+    lambda: convert(lambda module, x: (setattr(module, 'last', x), x)[1]),
     lambda: convert(lambda module, x: (module.seen.append(0), x)[1]),
     lambda: convert(lambda module, x: module.write(x, SimpleNamespace()), leaves=['write']),
     lambda: convert(lambda module, x, other=linear(): other(x)),
+    lambda: convert(lambda module, x, negated=Negated.apply: negated(x)),
+    lambda: convert(lambda module, x, last={}: (last.update(x=x), x)[1]),
     lambda: convert(lambda module, x: torch.FloatTensor([x.shape[0]]) + x),
     lambda: to_sequential(Between(lambda module, x: sum(x.chunk(2)))),
     lambda: in_stages(Between.forward, nn.ReLU()),
+    lambda: convert(lambda module, x: x - x.mean(0)),
     lambda: convert(lambda module, x: x if len(x) > 3 else -x),
     lambda: convert(leaves=['encoder']),
     lambda: convert()(torch.randn(4, 4), scale=2),

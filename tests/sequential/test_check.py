@@ -112,12 +112,15 @@ def test_rounding_of_a_gradient_that_is_zero():
     """As that of a bias before a normalization."""
     def centred(m, x):
         y = x + m.table
-        return y - y.mean(0)
+        return y - y.mean(0) if m.training else y
+
+    def centred_otherwise(m, x):
+        y = x + m.table
+        return m.b(y - y.flip(0).sum(0) / len(y) if m.training else y)
 
     model = Model(centred)
     torch.manual_seed(0)
-    layers = from_stages(model, [model.a, lambda m, x: m.b(
-        (x + m.table) - (x + m.table).flip(0).sum(0) / len(x))], torch.rand(7, 6))
+    layers = from_stages(model, [model.a, centred_otherwise], torch.rand(7, 6))
     assert len(layers) == 2
 
 
@@ -161,6 +164,41 @@ def test_a_model_on_no_device():
 
     with torch.device('meta'):
         assert len(to_sequential(Scaled(), torch.rand(4, 6))) == 1
+
+
+def made_in_inference_mode(makes_model):
+    """Make a model with each kind of tensor that it may have, and a sample."""
+    with torch.inference_mode(makes_model):
+        model = Model(lambda m, x: m.norm(x * m.table + m.shift) + m.plain)
+        model.norm, model.plain = nn.BatchNorm1d(6), torch.ones(6)
+        model.shift = nn.Buffer(torch.rand(6))
+    return model
+
+
+@pytest.mark.parametrize('by_hand', [False, True])
+@pytest.mark.parametrize('makes_model, converts', [(True, True), (True, False), (False, True)])
+def test_inference_mode(makes_model, converts, by_hand):
+    """In v0.8.0, it failed: what is made in that mode was changed and saved for backward."""
+    model = made_in_inference_mode(makes_model)
+    with torch.inference_mode(converts):
+        x = torch.rand(4, 6)
+        if by_hand:
+            layers = from_stages(model, [model.a, lambda m, x: m.b(m.norm(
+                x * m.table + m.shift) + m.plain)], x)
+        else:
+            layers = to_sequential(model, x)
+    with torch.inference_mode():
+        assert torch.equal(layers.eval()(x), model.eval()(x))
+    if not makes_model:
+        layers(torch.rand(4, 6)).sum().backward()
+        assert model.table.grad is not None
+
+
+@pytest.mark.parametrize('makes_model', [False, True])
+def test_other_numbers_in_inference_mode(makes_model):
+    model = made_in_inference_mode(makes_model)
+    with torch.inference_mode(), pytest.raises(ConversionError, match='in training: output by'):
+        from_stages(model, [model.a, model.b], torch.rand(4, 6))
 
 
 # --- what stays as it was
@@ -213,6 +251,16 @@ def test_random_numbers_that_come_after():
     states = torch.get_rng_state(), random.getstate()
     to_sequential(model, torch.ones(4, 6))
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+
+
+def test_random_numbers_of_python_that_come_after_what_a_leaf_draws():
+    class Drawing(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * random.random()
+
+    state = random.getstate()
+    to_sequential(nn.Sequential(Drawing(6, 6), Drawing(6, 6)), torch.ones(4, 6))
+    assert random.getstate() == state
 
 
 @pytest.mark.parametrize('training', [True, False])

@@ -89,7 +89,7 @@ def test_a_shape_goes_and_not_the_tensor():
         y = m.layers[2](m.layers[1](wide))
         return m.layers[3](y).view(wide.shape) * wide.size(0)
 
-    layers = to_sequential(of(forward, layers=linears(4)), torch.randn(4, 4))
+    layers = to_sequential(of(forward, layers=linears(4)), torch.randn(4, 4), check_sample=False)
     assert skips(layers) == []
     assert layers(torch.randn(9, 4)).shape == (9, 4)
     assert isinstance(layers[0](torch.randn(9, 4)), tuple)
@@ -132,6 +132,19 @@ def test_a_layer_hands_over_a_tensor():
     layers = to_sequential(model, Arguments(a, b), check_sample=False)
     assert len(layers) == 5 and torch.equal(layers(a, b), model(a, b))
     assert skips(layers) == [(1, 4)]  # what the left one gave; b goes by hand
+
+
+@pytest.mark.parametrize('width, expected', [(2, [(1, 4)]), (9, [(0, 2), (2, 4)])])
+def test_a_layer_hands_over_the_smallest_tensor(width, expected):
+    """What the left tower gave, 4 wide, or what the right one gets."""
+    def forward(m, a, b):
+        a, b = m.left(a), m.right(b)
+        return a + b
+
+    model = of(forward, left=nn.Sequential(*linears(2)),
+               right=nn.Sequential(nn.Linear(width, 4), *linears(2)))
+    layers = to_sequential(model, Arguments(torch.randn(4, 4), torch.randn(4, width)))
+    assert len(layers) == 5 and skips(layers) == expected
 
 
 def test_what_is_no_tensor_and_no_number_crosses_no_boundary():
@@ -197,7 +210,7 @@ def test_layers_are_compiled():
     def forward(m, x):
         first = y = m.layers[0](x)
         for layer in m.layers[1:]:
-            y = layer(y) * first.mean() if y.shape[1] == 4 else y
+            y = layer(y) * first.mean(1, True) if y.shape[1] == 4 else y
         return y
 
     model, x = of(forward, layers=linears(24)), torch.randn(4, 4)
@@ -284,6 +297,28 @@ def test_a_sequential_model_keeps_its_names_apart():
     assert torch.equal(layers(x), model(x))
     layers.load_state_dict({name: x * 2 for name, x in layers.state_dict().items()})
     assert torch.equal(layers[0].state_dict()['0.weight'], 2 * model[0].weight)
+
+
+def test_a_name_of_a_layer_that_is_one_of_the_model_as_well():
+    """Each is taken for what all names together are."""
+    class Numbered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(4, 4))
+            self.add_module('0', nn.Linear(4, 4, bias=False))
+
+        def forward(self, x):
+            return self.get_submodule('0')(x @ self.weight)
+
+    model, x = Numbered(), torch.randn(4, 4)
+    layers = to_sequential(copy.deepcopy(model), x)
+    assert [*layers.state_dict()] == ['0.weight', '1.0.weight']
+    other = Numbered()
+    for state in (other.state_dict(), to_sequential(other, x).state_dict()):
+        layers.load_state_dict(to_sequential(model, x).state_dict())
+        assert torch.equal(layers(x), model(x))
+        layers.load_state_dict(state)
+        assert torch.equal(layers(x), other(x))
 
 
 def test_weights_have_the_names_of_the_model(tmp_path):

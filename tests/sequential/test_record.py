@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from tests.devices import cpu_only
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.sequential import ConversionError, to_sequential
+from torchgpipe.structure import call, flatten_nested
 
 pytestmark = cpu_only('what is recorded does not depend on devices')
 
@@ -241,7 +242,7 @@ def without_gradients(m, x):
 
 def in_another_precision(m, x):
     with torch.autocast('cpu', dtype=torch.bfloat16):  # this line
-        return (x @ x.t() @ x).float()
+        return ((x[:, None] @ x[:, :, None])[:, 0] * x).float()
 
 
 def by_the_mode(m, x):
@@ -289,7 +290,7 @@ def test_a_leaf_may_do_anything(function):
     if function is from_a_foreign_layer:
         return  # Each call has other weights.
     layers = to_sequential(model, sample(), leaves=() if by_itself else ['1'],
-                           check_sample=function is not by_a_draw)
+                           check_sample=function not in (by_an_element, by_a_draw))
     assert [type(x).__name__ for x in layers.modules()].count('Inner') == 1
     for mode in (True, False):
         model.train(mode)
@@ -470,6 +471,36 @@ def test_arguments(arguments):
     assert torch.allclose(found['out'], expected['out'], atol=1e-6)
 
 
+class Scored(nn.Module):
+    """A model with a loss in it, as of language."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(9, 6), nn.Linear(6, 9)
+
+    def forward(self, ids, labels=None, others=()):
+        logits = self.head(self.words(ids))
+        for other in (labels, *others):
+            ids = ids + other
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), ids
+
+
+@pytest.mark.parametrize('sample', [
+    lambda x: Arguments(x, labels=x), lambda x: Arguments(x, x, [x, x]),
+    lambda x: Arguments(x, x.view(4, 3), [x[:], x.detach()]),
+    lambda x: Arguments(x, NoChunk(x), (NoChunk(x), x))], ids=range(4))
+def test_each_place_of_a_sample_is_an_argument_of_its_own(sample):
+    """In v0.8.0, a tensor at two places was one: later the first place's went to both."""
+    model, x = Scored(), torch.randint(9, (4, 3))
+    arguments = sample(x)
+    layers = to_sequential(model, arguments, check_sample=False)
+    tensors, structure = flatten_nested(arguments)
+    others = structure([torch.randint(9, (4, 3)) for _ in tensors])
+    for found, expected in zip(call(layers, others), call(model, others)):
+        assert torch.equal(found, expected)
+    to_sequential(model, Arguments(x, labels=x))
+
+
 def test_arguments_go_by_name_for_the_batch_dimension():
     class Masked(Called):
         def forward(self, x, mask):
@@ -500,14 +531,19 @@ def test_without_a_sample():
 def test_nothing_stays_replaced():
     """Also after an error, and others threads never see it."""
     before = (builtins.len, builtins.isinstance, torch.arange, random.random, nn.Module.__call__,
-              nn.Module.__getattr__, nn.Module.__setattr__)
+              nn.Module.__getattr__, nn.Module.__setattr__,
+              torch.autograd.Function.__dict__['apply'],
+              type(torch.autograd.Function).__getattribute__)
     for function in (made, by_elements):
         try:
             to_sequential(Model(function), sample())
         except ConversionError:
             pass
         assert before == (builtins.len, builtins.isinstance, torch.arange, random.random,
-                          nn.Module.__call__, nn.Module.__getattr__, nn.Module.__setattr__)
+                          nn.Module.__call__, nn.Module.__getattr__, nn.Module.__setattr__,
+                          torch.autograd.Function.__dict__['apply'],
+                          type(torch.autograd.Function).__getattribute__)
+    assert '__getattribute__' not in vars(type(torch.autograd.Function))
 
 
 def test_nothing_is_found_in_the_lists_that_pytorch_makes():

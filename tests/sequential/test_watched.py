@@ -1,7 +1,10 @@
 """What is replaced while a forward is recorded: for what, and for whom it is not."""
 import builtins
+import gc
 import math
+import pickle
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,6 +13,8 @@ from torch import nn
 
 from tests.devices import cpu_only
 from torchgpipe.sequential import ConversionError, from_stages, to_sequential
+from torchgpipe.sequential.record import Recorder
+from torchgpipe.sequential.value import Unknown
 
 pytestmark = cpu_only('what is recorded does not depend on devices')
 
@@ -29,7 +34,7 @@ class Model(nn.Module):
 def assert_same(function, *sizes):
     """Compare a model with what it is converted to, for batches of some sizes."""
     model = Model(function)
-    layers = to_sequential(model, torch.rand(4, 6))
+    layers = to_sequential(model, torch.rand(4, 6), check_sample=False)  # It may go into numbers.
     for size in sizes or (7, 1):
         x = torch.rand(size, 6)
         results = []
@@ -147,6 +152,118 @@ def test_other_threads_have_what_python_has():
             return x * pool.submit(counted).result()
 
     assert_same(function)
+
+
+def recorders():
+    gc.collect()
+    return sum(type(each) is Recorder for each in gc.get_objects())
+
+
+def test_what_other_threads_see_of_what_is_replaced():
+    """In v0.8.0, ``torch.finfo`` was no class for them, and functions were pickled by no name; and
+    what they had kept of these kept the recording.
+    """
+    results, kept = [], []
+
+    def look():
+        kept.extend([len, isinstance, math.sqrt, torch.arange, torch.finfo, random.random])
+        limits = torch.finfo(torch.float)
+        results.append((
+            len([1, 2]), isinstance(1, int), math.sqrt(4), torch.arange(2).tolist(),
+            isinstance(limits, torch.finfo), limits.eps, isinstance(torch.finfo, type),
+            Twice.apply(torch.ones(1)).item(), twice(torch.ones(1)).item(),
+            [pickle.loads(pickle.dumps(each)) is each for each in kept[:5]]))
+        with torch.no_grad():
+            module = nn.LayerNorm(2)  # It draws nothing.
+        module.mine = [*module.named_parameters()][0][1] is module.weight
+        results.append(module.mine and type(module(torch.ones(1, 2))) is torch.Tensor)
+
+    def function(m, x):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        return x * 2
+
+    before, state = recorders(), random.getstate()
+    to_sequential(Model(function))
+    found, replaced = results[:], kept[:]
+    del results[:], kept[:]
+    look()
+    assert found == results and random.getstate() == state
+    assert all(a is not b for a, b in zip(replaced, kept))  # as they have the names of one thread
+    value = Unknown(torch.fx.Graph().placeholder('x'), None)
+    assert replaced[0]([1]) == 1 and not replaced[1](value, torch.Tensor)
+    assert recorders() == before
+
+
+# --- functions with a backward of their own
+# -------------------------------------------------------------------------------------------------
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 5
+
+
+class Reversed(torch.autograd.Function):
+    """It does nothing to be recorded."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+class SetUp(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+twice, reversed_, set_up = Twice.apply, Reversed.apply, SetUp.apply
+
+
+@pytest.mark.parametrize('has_sample', [True, False])
+@pytest.mark.parametrize('cls, function', [(Twice, twice), (Reversed, reversed_), (SetUp, set_up)])
+def test_a_function_that_is_applied_by_a_name_of_its_own(cls, function, has_sample):
+    """In v0.8.0, its forward was recorded: the backward was lost, or an error spoke of a mode."""
+    sample = torch.rand(4, 6) if has_sample else None
+    with pytest.raises(ConversionError, match=fr'(?s)calls {cls.__name__}\.apply by a name.*test_'
+                       fr'watched.py, line.*Way out: call it .* {cls.__name__}\.apply\('):
+        to_sequential(Model(lambda m, x: function(x)), sample)
+    layers = to_sequential(nn.Sequential(nn.Linear(6, 6), Applied(function)), torch.rand(4, 6),
+                           leaves=[Applied])
+    called = to_sequential(Model(lambda m, x: cls.apply(x)), sample)
+    for each in (layers, called):
+        x = torch.rand(4, 6)
+        first = next(each.parameters())
+        each(x).sum().backward()
+        assert torch.allclose(first.grad, (x * (5 if cls is Twice else -1)).sum(0).expand(6, 6))
+
+
+class Applied(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
 
 
 def test_a_leaf_may_trace_functions_itself():

@@ -53,7 +53,8 @@ def to_sequential(module: nn.Module, sample: Any = None, *, leaves: Iterable[Lea
             training mode, or changes grad mode or autocast.
         batch_dim: Where the batch is in the sample: see :class:`~torchgpipe.GPipe`.
         check_sample: Whether to compare outputs, gradients and buffers with those of the module,
-            in training and in evaluation mode, for the sample and for a micro-batch of it.
+            in training and in evaluation mode, for the sample and for a micro-batch of it; and
+            whether the samples are mixed: outputs for halves of it are halves of that for it.
 
     Returns:
         The sequential module. Any batch size will do; where the program of the module goes by
@@ -62,7 +63,7 @@ def to_sequential(module: nn.Module, sample: Any = None, *, leaves: Iterable[Lea
 
     Raises:
         ConversionError: The forward can not be followed: the message shows the line, and the way
-            out. Or the numbers are not those of the module.
+            out. Or the numbers are not those of the module, or not those of micro-batches.
         TypeError: Something is of the wrong type.
         ValueError: The model has no such leaf, or the sample can not be cut into micro-batches.
     """

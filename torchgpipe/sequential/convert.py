@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torchgpipe.sequential.build import build
 from torchgpipe.sequential.copies import copied, copied_value
 from torchgpipe.sequential.cuts import cut
+from torchgpipe.sequential.draws import same_random_numbers
 from torchgpipe.sequential.errors import ConversionError, NeedsLeaf, line_of_error, refused
 from torchgpipe.sequential.inputs import Inputs, arguments_of, called_with, signature_of
-from torchgpipe.sequential.kept import StaleValue, take_out_values
 from torchgpipe.sequential.leaves import Leaf, Leaves
 from torchgpipe.sequential.names import Converted
+from torchgpipe.sequential.patches import one_at_a_time
 from torchgpipe.sequential.record import Recorder
 from torchgpipe.sequential.value import UNKNOWN
 from torchgpipe.structure import call, flatten_nested, leaves_of, path_name
@@ -31,17 +32,10 @@ def convert(module: nn.Module, sample: Any, leaves: Iterable[Leaf]) -> Converted
         tensors, structure = flatten_nested(sample)
         sample = structure(tensors)  # without marks
     named = [_name_of(module, leaf) if isinstance(leaf, nn.Module) else leaf for leaf in leaves]
-    with torch.inference_mode(False), torch.enable_grad():
-        try:
-            return _with_leaves(module, sample, named)
-        except StaleValue:
-            take_out_values()
+    with one_at_a_time, torch.inference_mode(False), torch.enable_grad():
         if sample is not UNKNOWN:
-            _run(module, sample)  # It may fill its caches.
-        try:
-            return _with_leaves(module, sample, named)
-        finally:
-            take_out_values()
+            _run(module, sample)  # It may raise by itself, and fill its caches.
+        return _with_leaves(module, sample, named)
 
 
 def _with_leaves(module: nn.Module, sample: Any, named: list[Any]) -> Converted:
@@ -86,7 +80,7 @@ def _recorded(module: nn.Module, sample: Any, named: list[Any], classes: set[typ
         recorder.record(args, kwargs)
         del args, kwargs
         recorder.end()
-    except (NeedsLeaf, StaleValue):
+    except NeedsLeaf:
         raise
     except ConversionError:
         # What goes by the training mode may be to blame, and can be left to itself.
@@ -95,11 +89,11 @@ def _recorded(module: nn.Module, sample: Any, named: list[Any], classes: set[typ
             raise NeedsLeaf(*taken) from None
         raise
     except Exception as error:
-        if sample is not UNKNOWN:
-            _run(module, sample)  # Does it raise by itself?
         why = f'{type(error).__name__}: {error}'
         raise refused(root, f'it can not be followed ({why})',
                       line_of_error(error.__traceback__), recorder.inner) from error
+    finally:
+        recorder.let_go()
     return recorder, inputs
 
 
@@ -116,17 +110,18 @@ def _values(recorder: Recorder, module: nn.Module, sample: Any
         return bound.args, bound.kwargs, Inputs(signature, names)
     args, kwargs = called_with(sample)
     given = arguments_of(signature, args, kwargs)
-    tensors, structure = flatten_nested(copied_value(given))
+    tensors, structure = flatten_nested(given)
     inputs = Inputs(signature, structure=structure, number=len(tensors))
     names = ['_'.join(re.findall(r'\w+', path_name(leaf.path))) for leaf in leaves_of(given)
              if isinstance(leaf.value, Tensor)]
-    known = {id(x): recorder.placeholder(name, x) for name, x in zip(names, tensors)}
-    values = [known[id(x)] for x in tensors]
+    # Each place is an argument of its own: in other calls another tensor may be there, or another
+    # memory.
+    values = [recorder.placeholder(name, x.detach().clone()) for name, x in zip(names, tensors)]
     bound = signature.bind_partial()
     bound.arguments.update(structure(values))
     return bound.args, bound.kwargs, inputs
 
 
 def _run(module: nn.Module, sample: Any) -> None:
-    with torch.no_grad():
+    with torch.no_grad(), same_random_numbers():
         call(copied(module), copied_value(sample))

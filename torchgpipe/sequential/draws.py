@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ['KeptDraws']
+__all__ = ['KeptDraws', 'same_random_numbers']
 
 
 class KeptDraws:
@@ -40,3 +40,20 @@ def _python_states() -> tuple[Any, ...]:
     numpy = sys.modules.get('numpy')
     places = numpy.random.get_state(legacy=False)['state']['pos'] if numpy else None
     return random.getstate(), places
+
+
+@contextmanager
+def same_random_numbers(seed: int = 0) -> Iterator[None]:
+    """Draw from a seed, and put the generators of PyTorch and Python back."""
+    python = random.getstate()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    devices = range(torch.accelerator.device_count()) if accelerator else range(0)
+    try:
+        with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator
+                                   else 'cuda'):
+            # Other numbers than the recording has drawn, whose way they may change.
+            torch.manual_seed(seed)
+            random.seed(seed)
+            yield
+    finally:
+        random.setstate(python)

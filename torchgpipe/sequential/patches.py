@@ -11,12 +11,19 @@
     torch.arange(T)         torch.arange, …             PyTorch would ask for a number, not a value
     len(x), math.sqrt(T)    len, math.sqrt, …           so would Python
     Swish.apply(x)          Function.apply              PyTorch would ask for a tensor
+    swish(x)                type(Function)              refused: Swish.apply, by another name
     isinstance(x, Tensor)   isinstance                  the truth of the tensor, not of the value
 
-Other threads, and what runs within a leaf, get what PyTorch has. While a step is computed, the
-functions of PyTorch and Python are put back, as it may import a module that keeps them, such as
-PyTorch's compiler. ``isinstance`` is replaced since PyTorch's C++ would believe a ``__class__``
-that says Tensor, and read a value's memory as one's.
+[Note: What is replaced for the whole process]
+A name is looked up in a module or a class, which all threads have in common, or in ``builtins``;
+Python has no place for one thread's own. A value can't do without: ``len`` makes a number of what
+``__len__`` gives, ``math.sqrt`` of ``__float__``, and ``torch.zeros(n, 2)`` is refused before a
+``TorchFunctionMode`` is asked. PyTorch's C++ would believe a ``__class__`` that says Tensor, and
+read a value's memory as one's, so ``isinstance`` has to answer. So a replacement does what the
+original does, for other threads, for what runs within a leaf, and once the recording is over for
+who has kept it: see `Seat`. It has the name of the original, and that of a class is one.
+While a step is computed, the functions of PyTorch and Python are put back, as it may import a
+module that keeps them, such as PyTorch's compiler.
 """
 import builtins
 import math
@@ -25,7 +32,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -33,8 +40,9 @@ from torch.autograd import Function
 from torch.overrides import is_tensor_method_or_property
 
 from torchgpipe.sequential.runtime import apply
+from torchgpipe.sequential.watchers import Follower, Seat, Watcher
 
-__all__ = ['Follower', 'Watcher', 'followed', 'watched']
+__all__ = ['followed', 'one_at_a_time', 'watched']
 
 # What makes something of numbers, and would not take values for them.
 _MAKERS = ('arange', 'as_tensor', 'empty', 'eye', 'finfo', 'full', 'iinfo', 'linspace', 'logspace',
@@ -49,46 +57,8 @@ _DRAWERS = ('betavariate', 'choice', 'choices', 'expovariate', 'gauss', 'getrand
 
 _MODES = (torch.autocast, torch.enable_grad, torch.inference_mode, torch.no_grad)
 
-# Two threads would put back what the other one has replaced.
-_one_at_a_time = threading.RLock()
-
-
-class Watcher(Protocol):
-    """Who is told which modules a forward calls, and what it reads of them."""
-
-    @property
-    def watches(self) -> bool:
-        """Whether the forward runs now, and not a leaf."""
-
-    def called(self, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...],
-               kwargs: dict[str, Any]) -> Any:
-        """Call a module."""
-
-    def read(self, module: nn.Module, name: str, found: Any) -> Any:
-        """Give an attribute."""
-
-    def listed(self, module: nn.Module, name: str, tensor: torch.Tensor) -> Any:
-        """Give a parameter or a buffer."""
-
-
-class Follower(Watcher, Protocol):
-    """Who is told of what a forward does."""
-
-    def written(self, module: nn.Module, name: str) -> None:
-        """Say that an attribute is about to be set."""
-
-    def made(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-             ) -> Any:
-        """Call a function that makes a tensor, or describes a type of numbers."""
-
-    def is_a(self, value: Any, classes: Any) -> bool:
-        """Tell whether what a value stands for is an instance."""
-
-    def entered(self) -> None:
-        """Say that grad mode, inference mode or autocast is about to be set."""
-
-    def drew(self) -> None:
-        """Say that a random number of Python's is about to be drawn."""
+#: Two threads would put back what the other one has replaced, or see what it draws.
+one_at_a_time = threading.RLock()
 
 
 #: An object, the name of its attribute, and what makes another one of that.
@@ -98,8 +68,12 @@ _Replacement = tuple[Any, str, Callable[[Any], Any]]
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
     """Let a watcher see which modules this thread calls, and what it reads of them."""
-    with _replaced(_of_modules(watcher, _watches(watcher))):
-        yield
+    seat = Seat(watcher)
+    with _replaced(_of_modules(seat)):
+        try:
+            yield
+        finally:
+            seat.leave()
 
 
 @contextmanager
@@ -108,22 +82,22 @@ def followed(follower: Follower) -> Iterator[Callable[[], AbstractContextManager
     # PyTorch keeps lists of its functions, which it makes when they are first asked for; it must
     # not find these here in them.
     is_tensor_method_or_property(torch.add)
-    watches = _watches(follower)
-    with _replaced([*_of_modules(follower, watches), *_others(follower, watches)]) as put_back:
-        yield put_back
-
-
-def _watches(watcher: Watcher) -> Callable[[], bool]:
-    mine = threading.get_ident()
-    return lambda: watcher.watches and threading.get_ident() == mine
+    seat = Seat(follower)
+    with _replaced([*_of_modules(seat), *_others(seat)]) as put_back:
+        try:
+            yield put_back
+        finally:
+            seat.leave()
 
 
 @contextmanager
 def _replaced(replacements: Sequence[_Replacement]
               ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    with _one_at_a_time:
-        owns = [(owner, name, vars(owner)[name]) for owner, name, _ in replacements]
-        others = [(owner, name, make(getattr(owner, name))) for owner, name, make in replacements]
+    with one_at_a_time:
+        owns = [(owner, name, vars(owner).get(name, _INHERITED))
+                for owner, name, _ in replacements]
+        others = [(owner, name, _named(make(getattr(owner, name)), owner, name))
+                  for owner, name, make in replacements]
 
         @contextmanager
         def put_back() -> Iterator[None]:
@@ -141,16 +115,31 @@ def _replaced(replacements: Sequence[_Replacement]
             _set(owns)
 
 
+def _named(function: Any, owner: Any, name: str) -> Any:
+    """Let a function of a module be found by its name, as a pickle would."""
+    if isinstance(owner, ModuleType):
+        function.__module__ = owner.__name__
+        function.__name__ = function.__qualname__ = name
+    return function
+
+
+_INHERITED = object()
+
+
 def _set(attributes: Iterable[tuple[Any, str, Any]], kind: type = object) -> None:
     for owner, name, value in attributes:
         if isinstance(owner, kind):
-            setattr(owner, name, value)
+            if value is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
 
-def _of_modules(watcher: Watcher, watches: Callable[[], bool]) -> list[_Replacement]:
+def _of_modules(seat: Seat[Any]) -> list[_Replacement]:
     def call(own: Any) -> Any:
         def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if watches():
+            watcher = seat.taken()
+            if watcher:
                 return watcher.called(module, own, args, kwargs)
             return own(module, *args, **kwargs)
         return run
@@ -158,64 +147,81 @@ def _of_modules(watcher: Watcher, watches: Callable[[], bool]) -> list[_Replacem
     def read(own: Any) -> Any:
         def run(module: nn.Module, name: str) -> Any:
             found = own(module, name)
-            return watcher.read(module, name, found) if watches() else found
+            watcher = seat.taken()
+            return watcher.read(module, name, found) if watcher else found
         return run
 
     def listing(own: Any) -> Any:
         def run(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
             for name, tensor in own(module, *args, **kwargs):
-                yield name, watcher.listed(module, name, tensor) if watches() else tensor
+                watcher = seat.taken()
+                yield name, watcher.listed(module, name, tensor) if watcher else tensor
         return run
 
     return [(nn.Module, '__call__', call), (nn.Module, '__getattr__', read),
             (nn.Module, 'named_parameters', listing), (nn.Module, 'named_buffers', listing)]
 
 
-def _others(watcher: Follower, watches: Callable[[], bool]) -> Iterator[_Replacement]:
+def _others(seat: Seat[Follower]) -> Iterator[_Replacement]:
     def write(own: Any) -> Any:
         def run(module: nn.Module, name: str, value: Any) -> None:
-            if watches():
+            watcher = seat.taken()
+            if watcher:
                 watcher.written(module, name)
             own(module, name, value)
         return run
 
     def maker(own: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            return watcher.made(own, args, kwargs) if watches() else own(*args, **kwargs)
-        return run
+            watcher = seat.taken()
+            return watcher.made(own, args, kwargs) if watcher else own(*args, **kwargs)
+        return _as_class(own, run) if isinstance(own, type) else run
 
     def entrance(own: Any) -> Any:
         def run(mode: Any, *args: Any, **kwargs: Any) -> Any:
-            if watches():
+            watcher = seat.taken()
+            if watcher:
                 watcher.entered()
             return own(mode, *args, **kwargs)
         return run
 
     def drawer(own: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if watches():
+            watcher = seat.taken()
+            if watcher:
                 watcher.drew()
             return own(*args, **kwargs)
         return run
 
     def of_values(own: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if any(isinstance(x, fx.Proxy) for x in args) and watches():
-                return watcher.made(own, args, kwargs)
-            return own(*args, **kwargs)
+            watcher = seat.taken() if any(isinstance(x, fx.Proxy) for x in args) else None
+            return watcher.made(own, args, kwargs) if watcher else own(*args, **kwargs)
         return run
 
     def applying(_: Any) -> Any:
         def run(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if watches():
+            watcher = seat.taken()
+            if watcher:
                 return watcher.made(apply, (cls, *args), kwargs)
             return apply(cls, *args, **kwargs)
         return classmethod(run)
 
+    def asked(own: Any) -> Any:
+        def run(cls: Any, name: str) -> Any:
+            # Whoever applies one, asks for this first.
+            watcher = seat.taken() if name == 'setup_context' else None
+            if watcher:
+                watcher.applied(cls)
+            return own(cls, name)
+        return run
+
     def instance(own: Any) -> Any:
         def run(value: Any, classes: Any) -> bool:
-            return own(value, classes) or (own(value, fx.Proxy) and watches()
-                                           and watcher.is_a(value, classes))
+            if own(value, classes):
+                return True
+            watcher = seat.taken() if own(value, fx.Proxy) else None
+            return watcher is not None and watcher.is_a(value, classes)
         return run
 
     yield builtins, 'len', of_values
@@ -223,6 +229,7 @@ def _others(watcher: Follower, watches: Callable[[], bool]) -> Iterator[_Replace
     for name in _OF_NUMBERS:
         yield math, name, of_values
     yield Function, 'apply', applying
+    yield type(Function), '__getattribute__', asked
     yield nn.Module, '__setattr__', write
     for name in _MAKERS:
         yield torch, name, maker
@@ -231,3 +238,18 @@ def _others(watcher: Follower, watches: Callable[[], bool]) -> Iterator[_Replace
     for mode in _MODES:
         yield mode, '__enter__', entrance
     yield torch.autocast, '__init__', entrance  # It would not take x.device.type, a value.
+
+
+def _as_class(own: type, call: Callable[..., Any]) -> type:
+    """Return a class that is called in a way of its own, and is another one in all else."""
+    class Like(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, own)
+
+        def __getattr__(cls, name: str) -> Any:
+            return getattr(own, name)
+
+    return Like(own.__name__, (), {})

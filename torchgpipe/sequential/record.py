@@ -128,6 +128,14 @@ class Recorder(Steps):
         """Refuse it: the graph would have the one number that was drawn now."""
         self.refuse('it draws random numbers of Python\'s')
 
+    def applied(self, function: type) -> None:
+        """Refuse it: the graph would have its forward without its backward, or nothing."""
+        name = function.__name__
+        self.refuse(f'it calls {name}.apply by a name that was bound before, which a recording '
+                    'does not see',
+                    f'call it where it is used, {name}.apply(…); or name a submodule that does as '
+                    'a leaf: to_sequential(model, sample, leaves=[…])')
+
     def made(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
              ) -> Any:
         """Record a call that PyTorch would not take values for."""

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,7 +24,7 @@ from torchgpipe.engine.memory import size_of, storage_id
 from torchgpipe.sequential.contents import has_values, ids_within
 from torchgpipe.sequential.draws import KeptDraws
 from torchgpipe.sequential.errors import line_of
-from torchgpipe.sequential.kept import StaleValue
+from torchgpipe.sequential.kept import let_go, name_of_keeper, stale
 from torchgpipe.sequential.nodes import (Constant, asks_for_grad, compute, is_about, is_in_place,
                                          is_plain, mapped)
 from torchgpipe.sequential.runtime import expect, put_together, take_apart
@@ -32,6 +32,8 @@ from torchgpipe.sequential.value import UNKNOWN, Unknown, Value
 from torchgpipe.structure import PLAIN, flatten, flatten_nested
 
 __all__ = ['Steps']
+
+TValue = TypeVar('TValue', Unknown, Value)
 
 
 class Steps(fx.Tracer):
@@ -91,7 +93,7 @@ class Steps(fx.Tracer):
                      ) -> Any:
         """Record a step, and compute it for the sample."""
         if self.over:
-            raise StaleValue
+            raise stale()
         self.check_modes()
         args = tuple(map(self.simple, args))
         kwargs = {name: self.simple(value) for name, value in kwargs.items()}
@@ -155,7 +157,7 @@ class Steps(fx.Tracer):
         if known is UNKNOWN:
             meta['kind'], meta['bytes'] = ('plain', 0) if is_plain(node) else ('tensor', 1)
             meta['device'] = node.target is getattr and node.args[1] == 'device'
-            return Unknown(node, self)
+            return self._kept_in_mind(Unknown(node, self))
         if known is None:
             if node.op == 'call_module':
                 self.expect(node, None, 'the result of a layer')
@@ -170,24 +172,32 @@ class Steps(fx.Tracer):
         return self._value(node, known)
 
     def _value(self, node: fx.Node, known: Any) -> Value:
-        value = Value(node, self, known)
+        return self._kept_in_mind(Value(node, self, known))
+
+    def _kept_in_mind(self, value: TValue) -> TValue:
         self._values.append(weakref.ref(value))
         return value
 
     def end(self) -> None:
-        """Let go of all values.
+        """See that nobody has a value.
 
         Raises:
-            StaleValue: Somebody else keeps one.
+            ConversionError: Somebody keeps one.
         """
         self._read.clear()
         if self._values_left():
             gc.collect()
-            if self._values_left():
-                raise StaleValue
+            left = self._values_left()
+            if left:
+                raise stale(name_of_keeper(left))
 
-    def _values_left(self) -> bool:
-        return any(value() is not None for value in self._values)
+    def let_go(self) -> None:
+        """Let nobody have a value, however the recording went."""
+        self._read.clear()
+        let_go(self._values_left())
+
+    def _values_left(self) -> list[Any]:
+        return [value for value in (each() for each in self._values) if value is not None]
 
     def _taken_apart(self, node: fx.Node, known: Any) -> Any:
         if node.target is put_together:

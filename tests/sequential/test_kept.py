@@ -1,0 +1,200 @@
+"""What a forward keeps beyond its end: caches are filled before, and all else is named."""
+import functools
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.devices import cpu_only
+from tests.sequential.test_record import Inner, Model, sample
+from torchgpipe.sequential import ConversionError, to_sequential
+from torchgpipe.sequential.steps import Steps
+from torchgpipe.sequential.value import UNKNOWN, Unknown, Value
+
+pytestmark = cpu_only('what is recorded does not depend on devices')
+
+TABLES = {}
+HELD = SimpleNamespace(values=[])
+ANY = {}
+
+
+@functools.lru_cache
+def bounded(width):
+    return torch.linspace(0, 1, width)
+
+
+@functools.cache
+def unbounded(width):
+    return torch.linspace(0, 1, width)
+
+
+def in_a_global(m, x):
+    if 6 not in TABLES:
+        TABLES[6] = torch.linspace(0, 1, 6)
+    return x + TABLES[6]
+
+
+def by_a_size(m, x):
+    if x.shape[1] not in TABLES:
+        TABLES[x.shape[1]] = torch.linspace(0, 1, x.shape[1])
+    return x + TABLES[x.shape[1]]
+
+
+def holds_values(thing):
+    return any(isinstance(each, (Value, Unknown)) for each in thing)
+
+
+@pytest.fixture(autouse=True)
+def empty_caches():
+    TABLES.clear()
+    ANY.clear()
+    Kept.last = None
+    HELD.values = []
+    for cached in (bounded, unbounded, cached_of_tensors):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize('table', [bounded, unbounded])
+def test_what_a_cache_has_it_keeps(table):
+    """In v0.8.0, a conversion emptied a cache in which it had put a value."""
+    mine = table(3)
+    layers = to_sequential(Model(lambda m, x: x + table(6)), sample())
+    assert table(3) is mine and type(table(6)) is torch.Tensor
+    assert [name for name, _ in layers.named_buffers() if 'constant' in name]
+
+
+@pytest.mark.parametrize('function', [in_a_global, by_a_size])
+def test_what_a_global_has_it_keeps(function):
+    model = Model(function)
+    layers = to_sequential(model, sample())
+    assert [*TABLES] == [6] and type(TABLES[6]) is torch.Tensor
+    assert torch.equal(layers(sample()), model(sample()))
+
+
+def test_what_others_have_is_left_alone():
+    """In v0.8.0, values were taken out of all dictionaries, and so of that of another conversion.
+    """
+    entered, goes_on, found = threading.Event(), threading.Event(), []
+
+    def waits(m, x):
+        own = {'x': x * 2}
+        entered.set()
+        assert goes_on.wait(60)
+        found.append(holds_values(own.values()))
+        return own['x']
+
+    waiting = Model(waits)
+    thread = threading.Thread(target=lambda: to_sequential(waiting, check_sample=False))
+    thread.start()
+    assert entered.wait(60)
+    mine = Steps(nn.Identity())
+    held = [mine.placeholder('x', torch.ones(1))]
+    mine.let_go()
+    goes_on.set()
+    thread.join()
+    assert found == [True] and not holds_values(held)
+
+
+def in_a_list(m, x):
+    HELD.values.append(x * 2)
+    return x
+
+
+def in_a_dict(m, x):
+    ANY['last'] = x * 2
+    return x
+
+
+def in_an_attribute(m, x):
+    HELD.last = x * 2
+    return x
+
+
+def in_a_tuple(m, x):
+    ANY['pair'] = (x * 2, 3)
+    return x
+
+
+class Kept:
+    last = None
+
+
+def in_a_class(m, x):
+    Kept.last = x * 2
+    return x if Kept.last is None else x + 1
+
+
+def counted(n):
+    @functools.lru_cache
+    def cached(x):
+        return x * n
+    return cached
+
+
+cached_of_tensors = counted(2)
+
+
+def in_a_cache(m, x):
+    return cached_of_tensors(x)
+
+
+in_a_closure_of = [None]
+
+
+def make_closure():
+    last = None
+
+    def in_a_closure(m, x):
+        nonlocal last
+        last = x * 2
+        in_a_closure_of[0] = lambda: last
+        return x
+    return in_a_closure
+
+
+KEEPERS = [(in_a_list, 'a types.SimpleNamespace'), (in_a_dict, r'tests.sequential.test_kept.ANY'),
+           (in_an_attribute, 'a types.SimpleNamespace'),
+           (in_a_tuple, r'tests.sequential.test_kept.ANY'),
+           (in_a_class, 'an attribute of tests.sequential.test_kept.Kept'),
+           (in_a_cache, 'the cache of tests.sequential.test_kept.counted.<locals>.cached'),
+           (make_closure(), 'a variable of tests.sequential.test_kept.make_closure.<locals>.*')]
+
+
+@pytest.mark.parametrize('function, name', KEEPERS, ids=lambda x: getattr(x, '__name__', ''))
+@pytest.mark.parametrize('has_sample', [True, False])
+def test_who_keeps_something_in_each_run_is_named(function, name, has_sample):
+    """In v0.8.0, it was not; and without a sample, values were left there."""
+    with pytest.raises(ConversionError, match=rf'keeps what it computes in {name}, and each run '
+                                              r'.*leaves=\['):
+        to_sequential(Model(function), sample() if has_sample else None)
+    model = nn.Sequential(nn.Linear(6, 6), Inner(function), nn.Linear(6, 6))
+    assert len(to_sequential(model, sample(), leaves=['1'])) == 3
+
+
+@pytest.mark.parametrize('function', [f for f, _ in KEEPERS if f is not in_a_tuple],
+                         ids=lambda f: f.__name__)
+@pytest.mark.parametrize('has_sample', [True, False])
+def test_nobody_has_a_value_afterwards(function, has_sample):
+    """But what the model would have kept there itself, whether the conversion comes to its end."""
+    def fails(m, x):
+        x = function(m, x)
+        return x if x.sum() > 0 else -x
+
+    for each in (function, fails):
+        with pytest.raises(ConversionError):
+            to_sequential(Model(each), sample() if has_sample else None)
+        places = [*HELD.values, *ANY.values(), getattr(HELD, 'last', None),
+                  getattr(Kept, 'last', None), in_a_closure_of[0] and in_a_closure_of[0]()]
+        assert not holds_values(places) and all(each is not UNKNOWN for each in places)
+        model, x = Model(each), sample()
+        assert function is not in_a_cache or type(cached_of_tensors(x)) is torch.Tensor
+        model(x)
+
+
+def test_a_value_is_of_no_use_once_its_recording_is_over():
+    with pytest.raises(ConversionError, match='keeps what it computes in'):
+        to_sequential(Model(in_a_tuple), sample())
+    with pytest.raises(ConversionError, match='keeps what it computes in a cache, a global or'):
+        ANY['pair'][0] * 2

@@ -1,0 +1,213 @@
+"""Models that mix the samples of a mini-batch, which micro-batches would not do, are refused."""
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.devices import cpu_only
+from torchgpipe import Arguments, NoChunk
+from torchgpipe.sequential import ConversionError, from_stages, to_sequential
+from torchgpipe.sequential.mixing import coarsest_tolerance, differences, mixed
+
+pytestmark = cpu_only('numbers are compared as on any device')
+
+
+class Model(nn.Module):
+    """A function between two linear layers."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.function = function
+
+    def forward(self, x, *args):
+        return self.b(self.function(self, self.a(x), *args))
+
+
+class Towers(nn.Module):
+    """A contrastive model, as people write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = nn.Linear(6, 5), nn.Linear(7, 5)
+
+    def forward(self, image, text):
+        image, text = F.normalize(self.image(image), dim=-1), F.normalize(self.text(text), dim=-1)
+        return {'image': image, 'text': text, 'logits_per_image': image @ text.t()}
+
+
+def test_logits_of_each_sample_for_each_other_one():
+    """In v0.8.0, such a model was converted, and a pipeline of it gave other logits."""
+    with pytest.raises(ConversionError, match=r"samples of a mini-batch are mixed.*: "
+                       r"output\['logits_per_image'\] of shapes \(4, 4\), \(4, 4\), in place of "
+                       r'parts of \(8, 8\)\. .*batch_dim=1.*NoChunk.*contrastive loss'):
+        to_sequential(Towers(), Arguments(torch.rand(8, 6), torch.rand(8, 7)))
+    layers = to_sequential(Towers(), Arguments(torch.rand(8, 6), torch.rand(8, 7)),
+                           check_sample=False)
+    assert len(layers) == 2
+
+
+class Steps(nn.Module):
+    """What has steps in time before the batch."""
+
+    def __init__(self, causal=False, backwards=False):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(6, 2, 8) for _ in range(2))
+        self.causal, self.backwards = causal, backwards
+
+    def forward(self, x):
+        mask = None
+        if self.causal:
+            mask = torch.ones(x.shape[0], x.shape[0], dtype=torch.bool).triu(1)
+            mask = mask.t() if self.backwards else mask
+        x = self.a(x)
+        for layer in self.layers:
+            x = layer(x, src_mask=mask)
+        return self.b(x)
+
+
+@pytest.mark.parametrize('causal, backwards', [(False, False), (True, False), (True, True)])
+def test_steps_in_time_that_are_taken_for_samples(causal, backwards):
+    """In v0.8.0, they were cut. One half of them is right where steps see those on one side only.
+    """
+    model, x = Steps(causal, backwards), torch.rand(8, 5, 6)
+    with pytest.raises(ConversionError, match=r'batch_dim=0.*: output by .*batch_dim=1'):
+        to_sequential(model, x)
+    if not causal:
+        with pytest.raises(ConversionError, match='samples of a mini-batch are mixed'):
+            from_stages(model, [model.a, *model.layers, model.b], x)
+    assert len(to_sequential(model, x, batch_dim=1)) == 4
+
+
+def test_what_is_the_same_for_all_samples():
+    model = Model(lambda m, x, y: x * y.mean(0))
+    x, y = torch.rand(4, 6), torch.rand(4, 6)
+    with pytest.raises(ConversionError, match='samples of a mini-batch are mixed'):
+        to_sequential(model, Arguments(x, y))
+    assert len(to_sequential(model, Arguments(x, NoChunk(y)))) == 2
+
+
+def test_arguments_with_the_batch_in_other_dimensions():
+    model = Model(lambda m, x, y: x * y.t())
+    sample = Arguments(torch.rand(7, 6), torch.rand(6, 7))
+    assert len(to_sequential(model, sample, batch_dim=[0, 1])) == 2
+
+
+@pytest.mark.parametrize('function', [
+    lambda m, x: x / len(x), lambda m, x: x - x.mean(0), lambda m, x: x.cumsum(0),
+    lambda m, x: x.flip(0).cumsum(0).flip(0), lambda m, x: x.roll(1, 0)], ids=range(5))
+@pytest.mark.parametrize('size', [2, 5, 8])
+def test_samples_that_see_each_other(function, size):
+    with pytest.raises(ConversionError, match='samples of a mini-batch are mixed'):
+        to_sequential(Model(function), torch.rand(size, 6))
+
+
+class Several(nn.Module):
+    """Outputs of each kind, of which one may be mixed."""
+
+    def __init__(self, mixes):
+        super().__init__()
+        self.a, self.mixes = nn.Linear(6, 6), mixes
+
+    def forward(self, x):
+        x = self.a(x)
+        if self.mixes:
+            x = x - x.mean(0)
+        return {'out': x, 'loss': x.square().mean(), 'norms': x.square().sum(0), 'n': 3,
+                'best': (x.argmax(1), x > 0), 'time first': x[None].flip(0).transpose(0, 1)}
+
+
+def test_outputs_without_a_batch_dimension():
+    """They become what the rules of a ``GPipe`` say."""
+    assert len(to_sequential(Several(False), torch.rand(7, 6))) == 1
+    with pytest.raises(ConversionError, match=r"output\['out'\] by [^,]*, "
+                                              r"output\['time first'\] by [^,]*\. If the batch"):
+        to_sequential(Several(True), torch.rand(7, 6))
+
+
+def test_one_sample_alone_is_mixed_with_none():
+    assert len(to_sequential(Model(lambda m, x: x - x.mean(0)), torch.rand(1, 6))) == 2
+
+
+def test_normalizations_mix_samples_in_training_by_design():
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+    assert len(to_sequential(model, torch.rand(8, 6))) == 2
+
+
+def test_random_numbers_in_evaluation_are_no_mixing():
+    for function in (lambda m, x: x + torch.randn_like(x), lambda m, x: F.dropout(x)):
+        assert len(to_sequential(Model(function), torch.rand(8, 6))) == 2
+
+
+def test_samples_that_are_put_in_a_list():
+    class Listed(nn.Module):
+        def forward(self, x):
+            return [*x]
+
+    class Lists(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.listed = Listed()
+
+        def forward(self, x):
+            return self.listed(x)
+
+    with pytest.raises(ConversionError, match='micro-batches'):
+        to_sequential(Lists(), torch.rand(4, 6), leaves=['listed'])
+
+
+class Net(nn.Module):
+    """Convolutions, normalizations and attention, as in models of images."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8)
+        self.depth, self.group = nn.Conv2d(8, 8, 3, groups=8), nn.GroupNorm(2, 8)
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.recur, self.head = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.group(self.depth(F.gelu(self.norm(self.stem(x)))))
+        x = x.flatten(2).transpose(1, 2)
+        x = self.recur(x + self.attend(x, x, x)[0])[0]
+        return self.head(x.amax(1)), F.softmax(x, -1)
+
+
+@pytest.mark.parametrize('dtype', [torch.float, torch.double, torch.bfloat16])
+@pytest.mark.parametrize('size', [2, 5, 16])
+def test_rounding_is_no_mixing(dtype, size):
+    torch.manual_seed(size)
+    x = torch.randn(size, 3, 15, 15, dtype=dtype)
+    assert len(to_sequential(Net().to(dtype), x)) == 5
+    with torch.autocast('cpu', dtype=torch.bfloat16, enabled=dtype is torch.float):
+        assert len(to_sequential(Net().to(dtype), x)) == 5
+
+
+def test_what_rounding_may_come_to_is_that_of_the_least_precise_number():
+    x = torch.ones(3)
+    single, half = torch.finfo(x.dtype).eps ** (2 / 3), torch.finfo(torch.half).eps ** (2 / 3)
+    assert coarsest_tolerance([x, x.double(), x.int()]) == pytest.approx(single)
+    assert coarsest_tolerance([x, x.to('meta')]) == pytest.approx(half)  # as on an accelerator
+    with torch.autocast('cpu', dtype=torch.half):
+        assert coarsest_tolerance([x]) == pytest.approx(half)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision('high')
+    try:
+        assert coarsest_tolerance([x]) == pytest.approx(half)
+        assert coarsest_tolerance([x.double()]) < single
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert coarsest_tolerance([]) == 0
+
+
+def test_halves_that_are_no_parts():
+    whole, half = torch.arange(12.).view(4, 3), torch.arange(6.).view(2, 3)
+    assert mixed({'x': whole}, [{'x': half}, {'x': half + 6}], 0) == []
+    for parts in ([half[0], half], [half, half[:1]], [half, half[:, :2]], [half, half[None]]):
+        found, = mixed({'x': whole}, [{'x': part} for part in parts], 0)
+        assert 'in place of parts of (4, 3)' in found
+    found, = mixed({'x': whole}, [{'x': half}, {}], 0)
+    assert found == 'x, which is not there for each'
+    assert differences({'x': whole}, {'x': whole + 11}, 1.0) == []
+    assert differences({'x': whole}, {'x': whole + 11}, 0.9) == ['x by 1.0e+00']
