@@ -88,7 +88,7 @@ def test_in_v080_a_layer_that_stands_twice_had_the_leaves_of_one_cell_in_another
             return F.mse_loss(self.layer(output), target)
 
     places = devices.distinct(2)
-    layers = [shared, nn.Linear(4, 4)] if where[0] == 'a' else [shared, shared]
+    layers = [nn.Sequential(shared), nn.Linear(4, 4)] if where[0] == 'a' else [shared, shared]
     if where[0] == 'a' and devices.are_apart:
         pytest.skip('the loss would have a layer of another device')
     model = GPipe(nn.Sequential(*layers), [1, 1], devices=places, chunks=4, checkpoint='never')
@@ -102,39 +102,48 @@ def test_in_v080_a_layer_that_stands_twice_had_the_leaves_of_one_cell_in_another
 
 @cpus
 @cpu_only('threads of the host meet')
-def test_in_v080_a_step_took_leaves_of_another_one_for_parameters(devices):
+@pytest.mark.parametrize('where', ['layer', 'loss'])
+def test_in_v080_a_step_took_leaves_of_another_one_for_parameters(devices, where):
     """In about two of eight runs, two threads that took a step each lost gradients."""
-    reading, taken = threading.Event(), []
+    reading, taken, threads = threading.Event(), [], []
 
-    def wait(linear, x):
-        if threads and not threads[0].is_alive():
+    def wait(linear, *args):
+        if threads and threads[0].ident is None:
             threads[0].start()
             reading.wait(SECONDS)
-        return linear(x)
+        return linear(args[0]).square().mean() if where == 'loss' else linear(args[0])
 
     class Look(Leaves):
         def _leaf_of(self, x, put_off):
             taken.append(id(x))
-            if threading.current_thread() is threads[0]:
+            if len(taken) == 2 * number:  # which is all that there are, for both
                 reading.set()
             return super()._leaf_of(x, put_off)
 
+    def make(layer):
+        return GPipe(nn.Sequential(layer, nn.Linear(4, 4)).double(), [1, 1], devices=devices(2),
+                     chunks=2)
+
     layer = Layer(wait).double()
-    model = GPipe(nn.Sequential(layer, nn.Linear(4, 4).double()), [1, 1], devices=devices(2),
-                  chunks=2)
+    if where == 'loss':  # Two models have nothing else in common.
+        models, loss_fn = [make(nn.Linear(4, 4)), make(nn.Linear(4, 4))], layer
+    else:
+        models, loss_fn = [make(layer)] * 2, F.mse_loss
     x, y = torch.randn(2, 4, 4, dtype=torch.double)
-    F.mse_loss(nn.Sequential(layer.linear, model[1])(x), y).backward()
-    expected = [2 * grad for grad in gradients(model)]
-    model.zero_grad()
-    threads = [threading.Thread(target=model.step, args=(x, y, F.mse_loss))]
+    for model in models:
+        loss_fn(nn.Sequential(*model)(x), y).backward()
+    parameters = {*layer.parameters(), *models[0].parameters(), *models[1].parameters()}
+    number = len({*layer.parameters(), *models[0].parameters()})
+    expected = [parameter.grad.clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    threads.append(threading.Thread(target=models[1].step, args=(x, y, loss_fn)))
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr('torchgpipe.engine.stepping.Leaves', Look)
-        started = threads[0]
-        threads[0].is_alive = lambda: started.ident is not None
-        model.step(x, y, F.mse_loss)
-        started.join()
-    assert {*taken} == {id(x) for x in model.parameters()}
-    assert_same(gradients(model), expected)
+        models[0].step(x, y, loss_fn)
+        threads[0].join()
+    assert {*taken} == {*map(id, parameters)}
+    assert_same([parameter.grad for parameter in parameters], expected)
 
 
 # --- draws

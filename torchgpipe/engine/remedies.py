@@ -22,7 +22,7 @@ class Remedy(NamedTuple):
 
 
 REMEDIES = [
-    Remedy('being modified inplace', lambda j, m: j == 0 and m > 1,
+    Remedy('modified inplace', lambda j, m: j == 0 and m > 1,
            'The micro-batches are views of one tensor, the input of the model. If that requires '
            'grad, PyTorch lets no layer change a view of it in place: use a layer that is not in '
            'place first (inplace=False), or chunks=1.'),
