@@ -283,16 +283,15 @@ def _rule_of(rule: Any, path: Path, x: Tensor, batch_dim: int) -> int | str:
 def _join(xs: Sequence[Tensor], sizes: Sequence[int] | None, rule: int | str, path: Path
           ) -> Tensor:
     """Put one tensor of all micro-batches together."""
-    name = 'output' + path_name(path)
     if isinstance(rule, int):
         for i, x in enumerate(xs):
             if not -x.dim() <= rule < x.dim() or (
                     sizes is not None and x.shape[rule] != sizes[i]):
-                raise _not_joined(i, x, sizes, rule, name)
+                raise _not_joined(i, x, sizes, rule, 'output' + path_name(path))
     beside = {tuple(size for k, size in enumerate(x.shape) if rule not in (k, k - x.dim()))
               for x in xs}
     if len(beside) > 1:
-        raise _mixed(xs, rule, name)
+        raise _mixed(xs, rule, 'output' + path_name(path))
     if isinstance(rule, int):
         return xs[0] if len(xs) == 1 else torch.cat(list(xs), rule)
     if rule == 'mean':
