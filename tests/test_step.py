@@ -963,3 +963,13 @@ def test_a_schedule_from_a_file(tmp_path):
     path.write_text('0F0,zero\n')
     with pytest.raises(ValueError, match='row 1, column 2'):
         gpipe.step(torch.zeros(3, 4).double(), torch.zeros(3, 3).double(), loss_of, schedule=path)
+
+
+@cpu_only('it is about files')
+def test_a_schedule_from_a_file_with_a_mark_of_its_encoding(tmp_path):
+    """In v0.8.0, the mark was taken for a part of the first action."""
+    path = tmp_path / 'schedule.csv'
+    path.write_text(make('1f1b', 2, 3).to_csv(), 'utf-8-sig')
+    model = layers()
+    gpipe = GPipe(copy.deepcopy(model), [4, 4], devices=['cpu:0', 'cpu:1'], chunks=3)
+    train(model, gpipe, 7, schedule=path)
