@@ -2,8 +2,8 @@
 
 Each row has a virtual environment of its own. The package is installed there as the README says;
 in an empty folder the README's code runs, a comparison and a step; then the core of the suite, or
-all of it. Where the package index lacks one of those that this project names itself, that is in the
-table, and no failure; a release that was asked for by its number has to be there.
+all of it. A release that this project names itself may be missing in the package index: then the
+table says so. One that is asked for by its number has to be there.
 """
 import argparse
 import os
