@@ -244,6 +244,18 @@ def test_losses_of_samples(loss_fn, options):
         gpipe.step(torch.randn(7, 4).double(), PADDED, loss_fn, **options)
 
 
+def test_settings_of_something_else():
+    """A name that old losses have, too; and a method of a module that is no loss itself."""
+    class Trainer(nn.Module):
+        reduction = 'sum'
+
+        def loss(self, output, target, reduce=True):
+            return output.square().mean()
+
+    trainer = Trainer()
+    assert_same(step(trainer.loss), plain(trainer.loss))
+
+
 def test_parameters_of_a_loss_within_a_partial():
     """In v0.8.0, they were none of the step's: a hook saw the gradient of each micro-batch."""
     loss_fn = Scaled()
