@@ -1,6 +1,7 @@
 """What the library refuses: one small program for each row of ``docs/guide/restrictions.md``."""
 import random
 from collections import OrderedDict
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -490,6 +491,7 @@ REFUSALS = [
     lambda: wrap(linear(), linear())(torch.tensor(1.0)),
     lambda: train(wrap(linear(), Layer(lambda x: x.mean()))),
     lambda: train(wrap(linear(), Layer(lambda x: x[:1]), chunks=1)),
+    lambda: wrap(linear(), Layer(lambda x: x @ x.T), chunks=2)(torch.randn(3, 4)),
     lambda: wrap(linear(), Layer(lambda x: [x] * len(x)), chunks=3)(torch.randn(4, 4)),
     lambda: train(wrap(linear(), nn.BatchNorm1d(4), chunks=4)),
     lambda: wrap(linear(), linear())(torch.eye(4).to_sparse()),
@@ -537,8 +539,11 @@ REFUSALS = [
     lambda: take_step(lambda output, target: output),
     lambda: take_step(lambda output, target: output.detach().mean()),
     lambda: take_step(nn.MSELoss(reduction='sum')),
-    lambda: wrap(linear(), linear()).step(torch.randn(4, 4), torch.tensor([0, 1, 2, 3]),
-                                          nn.CrossEntropyLoss(ignore_index=0)),
+    lambda: take_step(partial(nn.functional.mse_loss, reduction='none')),
+    lambda: wrap(linear(), linear()).step(torch.randn(4, 4), torch.tensor([0, 1, -100, 3]),
+                                          lambda *given: nn.functional.cross_entropy(*given)),
+    lambda: take_step(normalizer=0),
+    lambda: take_step(normalizer=lambda target: target.sum()),
     lambda: take_step(normalizer=lambda target: 0),
     ts.distributed.get_group,
     ts.distributed.init_process_group,

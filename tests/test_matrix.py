@@ -11,8 +11,8 @@ from torchgpipe.private import TESTED
 class Scripted(Row):
     """A row whose commands print what they are told to, or fail with it."""
 
-    def __init__(self, folder, outcomes):
-        super().__init__(sys.executable, 'floor', folder)
+    def __init__(self, folder, outcomes, release='floor'):
+        super().__init__(sys.executable, release, folder)
         self.outcomes, self.commands = iter(outcomes), []
 
     def _run(self, *command, **options):
@@ -41,6 +41,15 @@ def test_what_fails_and_what_the_index_lacks(outcomes, good, cells, tmp_path):
     row = Scripted(tmp_path, outcomes)
     assert row.run(whole=False) is good
     assert row.cells[:4] == cells
+
+
+@pytest.mark.parametrize('release, good', [
+    ('floor', True), ('pinned', True), ('newest', True), ('9.9', False), ('2.9', False)])
+def test_who_may_lack_a_release(release, good, tmp_path):
+    """In v0.8.0, ``python -m tests.matrix 9.9`` was no failure."""
+    row = Scripted(tmp_path, ['', Failed(f'{LACKS}torch==9.9\n')], release)
+    assert row.run(whole=False) is good
+    assert row.cells[2] == 'the index has no torch==9.9'
 
 
 @pytest.mark.parametrize('whole', [False, True])

@@ -65,8 +65,9 @@ class GPipe(nn.Module):
             parts of the input, a dict or a sequence by its keys, like ``{'mask': 1}``, where
             ``None`` is for what all micro-batches share, and others are split along dimension 0.
         gather: What becomes of the tensors of micro-batches in the output: the dimension by which
-            they are put together, if that is another one; for scalars ``'mean'``, weighted by
-            samples, ``'sum'`` or ``'stack'``. By keys of the output, these may be said of parts.
+            they are put together, if that is another one; for scalars ``'mean'``, which is right
+            for means over samples only, ``'sum'`` or ``'stack'``. By keys of the output, these may
+            be said of parts.
         weights: The values of parameters and buffers by their names in ``module.state_dict()``:
             a mapping; or the path of a file, of ``torch.save`` or, if that package is there, of
             safetensors (``….safetensors``, ``….safetensors.index.json``). They are read layer by
@@ -234,8 +235,9 @@ class GPipe(nn.Module):
             input: As in the call; several arguments as :class:`~torchgpipe.Arguments`.
             target: A value of as many samples, of any nesting, on the last device.
             loss_fn: ``loss_fn(output, target)`` of a micro-batch, a scalar: a mean over samples,
-                if ``normalizer`` does not say otherwise. If it is a module, parameters in it get
-                their gradients as those of the model do.
+                if ``normalizer`` does not say otherwise. What means of PyTorch's losses of classes
+                are over (``ignore_index``, ``weight``) is known. If it is a module, parameters in
+                it get their gradients as those of the model do.
             schedule: A name (see :func:`torchgpipe.schedule.make`), a
                 :class:`~torchgpipe.schedule.Schedule`, or the path of one as CSV; ``'auto'`` is
                 that of the plan by which the model was made. With several partitions on each
@@ -243,9 +245,9 @@ class GPipe(nn.Module):
                 them for virtual stages; so does ``'zb-v'`` with ``devices=[0, 1, 1, 0]``.
             target_dim: Where the batch of the target is, a rule as ``batch_dim`` is for the input;
                 if that is an integer, it is the default.
-            normalizer: What the loss is divided by: a number, if ``loss_fn`` gives sums (1 leaves
-                it a sum); a function of the target of a micro-batch, if ``loss_fn`` gives means
-                over what that counts, such as tokens.
+            normalizer: What the loss is divided by: a number above zero, if ``loss_fn`` gives
+                sums (1 leaves it a sum); a function of the target of a micro-batch, if ``loss_fn``
+                gives means over what that counts, such as tokens.
             scale: What makes another loss of the loss before backward: ``scaler.scale`` of a
                 :class:`torch.amp.GradScaler`.
             return_output: Whether to give the output, too, without a graph.

@@ -38,10 +38,28 @@ def test_json_and_back():
     {}, {'version': 2}, [], {'version': 1}, {'version': 1, 'layers': 3},
     {**make([1.]).to_dict(), 'layers': [{'name': '0'}]}, {**make([1.]).to_dict(), 'more': 1},
     {**make([1.]).to_dict(), 'batch_size': 0}, {**make([1.]).to_dict(), 'version': True},
-    make([-1.]).to_dict(), make(['1']).to_dict(), make([float('nan')]).to_dict()])
+    *({**make([1.]).to_dict(), 'layers': [{**make([1.]).to_dict()['layers'][0], **change}]}
+      for change in ({'forward_seconds': -1.}, {'forward_seconds': '1'}, {'buffer_bytes': None},
+                     {'backward_overhead': float('nan')}))])
 def test_something_else_is_not_a_profile(data):
     with pytest.raises(ValueError, match='not a profile'):
         Profile.from_dict(data)
+
+
+@pytest.mark.parametrize('make_one', [
+    lambda: make([1., -1.]), lambda: make([1., float('inf')]), lambda: make([float('nan')]),
+    lambda: make([1.], [-1]), lambda: make([1., 1.], skips=[(0, 1, -1)]),
+    lambda: LayerProfile('0', 1., 1., 0, 0, 0, 0, 0, input_share=-.1)])
+def test_what_is_no_cost(make_one):
+    """In v0.8.0, a balance was made of whatever numbers there were."""
+    with pytest.raises(ValueError, match='must be a finite number, not below zero, but is '):
+        make_one()
+
+
+def test_a_profile_of_no_samples():
+    """In v0.8.0, :meth:`Profile.scaled` divided by zero."""
+    with pytest.raises(ValueError, match='batch_size of a Profile must be 1 or more, but is'):
+        make([1.], batch_size=0)
 
 
 def test_a_table():

@@ -139,3 +139,22 @@ def test_a_rule_that_is_one():
 def test_a_rule_that_is_none(rule):
     with pytest.raises(ValueError, match='gather must be a dimension, one of None, .sum., or'):
         check_rule('gather', rule, [None, 'sum'])
+
+
+@pytest.mark.parametrize('rule, shapes', [
+    (None, r'\(3, 3\), \(2, 2\) as output\[1\]: outputs are gathered along dimension 0'),
+    ({1: -1}, r'\(3, 3\), \(2, 2\) as output\[1\]: outputs are gathered along dimension -1'),
+    ({1: 'stack'}, r'\(3, 3\), \(2, 2\) as output\[1\]: outputs are gathered by .stack.')])
+def test_samples_that_are_mixed(rule, shapes):
+    """In v0.8.0, it was an error of ``torch.cat`` about sizes."""
+    batches = [Batch((x, x @ x.T)) for x in torch.randn(7, 4).split([3, 2, 2])]
+    with pytest.raises(ValueError, match=shapes + '.* model that mixes them.* after the pipel'):
+        gather(batches, [3, 2, 2], rule)
+
+
+def test_a_mean_of_means():
+    """In v0.8.0, the message advised it for whatever is no mean over samples."""
+    with pytest.raises(ValueError, match="where each is a mean over samples.*labels that are not "
+                                         "padding, is not the mean of these means: give the sum "
+                                         r"and the count, with gather='sum'.*normalizer="):
+        gather([Batch(torch.zeros(()))] * 2, [2, 1])

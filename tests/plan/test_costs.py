@@ -1,10 +1,11 @@
 """Costs of stages, from a profile."""
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from torchgpipe.balance import LayerProfile, Profile, SkipProfile
-from torchgpipe.plan import Costs
+from torchgpipe.plan import Costs, Link, Plan, StageCosts, plan, simulate
+from torchgpipe.schedule import make
 
 
 def layer(k, parameters=8, frozen=0, overhead=0.0):
@@ -65,3 +66,51 @@ def test_skips_between_stages():
 def test_a_balance_of_other_layers(balance):
     with pytest.raises(ValueError, match='is none of the 4 layers that the profile has'):
         Costs.of(profiled(*map(layer, range(4))), balance, 4)
+
+
+BAD = [-1.0, float('nan'), float('inf'), 'one']
+
+
+@pytest.mark.parametrize('make_one', [
+    *(lambda number=number, name=field.name: StageCosts(**{
+        'forward': 1.0, 'backward': 1.0, name: number})
+      for number in BAD for field in fields(StageCosts)),
+    *(lambda number=number: Link(number) for number in BAD)])
+def test_what_is_no_cost(make_one):
+    """In v0.8.0, whatever there was went into a plan."""
+    with pytest.raises(ValueError, match='must be a finite number, not below zero, but is '):
+        make_one()
+
+
+@pytest.mark.parametrize('bandwidth', [0.0, -1.0, float('nan'), None])
+def test_what_is_no_bandwidth(bandwidth):
+    """In v0.8.0, 0 was a ZeroDivisionError, and others went into a plan."""
+    with pytest.raises(ValueError, match="'bandwidth' of a Link must be a number above zero, but"):
+        Link(0.0, bandwidth)
+    assert Link(1.0, float('inf')).seconds(100) == 1
+
+
+@pytest.mark.parametrize('links', [
+    [], [Link()], [[Link()]], [[Link()] * 3] * 2, [[Link()] * 2] * 3, [[Link(), None]] * 2])
+def test_links_of_other_devices(links):
+    """In v0.8.0, it was an IndexError, if any."""
+    what = 'links must be one Link, or for each device a row .* for 2 devices, there are rows of '
+    with pytest.raises(ValueError, match=what):
+        simulate(make('1f1b', 2, 2), Costs([StageCosts(1.0, 1.0)] * 2, links=links))
+    with pytest.raises(ValueError, match=what):
+        plan(profiled(layer(0), layer(1)), devices=['cuda:0', 'cuda:1'], links=links)
+
+
+@pytest.mark.parametrize('source, target', [(0, 2), (1, 0), (1, 1), (0, 9)])
+def test_skips_between_no_stages(source, target):
+    """In v0.8.0, it was an IndexError, or no skip at all."""
+    with pytest.raises(ValueError, match='a skip goes to a later one of the 2 stages, but there'):
+        Costs([StageCosts(1.0, 1.0)] * 2, [SkipProfile(source, target, 8)])
+
+
+def test_a_plan_with_other_numbers_is_none():
+    """In v0.8.0, what a file had was believed."""
+    data = plan(profiled(layer(0), layer(1)), devices=['cuda:0', 'cuda:1']).to_dict()
+    data['costs']['stages'][0]['forward'] = -1.0
+    with pytest.raises(ValueError, match="this is not a plan.* 'forward' of a StageCosts must"):
+        Plan.from_dict(data)

@@ -3,8 +3,8 @@ import pytest
 
 from torchgpipe.balance import LayerProfile, Profile
 from torchgpipe.balance.step import StepCost
-from torchgpipe.plan.fit import Need, fit, neighbours
-from torchgpipe.schedule import make
+from torchgpipe.plan.fit import Need, fit, neighbours, under_way
+from torchgpipe.schedule import Schedule, make
 
 
 def profiled(times, parameters):
@@ -70,3 +70,8 @@ def test_neighbours_keep_a_layer_in_each_stage_and_to_edges():
     assert [*neighbours([1, 1, 2], [0, 1, 2, 3, 4])] == [[1, 2, 1]]
     assert [*neighbours([2, 2], [0, 2, 3, 4])] == [[3, 1]]
     assert [*neighbours([1, 3], [0, 2, 3, 4])] == []  # where a cut is at no edge
+
+
+def test_a_micro_batch_is_under_way_until_gradients_of_weights_are_there():
+    assert under_way(Schedule.parse('0F0,0I0,0F1,0I1,0F2,0B2,0W0,0W1')) == {0: 3}
+    assert under_way(Schedule.parse('0F0,0I0,0W0,0F1,0I1,0W1,0F2,0B2')) == {0: 1}

@@ -144,6 +144,25 @@ def test_the_plain_call_has_one_thread_for_backward_on_the_cpu():
     assert on_gpus.seconds == 5 * 0.25 + 0.75 + 4 * 0.75 - 0.25
 
 
+def test_the_plain_call_has_one_thread_on_the_cpu_only():
+    """Where one partition is on an accelerator, its lane goes beside that of the CPU."""
+    layers = tuple(LayerProfile(str(k), 1.0, 2.0, 8, 0, 0, 8, 8) for k in range(2))
+    options = {'schedules': ['plain call'], 'chunks': [4], 'checkpoints': ['always'],
+               'links': Link()}
+    costs = Profile(layers, (), 4, 8, 'cpu')
+    on_both = plan(costs, devices=['cpu', 'cuda:0'], **options)
+    assert on_both.seconds == plan(costs, devices=GPUS, **options).seconds
+
+
+@pytest.mark.parametrize('m', [1, 4])
+def test_the_plain_call_has_the_gradient_of_the_whole_output(m):
+    layers = tuple(LayerProfile(str(k), 1.0, 2.0, 8, 0, 0, 16, 80) for k in range(2))
+    options = {'devices': GPUS, 'chunks': [m], 'checkpoints': ['never']}
+    one, other = (plan(Profile(layers, (), 4, 8, 'cpu'), schedules=[name], **options).bytes
+                  for name in ('plain call', 'gpipe'))
+    assert one['cuda:0'] == other['cuda:0'] and one['cuda:1'] == other['cuda:1'] + 80
+
+
 def test_another_batch():
     costs = made_up(4, forward_overhead=0.0)
     twice = plan(costs, devices=GPUS, batch=64, chunks=[4])

@@ -54,6 +54,10 @@ def test_steps_and_memory(n, m):
 def test_stages_that_are_interleaved_divide_the_bubble(n, m, v):
     assert max(spans(make('interleaved', n, m, v))) == 2 * (m * v + n - 1)
     assert max(spans(make('looped-bfs', n, m, v))) == 2 * (m * v + n - 1)
+    # As the paper has it: the forward of the first backward's micro-batch has gone round.
+    for device, row in enumerate(make('interleaved', n, m, v).rows):
+        warm_up = [action.kind for action in row].index('B')
+        assert warm_up == min(m * v, 2 * (n - device - 1) + (v - 1) * n + 1)
 
 
 @pytest.mark.parametrize('n', range(1, 9))

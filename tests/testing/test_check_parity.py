@@ -491,6 +491,43 @@ def test_skips_and_tables_that_come_out(devices):
                         devices=devices(3)).equal
 
 
+@pytest.mark.parametrize('steps', [0, -1])
+def test_no_steps_compare_nothing(steps):
+    """In v0.8.0, all was equal."""
+    with pytest.raises(ValueError, match=f'steps must be one or more, but is {steps}'):
+        found(steps=steps)
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.half, torch.float, torch.double])
+def test_the_type_of_the_model(dtype):
+    """In v0.8.0, rounding in 16 bits was measured by what it is in 32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Layer(), nn.LayerNorm(4), Layer()).to(dtype)
+    parity = check_parity(model, torch.rand(7, 4, dtype=dtype), dtype=None)
+    assert parity.equal
+    assert f'tolerance {torch.finfo(dtype).eps ** (2 / 3):.0e}' in str(parity)
+
+
+def test_the_coarsest_type_of_all():
+    """In v0.8.0, it was that of PyTorch by default."""
+    def tolerance(layer, dtype):
+        text = str(check_parity(nn.Sequential(layer, nn.Tanh()), torch.rand(6, 4, dtype=dtype),
+                                dtype=None, raise_exception=False))
+        return text.partition('tolerance ')[2].split()[0]
+
+    class Cast(nn.Module):
+        def __init__(self, dtype):
+            super().__init__()
+            self.register_buffer('by', torch.ones(4, dtype=dtype))
+
+        def forward(self, x):
+            return x.to(self.by.dtype) * self.by
+
+    assert tolerance(nn.ReLU(), torch.bfloat16) == tolerance(Cast(torch.bfloat16), torch.double)
+    assert tolerance(nn.Identity(), torch.complex64) == '2e-05'
+    assert tolerance(nn.Linear(4, 4).double(), torch.double) == '4e-11'
+
+
 def test_a_model_with_nothing_to_train():
     assert check_parity(nn.Sequential(nn.Tanh()), torch.rand(7, 4)).equal
 

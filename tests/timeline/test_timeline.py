@@ -4,7 +4,7 @@ import json
 import pytest
 
 from torchgpipe.schedule import Action, Timed
-from torchgpipe.timeline import Copied, Timeline
+from torchgpipe.timeline import Copied, Timeline, compare
 
 
 def timed(text, device, start, end):
@@ -40,6 +40,16 @@ def test_nothing_at_all():
     timeline = Timeline([])
     assert (timeline.seconds, timeline.devices, timeline.utilisation) == (0., (), 0.)
     assert str(timeline) == '0 s, bubble 100.0 %'
+
+
+def test_no_time_at_all():
+    """In v0.8.0, a comparison divided by zero."""
+    nothing, something = (Timeline([timed('0F0', 0, 1., end)]) for end in (1., 3.))
+    assert (nothing.seconds, nothing.utilisations, nothing.bubble) == (0., (0.,), 1.)
+    assert str(nothing).endswith('0 s, bubble 100.0 %')
+    for predicted in (nothing, something):
+        assert str(compare(predicted, nothing)).endswith('predicted over measured: nan')
+    assert compare(nothing, something).ratio == 0
 
 
 def test_a_lane_without_a_name():

@@ -1,13 +1,12 @@
 """Profiles: what the layers of a model cost, and the balances that follow."""
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from math import inf
 from numbers import Real
 from typing import Any, TypeVar
 
 from torchgpipe.balance.blockpartition import check_partitions
 from torchgpipe.balance.bounded import solve_bounded
-from torchgpipe.balance.layers import LayerProfile, SkipProfile
+from torchgpipe.balance.layers import LayerProfile, SkipProfile, check_numbers
 from torchgpipe.balance.step import Balance, StepCost, even_cuts, group, ungroup
 from torchgpipe.balance.table import format_bytes, table
 
@@ -48,6 +47,12 @@ class Profile:
     input_bytes: int
     #: Where it was measured.
     device: str
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+        if self.batch_size < 1:
+            raise ValueError(f'the batch_size of a Profile must be 1 or more, but is '
+                             f'{self.batch_size}')
 
     def __str__(self) -> str:
         rows = [[layer.name, f'{layer.forward_seconds * 1e3:.3f}',
@@ -94,10 +99,7 @@ class Profile:
                 if isinstance(items, (list, tuple)) else items
         if not (isinstance(rest['layers'], tuple) and isinstance(rest['skips'], tuple)):
             raise ValueError("this is not a profile: its 'layers' and 'skips' are no lists")
-        profile = _make(Profile, rest)
-        if profile.batch_size < 1:
-            raise ValueError('this is not a profile: its batch_size is 0')
-        return profile
+        return _make(Profile, rest)
 
     def scaled(self, batch_size: int) -> 'Profile':
         """Give the profile of another batch, as if all but overheads grew with it.
@@ -198,13 +200,10 @@ def _make(cls: type[T], data: Any) -> T:
         problem = f'{data!r} is one' if not isinstance(data, dict) else \
             f'missing {sorted(names - set(data))}, unknown {sorted(set(data) - names)}'
         raise ValueError(f'this is not a profile: fields of a {cls.__name__}: {problem}')
-    for name, value in data.items():
-        if value is None and name in ('changes', 'input_share', 'weight_share'):
-            continue
-        if name not in ('name', 'device', 'changes', 'layers', 'skips') and not (
-                isinstance(value, (int, float)) and 0 <= value < inf):
-            raise ValueError(f"this is not a profile: '{name}' of a {cls.__name__} is {value!r}")
-    return cls(**data)
+    try:
+        return cls(**data)
+    except ValueError as error:
+        raise ValueError(f'this is not a profile: {error}') from None
 
 
 def _take(number: int, what: str) -> int:

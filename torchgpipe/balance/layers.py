@@ -1,7 +1,34 @@
 """What one layer costs, and what one skip does, as data."""
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from math import inf
+from numbers import Real
+from typing import Any
 
-__all__ = ['LayerProfile', 'SkipProfile']
+__all__ = ['LayerProfile', 'SkipProfile', 'check_numbers']
+
+
+def check_numbers(record: Any, unlimited: str = '') -> None:
+    """Check that the numbers in a dataclass are finite, and not below zero.
+
+    Args:
+        record: What has been made.
+        unlimited: The field that may be infinite, and not zero.
+
+    Raises:
+        ValueError: One is something else.
+    """
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if field.type not in (int, float, int | None, float | None) or (
+                value is None and field.type in (int | None, float | None)):
+            continue
+        fits = isinstance(value, Real) and (
+            0 < value if field.name == unlimited else 0 <= value < inf)  # type: ignore[operator]
+        if not fits:
+            what = 'number above zero' if field.name == unlimited else (
+                'finite number, not below zero')
+            raise ValueError(f'{field.name!r} of a {type(record).__name__} must be a {what}, but '
+                             f'is {value!r}')
 
 
 @dataclass(frozen=True)
@@ -43,6 +70,9 @@ class LayerProfile:
     input_share: float | None = None
     weight_share: float | None = None
 
+    def __post_init__(self) -> None:
+        check_numbers(self)
+
 
 @dataclass(frozen=True)
 class SkipProfile:
@@ -58,3 +88,6 @@ class SkipProfile:
     target: int
     #: Of the tensor.
     bytes: int
+
+    def __post_init__(self) -> None:
+        check_numbers(self)

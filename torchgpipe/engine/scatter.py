@@ -293,18 +293,32 @@ def _rule_of(rule: Any, path: Path, x: Tensor, batch_dim: int) -> int | str:
 def _join(xs: Sequence[Tensor], sizes: Sequence[int] | None, rule: int | str, path: Path
           ) -> Tensor:
     """Put one tensor of all micro-batches together."""
-    if rule == 'stack':
-        return torch.stack(list(xs))
-    if rule == 'sum':
-        return torch.stack(list(xs)).sum(0)
+    if isinstance(rule, int):
+        for i, x in enumerate(xs):
+            if not -x.dim() <= rule < x.dim() or (
+                    sizes is not None and x.shape[rule] != sizes[i]):
+                raise _not_joined(i, x, sizes, rule, 'output' + path_name(path))
+    beside = {tuple(size for k, size in enumerate(x.shape) if rule not in (k, k - x.dim()))
+              for x in xs}
+    if len(beside) > 1:
+        raise _mixed(xs, rule, 'output' + path_name(path))
+    if isinstance(rule, int):
+        return xs[0] if len(xs) == 1 else torch.cat(list(xs), rule)
     if rule == 'mean':
         assert sizes is not None
-        return torch.stack([x * (size / sum(sizes)) for x, size in zip(xs, sizes)]).sum(0)
-    assert isinstance(rule, int)
-    for i, x in enumerate(xs):
-        if not -x.dim() <= rule < x.dim() or (sizes is not None and x.shape[rule] != sizes[i]):
-            raise _not_joined(i, x, sizes, rule, 'output' + path_name(path))
-    return xs[0] if len(xs) == 1 else torch.cat(list(xs), rule)
+        xs = [x * (size / sum(sizes)) for x, size in zip(xs, sizes)]
+    return torch.stack(list(xs)) if rule == 'stack' else torch.stack(list(xs)).sum(0)
+
+
+def _mixed(xs: Sequence[Tensor], rule: int | str, name: str) -> ValueError:
+    shapes = ', '.join(map(str, dict.fromkeys(tuple(x.shape) for x in xs)))
+    how = f'along dimension {rule}' if isinstance(rule, int) else f'by {rule!r}'
+    return ValueError(
+        f'micro-batches came out with shapes {shapes} as {name}: outputs are gathered {how}, so '
+        'nothing else in their shapes may differ. A dimension that goes with the number of '
+        'samples is that of a model that mixes them, as a matrix of their similarities does: a '
+        'micro-batch has another one, so compute it after the pipeline. Where layers pad, let '
+        'them pad all micro-batches to one length')
 
 
 def _not_joined(i: int, x: Tensor, sizes: Sequence[int] | None, dim: int, name: str
@@ -313,8 +327,11 @@ def _not_joined(i: int, x: Tensor, sizes: Sequence[int] | None, dim: int, name: 
     if x.dim() == 0:
         return ValueError(
             f'micro-batch {i} {went}came out with shape () as {name}, a scalar: say what becomes '
-            "of the scalars of micro-batches: GPipe(…, gather='mean'), weighted by samples, 'sum' "
-            "or 'stack'. Or reduce over the batch after the pipeline, not in it")
+            "of the scalars of micro-batches: GPipe(…, gather='mean') where each is a mean over "
+            "samples, 'sum' or 'stack'. A mean over anything else, such as labels that are not "
+            "padding, is not the mean of these means: give the sum and the count, with "
+            "gather='sum', and divide after the pipeline; or take a step, whose "
+            'step(…, normalizer=…) counts. Or reduce over the batch after the pipeline, not in it')
     return ValueError(
         f'micro-batch {i} {went}came out with shape {tuple(x.shape)} as {name}: outputs are '
         f'gathered along dimension {dim}, which must be the batch dimension. Say where the batch '

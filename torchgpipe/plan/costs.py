@@ -5,6 +5,7 @@ from itertools import accumulate
 from math import inf
 
 from torchgpipe.balance import LayerProfile, Profile, SkipProfile
+from torchgpipe.balance.layers import check_numbers
 from torchgpipe.balance.step import StepCost
 from torchgpipe.modes import Checkpoint, checkpoint_stops
 
@@ -23,6 +24,9 @@ class Link:
     latency: float = 0.0
     #: Bytes per second.
     bandwidth: float = inf
+
+    def __post_init__(self) -> None:
+        check_numbers(self, unlimited='bandwidth')
 
     def seconds(self, bytes: float) -> float:
         """Give the seconds for so many bytes."""
@@ -64,6 +68,9 @@ class StageCosts:
     #: micro-batches.
     resident_bytes: float = 0.0
 
+    def __post_init__(self) -> None:
+        check_numbers(self)
+
     def seconds(self, kind: str) -> float:
         """Give the seconds of a kind of action; of a backward, without a recomputation."""
         if kind == 'F':
@@ -94,6 +101,13 @@ class Costs:
     skips: Sequence[SkipProfile] = ()
     #: Between devices, which are the rows of a schedule.
     links: Links = Link()
+
+    def __post_init__(self) -> None:
+        last = len(self.stages) - 1
+        wrong = [x for x in self.skips if not x.source < x.target <= last]
+        if wrong:
+            raise ValueError(f'a skip goes to a later one of the {last + 1} stages, but there is '
+                             f'{wrong[0]}')
 
     @staticmethod
     def of(profile: Profile, balance: Sequence[int], chunks: int,
@@ -147,6 +161,21 @@ class Costs:
             resident_bytes=step.resident[b] - step.resident[a] + (a == 0) * profile.input_bytes,
         ) for a, b, stop in zip(cuts, cuts[1:], stops))
         return Costs(stages, _between(profile.skips, balance, m), links)
+
+    def check_links(self, devices: int) -> None:
+        """Check that there is a link between each two of so many devices.
+
+        Raises:
+            ValueError: There is none, or there are others.
+        """
+        links = self.links
+        if isinstance(links, Link):
+            return
+        shape = [len(row) if isinstance(row, Sequence) else row for row in links]
+        if shape != [devices] * devices or any(
+                not isinstance(link, Link) for row in links for link in row):
+            raise ValueError('links must be one Link, or for each device a row of one for each '
+                             f'device; for {devices} devices, there are rows of {shape}')
 
     def link(self, source: int, target: int) -> Link:
         """Give that between two devices."""

@@ -42,9 +42,9 @@ def bytes_over_time(actions: Iterable[Timed], costs: Costs, devices: int) -> tup
     lines = []
     for now, changed in zip(memory.resident(devices), changes):
         line = {0.0: now}
-        for second, bytes in sorted(changed):  # What ends comes before what starts.
+        for second, bytes in sorted(changed):
             now += bytes
-            line[second] = now
+            line[second] = now  # with all that ends and starts at that time
         lines.append((*line.items(),))
     return tuple(lines)
 

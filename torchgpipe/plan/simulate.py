@@ -61,6 +61,7 @@ class _Run:
         if len(costs.stages) != stages:
             raise ValueError(f'costs are those of {len(costs.stages)} stages, but the schedule '
                              f'has {stages}')
+        costs.check_links(len(schedule.rows))
         size, kinds, m = len(KINDS), _KINDS, self._m
         self._rows = [[(stage * size + kinds[kind]) * m + i for stage, kind, i in row]
                       for row in schedule.rows]

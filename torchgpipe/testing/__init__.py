@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.balance.table import table
-from torchgpipe.distance import arbitrary_loss, default_tolerance
+from torchgpipe.distance import arbitrary_loss
 from torchgpipe.errors import add_note
 from torchgpipe.split import parse_balance
 from torchgpipe.testing.comparison import Comparison, Difference, compare
@@ -101,7 +101,8 @@ def check_parity(module: nn.Sequential, sample: Any, balance: Iterable[int] | No
         optimizer: Makes an optimizer of parameters, by default SGD with momentum.
         dtype: Of the copies, so that rounding hides nothing; ``None`` for what the model is in.
         tolerance: What may be rounding, relative to the size of a tensor; see
-            :class:`Difference`. By default ``eps ** (2 / 3)`` of ``dtype``.
+            :class:`Difference`. By default ``eps ** (2 / 3)`` of ``dtype``; if that is ``None``,
+            of the coarsest type in the model and the sample.
         raise_exception: Whether to raise if anything differs.
         **options: Others of ``GPipe``. By default ``chunks`` is 3, by which few batches can be
             divided, and each partition has a worker on the CPU.
@@ -111,15 +112,18 @@ def check_parity(module: nn.Sequential, sample: Any, balance: Iterable[int] | No
 
     Raises:
         AssertionError: Something differs; the message is the table.
-        ValueError: The unwrapped model's loss is not finite.
+        ValueError: The unwrapped model's loss is not finite, or there is no step to take.
         Exception: What one of both raised, with a note that says which, and one that says with
             which options it would not, if any are found.
     """
+    if steps < 1:
+        raise ValueError(f'steps must be one or more, but is {steps}: without a step there is '
+                         'nothing to compare')
     setup = _setup(module, sample, balance, options, loss_fn=loss_fn or arbitrary_loss,
                    optimizer=optimizer or partial(torch.optim.SGD, lr=0.01, momentum=0.9),
                    dtype=dtype)
     if tolerance is None:
-        tolerance = default_tolerance(dtype)
+        tolerance = setup.rounding
     with _random_states_kept():
         try:
             parity = _check(setup, steps, tolerance)

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from torchgpipe.distance import default_tolerance
 from torchgpipe.structure import Arguments, Path, leaves_of, path_name
 from torchgpipe.testing.comparison import Difference, compare
 from torchgpipe.testing.culprits import culprit, where_in_backward, where_in_the_pipeline
@@ -41,7 +40,7 @@ class Experiments:
         other = replace(self._setup, options={**self._setup.options, **options})
         try:
             found = compare(self._expected(self._setup), actual(other), self._steps,
-                            default_tolerance(self._setup.dtype))
+                            self._setup.rounding)
         except Exception:  # With these options it does not run at all.
             return False
         return not found.differences

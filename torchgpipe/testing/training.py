@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.distance import default_tolerance
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.memory import is_among
 from torchgpipe.engine.scatter import cut, gather
@@ -80,6 +81,17 @@ class Setup:
         if self.dtype is None or not (x.is_floating_point() or x.is_complex()):
             return x
         return x.to(self.dtype.to_complex() if x.is_complex() else self.dtype)
+
+    @property
+    def rounding(self) -> float:
+        """What rounding may come to: in the coarsest type that there is, if none was asked for."""
+        if self.dtype is not None:
+            return default_tolerance(self.dtype)
+        sample = [leaf.value for leaf in leaves_of(self.sample) if isinstance(leaf.value, Tensor)]
+        types = {x.dtype.to_real() for x in (
+            *self.module.parameters(), *self.module.buffers(), *sample)
+            if x.is_floating_point() or x.is_complex()}
+        return max(map(default_tolerance, types or {torch.get_default_dtype()}))
 
     def place(self, j: int) -> torch.device:
         """Give the device of a partition, for tensors: all CPU devices are one."""

@@ -1,6 +1,7 @@
 """What was predicted of a step beside what was measured: two timelines on one axis of time."""
 import os
 from dataclasses import dataclass
+from math import nan
 from typing import TYPE_CHECKING, Protocol
 
 from torchgpipe.schedule.timed import Timed
@@ -30,8 +31,9 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """The predicted time over the measured one."""
-        return self.predicted.seconds / self.measured.seconds
+        """The predicted time over the measured one; ``nan`` if that took no time."""
+        measured = self.measured.seconds
+        return self.predicted.seconds / measured if measured else nan
 
     def text(self, width: int = 100) -> str:
         """Draw both for a terminal, with so many characters for the longer one."""
