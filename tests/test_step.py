@@ -286,7 +286,7 @@ def test_a_change_in_place_that_another_tensor_should_see(devices, view):
     """Two tensors of one memory have graphs of their own in the next cell."""
     class Two(nn.Module):
         def forward(self, x):
-            return x, x[:, 1:] if view else x
+            return x, x[:, 1:] if view else x[:, :]
 
     class Change(nn.Module):
         def forward(self, pair):
@@ -860,7 +860,7 @@ def test_a_fault_in_the_loss(devices):
     assert 'in the loss of micro-batch 0 of 3' in caught.value.__notes__
 
 
-@cpus
+@devices
 def test_skips_that_were_changed_in_place_behind_their_stash(devices):
     class Change(nn.Module):
         def forward(self, x):
@@ -875,9 +875,9 @@ def test_skips_that_were_changed_in_place_behind_their_stash(devices):
 
     model = nn.Sequential(nn.Linear(4, 4), StashSame(), Change(), Pop())
     gpipe = GPipe(model, [2, 1, 1], devices=devices(3), chunks=2, checkpoint='never')
-    x = torch.randn(4, 4)
+    x = torch.randn(4, 4, device=devices.first)
     with pytest.raises(RuntimeError, match="the skip tensor 'skip', was changed in place"):
-        gpipe.step(x, x, loss_of)
+        gpipe.step(x, x.to(gpipe.devices[-1]), loss_of)
 
 
 @cpu_only('it is refused before')

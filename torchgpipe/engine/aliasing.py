@@ -53,14 +53,12 @@ class Aliasing:
         self._with_batch: defaultdict[int, set[Key]] = defaultdict(set)
         #: And of each skip the others in whose memory it lies.
         self._with_skips: defaultdict[int, dict[Key, set[Key]]] = defaultdict(dict)
+        #: The micro-batches in which there is anything to see to, also in cells without skips.
+        self.watched = {*self._common}
 
     def common(self, i: int) -> list[Tensor]:
         """Return the tensors of a micro-batch that all share, or copies of them."""
         return self._common.get(i, [])
-
-    def watches(self, i: int) -> bool:
-        """Return whether there is anything to see to in a cell of micro-batch ``i``."""
-        return i in self._common or i in self._parted or bool(self._with_batch.get(i))
 
     def copy(self, i: int, batch: Batch, copy: Callable[[Batch], None]) -> None:
         """Let a batch cross a boundary, in place."""
@@ -73,6 +71,7 @@ class Aliasing:
             self._common[i] = [batch[k] for k in where]
         if parted:
             self._parted[i] = list(batch)
+            self.watched.add(i)
 
     def run(self, i: int, partition: Partition, batch: Batch, skips: Skips,
             run: Callable[[Batch], Batch]) -> Batch:
@@ -133,9 +132,11 @@ class Aliasing:
         for key, x in aliased.items():
             if share_memory([x], output):
                 with_batch |= with_skips.get(key, set())
+                self.watched.add(i)
         for key, x in stashed.items():
             if share_memory([x], output):
                 with_batch.add(key)
+                self.watched.add(i)
             others = {other for other, y in stashed.items()
                       if other != key and share_memory([x], [y])}
             if others:

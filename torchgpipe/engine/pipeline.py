@@ -35,9 +35,7 @@ the rest of the process, and small kernels take twice as long.
 """
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,15 +106,16 @@ class Pipeline:
         # while it is still on its way.
         offload = offload and state.hooks is None
         self._shared = SharedTensors(engine, len(batches)) if engine.shares else None
-        hold = (lambda j, lock: lock) if self._shared is None else self._shared.held
+        self._hold = hold = (lambda j, lock: lock) if self._shared is None else self._shared.held
         self._cells = [
             Cells(partition, stop, state, engine.one_worker,
                   hold(partition.j, partition.lock_alone),
                   engine.workers.host_stream(partition.device) if offload else CPUStream)
             for partition, stop in zip(engine.partitions, stops)]
         #: The contexts in which cells have the layers of each partition.
-        self._held = [hold(partition.j, self._lock_for(partition, cells))
-                      for partition, cells in zip(engine.partitions, self._cells)]
+        self._held = [
+            hold(partition.j, partition.lock_alone if cells.marked else partition.lock)
+            for partition, cells in zip(engine.partitions, self._cells)]
         #: Looks after all of this pass; or, where some partitions draw, after less than that.
         self._witness = None if any(
             cells.draws() is not False for cells in self._cells) else Witness()
@@ -127,10 +126,6 @@ class Pipeline:
         self._is_outermost = outer is None
         self._mini_batch = MiniBatch() if outer is None else outer.mini_batch
         self.aliasing = Aliasing(batches, common)
-
-    def _lock_for(self, partition: Partition, cells: Cells) -> AbstractContextManager[Any]:
-        """Return the lock that cells of a partition hold."""
-        return partition.lock_alone if cells.marked else partition.lock
 
     def _make_edges(self, partition: Partition) -> Edges:
         streams = self._copy_streams[partition.j]
@@ -152,7 +147,12 @@ class Pipeline:
         parts = self._engine.several_memories and self._state.grad
         inputs = [x.grad_fn for batch in self._batches for x in batch] if parts else []
         try:
-            self._run_with_copies(self._run_cells)
+            if self._shared is None:
+                self._run_cells()
+            else:
+                self._shared.run(self._edges, self._run_cells)
+            if self._witness is not None:
+                self._hear(self._witness, range(len(self._cells)))
             if self._is_outermost:
                 self._mini_batch.end()
             if parts:
@@ -161,15 +161,6 @@ class Pipeline:
             self._state.repair()
             for tracker in self._trackers:
                 tracker.clear()
-
-    def _run_with_copies(self, run: Callable[[], None]) -> None:
-        """Run all cells, with copies of what they share; then look whether anyone drew."""
-        if self._shared is None:
-            run()
-        else:
-            self._shared.run(self._edges, run)
-        if self._witness is not None:
-            self._hear(self._witness, range(len(self._cells)))
 
     def _run_cells(self) -> None:
         """Run all cells: at the same time, or one after the other where their order matters."""
@@ -181,7 +172,10 @@ class Pipeline:
             if not any(cells.draws() for cells in self._cells):
                 self._run_at_once(known, m)
                 return
-        self._run_in_order(known, m)
+        if self._engine.one_worker:
+            self._run_in_order(known, m)
+        else:
+            self._as_worker(partial(self._run_in_order, known, m), self._state.num_threads)
 
     @property
     def _takes_turns(self) -> bool:
@@ -207,10 +201,6 @@ class Pipeline:
 
     def _run_in_order(self, start: int, stop: int) -> None:
         """Run one cell after the other in the calling thread: [Note: Order of draws]."""
-        cells = partial(self._run_each, start, stop)
-        cells() if self._engine.one_worker else self._as_worker(cells, self._state.num_threads)
-
-    def _run_each(self, start: int, stop: int) -> None:
         for i in range(start, stop):
             for j, cells in enumerate(self._cells):
                 # Beside one that draws, nobody could tell whether another one begins to.
@@ -282,7 +272,7 @@ class Pipeline:
         try:
             self._bring(i, j)
             with self._held[j]:
-                if partition.has_skips or self.aliasing.watches(i):
+                if partition.has_skips or i in self.aliasing.watched:
                     batches[i] = self.aliasing.run(
                         i, partition, batches[i], partial(self._skips_of, i),
                         partial(self._run, i, j))

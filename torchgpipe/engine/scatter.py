@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.memory import is_among
-from torchgpipe.structure import Arguments, Leaf, Path, flatten_nested, leaves_of, once, path_name
+from torchgpipe.structure import (Arguments, Leaf, Path, Repeated, flatten_nested, leaves_of, once,
+                                  path_name)
 
 __all__ = ['REDUCTIONS', 'check_rule', 'cut', 'fit_rule', 'gather', 'scatter']
 
@@ -60,8 +61,9 @@ def cut(input: Any, chunks: int, batch_dim: Any = 0, what: str = 'input'
     size = _batch_size(input, tensors, dims, what)
     # A tensor in several places that is cut alike is one in each micro-batch, too.
     keys = [*zip(map(id, tensors), dims)]
-    batch = Batch.of(*once(tensors, batch.kind, keys))
-    dims, tensors = [dim for _, dim in dict.fromkeys(keys)], tuple(batch)
+    if len({*keys}) < len(keys):
+        batch = Batch.of(*once(tensors, batch.kind, keys))
+        dims, tensors = [dim for _, dim in dict.fromkeys(keys)], tuple(batch)
     m = min(chunks, size)
     sizes = [size // m + (i < size % m) for i in range(m)]
     shared = [k for k, dim in enumerate(dims) if dim is None]
@@ -258,7 +260,8 @@ def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: A
         ValueError: The number of samples or the structure changed within the pipeline, or there is
             a scalar without a rule.
     """
-    batches = [batch.spread() for batch in batches]
+    if any(isinstance(batch.kind, Repeated) for batch in batches):
+        batches = [batch.spread() for batch in batches]
     first = batches[0]
     if any(len(batch) != len(first) or batch.kind != first.kind for batch in batches):
         raise ValueError('the micro-batches came out of the pipeline with different numbers of '

@@ -25,7 +25,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchgpipe.communication import without_order
 from torchgpipe.engine.batch import Batch
-from torchgpipe.engine.cell import Cells
 from torchgpipe.engine.checkpoint.draws import Recorder
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.compiled import has_compiled
@@ -101,8 +100,10 @@ class Step(Pipeline):
 
     def __init__(self, engine: Engine, batches: list[Batch], rows: tuple[tuple[Action, ...], ...],
                  loss: Loss, **options: Any) -> None:
-        self._losses = loss
         super().__init__(engine, batches, **options)
+        self._losses = loss
+        self._held = [self._hold(partition.j, self._lock_of(partition))
+                      for partition in engine.partitions]
         self._trackers = []  # Skips are values as others are.
         self._rows = rows
         #: The one worker that may communicate with other processes, if there are others.
@@ -131,27 +132,24 @@ class Step(Pipeline):
         Raises:
             BaseException: What an action raised, the first one. Then no gradient was added.
         """
-        engine = self._engine
-        if not engine.one_worker:
-            engine.workers.check_caller()
-            self._speaker = _speaker(engine.partitions)
-        plan = Plan.of(self._rows, tuple([partition.device for partition in engine.partitions]),
-                       frozenset(filter(self._is_ordered, range(len(self._cells)))))
+        if not self._engine.one_worker:
+            self._speaker = _speaker(self._engine.partitions)
+        super().run()
         try:
-            self._run_with_copies(partial(self._interpret, plan))
-            if self._is_outermost:
-                self._mini_batch.end()
             self._give()
         finally:
             self._state.repair()
 
-    def _interpret(self, plan: Plan) -> None:
+    def _run_cells(self) -> None:
+        """Run all actions."""
+        engine = self._engine
+        plan = Plan.of(self._rows, tuple([partition.device for partition in engine.partitions]),
+                       frozenset(filter(self._is_ordered, range(len(self._cells)))))
         self._put_leaves()
-        observer = self._engine.observer
-        run = self._act if observer is None else partial(observer.act, self._act)
-        interpret(plan, run, self._engine.workers)
+        run = self._act if engine.observer is None else partial(engine.observer.act, self._act)
+        interpret(plan, run, engine.workers)
 
-    def _lock_for(self, partition: Partition, cells: Cells) -> AbstractContextManager[Any]:
+    def _lock_of(self, partition: Partition) -> AbstractContextManager[Any]:
         """Return the lock of all modules that have leaves in a cell, and in the loss after it."""
         locks, modules = [partition.lock_alone], {*self._losses.modules}
         if modules and partition.j == len(self._engine.partitions) - 1:
@@ -162,13 +160,13 @@ class Step(Pipeline):
 
     def _put_leaves(self) -> None:
         """Make leaves of the parameters, as they are when no cell has put others there."""
-        for partition, cells in zip(self._engine.partitions, self._cells):
+        for partition in self._engine.partitions:
             copies = {} if self._shared is None else self._shared.copies(partition.j)
-            with self._lock_for(partition, cells):
+            with self._lock_of(partition):
                 self._computes.append(self._leaves.within(
                     partition.layers.modules(), partition.compute, copies,
                     self._put_off.get(partition.j)))
-        with self._lock_for(partition, cells):
+        with self._lock_of(partition):
             self._loss = self._leaves.within(self._losses.modules, self._losses, {})
 
     def _give(self) -> None:
