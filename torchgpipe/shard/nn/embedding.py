@@ -89,8 +89,8 @@ class ParallelEmbedding(ParallelModule):
     def convert_parallel_embedding(cls, module: nn.Module, dim: int | None = None) -> nn.Module:
         """Put sharded tables in the place of all ``nn.Embedding`` of a module, or of one itself.
 
-        They have the same values, type, device, mode, hooks and options. The ranks of a group
-        agree with the values of its first one.
+        They have the same values, type, device, mode, hooks and options. All ranks get
+        the values of the first one.
 
         Args:
             module: It stays as it is if it is an ``nn.Embedding`` itself; otherwise its layers are
