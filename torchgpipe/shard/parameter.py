@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from torchgpipe.shard import sizes
 from torchgpipe.shard.collectives import from_first
-from torchgpipe.shard.tags import (is_tagged, register_parallel_attribute, set_attribute,
-                                   storage_dim, to_storage)
+from torchgpipe.shard.tags import is_tagged, register_parallel_attribute, storage_dim, to_storage
 from torchgpipe.shard.world import current, needed_by
 from torchgpipe.shard.wrapped import check_wrapped
 
-__all__ = ['Layout', 'ParallelModule', 'dtensor', 'global_shape']
+__all__ = ['Layout', 'ParallelModule', 'dtensor', 'global_shape', 'knows_shape']
 
 _GLOBAL_SHAPE = '_global_shape'
 
@@ -47,7 +46,7 @@ class Layout:
     def tag(self, parameter: Tensor) -> None:
         """Let a parameter know."""
         register_parallel_attribute(parameter, self.dim, self.order)
-        set_attribute(parameter, _GLOBAL_SHAPE, torch.Size(self.shape))
+        setattr(parameter, _GLOBAL_SHAPE, torch.Size(self.shape))
 
     def check(self, name: str, parameter: Tensor) -> None:
         """See that a parameter may stand for this one.
@@ -218,14 +217,19 @@ def _part_of_first(whole: Tensor, layout: Layout) -> Tensor:
     return mine
 
 
+def knows_shape(parameter: Tensor) -> bool:
+    """Return whether somebody has said of what a parameter is a part."""
+    return hasattr(parameter, _GLOBAL_SHAPE)
+
+
 def global_shape(parameter: Tensor) -> torch.Size:
     """Give the shape of what a parameter is a part of.
 
     Raises:
         ValueError: It is a part of something, and nobody has said of what.
     """
-    shape: torch.Size | None = getattr(parameter, _GLOBAL_SHAPE, None)
-    if shape is not None:
+    if knows_shape(parameter):
+        shape: torch.Size = getattr(parameter, _GLOBAL_SHAPE)
         return shape
     if storage_dim(parameter) is not None:
         raise ValueError(

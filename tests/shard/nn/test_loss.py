@@ -531,8 +531,3 @@ def test_logits_without_a_tag_are_whole_if_all_ranks_have_the_same():
 def test_a_group_of_one_has_lost_no_tag():
     for error, in run(2, refusals, ['too high'], group=1):
         assert re.match(REFUSALS['too high'], error)
-
-
-def test_it_needs_a_group():
-    with pytest.raises(RuntimeError, match='ts.distributed.init_process_group'):
-        parallel_cross_entropy(torch.zeros(2, 3), torch.tensor([0, 1]))

@@ -63,8 +63,9 @@ class ParallelEmbedding(ParallelModule):
     def reset_parameters(self) -> None:
         """Set initial values: this rank's part of those of ``nn.Embedding``."""
         shard_init_helper_(nn.init.normal_, self.weight)
-        row, world = self.padding_idx, current()
+        row = self.padding_idx
         if row is not None and self.dim == 0:
+            world = current()
             row = sizes.find(row, self.num_embeddings, world.tensor_size, world.tensor_rank)
         if row is not None:
             with torch.no_grad():

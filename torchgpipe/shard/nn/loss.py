@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torchgpipe.shard.debug import agree, differences
 from torchgpipe.shard.nn.cross_entropy import RowLosses
 from torchgpipe.shard.tags import get_parallel_dim, is_split, is_tagged
-from torchgpipe.shard.world import World, current
+from torchgpipe.shard.world import World, needed_by
 
 __all__ = ['ParallelCrossEntropyLoss', 'parallel_cross_entropy']
 
@@ -76,12 +76,12 @@ def parallel_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None 
         ValueError: Shapes do not fit together, or there is no such option; or targets or weights
             of sharded logits need a gradient.
     """
-    world = current()
+    world = needed_by(get_parallel_dim(input))
     if size_average is not None or reduce is not None:
         reduction = nn.CrossEntropyLoss(size_average=size_average, reduce=reduce).reduction
     _check_options(reduction, label_smoothing)
     _check_tensors(input, target, ignore_index)
-    if is_split(input) and world.tensor_size > 1:
+    if world is not None and is_split(input) and world.tensor_size > 1:
         return _of_shards(input, target, weight, ignore_index, reduction, label_smoothing, world)
     return _of_whole(input, target, weight, ignore_index, reduction, label_smoothing, world)
 
@@ -143,9 +143,9 @@ def _check_length(what: str, tensor: Tensor, classes: int, hint: str) -> None:
 
 
 def _of_whole(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int,
-              reduction: str, label_smoothing: float, world: World) -> Tensor:
+              reduction: str, label_smoothing: float, world: World | None) -> Tensor:
     """Compute the loss of logits of all classes."""
-    if world.tensor_size > 1 and not is_tagged(input):
+    if world is not None and world.tensor_size > 1 and not is_tagged(input):
         _check_untagged(input, world.tensor_group)
     classes = input.size(-1)
     if weight is not None:
