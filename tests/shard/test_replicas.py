@@ -1,4 +1,5 @@
 """Replicas: gradients are those of one process on all samples, however samples are spread."""
+import copy
 from contextlib import nullcontext
 
 import pytest
@@ -185,6 +186,55 @@ def refused():
                                   process_group=ts.distributed.get_data_group())
     with pytest.raises(ValueError, match='over the whole group.*without process_group='):
         ts.register_ddp_gathered_features(ddp)
+
+
+def other_seeds():
+    """Make and convert layers after another seed on each rank."""
+    torch.manual_seed(dist.get_rank())
+    plain = nn.Sequential(nn.Embedding(6, 5), nn.Linear(5, 7))
+    sharded = nn.Sequential(
+        ts.nn.ParallelEmbedding(6, 5, dim=0), ts.nn.ParallelEmbedding(5, 3, dim=1),
+        ts.nn.ParallelLinear(5, 7, dim=1), ts.nn.ParallelLinear(7, 5, dim=0),
+        ts.nn.ParallelEmbedding.convert_parallel_embedding(plain[0], 1),
+        ts.nn.ParallelLinear.convert_parallel_linear(plain[1], 0))
+    return whole(sharded)
+
+
+def own_values():
+    """Give parameters values of one's own, in one of the shards, in one of the replicas."""
+    rank = dist.get_rank()
+    _, sharded = pair(Net)
+    other, wrapped = copy.deepcopy(sharded), copy.deepcopy(sharded)
+    for model in (sharded, wrapped):
+        with torch.no_grad():
+            model.head[0].weight.add_(rank == 3)
+    x, y = samples(4)
+    F.cross_entropy(sharded(x), y).backward()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r'other values of head.0.weight: .*Let all ranks'):
+            ts.average_gradients(sharded)
+    ts.average_gradients(other)
+    other.head[0].weight.data.add_(rank)  # It is looked at once.
+    ts.average_gradients(other)
+    # What is wrapped gets the values of the first ones.
+    ts.register_ddp_parameters_to_ignore(wrapped)
+    ddp = DistributedDataParallel(wrapped)
+    F.cross_entropy(ddp(x), y).backward()
+    ts.average_gradients(ddp)
+    close(whole(ddp.module), pair(Net)[0].state_dict())
+
+
+def test_replicas_have_the_same_shards_whatever_their_seeds():
+    """In v0.8.0, ranks of a group agreed, and each group had values of its own."""
+    first, *others = run(4, other_seeds, group=2)
+    for found in others:
+        for name, value in first.items():
+            assert found[name].equal(value), name
+
+
+def test_replicas_with_values_of_their_own_are_refused_or_get_the_same():
+    """In v0.8.0, their gradients were averaged, and the replicas stayed different."""
+    run(4, own_values, group=2)
 
 
 @pytest.mark.parametrize('world, group', GRID)

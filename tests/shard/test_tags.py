@@ -14,18 +14,21 @@ def test_a_tag_is_an_attribute_of_one_tensor():
     assert is_split(x) and is_tagged(x) and not is_tagged(x + 1)
     ts.register_parallel_dim(x, 1)
     assert is_split(x)
-    ts.set_attribute(x, ts._PARALLEL_DIM, None)
+    ts.set_attribute(x)
     assert is_tagged(x) and not is_split(x)
 
 
+@pytest.mark.parametrize('tag', [ts.register_parallel_attribute, ts.set_attribute,
+                                 ts.nn.functional.set_attribute])
 @pytest.mark.parametrize('order, expected', [(0, {None: None, 0: 1, 1: 0, -1: 0}),
                                              (1, {None: None, 0: 0, 1: 1, -1: 1})])
-def test_order_and_parallel_dim_give_the_dimension_in_memory(order, expected):
+def test_order_and_parallel_dim_give_the_dimension_in_memory(order, expected, tag):
+    """In v0.8.0, `set_attribute` took the name of an attribute, other than TorchShard's."""
     found = {}
     for dim in (None, 0, 1, -1):
         weight = torch.zeros(2, 2)
         assert storage_dim(weight) is None
-        ts.register_parallel_attribute(weight, dim, order)
+        tag(weight, dim, order_type=order)
         assert getattr(weight, ts._ORDER_ATTR) == order
         found[dim] = storage_dim(weight)
     assert found == expected

@@ -31,11 +31,12 @@ from torchgpipe.private import is_transformed
 from torchgpipe.shard import sizes
 from torchgpipe.shard.debug import compare
 from torchgpipe.shard.failures import complete
+from torchgpipe.shard.rows import counted, of_own_rows
 from torchgpipe.shard.tags import register_parallel_dim
-from torchgpipe.shard.world import current
+from torchgpipe.shard.world import World, current
 
-__all__ = ['all_gather', 'all_reduce', 'all_sizes', 'broadcast', 'copy', 'gather', 'reduce',
-           'reduce_', 'scatter']
+__all__ = ['all_gather', 'all_reduce', 'all_sizes', 'broadcast', 'copy', 'from_first', 'gather',
+           'reduce', 'reduce_', 'scatter']
 
 
 # --- in place, or without gradient
@@ -58,6 +59,16 @@ def broadcast(tensor: Tensor, group: ProcessGroup, source: int = 0) -> Tensor:
         complete(lambda: dist.broadcast(tensor, group=group, async_op=True, group_src=source),
                  group, tensor.is_cpu)
     return tensor
+
+
+def from_first(tensor: Tensor, world: World) -> Tensor:
+    """Give a contiguous tensor the values that the first rank of the first replica has, in place.
+
+    They go down to the first rank of each group, and from there to the others of the group.
+    """
+    if world.tensor_rank == 0:
+        broadcast(tensor, world.data_group)
+    return broadcast(tensor, world.tensor_group)
 
 
 def all_gather(tensor: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[int]) -> Tensor:
@@ -236,6 +247,8 @@ def gather(x: Tensor, dim: int = -1, size: int | None = None) -> Tensor:
         raise ValueError(f'of a size of {size}, the part of rank {group.rank()} of {group.size()} '
                          f'is {lengths[group.rank()]} long; this one is {x.size(dim)}: leave size '
                          'out where parts have other lengths')
+    if of_own_rows(x, dim):
+        x = counted(x)
     whole = _apply(Gather, x, group, dim, lengths)
     register_parallel_dim(whole, None)
     return whole

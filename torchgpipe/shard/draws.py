@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.shard.collectives import broadcast
+from torchgpipe.shard.collectives import broadcast, from_first
 from torchgpipe.shard.tags import check_dim
-from torchgpipe.shard.world import World, current
+from torchgpipe.shard.world import World, needed_by
 
 __all__ = ['agreed', 'draws']
 
@@ -23,15 +23,20 @@ class _OfDevice:
 
 
 @contextmanager
-def agreed(world: World, *generators: Any) -> Iterator[None]:
+def agreed(world: World, *generators: Any, replicas: bool = False) -> Iterator[None]:
     """Let all ranks of the group draw what its first one draws.
 
     A rank whose generators were in the same state leaves them where the first one's are then.
     Another one has its own state again afterwards.
+
+    Args:
+        world: Where the group is.
+        generators: What the ranks draw from.
+        replicas: Whether the groups agree, too, with the first of them.
     """
     own = [generator.get_state() for generator in generators]
-    first = [_of_first(state, world) for state in own]
-    if world.tensor_size == 1 or all(map(torch.equal, own, first)):
+    first = [_of_first(state, world, replicas) for state in own]
+    if all(map(torch.equal, own, first)):
         yield
         return
     with _in_state(generators, own):
@@ -58,17 +63,17 @@ def draws(parallel_dim: int | None, device: torch.device | None = None) -> Itera
             -1 or 1, where it is this rank's part, each rank draws numbers of its own.
         device: Where they are drawn; by default on the accelerator, if there is one.
     """
-    split, world = check_dim(parallel_dim) is not None, current()
+    split, world = check_dim(parallel_dim) is not None, needed_by(parallel_dim)
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True)
     on_cpu = device is None or device.type == 'cpu'
     generators: list[Any] = [torch.default_generator]
     generators += [] if device is None or on_cpu else [_OfDevice(device.type)]
-    if not split:
+    if world is None or split and world.tensor_size == 1:
+        yield
+    elif not split:
         with agreed(world, *generators):
             yield
-    elif world.tensor_size == 1:
-        yield
     else:
         # Ranks with the same seed draw the same number here.
         seed = int(torch.randint(2 ** 62, (), device='cpu'))
@@ -78,9 +83,10 @@ def draws(parallel_dim: int | None, device: torch.device | None = None) -> Itera
             yield
 
 
-def _of_first(state: Tensor, world: World) -> Tensor:
-    """Give the state of a generator of the group's first rank."""
-    return broadcast(state.clone().to(world.mesh.device_type), world.tensor_group).cpu()
+def _of_first(state: Tensor, world: World, replicas: bool) -> Tensor:
+    """Return the state of a generator of the first rank, of the group or of all groups."""
+    sent = state.clone().to(world.mesh.device_type)
+    return (from_first(sent, world) if replicas else broadcast(sent, world.tensor_group)).cpu()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torchgpipe.shard import sizes
 from torchgpipe.shard.draws import agreed
 from torchgpipe.shard.parameter import global_shape
 from torchgpipe.shard.tags import storage_dim
-from torchgpipe.shard.world import World, current
+from torchgpipe.shard.world import World, needed_by
 
 __all__ = ['shard_init_helper_']
 
@@ -33,9 +33,10 @@ _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 def shard_init_helper_(init_method: Callable[..., Any], tensor: Tensor, **kwargs: Any) -> Tensor:
     """Set initial values of a sharded parameter: this rank's part of what one process would draw.
 
-    All ranks of the group have to call it. They draw from the state of the first rank's generator.
-    Where the others' are in the same state, they all are afterwards where they would be in one
-    process; a rank whose own was in another state finds it as it was.
+    All ranks of all groups have to call it, as replicas have the same values. They draw from the
+    state of the first rank's generator. Where the others' are in the same state, they all are
+    afterwards where they would be in one process; a rank whose own was in another state finds it
+    as it was. Without parallel groups, a parameter that is whole gets values as any other.
 
     Methods that draw by ``uniform_`` or ``normal_`` and change each value by itself, such as
     ``kaiming_uniform_``, ``xavier_normal_`` and ``constant_``, never have the whole tensor in
@@ -52,12 +53,15 @@ def shard_init_helper_(init_method: Callable[..., Any], tensor: Tensor, **kwargs
     Returns:
         The tensor.
     """
-    world = current()
+    dim = storage_dim(tensor)
+    world = needed_by(dim)
     if tensor.is_meta or 0 in global_shape(tensor):
         return tensor
+    if world is None:
+        init_method(tensor, **kwargs)
+        return tensor
     generator = kwargs.get('generator') or torch.default_generator
-    with torch.no_grad(), agreed(world, generator):
-        dim = storage_dim(tensor)
+    with torch.no_grad(), agreed(world, generator, replicas=True):
         if tensor.is_cpu and (dim is None or world.tensor_size == 1):
             init_method(tensor, **kwargs)
         else:

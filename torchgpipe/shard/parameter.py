@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.shard import sizes
-from torchgpipe.shard.collectives import broadcast
-from torchgpipe.shard.tags import (is_tagged, register_parallel_attribute, set_attribute,
-                                   storage_dim, to_storage)
-from torchgpipe.shard.world import current
+from torchgpipe.shard.collectives import from_first
+from torchgpipe.shard.tags import is_tagged, register_parallel_attribute, storage_dim, to_storage
+from torchgpipe.shard.world import current, needed_by
 from torchgpipe.shard.wrapped import check_wrapped
 
-__all__ = ['Layout', 'ParallelModule', 'dtensor', 'global_shape']
+__all__ = ['Layout', 'ParallelModule', 'dtensor', 'global_shape', 'knows_shape']
 
 _GLOBAL_SHAPE = '_global_shape'
 
@@ -47,7 +46,7 @@ class Layout:
     def tag(self, parameter: Tensor) -> None:
         """Let a parameter know."""
         register_parallel_attribute(parameter, self.dim, self.order)
-        set_attribute(parameter, _GLOBAL_SHAPE, torch.Size(self.shape))
+        setattr(parameter, _GLOBAL_SHAPE, torch.Size(self.shape))
 
     def check(self, name: str, parameter: Tensor) -> None:
         """See that a parameter may stand for this one.
@@ -109,7 +108,7 @@ class ParallelModule(nn.Module):
             torch.empty(layout.local_shape(), device=device, dtype=dtype)))
 
     def put_part(self, name: str, whole: Tensor, layout: Layout) -> None:
-        """Add a parameter with this rank's part of what the group's first rank has as a whole."""
+        """Add a parameter with this rank's part of what the first rank of all has as a whole."""
         self._layouts[name] = layout
         self.register_parameter(name, nn.Parameter(_part_of_first(whole, layout),
                                                    whole.requires_grad))
@@ -201,18 +200,26 @@ class ParallelModule(nn.Module):
 
 
 def _part_of_first(whole: Tensor, layout: Layout) -> Tensor:
-    """Give this rank's part of what the group's first rank has; one part at a time is sent."""
-    world, dim = current(), layout.storage
+    """Return this rank's part of what the first rank of all has; one part at a time is sent."""
+    dim = layout.storage
+    world = needed_by(dim)
     if whole.is_meta:
         return torch.empty(layout.local_shape(), dtype=whole.dtype, device='meta')
+    if world is None:
+        return whole.detach().clone()
     pieces = (whole,) if dim is None else sizes.slice(whole, world.tensor_size, dim)
     for rank, piece in enumerate(pieces):
         sent = piece.to(world.mesh.device_type).clone(
             memory_format=torch.contiguous_format)
-        broadcast(sent, world.tensor_group)
+        from_first(sent, world)
         if dim is None or rank == world.tensor_rank:
             mine = sent.to(whole.device)
     return mine
+
+
+def knows_shape(parameter: Tensor) -> bool:
+    """Return whether somebody has said of what a parameter is a part."""
+    return hasattr(parameter, _GLOBAL_SHAPE)
 
 
 def global_shape(parameter: Tensor) -> torch.Size:
@@ -221,8 +228,8 @@ def global_shape(parameter: Tensor) -> torch.Size:
     Raises:
         ValueError: It is a part of something, and nobody has said of what.
     """
-    shape: torch.Size | None = getattr(parameter, _GLOBAL_SHAPE, None)
-    if shape is not None:
+    if knows_shape(parameter):
+        shape: torch.Size = getattr(parameter, _GLOBAL_SHAPE)
         return shape
     if storage_dim(parameter) is not None:
         raise ValueError(

@@ -32,12 +32,7 @@ def check_dim(dim: Any) -> int | None:
     return given
 
 
-def set_attribute(tensor: Tensor, name: str, value: Any) -> None:
-    """Set an attribute of a tensor, such as ``ts._PARALLEL_DIM``."""
-    setattr(tensor, name, value)
-
-
-def register_parallel_dim(tensor: Tensor, dim: int | None) -> None:
+def register_parallel_dim(tensor: Tensor, dim: int | None = None) -> None:
     """Tag a tensor with its parallel dimension.
 
     Of an activation, 1 and -1 say that its last dimension is this rank's part; None that it is
@@ -46,27 +41,33 @@ def register_parallel_dim(tensor: Tensor, dim: int | None) -> None:
     Raises:
         ValueError: There is no such parallel dimension.
     """
-    set_attribute(tensor, _PARALLEL_DIM, check_dim(dim))
+    setattr(tensor, _PARALLEL_DIM, check_dim(dim))
 
 
-def register_parallel_attribute(tensor: Tensor, dim: int | None, order: int = 0) -> None:
+def register_parallel_attribute(tensor: Tensor, dim: int | None = None, order_type: int = 0
+                                ) -> None:
     """Tag a weight with its parallel dimension and its order.
 
     Args:
         tensor: This rank's part of a weight.
         dim: Its parallel dimension. In order 0, 1 and -1 split the outputs, 0 the inputs. In order
             1, 0 splits the rows, 1 and -1 the columns.
-        order: 0 for a weight of shape (out, in), as that of a linear layer, or a bias; 1 for one
-            of shape (number, features), as that of an embedding.
+        order_type: 0 for a weight of shape (out, in), as that of a linear layer, or a bias; 1 for
+            one of shape (number, features), as that of an embedding.
 
     Raises:
         ValueError: There is no such parallel dimension, or no such order.
     """
-    if order not in _STORAGE:
+    if order_type not in _STORAGE:
         raise ValueError(f'the order of a weight is 0, (out, in), or 1, (number, features), '
-                         f'not {order!r}')
+                         f'not {order_type!r}')
     register_parallel_dim(tensor, dim)
-    set_attribute(tensor, _ORDER_ATTR, order)
+    setattr(tensor, _ORDER_ATTR, order_type)
+
+
+def set_attribute(tensor: Tensor, dim: int | None = None, order_type: int = 0) -> None:
+    """Do what :func:`register_parallel_attribute` does."""
+    register_parallel_attribute(tensor, dim, order_type)
 
 
 def get_parallel_dim(tensor: Tensor) -> int | None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ['AXES', 'World', 'current', 'destroy', 'init', 'is_initialized']
+__all__ = ['AXES', 'World', 'current', 'destroy', 'init', 'is_initialized', 'needed_by']
 
 #: The axes of the mesh.
 AXES = ('data', 'tensor')
@@ -66,6 +66,17 @@ def current() -> World:
             'there are no parallel groups: call ts.distributed.init_process_group(group_size), '
             'after torch.distributed.init_process_group, before making or calling sharded layers')
     return _world
+
+
+def needed_by(dim: int | None) -> World | None:
+    """Return the world that a layer of this parallel dimension needs.
+
+    A layer that is not split needs none: without parallel groups, it is as the plain one.
+
+    Raises:
+        RuntimeError: It is split, and there are no parallel groups yet.
+    """
+    return None if dim is None and not is_initialized() else current()
 
 
 def init(group_size: int = -1, mesh: DeviceMesh | None = None,

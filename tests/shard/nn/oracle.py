@@ -38,8 +38,9 @@ def seeded(make, seed=1):
 
 def cut(whole, dim):
     """Give this rank's part of what is split along a dimension in memory."""
-    n, rank = ts.distributed.get_group_size(), ts.distributed.get_rank()
-    return whole if dim is None else ts.slice(whole, n, dim)[rank]
+    if dim is None:
+        return whole
+    return ts.slice(whole, ts.distributed.get_group_size(), dim)[ts.distributed.get_rank()]
 
 
 def same_start(plain, sharded):

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgpipe.shard as ts
 from tests.shard.nn.oracle import (close, cut, double, over_groups, same_gradients,
-                                   same_parameters, same_start)
+                                   same_parameters, same_start, seeded)
 from tests.shard.processes import run
 from torchgpipe.shard.parameter import global_shape
 from torchgpipe.shard.tags import is_tagged, storage_dim
@@ -57,6 +57,53 @@ def functional(dim, bias):
     assert y.equal(layer(x)) and ts.get_parallel_dim(y) == ts.get_parallel_dim(layer(x))
     weight = torch.randn(5, 7)
     assert ts.nn.functional.parallel_linear(x, weight).equal(nn.functional.linear(x, weight))
+
+
+def called_with(dim):
+    """Say how a weight without a tag is split, and of another what its tag does not say."""
+    plain, x = nn.Linear(7, 5), torch.randn(3, 7)
+    weight, bias = cut(plain.weight, {None: None, 0: 1}.get(dim, 0)), plain.bias
+    bias = cut(bias, 0) if dim in (1, -1) else bias
+    y = ts.nn.functional.parallel_linear(x, weight, bias, dim)
+    assert ts.get_parallel_dim(y) == (-1 if dim in (1, -1) else None)
+    torch.testing.assert_close(y, cut(plain(x), -1) if dim in (1, -1) else plain(x))
+    assert not is_tagged(weight)
+
+    table = nn.Embedding(7, 5, padding_idx=6, max_norm=1.)
+    ids = torch.tensor([[0, 6], [3, 3]])
+    options = {'padding_idx': 6, 'max_norm': 1., 'num_embeddings': 7, 'dim': dim}
+    rows = cut(table.weight.detach(), None if dim is None else abs(dim)).clone()
+    torch.testing.assert_close(ts.nn.functional.parallel_embedding(ids, rows, **options),
+                               table(ids))
+    torch.testing.assert_close(rows, cut(table.weight, None if dim is None else abs(dim)))
+
+    # Tags without a layer.
+    ts.nn.functional.set_attribute(rows, dim, 1)
+    ts.nn.functional.set_attribute(weight, dim)
+    assert ts.nn.functional.parallel_linear(x, weight, bias).equal(y)
+    torch.testing.assert_close(ts.nn.functional.parallel_embedding(
+        ids, rows, num_embeddings=7), table(ids))
+    for wrong in {0, 1} - {dim, dim and abs(dim)}:
+        with pytest.raises(ValueError, match=f'parallel_linear is called with dim={wrong}, .*tag'):
+            ts.nn.functional.parallel_linear(x, weight, bias, wrong)
+        with pytest.raises(ValueError, match=f'parallel_embedding is called with dim={wrong}, '):
+            ts.nn.functional.parallel_embedding(ids, rows, num_embeddings=7, dim=wrong)
+    with pytest.raises(ValueError, match='None, 0, 1 or -1'):
+        ts.nn.functional.parallel_linear(x, weight, bias, 2)
+    layer = ts.nn.ParallelEmbedding(7, 5, dim=dim)
+    for part in (layer.weight, rows) if dim != 0 else (layer.weight,):
+        with pytest.raises(ValueError, match='=9, and the whole table has 7 rows'):
+            ts.nn.functional.parallel_embedding(ids, part, num_embeddings=9)
+    if dim == 0:
+        with pytest.raises(ValueError, match='takes num_embeddings, .* does not know'):
+            ts.nn.functional.parallel_embedding(ids, rows)
+        with pytest.raises(ValueError, match='=12 rows, the part of rank .* is .*this weight has'):
+            ts.nn.functional.parallel_embedding(ids, rows, num_embeddings=12)
+
+
+def test_functions_take_what_torchshard_has_them_take():
+    """In v0.8.0, they took neither `dim` nor `num_embeddings`."""
+    run(2, over_groups, [1, 2], called_with, [None, 0, 1, -1])
 
 
 def test_the_function_does_what_the_tag_of_the_weight_says():
@@ -165,16 +212,39 @@ def test_no_inputs_or_no_outputs():
     run(2, over_groups, [2], no_inputs, [None, 0, 1])
 
 
-def uninitialised():
-    """Make it too early."""
-    for make in (lambda: ts.nn.ParallelLinear(2, 2), lambda: ts.nn.ParallelEmbedding(2, 2, dim=0),
-                 lambda: ts.nn.ParallelLinear.convert_parallel_linear(nn.Linear(2, 2), 1)):
+def test_groups_come_before_what_is_split():
+    for make in (lambda: ts.nn.ParallelLinear(2, 2, dim=1), lambda: ts.draws(-1).__enter__(),
+                 lambda: ts.nn.ParallelEmbedding(2, 2, dim=0),
+                 lambda: ts.nn.ParallelLinear.convert_parallel_linear(nn.Linear(2, 2), 1),
+                 lambda: ts.nn.functional.parallel_linear(torch.ones(2), torch.ones(2, 2), dim=0)):
         with pytest.raises(RuntimeError, match='ts.distributed.init_process_group'):
             make()
 
 
-def test_groups_come_first():
-    uninitialised()
+def test_what_is_not_split_needs_no_groups():
+    """In v0.8.0, it needed them, though not in TorchShard."""
+    make = nn.Sequential
+    plain, model = same_start(
+        lambda: make(nn.Embedding(7, 5, 2), nn.Linear(5, 3), nn.Dropout(0.5), nn.Identity(),
+                     nn.Linear(3, 4)),
+        lambda: make(ts.nn.ParallelEmbedding(7, 5, 2), ts.nn.ParallelLinear(5, 3),
+                     ts.nn.ParallelDropout(0.5), ts.nn.RegisterParallelDim(),
+                     ts.nn.ParallelLinear(3, 4)))
+    model = ts.nn.ParallelLinear.convert_parallel_linear(model)
+    x, y = torch.tensor([0, 2, 6]), torch.tensor([1, 3, 0])
+    (expected, _), (loss, _) = (seeded(lambda: function(module(x), y)) for module, function in (
+        (plain, nn.CrossEntropyLoss()), (model, ts.nn.ParallelCrossEntropyLoss())))
+    expected.backward()
+    loss.backward()
+    assert loss.equal(expected)
+    for one, other in zip(plain.parameters(), model.parameters()):
+        assert one.grad.equal(other.grad)
+    part = torch.ones(2, 2)
+    ts.register_parallel_dim(part, -1)
+    with pytest.raises(RuntimeError, match='ts.distributed.init_process_group'):
+        ts.nn.functional.parallel_cross_entropy(part, y[:2])
+    # Without parallel groups there is one state dict, too.
+    assert ts.relocate_state_dict(model, model.state_dict()).keys() == model.state_dict().keys()
 
 
 # --- parameters know what they are a part of
@@ -238,16 +308,16 @@ def test_the_meta_device():
 
 
 def differently_seeded(dim):
-    """Agree with the first rank of the group, and go on with one's own numbers."""
-    rank, first = torch.distributed.get_rank(), torch.distributed.get_rank() // 2 * 2
-    torch.manual_seed(first)
+    """Agree with the first rank of all, and go on with one's own numbers."""
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(0)
     plain, after_first = nn.Linear(7, 5), torch.rand(1)
     torch.manual_seed(rank)
     own = torch.rand(1)
     torch.manual_seed(rank)
     layer = ts.nn.ParallelLinear(7, 5, dim=dim)
     same_parameters(plain, layer)
-    assert torch.rand(1).equal(after_first if rank == first else own)
+    assert torch.rand(1).equal(after_first if rank == 0 else own)
     # The same in conversion.
     torch.manual_seed(rank)
     same_parameters(plain, ts.nn.ParallelLinear.convert_parallel_linear(nn.Linear(7, 5), dim))

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -454,10 +455,18 @@ def refused(name):
         more = {'reduction': 'average'}
     elif name == 'smoothing':
         more = {'label_smoothing': 1.5}
+    if name in ONLY_IN_DEBUG:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         parallel_cross_entropy(part, target, **more)
     except Exception as error:
         return f'{type(error).__name__}: {error}'
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+#: What ranks compare in the debug mode alone.
+ONLY_IN_DEBUG = {'other types of targets', 'other shapes', 'other types'}
 
 
 def refusals(names):
@@ -533,6 +542,84 @@ def test_a_group_of_one_has_lost_no_tag():
         assert re.match(REFUSALS['too high'], error)
 
 
-def test_it_needs_a_group():
-    with pytest.raises(RuntimeError, match='ts.distributed.init_process_group'):
-        parallel_cross_entropy(torch.zeros(2, 3), torch.tensor([0, 1]))
+# --- what ranks exchange
+# ----------------------------------------------------------------------------------
+
+
+class Unread(TorchDispatchMode):
+    """See that the host reads nothing of a tensor."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in ('_local_scalar_dense', 'nonzero', 'masked_select', 'unique'), name
+        return func(*args, **(kwargs or {}))
+
+
+def exchanged():
+    """Count collectives of a step, and let the host read nothing, as on an accelerator."""
+    from torchgpipe.shard.nn import classes, loss
+    logits, target = draw(7, (2, 3), 'numbers')
+    probabilities = logits.softmax(-1)
+    counts = []
+
+    def steps(**options):
+        for given, tag in ((target, -1), (probabilities, -1), (target, None), (target, 'none')):
+            x = sharded(logits) if tag == -1 else logits + 0
+            if tag is None:
+                ts.register_parallel_dim(x)
+            x.requires_grad_()
+            before = len(counts)
+            value = parallel_cross_entropy(x, given, **options)
+            value.sum().backward()
+            yield len(counts) - before, value, x.grad
+
+    with pytest.MonkeyPatch.context() as patch:
+        all_reduce = dist.all_reduce
+        patch.setattr(dist, 'all_reduce', lambda *args, **more: counts.append(1)
+                      or all_reduce(*args, **more))
+        for options in ({}, {'weight': weights(7), 'label_smoothing': .1, 'reduction': 'none'}):
+            expected = list(steps(**options))
+            with pytest.MonkeyPatch.context() as inner, Unread():
+                for module in (classes, loss):
+                    inner.setattr(module, 'is_read', lambda x: False)
+                found = list(steps(**options))
+            assert [count for count, *_ in expected] == [2, 2, 0, 1]
+            for these, those in zip(found, expected):
+                assert these[0] == those[0]
+                assert all(torch.equal(*pair) for pair in zip(these[1:], those[1:]))
+
+
+def test_a_step_has_two_collectives_and_the_host_waits_for_none():
+    """In v0.8.0, ranks compared what they had in a third one, and the host read it."""
+    run(2, exchanged, group=2)
+
+
+def wrong_unread():
+    """Give what does not fit, where the host reads nothing."""
+    from torchgpipe.shard.nn import classes, loss
+    logits, target = draw(7, (2, 3), 'numbers')
+    rank = ts.distributed.get_rank()
+    others, high, low = target.clone(), target.clone(), target.clone()
+    others[0, 0] = (others[0, 0] + rank) % 7
+    high[1, 2], low[0, 1] = 7, -1
+    cases = [(others, {}, ...), (high, {}, 5), (low, {}, 1), (target, {'weight': weights(8)}, ...),
+             (target.flatten().roll(rank).view(2, 3), {}, ...)]
+    for given, options, rows in cases:
+        x = sharded(logits).requires_grad_()
+        with pytest.MonkeyPatch.context() as patch, Unread():
+            for module in (classes, loss):
+                patch.setattr(module, 'is_read', lambda x: False)
+            value = parallel_cross_entropy(x, given, **options)
+            value.backward()
+        assert value.isnan() and x.grad.view(6, -1)[rows].isnan().all()
+    x = (sharded(logits) + 0).requires_grad_()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (classes, loss):
+            patch.setattr(module, 'is_read', lambda x: False)
+        value = parallel_cross_entropy(x, target.clamp(max=2))
+        value.backward()
+    assert value.isnan() and x.grad.isnan().all()
+
+
+def test_what_does_not_fit_is_nan_where_the_host_does_not_wait():
+    run(2, wrong_unread, group=2)

@@ -2,7 +2,7 @@
 
 A row has a share `a` of each class `c`: the weight of the class times the probability that the
 target gives it. Each rank has some of the classes. Two all-reduces bring some numbers per row
-together::
+together, the first of them before (see :mod:`torchgpipe.shard.nn.classes`)::
 
         forward                                            backward
     1   m = max of x[c]                ── maximum over ranks
@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -43,7 +42,7 @@ class Shares(NamedTuple):
     weight: Tensor | None
     #: What is left of the target's share after smoothing, and what each class gets instead.
     kept: float
-    even: float
+    even: Tensor | None
 
     def of(self, rows: slice) -> 'Shares':
         """Take some rows."""
@@ -70,14 +69,10 @@ class RowLosses(torch.autograd.Function):
     """The cross entropy of each row: shape (N,), in the type that sums are computed in."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, dtype: torch.dtype, group: ProcessGroup,
-                target: Tensor, weight: Tensor | None, kept: float, even: float) -> Tensor:
-        """Take logits of shape (N, this rank's classes), a type, and what `Shares` are made of."""
+    def forward(ctx: Any, logits: Tensor, largest: Tensor, group: ProcessGroup, target: Tensor,
+                weight: Tensor | None, kept: float, even: Tensor | None) -> Tensor:
+        """Take logits of shape (N, this rank's classes), `m`, and what `Shares` are made of."""
         shares = Shares(target, weight, kept, even)
-        largest = logits.new_full((len(logits), 1), -torch.inf, dtype=dtype)
-        if logits.size(1):
-            largest.copy_(logits.amax(1, keepdim=True))
-        all_reduce(largest, group, dist.ReduceOp.MAX)
         sums = largest.new_empty(3, len(logits))
         for rows in _blocks(logits):
             block = logits[rows] - largest[rows]
@@ -148,7 +143,7 @@ def _weighted(block: Tensor, shares: Shares) -> tuple[Tensor, Tensor]:
         t = (block.gather(1, shares.places) * a).masked_fill(shares.target < 0, 0).view(-1)
         total = a.view(-1)
     t, total = shares.kept * t, shares.kept * total
-    if shares.even:
+    if shares.even is not None:
         weight = shares.weight
         t += shares.even * (block if weight is None else block * weight).sum(1)
         total += shares.even * (block.size(1) if weight is None else weight.sum())
@@ -164,8 +159,8 @@ def _subtract(block: Tensor, shares: Shares, g: Tensor) -> None:
     else:
         places, a = shares.places, shares.kept * g * shares.weights(block)
         block.scatter_(1, places, block.gather(1, places) - a)
-    if shares.even:
+    if shares.even is not None:
         if shares.weight is None:
             block -= shares.even * g
         else:
-            block.addr_(g.view(-1), shares.weight, alpha=-shares.even)
+            block.addr_((shares.even * g).view(-1), shares.weight, alpha=-1)

@@ -63,8 +63,9 @@ class ParallelEmbedding(ParallelModule):
     def reset_parameters(self) -> None:
         """Set initial values: this rank's part of those of ``nn.Embedding``."""
         shard_init_helper_(nn.init.normal_, self.weight)
-        row, world = self.padding_idx, current()
+        row = self.padding_idx
         if row is not None and self.dim == 0:
+            world = current()
             row = sizes.find(row, self.num_embeddings, world.tensor_size, world.tensor_rank)
         if row is not None:
             with torch.no_grad():
@@ -89,8 +90,8 @@ class ParallelEmbedding(ParallelModule):
     def convert_parallel_embedding(cls, module: nn.Module, dim: int | None = None) -> nn.Module:
         """Put sharded tables in the place of all ``nn.Embedding`` of a module, or of one itself.
 
-        They have the same values, type, device, mode, hooks and options. The ranks of a group
-        agree with the values of its first one.
+        They have the same values, type, device, mode, hooks and options. All ranks get
+        the values of the first one.
 
         Args:
             module: It stays as it is if it is an ``nn.Embedding`` itself; otherwise its layers are

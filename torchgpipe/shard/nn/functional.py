@@ -4,17 +4,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchgpipe.shard import sizes
-from torchgpipe.shard.collectives import all_gather, copy, gather, reduce_, scatter
+from torchgpipe.shard.collectives import all_gather, all_sizes, copy, gather, reduce_, scatter
 from torchgpipe.shard.nn.loss import parallel_cross_entropy
-from torchgpipe.shard.parameter import global_shape
-from torchgpipe.shard.tags import get_parallel_dim, is_split, register_parallel_dim, storage_dim
+from torchgpipe.shard.parameter import global_shape, knows_shape
+from torchgpipe.shard.tags import (check_dim, is_split, is_tagged, register_parallel_dim,
+                                   set_attribute, storage_dim, to_storage)
 from torchgpipe.shard.world import World, current
 
-__all__ = ['parallel_cross_entropy', 'parallel_embedding', 'parallel_linear']
+__all__ = ['parallel_cross_entropy', 'parallel_embedding', 'parallel_linear', 'set_attribute']
 
 
-def parallel_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Apply a linear map of which each rank has a part, as its weight's tag says.
+def parallel_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None,
+                    dim: int | None = None) -> Tensor:
+    """Apply a linear map of which each rank has a part, as its weight's tag or a dimension says.
 
     Args:
         input: Of shape (…, inputs). It is whole, but where the weight's inputs are split it may be
@@ -22,21 +24,42 @@ def parallel_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -
         weight: This rank's part: of shape (outputs / n, inputs) with the parallel dimension 1 or
             -1, (outputs, inputs / n) with 0, and all of it with None.
         bias: This rank's part of it in the first case, and all of it otherwise.
+        dim: The parallel dimension of a weight without a tag. None leaves it to the tag; without
+            either, the weight is whole.
 
     Returns:
         A tensor of shape (…, outputs), whole; or (…, outputs / n), tagged -1, in the first case.
 
     Raises:
-        ValueError: The input is not what the weight takes.
+        ValueError: The input is not what the weight takes, or the weight has another ``dim``.
     """
-    return linear(input, weight, bias, get_parallel_dim(weight), None, 'parallel_linear')
+    storage = _storage(weight, dim, 0, 'parallel_linear')
+    return linear(input, weight, bias, None if storage is None else 1 - storage, None,
+                  'parallel_linear')
+
+
+def _storage(weight: Tensor, dim: int | None, order: int, name: str) -> int | None:
+    """Return the dimension in memory along which a weight is split, by its tag or by ``dim``.
+
+    Raises:
+        ValueError: They say different things, or ``dim`` is none.
+    """
+    given = to_storage(check_dim(dim), order)
+    if not is_tagged(weight):
+        return given
+    if given not in (None, storage_dim(weight)):
+        raise ValueError(
+            f'{name} is called with dim={dim}, which splits dimension {given} of a weight in '
+            f'memory, and this weight is tagged as split along {storage_dim(weight)}: leave dim '
+            'out, or tag the weight as it is split by ts.set_attribute')
+    return storage_dim(weight)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dim: int | None,
            in_features: int | None, name: object) -> Tensor:
     """Do what :func:`parallel_linear` does; errors name the layer."""
-    world = current()
     if dim == 0:
+        world = current()
         x = _part_of_input(x, weight, in_features, world, name)
         if world.tensor_size > 1:
             y = reduce_(F.linear(x, weight))
@@ -90,8 +113,9 @@ def _whole(y: Tensor) -> Tensor:
 
 def parallel_embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None,
                        max_norm: float | None = None, norm_type: float = 2.,
-                       scale_grad_by_freq: bool = False, sparse: bool = False) -> Tensor:
-    """Look numbers up in a table of which each rank has a part, as its weight's tag says.
+                       scale_grad_by_freq: bool = False, sparse: bool = False,
+                       num_embeddings: int | None = None, dim: int | None = None) -> Tensor:
+    """Look numbers up in a table of which each rank has a part, as its tag or a dimension says.
 
     Args:
         input: Numbers of rows of the whole table, the same on all ranks of the group.
@@ -102,16 +126,51 @@ def parallel_embedding(input: Tensor, weight: Tensor, padding_idx: int | None = 
         norm_type: The p of that norm.
         scale_grad_by_freq: Whether a row's gradient is divided by how often it was looked up.
         sparse: Whether the gradient of the weight is a sparse tensor.
+        num_embeddings: The number of rows of the whole table. A sharded layer's weight knows it;
+            another one that is split along its rows has to be told.
+        dim: The parallel dimension of a weight without a tag. None leaves it to the tag; without
+            either, the weight is whole.
 
     Returns:
         What was looked up, whole on each rank, of shape (…, features) for an input of shape (…).
 
     Raises:
         IndexError: A number is not that of a row.
+        ValueError: The weight has another ``dim``, or is no such part of ``num_embeddings`` rows.
     """
-    shape, dim = global_shape(weight), storage_dim(weight)
-    return embedding(input, weight, shape, dim, padding_idx, max_norm, norm_type,
-                     scale_grad_by_freq, sparse)
+    storage = _storage(weight, dim, 1, 'parallel_embedding')
+    return embedding(input, weight, _table(weight, storage, num_embeddings), storage, padding_idx,
+                     max_norm, norm_type, scale_grad_by_freq, sparse)
+
+
+def _table(weight: Tensor, dim: int | None, number: int | None) -> tuple[int, int]:
+    """Return the shape of the whole table.
+
+    Raises:
+        ValueError: The part of this rank is none of so many rows.
+    """
+    rows, columns = weight.shape
+    if dim is None or knows_shape(weight):
+        rows, columns = global_shape(weight)
+    elif dim == 1:
+        columns = sum(all_sizes(weight, current().tensor_group, 1))
+    elif number is None:
+        raise ValueError('parallel_embedding takes num_embeddings, the number of rows of the '
+                         f'whole table, as a weight of shape {tuple(weight.shape)} does not know '
+                         'it')
+    else:
+        world = current()
+        length = sizes.part(number, world.tensor_size, world.tensor_rank)[1]
+        if length != rows:
+            raise ValueError(
+                f'parallel_embedding: of num_embeddings={number} rows, the part of rank '
+                f'{world.tensor_rank} of {world.tensor_size} is {length}, and this weight has '
+                f'{rows}')
+        rows = number
+    if number not in (None, rows):
+        raise ValueError(f'parallel_embedding is called with num_embeddings={number}, and the '
+                         f'whole table has {rows} rows: leave it out')
+    return rows, columns
 
 
 def embedding(ids: Tensor, weight: Tensor, shape: tuple[int, ...], dim: int | None,

@@ -76,8 +76,8 @@ class ParallelLinear(ParallelModule):
     def convert_parallel_linear(cls, module: nn.Module, dim: int | None = None) -> nn.Module:
         """Put sharded layers in the place of all ``nn.Linear`` of a module, or of one itself.
 
-        They have the same values, type, device, mode, hooks and options. The ranks of a group
-        agree with the values of its first one.
+        They have the same values, type, device, mode, hooks and options. All ranks get
+        the values of the first one.
 
         Args:
             module: It stays as it is if it is an ``nn.Linear`` itself; otherwise its layers are

@@ -1,13 +1,16 @@
 """Cross entropy over logits whose last dimension may be a shard, with each option of PyTorch's."""
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from torchgpipe.shard.debug import agree, differences
+from torchgpipe.shard.collectives import all_reduce
+from torchgpipe.shard.debug import compare, is_read
+from torchgpipe.shard.nn.classes import Classes, meet, misfit, see
 from torchgpipe.shard.nn.cross_entropy import RowLosses
 from torchgpipe.shard.tags import get_parallel_dim, is_split, is_tagged
-from torchgpipe.shard.world import World, current
+from torchgpipe.shard.world import World, needed_by
 
 __all__ = ['ParallelCrossEntropyLoss', 'parallel_cross_entropy']
 
@@ -52,12 +55,17 @@ def parallel_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None 
     and for some rows at a time. Sums are computed in float32 at least. The loss has the type
     that it has without shards: that of the logits, or float32 under autocast.
 
-    Ranks compare shapes, types and class numbers before they compute, and class numbers are
-    compared with the number of classes on each device. For that the host waits for the device.
+    Ranks compare class numbers with each other, and with the number of classes, in what they
+    exchange anyway. The host does not wait for that: on the CPU an error is raised; on
+    accelerators the loss and gradients become NaN, and in the debug mode,
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, an error says why. The debug mode also compares shapes and
+    types. Without it, ranks that have other ones may wait for each other until the ``timeout`` of
+    their group, and with gloo a process may end.
 
     Args:
         input: Logits of shape (…, C); or of shape (…, classes of this rank), tagged. If they have
-            no tag, ranks see that they have the same ones, which are whole.
+            no tag, ranks see in a collective of its own that they have the same ones, which are
+            whole; :func:`ts.register_parallel_dim` of None spares it.
         target: Class numbers of shape (…), counted over all ranks, the same on each of them. Or
             probabilities, either whole, of shape (…, C), or a tagged shard as that of the logits.
         weight: The weights of all classes, shape (C,), on each rank.
@@ -76,12 +84,12 @@ def parallel_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None 
         ValueError: Shapes do not fit together, or there is no such option; or targets or weights
             of sharded logits need a gradient.
     """
-    world = current()
+    world = needed_by(get_parallel_dim(input))
     if size_average is not None or reduce is not None:
         reduction = nn.CrossEntropyLoss(size_average=size_average, reduce=reduce).reduction
     _check_options(reduction, label_smoothing)
     _check_tensors(input, target, ignore_index)
-    if is_split(input) and world.tensor_size > 1:
+    if world is not None and is_split(input) and world.tensor_size > 1:
         return _of_shards(input, target, weight, ignore_index, reduction, label_smoothing, world)
     return _of_whole(input, target, weight, ignore_index, reduction, label_smoothing, world)
 
@@ -121,21 +129,24 @@ def _check_tensors(input: Tensor, target: Tensor, ignore_index: int) -> None:
                          'logits of shape (N, C, …) go in as logits.movedim(1, -1)')
 
 
-def _check_classes(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Name the first class number that is out of range."""
+def _check_numbers(target: Tensor, classes: int | Tensor, ignore_index: int, numbers: Tensor
+                   ) -> None:
+    """See that class numbers are in range: name the first that is not, or make its row NaN."""
     wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
-    if wrong.any():
-        place = wrong.nonzero()[0].tolist()
-        raise IndexError(
-            f'target{place or ""} is {target[tuple(place)].item()}, but there are {classes} '
-            f'classes, from 0 to {classes - 1}, and ignore_index is {ignore_index}')
+
+    def error() -> IndexError:
+        place, number = wrong.nonzero()[0].tolist(), int(classes)
+        return IndexError(
+            f'target{place or ""} is {target[tuple(place)].item()}, but there are {number} '
+            f'classes, from 0 to {number - 1}, and ignore_index is {ignore_index}')
+
+    see(wrong.reshape(-1, 1), numbers, error)
 
 
 def _check_length(what: str, tensor: Tensor, classes: int, hint: str) -> None:
     """Check what has to have a number for each class."""
     if tensor.size(-1) != classes:
-        raise ValueError(f'{what} of shape {tuple(tensor.shape)} do not fit {classes} classes'
-                         f'{hint}')
+        raise misfit(what, tensor, classes, hint)
 
 
 # --- logits that are whole
@@ -143,10 +154,11 @@ def _check_length(what: str, tensor: Tensor, classes: int, hint: str) -> None:
 
 
 def _of_whole(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int,
-              reduction: str, label_smoothing: float, world: World) -> Tensor:
+              reduction: str, label_smoothing: float, world: World | None) -> Tensor:
     """Compute the loss of logits of all classes."""
-    if world.tensor_size > 1 and not is_tagged(input):
-        _check_untagged(input, world.tensor_group)
+    factor = None
+    if world is not None and world.tensor_size > 1 and not is_tagged(input):
+        factor = _check_untagged(input, world.tensor_group)
     classes = input.size(-1)
     if weight is not None:
         _check_length('weights', weight, classes, '')
@@ -154,33 +166,35 @@ def _of_whole(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index
         _check_length('probabilities', target, classes, '')
         target = target.movedim(-1, 1) if target.dim() > 1 else target
     else:
-        _check_classes(target, classes, ignore_index)
+        if is_read(target):  # PyTorch looks elsewhere.
+            _check_numbers(target, classes, ignore_index, target)
         target = target.long()
-    return F.cross_entropy(input.movedim(-1, 1) if input.dim() > 1 else input, target, weight,
+    loss = F.cross_entropy(input.movedim(-1, 1) if input.dim() > 1 else input, target, weight,
                            ignore_index=ignore_index, reduction=reduction,
                            label_smoothing=label_smoothing)
+    return loss if factor is None else loss * factor
 
 
-def _check_untagged(input: Tensor, group: ProcessGroup) -> None:
+def _check_untagged(input: Tensor, group: ProcessGroup) -> Tensor | None:
     """See that logits of which nobody says what they are may be whole: the same on all ranks.
+
+    Returns:
+        What the loss is to be multiplied by, if anything.
 
     Raises:
         RuntimeError: They differ by more than by rounding.
     """
     x = input.detach()
-    own = torch.stack([x.sum(dtype=torch.float64),
-                       torch.linalg.vector_norm(x, dtype=torch.float64)])
-    rows = ', '.join([*map(str, input.shape[:-1]), 'classes'])
-    found = torch.tensor(agree(
-        'parallel_cross_entropy', f'untagged logits of {input.dtype} and shape ({rows})', group,
-        own.view(torch.int64))).view(torch.float64)
-    spread, norm = found.max(0)[0] - found.min(0)[0], found[:, 1].max()
-    if found.isfinite().all() and (spread > 1e-3 * norm).any():
-        raise RuntimeError(
-            'the ranks of a group have different logits without a tag, so these are not whole. If '
-            'they are shards, an operation has lost their tag: put ts.nn.RegisterParallelDim(-1) '
-            'before the loss. If each rank has samples of its own, say so by '
-            'ts.nn.RegisterParallelDim(None)')
+    total = x.sum(dtype=torch.float64)
+    found = torch.stack([total, -total, torch.linalg.vector_norm(x, dtype=torch.float64)])
+    largest, other, norm = all_reduce(found, group, dist.ReduceOp.MAX)
+    factor = torch.ones_like(largest)
+    see(largest + other > 1e-3 * norm, factor, lambda: RuntimeError(
+        'the ranks of a group have different logits without a tag, so these are not whole. If '
+        'they are shards, an operation has lost their tag: put ts.nn.RegisterParallelDim(-1) '
+        'before the loss. If each rank has samples of its own, say so by '
+        'ts.nn.RegisterParallelDim(None)'))
+    return None if is_read(factor) else factor.to(input.dtype)
 
 
 # --- logits of which each rank has some
@@ -191,23 +205,26 @@ def _of_shards(input: Tensor, target: Tensor, weight: Tensor | None, ignore_inde
                reduction: str, label_smoothing: float, world: World) -> Tensor:
     """Compute the loss of logits of which each rank has some classes."""
     _check_gradients(target, weight)
-    group = world.tensor_group
-    lengths = _agree(input, target, group)
-    classes, begin = sum(lengths), sum(lengths[:world.tensor_rank])
-    part = slice(begin, begin + input.size(-1))
-    if weight is not None:
-        _check_length('weights', weight, classes, ': each rank needs those of all classes')
-    if target.is_floating_point():
-        dtype = torch.promote_types(input.dtype, target.dtype)
-        own = _probabilities(target, classes, part)
-    else:
-        dtype = input.dtype
-        _check_classes(target, classes, ignore_index)
-        own = _places(target, part)
+    group, logits = world.tensor_group, _as_rows(input)
+    probable = target.is_floating_point()
+    dtype = torch.promote_types(input.dtype, target.dtype) if probable else input.dtype
     sums = torch.promote_types(dtype, torch.float32)
+    rows = ', '.join([*map(str, input.shape[:-1]), 'classes'])
+    compare('parallel_cross_entropy',
+            f'logits of {input.dtype} and shape ({rows}), targets of {target.dtype}', group,
+            input.device)
+    classes = meet(logits.detach(), sums, target, group)
+    if weight is not None:
+        classes.check_length('weights', weight, ': each rank needs those of all classes')
+    if probable:
+        own = _probabilities(target, classes)
+    else:
+        _check_numbers(target, classes.number, ignore_index, classes.largest)
+        own = classes.places(target)
     losses: Tensor = RowLosses.apply(  # type: ignore[no-untyped-call]
-        _as_rows(input), sums, group, own, None if weight is None else weight[part].to(sums),
-        1 - label_smoothing, label_smoothing / classes)
+        logits, classes.largest, group, own,
+        None if weight is None else classes.own(weight).to(sums), 1 - label_smoothing,
+        label_smoothing / classes.number.to(sums) if label_smoothing else None)
     loss = _reduce(losses.view(input.shape[:-1]), target, weight, ignore_index, reduction)
     return loss.to(sums if torch.is_autocast_enabled(input.device.type) else dtype)
 
@@ -220,50 +237,19 @@ def _check_gradients(target: Tensor, weight: Tensor | None) -> None:
                          'detach() these, or gather the logits, ts.distributed.gather(logits)')
 
 
-def _agree(input: Tensor, target: Tensor, group: ProcessGroup) -> list[int]:
-    """See that all ranks have logits of the same rows, and the same class numbers.
-
-    Returns:
-        How many classes each rank has.
-    """
-    numbers = target.new_tensor([input.size(-1), 0], dtype=torch.long)
-    if not target.is_floating_point():
-        odd = torch.arange(target.numel(), device=target.device) * 2 + 1
-        numbers[1] = (target.reshape(-1) * odd).sum()
-    rows = ', '.join([*map(str, input.shape[:-1]), 'classes'])
-    found = agree('parallel_cross_entropy',
-                  f'logits of {input.dtype} and shape ({rows}), targets of {target.dtype}',
-                  group, numbers)
-    checksums = [checksum for _, checksum in found]
-    if len(set(checksums)) > 1:
-        raise RuntimeError(
-            'the ranks of a group have different targets, by their checksums: '
-            f'{differences(checksums, group)}. Shards of logits belong to the same samples: let '
-            'all ranks of a group read the same batch')
-    return [length for length, _ in found]
-
-
 def _as_rows(x: Tensor) -> Tensor:
     """Give a tensor of rows, whatever the number of dimensions."""
     return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
-def _places(target: Tensor, part: slice) -> Tensor:
-    """Give the place of each target among this rank's classes, -1 if it is elsewhere: (N, 1)."""
-    target = target.reshape(-1, 1).long()
-    elsewhere = (target < part.start) | (target >= part.stop)
-    places: Tensor = target - part.start
-    return places.masked_fill(elsewhere, -1)
-
-
-def _probabilities(target: Tensor, classes: int, part: slice) -> Tensor:
+def _probabilities(target: Tensor, classes: Classes) -> Tensor:
     """Give the probabilities of this rank's classes: (N, classes of this rank)."""
     if is_split(target):
-        _check_length('shards of probabilities', target, part.stop - part.start, ' of this rank')
+        _check_length('shards of probabilities', target, classes.length, ' of this rank')
         return _as_rows(target)
-    _check_length('probabilities', target, classes, '; if they are a shard, they need the tag of '
-                  'one: ts.register_parallel_dim(target, -1)')
-    return _as_rows(target[..., part])
+    classes.check_length('probabilities', target, '; if they are a shard, they need the tag of '
+                         'one: ts.register_parallel_dim(target, -1)')
+    return classes.own(_as_rows(target))
 
 
 def _reduce(losses: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int,

@@ -1,0 +1,110 @@
+"""Classes: which of them each rank of a group has, and what has to fit there.
+
+Ranks tell each other the largest logit of each row. What else they have to know goes in the same
+collective, behind these, as numbers that each type of sums has exactly::
+
+    N largest logits │ rank 0: number of its classes, checksum of its targets │ rank 1: …
+
+All of it stays on the device, so that the host does not wait for it. On the CPU, where it has not
+to wait, an error is raised for what does not fit. Elsewhere the loss and gradients become NaN
+then, and the debug mode says why.
+"""
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torchgpipe.shard.collectives import all_reduce
+from torchgpipe.shard.debug import differences, is_read
+
+__all__ = ['Classes', 'meet', 'misfit', 'see']
+
+#: A number goes as two, of so many bits, which float32 has exactly.
+BITS = 24
+
+
+class Classes(NamedTuple):
+    """What a rank knows of all classes, on the device, after ranks have met."""
+
+    #: The largest logit of each row, shape (N, 1).
+    largest: Tensor
+    #: How many classes there are, how many before those of this rank, and how many those are.
+    number: Tensor
+    begin: Tensor
+    length: int
+
+    def own(self, x: Tensor) -> Tensor:
+        """Take what belongs to this rank's classes, in the last dimension."""
+        return x.index_select(-1, self.begin + torch.arange(self.length, device=x.device))
+
+    def check_length(self, what: str, x: Tensor, hint: str) -> None:
+        """See that there is something for each class, in the last dimension."""
+        see(self.number != x.size(-1), self.largest, lambda: misfit(
+            what, x, int(self.number), hint))
+
+    def places(self, target: Tensor) -> Tensor:
+        """Give the place of each target among this rank's classes, -1 if elsewhere: (N, 1)."""
+        places = target.reshape(-1, 1).long() - self.begin
+        return places.masked_fill((places < 0) | (places >= self.length), -1)
+
+
+def meet(logits: Tensor, dtype: torch.dtype, target: Tensor, group: ProcessGroup) -> Classes:
+    """Let ranks tell each other what they have.
+
+    Args:
+        logits: Those of this rank, of shape (N, classes of this rank).
+        dtype: The type of sums.
+        target: The targets, of any shape.
+        group: The ranks.
+
+    Raises:
+        RuntimeError: They have different targets.
+    """
+    (rows, length), rank = logits.shape, group.rank()
+    sent = logits.new_full((rows + 4 * group.size(),), -torch.inf, dtype=dtype)
+    if length:
+        sent[:rows] = logits.amax(1)
+    table = sent[rows:].view(-1, 4)
+    checksum = _checksum(target)
+    numbers: list[Any] = [length, checksum]
+    for i, number in enumerate(numbers):
+        table[rank, 2 * i], table[rank, 2 * i + 1] = number >> BITS, number % (1 << BITS)
+    all_reduce(sent, group, dist.ReduceOp.MAX)
+    high, low = table.long().view(-1, 2, 2).unbind(-1)
+    lengths, checksums = ((high << BITS) + low).unbind(-1)
+    largest = sent[:rows, None]
+    see(checksums.ne(checksum).any(), largest, lambda: RuntimeError(
+        'the ranks of a group have different targets, by their checksums: '
+        f'{differences(checksums.tolist(), group)}. Shards of logits belong to the same samples: '
+        'let all ranks of a group read the same batch'))
+    return Classes(largest, lengths.sum(), lengths[:rank].sum(), length)
+
+
+def misfit(what: str, x: Tensor, classes: int, hint: str) -> ValueError:
+    """Return the error for what has not something for each class."""
+    return ValueError(f'{what} of shape {tuple(x.shape)} do not fit {classes} classes{hint}')
+
+
+def _checksum(target: Tensor) -> Tensor:
+    """Return a number of twice as many bits for class numbers in this order, or probabilities."""
+    if target.is_floating_point():
+        return torch.zeros((), dtype=torch.long, device=target.device)
+    odd = torch.arange(target.numel(), device=target.device) * 2 + 1
+    return (target.reshape(-1) * odd).sum() % (1 << 2 * BITS)
+
+
+def see(wrong: Tensor, numbers: Tensor, error: Callable[[], Exception]) -> None:
+    """Raise an error if anything is wrong, or make numbers NaN, in place, where it is.
+
+    Args:
+        wrong: Whether, without dimensions; or where, in the numbers' shape.
+        numbers: What the loss follows from.
+        error: Makes the error, on the host.
+    """
+    if not is_read(wrong):
+        numbers.masked_fill_(wrong, torch.nan)
+    elif wrong.any():
+        raise error()
