@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torchgpipe.shard as ts
 from tests.shard.processes import run
 from torchgpipe.shard import collectives
+from torchgpipe.shard.debug import is_read
 
 
 def other_shapes():
@@ -100,3 +101,9 @@ def plain():
 
 def test_nothing_more_is_exchanged_without_it():
     run(2, plain, group=2)
+
+
+def test_the_host_reads_what_is_elsewhere_in_the_debug_mode_alone(monkeypatch):
+    assert is_read(torch.empty(1)) and not is_read(torch.empty(1, device='meta'))
+    monkeypatch.setattr('torchgpipe.shard.debug.get_debug_level', lambda: dist.DebugLevel.DETAIL)
+    assert is_read(torch.empty(1, device='meta'))

@@ -115,6 +115,7 @@ def ignored_before():
     sharded.again = sharded.head
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         sharded, ['backbone.0.bias'])
+    assert ts.register_ddp_parameters_to_ignore(copy.deepcopy(sharded).to('meta'))
     names = ts.register_ddp_parameters_to_ignore(sharded)
     assert 'again.0.weight' in names and 'backbone.0.bias' not in names
     assert DistributedDataParallel(sharded).parameters_to_ignore == {'backbone.0.bias', *names}

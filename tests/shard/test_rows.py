@@ -21,6 +21,8 @@ class Found:
 
     logits: torch.Tensor
     aside: torch.Tensor
+    scale: nn.Parameter
+    rows: torch.Tensor
 
 
 class Net(nn.Module):
@@ -36,6 +38,7 @@ class Net(nn.Module):
         super().__init__()
         self.backbone = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
         self.both = nn.LayerNorm(6)
+        self.scale = nn.Parameter(torch.linspace(1, 2, 5))
         self.head = nn.Sequential(linear(6, 7, dim=1), nn.Tanh(), ts.nn.RegisterParallelDim(-1),
                                   linear(7, 6, dim=0), nn.LayerNorm(6), linear(6, 5, dim=0))
 
@@ -49,11 +52,12 @@ class Net(nn.Module):
         return self.head(ts.distributed.gather(ts.distributed.scatter(self.both(x)), size=6))
 
     def forward(self, x):
-        """Give logits, or features, and the mean of what is computed of own rows."""
+        """Give logits, or features, the mean of what is computed of own rows, and other things."""
         features = (self.features(x) if self.reentrant is None else
                     checkpoint(self.features, x, use_reentrant=self.reentrant))
         aside = self.backbone(x).square().mean()
-        return Found(self.last(features) if self.where == 'inside' else features, aside)
+        return Found(self.last(features) if self.where == 'inside' else features, aside,
+                     self.scale, torch.arange(len(x)))
 
 
 def samples(number):
@@ -68,14 +72,14 @@ def loss_of(found, model, y):
     logits = found.logits
     if model.where == 'behind':
         logits = model.last(ts.distributed.gather(logits, dim=0))
-    return F.cross_entropy(logits, y) + found.aside
+    return F.cross_entropy(logits * found.scale, y) + found.aside
 
 
 def expected(plain, x, y):
     """Give the gradients of one process."""
     features = plain.both(plain.backbone(x))
     logits = plain.head(plain.both(features))
-    (F.cross_entropy(logits, y) + plain.backbone(x).square().mean()).backward()
+    (F.cross_entropy(logits * plain.scale, y) + plain.backbone(x).square().mean()).backward()
     return gradients(plain)
 
 
@@ -85,7 +89,7 @@ def same_as_plain(where, reentrant=None):
     plain, sharded = pair(Net)
     sharded.where, sharded.reentrant = where, reentrant
     ts.register_ddp_parameters_to_ignore(sharded)
-    ddp = DistributedDataParallel(sharded, find_unused_parameters=where == 'inside')
+    ddp = DistributedDataParallel(sharded)
     for _ in range(2):  # Once more changes nothing.
         ts.register_ddp_gathered_features(ddp)
     batch = samples(2 * 3 * world)
@@ -112,7 +116,11 @@ def refused():
     with pytest.raises(ValueError, match='no gradient is recorded.*use_reentrant=False'):
         ddp(x)
     sharded.reentrant = None
+    with torch.no_grad():
+        ddp(x)
     ddp(x)
+    sharded.features = lambda x: ts.distributed.gather(F.pad(x, (0, 2)).detach(), dim=0)
+    assert ddp(x).logits.shape == (6, 5)
     sharded.where, sharded.forward = 'behind', lambda x: {'features': {1, 2}, 'x': x * 2}
     with pytest.raises(TypeError, match='gives dict with something'):
         ddp(x)

@@ -64,10 +64,9 @@ def broadcast(tensor: Tensor, group: ProcessGroup, source: int = 0) -> Tensor:
 def from_first(tensor: Tensor, world: World) -> Tensor:
     """Give a contiguous tensor the values that the first rank of the first replica has, in place.
 
-    They go down to the first rank of each group, and from there to the others of the group.
+    They go to the first rank of each group, and from there to the others of the group.
     """
-    if world.tensor_rank == 0:
-        broadcast(tensor, world.data_group)
+    broadcast(tensor, world.data_group)
     return broadcast(tensor, world.tensor_group)
 
 

@@ -171,8 +171,9 @@ def _average(parameter: Tensor, sparse_dims: int) -> None:
     sent = gradient.div_(here.data_size)
     if sent.device.type != here.mesh.device_type:
         sent = sent.to(here.mesh.device_type)
-    # Backends go through a memory in its order, which may be another one on another rank.
-    sent = sent.coalesce() if sparse_dims else sent.contiguous()
+    if not sparse_dims:
+        # Backends go through a memory in its order, which may be another one on another rank.
+        sent = sent.contiguous()
     all_reduce(sent, here.data_group)
     if sent is not gradient:
         gradient.copy_(sent)

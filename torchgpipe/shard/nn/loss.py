@@ -175,11 +175,11 @@ def _of_whole(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index
     return loss if factor is None else loss * factor
 
 
-def _check_untagged(input: Tensor, group: ProcessGroup) -> Tensor | None:
+def _check_untagged(input: Tensor, group: ProcessGroup) -> Tensor:
     """See that logits of which nobody says what they are may be whole: the same on all ranks.
 
     Returns:
-        What the loss is to be multiplied by, if anything.
+        What the loss is to be multiplied by: 1, or NaN where the host does not look.
 
     Raises:
         RuntimeError: They differ by more than by rounding.
@@ -194,7 +194,7 @@ def _check_untagged(input: Tensor, group: ProcessGroup) -> Tensor | None:
         'they are shards, an operation has lost their tag: put ts.nn.RegisterParallelDim(-1) '
         'before the loss. If each rank has samples of its own, say so by '
         'ts.nn.RegisterParallelDim(None)'))
-    return None if is_read(factor) else factor.to(input.dtype)
+    return factor.to(input.dtype)
 
 
 # --- logits of which each rank has some
