@@ -355,3 +355,22 @@ def test_a_scale_that_gives_no_loss(scale, error, what):
     with pytest.raises(error, match=what) as raised:
         step(F.cross_entropy, PADDED, scale=scale)
     assert 'in the loss of micro-batch' in raised.value.__notes__[0]
+
+
+@cpu_only('what a loss is does not depend on the device')
+def test_in_v080_a_micro_batch_with_nothing_to_learn_from_was_refused():
+    """As one without any object, for a detector."""
+    def loss_fn(output, target):
+        return output.square().mean() if target.any() else torch.zeros((), dtype=torch.double)
+
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    x, y = torch.randn(6, 4, dtype=torch.double), torch.zeros(6, 4)
+    y[:2] = 1
+    (loss_fn(layers(x[:2]), y[:2]) / 3).backward()
+    expected = gradients(layers)
+    layers.zero_grad()
+    model = GPipe(layers, [1, 1], devices=['cpu:0', 'cpu:1'], chunks=3)
+    model.step(x, y, loss_fn)
+    assert_same(gradients(layers), expected)
+    with pytest.raises(RuntimeError, match='the loss does not require grad'):
+        model.step(x, y * 0, loss_fn)

@@ -67,6 +67,7 @@ class Losses:
         self._weights = _weights(function, [batch.value for batch in self._leaves], sizes,
                                  normalizer)
         self._losses: list[Tensor] = []
+        self._learns = False
         is_known = normalizer is not None or _code(function) in OF_CLASSES
         self._watch = None if is_known else _Watch(sizes)
 
@@ -94,10 +95,20 @@ class Losses:
         self._losses.append(loss.detach())
         if self._watch and len(self._losses) == len(self._targets):
             self._watch.check()
-        return scaled
+        self._learns |= scaled.requires_grad
+        # A micro-batch may have nothing to learn from.
+        return scaled if scaled.requires_grad else scaled.detach().requires_grad_()
 
     def total(self) -> Tensor:
-        """Give the loss of the mini-batch, a scalar."""
+        """Return the loss of the mini-batch, a scalar.
+
+        Raises:
+            RuntimeError: In none of its micro-batches did it require grad.
+        """
+        if self._losses and not self._learns:
+            raise RuntimeError('the loss does not require grad, so there is nothing to train: '
+                               'neither a parameter nor the input requires grad, or loss_fn, or '
+                               'scale, has detached it')
         return torch.stack(self._losses).sum() if self._losses else torch.zeros(())
 
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
@@ -123,9 +134,6 @@ def _check(loss: Any, name: str) -> None:
         raise ValueError(f'{name} must give a scalar tensor of real numbers, but gave '
                          f'{_outline(loss)}; reduce it, as by loss.mean(), or give the plain call '
                          'a loss of another form')
-    if not loss.requires_grad:
-        raise RuntimeError('the loss does not require grad, so there is nothing to train: neither '
-                           f'a parameter nor the input requires grad, or {name} has detached it')
 
 
 def _outline(value: Any) -> str:

@@ -1,4 +1,5 @@
 """A step and what is beside it: other cells, other threads, draws, aliases."""
+import copy
 import dataclasses
 import threading
 
@@ -252,6 +253,66 @@ def test_in_v080_a_step_was_off_where_a_skip_stayed_in_another_memory(monkeypatc
     x = torch.randn(4, 4)
     with pytest.raises(RuntimeError, match="which is also the skip tensor 'skip', was changed"):
         model.step(x, x, squares)
+
+
+class Average(nn.Module):
+    """Hand on a moving average of samples, which changes in place."""
+
+    def __init__(self, view=False):
+        super().__init__()
+        self.register_buffer('average', torch.zeros(4))
+        self.view = view
+
+    def forward(self, x):
+        """Do so."""
+        with torch.no_grad():
+            self.average.lerp_(x.mean(0), 0.5)
+        return x, self.average[:] if self.view else self.average
+
+
+@cpus
+@cpu_only('work on accelerators races with the change until it raises')
+@pytest.mark.parametrize('mode', ['always', 'never'])
+@pytest.mark.parametrize('view', [False, True])
+@pytest.mark.parametrize('how', ['call', 'step', 'no_grad'])
+def test_in_v080_what_a_partition_keeps_changed_before_the_next_one_used_it(
+        devices, how, view, mode):
+    layers = nn.Sequential(nn.Linear(4, 4), Average(view), Layer(lambda linear, x: x[0] - x[1]))
+    model = GPipe(layers, [2, 1], devices=devices(2), chunks=3, checkpoint=mode)
+    x, y = (torch.randn(6, 4, device=place) for place in (devices.first, model.devices[-1]))
+    with pytest.raises(RuntimeError, match='partition 0 hands on a tensor that it changes'):
+        if how == 'step':
+            model.step(x, y, squares)
+        else:
+            with torch.set_grad_enabled(how == 'call'):
+                model(x)
+
+
+@cpus
+@cpu_only('work on accelerators races with the change until it raises')
+def test_in_v080_so_did_what_it_stashed(devices):
+    kept = torch.zeros(4, device=devices.first)
+    layers = nn.Sequential(nn.Linear(4, 4), Stash(lambda x: (kept.add_(1), x)), nn.Identity(),
+                           Pop())
+    model = GPipe(layers, [2, 1, 1], devices=devices(3), chunks=2, checkpoint='never')
+    with pytest.raises(RuntimeError, match='partition 0 hands on a tensor that it changes'):
+        model(torch.randn(4, 4, device=devices.first))
+
+
+@devices
+def test_what_does_not_change_or_is_another_one_each_time_may_be_handed_on(devices):
+    class Replace(Average):
+        def forward(self, x):
+            self.average = self.average.lerp(x.detach().mean(0), 0.5)
+            return x, self.average, self.constant
+
+    layers = nn.Sequential(nn.Linear(4, 4), Replace(), Layer(
+        lambda linear, x: x[0] - x[1] + x[2])).double()
+    layers[1].register_buffer('constant', torch.ones((), dtype=torch.double))
+    other, x = copy.deepcopy(layers), torch.randn(6, 4, dtype=torch.double)
+    expected = torch.cat([other(part) for part in x.chunk(3)])
+    model = GPipe(layers, [2, 1], devices=devices(2), chunks=3)
+    assert_same([model(x.to(devices.first))], [expected])
 
 
 # --- errors

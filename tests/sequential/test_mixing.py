@@ -211,3 +211,25 @@ def test_halves_that_are_no_parts():
     assert found == 'x, which is not there for each'
     assert differences({'x': whole}, {'x': whole + 11}, 1.0) == []
     assert differences({'x': whole}, {'x': whole + 11}, 0.9) == ['x by 1.0e+00']
+
+
+class Deep(nn.Module):
+    """Many normalized layers, in which rounding grows."""
+
+    def __init__(self):
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(64, 64) for _ in range(20))
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(20))
+
+    def forward(self, x):
+        """Do so."""
+        for linear, norm in zip(self.linears, self.norms):
+            x = norm(torch.tanh(3 * linear(x)))
+        return x
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_rounding_that_grows_in_a_deep_model_is_no_mixture(seed):
+    """Halves get other kernels than the whole."""
+    torch.manual_seed(seed)
+    to_sequential(Deep(), torch.randn(4, 64))

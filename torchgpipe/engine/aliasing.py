@@ -7,16 +7,20 @@ too far, and then it raises, in the plain call and in a step alike::
     a skip                              both change              the skip may be a copy by now
     another tensor, before a boundary   both change              each has a history of its own
     itself in other micro-batches       changes once             changes for each micro-batch
+    one that the layer keeps            changes in turn          may change before it was used
 
 So do changes of a skip in whose memory another skip lies.
 
 What all micro-batches share is also told from the rest where it comes out, by its place in memory.
 So it is followed through copies, and into skips and out of them.
 """
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.memory import is_among, share_memory, versions
@@ -53,6 +57,9 @@ class Aliasing:
         self._with_batch: defaultdict[int, set[Key]] = defaultdict(set)
         #: And of each skip the others in whose memory it lies.
         self._with_skips: defaultdict[int, dict[Key, set[Key]]] = defaultdict(dict)
+        #: By partition and place in memory, what was handed on, and its version then.
+        self._handed_on: defaultdict[int, dict[Any, tuple[Any, int]]] = (
+            defaultdict(dict))
         #: The micro-batches in which there is anything to see to, also in cells without skips.
         self.watched = {*self._common}
 
@@ -100,7 +107,31 @@ class Aliasing:
         if not share_memory(self._parted.get(i, []), output):
             self._parted.pop(i, None)
         self._follow_skips(i, batch, output, popped, aliased, stashed)
+        self.hand_on(partition.j, (*output, *stashed.values()))
         return output
+
+    def hand_on(self, j: int, tensors: Iterable[Tensor]) -> None:
+        """See that a partition has not changed since what it handed on in another micro-batch.
+
+        Raises:
+            RuntimeError: It has, as where it gives a buffer that it changes in place.
+        """
+        handed_on = self._handed_on[j]
+        for x in tensors if self._several else ():
+            # Others have no memory of their own, or no versions.
+            if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided \
+                    or x.is_nested or x.is_inference():
+                continue
+            storage, now = x.untyped_storage(), x._version
+            place = id(storage), x.storage_offset()
+            # Another memory may have the same number once this one is gone.
+            found, version = handed_on.get(place, (_gone, now))
+            if version != now and found() is storage:
+                raise RuntimeError(
+                    f'partition {j} hands on a tensor that it changes in place in each '
+                    'micro-batch, such as a buffer: the next partition may see the change of a '
+                    'later one. Let the layer return a copy: tensor.clone().')
+            handed_on[place] = weakref.ref(storage), now
 
     def _watched(self, i: int, j: int, batch: Batch, common: list[Tensor],
                  aliased: dict[Key, Tensor]) -> Iterator[tuple[Sequence[Tensor], str]]:
@@ -141,3 +172,7 @@ class Aliasing:
                       if other != key and share_memory([x], [y])}
             if others:
                 with_skips[key] = others
+
+
+def _gone() -> None:
+    """Answer as a dead weak reference does."""

@@ -106,7 +106,8 @@ class Batch:
 
     def call(self, function: Function) -> 'Batch':
         """Call a function with the value, and make a batch of what it returns."""
-        return Batch.result(function(self.value))
+        value = function(self.value)
+        return Batch(value) if isinstance(value, Tensor) else Batch.result(value)
 
     def find_grad(self) -> int | None:
         """Give the index of the first tensor that requires grad, or ``None``.

@@ -278,6 +278,7 @@ class Pipeline:
                         partial(self._run, i, j))
                 else:
                     batches[i] = self._run(i, j, batches[i])
+                    self.aliasing.hand_on(j, batches[i])
         finally:
             current.micro_batch = outside
 
