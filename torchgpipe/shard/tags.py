@@ -66,7 +66,7 @@ def register_parallel_attribute(tensor: Tensor, dim: int | None = None, order_ty
 
 
 def set_attribute(tensor: Tensor, dim: int | None = None, order_type: int = 0) -> None:
-    """Do what :func:`register_parallel_attribute` does."""
+    """Do what :func:`ts.register_parallel_attribute` does."""
     register_parallel_attribute(tensor, dim, order_type)
 
 
