@@ -40,7 +40,7 @@ def within(name, package):
 
 
 def test_sharded_layers_stand_beside_the_rest():
-    """On private names of PyTorch, what tells of a pipeline, and nested values; nothing on them."""
+    """On private names of PyTorch, what tells of a pipeline, nested values; nothing on them."""
     for name, imported in layers.graph().items():
         others = {other for other in imported if within(other, 'shard') != within(name, 'shard')}
         below = {'communication', 'private', 'structure'}
