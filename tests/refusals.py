@@ -309,6 +309,12 @@ def parted():
         train(wrap(Layer(lambda x: (x, x[:])), Layer(lambda xs: xs[0].add_(1) + xs[1])))
 
 
+def handed_on():
+    """Hand on a tensor that changes in place in each micro-batch."""
+    kept = torch.zeros(4)
+    wrap(Layer(lambda x: (x, kept.add_(1))), Layer(lambda xs: xs[0] + xs[1]))(torch.randn(4, 4))
+
+
 def drawn_elsewhere():
     """Let another thread draw after each look at the generator's state."""
     def state(*_):
@@ -505,6 +511,7 @@ REFUSALS = [
     lambda: train(wrap(Stash(lambda x: stash('y', x)), Pop())),
     change_skip,
     parted,
+    handed_on,
     drawn_elsewhere,
     lambda: train(wrap(linear(), Layer(add_one), checkpoint='always')),
     lambda: train(one(linear(), Layer(lambda x: x * 2 if is_recomputing() else x))),
