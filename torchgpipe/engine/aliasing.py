@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.memory import is_among, share_memory, versions
 from torchgpipe.engine.partition import Partition
+from torchgpipe.private import is_transformed
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.portal import changed_in_place
 
@@ -44,6 +45,8 @@ class Aliasing:
 
     def __init__(self, batches: Sequence[Batch], common: Sequence[int]) -> None:
         self._several = len(batches) > 1
+        #: Tensors of a transform of torch.func have no memory.
+        self._follows = self._several and not is_transformed()
         #: The tensors that all share, which is what a view of them changes.
         self._shared = [batches[0][k] for k in common]
         #: Of each micro-batch, those among its tensors that are these, or copies of them.
@@ -117,7 +120,7 @@ class Aliasing:
             RuntimeError: It has, as where it gives a buffer that it changes in place.
         """
         handed_on = self._handed_on[j]
-        for x in tensors if self._several else ():
+        for x in tensors if self._follows else ():
             # Others have no memory of their own, or no versions.
             if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided \
                     or x.is_nested or x.is_inference():
