@@ -64,7 +64,8 @@ def compiler(monkeypatch):
     monkeypatch.setattr(tqdm, 'monitor_interval', 0)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), \
-            warnings.catch_warnings(action='ignore'):
+            warnings.catch_warnings():
+        warnings.simplefilter('ignore')
         yield
     torch._dynamo.reset()
 

@@ -349,7 +349,7 @@ def test_a_complex_loss():
 @pytest.mark.parametrize('scale, error, what', [
     (lambda loss: loss.item(), ValueError, 'scale must give a scalar tensor .* but gave float'),
     (lambda loss: loss[None].expand(2), ValueError, r'scale must give .* of shape \(2,\)'),
-    (lambda loss: loss.detach() * 2, RuntimeError, 'scale has detached it')])
+    (lambda loss: loss.detach() * 2, RuntimeError, 'scale has detached the loss')])
 def test_a_scale_that_gives_no_loss(scale, error, what):
     """In v0.8.0, a number was an AttributeError."""
     with pytest.raises(error, match=what) as raised:

@@ -25,6 +25,7 @@ BLOCK = 25
 REFUSED = re.compile('changed in place|modified by an inplace operation|modified inplace|'
                      'changed the input of the partition in place|'
                      'changed a tensor in place that all micro-batches share|leaf Variable|'
+                     'hands on a tensor that was changed|'
                      # Where a checkpointed partition did, and was run again beside this one.
                      'took another path')
 

@@ -258,7 +258,8 @@ def outcomes(name):
         if feature == 'compiled' and not re.search('dynamo|_functorch|compiled', name):
             continue  # It takes longer than all others.
         try:
-            with warnings.catch_warnings(action='ignore'):
+            with warnings.catch_warnings():
+                warnings.simplefilter('ignore')
                 getattr(Features(package), feature)()
         except Exception as error:
             text = repr(error) + ''.join(getattr(error, '__notes__', []))

@@ -89,6 +89,8 @@ class Losses:
             if self._scale is not None:
                 scaled = self._scale(loss)
                 _check(scaled, 'scale')
+                if loss.requires_grad and not scaled.requires_grad:
+                    raise RuntimeError('scale has detached the loss, so there is nothing to train')
         except Exception as error:
             add_note(error, f'in the loss of micro-batch {i} of {len(self._targets)}')
             raise
@@ -107,8 +109,8 @@ class Losses:
         """
         if self._losses and not self._learns:
             raise RuntimeError('the loss does not require grad, so there is nothing to train: '
-                               'neither a parameter nor the input requires grad, or loss_fn, or '
-                               'scale, has detached it')
+                               'neither a parameter nor the input requires grad, or loss_fn has '
+                               'detached it')
         return torch.stack(self._losses).sum() if self._losses else torch.zeros(())
 
     def gradients(self) -> list[tuple[Tensor, Tensor]]:

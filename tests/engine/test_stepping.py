@@ -280,7 +280,7 @@ def test_in_v080_what_a_partition_keeps_changed_before_the_next_one_used_it(
     layers = nn.Sequential(nn.Linear(4, 4), Average(view), Layer(lambda linear, x: x[0] - x[1]))
     model = GPipe(layers, [2, 1], devices=devices(2), chunks=3, checkpoint=mode)
     x, y = (torch.randn(6, 4, device=place) for place in (devices.first, model.devices[-1]))
-    with pytest.raises(RuntimeError, match='partition 0 hands on a tensor that it changes'):
+    with pytest.raises(RuntimeError, match='partition 0 hands on a tensor that was changed'):
         if how == 'step':
             model.step(x, y, squares)
         else:
@@ -295,7 +295,7 @@ def test_in_v080_so_did_what_it_stashed(devices):
     layers = nn.Sequential(nn.Linear(4, 4), Stash(lambda x: (kept.add_(1), x)), nn.Identity(),
                            Pop())
     model = GPipe(layers, [2, 1, 1], devices=devices(3), chunks=2, checkpoint='never')
-    with pytest.raises(RuntimeError, match='partition 0 hands on a tensor that it changes'):
+    with pytest.raises(RuntimeError, match='partition 0 hands on a tensor that was changed'):
         model(torch.randn(4, 4, device=devices.first))
 
 

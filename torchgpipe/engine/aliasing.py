@@ -131,9 +131,9 @@ class Aliasing:
             found, version = handed_on.get(place, (_gone, now))
             if version != now and found() is storage:
                 raise RuntimeError(
-                    f'partition {j} hands on a tensor that it changes in place in each '
-                    'micro-batch, such as a buffer: the next partition may see the change of a '
-                    'later one. Let the layer return a copy: tensor.clone().')
+                    f'partition {j} hands on a tensor that was changed in place since it did so '
+                    'for another micro-batch, such as a buffer: the next partition may see the '
+                    'change of a later one. Let the layer return a copy: tensor.clone().')
             handed_on[place] = weakref.ref(storage), now
 
     def _watched(self, i: int, j: int, batch: Batch, common: list[Tensor],
