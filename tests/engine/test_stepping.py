@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import DEVICES, cpu_only, cpus, devices, workers
+from tests.devices import DEVICES, cpu_only, cpus, devices, one_worker, workers
 from tests.helpers import assert_same, gradients, in_two_memories
 from tests.refusals import REFUSALS
 from torchgpipe import Arguments, GPipe, NoChunk
@@ -313,6 +313,22 @@ def test_what_does_not_change_or_is_another_one_each_time_may_be_handed_on(devic
     expected = torch.cat([other(part) for part in x.chunk(3)])
     model = GPipe(layers, [2, 1], devices=devices(2), chunks=3)
     assert_same([model(x.to(devices.first))], [expected])
+
+
+@one_worker
+def test_another_tensor_may_have_the_number_of_one_that_is_gone(devices):
+    def change(linear, x):
+        y = linear(x)
+        versions.append(0)
+        for _ in versions:
+            y.add_(0)
+        return y
+
+    versions = []
+    model = GPipe(nn.Sequential(Layer(change), nn.Linear(4, 4)), [1, 1], devices=devices(2),
+                  chunks=20)
+    with torch.no_grad():
+        assert len(model(torch.randn(20, 4, device=devices.first))) == 20
 
 
 # --- errors
