@@ -13,13 +13,12 @@ from torchgpipe.engine.copy import Copy, Wait
 from torchgpipe.engine.dependency import Fork, Join
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.worker import Workers
-from torchgpipe.skip.portal import PortalCopy
 
 __all__ = ['Everywhere']
 
 #: What is told of a device.
 TOLD = [(Engine, '__init__'), (Workers, '__init__'), (Recomputation, '__init__'),
-        (Flow, '__init__'), (PortalCopy, 'forward'), (Copy, 'forward'), (Wait, 'forward'),
+        (Flow, '__init__'), (Copy, 'forward'), (Wait, 'forward'),
         (Fork, 'forward'), (Join, 'forward')]
 
 #: Tests of something else, which may use a pipeline to show it.

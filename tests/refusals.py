@@ -17,7 +17,7 @@ import torchgpipe.shard as ts
 from tests.helpers import in_two_memories
 from torchgpipe import GPipe, NoChunk, is_recomputing, no_recompute
 from torchgpipe.balance import profile
-from torchgpipe.communication import check_order
+from torchgpipe.context import check_order
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.stream import CPUStream
 from torchgpipe.plan import plan

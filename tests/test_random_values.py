@@ -21,7 +21,7 @@ from tests.nestings import Bare, Color, Nest, Several
 from tests.random_layers import (LENGTH, WIDTH, Branch, Drop, Forget, InPlace, Layer, Normal, Pop,
                                  Stash, Sum, Use)
 from torchgpipe import Arguments, GPipe, NoChunk, no_recompute
-from torchgpipe.engine.mini_batch import current
+from torchgpipe.context import context
 from torchgpipe.skip import Namespace
 
 #: PyTorch's own, where it compiles.
@@ -267,7 +267,7 @@ def test_cases_on_accelerators(block):
 def test_a_wrong_number_would_be_found(monkeypatch):
     """As where a layer is not the same in a pipeline."""
     monkeypatch.setattr(Layer, 'change', lambda self, leaves: {
-        **leaves, 'x': self.linear(leaves['x']) * (1 + 1e-9 * (current.micro_batch is not None))})
+        **leaves, 'x': self.linear(leaves['x']) * (1 + 1e-9 * (context.micro_batch is not None))})
     with pytest.raises(AssertionError, match='seed'):
         for seed in range(5):
             run_case(seed)

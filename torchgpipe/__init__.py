@@ -1,7 +1,7 @@
 """Pipeline parallelism for sequential PyTorch models, in one process."""
 from torchgpipe.__version__ import __version__
+from torchgpipe.context import is_checkpointing, is_recomputing
 from torchgpipe.engine.checkpoint.results import no_recompute
-from torchgpipe.engine.passes import is_checkpointing, is_recomputing
 from torchgpipe.gpipe import GPipe
 from torchgpipe.structure import Arguments, NoChunk
 

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from torchgpipe.engine.mini_batch import current
-from torchgpipe.engine.passes import pass_state
+from torchgpipe.context import context
 from torchgpipe.private import HOOKS, BatchNorm, is_full_backward_hook, uncompiled
 
 __all__ = ['DeferredBatchNorm']
@@ -119,7 +118,7 @@ class DeferredBatchNorm(BatchNorm):
         mean = torch.zeros_like(cast(Tensor, self.running_mean))
         var = torch.zeros_like(cast(Tensor, self.running_var))
         output = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
-        if not pass_state.recomputing:
+        if not context.recomputing:
             self._track(input.numel() // input.size(1), mean, var)
         return output
 
@@ -127,7 +126,7 @@ class DeferredBatchNorm(BatchNorm):
     def _track(self, number: int, mean: Tensor, var: Tensor) -> None:
         dtype = torch.promote_types(mean.dtype, torch.float32)
         moments = _Moments(number, mean.to(dtype), var.to(dtype) * (number - 1))
-        here = current.micro_batch
+        here = context.micro_batch
         if here is not None:
             statistics = here.mini_batch.value(self, self._begin)
             statistics.add(here.j, here.cell, moments)
@@ -141,7 +140,7 @@ class DeferredBatchNorm(BatchNorm):
 
     def _begin(self) -> _Statistics:
         """Begin with a mini-batch of a pipeline."""
-        here, statistics = current.micro_batch, _Statistics()
+        here, statistics = context.micro_batch, _Statistics()
         assert here is not None
         here.mini_batch.at_end(lambda: self._commit(statistics), here.lock)
         return statistics

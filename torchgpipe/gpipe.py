@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torchgpipe.aliases import Value
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.edges import Pipeline
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.pipeline import Pipeline
+from torchgpipe.engine.run import Run
 from torchgpipe.engine.scatter import REDUCTIONS, check_rule, cut, fit_rule, gather
 from torchgpipe.materialize import materialize
 from torchgpipe.modes import Checkpoint, checkpoint_stops, parse_checkpoint
@@ -212,7 +213,7 @@ class GPipe(nn.Module):
     def _cut(self, input: Value) -> tuple[list[Batch], list[int], list[int]]:
         return cut(input, self.chunks, fit_rule(self.batch_dim, input, self))
 
-    def _gathered(self, batches: list[Batch], sizes: list[int], pipeline: Pipeline) -> Value:
+    def _gathered(self, batches: list[Batch], sizes: list[int], pipeline: Run) -> Value:
         batch_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
         return gather(batches, sizes, self.gather, batch_dim, pipeline.aliasing.common(0))
 

@@ -27,7 +27,8 @@ from benchmarks.harness.options import Options, experiment_options, take_options
 from benchmarks.harness.published import ACTIVATIONS, AMOEBANETD_MEMORY, MODEL, UNET_MEMORY
 from benchmarks.harness.turns import Turns
 from torchgpipe.balance.live import LiveTensors
-from torchgpipe.engine.pipeline import Pipeline
+from torchgpipe.engine.edges import Pipeline
+from torchgpipe.engine.run import Skip
 
 __all__ = ['COMMANDS', 'measure', 'peaks_by_partition']
 
@@ -106,12 +107,10 @@ class _Owners(Turns):
         for grad in grads:
             self.live.give(grad, j)
 
-    def hand_over(self, pipeline: Pipeline, i: int, j: int) -> None:
+    def hand_over(self, j: int, place: Any, tensors: Sequence[Tensor]) -> None:
         """Give a cell what it takes and is where it runs, also where that is no copy."""
-        partition = pipeline._engine.partitions[j]
-        skips = [pipeline._trackers[i].portals[key].tensor for _, key in partition.incoming]
-        for tensor in (*pipeline._batches[i], *skips):
-            if tensor is not None and tensor.device == memory_of(partition.device):
+        for tensor in tensors:
+            if tensor.device == memory_of(place):
                 self.live.give(tensor, j)
 
 
@@ -124,18 +123,18 @@ def peaks_by_partition(partitions: Sequence[nn.Module], run: Callable[[Turns], N
         run: What to measure. It is given the turns, to say whose work it does between partitions.
     """
     owners = _Owners(partitions)
-    fence, run_cell = Pipeline.fence, Pipeline._run_cell
+    bring = Pipeline._bring
 
-    def fence_and_hand_over(pipeline: Pipeline, i: int, j: int) -> None:
-        fence(pipeline, i, j)
-        owners.hand_over(pipeline, i, j)
-
-    def hand_over_and_run(pipeline: Pipeline, i: int, j: int) -> None:
-        owners.hand_over(pipeline, i, j)
-        run_cell(pipeline, i, j)
+    def bring_and_hand_over(pipeline: Pipeline, i: int, j: int, popped: Sequence[Skip]
+                            ) -> list[Tensor]:
+        place = pipeline._engine.partitions[j].device
+        waiting = [*pipeline._batches[i], *(x.tensor for x in popped if x.tensor is not None)]
+        owners.hand_over(j, place, waiting)
+        tensors = bring(pipeline, i, j, popped)
+        owners.hand_over(j, place, tensors)
+        return tensors
     try:
-        with owners.live.watched(), patch.object(Pipeline, 'fence', fence_and_hand_over), \
-                patch.object(Pipeline, '_run_cell', hand_over_and_run):
+        with owners.live.watched(), patch.object(Pipeline, '_bring', bring_and_hand_over):
             run(owners)
     finally:
         owners.close()

@@ -9,9 +9,8 @@ import textwrap
 from typing import Any, NamedTuple
 
 from tests.accelerator import programs as P
-from torchgpipe.engine import copy, edges, offload, pipeline, shared, stepping, stream, worker
+from torchgpipe.engine import copy, edges, offload, run, shared, stepping, stream, worker
 from torchgpipe.engine.checkpoint import recomputation, samples
-from torchgpipe.skip import portal
 from torchgpipe.stream import default_stream, no_context
 
 __all__ = ['MUTATIONS', 'Mutation']
@@ -73,11 +72,11 @@ def where_copies(name, wait):
 WAIT, WAIT_BACK = 'wait_stream(next_stream, prev_stream)', 'wait_stream(prev_stream, next_stream)'
 
 # In backward the later one of two nodes on a tensor comes first.
-RECOMPUTE_LATER = ('''_wait(self.stream, departures[i], output)  # 2
-        if recomputation is not None:
-            recomputation.join(output)  # 3
+RECOMPUTE_LATER = ('''output[:] = _wait(self._streams[j], departure, output)  # 2
+            if recomputation is not None:
+                recomputation.join(output)  # 3
 ''', '''recomputation is not None and recomputation.join(output)
-            mutated(_wait(self.stream, departures[i], output))
+                output[:] = mutated(_wait(self._streams[j], departure, output))
 ''')
 
 MUTATIONS = [Mutation(*mutation) for mutation in [
@@ -94,14 +93,6 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
      P.a_hook_gives_another_gradient, 'mutated.default(get_device(prev_stream))'),
     (copy.Copy.backward, 'ctx.prev_compute', P.a_hook_gives_another_gradient,
      'mutated(prev_stream)'),
-    (portal.PortalCopy.forward, 'current_stream(get_device(next_stream))', P.without_grad,
-     'mutated(next_stream)'),
-    (portal.PortalCopy.forward, 'current_stream(get_device(next_stream))',
-     P.side_streams_without_grad, 'mutated.default(get_device(next_stream))'),
-    (portal.PortalCopy.forward, 'current_stream(get_device(prev_stream))',
-     P.gradients_accumulate_on_side_streams, 'mutated.default(get_device(prev_stream))'),
-    (portal.PortalCopy.backward, 'ctx.prev_compute', P.gradients_accumulate_on_side_streams,
-     'mutated(prev_stream)'),
 
     # Waits: of the compute stream for an arrival, and of a copy stream before a departure
     (copy.Wait.forward, WAIT, P.training, where_copies('prev_stream', WAIT)),
@@ -109,28 +100,31 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
     (copy.Wait.backward, WAIT_BACK, P.training, where_copies('prev_stream', WAIT_BACK)),
     (copy.Wait.backward, WAIT_BACK, P.only_a_skip_has_a_gradient,
      where_copies('next_stream', WAIT_BACK)),
-    (edges._wait, 'Wait.apply(prev_stream, next_stream, *batch)', P.training, 'mutated(batch)'),
-    (edges.Edges.arrive, '_wait(self._arrivals[i], self.stream, batch)', P.training),
-    (edges.Edges.leave, '_wait(self.stream, departures[i], output)', P.training),
+    (edges._wait, 'Wait.apply(prev_stream, next_stream, *tensors)', P.training,
+     'mutated(tensors)'),
+    (edges.Pipeline._bring, '_wait(self._copy_streams[j][i], self._streams[j], tensors)',
+     P.training, 'mutated(tensors)'),
+    (edges.Pipeline._send, '_wait(self._streams[j], departure, output)', P.training,
+     'mutated(output)'),
     (stream.wait_stream, 'as_cuda(source).wait_stream(as_cuda(target))', P.training),
     (stream.wait_stream, 'as_cuda(target).synchronize()', P.the_host_waits),
     (stream.record_stream, 'tensor.record_stream(as_cuda(stream))', P.training),
 
     # The streams on which cells and copies run
-    (pipeline.Pipeline._make_edges, 'current_stream(partition.device)',
+    (run.Run.__init__, 'current_stream(partition.device)',
      P.side_streams_without_grad, 'mutated.default(partition.device)'),
-    (pipeline.Pipeline.fence, 'use_stream(self._edges[prev_j].stream)',
+    (edges.Pipeline._copy, 'use_stream(self._streams[prev_j])',
      P.gradients_accumulate_on_side_streams),
-    (pipeline.Pipeline._act_here, 'use_stream(self._edges[j].stream)',
+    (edges.Pipeline._act_here, 'use_stream(self._streams[action.stage])',
      P.side_streams_without_grad),
-    (pipeline.Pipeline._run_in_order, 'use_stream(self._edges[j].stream)',
+    (edges.Pipeline._run_in_order, 'use_stream(self._streams[j])',
      P.layers_make_tensors),
-    (pipeline.Pipeline.__init__, 'engine.workers.copy_streams(partition.device, len(batches))',
+    (run.Run.__init__, 'engine.workers.copy_streams(partition.device, len(batches))',
      P.copies_overlap_with_computation,
      'mutated([current_stream(partition.device)] * len(batches))'),
-    (pipeline.Pipeline._streams, 'self._copy_streams[prev_j][i], self._copy_streams[next_j][i]',
+    (edges.Pipeline._copy, 'self._copy_streams[prev_j][i], self._copy_streams[next_j][i]',
      P.copies_overlap_with_computation,
-     'mutated((self._edges[prev_j].stream, self._edges[next_j].stream))'),
+     'mutated(self._streams[prev_j]), self._streams[next_j]'),
     (worker.Workers.copy_streams, 'new_stream(device)', P.copies_overlap_with_computation,
      'mutated((streams or [new_stream(device)])[0])'),
     (stream.new_stream, 'torch.Stream(device)', P.copies_overlap_with_computation,
@@ -167,7 +161,7 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
      'mutated(tensor)'),
     (shared.SharedTensors._copy, '_apply(Wait, arriving, there, ', P.parameters_are_shared,
      'mutated('),
-    (shared.SharedTensors._return_late, 'edges[partition.j].put_last(phony)',
+    (shared.SharedTensors._return_late, 'put_last(partition.j, phony)',
      P.devices_do_not_wait_for_what_is_shared),
     (shared.SharedTensors._copy_stream,
      'self._engine.workers.copy_streams(device, self._m + 1)[-1]',
@@ -178,18 +172,18 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
      'mutated.default(device)'),
 
     # Steps by a schedule
-    (stepping.Step._act, 'use_stream(self._edges[j].stream)', P.steps_by_a_schedule),
-    (stepping.Step._carry, 'wait_stream(compute, self._copy_streams[j][i])',
+    (stepping.Step._act, 'use_stream(self._streams[j])', P.steps_by_a_schedule),
+    (stepping.Step._carry, 'wait_stream(self._streams[j], self._copy_streams[j][i])',
      P.steps_by_a_schedule),
     (stepping.Step._carry, 'Wait.apply(CPUStream, CPUStream, *arrived)',
      P.steps_with_a_change_in_place, 'mutated(arrived)'),
-    (stepping.Step._copied, 'self._edges[j].stream', P.steps_of_a_frozen_start,
+    (stepping.Step._copied, 'self._streams[j]', P.steps_of_a_frozen_start,
      'mutated(next_stream)'),
-    (stepping.Step._run, 'Wait.apply(stream, departure, *output)', P.steps_by_a_schedule,
+    (stepping.Step._send, 'Wait.apply(stream, departure, *output)', P.steps_by_a_schedule,
      'mutated(output)'),
-    (stepping.Step._send, 'wait_stream(next_stream, self._edges[j].stream)',
+    (stepping.Step._send_back, 'wait_stream(next_stream, self._streams[j])',
      P.steps_by_a_schedule),
-    (stepping.Step._send, 'self._edges[value.j].stream', P.steps_of_a_frozen_start,
+    (stepping.Step._send_back, 'self._streams[prev_j]', P.steps_of_a_frozen_start,
      'mutated(prev_stream)'),
 
     # Backward: recomputations, samples, and the nodes on the way
@@ -206,7 +200,7 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
      P.hooks_pack_inputs),
     (recomputation.Recomputation._take_input, 'record_stream(x, self._stream)',
      P.hooks_pack_inputs),
-    (recomputation.Recomputation.join, 'output.find_grad()', P.outputs_in_two_places,
+    (recomputation.Recomputation.join, 'find_grad(output)', P.outputs_in_two_places,
      'mutated(0)'),
     (recomputation.Recomputation.join, 'output[k].device', P.outputs_in_two_places,
      'mutated(torch.device("cpu"))'),
@@ -214,13 +208,8 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
      P.samples_from_another_device, 'mutated(torch.Event(device))'),
     (samples._event, 'torch.accelerator.current_stream(device)', P.samples_from_another_device,
      'mutated(torch.accelerator.current_stream())'),
-    (edges.Edges.leave, 'no_context if departures is None else use_stream(departures[i])',
+    (edges.Pipeline._send, 'no_context if departure is None else use_stream(departure)',
      P.recomputations_overlap_with_what_comes_before),
-    (edges.Edges.leave, RECOMPUTE_LATER[0], P.recomputations_overlap_with_what_comes_before,
+    (edges.Pipeline._send, RECOMPUTE_LATER[0], P.recomputations_overlap_with_what_comes_before,
      RECOMPUTE_LATER[1]),
-    (portal.PortalBlue.forward, 'tensor.device',
-     P.gradients_of_skips_stay_in_the_threads_of_their_devices, 'mutated(torch.device("cpu"))'),
-    (portal.PortalCopy.forward, 'get_phony(get_device(next_stream), ',
-     P.gradients_of_skips_stay_in_the_threads_of_their_devices,
-     'get_phony(mutated(torch.device("cpu")), '),
 ]]

@@ -8,7 +8,6 @@ import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -22,7 +21,6 @@ from tests.skip.models import WIDTH, crossing
 from torchgpipe import GPipe, NoChunk
 from torchgpipe.balance import profile
 from torchgpipe.copy import Copy, Wait
-from torchgpipe.skip.portal import Portal
 from torchgpipe.stream import CPUStream
 
 FOUR = ['sim:0', 'sim:1', 'sim:2', 'sim:3']
@@ -257,27 +255,10 @@ def a_hook_gives_another_gradient():
 
 
 def only_a_skip_has_a_gradient(mode='except_last'):
-    """Bring back one gradient through a portal and none through autograd, which would wait."""
+    """Bring back one gradient past the batch, which has none."""
     pair = Pair(nn.Sequential(Stash(WIDTH, WIDTH).double(), Pop()), [1, 1], mode=mode)
     pair.train(3)
     pair.check()
-
-
-def gradients_of_skips_stay_in_the_threads_of_their_devices():
-    """Let no node of a portal run in the thread of another device, which may be busy."""
-    portals, layers = [], []
-
-    def note(threads):
-        return lambda *_: threads.append(threading.get_ident())
-
-    gpipe = GPipe(nn.Sequential(Stash(WIDTH, WIDTH), Pop()), [1, 1])
-    gpipe.partitions[0].register_full_backward_hook(note(layers))
-    use_grad = Portal.use_grad
-    with patch.object(Portal, 'use_grad', lambda self: (note(portals)(), use_grad(self))[1]):
-        output = gpipe(torch.rand(1, WIDTH, device='sim:0', requires_grad=True))
-        output.register_hook(note(layers))
-        output.sum().backward()
-    assert len(set(layers)) == 2 and portals == layers
 
 
 def outputs_in_two_places():
@@ -437,7 +418,7 @@ IN_MODES = [training, partitions_share_devices, devices_and_the_cpu,
             steps_through_virtual_stages]
 
 OTHERS = [without_grad, side_streams_without_grad, a_hook_gives_another_gradient,
-          gradients_of_skips_stay_in_the_threads_of_their_devices, outputs_in_two_places,
+          outputs_in_two_places,
           samples_from_another_device, layers_make_tensors, the_host_waits,
           copies_overlap_with_computation, recomputations_overlap_with_what_comes_before,
           inputs_go_and_come_beside_cells, parameters_are_shared_without_grad,

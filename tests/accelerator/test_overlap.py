@@ -5,7 +5,6 @@ decides alone when each begins.
 """
 import threading
 from contextlib import contextmanager
-from functools import partialmethod
 from itertools import product
 from unittest.mock import patch
 
@@ -19,7 +18,7 @@ from tests.helpers import MODES
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine import edges
 from torchgpipe.engine.checkpoint import samples
-from torchgpipe.engine.pipeline import Pipeline
+from torchgpipe.engine.edges import Pipeline
 from torchgpipe.engine.stream import no_context
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.timeline import record
@@ -208,48 +207,41 @@ def test_with_skips(mode):
         promise(timeline)
 
 
-@contextmanager
 def others_bring(which):
-    """Let new threads bring what cells need, and so number the nodes of these copies."""
-    fence, run_cell = Pipeline.fence, Pipeline._run_cell
+    """Let new threads copy what cells need, and so number the nodes of these copies."""
+    copy = Pipeline._copy
 
-    def fence_some(pipeline, i, j, wanted):
-        partition = pipeline._engine.partitions[j]
-        everything = partition.brought
-        partition.brought = [each for each in everything if which(each) is wanted]
-        fence(pipeline, i, j)
-        partition.brought = everything
-
-    def fence_and_run_cell(pipeline, i, j):
-        thread = threading.Thread(target=fence_some, args=(pipeline, i, j, True))
+    def copy_in_a_thread(pipeline, i, prev_j, next_j, tensors):
+        if not which(prev_j, next_j):
+            return copy(pipeline, i, prev_j, next_j, tensors)
+        found = []
+        thread = threading.Thread(
+            target=lambda: found.append(copy(pipeline, i, prev_j, next_j, tensors)))
         thread.start()
         thread.join()
-        run_cell(pipeline, i, j)
-    with patch.object(Pipeline, 'fence', partialmethod(fence_some, wanted=False)), \
-            patch.object(Pipeline, '_run_cell', fence_and_run_cell):
-        yield
+        return found[0]
+    return patch.object(Pipeline, '_copy', copy_in_a_thread)
 
 
 def others_bring_everything():
-    """Let workers bring nothing."""
-    return others_bring(lambda each: True)
+    """Let workers copy nothing."""
+    return others_bring(lambda prev_j, next_j: True)
 
 
 def others_bring_skips():
-    """Let workers bring batches only."""
-    return others_bring(lambda each: each[1] is not None)
+    """Let workers copy batches only."""
+    return others_bring(lambda prev_j, next_j: next_j - prev_j > 1)
 
 
 @contextmanager
 def host_waits_for_cells():
     """Let cells take turns, and the host wait for each."""
-    run = Pipeline._run
+    send = Pipeline._send
 
-    def run_and_wait(pipeline, i, j, batch):
-        output = run(pipeline, i, j, batch)
+    def send_and_wait(pipeline, i, j, *args):
+        send(pipeline, i, j, *args)
         torch.accelerator.synchronize(j)
-        return output
-    with patch.object(Pipeline, '_run', run_and_wait), \
+    with patch.object(Pipeline, '_send', send_and_wait), \
             patch.object(Pipeline, '_takes_turns', True):
         yield
 

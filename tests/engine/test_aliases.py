@@ -8,7 +8,7 @@ from torch import nn
 from tests.devices import cpu_only, cpus, devices
 from tests.helpers import MODES, assert_same, gradients
 from torchgpipe import GPipe
-from torchgpipe.engine import pipeline
+from torchgpipe.engine import partition
 
 
 class Layer(nn.Module):
@@ -102,7 +102,7 @@ def test_in_v030_gradients_were_wrong(devices, name, chunks, mode):
 @pytest.mark.parametrize('name', ['twice', 'twice, passed on'])
 def test_a_tensor_given_twice_is_copied_once(name, monkeypatch):
     """In v0.8.0 these were two copies, and to change one in place was refused."""
-    monkeypatch.setattr(pipeline.Engine, 'apart', lambda self, j, k: True)
+    monkeypatch.setattr(partition.Engine, 'apart', lambda self, j, k: True)
     monkeypatch.setattr('torchgpipe.engine.copy.copy_tensor', lambda x, *streams: x.clone())
     model = models()[name].double()
     gpipe = GPipe(model, [1, 1, 1], devices=['cpu'] * 3, chunks=2, checkpoint='never')
@@ -118,7 +118,7 @@ def test_a_tensor_given_twice_is_copied_once(name, monkeypatch):
 @cpu_only('stands in for several memories, in one that tells more of a failure')
 def test_a_copy_parts_what_shared_a_memory(monkeypatch):
     """As if each partition had a memory of its own."""
-    monkeypatch.setattr(pipeline.Engine, 'apart', lambda self, j, k: True)
+    monkeypatch.setattr(partition.Engine, 'apart', lambda self, j, k: True)
     monkeypatch.setattr('torchgpipe.engine.copy.copy_tensor', lambda x, *streams: x.clone())
     model = models()['view']
     gpipe = GPipe(model, [1, 1, 1], devices=['cpu'] * 3, chunks=2, checkpoint='never')

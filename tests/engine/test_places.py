@@ -6,8 +6,8 @@ from torch import nn
 from tests.devices import cpu_only
 from tests.helpers import in_two_memories
 from torchgpipe import GPipe, no_recompute
+from torchgpipe.engine.edges import Pipeline
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.places import modules_of, only_computes, shared_modules, shared_slots
 from torchgpipe.engine.scatter import scatter
 

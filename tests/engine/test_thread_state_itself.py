@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.devices import cpu_only
 from tests.helpers import Spy, assert_same, nothing
 from torchgpipe import GPipe
-from torchgpipe.engine.passes import enable_checkpointing, enable_recomputing
-from torchgpipe.engine.thread_state import ThreadState, running
+from torchgpipe.context import context, enable_checkpointing, enable_recomputing
+from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.private import DISPATCH_MODES, FUNCTION_MODES
 
 pytestmark = cpu_only('about the state of threads, which are the same for any device')
@@ -51,7 +51,7 @@ STATES = {'grad': torch.no_grad, 'inference': torch.inference_mode, 'autocast': 
 def test_a_captured_state_is_entered_and_taken_back_afterwards(field, monkeypatch):
     with STATES.get(field, nothing)():
         if field == 'workers':
-            monkeypatch.setattr(running, 'workers', frozenset({-1}))
+            monkeypatch.setattr(context, 'workers', frozenset({-1}))
         state = ThreadState.capture()
     monkeypatch.undo()
     before = ThreadState.capture()

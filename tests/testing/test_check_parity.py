@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from tests.devices import ACCELERATOR, cpu_only, devices, places
 from tests.helpers import assert_same, modes
 from torchgpipe import Arguments, NoChunk
-from torchgpipe.engine.mini_batch import current
-from torchgpipe.engine.passes import pass_state
+from torchgpipe.context import context
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import check_parity
 
@@ -337,7 +336,7 @@ def scale_by(number):
 def test_recomputation():
     def number(box):
         box.value += 1
-        return 1 + pass_state.recomputing
+        return 1 + context.recomputing
 
     parity = found(scale_by(number), checkpoint='always')
     reason, = {*parity.reasons}
@@ -359,12 +358,12 @@ def test_recomputation_and_threads():
     """One alone is enough for other numbers."""
     local = threading.local()
     local.scale = 2.0
-    layer = scale_by(lambda box: pass_state.recomputing or not hasattr(local, 'scale') or 0.5)
+    layer = scale_by(lambda box: context.recomputing or not hasattr(local, 'scale') or 0.5)
     assert why(layer, checkpoint='always').startswith('recomputation and threads')
 
 
 def test_a_layer_that_asks_whether_it_is_in_a_pipeline():
-    layer = Layer(lambda layer, x: x if current.micro_batch is None else x * 2)
+    layer = Layer(lambda layer, x: x if context.micro_batch is None else x * 2)
     reason = why(nn.Sequential(nn.Tanh(), layer), checkpoint='never')
     assert 'neither recomputation nor threads' in reason
     assert reason.endswith("'1.1' (Layer) is the first module to differ")
@@ -373,7 +372,7 @@ def test_a_layer_that_asks_whether_it_is_in_a_pipeline():
 def test_a_layer_that_does_so_in_evaluation_mode_alone():
     """Where it is for the comparison on the mini-batch, as it draws in training."""
     layer = Layer(lambda layer, x: F.dropout(x) if layer.training
-                  else x * (1 + (current.micro_batch is not None)))
+                  else x * (1 + (context.micro_batch is not None)))
     parity = found(layer, checkpoint='never')
     assert not parity.micro_batches.differences and parity.mini_batch.differences
     assert 'random numbers' in parity.reasons[0] and 'neither' in parity.reasons[1]
@@ -387,7 +386,7 @@ def test_a_loss_that_is_not_finite():
 
 @pytest.mark.parametrize('when, form', [
     (lambda: True, 'the unwrapped layers on micro-batches'),
-    (lambda: current.micro_batch is not None, 'the wrapped model')])
+    (lambda: context.micro_batch is not None, 'the wrapped model')])
 def test_an_error_of_one_of_both(when, form):
     def fail(layer, x):
         if len(x) < 4 and when():

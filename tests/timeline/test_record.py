@@ -11,9 +11,9 @@ from tests.clock import Clock, Timed
 from tests.devices import ACCELERATOR, cpu_only, devices, one_worker, workers
 from tests.helpers import modes
 from torchgpipe import GPipe
+from torchgpipe.context import context
 from torchgpipe.engine import worker
 from torchgpipe.engine.observer import observers
-from torchgpipe.engine.passes import pass_state
 from torchgpipe.engine.stream import current_stream
 from torchgpipe.schedule import make
 from torchgpipe.skip import pop, skippable, stash
@@ -233,9 +233,9 @@ def test_recording_changes_no_number(devices, function):
 @one_worker
 def test_recording_asks_in_no_layers_name(devices):
     """Attributes of a layer that asks in which pass it is are left as it sets them."""
-    pass_state.asked = False
+    context.asked = False
     recorded(pipeline(devices, 'always'), call)
-    assert not pass_state.asked
+    assert not context.asked
 
 
 def assert_nothing_observes(model):

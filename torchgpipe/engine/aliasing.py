@@ -17,22 +17,35 @@ So it is followed through copies, and into skips and out of them.
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.memory import is_among, share_memory, versions
 from torchgpipe.engine.partition import Partition
 from torchgpipe.private import is_transformed
 from torchgpipe.skip.namespace import Key
-from torchgpipe.skip.portal import changed_in_place
 
-__all__ = ['Aliasing', 'Skips']
+__all__ = ['Aliasing', 'changed_in_place']
 
-#: Returns those of some skips of a micro-batch that are tensors, where the partition has them.
-Skips = Callable[[Iterable[Key]], dict[Key, Tensor]]
+
+class _Before(NamedTuple):
+    """What there was before a cell.
+
+    Args:
+        batch: Its batch.
+        common: Those of its tensors that all micro-batches share.
+        aliased: Those of its skips in whose memory others lie.
+        watched: Tensors that it may not change, their versions, and what is wrong if it does.
+    """
+
+    batch: list[Tensor]
+    common: list[Tensor]
+    aliased: dict[Key, Tensor]
+    watched: list[tuple[Sequence[Tensor], list[int], str]]
 
 
 class Aliasing:
@@ -70,48 +83,58 @@ class Aliasing:
         """Return the tensors of a micro-batch that all share, or copies of them."""
         return self._common.get(i, [])
 
-    def copy(self, i: int, batch: Batch, copy: Callable[[Batch], None]) -> None:
-        """Let a batch cross a boundary, in place."""
+    def cross(self, i: int, tensors: list[Tensor], copy: Callable[[list[Tensor]], list[Tensor]]
+              ) -> list[Tensor]:
+        """Let tensors cross a boundary: return what comes of them behind it."""
         common = self.common(i)
-        where = [k for k, x in enumerate(batch) if is_among(x, common)]
-        parted = i in self._parted or (len(batch) > 1 and any(
-            share_memory([x], tuple(batch)[k + 1:]) for k, x in enumerate(batch)))
-        copy(batch)
+        where = [k for k, x in enumerate(tensors) if is_among(x, common)]
+        parted = i in self._parted or (len(tensors) > 1 and any(
+            share_memory([x], tensors[k + 1:]) for k, x in enumerate(tensors)))
+        copied = copy(tensors)
         if self._shared:
-            self._common[i] = [batch[k] for k in where]
+            self._common[i] = [copied[k] for k in where]
         if parted:
-            self._parted[i] = list(batch)
+            self._parted[i] = copied
             self.watched.add(i)
+        return copied
 
-    def run(self, i: int, partition: Partition, batch: Batch, skips: Skips,
-            run: Callable[[Batch], Batch]) -> Batch:
-        """Run a cell, and see to what it changes.
+    def before(self, i: int, j: int, cell: Cell, tensors: list[Tensor]) -> '_Before':
+        """Look at what a cell gets, in partition ``j``."""
+        number = len(tensors) - len(cell.popped)
+        batch, common_skips = tensors[:number], self._common_skips[i]
+        with_others = self._with_batch[i] | self._with_skips[i].keys()
+        common, aliased = self.common(i), {}
+        # No other skips: they live no longer than the layers need them.
+        for key, x in zip(cell.popped, tensors[number:]):
+            if key in common_skips:
+                common = [*common, x]
+            if key in with_others:
+                aliased[key] = x
+        return _Before(batch, common, aliased, [
+            (watched, versions(watched), error) for watched, error
+            in self._watched(i, j, batch, common, aliased) if watched])
 
-        Args:
-            i: The micro-batch.
-            partition: The partition.
-            batch: The input.
-            skips: Finds skips: before the cell those that come in, afterwards those that go out.
-            run: Runs the cell.
+    def after(self, i: int, partition: Partition, cell: Cell, before: '_Before',
+              output: Sequence[Tensor]) -> None:
+        """See to what a cell has changed, and look at what it gave.
+
+        Raises:
+            RuntimeError: It has changed something that lies elsewhere, too.
         """
-        popped = {key for _, key in partition.incoming}
-        common = [*self.common(i), *skips(self._common_skips[i] & popped).values()]
-        aliased = skips(popped & (self._with_batch[i] | self._with_skips[i].keys()))
-        seen = [(tensors, versions(tensors), error) for tensors, error
-                in self._watched(i, partition.j, batch, common, aliased) if tensors]
-        output = run(batch)
-        for tensors, before, error in seen:
-            if versions(tensors) != before:
+        batch, common, aliased, watched = before
+        for tensors, version, error in watched:
+            if versions(tensors) != version:
                 raise RuntimeError(error)
-        stashed = skips([key for _, key in partition.outgoing])
+        number = len(output) - len(cell.stashed)
+        given, stashed = output[:number], dict(zip(cell.stashed, output[number:]))
         if self._shared:
-            self._common[i] = [y for y in output if is_among(y, common)]
+            self._common[i] = [y for y in given if is_among(y, common)]
             self._common_skips[i] |= {key for key, x in stashed.items() if is_among(x, common)}
-        if not share_memory(self._parted.get(i, []), output):
+        if not share_memory(self._parted.get(i, []), given):
             self._parted.pop(i, None)
-        self._follow_skips(i, batch, output, popped, aliased, stashed)
-        self.hand_on(partition.j, (*output, *stashed.values()))
-        return output
+        self._follow_skips(i, batch, given, {key for _, key in partition.incoming}, aliased,
+                           stashed)
+        self.hand_on(partition.j, output)
 
     def hand_on(self, j: int, tensors: Iterable[Tensor]) -> None:
         """See that a partition has not changed since what it handed on in another micro-batch.
@@ -136,7 +159,7 @@ class Aliasing:
                     'change of a later one. Let the layer return a copy: tensor.clone().')
             handed_on[place] = weakref.ref(storage), now
 
-    def _watched(self, i: int, j: int, batch: Batch, common: list[Tensor],
+    def _watched(self, i: int, j: int, batch: Sequence[Tensor], common: list[Tensor],
                  aliased: dict[Key, Tensor]) -> Iterator[tuple[Sequence[Tensor], str]]:
         """Yield tensors that partition ``j`` may not change, and what is wrong if it does."""
         if self._shared and self._several:
@@ -151,15 +174,16 @@ class Aliasing:
             'return a copy: tensor.clone().')
         if self._with_batch[i]:
             names = ', '.join(sorted(f"'{name}'" for _, name in self._with_batch[i]))
-            yield tuple(batch), changed_in_place(
+            yield batch, changed_in_place(
                 f'the input of partition {j}, which is also the skip tensor {names},')
         for key, tensor in aliased.items():
             yield [tensor], changed_in_place(
                 f"the skip tensor '{key[1]}', whose memory is also that of the batch or of "
                 'another skip,')
 
-    def _follow_skips(self, i: int, batch: Batch, output: Batch, popped: set[Key],
-                      aliased: dict[Key, Tensor], stashed: dict[Key, Tensor]) -> None:
+    def _follow_skips(self, i: int, batch: Sequence[Tensor], output: Sequence[Tensor],
+                      popped: set[Key], aliased: dict[Key, Tensor], stashed: dict[Key, Tensor]
+                      ) -> None:
         """Note in which skips' memory the output of a cell lies, and skips in that of others."""
         with_batch, with_skips = self._with_batch[i], self._with_skips[i]
         with_batch -= popped if share_memory(batch, output) else {*with_batch}
@@ -175,6 +199,14 @@ class Aliasing:
                       if other != key and share_memory([x], [y])}
             if others:
                 with_skips[key] = others
+
+
+def changed_in_place(what: str) -> str:
+    """Say what is wrong with a change in place that a skip should have seen, and did not."""
+    return (f'{what} was changed in place between its stash and its pop, in another partition '
+            'than the one that stashed it. Without a pipeline, the layer that pops would see that '
+            'change; here it can not. Use an operation that is not in place, or stash a copy: '
+            "stash('name', tensor.clone()).")
 
 
 def _gone() -> None:

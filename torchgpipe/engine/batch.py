@@ -1,5 +1,5 @@
 """A micro-batch: the tensors of a value, and what puts the value together again."""
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 from torchgpipe.aliases import Function, Tensors
 from torchgpipe.structure import Kind, Repeated, bare, flatten, once
 
-__all__ = ['Batch', 'check']
+__all__ = ['Batch', 'check', 'find_grad', 'result_of']
 
 
 class Batch:
@@ -45,20 +45,6 @@ class Batch:
         batch = cls.__new__(cls)
         batch._tensors, batch.kind = tensors, kind
         return batch
-
-    @classmethod
-    def result(cls, value: Any) -> 'Batch':
-        """Return what layers gave as a batch; a tensor in several places goes on once.
-
-        >>> x = torch.ones(2)
-        >>> batch = Batch.result({'x': x, 'y': x})
-        >>> len(batch), batch.value['x'] is batch.value['y']
-        (1, True)
-        """
-        if type(value) is cls:
-            return value
-        batch = cls(value)
-        return batch if len(batch) == 1 else cls.of(*once(batch._tensors, batch.kind))
 
     def spread(self) -> 'Batch':
         """Return it with a tensor for each place of the value."""
@@ -106,23 +92,11 @@ class Batch:
 
     def call(self, function: Function) -> 'Batch':
         """Call a function with the value, and make a batch of what it returns."""
-        value = function(self.value)
-        return Batch(value) if isinstance(value, Tensor) else Batch.result(value)
+        return Batch.of(*result_of(function(self.value)))
 
     def find_grad(self) -> int | None:
-        """Give the index of the first tensor that requires grad, or ``None``.
-
-        One on the CPU comes last: so a node that is hung on the tensor runs in backward in the
-        same thread as the node that gave it beside others.
-        """
-        found = None
-        for k, x in enumerate(self._tensors):
-            if x.requires_grad:
-                if not x.is_cpu:
-                    return k
-                if found is None:
-                    found = k
-        return found
+        """Return the index of the first tensor that requires grad, or ``None``."""
+        return find_grad(self._tensors)
 
     def __repr__(self) -> str:
         return f'Batch({self.value!r})'
@@ -155,6 +129,38 @@ class Batch:
                 raise IndexError(f'{len(tensors)} tensors for an atomic batch, which holds one')
             self.kind = tuple
         self._tensors = tuple(tensors)
+
+
+def result_of(value: Any) -> tuple[Tensors, Kind]:
+    """Return the tensors that layers gave, and what puts the value together again.
+
+    A tensor in several places goes on once.
+
+    >>> x = torch.ones(2)
+    >>> tensors, kind = result_of({'x': x, 'y': x})
+    >>> len(tensors), kind(tensors)['x'] is kind(tensors)['y']
+    (1, True)
+    """
+    if isinstance(value, Tensor):  # as mostly
+        return (value,), bare
+    tensors, kind = flatten(value)
+    return (tensors, kind) if len(tensors) == 1 else once(tensors, kind)
+
+
+def find_grad(tensors: Iterable[Tensor]) -> int | None:
+    """Return the index of the first tensor that requires grad, or ``None``.
+
+    One on the CPU comes last: so a node that is hung on the tensor runs in backward in the same
+    thread as the node that gave it beside others.
+    """
+    found = None
+    for k, x in enumerate(tensors):
+        if x.requires_grad:
+            if not x.is_cpu:
+                return k
+            if found is None:
+                found = k
+    return found
 
 
 def check(input: Any) -> None:

@@ -1,16 +1,22 @@
-"""The cell: one micro-batch in one partition, checkpointed or not.
+"""The cell: one micro-batch in one partition, a function from tensors to tensors.
 
-A cell knows nothing of its neighbours. Whoever runs it brings its batch, and hangs onto its output
-what backward has to meet before it (:mod:`torchgpipe.engine.edges`). So cells may run in any
-order.
+::
+
+    batch ──┬─▶ value ──▶ layers ──▶ value ──┬──▶ batch
+            │              │  ▲              │
+    skips ──┴─▶ tracker ───┘  └── tracker ───┴──▶ skips
+
+A cell knows nothing of its neighbours. Whoever runs it brings its tensors, and takes what it gave
+to other cells (:mod:`torchgpipe.engine.run`). So cells may run in any order.
 """
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
-from torchgpipe.aliases import Function
-from torchgpipe.engine.batch import Batch
+from torch import Tensor
+
+from torchgpipe.engine.batch import result_of
 from torchgpipe.engine.checkpoint.draws import Draws, Recorder, Witness
 from torchgpipe.engine.checkpoint.layer_state import CellState, Layers
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
@@ -19,8 +25,83 @@ from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.partition import Partition
 from torchgpipe.engine.stream import AbstractStream, CPUStream, is_cuda
 from torchgpipe.engine.thread_state import ThreadState
+from torchgpipe.skip.namespace import Key
+from torchgpipe.skip.tracker import SkipTracker
+from torchgpipe.structure import Kind
 
-__all__ = ['Cells']
+__all__ = ['Cell', 'Cells']
+
+
+class Cell:
+    """What a cell computes, now and in its recomputation.
+
+    A graph may own it, through a recomputation, so it owns no tensor.
+
+    Args:
+        compute: Takes ``(i, m, tracker, value)``.
+        i: The micro-batch.
+        m: How many there are.
+        kind: Puts the input together.
+        stashes: The skips that go to other partitions.
+
+    Attributes:
+        popped: The skips that come from other partitions, after the batch.
+        absent: Those of them that are ``None``, and no tensors.
+        kind: Puts the output together; of the input, before it was called.
+        stashed: The skips that stand after the output, once it was called.
+    """
+
+    __slots__ = ('_compute', '_i', '_input_kind', '_m', '_stashes', 'absent', 'kind', 'popped',
+                 'stashed')
+
+    def __init__(self, compute: Callable[..., Any], i: int, m: int, kind: Kind,
+                 stashes: Sequence[tuple[int, Key]]) -> None:
+        self._compute = compute
+        self._i = i
+        self._m = m
+        self._input_kind = self.kind = kind
+        self._stashes = stashes
+        self.popped: list[Key] = []
+        self.absent: list[Key] = []
+        self.stashed: list[Key] = []
+
+    @property
+    def nothing(self) -> Iterable[Key]:
+        """The skips that were stashed and are ``None``."""
+        return [key for _, key in self._stashes if key not in self.stashed]
+
+    def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Compute.
+
+        Args:
+            tensors: The batch and the skips. These are taken out of the list, so that they live no
+                longer than the layers need them.
+        """
+        tracker = self._tracker(tensors)
+        value = self._compute(self._i, self._m, tracker, self._input_kind(tensors))
+        output, self.kind = result_of(value)
+        return [*output] if tracker is None else [*output, *self._skips_in(tracker)]
+
+    def _tracker(self, tensors: list[Tensor]) -> SkipTracker | None:
+        """Return a tracker with the skips, if any come in or go out."""
+        if not (self._stashes or self.popped or self.absent):
+            return None
+        tracker = SkipTracker()
+        tracker.tensors.update(dict.fromkeys(self.absent))
+        for key in reversed(self.popped):
+            tracker.tensors[key] = tensors.pop()
+        return tracker
+
+    def _skips_in(self, tracker: SkipTracker) -> list[Tensor]:
+        """Return the skips that go out, with all changes in place since they were stashed."""
+        found = {}
+        for _, key in self._stashes:
+            if key not in tracker.tensors:
+                raise RuntimeError(f"'{key[1]}' must be stashed but have not")
+            if (x := tracker.tensors[key]) is not None:
+                found[key] = x
+        self.stashed = [*found]
+        return [*found.values()]
 
 
 class Cells:
@@ -54,7 +135,7 @@ class Cells:
         self.witness: Witness | None = None
 
     def draws(self) -> bool | None:
-        """Tell whether they draw from a random generator that other cells draw from, too.
+        """Return whether they draw from a random generator that other cells draw from, too.
 
         ``None`` if that is not known yet, or does not matter.
         """
@@ -65,34 +146,32 @@ class Cells:
         assert self.layers is not None
         self.layers.observed.suspect()
 
-    def run(self, i: int, function: Function, batch: Batch,
-            keep: Callable[[Batch], Batch] | None = None,
-            blame: Callable[[Any], str] | None = None) -> tuple[Batch, Recomputation | None]:
+    def run(self, i: int, cell: Cell, tensors: list[Tensor]
+            ) -> tuple[list[Tensor], Recomputation | None]:
         """Run the cell of micro-batch ``i``.
 
         Args:
             i: Its index.
-            function: What the cell computes.
-            batch: Its value.
-            keep: Gives what to recompute from, if that is more than the batch.
-            blame: Says which layer has changed the batch in place.
+            cell: What it computes.
+            tensors: What it is called with.
 
         Returns:
             The output, and what has to come before it in backward, if the cell is checkpointed.
         """
         # A cell without anything to train has no graph, so there is nothing to save memory on.
-        if i < self._checkpoint_stop and (self._trainable or batch.find_grad() is not None):
-            return self._checkpoint(function, batch if keep is None else keep(batch), blame)
+        if i < self._checkpoint_stop and (self._trainable
+                                          or any([x.requires_grad for x in tensors])):
+            return self._checkpoint(cell, tensors)
         layers = self.layers
         if layers is None or layers.observed.draws is not None:
-            return batch.call(function), None
+            return cell(tensors), None
         recorder = Recorder()
-        output = recorder.run(lambda: batch.call(function))
+        output = recorder.run(partial(cell, tensors))
         layers.observed.learn(recorder)
         return output, None
 
-    def _checkpoint(self, function: Function, batch: Batch, blame: Callable[[Any], str] | None
-                    ) -> tuple[Batch, Recomputation]:
+    def _checkpoint(self, cell: Cell, tensors: list[Tensor]
+                    ) -> tuple[list[Tensor], Recomputation]:
         """Run it for the first time."""
         layers = self.layers
         assert layers is not None
@@ -104,12 +183,16 @@ class Cells:
         draws = Draws(device, recorder, self.witness)
         results = Results(layers.modules, layers.marked, draws) if layers.marked else None
         offload = Offload(self._host_stream) if is_cuda(self._host_stream) else None
-        recomputation = Recomputation(function, self._state, draws, found, device, blame,
+        blame = None if cell.popped else partial(self._blame, cell.kind)
+        recomputation = Recomputation(cell, self._state, draws, found, device, blame,
                                       self._partition.late, results, offload)
-        output = recomputation.first_pass(batch)
+        output = recomputation.first_pass(tensors)
         found.end()
         if recorder is not None:
             observed.learn(recorder)
         elif draws.suspect:
             observed.suspect()
         return output, recomputation
+
+    def _blame(self, kind: Kind, tensors: Sequence[Tensor]) -> str:
+        return self._partition.compute.blame(kind(tensors))

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.aliases import Value
+from torchgpipe.context import context
 from torchgpipe.engine.batch import Batch, check
 from torchgpipe.engine.observer import Observer
 from torchgpipe.engine.remedies import add_remedy
 from torchgpipe.errors import add_note
-from torchgpipe.skip.tracker import SkipTracker, current, use_skip_tracker
+from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.split import Sequential
 from torchgpipe.structure import Arguments, call
 
@@ -55,7 +56,7 @@ class Compute:
             value: Its value.
         """
         end = None if self.observer is None else self.observer.cell(i, m, self.j, value)
-        outside, current.tracker = current.tracker, tracker
+        outside, context.skips = context.skips, tracker
         grad = torch.is_grad_enabled()
         try:
             # By hand, not by `call`: each Python call counts here.
@@ -69,7 +70,7 @@ class Compute:
             add_remedy(error, self.j, m)
             raise
         finally:
-            current.tracker = outside
+            context.skips = outside
         try:
             if not isinstance(output, Tensor):
                 check(output)

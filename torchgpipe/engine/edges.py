@@ -1,17 +1,23 @@
-"""Edges: what autograd has to meet between cells.
+"""The plain call: autograd carries tensors between cells, over edges of one graph.
 
 ::
 
-    batch ─(Wait)─▶ cell ─(Wait)─▶ Recompute ─▶ order ─▶ batch
-             1                2         3          4
+    batch ─(Copy)─(Wait)─▶ cell ─(Wait)─▶ Recompute ─▶ order ─▶ batch
+                     1               2         3          4
 
 1. The compute stream waits for the copy stream that brought the batch from another memory.
 2. The copy stream that takes the batch to another memory waits for the compute stream.
 3. In backward the recomputation is queued before the wait of step 2 lets the gradient in.
 4. An edge to the micro-batch before: [Note: Order of backward].
 
-Skips that come from another partition, or go to one, pass through all of this beside the batch,
-see :mod:`torchgpipe.skip.tracker`.
+Skips that come from another partition, or go to one, pass through all of this beside the batch. A
+skip is copied once, from its source straight to its destination.
+
+With four micro-batches and three partitions whose cells take equally long::
+
+    partition 0   0,0   1,0   2,0   3,0
+    partition 1         0,1   1,1   2,1   3,1
+    partition 2               0,2   1,2   2,2   3,2
 
 [Note: Order of backward]
 Nothing in the graph alone keeps autograd from going through all micro-batches of a partition side
@@ -23,11 +29,12 @@ an edge to the output of the micro-batch before::
 
 Micro-batch ``i`` thus starts no earlier than ``i+1`` has started, and it does not overtake it:
 autograd takes the ready node that was made last, by a number that each thread counts for itself,
-and the nodes of one partition are all made by one thread, in order. So are the copies to it. With
-numbers of another thread, autograd may leave them until nothing else is left to do on the device,
-and the partition before would get no gradient until this one has computed all of them. The edge
-hangs on outputs, not on inputs, because a join makes its tensor require grad, and the first
-partition would go on to compute a gradient for data that needs none.
+and the nodes of one partition are all made by one thread, in order. So are the copies to it: the
+worker makes them that runs the cell. With numbers of another thread, autograd may leave them until
+nothing else is left to do on the device, and the partition before would get no gradient until this
+one has computed all of them. The edge hangs on outputs, not on inputs, because a join makes its
+tensor require grad, and the first partition would go on to compute a gradient for data that needs
+none.
 
 [Note: Outputs that stay as they are] An edge makes another tensor of an output, with a history of
 its own. Whatever else lies in the output's memory (another output, a view, what a layer keeps for
@@ -35,90 +42,216 @@ itself) would not see in its history that a later partition changes it in place.
 edge between two partitions where the batch would stay as it is otherwise, since it neither goes to
 another memory nor comes out of a checkpoint. Micro-batches reach such a partition in the order in
 which they leave the next one.
-"""
-from collections.abc import Sequence
 
+[Note: Order of draws]
+Cells that draw from the CPU's random generator run in the order in which the unwrapped model would
+run them, given one micro-batch after the other. So a seed gives the numbers of that, whatever the
+balance and the devices. Beside them, nobody could tell whether another one begins to draw. So if
+any partition draws, all cells run one after the other, in the calling thread. So they do where a
+hook or a mode of the user's sees their order, where they share a module which may change, and on
+one worker::
+
+    partition 0   0,0               1,0
+    partition 1         0,1               1,1
+    partition 2               0,2               1,2
+
+Whether a partition draws, the first micro-batch tells that goes through it in its mode.
+
+[Note: What the caller runs]
+The calling thread would have nothing to do but to wait, so it does the work of the last device
+itself: one thread less has to be woken up, which takes as long as a small layer. It does that for
+all micro-batches, since autograd goes by numbers that each thread counts for itself, see
+[Note: Order of backward].
+
+So it does with cells that run one after the other. Only these may have all intra-op threads. A
+worker with more than its share would get a team of OpenMP's of its own; as soon as all teams
+together have more threads than there are cores, each goes to sleep between any two kernels, for
+the rest of the process, and small kernels take twice as long.
+"""
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from torchgpipe.engine.batch import Batch
+from torchgpipe.context import context
+from torchgpipe.engine.batch import Batch, find_grad
+from torchgpipe.engine.cell import Cell
+from torchgpipe.engine.checkpoint.draws import Witness
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
-from torchgpipe.engine.copy import Wait
+from torchgpipe.engine.copy import Copy, Wait
 from torchgpipe.engine.dependency import fork, join
+from torchgpipe.engine.interpreter import Plan, interpret
+from torchgpipe.engine.partition import Engine
+from torchgpipe.engine.run import Run, Skip
 from torchgpipe.engine.stream import AbstractStream, no_context, use_stream
+from torchgpipe.private import is_transformed
+from torchgpipe.schedule.action import Action
 
-__all__ = ['Edges']
+__all__ = ['Pipeline']
 
 
-class Edges:
-    """The edges around the cells of one partition in one forward pass.
+class Pipeline(Run):
+    """A forward pass, whose graph lays the way back.
+
+    >>> from torch import nn
+    >>> from torchgpipe.engine.scatter import gather, scatter
+    >>> batches = scatter(torch.ones(4, 2), chunks=2)
+    >>> Pipeline(Engine([nn.Sequential(nn.Flatten()), nn.Sequential(nn.ReLU())]), batches).run()
+    >>> gather(batches).shape
+    torch.Size([4, 2])
 
     Args:
-        m: Number of micro-batches.
-        stream: The compute stream.
-        arrivals: The copy streams on which batches arrive, if they come from another memory.
-        departures: The copy streams on which they leave, if they go to another memory.
-        last: Whether this is the last partition, whose outputs are gathered.
-        grad: Whether there is a graph.
+        engine: The partitions, and what runs them.
+        batches: The micro-batches; :meth:`run` replaces each by its output.
+        options: Those of :class:`~torchgpipe.engine.run.Run`.
     """
 
-    def __init__(self, m: int, stream: AbstractStream, arrivals: Sequence[AbstractStream] | None,
-                 departures: Sequence[AbstractStream] | None, last: bool, grad: bool) -> None:
-        self.stream = stream
-        self._m = m
-        self._arrivals = arrivals
-        self._departures = departures
-        #: Whether to put the outputs of cells in order that have no other edge.
-        self._orders = last and grad and m > 1
-        self._grad = grad
-        self._order: Tensor | None = None
-        self._last: list[Tensor] = []
+    def __init__(self, engine: Engine, batches: list[Batch], *args: Any, **options: Any) -> None:
+        super().__init__(engine, batches, *args, **options)
+        #: Whether there are edges of order.
+        self._orders = self._state.grad and len(batches) > 1 and not is_transformed()
+        #: Of each partition, what the output of the next micro-batch is joined with.
+        self._phonies: list[Tensor | None] = [None] * len(engine.partitions)
+        #: And that of the first micro-batch, which comes last in backward.
+        self._last: dict[int, list[Tensor]] = {}
 
-    def put_last(self, phony: Tensor) -> None:
-        """Let backward come to where a phony was taken when no micro-batch is to come."""
-        self._last.append(phony)
+    def _run_cells(self) -> None:
+        """Run all cells: at the same time, or one after the other where their order matters."""
+        m, known = len(self._batches), 0
+        if not (self._engine.one_worker or self._takes_turns):
+            if any(cells.draws() is None for cells in self._cells):
+                self._run_at_once(0, 1)  # which tells
+                known = 1
+            if not any(cells.draws() for cells in self._cells):
+                self._run_at_once(known, m)
+                return
+        if self._engine.one_worker:
+            self._run_in_order(known, m)
+        else:
+            self._as_worker(partial(self._run_in_order, known, m), self._state.num_threads)
 
-    def arrive(self, i: int, batch: Batch) -> None:
-        """Let the partition have micro-batch ``i``, in place."""
-        if self._arrivals is not None:
-            _wait(self._arrivals[i], self.stream, batch)  # 1
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether anyone may see when a cell runs, or no two could run at the same time."""
+        return len(self._batches) == 1 or self._state.takes_turns or any(
+            partition.in_turn for partition in self._engine.partitions)
 
-    def leave(self, i: int, output: Batch, recomputation: Recomputation | None) -> None:
-        """Let micro-batch ``i`` leave: add to its output, in place, what backward runs first."""
-        departures = self._departures
-        if departures is None and recomputation is None and not self._orders:
-            return  # [Note: Outputs that stay as they are]
-        # [Note: Stream of the nodes behind a cell]
-        # When autograd hands a gradient on, it lets the stream of the next node wait at once for
-        # all that is queued on the stream of this one. These nodes belong to the copy stream, so
-        # that the compute stream does not wait until `Wait` says so, and the recomputation, queued
-        # before, overlaps with the computation of the gradient and with its copy.
-        # A leaf, such as an input that is handed on, gets a node that belongs to the compute
-        # stream: its gradients are added up there, not on the copy stream of each micro-batch.
-        if departures is not None:
-            for k, x in enumerate(output):
-                if x.is_leaf and x.requires_grad:
-                    output[k], _ = fork(x)
-        with no_context if departures is None else use_stream(departures[i]):
-            if departures is not None:
-                _wait(self.stream, departures[i], output)  # 2
-            if recomputation is not None:
-                recomputation.join(output)  # 3
-            if self._grad and self._m > 1:
-                self._put_in_order(i, output)  # 4
+    def _run_at_once(self, start: int, stop: int) -> None:
+        """Let each worker run its cells, each as soon as those before it are done."""
+        engine = self._engine
+        devices = tuple([partition.device for partition in engine.partitions])
+        plan = Plan.of_forward(start, stop, devices)
+        self._as_worker(partial(interpret, plan, self._act, engine.workers, self._act_here),
+                        self._share)
 
-    def _put_in_order(self, i: int, output: Batch) -> None:
-        k = output.find_grad()
+    def _act(self, action: Action) -> None:
+        self._state.run(partial(self._act_here, action), self._share)
+
+    def _act_here(self, action: Action) -> None:
+        before, context.no_order = context.no_order, partial(_undeclared, action.stage)
+        try:
+            with use_stream(self._streams[action.stage]):
+                self._run_cell(action.micro_batch, action.stage)
+        finally:
+            context.no_order = before
+
+    def _run_in_order(self, start: int, stop: int) -> None:
+        """Run one cell after the other in the calling thread: [Note: Order of draws]."""
+        for i in range(start, stop):
+            for j, cells in enumerate(self._cells):
+                # Beside one that draws, nobody could tell whether another one begins to.
+                witness = Witness() if cells.draws() is False else None
+                with use_stream(self._streams[j]):
+                    self._run_cell(i, j)
+                if witness is not None:
+                    self._hear(witness, [j])
+
+    def _as_worker(self, function: Callable[[], None], num_threads: int) -> None:
+        """Let the calling thread do the work of workers, which may wait for a lock that it has."""
+        before = context.workers
+        context.workers = before | {id(self._engine.workers)}
+        try:
+            if num_threads != self._state.num_threads:
+                torch.set_num_threads(num_threads)
+            function()
+        finally:
+            context.workers = before
+            if num_threads != self._state.num_threads:
+                torch.set_num_threads(self._state.num_threads)
+
+    # --- transport
+    # ------------------------------------------------------------------------------------
+
+    def _bring(self, i: int, j: int, popped: Sequence[Skip]) -> list[Tensor]:
+        partition, tensors = self._engine.partitions[j], [*self._batches[i]]
+        if partition.moves:
+            tensors = self.aliasing.cross(i, tensors, partial(self._copy, i, j - 1, j))
+        for skip in popped:
+            assert skip.tensor is not None
+            tensors += self._copy(i, skip.j, j, [skip.tensor])
+        if partition.arrives:
+            return _wait(self._copy_streams[j][i], self._streams[j], tensors)  # 1
+        return tensors
+
+    def _copy(self, i: int, prev_j: int, next_j: int, tensors: list[Tensor]) -> list[Tensor]:
+        """Return tensors in the memory of another partition."""
+        if not self._engine.apart(prev_j, next_j):
+            return tensors
+        with use_stream(self._streams[prev_j]):  # On that device it is not current here.
+            return [*Copy.apply(  # type: ignore[no-untyped-call]
+                self._copy_streams[prev_j][i], self._copy_streams[next_j][i], *tensors)]
+
+    def _send(self, i: int, j: int, cell: Cell, output: list[Tensor],
+              recomputation: Recomputation | None) -> None:
+        """Add to an output, in place, what backward runs first."""
+        departs = self._engine.partitions[j].departs
+        is_last = j == len(self._cells) - 1
+        if departs or recomputation is not None or (is_last and self._orders):
+            # [Note: Stream of the nodes behind a cell]
+            # When autograd hands a gradient on, it lets the stream of the next node wait at once
+            # for all that is queued on the stream of this one. These nodes belong to the copy
+            # stream, so that the compute stream does not wait until `Wait` says so, and the
+            # recomputation, queued before, overlaps with the computation of the gradient and with
+            # its copy.
+            # A leaf, such as an input that is handed on, gets a node that belongs to the compute
+            # stream: its gradients are added up there, not on the copy stream of each micro-batch.
+            if departs:
+                output[:] = [fork(x)[0] if x.is_leaf and x.requires_grad else x for x in output]
+            departure = self._copy_streams[j][i] if departs else None
+            with no_context if departure is None else use_stream(departure):
+                if departure is not None:
+                    output[:] = _wait(self._streams[j], departure, output)  # 2
+                if recomputation is not None:
+                    recomputation.join(output)  # 3
+                if self._orders:
+                    self._put_in_order(i, j, output)  # 4
+        self._keep(i, j, cell, output)
+
+    def _put_in_order(self, i: int, j: int, output: list[Tensor]) -> None:
+        k = find_grad(output)
         if k is None:
             return
-        tensor = output[k]
-        if self._order is not None:
-            tensor = join(tensor, self._order)
-        for phony in self._last if i == 0 else ():
-            tensor = join(tensor, phony)
-        if i < self._m - 1:
-            tensor, self._order = fork(tensor)
+        tensor, before = output[k], self._phonies[j]
+        for phony in [before] if i else self._last.get(j, ()):
+            if phony is not None:
+                tensor = join(tensor, phony)
+        if i < len(self._batches) - 1:
+            tensor, self._phonies[j] = fork(tensor)
         output[k] = tensor
 
+    def _put_last(self, j: int, phony: Tensor) -> None:
+        self._last.setdefault(j, []).append(phony)
 
-def _wait(prev_stream: AbstractStream, next_stream: AbstractStream, batch: Batch) -> None:
-    batch[:] = Wait.apply(prev_stream, next_stream, *batch)  # type: ignore[no-untyped-call]
+
+def _wait(prev_stream: AbstractStream, next_stream: AbstractStream, tensors: Sequence[Tensor]
+          ) -> list[Tensor]:
+    return [*Wait.apply(prev_stream, next_stream, *tensors)]  # type: ignore[no-untyped-call]
+
+
+def _undeclared(j: int) -> str:
+    return (f'a layer of partition {j} communicates with other processes, while other partitions '
+            'run: the ranks would not come to their collectives in the same order. Let the module '
+            'say so, as layers of torchgpipe.shard do: communicates = True; then cells run one '
+            'after the other. Or put all partitions on one device')

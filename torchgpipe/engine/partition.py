@@ -17,7 +17,6 @@ from torchgpipe.engine.stream import memory_key, no_context
 from torchgpipe.engine.worker import Workers, device_key
 from torchgpipe.locks import layer_lock, together
 from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
-from torchgpipe.skip.namespace import Key
 
 __all__ = ['Engine', 'Partition']
 
@@ -50,15 +49,13 @@ class Partition:
         #: Whether anything comes from another memory, or goes to one.
         self.arrives = False
         self.departs = False
-        #: What has to be brought before it runs, with the partition that it comes from: skips by
-        #: their keys, and the batch, ``None``, if it moves.
-        self.brought: list[tuple[int, Key | None]] = []
         #: Held by whoever runs it: see :mod:`torchgpipe.locks`.
         self.lock: AbstractContextManager[Any] = no_context
         #: Held by whoever gives its modules other attributes, as for a recomputation: no other
         #: partition runs any of them meanwhile.
         self.lock_alone: AbstractContextManager[Any] = no_context
-        #: Whether it has a module that communicates: see :mod:`torchgpipe.communication`.
+        #: Whether it has a module that communicates: [Note: Collectives] of
+        #: :mod:`torchgpipe.context`.
         self.communicates = any(
             getattr(module, 'communicates', False) is True for module in modules_of(layers))
         #: Whether cells run one after the other, since it communicates, or shares a module with
@@ -120,9 +117,6 @@ class Engine:
         for j, partition in enumerate(self.partitions):
             partition.moves = j > 0 and self.apart(j - 1, j)
         for j, partition in enumerate(self.partitions):
-            partition.brought = [*partition.incoming]
-            if partition.moves:
-                partition.brought.append((j - 1, None))
             partition.arrives = partition.moves or any(
                 self.apart(prev_j, j) for prev_j, _ in partition.incoming)
             partition.departs = any(next.moves for next in self.partitions[j + 1:j + 2]) or any(

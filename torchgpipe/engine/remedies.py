@@ -5,7 +5,7 @@ They are told by what PyTorch says, and by where it says so: a layer may raise t
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torchgpipe.engine.passes import pass_state
+from torchgpipe.context import context
 from torchgpipe.errors import add_note
 
 __all__ = ['add_remedy']
@@ -30,7 +30,7 @@ REMEDIES = [
            'The layer normalises each micro-batch by itself, and this one is too small. Use fewer '
            'chunks, or a larger batch; leave a small one at the end of an epoch out '
            '(drop_last=True).'),
-    Remedy('saved tensor hooks', lambda j, m: pass_state.checkpointing,
+    Remedy('saved tensor hooks', lambda j, m: context.checkpointing,
            'The partition is checkpointed, which is done by such hooks: use '
            "checkpoint='never' with layers that transform functions."),
     Remedy('same device', lambda j, m: True,

@@ -21,7 +21,7 @@ not change it either, if several workers run them: each would see the other's ch
 micro-batches. But a module that itself stands in several partitions may change what it has; these
 run in order, see [Note: Order of draws].
 """
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,7 +32,6 @@ from torch import Tensor
 from torchgpipe.aliases import Slot
 from torchgpipe.engine.copy import Copy, Wait
 from torchgpipe.engine.dependency import fork
-from torchgpipe.engine.edges import Edges
 from torchgpipe.engine.memory import versions
 from torchgpipe.engine.partition import Engine, Partition
 from torchgpipe.engine.places import holder_of, tensor_of
@@ -40,6 +39,8 @@ from torchgpipe.engine.stream import AbstractStream, current_stream, memory_key,
 from torchgpipe.errors import uninterrupted
 
 __all__ = ['SharedTensors']
+
+PutLast = Callable[[int, Tensor], None]
 
 
 class _Place(NamedTuple):
@@ -89,31 +90,31 @@ class SharedTensors:
         """Give the copies that a partition has, by their places."""
         return dict(self._copied.get(j, ()))
 
-    def run(self, edges: Sequence[Edges], function: Callable[[], None]) -> None:
+    def run(self, put_last: PutLast, function: Callable[[], None]) -> None:
         """Call a function that runs cells.
 
         Args:
-            edges: The edges of each partition.
+            put_last: Takes a partition and a phony, where backward is to come at its end.
             function: The function.
 
         Raises:
             RuntimeError: Something was changed: [Note: Who may write to what is shared].
         """
         try:
-            self._begin(edges)
+            self._begin(put_last)
             function()
         finally:
             self._end()
         self._check()
 
-    def _begin(self, edges: Sequence[Edges]) -> None:
+    def _begin(self, put_last: PutLast) -> None:
         """Copy what partitions use and have in another memory."""
         for partition in self._engine.partitions:
             for (slot, is_tied), tensor in zip(partition.shared.items(), _tensors_of(partition)):
                 if tensor is None:
                     continue
                 if memory_key(tensor.device) != partition.memory:
-                    copy = self._copy_for(partition, tensor, edges)
+                    copy = self._copy_for(partition, tensor, put_last)
                     self._copied[partition.j].append((slot, copy))
                     self._places.append(
                         _Place(slot, partition, tensor, copy, versions([tensor, copy])))
@@ -121,27 +122,27 @@ class SharedTensors:
                     self._places.append(
                         _Place(slot, partition, tensor, None, versions([tensor])))
 
-    def _copy_for(self, partition: Partition, tensor: Tensor, edges: Sequence[Edges]) -> Tensor:
+    def _copy_for(self, partition: Partition, tensor: Tensor, put_last: PutLast) -> Tensor:
         key = id(tensor), partition.memory
         if key not in self._copies:
             # Not even in inference mode is it a tensor of that mode, so that changes are noticed.
             with torch.inference_mode(False):
-                self._copies[key] = tensor, self._copy(tensor, partition.device, edges)
+                self._copies[key] = tensor, self._copy(tensor, partition.device, put_last)
         return self._copies[key][1]
 
-    def _copy(self, tensor: Tensor, device: torch.device, edges: Sequence[Edges]) -> Tensor:
+    def _copy(self, tensor: Tensor, device: torch.device, put_last: PutLast) -> Tensor:
         home, there = current_stream(tensor.device), current_stream(device)
         leaving, arriving = self._copy_stream(tensor.device), self._copy_stream(device)
         copy, phony = fork(_apply(Wait, home, leaving, tensor))
         if phony.requires_grad:
-            self._return_late(tensor.device, phony, edges)
+            self._return_late(tensor.device, phony, put_last)
         return _apply(Wait, arriving, there, _apply(Copy, leaving, arriving, copy))
 
-    def _return_late(self, home: torch.device, phony: Tensor, edges: Sequence[Edges]) -> None:
+    def _return_late(self, home: torch.device, phony: Tensor, put_last: PutLast) -> None:
         """Let a device go back through its cells before it waits for a gradient."""
         for partition in self._engine.partitions:
             if partition.departs and partition.memory == memory_key(home):
-                edges[partition.j].put_last(phony)
+                put_last(partition.j, phony)
                 return
 
     def _copy_stream(self, device: torch.device) -> AbstractStream:

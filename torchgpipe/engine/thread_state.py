@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchgpipe.engine.passes import pass_state
+from torchgpipe.context import context
 from torchgpipe.private import (DISPATCH_MODES, FUNCTION_MODES, DeviceContext, Hooks,
                                 innermost_hooks, tree_leaves, tree_map_only)
 
-__all__ = ['ThreadState', 'running']
+__all__ = ['ThreadState']
 
 T = TypeVar('T')
 
@@ -75,15 +75,6 @@ class _Autocast(NamedTuple):
         self.set()
 
 
-class _Running(threading.local):
-    workers: frozenset[int] = frozenset()
-
-
-#: ``running.workers`` are the ids of the :class:`~torchgpipe.engine.worker.Workers` that wait for
-#: this thread, so that it must not wait for them.
-running = _Running()
-
-
 class _FreshThread(threading.local):
     """Autocast as each thread finds it when it first asks, for a worker before its first task."""
 
@@ -102,7 +93,7 @@ class ThreadState(NamedTuple):
     autocast: _Autocast
     #: The innermost ``(pack, unpack)`` of ``torch.autograd.graph.saved_tensors_hooks``.
     hooks: Hooks | None
-    context: contextvars.Context
+    variables: contextvars.Context
     #: Intra-op threads. OpenMP gives each thread a number of its own.
     num_threads: int
     function_modes: tuple[Any, ...]
@@ -119,10 +110,10 @@ class ThreadState(NamedTuple):
         inference = torch.is_inference_mode_enabled()
         hooks = innermost_hooks()
         function, dispatch = FUNCTION_MODES.read(), DISPATCH_MODES.read()
-        checkpointing, recomputing = pass_state.checkpointing, pass_state.recomputing
-        workers = running.workers
+        checkpointing, recomputing = context.checkpointing, context.recomputing
+        workers = context.workers
         return ThreadState(
-            torch.is_grad_enabled(), inference, _Autocast.capture(), hooks, _context(),
+            torch.is_grad_enabled(), inference, _Autocast.capture(), hooks, _variables(),
             torch.get_num_threads(), function, dispatch, checkpointing, recomputing, workers,
             plain=not any((inference, hooks, function, dispatch, checkpointing, recomputing,
                            workers)))
@@ -162,7 +153,7 @@ class ThreadState(NamedTuple):
                              (DISPATCH_MODES, self.dispatch_modes)):
             if stack.read() != modes:
                 stack.write(modes)
-        pass_state.checkpointing, pass_state.recomputing = self.checkpointing, self.recomputing
+        context.checkpointing, context.recomputing = self.checkpointing, self.recomputing
         # It has it, but threads that are new to PyTorch begin with the number that was set last,
         # and that was a worker's.
         torch.set_num_threads(self.num_threads)
@@ -173,7 +164,7 @@ class ThreadState(NamedTuple):
         Context variables that the function sets stay with that call: one
         :class:`contextvars.Context` can't be entered by two threads at once.
         """
-        return self.context.copy().run(self._run, function, num_threads)
+        return self.variables.copy().run(self._run, function, num_threads)
 
     def _run(self, function: Callable[[], T], num_threads: int) -> T:
         if torch.get_num_threads() != num_threads:
@@ -185,7 +176,7 @@ class ThreadState(NamedTuple):
 
     def _run_within(self, function: Callable[[], T]) -> T:
         autocast = _Autocast.capture()
-        state = pass_state.checkpointing, pass_state.recomputing, running.workers
+        state = context.checkpointing, context.recomputing, context.workers
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
@@ -195,24 +186,24 @@ class ThreadState(NamedTuple):
             try:
                 if autocast != self.autocast:
                     self.autocast.set()
-                pass_state.checkpointing = self.checkpointing
-                pass_state.recomputing = self.recomputing
-                running.workers |= self.workers
+                context.checkpointing = self.checkpointing
+                context.recomputing = self.recomputing
+                context.workers |= self.workers
                 return function()
             finally:
                 if autocast != self.autocast:
                     autocast.set()
-                pass_state.checkpointing, pass_state.recomputing, running.workers = state
+                context.checkpointing, context.recomputing, context.workers = state
 
     def run_backward(self, function: Callable[[], T]) -> T:
         """Run backward with the context variables, and without autocast, which it does not want.
         """
         autocast = _Autocast.capture()
         if not any(enabled for enabled, _ in autocast.devices):
-            return self.context.copy().run(function)
+            return self.variables.copy().run(function)
         _Autocast(tuple((False, dtype) for _, dtype in autocast.devices), autocast.cache).set()
         try:
-            return self.context.copy().run(function)
+            return self.variables.copy().run(function)
         finally:
             autocast.set()
 
@@ -222,7 +213,7 @@ class ThreadState(NamedTuple):
         Grad mode, saved-tensor hooks and the pass belong to the recomputation, which sets them
         itself.
         """
-        return self.context.copy().run(self._rerun, function, num_threads)
+        return self.variables.copy().run(self._rerun, function, num_threads)
 
     def _rerun(self, function: Callable[[], T], num_threads: int) -> T:
         number = torch.get_num_threads()
@@ -250,16 +241,16 @@ class ThreadState(NamedTuple):
             modes.write(own)
 
 
-def _context() -> contextvars.Context:
+def _variables() -> contextvars.Context:
     """Copy the context variables, without graphs: a graph will own this copy.
 
     A variable may hold an output of the step before, and that one's graph its own copy, and so on.
     """
-    context = contextvars.copy_context()
-    for variable, value in context.items():
+    variables = contextvars.copy_context()
+    for variable, value in variables.items():
         if any(map(_has_graph, tree_leaves(value))):
-            context.run(variable.set, tree_map_only(Tensor, Tensor.detach, value))
-    return context
+            variables.run(variable.set, tree_map_only(Tensor, Tensor.detach, value))
+    return variables
 
 
 def _has_graph(value: Any) -> bool:

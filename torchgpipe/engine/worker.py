@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from torchgpipe.context import context
 from torchgpipe.engine.stream import AbstractStream, get_device, new_stream
-from torchgpipe.engine.thread_state import running
 from torchgpipe.locks import new_lock
 
 __all__ = ['Future', 'Workers', 'device_key']
@@ -78,7 +78,7 @@ class Worker:
 
 
 def _work(tasks: 'SimpleQueue[Task | None]', owner: int) -> None:
-    running.workers = frozenset({owner})
+    context.workers = frozenset({owner})
     while (task := tasks.get()) is not None:
         put, function = task
         outcome = _outcome_of(function)
@@ -129,7 +129,7 @@ class Workers:
         Raises:
             RuntimeError: It is one, so they would wait for themselves.
         """
-        if id(self) in running.workers:
+        if id(self) in context.workers:
             raise RuntimeError(
                 'a layer, or a finalizer that ran beside it, called the GPipe that runs it, whose '
                 'workers would wait for themselves. Call the layers instead, or put all '

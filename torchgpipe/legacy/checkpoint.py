@@ -3,14 +3,16 @@
 See [Note: How checkpointing works] in :mod:`torchgpipe.engine.checkpoint`.
 """
 import torch
+from torch import Tensor
 
 from torchgpipe.aliases import Function, Value
-from torchgpipe.engine.batch import Batch
+from torchgpipe.context import (enable_checkpointing, enable_recomputing, is_checkpointing,
+                                is_recomputing)
+from torchgpipe.engine.batch import Batch, result_of
 from torchgpipe.engine.checkpoint.draws import Draws, Recorder
 from torchgpipe.engine.checkpoint.recomputation import Checkpoint, Recomputation, Recompute
-from torchgpipe.engine.passes import (enable_checkpointing, enable_recomputing, is_checkpointing,
-                                      is_recomputing)
 from torchgpipe.engine.thread_state import ThreadState
+from torchgpipe.structure import Kind
 
 __all__ = ['Checkpoint', 'Checkpointing', 'Recompute', 'checkpoint', 'enable_checkpointing',
            'enable_recomputing', 'is_checkpointing', 'is_recomputing']
@@ -73,10 +75,11 @@ class Checkpointing:
         if not torch.is_grad_enabled():
             with enable_checkpointing():
                 return self._batch.call(self._function)
-        device = self._batch.device
+        device, call = self._batch.device, _Call(self._function, self._batch.kind)
         self._recomputation = Recomputation(
-            self._function, ThreadState.capture(), Draws(device, Recorder()), None, device)
-        return self._recomputation.first_pass(self._batch, always=True)
+            call, ThreadState.capture(), Draws(device, Recorder()), None, device)
+        output = self._recomputation.first_pass([*self._batch], always=True)
+        return Batch.of(tuple(output), call.kind)
 
     def recompute(self, batch: Batch) -> None:
         """Hang ``Recompute`` on the batch that :meth:`checkpoint` gave, in place.
@@ -85,4 +88,22 @@ class Checkpointing:
             batch: That batch, or what a ``Wait`` has made of it.
         """
         if self._recomputation is not None and torch.is_grad_enabled():
-            self._recomputation.join(batch)
+            output = [*batch]
+            self._recomputation.join(output)
+            batch[:] = output
+
+
+class _Call:
+    """A function from value to value as one from tensors to tensors; a graph owns it.
+
+    Attributes:
+        kind: Puts the input together, and once it was called, what it gave.
+    """
+
+    def __init__(self, function: Function, kind: Kind) -> None:
+        self._function = function
+        self._input_kind = self.kind = kind
+
+    def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
+        output, self.kind = result_of(self._function(self._input_kind(tensors)))
+        return [*output]

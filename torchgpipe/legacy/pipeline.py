@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.edges import Pipeline as EnginePipeline
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.pipeline import Pipeline as EnginePipeline
 from torchgpipe.engine.stream import AbstractStream
 from torchgpipe.skip.layout import SkipLayout
 

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from torchgpipe.communication import check_order
+from torchgpipe.context import check_order
 
 __all__ = ['complete']
 

@@ -83,7 +83,7 @@ class ParallelModule(nn.Module):
                 return y
     """
 
-    #: For pipelines: see :mod:`torchgpipe.communication`.
+    #: For pipelines: see :mod:`torchgpipe.context`.
     communicates = True
 
     def __init__(self) -> None:

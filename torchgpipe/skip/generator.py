@@ -17,15 +17,11 @@ from typing import Any
 
 from torch import Tensor
 
-from torchgpipe.engine.batch import Batch
 from torchgpipe.private import uncompiled
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import current_skip_tracker
 
 __all__ = ['SkipGenerator', 'pop', 'run_generator', 'stash']
-
-# The batch for trackers' methods, which have no use for it any more.
-_no_batch = Batch(())
 
 
 class stash:
@@ -129,12 +125,12 @@ def _obey(request: Any, namespaced: Callable[[str], Key], stashable: frozenset[s
         if request.tensor is not None and not isinstance(request.tensor, Tensor):
             raise TypeError(f"'{request.name}' must be a tensor or None to be stashed, but is "
                             f'{type(request.tensor).__name__}')
-        current_skip_tracker().save(_no_batch, *namespaced(request.name), request.tensor)
+        current_skip_tracker().save(None, *namespaced(request.name), request.tensor)
         return None
     if isinstance(request, pop):
         _check(request.name, poppable, to_pop, 'poppable', 'popped')
         try:
-            return current_skip_tracker().load(_no_batch, *namespaced(request.name))
+            return current_skip_tracker().load(None, *namespaced(request.name))
         except KeyError:
             raise RuntimeError(f"'{request.name}' has not been stashed") from None
     raise TypeError(f"a skippable layer yields stash('name', tensor) or pop('name'), but got "

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 
 from torchgpipe.aliases import Value
+from torchgpipe.context import context
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.passes import pass_state
 from torchgpipe.engine.stream import (AbstractStream, CPUStream, current_stream, get_device,
                                       is_cuda, memory_key)
 from torchgpipe.gpipe import GPipe
@@ -187,7 +187,7 @@ class _Recorder:
         """Record a cell, and hang what records its backward into the graph."""
         stream = current_stream(self._places[j])
         self._m = max(m, self._m)
-        if pass_state.recomputing:
+        if context.recomputing:
             self._local.turns.interrupt()
             return partial(self._add, Action(j, 'R', i), stamp(stream), stream)
         start = stamp(stream)

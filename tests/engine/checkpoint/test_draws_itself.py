@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.devices import cpu_only
 from torchgpipe.engine.checkpoint import draws
+from torchgpipe.engine.edges import Pipeline
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.scatter import scatter
 
 cpu = torch.device('cpu')

@@ -29,6 +29,7 @@ from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.aliases import Slot
+from torchgpipe.context import context
 from torchgpipe.engine.checkpoint.attributes import (OWN, SIMPLE, attributes_of, contents_of,
                                                      copy_of_container)
 from torchgpipe.engine.checkpoint.kept import (Kept, Memories, copy_of, copy_on_write, is_plain,
@@ -36,7 +37,6 @@ from torchgpipe.engine.checkpoint.kept import (Kept, Memories, copy_of, copy_on_
 from torchgpipe.engine.checkpoint.observed import Observed, Watch
 from torchgpipe.engine.checkpoint.results import MARK
 from torchgpipe.engine.memory import size_of, storage_id, versions
-from torchgpipe.engine.passes import pass_state
 from torchgpipe.errors import uninterrupted
 from torchgpipe.private import HOOKS, unseen
 
@@ -219,7 +219,7 @@ class CellState:
                 if watch is not None or module in layers.observed.restless:
                     self._attributes[module] = self._keep_attributes(module)
         self._versions = versions([tensor for _, tensor in self._told])
-        pass_state.asked = False
+        context.asked = False
 
     def _keep(self, slot: Slot, tensor: Tensor, at_once: bool = False) -> Restore:
         at_once = at_once or size_of(tensor) <= SMALL or slot in self._layers.observed.written
@@ -261,7 +261,7 @@ class CellState:
         if watch is not None:
             observed = self._layers.observed
             observed.watched = True
-            observed.aware |= pass_state.asked
+            observed.aware |= context.asked
             observed.restless |= set() if observed.aware else watch.restless()
             self._attributes = {module: restores for module, restores in self._attributes.items()
                                 if module in observed.restless}

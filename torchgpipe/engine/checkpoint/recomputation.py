@@ -40,8 +40,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchgpipe.aliases import Function
-from torchgpipe.engine.batch import Batch
+from torchgpipe.context import enable_checkpointing, enable_recomputing
+from torchgpipe.engine.batch import find_grad
 from torchgpipe.engine.checkpoint.compiled import Saved, check_code
 from torchgpipe.engine.checkpoint.draws import Draws
 from torchgpipe.engine.checkpoint.layer_state import CellState
@@ -50,7 +50,6 @@ from torchgpipe.engine.checkpoint.samples import Late, compare, keep
 from torchgpipe.engine.dependency import get_phony, join
 from torchgpipe.engine.memory import check_nested, versions
 from torchgpipe.engine.offload import Offload
-from torchgpipe.engine.passes import enable_checkpointing, enable_recomputing
 from torchgpipe.engine.stream import (AbstractStream, current_stream, get_device, record_stream,
                                       use_stream, wait_stream)
 from torchgpipe.engine.thread_state import ThreadState
@@ -59,6 +58,9 @@ from torchgpipe.private import (APPLY, Hooks, PythonNode, at_end_of_backward, ba
                                 compiled_code, current_node, retains_graph, uncompiled)
 
 __all__ = ['Checkpoint', 'Recomputation', 'Recompute']
+
+#: What is called again.
+Call = Callable[[list[Tensor]], list[Tensor]]
 
 AGAIN = ('All outputs of a checkpointed micro-batch come of one recomputation, which has ended. '
          'Add up the losses and go back once, or say backward(retain_graph=True) for all but the '
@@ -69,7 +71,7 @@ class Recomputation:
     """What the nodes of one checkpointed call share: how to run it again, and what that gave.
 
     Args:
-        function: What is called.
+        function: What is called, with a list of tensors; it gives another one.
         state: The state of the calling thread.
         draws: The random numbers that it draws.
         layers: What it is made of, if that changes.
@@ -81,11 +83,11 @@ class Recomputation:
     """
 
     __slots__ = ('_ahead', '_blame', '_changed', '_compiled', '_draws', '_fills', '_function',
-                 '_input', '_kind', '_late', '_layers', '_num_threads', '_offload', '_open',
+                 '_input', '_late', '_layers', '_num_threads', '_offload', '_open',
                  '_packer', '_phony', '_results', '_samples', '_saved', '_state', '_stream',
                  '__weakref__')
 
-    def __init__(self, function: Function, state: ThreadState, draws: Draws,
+    def __init__(self, function: Call, state: ThreadState, draws: Draws,
                  layers: CellState | None, device: torch.device,
                  blame: Callable[[Any], str] | None = None, late: deque[Late] | None = None,
                  results: Results | None = None, offload: Offload | None = None) -> None:
@@ -107,20 +109,20 @@ class Recomputation:
         self._packer: AbstractStream | None = None
         self._changed = False
 
-    def first_pass(self, batch: Batch, always: bool = False) -> Batch:
+    def first_pass(self, tensors: list[Tensor], always: bool = False) -> list[Tensor]:
         """Call the function for the first time; its graph saves numbers in place of tensors.
 
         Args:
-            batch: What to call it with.
+            tensors: What to call it with.
             always: Whether to make the output require grad if nothing in it does.
 
         Returns:
             What the function gave, marked by ``Checkpoint``.
         """
-        self._kind, self._input = batch.kind, tuple(batch)
+        self._input = tuple(tensors)
         before = versions(self._input)
         hooks = saved_tensors_hooks(self._number, self._unpack)
-        function = partial(batch.call, self._function)
+        function = partial(self._function, tensors)
         if self._results is not None:
             function = partial(self._results.record, hooks, function)
         self._num_threads = torch.get_num_threads()
@@ -139,7 +141,7 @@ class Recomputation:
         self._mark(output, always)
         return output
 
-    def _mark(self, output: Batch, always: bool) -> None:
+    def _mark(self, output: list[Tensor], always: bool) -> None:
         """Hang ``Checkpoint`` on the output, in place."""
         # Outputs that need no gradient stay out of the graph, as they do without checkpointing.
         where = [k for k, y in enumerate(output) if y.requires_grad]
@@ -152,13 +154,13 @@ class Recomputation:
             for k, y in zip(where, marked):
                 output[k] = y
 
-    def join(self, output: Batch) -> None:
+    def join(self, output: list[Tensor]) -> None:
         """Hang ``Recompute`` on the output, or on what a ``Wait`` has made of it, in place.
 
         It takes the input, checks its version and frees it. An input that the first pass changed
         stays here: the recomputation has to raise, and says more than the check of versions would.
         """
-        k = output.find_grad()
+        k = find_grad(output)
         if k is None:
             return
         phony = get_phony(output[k].device, requires_grad=True)
@@ -244,13 +246,13 @@ class Recomputation:
                 record_stream(x, self._stream)
         return input if self._offload is None else self._offload.fetch(input, self._stream)
 
-    def _recompute(self, leaves: tuple[Tensor, ...], fill: 'Fill') -> Batch:
+    def _recompute(self, leaves: tuple[Tensor, ...], fill: 'Fill') -> list[Tensor]:
         # What an interrupt leaves behind of these hooks is dropped by autograd when the backward
         # pass ends.
         try:
             with enable_recomputing(), torch.enable_grad(), \
                     saved_tensors_hooks(fill.keep, _own_gradient):
-                output = Batch.result(self._run(leaves))
+                output = self._run(leaves)
         except Exception:
             # Most likely PyTorch's "a leaf Variable that requires grad …". It shows the line.
             if self._changed:
@@ -265,10 +267,10 @@ class Recomputation:
             'the input of a checkpointed micro-batch, or a skip tensor that it popped, was '
             'changed in place; change a copy instead (inplace=False), or use '
             "checkpoint='never'"
-            if self._blame is None else self._blame(self._kind(leaves)))
+            if self._blame is None else self._blame(leaves))
 
-    def _run(self, leaves: tuple[Tensor, ...]) -> Any:
-        function: Callable[[], Any] = partial(self._function, self._kind(leaves))
+    def _run(self, leaves: tuple[Tensor, ...]) -> list[Tensor]:
+        function: Callable[[], list[Tensor]] = partial(self._function, [*leaves])
         if self._results is not None:
             function = partial(self._results.replay, function)
         function = partial(self._draws.replay, function)

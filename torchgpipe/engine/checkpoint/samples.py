@@ -9,13 +9,12 @@ which is noticed by an event. If they differ, the next forward pass raises::
     next forward     if the event has happened: compare a and b
 """
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.memory import check_nested
 from torchgpipe.errors import other_path
 from torchgpipe.private import unseen
@@ -45,7 +44,7 @@ class Late(NamedTuple):
     is_there: Callable[[], bool]
 
 
-def keep(output: Batch) -> list[Sample]:
+def keep(output: Sequence[Tensor]) -> list[Sample]:
     """Take samples of the tensors that a first pass gave, which outlive these."""
     with unseen():
         return [Sample(x.dtype, x.shape, None if (elements := elements_of(x)) is None
@@ -86,7 +85,7 @@ def _is_here(x: Tensor) -> bool:
     return x.is_cpu
 
 
-def compare(output: Batch, before: list[Sample]) -> list[Late]:
+def compare(output: Sequence[Tensor], before: list[Sample]) -> list[Late]:
     """Compare what a recomputation gave with what its first pass gave.
 
     Args:

@@ -24,7 +24,7 @@ class ParallelDropout(nn.Module):
         ValueError: The input has no tag, and ``dim`` was left out.
     """
 
-    #: For pipelines: see :mod:`torchgpipe.communication`.
+    #: For pipelines: see :mod:`torchgpipe.context`.
     communicates = True
 
     def __init__(self, p: float = 0.5, inplace: bool = False,

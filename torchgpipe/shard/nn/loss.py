@@ -30,7 +30,7 @@ class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
         label_smoothing: How much of each target is spread evenly over all classes.
     """
 
-    #: For pipelines: see :mod:`torchgpipe.communication`.
+    #: For pipelines: see :mod:`torchgpipe.context`.
     communicates = True
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:

@@ -3,7 +3,6 @@ import pytest
 import torch
 
 from tests.devices import ACCELERATOR, one_worker
-from tests.helpers import memory_of
 from torchgpipe.dependency import fork, join
 from torchgpipe.skip.portal import Portal, PortalBlue, PortalCopy, PortalOrange
 from torchgpipe.stream import CPUStream, default_stream
@@ -99,22 +98,6 @@ def test_a_gradient_is_used_once(devices):
     assert portal.use_grad() is grad
     with pytest.raises(RuntimeError, match='grad in portal has been removed or never set'):
         portal.use_grad()
-
-
-def test_a_gradient_that_was_used_does_not_live_until_the_backward_pass_ends():
-    portal, ended = Portal(None, 1), []
-
-    def go_through(grad):
-        portal.put_grad(grad.clone())
-        memory = memory_of(portal.grad)
-        assert not memory.expired()
-        portal.use_grad()
-        ended.append(memory.expired())
-
-    x = torch.rand(1, requires_grad=True)
-    x.register_hook(go_through)
-    (x * 2).backward()
-    assert ended == [True]
 
 
 def test_none_makes_no_node(monkeypatch):
