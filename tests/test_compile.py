@@ -14,7 +14,7 @@ from torch._inductor import config as inductor_config
 from tests.devices import cpu_only, devices, one_worker, places
 from tests.helpers import assert_same, gradients, in_a_new_thread, memory_of, modes, on_first
 from torchgpipe import GPipe, is_recomputing, private
-from torchgpipe.context import enable_recomputing
+from torchgpipe.checkpoint import enable_recomputing
 from torchgpipe.engine.checkpoint import recomputation
 from torchgpipe.skip import Namespace, pop, skippable, stash
 

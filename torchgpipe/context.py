@@ -23,8 +23,8 @@ from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
-__all__ = ['MicroBatch', 'MiniBatch', 'Phase', 'check_order', 'context', 'enable_checkpointing',
-           'enable_recomputing', 'is_checkpointing', 'is_recomputing']
+__all__ = ['MicroBatch', 'MiniBatch', 'check_order', 'context', 'is_checkpointing',
+           'is_recomputing']
 
 T = TypeVar('T')
 
@@ -120,45 +120,6 @@ def is_recomputing() -> bool:
     """
     context.asked = True
     return context.recomputing
-
-
-class Phase:
-    """A phase of checkpointing, as a context: the first pass over a cell, or its recomputation.
-
-    (A class, as each cell enters it: a generator's context takes several times as long.)
-    """
-
-    __slots__ = ('_answers', '_before')
-
-    def __init__(self, checkpointing: bool, recomputing: bool) -> None:
-        self._answers = checkpointing, recomputing
-
-    def __enter__(self) -> None:
-        self._before = context.checkpointing, context.recomputing
-        context.checkpointing, context.recomputing = self._answers
-
-    def __exit__(self, *args: object) -> None:
-        context.checkpointing, context.recomputing = self._before
-
-
-def enable_checkpointing() -> AbstractContextManager[None]:
-    """Make :func:`torchgpipe.is_checkpointing` true within the context.
-
-    >>> with enable_checkpointing():
-    ...     is_checkpointing(), is_recomputing()
-    (True, False)
-    """
-    return Phase(True, context.recomputing)
-
-
-def enable_recomputing() -> AbstractContextManager[None]:
-    """Make :func:`torchgpipe.is_recomputing` true within the context.
-
-    >>> with enable_recomputing():
-    ...     is_checkpointing(), is_recomputing()
-    (False, True)
-    """
-    return Phase(False, True)
 
 
 def check_order() -> None:

@@ -66,7 +66,7 @@ class Mutated:
 
 def where_copies(name, wait):
     """Leave out a wait where that stream is a copy stream, which is never the default one."""
-    return f'mutated() if {name}.stream_id else {wait}'
+    return f'mutated() if getattr({name}, "stream_id", 0) else {wait}'
 
 
 WAIT, WAIT_BACK = 'wait_stream(next_stream, prev_stream)', 'wait_stream(prev_stream, next_stream)'
@@ -98,7 +98,7 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
     (copy.Wait.forward, WAIT, P.training, where_copies('prev_stream', WAIT)),
     (copy.Wait.forward, WAIT, P.training, where_copies('next_stream', WAIT)),
     (copy.Wait.backward, WAIT_BACK, P.training, where_copies('prev_stream', WAIT_BACK)),
-    (copy.Wait.backward, WAIT_BACK, P.only_a_skip_has_a_gradient,
+    (copy.Wait.backward, WAIT_BACK, P.steps_by_a_schedule,
      where_copies('next_stream', WAIT_BACK)),
     (edges._wait, 'Wait.apply(prev_stream, next_stream, *tensors)', P.training,
      'mutated(tensors)'),
@@ -114,7 +114,7 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
     (run.Run.__init__, 'current_stream(partition.device)',
      P.side_streams_without_grad, 'mutated.default(partition.device)'),
     (edges.Pipeline._copy, 'use_stream(self._streams[prev_j])',
-     P.gradients_accumulate_on_side_streams),
+     P.copies_know_who_reads_the_gradient),
     (edges.Pipeline._act_here, 'use_stream(self._streams[action.stage])',
      P.side_streams_without_grad),
     (edges.Pipeline._run_in_order, 'use_stream(self._streams[j])',

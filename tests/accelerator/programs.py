@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from tests import accelerator
 from tests.accelerator.layers import AddTable, Elsewhere, First, Pop, Shift, Stash, TwoPlaces
 from tests.accelerator.timeline import Timeline
-from tests.helpers import assert_same, gradients, small_model
+from tests.helpers import assert_same, gradients, nodes, small_model
 from tests.skip.models import WIDTH, crossing
 from torchgpipe import GPipe, NoChunk
 from torchgpipe.balance import profile
@@ -254,6 +254,17 @@ def a_hook_gives_another_gradient():
     assert x.grad.item() == 6
 
 
+def copies_know_who_reads_the_gradient():
+    """Record a gradient with the stream on which the cell runs that it goes back to."""
+    with side_streams():
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+        gpipe = GPipe(nn.Sequential(*layers), [1, 1, 1], chunks=2)
+        output = gpipe(torch.rand(2, WIDTH, device='sim:0'))
+        readers = {node.prev_compute for node in nodes(output)
+                   if isinstance(node, Copy._backward_cls)}
+        assert readers == {torch.accelerator.current_stream(device) for device in range(2)}
+
+
 def only_a_skip_has_a_gradient(mode='except_last'):
     """Bring back one gradient past the batch, which has none."""
     pair = Pair(nn.Sequential(Stash(WIDTH, WIDTH).double(), Pop()), [1, 1], mode=mode)
@@ -418,6 +429,7 @@ IN_MODES = [training, partitions_share_devices, devices_and_the_cpu,
             steps_through_virtual_stages]
 
 OTHERS = [without_grad, side_streams_without_grad, a_hook_gives_another_gradient,
+          copies_know_who_reads_the_gradient,
           outputs_in_two_places,
           samples_from_another_device, layers_make_tensors, the_host_waits,
           copies_overlap_with_computation, recomputations_overlap_with_what_comes_before,

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.devices import cpu_only
 from tests.helpers import Spy, assert_same, nothing
 from torchgpipe import GPipe
-from torchgpipe.context import context, enable_checkpointing, enable_recomputing
+from torchgpipe.checkpoint import enable_checkpointing, enable_recomputing
+from torchgpipe.context import context
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.private import DISPATCH_MODES, FUNCTION_MODES
 

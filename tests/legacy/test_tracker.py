@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from tests.devices import one_worker
-from torchgpipe.context import enable_checkpointing, enable_recomputing
+from torchgpipe.checkpoint import enable_checkpointing, enable_recomputing
 from torchgpipe.engine.batch import Batch
 from torchgpipe.skip import tracker as tracker_module
 from torchgpipe.skip.layout import SkipLayout

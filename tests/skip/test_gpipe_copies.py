@@ -22,7 +22,7 @@ def test_one_copy_however_far_a_skip_goes(devices, mode):
     model = nn.Sequential(StashLinear(), *[nn.Linear(4, 4) for _ in range(6)], Pop())
     for n, balance in ((2, [4, 4]), (4, [2, 2, 2, 2]), (8, [1] * 8)):
         gpipe = GPipe(model, balance, devices=devices(n), chunks=3, checkpoint=mode)
-        output = gpipe(torch.rand(6, 4, device=devices.first))
+        output = gpipe(torch.rand(6, 4, device=devices.first, requires_grad=True))
         places = [torch.device(device) for device in devices(n)]
         boundaries = [*zip(places, places[1:]), (places[0], places[-1])]
         crossed = sum(a != b for a, b in boundaries) if devices.are_apart else 0

@@ -9,7 +9,7 @@
 A cell knows nothing of its neighbours. Whoever runs it brings its tensors, and takes what it gave
 to other cells (:mod:`torchgpipe.engine.run`). So cells may run in any order.
 """
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from torchgpipe.engine.checkpoint.draws import Draws, Recorder, Witness
 from torchgpipe.engine.checkpoint.layer_state import CellState, Layers
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.checkpoint.results import Results
+from torchgpipe.engine.checkpoint.samples import compare_late
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.partition import Partition
 from torchgpipe.engine.stream import AbstractStream, CPUStream, is_cuda
@@ -65,11 +66,6 @@ class Cell:
         self.absent: list[Key] = []
         self.stashed: list[Key] = []
 
-    @property
-    def nothing(self) -> Iterable[Key]:
-        """The skips that were stashed and are ``None``."""
-        return [key for _, key in self._stashes if key not in self.stashed]
-
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         """Compute.
 
@@ -77,15 +73,14 @@ class Cell:
             tensors: The batch and the skips. These are taken out of the list, so that they live no
                 longer than the layers need them.
         """
-        tracker = self._tracker(tensors)
+        has_skips = self._stashes or self.popped or self.absent
+        tracker = self._tracker(tensors) if has_skips else None
         value = self._compute(self._i, self._m, tracker, self._input_kind(tensors))
         output, self.kind = result_of(value)
         return [*output] if tracker is None else [*output, *self._skips_in(tracker)]
 
-    def _tracker(self, tensors: list[Tensor]) -> SkipTracker | None:
-        """Return a tracker with the skips, if any come in or go out."""
-        if not (self._stashes or self.popped or self.absent):
-            return None
+    def _tracker(self, tensors: list[Tensor]) -> SkipTracker:
+        """Return a tracker with the skips that come in."""
         tracker = SkipTracker()
         tracker.tensors.update(dict.fromkeys(self.absent))
         for key in reversed(self.popped):
@@ -119,7 +114,7 @@ class Cells:
     def __init__(self, partition: Partition, checkpoint_stop: int, state: ThreadState,
                  one_worker: bool, held: AbstractContextManager[Any],
                  host_stream: AbstractStream = CPUStream) -> None:
-        partition.compare_late()
+        _compare_late(partition)
         self._partition = partition
         self._state = state
         self._host_stream = host_stream
@@ -196,3 +191,17 @@ class Cells:
 
     def _blame(self, kind: Kind, tensors: Sequence[Tensor]) -> str:
         return self._partition.compute.blame(kind(tensors))
+
+
+def _compare_late(partition: Partition) -> None:
+    """Compare those outputs that can be compared by now with those of their first pass.
+
+    Raises:
+        RuntimeError: They differ. The layers are watched from now on.
+    """
+    try:
+        compare_late(partition.late, partition.j)
+    except RuntimeError:
+        for observed in partition.observed.values():
+            observed.watch_again()
+        raise

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ['Fork', 'Join', 'fork', 'get_phony', 'join']
+__all__ = ['Fork', 'Join', 'fork', 'get_phony', 'join', 'pass_on']
 
 # Filled once per device, never emptied, read-only afterwards.
 _phonies: dict[tuple[torch.device, bool], Tensor] = {}
@@ -94,6 +94,13 @@ def join(input: Tensor, phony: Tensor) -> Tensor:
     return input
 
 
+def pass_on(input: Tensor, phony: Tensor) -> tuple[Tensor, Tensor]:
+    """Join a tensor with a phony, and branch another one off it, by one node."""
+    if torch.is_grad_enabled() and (input.requires_grad or phony.requires_grad):
+        return PassOn.apply(input, phony)  # type: ignore[no-any-return,no-untyped-call]
+    return input, get_phony(input.device, requires_grad=False)
+
+
 class Fork(torch.autograd.Function):
     """The autograd function behind :func:`fork`: ``Fork.apply(input)``."""
 
@@ -118,4 +125,19 @@ class Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_input: Tensor | None) -> tuple[Tensor | None, None]:
+        return grad_input, None
+
+
+class PassOn(torch.autograd.Function):
+    """The autograd function behind :func:`pass_on`: ``PassOn.apply(input, phony)``."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, phony: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        new = get_phony(input.device, requires_grad=False)
+        return input.detach(), new.detach()  # [Note: Identity without a view]
+
+    @staticmethod
+    def backward(ctx: Any, grad_input: Tensor | None, grad_phony: Tensor | None
+                 ) -> tuple[Tensor | None, None]:
         return grad_input, None

@@ -81,7 +81,7 @@ from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.draws import Witness
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.copy import Copy, Wait
-from torchgpipe.engine.dependency import fork, join
+from torchgpipe.engine.dependency import fork, join, pass_on
 from torchgpipe.engine.interpreter import Plan, interpret
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run, Skip
@@ -186,11 +186,12 @@ class Pipeline(Run):
 
     def _bring(self, i: int, j: int, popped: Sequence[Skip]) -> list[Tensor]:
         partition, tensors = self._engine.partitions[j], [*self._batches[i]]
+        # First what is there for long: it would be copied behind what has to be computed yet.
+        skips = [self._copy(i, skip.j, j, [skip.tensor])[0] for skip in popped
+                 if skip.tensor is not None]
         if partition.moves:
             tensors = self.aliasing.cross(i, tensors, partial(self._copy, i, j - 1, j))
-        for skip in popped:
-            assert skip.tensor is not None
-            tensors += self._copy(i, skip.j, j, [skip.tensor])
+        tensors += skips
         if partition.arrives:
             return _wait(self._copy_streams[j][i], self._streams[j], tensors)  # 1
         return tensors
@@ -234,12 +235,13 @@ class Pipeline(Run):
         if k is None:
             return
         tensor, before = output[k], self._phonies[j]
-        for phony in [before] if i else self._last.get(j, ()):
-            if phony is not None:
-                tensor = join(tensor, phony)
-        if i < len(self._batches) - 1:
-            tensor, self._phonies[j] = fork(tensor)
-        output[k] = tensor
+        for phony in () if i else self._last.get(j, ()):
+            tensor = join(tensor, phony)
+        if i == len(self._batches) - 1:
+            output[k] = tensor if before is None else join(tensor, before)
+        else:
+            output[k], self._phonies[j] = fork(tensor) if before is None else pass_on(
+                tensor, before)
 
     def _put_last(self, j: int, phony: Tensor) -> None:
         self._last.setdefault(j, []).append(phony)

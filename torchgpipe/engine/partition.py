@@ -9,7 +9,7 @@ from torch import nn
 
 from torchgpipe.aliases import Slot
 from torchgpipe.engine.checkpoint.observed import Observed
-from torchgpipe.engine.checkpoint.samples import Late, compare_late
+from torchgpipe.engine.checkpoint.samples import Late
 from torchgpipe.engine.compute import Compute
 from torchgpipe.engine.observer import Observer, observers
 from torchgpipe.engine.places import modules_of, only_computes, shared_modules, shared_slots
@@ -68,19 +68,6 @@ class Partition:
         self.late: deque[Late] = deque()
         #: What its layers were seen to do, by mode.
         self.observed: dict[tuple[bool, ...], Observed] = {}
-
-    def compare_late(self) -> None:
-        """Compare those outputs that can be compared by now.
-
-        Raises:
-            RuntimeError: They differ. The layers are watched from now on.
-        """
-        try:
-            compare_late(self.late, self.j)
-        except RuntimeError:
-            for observed in self.observed.values():
-                observed.watch_again()
-            raise
 
 
 class Engine:

@@ -2,15 +2,15 @@
 
 A cell starts when its partition is done with the micro-batch before, and the partition before with
 this one; so whoever runs a cell is the only one to touch its micro-batch. What differs is the
-transport, how tensors come from one cell to another: over edges of autograd's graph
+transport, how tensors come from one cell to another: over edges of a graph
 (:mod:`torchgpipe.engine.edges`), or as leaves and messages (:mod:`torchgpipe.engine.stepping`)::
 
     bring          batch, skips ──▶ here, in the graph of this cell       transport
     run            ──▶ cell, under the locks of its layers
     send           output, skips ──▶ wherever the next ones find them     transport
 
-[Note: Who has a tensor] A batch and a skip are the run's between cells. A cell takes a skip out of
-the list that it is given, so that the skip dies in the layer that pops it, unless a graph needs it.
+[Note: Who has a tensor] A batch and a skip are the run's between cells. A cell takes a skip out
+of the list that it is given, so that it dies in the layer that pops it, unless a graph needs it.
 
 [Note: Changes in place] The layer that pops a skip gets it with all changes in place since its
 stash, as without a pipeline, as long as these come in the cell that stashes it. Later, a change
@@ -189,7 +189,8 @@ class Run:
         cell = Cell(self._compute(j), i, m, self._batches[i].kind, partition.outgoing)
         context.micro_batch = MicroBatch(i, m, j, next(_serial), self._mini_batch, partition.lock)
         try:
-            tensors = self._bring(i, j, self._pop(i, partition, cell))
+            tensors = self._bring(
+                i, j, self._pop(i, partition, cell) if partition.incoming else ())
             with self._held[j]:
                 if partition.has_skips or i in self.aliasing.watched:
                     before = self.aliasing.before(i, j, cell, tensors)
@@ -221,7 +222,8 @@ class Run:
     def _keep(self, i: int, j: int, cell: Cell, output: Sequence[Tensor]) -> None:
         """Keep what a cell gave for those that take it."""
         number = len(output) - len(cell.stashed)
+        for _, key in self._engine.partitions[j].outgoing:
+            self._skips[i][key] = Skip(None)
         for k, key in enumerate(cell.stashed, number):
             self._skips[i][key] = Skip(output[k], versions([output[k]])[0], j, k)
-        self._skips[i].update(dict.fromkeys(cell.nothing, Skip(None)))
         self._batches[i] = Batch.of(tuple(output[:number]), cell.kind)

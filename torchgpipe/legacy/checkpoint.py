@@ -2,12 +2,14 @@
 
 See [Note: How checkpointing works] in :mod:`torchgpipe.engine.checkpoint`.
 """
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
 import torch
 from torch import Tensor
 
 from torchgpipe.aliases import Function, Value
-from torchgpipe.context import (enable_checkpointing, enable_recomputing, is_checkpointing,
-                                is_recomputing)
+from torchgpipe.context import context, is_checkpointing, is_recomputing
 from torchgpipe.engine.batch import Batch, result_of
 from torchgpipe.engine.checkpoint.draws import Draws, Recorder
 from torchgpipe.engine.checkpoint.recomputation import Checkpoint, Recomputation, Recompute
@@ -16,6 +18,36 @@ from torchgpipe.structure import Kind
 
 __all__ = ['Checkpoint', 'Checkpointing', 'Recompute', 'checkpoint', 'enable_checkpointing',
            'enable_recomputing', 'is_checkpointing', 'is_recomputing']
+
+
+@contextmanager
+def _phase(checkpointing: bool, recomputing: bool) -> Iterator[None]:
+    before = context.checkpointing, context.recomputing
+    context.checkpointing, context.recomputing = checkpointing, recomputing
+    try:
+        yield
+    finally:
+        context.checkpointing, context.recomputing = before
+
+
+def enable_checkpointing() -> AbstractContextManager[None]:
+    """Make :func:`torchgpipe.is_checkpointing` true within the context.
+
+    >>> with enable_checkpointing():
+    ...     is_checkpointing(), is_recomputing()
+    (True, False)
+    """
+    return _phase(True, context.recomputing)
+
+
+def enable_recomputing() -> AbstractContextManager[None]:
+    """Make :func:`torchgpipe.is_recomputing` true within the context.
+
+    >>> with enable_recomputing():
+    ...     is_checkpointing(), is_recomputing()
+    (False, True)
+    """
+    return _phase(False, True)
 
 
 def checkpoint(function: Function, input: Value) -> Value:

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchgpipe.context import enable_checkpointing, enable_recomputing
+from torchgpipe.context import context
 from torchgpipe.engine.batch import find_grad
 from torchgpipe.engine.checkpoint.compiled import Saved, check_code
 from torchgpipe.engine.checkpoint.draws import Draws
@@ -126,12 +126,14 @@ class Recomputation:
         if self._results is not None:
             function = partial(self._results.record, hooks, function)
         self._num_threads = torch.get_num_threads()
+        before_this, context.checkpointing = context.checkpointing, True
         self._open = True
         try:
-            with enable_checkpointing(), hooks:
+            with hooks:
                 output = self._draws.first_pass(function)
         finally:
             self._open = False
+            context.checkpointing = before_this
         self._changed = versions(self._input) != before
         if self._changed:
             self._offload = None
@@ -249,15 +251,18 @@ class Recomputation:
     def _recompute(self, leaves: tuple[Tensor, ...], fill: 'Fill') -> list[Tensor]:
         # What an interrupt leaves behind of these hooks is dropped by autograd when the backward
         # pass ends.
+        outside = context.checkpointing, context.recomputing
+        context.checkpointing, context.recomputing = False, True
         try:
-            with enable_recomputing(), torch.enable_grad(), \
-                    saved_tensors_hooks(fill.keep, _own_gradient):
+            with torch.enable_grad(), saved_tensors_hooks(fill.keep, _own_gradient):
                 output = self._run(leaves)
         except Exception:
             # Most likely PyTorch's "a leaf Variable that requires grad …". It shows the line.
             if self._changed:
                 raise self._changed_in_place(leaves)
             raise
+        finally:
+            context.checkpointing, context.recomputing = outside
         if self._changed:
             raise self._changed_in_place(leaves)
         return output
