@@ -415,6 +415,18 @@ def take_step(loss=None, model=None, size=4, **options):
     return gpipe.step(torch.randn(4, 4), torch.randn(size, 4), loss or mean, **options)
 
 
+def counted():
+    """Take a step in another order than that of a layer which counts its calls."""
+    def count(x):
+        layer.calls += 1
+        return x
+
+    layer = Layer(count)
+    layer.calls = 0
+    take_step(model=wrap(layer, linear(), layer, linear(), balance=[1] * 4, devices=CPUS * 2,
+                         chunks=2), schedule='interleaved')
+
+
 def hooked():
     """Take a step of a model with a hook of its own."""
     model = wrap(linear(), linear())
@@ -534,6 +546,7 @@ REFUSALS = [
     lambda: parity(Layer(lambda x: x / 0)),
     lambda: take_step(model=wrap(linear(), linear()).eval()),
     hooked,
+    counted,
     lambda: take_step(schedule='2f2b'),
     lambda: take_step(model=wrap(*[linear() for _ in range(3)], balance=[1] * 3,
                                  devices=[*CPUS, 'cpu:0']), schedule='zb-v'),

@@ -32,6 +32,7 @@ class Plan(NamedTuple):
         tells: Which other workers wait for an action.
         order: The number of each action, in the order of the schedule's steps.
         last: The worker that has the last stage.
+        in_order: Whether forwards can run micro-batch by micro-batch.
     """
 
     rows: dict[Hashable, tuple[torch.device, list[Action]]]
@@ -39,6 +40,7 @@ class Plan(NamedTuple):
     tells: dict[Action, set[Hashable]]
     order: dict[Action, int]
     last: Hashable
+    in_order: bool = True
 
     @staticmethod
     @lru_cache(maxsize=32)
@@ -70,8 +72,8 @@ class Plan(NamedTuple):
             ordered: The stages whose forwards run one after the other, micro-batch by micro-batch.
                 Where the schedule does not admit that, they run in the order of its own steps.
         """
-        pairs, grid = _in_order(rows, ordered)
-        return _plan(grid, devices, pairs)
+        pairs, grid, in_order = _in_order(rows, ordered)
+        return _plan(grid, devices, pairs)._replace(in_order=in_order)
 
 
 def _plan(grid: Grid, devices: Sequence[torch.device], pairs: Iterable[tuple[Action, Action]]
@@ -102,8 +104,10 @@ def _by_step(grid: Sequence[Sequence[Action | None]]) -> Iterable[Action]:
 
 
 def _in_order(rows: Sequence[Sequence[Action]], ordered: frozenset[int]
-              ) -> tuple[list[tuple[Action, Action]], Grid]:
+              ) -> tuple[list[tuple[Action, Action]], Grid, bool]:
     """Return pairs of forwards of which the second one waits for the first one, and all steps.
+
+    And whether the pairs are those of one micro-batch after the other.
 
     Both come from one order of all forwards. It does not depend on which stages are ordered, as
     draws of a stage make others beside it suspect for a while.
@@ -112,7 +116,7 @@ def _in_order(rows: Sequence[Sequence[Action]], ordered: frozenset[int]
     by_micro_batch = sorted(forwards, key=lambda action: (action.micro_batch, action.stage))
     _, stuck = steps(rows, _pairs(by_micro_batch))
     pairs = _pairs([x for x in (forwards if stuck else by_micro_batch) if x.stage in ordered])
-    return pairs, steps(rows, pairs)[0]
+    return pairs, steps(rows, pairs)[0], not stuck
 
 
 def _pairs(actions: Sequence[Action]) -> list[tuple[Action, Action]]:

@@ -112,7 +112,10 @@ class Engine:
             partition.shared = slots
         #: Whether some partitions on different workers share parameters or buffers.
         self.shares = not self.one_worker and any(each.shared for each in self.partitions)
-        self._lock(shared_modules(layers))
+        shared = shared_modules(layers)
+        #: The modules in several partitions that may change when they are called.
+        self.changing = [module for module in shared if not only_computes(module)]
+        self._lock(shared)
 
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:

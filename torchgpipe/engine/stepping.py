@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torchgpipe.context import context
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.cell import Cell
+from torchgpipe.engine.checkpoint.attributes import are_same, state_of
 from torchgpipe.engine.checkpoint.draws import Recorder
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.compiled import has_compiled
@@ -32,9 +33,9 @@ from torchgpipe.engine.interpreter import Plan, interpret
 from torchgpipe.engine.leaves import Leaves, give
 from torchgpipe.engine.partition import Engine, Partition
 from torchgpipe.engine.run import Run, Skip
-from torchgpipe.engine.stream import CPUStream, use_stream, wait_stream
+from torchgpipe.engine.stream import CPUStream, no_context, use_stream, wait_stream
 from torchgpipe.errors import add_note
-from torchgpipe.locks import layer_lock, together
+from torchgpipe.locks import layer_lock, new_lock, together
 from torchgpipe.schedule.action import Action
 
 __all__ = ['Loss', 'Step', 'leaf_of']
@@ -103,6 +104,12 @@ class Step(Run):
         self._recomputations: dict[tuple[int, int], Recomputation] = {}
         #: What the second halves of backwards do; and where layers put it, by partition.
         self._work: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        #: Held by forwards that draw from the generator of the CPU, and by all that goes back: a
+        #: layer may put the generator back to an earlier state there, as `torch.utils.checkpoint`
+        #: does, and what another one draws beside it would be lost, or drawn twice.
+        self._generator_lock = new_lock() if not engine.one_worker and (
+            engine.loss_draws is not False or any(map(self._may_draw, range(len(self._cells))))
+            ) else no_context
         split = {action.stage for row in rows for action in row if action.kind == 'W'}
         self._put_off = {j: PutOff() for j in split
                          if not has_compiled(engine.partitions[j].layers)}
@@ -128,7 +135,23 @@ class Step(Run):
                        frozenset(filter(self._is_ordered, range(len(self._cells)))))
         self._put_leaves()
         run = self._act if engine.observer is None else partial(engine.observer.act, self._act)
+        modules = [] if plan.in_order else self._out_of_order()
+        before = [state_of([module]) for module in modules]
         interpret(plan, run, engine.workers)
+        changed = [module for module, state in zip(modules, before)
+                   if not are_same(state, state_of([module]))]
+        if changed:
+            raise RuntimeError(_other_order(changed))
+
+    def _out_of_order(self) -> list[nn.Module]:
+        """Return modules that run in another order than one micro-batch after the other."""
+        found = [*self._engine.changing]
+        for j, partition in enumerate(self._engine.partitions):
+            order = [action.micro_batch for row in self._rows for action in row
+                     if action.kind == 'F' and action.stage == j]
+            if order != sorted(order):
+                found += partition.layers.modules()
+        return found
 
     def _put_leaves(self) -> None:
         """Make leaves of the parameters, as they are when no cell has put others there."""
@@ -160,8 +183,9 @@ class Step(Run):
             put_off.work, put_off.goes_back = self._work.setdefault((i, j), []), kind == 'I'
         if self._communicating not in (None, self._engine.partitions[j].worker):
             context.no_order = partial(_beside, j)
+        alone = kind != 'F' or self._may_draw(j)
         try:
-            with use_stream(self._streams[j]):
+            with use_stream(self._streams[j]), self._generator_lock if alone else no_context:
                 self._run_action(i, j, kind)
         finally:
             context.no_order = before
@@ -225,9 +249,13 @@ class Step(Run):
             roots.append((0, get_gradient_edge(loss)))
             self._grads[i, j] = {0: torch.ones_like(loss)}
 
-    def _is_ordered(self, j: int) -> bool:
+    def _may_draw(self, j: int) -> bool:
         is_last = j == len(self._cells) - 1  # The loss draws when its cell has run.
-        return super()._is_ordered(j) or is_last and self._engine.loss_draws is not False
+        return self._cells[j].draws() is not False or (
+            is_last and self._engine.loss_draws is not False)
+
+    def _is_ordered(self, j: int) -> bool:
+        return super()._is_ordered(j) or self._may_draw(j)
 
     def _loss_of(self, i: int, output: Any) -> Tensor:
         """Return the loss of micro-batch ``i``; where others draw, look whether it draws, too."""
@@ -308,6 +336,14 @@ def _beside(j: int) -> str:
             'same order. Let modules that do so say it, communicates = True, and put them into '
             'partitions on one device, that of the last one if the loss does so, too; or use the '
             'plain call, model(input) and loss.backward()')
+
+
+def _other_order(modules: Sequence[nn.Module]) -> str:
+    names = ', '.join(sorted({type(module).__name__ for module in modules}))
+    return (f'layers that change when they are called ({names}) run in another order here than in '
+            'the model: they stand in several partitions, or the schedule takes micro-batches in '
+            "another order. Use schedule='1f1b' or 'gpipe', put all places of a layer into one "
+            'partition, or give each place a layer of its own')
 
 
 def _edge_of(y: Tensor) -> GradientEdge:

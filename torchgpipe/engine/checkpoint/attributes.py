@@ -4,16 +4,18 @@ An attribute can be put back if it is a number, a string and the like, a tensor,
 containers, of any nesting; of a container, which things it holds, but not what these are made of.
 """
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
+from torchgpipe.engine.memory import versions
 from torchgpipe.private import script_attributes
 
-__all__ = ['OWN', 'SIMPLE', 'Attributes', 'attributes_of', 'contents_of',
-           'copy_of_container', 'is_restless']
+__all__ = ['OWN', 'SIMPLE', 'Attributes', 'are_same', 'attributes_of', 'contents_of',
+           'copy_of_container', 'is_restless', 'state_of']
 
 #: Attributes of a module that are looked at by themselves.
 OWN = ('_buffers', '_parameters', 'training')
@@ -79,12 +81,22 @@ def is_restless(before: Attributes, contents: Attributes, after: Attributes) -> 
     if before.keys() != after.keys():
         return True
     return any(isinstance(value, Tensor) or after[name] is not value
-               or not _are_same(contents.get(name), contents_of(name, value))
+               or not are_same(contents.get(name), contents_of(name, value))
                for name, value in before.items())
 
 
-def _are_same(a: list[Any] | None, b: list[Any] | None) -> bool:
-    """Tell whether two lists hold the very same objects."""
+def state_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return what modules hold, with the versions of tensors: for :func:`are_same`, later."""
+    found: list[Any] = []
+    for module in modules:
+        values = attributes_of(module)
+        found += [*module._parameters.values(), *module._buffers.values(), *values.values()]
+        found += [x for name, value in values.items() for x in contents_of(name, value) or ()]
+    return [*found, *versions([x for x in found if isinstance(x, Tensor)])]
+
+
+def are_same(a: list[Any] | None, b: list[Any] | None) -> bool:
+    """Return whether two lists hold the very same objects."""
     if a is None or b is None:
         return a is b
     # Indices are made anew each time.

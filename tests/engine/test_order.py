@@ -1,0 +1,179 @@
+"""The order of a step: what draws, what goes back beside it, what changes when it is called."""
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.devices import DEVICES, cpu_only, workers
+from torchgpipe import GPipe
+from torchgpipe.schedule import Schedule, make
+
+
+def squares(output, target):
+    """Return a loss that any device can compute."""
+    return (output - target).square().mean()
+
+
+class Meeting:
+    """Where a forward and a backward wait for each other, if they can be there together."""
+
+    def __init__(self):
+        self.patience, self.is_met = 0, False
+        self._forward, self._backward = threading.Event(), threading.Event()
+
+    def forward(self):
+        """Be there in forward."""
+        self._forward.set()
+        self.is_met |= self._backward.wait(self.patience)
+        self._forward.clear()
+
+    def backward(self):
+        """Be there in backward."""
+        self._backward.set()
+        self.is_met |= self._forward.wait(self.patience)
+        self._backward.clear()
+
+
+class Draw(nn.Module):
+    """Draw from the generator of the CPU, or not."""
+
+    def __init__(self, draws, meeting):
+        super().__init__()
+        self.draws, self.meeting = draws, meeting
+
+    def forward(self, x):
+        """Wait, and multiply."""
+        self.meeting.forward()
+        return x * torch.rand(1).item() if self.draws else x * 2
+
+
+class Slow(torch.autograd.Function):
+    """Wait in backward."""
+
+    @staticmethod
+    def forward(ctx, x, meeting):
+        """Return the input."""
+        ctx.meeting = meeting
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Wait."""
+        ctx.meeting.backward()
+        return grad, None
+
+
+class GoBack(nn.Module):
+    """Go back slowly."""
+
+    def __init__(self, meeting):
+        super().__init__()
+        self.meeting, self.weight = meeting, nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        """Multiply."""
+        return Slow.apply(x * self.weight, self.meeting)
+
+
+@workers
+@pytest.mark.parametrize('draws', [True, False])
+def test_in_v082_a_layer_that_moves_the_generator_in_backward_disturbed_others(devices, draws):
+    meeting = Meeting()
+    gpipe = GPipe(nn.Sequential(Draw(draws, meeting), GoBack(meeting)), [1, 1],
+                  devices=devices.distinct(2), chunks=4, checkpoint='never')
+    x = torch.rand(4, 2, device=devices.first)
+    for patience in (0, .1 if draws else 3):  # In the first step it is not known who draws.
+        meeting.patience = patience
+        gpipe.step(x, x.to(gpipe.devices[-1]), squares, schedule='1f1b')
+    assert meeting.is_met is not draws  # Else they go on beside each other.
+
+
+class Checkpointed(nn.Module):
+    """A layer that checkpoints by itself, and puts the generator back for that."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.Tanh())
+
+    def forward(self, x):
+        """Call the layers."""
+        return torch.utils.checkpoint.checkpoint(self.layers, x, use_reentrant=False)
+
+
+@cpu_only('accelerators have generators of their own')
+@pytest.mark.parametrize('mode', ['always', 'never'])
+def test_dropout_in_checkpoints_of_layers(mode):
+    model = nn.Sequential(nn.Linear(6, 6), Checkpointed(), nn.Linear(6, 6), Checkpointed())
+    x = torch.randn(12, 6)
+    for seed in range(5):
+        plain = copy.deepcopy(model).double()
+        gpipe = GPipe(copy.deepcopy(plain), [2, 2], devices=['cpu:0', 'cpu:1'], chunks=4,
+                      checkpoint=mode)
+        torch.manual_seed(seed)
+        for part in x.double().chunk(4):
+            (squares(plain(part), part) / 4).backward()
+        torch.manual_seed(seed)
+        gpipe.step(x.double(), x.double(), squares)
+        for expected, found in zip(plain.parameters(), gpipe.parameters()):
+            assert torch.allclose(expected.grad, found.grad)
+
+
+class Count(nn.Module):
+    """Another function in each call."""
+
+    def __init__(self, changes):
+        super().__init__()
+        self.changes, self.number = changes, 1
+        self.register_buffer('calls', torch.ones(()))
+
+    def forward(self, x):
+        """Multiply by the number of calls, kept in a buffer or in an attribute."""
+        if self.changes == 'buffer':
+            self.calls += 1
+        elif self.changes == 'attribute':
+            self.number += 1
+        return x * self.calls.item() * self.number
+
+
+@cpu_only('about the order, which devices do not change')
+@pytest.mark.parametrize('changes', ['buffer', 'attribute', 'nothing'])
+@pytest.mark.parametrize('schedule', ['gpipe', '1f1b', 'interleaved', 'looped-bfs', 'zb-v'])
+@pytest.mark.parametrize('devices', [DEVICES['one worker'], DEVICES['a worker each']],
+                         ids=['one worker', 'workers'])
+def test_in_v082_a_layer_in_several_partitions_changed_in_another_order(
+        devices, schedule, changes):
+    """The numbers of the unwrapped model, or an error before a gradient is added."""
+    count = Count(changes)
+    model = nn.Sequential(count, nn.Linear(3, 3), count, nn.Linear(3, 3)).double()
+    x, plain = torch.randn(4, 3).double(), copy.deepcopy(model)
+    places = [0, 1, 1, 0] if schedule == 'zb-v' else [0, 1, 0, 1]
+    gpipe = GPipe(model, [1] * 4, devices=[devices(2)[place] for place in places], chunks=2,
+                  checkpoint='never')
+    expected = sum(squares(plain(part), part) / 2 for part in x.chunk(2))
+    try:
+        loss = gpipe.step(x, x, squares, schedule=schedule)
+    except RuntimeError as error:
+        assert 'another order' in str(error) and 'Count' in str(error)
+        assert changes != 'nothing' and schedule not in ('gpipe', '1f1b')
+        assert all(parameter.grad is None for parameter in gpipe.parameters())
+    else:
+        assert torch.allclose(loss, expected.detach())
+
+
+@cpu_only('about the order, which devices do not change')
+@pytest.mark.parametrize('changes', ['buffer', 'nothing'])
+def test_micro_batches_in_another_order(changes):
+    text = make('gpipe', 2, 2).to_csv()
+    for a, b in (('F0', 'F_'), ('F1', 'F0'), ('F_', 'F1')):
+        text = text.replace(a, b)
+    gpipe = GPipe(nn.Sequential(Count(changes), nn.Linear(3, 3)), [1, 1],
+                  devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint='never')
+    x = torch.randn(4, 3)
+    if changes == 'nothing':
+        gpipe.step(x, x, F.mse_loss, schedule=Schedule.parse(text))
+        return
+    with pytest.raises(RuntimeError, match='another order'):
+        gpipe.step(x, x, F.mse_loss, schedule=Schedule.parse(text))
