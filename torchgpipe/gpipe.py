@@ -11,9 +11,10 @@ from torchgpipe.aliases import Value
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.edges import Pipeline
+from torchgpipe.engine.gather import REDUCTIONS, gather
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run
-from torchgpipe.engine.scatter import REDUCTIONS, check_rule, cut, fit_rule, gather
+from torchgpipe.engine.scatter import check_rule, cut, fit_rule
 from torchgpipe.materialize import materialize
 from torchgpipe.modes import Checkpoint, checkpoint_stops, parse_checkpoint
 from torchgpipe.private import allows_mutation, has_hooks, is_transformed, proxy_mode, uncompiled

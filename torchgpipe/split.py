@@ -1,10 +1,7 @@
 """Verify a sequential module, and split it over devices."""
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import groupby
-from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -13,6 +10,7 @@ from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.aliases import Slot
+from torchgpipe.engine.compute import Sequential
 from torchgpipe.engine.memory import size_of
 from torchgpipe.engine.places import holder_of, is_pipeline, modules_of, named_slots, tensor_of
 from torchgpipe.engine.stream import accelerators, current_device, memory_key
@@ -226,56 +224,6 @@ def _resolve(device: Device) -> torch.device:
         raise ValueError(f"a pipeline can not run on device '{resolved}'; there are the CPU and "
                          f'{names} on this machine')
     return resolved
-
-
-class Sequential(nn.Sequential):
-    """A sequential module whose first layer may take several arguments."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call each layer with what the layer before gave, the first one with the arguments."""
-        first = True
-        value: Any = None
-        for module in self:
-            value = module(*args, **kwargs) if first else module(value)
-            first = False
-        return value
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the layers together, with the arguments of :func:`torch.compile`."""
-        # PyTorch gives up a loop for one layer that it can not compile.
-        runs = [partial(torch.compile(_own_code(_run), *args, **kwargs), self, tuple(names))
-                for _, names in groupby(self._modules, self._is_compilable)]
-        self.forward = partial(_run_all, runs)  # type: ignore[method-assign]
-
-    def _is_compilable(self, name: str) -> bool:
-        return not hasattr(self._modules[name].forward, '_torchdynamo_disable')
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy is not compiled, as PyTorch has it with each module.
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {name: value for name, value in state.items() if name != 'forward'}
-
-
-def _run(partition: Sequential, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
-    """Do what the forward does, for some of the layers."""
-    name, *others = names
-    value = partition._modules[name](*args, **kwargs)
-    for name in others:
-        value = partition._modules[name](value)
-    return value
-
-
-def _own_code(function: Any) -> Callable[..., Any]:
-    """Copy a function: PyTorch counts how often it has compiled a code, and soon gives up."""
-    return FunctionType(function.__code__.replace(), function.__globals__)
-
-
-def _run_all(runs: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
-    run, *others = runs
-    value = run(*args, **kwargs)
-    for run in others:
-        value = run(value)
-    return value
 
 
 def split(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]

@@ -4,7 +4,8 @@ import torch
 
 from torchgpipe import Arguments, NoChunk
 from torchgpipe.engine.batch import Batch
-from torchgpipe.engine.scatter import check_rule, gather, scatter
+from torchgpipe.engine.gather import gather
+from torchgpipe.engine.scatter import check_rule, scatter
 
 JAGGED = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
 

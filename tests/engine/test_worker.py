@@ -233,7 +233,7 @@ def test_a_fork_while_another_thread_holds_every_lock():
 
     def hold():
         from torchgpipe import locks
-        from torchgpipe.engine.checkpoint import draws
+        from torchgpipe.engine.checkpoint import random_operations as draws
         with gpipe._engine.workers._lock, draws._lock, locks._lock, \
                 gpipe._engine.partitions[0].lock, gpipe._engine.partitions[1].lock:
             held.set()

@@ -17,8 +17,10 @@ from typing import Any
 from torch import Tensor
 
 from torchgpipe.engine.batch import result_of
-from torchgpipe.engine.checkpoint.draws import Draws, Recorder, Witness
-from torchgpipe.engine.checkpoint.layer_state import CellState, Layers
+from torchgpipe.engine.checkpoint.draws import Draws, Witness
+from torchgpipe.engine.checkpoint.layer_state import CellState
+from torchgpipe.engine.checkpoint.layers import Layers
+from torchgpipe.engine.checkpoint.random_operations import Recorder
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.checkpoint.results import Results
 from torchgpipe.engine.checkpoint.samples import compare_late

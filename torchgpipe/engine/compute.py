@@ -6,7 +6,10 @@ the many cells it came from, so it gains a note (PEP 678)::
     RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x8 and 9x9)
     in partition 1 on cuda:1, micro-batch 0 of 4, layer '3'
 """
-from types import TracebackType
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby
+from types import FunctionType, TracebackType
 from typing import Any
 
 import torch
@@ -19,10 +22,59 @@ from torchgpipe.engine.observer import Observer
 from torchgpipe.engine.remedies import add_remedy
 from torchgpipe.errors import add_note
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
-from torchgpipe.split import Sequential
 from torchgpipe.structure import Arguments, call
 
-__all__ = ['Compute']
+__all__ = ['Compute', 'Sequential']
+
+
+class Sequential(nn.Sequential):
+    """A partition: a sequential module whose first layer may take several arguments."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call each layer with what the layer before gave, the first one with the arguments."""
+        first = True
+        value: Any = None
+        for module in self:
+            value = module(*args, **kwargs) if first else module(value)
+            first = False
+        return value
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the layers together, with the arguments of :func:`torch.compile`."""
+        # PyTorch gives up a loop for one layer that it can not compile.
+        runs = [partial(torch.compile(_own_code(_run), *args, **kwargs), self, tuple(names))
+                for _, names in groupby(self._modules, self._is_compilable)]
+        self.forward = partial(_run_all, runs)  # type: ignore[method-assign]
+
+    def _is_compilable(self, name: str) -> bool:
+        return not hasattr(self._modules[name].forward, '_torchdynamo_disable')
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is not compiled, as PyTorch has it with each module.
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {name: value for name, value in state.items() if name != 'forward'}
+
+
+def _run(partition: Sequential, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
+    """Do what the forward does, for some of the layers."""
+    name, *others = names
+    value = partition._modules[name](*args, **kwargs)
+    for name in others:
+        value = partition._modules[name](value)
+    return value
+
+
+def _own_code(function: Any) -> Callable[..., Any]:
+    """Copy a function: PyTorch counts how often it has compiled a code, and soon gives up."""
+    return FunctionType(function.__code__.replace(), function.__globals__)
+
+
+def _run_all(runs: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
+    run, *others = runs
+    value = run(*args, **kwargs)
+    for run in others:
+        value = run(value)
+    return value
 
 
 class Compute:

@@ -96,7 +96,8 @@ class Pipeline(Run):
     """A forward pass, whose graph lays the way back.
 
     >>> from torch import nn
-    >>> from torchgpipe.engine.scatter import gather, scatter
+    >>> from torchgpipe.engine.gather import gather
+    >>> from torchgpipe.engine.scatter import scatter
     >>> batches = scatter(torch.ones(4, 2), chunks=2)
     >>> Pipeline(Engine([nn.Sequential(nn.Flatten()), nn.Sequential(nn.ReLU())]), batches).run()
     >>> gather(batches).shape

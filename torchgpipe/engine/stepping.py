@@ -23,15 +23,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torchgpipe.context import context
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.cell import Cell
-from torchgpipe.engine.checkpoint.attributes import are_same, state_of
-from torchgpipe.engine.checkpoint.draws import Recorder
+from torchgpipe.engine.checkpoint.random_operations import Recorder
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.compiled import has_compiled
 from torchgpipe.engine.copy import Wait, copy_tensor
 from torchgpipe.engine.halves import PutOff
 from torchgpipe.engine.interpreter import Plan, interpret
 from torchgpipe.engine.leaves import Leaves, give
-from torchgpipe.engine.partition import Engine, Partition
+from torchgpipe.engine.order import Unordered, beside, communicating_worker
+from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run, Skip
 from torchgpipe.engine.stream import CPUStream, no_context, use_stream, wait_stream
 from torchgpipe.errors import add_note
@@ -121,7 +121,7 @@ class Step(Run):
             BaseException: What an action raised, the first one. Then no gradient was added.
         """
         if not self._engine.one_worker:
-            self._communicating = _communicating_worker(self._engine.partitions)
+            self._communicating = communicating_worker(self._engine.partitions)
         super().run()
         try:
             self._give()
@@ -135,23 +135,10 @@ class Step(Run):
                        frozenset(filter(self._is_ordered, range(len(self._cells)))))
         self._put_leaves()
         run = self._act if engine.observer is None else partial(engine.observer.act, self._act)
-        modules = [] if plan.in_order else self._out_of_order()
-        before = [state_of([module]) for module in modules]
+        watch = None if plan.in_order else Unordered(engine, self._rows)
         interpret(plan, run, engine.workers)
-        changed = [module for module, state in zip(modules, before)
-                   if not are_same(state, state_of([module]))]
-        if changed:
-            raise RuntimeError(_other_order(changed))
-
-    def _out_of_order(self) -> list[nn.Module]:
-        """Return modules that run in another order than one micro-batch after the other."""
-        found = [*self._engine.changing]
-        for j, partition in enumerate(self._engine.partitions):
-            order = [action.micro_batch for row in self._rows for action in row
-                     if action.kind == 'F' and action.stage == j]
-            if order != sorted(order):
-                found += partition.layers.modules()
-        return found
+        if watch is not None:
+            watch.check()
 
     def _put_leaves(self) -> None:
         """Make leaves of the parameters, as they are when no cell has put others there."""
@@ -182,7 +169,7 @@ class Step(Run):
             # Where layers put gradients of weights off to, and `W` finds them.
             put_off.work, put_off.goes_back = self._work.setdefault((i, j), []), kind == 'I'
         if self._communicating not in (None, self._engine.partitions[j].worker):
-            context.no_order = partial(_beside, j)
+            context.no_order = partial(beside, j)
         alone = kind != 'F' or self._may_draw(j)
         try:
             with use_stream(self._streams[j]), self._generator_lock if alone else no_context:
@@ -311,39 +298,6 @@ class Step(Run):
             wait_stream(next_stream, self._streams[j])
             grad = copy_tensor(grad, next_stream, prev_stream, self._streams[prev_j])
         self._grads.setdefault((i, prev_j), {})[k] = grad
-
-
-def _communicating_worker(partitions: Sequence[Partition]) -> Hashable:
-    """Return the worker that communicates with other processes, or may do so for the loss.
-
-    Raises:
-        RuntimeError: There are several.
-    """
-    found = [partition for partition in partitions if partition.communicates]
-    if len({partition.worker for partition in found}) > 1:
-        names = ', '.join(f'{partition.j} on {partition.device}' for partition in found)
-        raise RuntimeError(
-            f'partitions {names} communicate with other processes, and each worker goes through '
-            'its actions of a step by itself: the ranks would not come to their collectives in '
-            'the same order. Put these partitions on one device; or use the plain call, '
-            'model(input) and loss.backward(), which runs one cell after the other')
-    return (found or partitions)[-1].worker
-
-
-def _beside(j: int) -> str:
-    return (f'partition {j} communicates with other processes, or the loss does, while other '
-            'workers may do so beside it: the ranks would not come to their collectives in the '
-            'same order. Let modules that do so say it, communicates = True, and put them into '
-            'partitions on one device, that of the last one if the loss does so, too; or use the '
-            'plain call, model(input) and loss.backward()')
-
-
-def _other_order(modules: Sequence[nn.Module]) -> str:
-    names = ', '.join(sorted({type(module).__name__ for module in modules}))
-    return (f'layers that change when they are called ({names}) run in another order here than in '
-            'the model: they stand in several partitions, or the schedule takes micro-batches in '
-            "another order. Use schedule='1f1b' or 'gpipe', put all places of a layer into one "
-            'partition, or give each place a layer of its own')
 
 
 def _edge_of(y: Tensor) -> GradientEdge:

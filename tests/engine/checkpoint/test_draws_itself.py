@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.devices import cpu_only
 from torchgpipe.engine.checkpoint import draws
+from torchgpipe.engine.checkpoint import random_operations as operations
 from torchgpipe.engine.edges import Pipeline
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.scatter import scatter
@@ -22,7 +23,7 @@ cpu = torch.device('cpu')
 @pytest.fixture
 def disturb(monkeypatch):
     """Give what lets another thread draw right after the next so many looks at the generator."""
-    left, real = [0], draws._state
+    left, real = [0], operations.state_of
 
     def state(generator=torch.default_generator):
         result = real(generator)
@@ -31,7 +32,7 @@ def disturb(monkeypatch):
             torch.rand(1)
         return result
 
-    monkeypatch.setattr(draws, '_state', state)
+    monkeypatch.setattr(operations, 'state_of', state)
 
     def begin(number):
         left[0] = number
@@ -49,7 +50,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize('function', list(FUNCTIONS.values()), ids=list(FUNCTIONS))
 def test_a_draw_of_another_thread_within_an_operation(function, number, disturb):
     """It is found out, and the operation runs again."""
-    cell = draws.Draws(cpu, draws.Recorder())
+    cell = draws.Draws(cpu, operations.Recorder())
     left = disturb(number)
     first = cell.first_pass(function)
     assert left == [0]
@@ -61,18 +62,18 @@ def test_a_draw_of_another_thread_within_an_operation(function, number, disturb)
 def test_draws_of_other_threads_without_end_are_an_error(disturb):
     disturb(-1)
     with pytest.raises(RuntimeError, match='another thread drew .* torch.Generator of its own'):
-        draws.Recorder().run(lambda: torch.rand(3))
+        operations.Recorder().run(lambda: torch.rand(3))
 
 
 def test_an_operation_that_draws_nothing_is_not_recorded():
-    recorder = draws.Recorder()
+    recorder = operations.Recorder()
     recorder.run(lambda: torch.rand(0))
     assert recorder.draws == {}
 
 
 def test_a_recorder_is_let_go_of_when_it_has_recorded():
     """One that watches has copies of parameters, and the graph owns what was recorded."""
-    recorder = draws.Recorder()
+    recorder = operations.Recorder()
     ref, cell = weakref.ref(recorder), draws.Draws(cpu, recorder)
     del recorder
     cell.first_pass(lambda: torch.rand(3))
@@ -80,7 +81,7 @@ def test_a_recorder_is_let_go_of_when_it_has_recorded():
 
 
 def test_more_numbers_than_in_the_first_pass_are_another_path():
-    cell = draws.Draws(cpu, draws.Recorder())
+    cell = draws.Draws(cpu, operations.Recorder())
     cell.first_pass(lambda: torch.rand(3))
     with pytest.raises(RuntimeError, match='drew more or fewer numbers'):
         cell.replay(lambda: torch.rand(5))
@@ -93,7 +94,7 @@ def test_more_numbers_than_in_the_first_pass_are_another_path():
     ids=['no number', 'no number elsewhere', 'elsewhere', 'does not say', 'draws', 'a twin draws'])
 def test_draws_of_another_thread_are_not_taken_for_those_of_a_recomputation(
         function, other, disturb):
-    replayer = draws.Replayer({}, {torch.ops.aten.sin.default})
+    replayer = operations.Replayer({}, {torch.ops.aten.sin.default})
     disturb(-1)
     if other:
         with pytest.raises(RuntimeError, match='random numbers where the first pass drew none'):
@@ -106,7 +107,7 @@ def draw(number):
     """Give what it means to draw so many numbers from the CPU's generator."""
     before = torch.get_rng_state()
     torch.rand(number)
-    return draws.Draw(before, torch.get_rng_state(), cpu)
+    return operations.Draw(before, torch.get_rng_state(), cpu)
 
 
 def test_what_takes_no_generator_draws_as_much_as_before_or_nothing():
@@ -114,25 +115,25 @@ def test_what_takes_no_generator_draws_as_much_as_before_or_nothing():
     recorded = draw(3)
     now = torch.get_rng_state()
     for number in (0, 3):
-        draws._with_default_moved(recorded, lambda: torch.rand(number))
+        operations._with_default_moved(recorded, lambda: torch.rand(number))
     for number in (2, 4):
         with pytest.raises(RuntimeError, match='another thread drew'):
-            draws._with_default_moved(recorded, lambda: torch.rand(number))
+            operations._with_default_moved(recorded, lambda: torch.rand(number))
     assert torch.equal(torch.get_rng_state(), now)
 
 
 def test_nobody_looks_at_the_generator_while_it_is_moved_back():
     def take():
-        taken = draws._lock.acquire(blocking=False)
+        taken = operations._lock.acquire(blocking=False)
         if taken:
-            draws._lock.release()
+            operations._lock.release()
         return taken
 
     def take_elsewhere():
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(take).result()
 
-    assert not draws._with_default_moved(draw(0), take_elsewhere)
+    assert not operations._with_default_moved(draw(0), take_elsewhere)
     assert take_elsewhere()
 
 
@@ -177,13 +178,13 @@ def test_a_mode_of_the_user_s_sees_what_it_sees_without_a_recorder(function):
     with Log() as expected:
         function()
     with Log() as actual:
-        draws.Recorder().run(function)
+        operations.Recorder().run(function)
     assert actual.seen == expected.seen
 
 
 def test_an_operation_on_another_device_is_given_no_generator():
     with Log() as log:
-        draws.Replayer({}, set()).run(lambda: torch.rand(3, device='meta'))
+        operations.Replayer({}, set()).run(lambda: torch.rand(3, device='meta'))
     assert log.seen == [torch.ops.aten.rand.default]
 
 
@@ -191,11 +192,11 @@ def test_operations_of_others_are_looked_at_while_they_are_not_known(monkeypatch
     library = torch.library.Library('torchgpipe_itself', 'FRAGMENT')
     library.define('plain(Tensor x) -> Tensor')
     library.impl('plain', torch.sin, 'CPU')
-    looks, real = [], draws._state
-    monkeypatch.setattr(draws, '_state', lambda *args: (looks.append(1), real(*args))[1])
+    looks, real = [], operations.state_of
+    monkeypatch.setattr(operations, 'state_of', lambda *args: (looks.append(1), real(*args))[1])
     for random, number in [(None, 2), ((), 0), ([torch.ops.torchgpipe_itself.plain.default], 2)]:
         looks.clear()
-        draws.Recorder(random).run(lambda: torch.ops.torchgpipe_itself.plain(torch.ones(1)))
+        operations.Recorder(random).run(lambda: torch.ops.torchgpipe_itself.plain(torch.ones(1)))
         assert len(looks) == number
 
 
@@ -209,7 +210,7 @@ def test_layers_that_are_compiled_stay_compiled():
 
     torch.compiler.reset()  # Dynamo counts what it has compiled of its own wrapper.
     compiled = torch.compile(torch.sin, backend=backend)
-    draws.Recorder().run(lambda: compiled(torch.ones(3)))
+    operations.Recorder().run(lambda: compiled(torch.ones(3)))
     assert len(graphs) == 1
 
 
@@ -217,7 +218,7 @@ def test_layers_that_are_compiled_stay_compiled():
 @pytest.mark.skipif(not hasattr(TorchDispatchMode, 'supports_higher_order_operators'),
                     reason='this PyTorch takes no operators of higher order in any mode')
 def test_operators_of_higher_order():
-    recorder = draws.Recorder()
+    recorder = operations.Recorder()
     output = recorder.run(lambda: torch.cond(
         torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (torch.ones(2),)))
     assert output.tolist() == [2, 2]

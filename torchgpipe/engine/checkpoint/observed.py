@@ -11,9 +11,9 @@ from torch import nn
 
 from torchgpipe.aliases import Slot
 from torchgpipe.engine.checkpoint.attributes import attributes_of, contents_of, is_restless
-from torchgpipe.engine.checkpoint.draws import Recorder
 from torchgpipe.engine.checkpoint.kept import Memories, copy_of, is_plain, own_memory
 from torchgpipe.engine.checkpoint.operations import operation_of
+from torchgpipe.engine.checkpoint.random_operations import Recorder
 from torchgpipe.engine.memory import storage_id
 
 __all__ = ['Observed', 'Watch']

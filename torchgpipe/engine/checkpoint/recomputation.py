@@ -13,13 +13,6 @@ So the input can be recomputed from as long as any hollow node lives, even if on
 gradient still refers to it; and autograd frees it when Recompute has run for the last time. With
 it goes all else that a recomputation needs.
 
-[Note: Lifetime of a recomputed tensor]
-    run ──keep──▶ Fill.tensors[k] ──take──▶ the node that saved it ──▶ freed
-Each backward pass has a fill of its own, since several threads may go through a graph that is
-retained. A node of PyTorch's own unpacks a tensor exactly once. A `torch.autograd.Function`
-unpacks all its tensors whenever its author says `ctx.saved_tensors`, so these stay until another
-node's turn. What no node asked for is dropped at the end of the pass.
-
 [Note: Stream of packed inputs]
 Recompute belongs to the copy stream on which the output departs. So that is where autograd calls
 the user's saved-tensor hooks for the input, which the compute stream has::
@@ -42,9 +35,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.context import context
 from torchgpipe.engine.batch import find_grad
-from torchgpipe.engine.checkpoint.compiled import Saved, check_code
+from torchgpipe.engine.checkpoint.compiled import Saved
 from torchgpipe.engine.checkpoint.draws import Draws
 from torchgpipe.engine.checkpoint.layer_state import CellState
+from torchgpipe.engine.checkpoint.recomputed import Fill
 from torchgpipe.engine.checkpoint.results import Results
 from torchgpipe.engine.checkpoint.samples import Late, compare, keep
 from torchgpipe.engine.dependency import get_phony, join
@@ -53,9 +47,9 @@ from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.stream import (AbstractStream, current_stream, get_device, record_stream,
                                       use_stream, wait_stream)
 from torchgpipe.engine.thread_state import ThreadState
-from torchgpipe.errors import add_note, nested, other_path
-from torchgpipe.private import (APPLY, Hooks, PythonNode, at_end_of_backward, backward_pass,
-                                compiled_code, current_node, retains_graph, uncompiled)
+from torchgpipe.errors import add_note
+from torchgpipe.private import (APPLY, at_end_of_backward, backward_pass, compiled_code,
+                                retains_graph, uncompiled)
 
 __all__ = ['Checkpoint', 'Recomputation', 'Recompute']
 
@@ -191,7 +185,7 @@ class Recomputation:
         return k
 
     @uncompiled
-    def fill(self) -> 'Fill':
+    def fill(self) -> Fill:
         """Run the function again, and keep what its nodes save for this backward pass."""
         try:
             input = self._take_input()
@@ -248,7 +242,7 @@ class Recomputation:
                 record_stream(x, self._stream)
         return input if self._offload is None else self._offload.fetch(input, self._stream)
 
-    def _recompute(self, leaves: tuple[Tensor, ...], fill: 'Fill') -> list[Tensor]:
+    def _recompute(self, leaves: tuple[Tensor, ...], fill: Fill) -> list[Tensor]:
         # What an interrupt leaves behind of these hooks is dropped by autograd when the backward
         # pass ends.
         outside = context.checkpointing, context.recomputing
@@ -310,88 +304,10 @@ class Recomputation:
         return tensor
 
 
-class Fill:
-    """The tensors of one recomputation, for the nodes of one backward pass.
-
-    Args:
-        saved: Fingerprints of what the first pass saved.
-        compiled: Those of compiled code.
-        hooks: The user's saved-tensor hooks, if any.
-    """
-
-    __slots__ = ('_compiled', '_held', '_holder', '_hooks', '_next', '_saved', '_tensors')
-
-    def __init__(self, saved: list[int], compiled: dict[int, Saved], hooks: Hooks | None) -> None:
-        self._saved = saved
-        self._compiled = compiled
-        self._hooks = hooks
-        self._next = 0
-        self._tensors: dict[int, tuple[Any, int | None]] = {}
-        self._holder: Callable[[], Any] = _gone
-        self._held: dict[int, Tensor] = {}
-
-    @uncompiled
-    def keep(self, tensor: Tensor) -> int:
-        """Pack hook of the recomputation: keep the tensor under its number."""
-        k = self._next
-        self._next += 1
-        if k < len(self._saved) and self._saved[k] != hash((tensor.shape, tensor.dtype)):
-            if tensor.is_nested:
-                raise nested()
-            raise other_path(f'saved tensor {k} is now {tensor.dtype} of shape '
-                             f'{tuple(tensor.shape)}, which it was not')
-        frame = _getframe(1)
-        code = compiled_code(frame) if APPLY is None or frame.f_code is APPLY else None
-        if code is not None or k in self._compiled:
-            check_code(k, self._compiled.get(k), code, tensor)
-        # Detached, lest the recomputation's own graph, of no use, live as long as its tensors.
-        alias = tensor.detach()
-        hooks = self._hooks
-        self._tensors[k] = (alias, alias._version) if hooks is None else (hooks[0](alias), None)
-        return k
-
-    def close(self) -> None:
-        """Check that as many tensors came as the first pass saved."""
-        if self._next != len(self._saved):
-            raise other_path(f'it saved {self._next} tensors for backward, the first pass '
-                             f'{len(self._saved)}')
-
-    def take(self, k: int) -> Tensor | None:
-        """Give a tensor, and let go of it; ``None`` if it was taken before."""
-        node = current_node()
-        if self._held and self._holder() is not node:
-            self._held = {}
-        if k in self._held:
-            return self._held[k]
-        if k not in self._tensors:
-            return None
-        tensor = self._unpacked(*self._tensors.pop(k))
-        if isinstance(node, PythonNode):
-            self._holder = weakref.ref(node)
-            self._held[k] = tensor
-        return tensor
-
-    def _unpacked(self, packed: Any, version: int | None) -> Tensor:
-        if self._hooks is not None:
-            return self._hooks[1](packed)  # type: ignore[no-any-return]
-        tensor: Tensor = packed
-        # PyTorch checks no versions behind hooks, so it is done here.
-        if tensor._version != version:
-            raise RuntimeError(
-                'one of the variables needed for gradient computation has been modified by an '
-                f'inplace operation: {tensor.dtype} of shape {tuple(tensor.shape)} is at version '
-                f'{tensor._version}; expected version {version} instead')
-        return tensor
-
-
 def _own_gradient(k: int) -> Tensor:
     raise RuntimeError(
         'a layer asked for gradients within its own forward, from which checkpointing has taken '
         "the tensors; use checkpoint='never' for such a model")
-
-
-def _gone() -> None:
-    """Answer as a dead weak reference does."""
 
 
 class Checkpoint(torch.autograd.Function):
