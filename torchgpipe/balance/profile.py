@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 
 from torchgpipe.aliases import Value
-from torchgpipe.balance.costs import Profile
-from torchgpipe.balance.layers import LayerProfile
 from torchgpipe.balance.measure import Flow, Measurement
+from torchgpipe.balance.profiled import Profile
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.memory import size_of
 from torchgpipe.engine.scatter import cut, fit_rule
 from torchgpipe.engine.stream import accelerator, use_device
 from torchgpipe.errors import add_note
+from torchgpipe.predict.layers import LayerProfile
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.split import Device, verify_module
 
