@@ -20,7 +20,8 @@ RULES = [('skip', 'balance'), ('skip', 'gpipe'), ('engine', 'gpipe'), ('engine',
          ('engine', 'legacy'), ('balance', 'gpipe'), ('balance', 'legacy'), ('skip', 'legacy'),
          ('schedule', 'engine'), ('schedule', 'timeline'), ('engine', 'timeline'),
          ('gpipe', 'timeline'), ('engine', 'plan'), ('plan', 'gpipe'), ('balance', 'plan'),
-         ('schedule', 'balance'), ('schedule', 'plan')]
+         ('schedule', 'balance'), ('schedule', 'plan'), ('schedule', 'predict'),
+         ('predict', 'balance'), ('predict', 'plan'), ('predict', 'engine')]
 
 
 def test_no_import_goes_up_or_in_a_circle():

@@ -19,7 +19,7 @@ ScheduleLike = str | os.PathLike[str] | Schedule
 
 
 def find_schedule(schedule: ScheduleLike, engine: Engine, m: int) -> Schedule:
-    """Give a schedule whose stages are the partitions.
+    """Return a schedule whose stages are the partitions.
 
     Args:
         schedule: A schedule, its name, or the path of a CSV file.

@@ -7,7 +7,7 @@ from torchgpipe.schedule import Schedule, make
 
 
 @pytest.mark.parametrize('n, m', [(1, 3), (2, 5), (4, 8), (8, 24), (4, 2)])
-def test_as_many_activations_as_micro_batches_under_way(n, m):
+def test_as_many_activations_as_micro_batches_in_flight(n, m):
     costs = Costs([StageCosts(1.0, 2.0, activation_bytes=8.0)] * n)
     assert simulate(make('gpipe', n, m), costs).peak_bytes == (8 * m,) * n
     assert simulate(make('1f1b', n, m), costs).peak_bytes == tuple(

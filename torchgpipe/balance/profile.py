@@ -259,7 +259,7 @@ def _result(name: str, layers: list[Measurement]) -> LayerProfile:
 
 
 def _shares(layer: Measurement, backward: float) -> tuple[float | None, float | None]:
-    """Give which parts of a backward its halves take; it is in the first one if not split."""
+    """Return which parts of a backward its halves take; it is in the first one if not split."""
     if not layer.seconds:
         return None, None
     if not (layer.halves and backward):
@@ -269,7 +269,7 @@ def _shares(layer: Measurement, backward: float) -> tuple[float | None, float | 
 
 
 def _line(layers: list[Measurement], seconds: list[float]) -> tuple[float, float]:
-    """Give the time of the whole sample, and that of none, on the line through two points."""
+    """Return the time of the whole sample, and that of none, on the line through two points."""
     if len(layers) == 1:
         return seconds[0], 0.0
     (full, quarter), (size, quarter_size) = seconds, [layer.flow.size for layer in layers]

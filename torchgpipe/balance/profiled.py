@@ -1,4 +1,5 @@
 """Profiles: what the layers of a model cost, and the balances that follow."""
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -81,16 +82,16 @@ class Profile:
                              f'{self.batch_size}')
 
     def __str__(self) -> str:
-        rows = [[layer.name, f'{layer.forward_seconds * 1e3:.3f}',
-                 f'{layer.backward_seconds * 1e3:.3f}', format_bytes(layer.parameter_bytes),
-                 format_bytes(layer.activation_bytes), format_bytes(layer.output_bytes)]
-                for layer in self.layers]
-        rows.append(['total', f'{sum(x.forward_seconds for x in self.layers) * 1e3:.3f}',
-                     f'{sum(x.backward_seconds for x in self.layers) * 1e3:.3f}',
-                     format_bytes(sum(x.parameter_bytes for x in self.layers)),
-                     format_bytes(sum(x.activation_bytes for x in self.layers)), ''])
-        return table(['layer', 'forward, ms', 'backward, ms', 'parameters', 'activations',
-                      'output'], rows) + f'\n\n{self.batch_size} samples on {self.device}'
+        def row(name: str, layers: Sequence[LayerProfile], output: str) -> list[str]:
+            return [name, f'{sum(x.forward_seconds for x in layers) * 1e3:.3f}',
+                    f'{sum(x.backward_seconds for x in layers) * 1e3:.3f}',
+                    format_bytes(sum(x.parameter_bytes for x in layers)),
+                    format_bytes(sum(x.activation_bytes for x in layers)), output]
+
+        rows = [row(x.name, [x], format_bytes(x.output_bytes)) for x in self.layers]
+        header = ['layer', 'forward, ms', 'backward, ms', 'parameters', 'activations', 'output']
+        return (table(header, [*rows, row('total', self.layers, '')])
+                + f'\n\n{self.batch_size} samples on {self.device}')
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as what JSON can hold: dictionaries, lists, strings and numbers.
@@ -120,11 +121,9 @@ class Profile:
                              'writes it')
         rest = {key: value for key, value in data.items() if key != 'version'}
         for key, cls in (('layers', LayerProfile), ('skips', SkipProfile)):
-            items = rest.get(key)
-            rest[key] = tuple(_make(cls, item) for item in items) \
-                if isinstance(items, (list, tuple)) else items
-        if not (isinstance(rest['layers'], tuple) and isinstance(rest['skips'], tuple)):
-            raise ValueError("this is not a profile: its 'layers' and 'skips' are no lists")
+            if not isinstance(rest.get(key), (list, tuple)):
+                raise ValueError("this is not a profile: its 'layers' and 'skips' are no lists")
+            rest[key] = tuple(_make(cls, item) for item in rest[key])
         return _make(Profile, rest)
 
     def scaled(self, batch_size: int) -> 'Profile':

@@ -50,17 +50,14 @@ def neighbours(balance: Sequence[int], edges: Sequence[int]) -> Iterator[list[in
 
 def fit(plan: Plan, blocks: Blocks, edges: Sequence[int], limits: Limits,
         planned: Callable[[list[int]], Plan]) -> Plan | None:
-    """Find a balance that keeps the limits, with stages that are as equal as can be.
+    """Return a plan that keeps the limits, if one is found, with stages as equal as can be.
 
     Args:
-        plan: One that does not.
+        plan: One that does not keep them.
         blocks: What layers take.
         edges: Where stages may start and end.
         limits: By device.
         planned: Makes a plan of another balance.
-
-    Returns:
-        The plan, or ``None`` if none was found.
     """
     n = len(limits)
     schedule = schedule_of(plan.schedule, n, blocks.m, len(plan.balance) // n)

@@ -80,10 +80,12 @@ class Blocks:
 
     def bytes(self, a: int, b: int, peak: Peak) -> int:
         """Return the most bytes at a time; more layers at the end never take less."""
-        inputs = self.inputs[a] + sum(x.bytes for x in self.skips if x.source < a <= x.target < b)
-        rest = (sum(x.bytes for x in self.skips if a <= x.source < b) * peak.skips
-                + (self.activations[b] - self.activations[a]) * peak.activations
+        inputs = self.inputs[a]
+        rest = ((self.activations[b] - self.activations[a]) * peak.activations
                 + max(self.passing[a:b]))
+        for skip in self.skips:
+            inputs += skip.bytes if skip.source < a <= skip.target < b else 0
+            rest += skip.bytes * peak.skips if a <= skip.source < b else 0
         outputs = peak.outputs * self.inputs[b] if b == len(self.passing) else 0
         return (self.resident[b] - self.resident[a] + outputs - -rest // self.m
                 - -inputs * (peak.inputs if a else self.m) // self.m)

@@ -8,14 +8,12 @@ another device and arrived from there; copies go beside the computation, however
     device 1       ▶ 1F0 ─────▶ 1B0 ────╱
 
 So times depend on no choice, and devices may be followed in any order: each as far as it gets, and
-once more when what it waits for is known. Each action is looked at once, and once more where its
-device had to stop.
+once more when what it waits for is known.
 """
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
 from typing import Any
 
 from torchgpipe.predict.costs import Costs
@@ -25,8 +23,8 @@ from torchgpipe.schedule.schedule import WAITS, Schedule
 
 __all__ = ['Simulation', 'simulate']
 
-#: The kinds of actions, by number.
-_KINDS = {kind: k for k, kind in enumerate(KINDS)}
+#: By stage and kind: other stages and kinds, and seconds after the end of these.
+Waits = dict[tuple[int, str], list[tuple[int, str, float]]]
 
 
 @dataclass(frozen=True)
@@ -109,129 +107,88 @@ def simulate(schedule: Schedule, costs: Costs, pairs: Iterable[tuple[Action, Act
     Raises:
         ValueError: The costs are for another number of stages, or the schedule can not go on.
     """
-    return _Run(schedule, costs, pairs).simulation()
+    if not any(schedule.rows):
+        raise ValueError('the schedule is empty')
+    places = {action.stage: device for device, row in enumerate(schedule.rows) for action in row}
+    if len(costs.stages) != 1 + max(places):
+        raise ValueError(f'costs are those of {len(costs.stages)} stages, but the schedule has '
+                         f'{1 + max(places)}')
+    costs.check_links(len(schedule.rows))
+    times = _run(schedule, _seconds(schedule, costs), _waits(costs, places), pairs)
+    if times is None:
+        schedule.validate()
+        raise ValueError('the schedule can not go on with what actions wait for as well')
+    timed = tuple(Timed(device, action, *times[action])
+                  for device, row in enumerate(schedule.rows) for action in row)
+    return Simulation(timed, costs, len(schedule.rows))
 
 
-class _Run:
-    """A schedule in numbers: an action is ``(stage * len(KINDS) + kind) * m + micro_batch``."""
-
-    def __init__(self, schedule: Schedule, costs: Costs, pairs: Iterable[tuple[Action, Action]]
-                 ) -> None:
-        if not any(schedule.rows):
-            raise ValueError('the schedule is empty')
-        self._schedule = schedule
-        self._costs = costs
-        self._m = 1 + max(action.micro_batch for row in schedule.rows for action in row)
-        self._places = {action.stage: device for device, row in enumerate(schedule.rows)
-                        for action in row}
-        stages = 1 + max(self._places)
-        if len(costs.stages) != stages:
-            raise ValueError(f'costs are those of {len(costs.stages)} stages, but the schedule '
-                             f'has {stages}')
-        costs.check_links(len(schedule.rows))
-        size, kinds, m = len(KINDS), _KINDS, self._m
-        self._rows = [[(stage * size + kinds[kind]) * m + i for stage, kind, i in row]
-                      for row in schedule.rows]
-        self._starts = [0.0] * (stages * size * m)
-        #: By number, when it ends; ``None`` until that is known, and before all if there is none.
-        self._ends: list[float | None] = [-inf] * (stages * size * m)
-        for row in self._rows:
-            for x in row:
-                self._ends[x] = None
-        if self._ends.count(None) != sum(map(len, self._rows)):
-            schedule.validate()
-        self._seconds = self._durations()
-        self._before = [self._waits(stage, kind) for stage in range(stages) for kind in KINDS]
-        self._also: dict[int, list[tuple[int, float]]] = {}
-        for one, next in pairs:
-            x = self._number(next)
-            self._also.setdefault(x, []).append((self._number(one) - x, 0.0))
-
-    def _number(self, action: Action) -> int:
+def _seconds(schedule: Schedule, costs: Costs) -> dict[Action, float]:
+    """Return the seconds of each action; a backward recomputes where nothing else does."""
+    kinds = [{kind: stage.seconds(kind) for kind in KINDS} for stage in costs.stages]
+    stops = costs.stops
+    seconds = {action: kinds[action.stage][action.kind] for row in schedule.rows for action in row}
+    for action in seconds:
         stage, kind, i = action
-        return (stage * len(KINDS) + _KINDS[kind]) * self._m + i
+        if kind in 'BI' and i < stops[stage] and (stage, 'R', i) not in seconds:
+            seconds[action] += kinds[stage]['R']
+    if len(seconds) < sum(map(len, schedule.rows)):
+        schedule.validate()  # An action is there twice.
+    return seconds
 
-    def _durations(self) -> list[float]:
-        """Return the seconds of each action; a backward recomputes where nothing else does."""
-        seconds: list[float] = []
-        for k, stage in enumerate(self._costs.stages):
-            again = [0.0] * self._m
-            stop, first = min(stage.recomputed, self._m), self._number(Action(k, 'R', 0))
-            for i, end in enumerate(self._ends[first:first + stop]):
-                again[i] = 0.0 if end is None else stage.seconds('R')  # ``None``: it is there
-            for kind in KINDS:
-                each = stage.seconds(kind)
-                seconds += [each + more for more in again] if kind in 'BI' else [each] * self._m
-        return seconds
 
-    def _waits(self, stage: int, kind: str) -> list[tuple[int, float]]:
-        """Return what a kind of action of a stage waits for.
+def _waits(costs: Costs, places: dict[int, int]) -> Waits:
+    """Return what an action of a stage and a kind waits for, and for how long after its end."""
+    waits: Waits = {(stage, kind): [] for stage in places for kind in KINDS}
 
-        Returns:
-            How far away the number of each is, and seconds from its end on.
-        """
-        stages, skips = self._costs.stages, self._costs.skips
-        before = []
-        for on, other in WAITS[kind]:
-            if 0 <= stage + on < len(stages):
-                bytes = stages[min(stage, stage + on)].output_bytes
-                before.append((stage + on, other, bytes))
-        if kind == 'F':
-            before += [(x.source, 'F', x.bytes) for x in skips if x.target == stage]
-        elif kind in 'BI':
-            before += [(x.target, each, x.bytes) for x in skips if x.source == stage
-                       for each in 'BI']
-        me = stage * len(KINDS) + _KINDS[kind]
-        return [((s * len(KINDS) + _KINDS[k] - me) * self._m, self._copy(s, stage, bytes))
-                for s, k, bytes in before]
+    def add(stage: int, kind: str, other: int, what: str, bytes: float) -> None:
+        if other in places and stage in places:
+            one, two = places[other], places[stage]
+            delay = 0.0 if one == two else costs.link(one, two).seconds(bytes)
+            waits[stage, kind].append((other, what, delay))
 
-    def _copy(self, source: int, target: int, bytes: float) -> float:
-        one, other = self._places.get(source), self._places.get(target)
-        if one == other or one is None or other is None:
-            return 0.0
-        return self._costs.link(one, other).seconds(bytes)
+    for stage, kind in [*waits]:
+        for on, what in WAITS[kind]:
+            bytes = costs.stages[min(stage, stage + on)].output_bytes
+            add(stage, kind, stage + on, what, bytes)
+    for skip in costs.skips:
+        add(skip.target, 'F', skip.source, 'F', skip.bytes)
+        for kind in 'BI':
+            for what in 'BI':
+                add(skip.source, kind, skip.target, what, skip.bytes)
+    return waits
 
-    def simulation(self) -> Simulation:
-        """Follow the devices."""
-        positions = [0] * len(self._rows)
-        waiting: dict[int, list[int]] = defaultdict(list)
-        ready = [*range(len(self._rows))]
-        while ready:
-            device = ready.pop()
-            row = self._rows[device]
-            first = positions[device]
-            position, blocker = self._follow(row, first)
-            positions[device] = position
-            if blocker is not None:
-                waiting[blocker].append(device)
-            for x in waiting.keys() & row[first:position]:
-                ready += waiting.pop(x)
-        if any(position < len(row) for position, row in zip(positions, self._rows)):
-            self._schedule.validate()
-            raise ValueError('the schedule can not go on with what actions wait for as well')
-        return Simulation(tuple(self._timed()), self._costs, len(self._rows))
 
-    def _follow(self, row: Sequence[int], position: int) -> tuple[int, int | None]:
-        """Take a device from a place in its row as far as it gets; say where, and why no further.
-        """
-        starts, ends, seconds, m = self._starts, self._ends, self._seconds, self._m
-        before, also = self._before, self._also
-        now = ends[row[position - 1]] if position else 0.0
-        assert now is not None
-        for position in range(position, len(row)):
-            x = row[position]
-            for off, delay in before[x // m] if x not in also else before[x // m] + also[x]:
-                end = ends[x + off]
-                if end is None:
-                    return position, x + off
-                if end + delay > now:
-                    now = end + delay
-            starts[x] = now
-            ends[x] = now = now + seconds[x]
-        return len(row), None
-
-    def _timed(self) -> Iterable[Timed]:
-        for device, (row, numbers) in enumerate(zip(self._schedule.rows, self._rows)):
-            ends: list[Any] = self._ends  # All are known now.
-            for action, x in zip(row, numbers):
-                yield Timed(device, action, self._starts[x], ends[x])
+def _run(schedule: Schedule, seconds: dict[Action, float], waits: Waits,
+         pairs: Iterable[tuple[Action, Action]]) -> dict[Action, tuple[float, float]] | None:
+    """Follow the devices; return when each action starts and ends, or ``None`` if they stop."""
+    also: dict[Action, list[Action]] = defaultdict(list)
+    for one, later in pairs:
+        also[later].append(one)
+    times: dict[Any, tuple[float, float]] = {}
+    waiting: dict[Any, list[int]] = defaultdict(list)
+    rows = [iter(row) for row in schedule.rows]
+    stopped: list[Action | None] = [next(row, None) for row in rows]
+    now = [0.0] * len(rows)
+    ready = [*range(len(rows))]
+    while ready:
+        device = ready.pop()
+        while (action := stopped[device]) is not None:
+            stage, kind, i = action
+            start = now[device]
+            before = [((s, k, i), delay) for s, k, delay in waits[stage, kind]]
+            for other, delay in [*before, *((other, 0.0) for other in also[action])] \
+                    if action in also else before:
+                if other in times:
+                    start = max(start, times[other][1] + delay)
+                elif other in seconds:
+                    waiting[other].append(device)
+                    break
+            else:
+                now[device] = start + seconds[action]
+                times[action] = start, now[device]
+                ready += waiting.pop(action, ())
+                stopped[device] = next(rows[device], None)
+                continue
+            break
+    return None if any(stopped) else times

@@ -181,7 +181,7 @@ class _Observer:
         """Record a copy between two devices, if it is one of this pipeline."""
         i = self._workers.index_of(source if is_cuda(source) else target)
         if i is None:
-            return _nothing
+            return lambda: None
         copied = Copied(self._lane(source), self._lane(target), i, 0., 0.)
         stream = source if is_cuda(source) else target
         start = stamp(stream)
@@ -216,7 +216,3 @@ class _Observer:
     def _times(self, *points: Stamp) -> list[float]:
         return [seconds((device, self._zero[device]), (device, point))
                 for device, point in points]
-
-
-def _nothing() -> None:
-    """Stand for the end of a copy that is not recorded."""
