@@ -38,6 +38,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ('py:.*', r'(torch|typing|nn|_?queue|collections|contextlib|datetime|os)\..*'),
     ('py:class', r'torchgpipe\.(.*\.)?(T\w*|ThreadState|Workers|CPUStreamType|HasActions)'),
+    ('py:class', r'torchgpipe\.predict\.(.*\.)?(Blocks|Measured)'),
     ('py:class', 'OutQueue|Figure|StorageReader'),
 ]
 

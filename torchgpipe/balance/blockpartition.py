@@ -110,14 +110,14 @@ def _bottleneck(prefix: list[int], partitions: int) -> int:
     high = prefix[-1]
     while low < high:
         middle = (low + high) // 2
-        if len(_furthest(prefix, partitions, middle)) <= partitions:
+        if len(_fill(prefix, partitions, middle)) <= partitions:
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def _furthest(prefix: list[int], partitions: int, bound: int) -> list[int]:
+def _fill(prefix: list[int], partitions: int, bound: int) -> list[int]:
     """Fill blocks greedily: return the ends of at most ``partitions + 1`` of them."""
     ends: list[int] = []
     start = 0
@@ -130,7 +130,7 @@ def _furthest(prefix: list[int], partitions: int, bound: int) -> list[int]:
 def _windows(prefix: list[int], partitions: int, bound: int) -> list[tuple[int, int]]:
     """Return for each cut the first and the last place where it can be, given the bound."""
     last = len(prefix) - 1
-    latest = _furthest(prefix, partitions, bound)
+    latest = _fill(prefix, partitions, bound)
     latest += [last] * (partitions - len(latest))
     earliest = [last]
     for _ in range(partitions - 1):

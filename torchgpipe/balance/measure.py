@@ -163,7 +163,7 @@ class Measurement:
         input, tracker = self._start()
         given: list[tuple[Any, Between]] = [*zip(input, self.inputs), *(
             (tracker.tensors[key], value) for key, (_, value) in self.pops.items() if value)]
-        known = {_storage(x): value.memory for x, value in given}
+        known = {x.untyped_storage(): value.memory for x, value in given}
         before = versions([x for x, _ in given])
         with LiveTensors().watched() as live:
             output = self._forward(input, tracker)
@@ -182,7 +182,7 @@ class Measurement:
     def _hand_on(self, output: Batch, tracker: SkipTracker, known: dict[Any, Made],
                  live: LiveTensors) -> None:
         def value(x: Tensor) -> Between:
-            storage = _storage(x)
+            storage = x.untyped_storage()
             if storage not in known:
                 made = live.find(x) is not None
                 known[storage] = Made(self.index if made else None, storage.nbytes())
@@ -217,7 +217,3 @@ class Measurement:
 def _synchronize(device: torch.device) -> None:
     if device.type not in ('cpu', 'meta'):
         torch.accelerator.synchronize(device)
-
-
-def _storage(x: Any) -> Any:
-    return x.untyped_storage()

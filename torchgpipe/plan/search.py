@@ -89,8 +89,9 @@ def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequ
             limits of memory; then it says by how much.
     """
     names = _names(devices)
+    home = 'cpu' if names[0].startswith('cpu') else names[0]
     costs = module if isinstance(module, Profile) else profile(
-        module, sample, device=_home(names[0]), timeout=timeout, batch_dim=batch_dim)
+        module, sample, device=home, timeout=timeout, batch_dim=batch_dim)
     costs = costs if batch is None else costs.scaled(_positive(batch, 'batch'))
     check_partitions(costs.layers, len(names))
     if links is None:
@@ -281,10 +282,6 @@ def _names(devices: Sequence[Device]) -> list[str]:
         raise ValueError(f'devices must be one or more, each of them once, but are {names}; how '
                          'many partitions each of them gets, the plan says (virtual)')
     return names
-
-
-def _home(name: str) -> Device:
-    return 'cpu' if name.startswith('cpu') else name
 
 
 def _positive(number: Any, what: str) -> int:
