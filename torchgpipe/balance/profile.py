@@ -82,7 +82,14 @@ def profile(module: nn.Sequential, sample: Value, *, device: Device | None = Non
     if resolved.type == 'meta':
         raise ValueError("nothing runs on 'meta', so there is no time to measure; there is only "
                          "balance_by_size(…, device='meta')")
-    return _profile(module, sample, resolved, timeout, batch_dim)
+    verify_module(module)
+    samples = []
+    for chunks in (1, 4):
+        batches, sizes, _ = cut(sample, chunks, fit_rule(batch_dim, sample, module))
+        samples.append((batches[0], sizes[0]))
+        if sizes[0] < SMALLEST:
+            break
+    return _measure(module, samples, resolved, timeout)
 
 
 def profile_bytes(module: nn.Sequential, sample: Batch, size: int, device: Device | None
@@ -176,18 +183,6 @@ def _check(module: nn.Sequential, sample: Batch, device: torch.device) -> None:
         if parameter.grad is not None:
             raise ValueError(f"some parameter already has gradient: '{name}'; profile before "
                              'training, or after module.zero_grad(set_to_none=True)')
-
-
-def _profile(module: nn.Sequential, sample: Value, device: torch.device,
-             timeout: float, batch_dim: Any) -> Profile:
-    verify_module(module)
-    samples = []
-    for chunks in (1, 4):
-        batches, sizes, _ = cut(sample, chunks, fit_rule(batch_dim, sample, module))
-        samples.append((batches[0], sizes[0]))
-        if sizes[0] < SMALLEST:
-            break
-    return _measure(module, samples, device, timeout)
 
 
 def _measure(module: nn.Sequential, samples: list[tuple[Batch, int]], device: torch.device,

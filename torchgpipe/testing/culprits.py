@@ -176,8 +176,9 @@ class _Joined:
             return True
         if not _alike(x, xs):
             return False
-        means = [part * weight for part, weight in zip(xs, self._weights)]
-        return all(close(part, x) for part in xs) or close(_sum(xs), x) or close(_sum(means), x)
+        parts = torch.stack(list(xs))
+        mean = torch.stack([part * weight for part, weight in zip(xs, self._weights)]).sum(0)
+        return all(close(part, x) for part in xs) or close(parts.sum(0), x) or close(mean, x)
 
     def first_is_right(self) -> bool:
         """Return whether the first micro-batch has what it should have, unlike others."""
@@ -191,10 +192,6 @@ class _Joined:
 
 def _alike(x: Tensor, xs: Sequence[Tensor]) -> bool:
     return all(part.shape == x.shape for part in xs)
-
-
-def _sum(xs: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(xs)).sum(0)
 
 
 def _dims(x: Tensor, xs: Sequence[Tensor]) -> list[int]:
