@@ -16,16 +16,17 @@ from torch.nn.utils.parametrizations import weight_norm
 import torchgpipe.shard as ts
 from tests.helpers import in_two_memories
 from torchgpipe import GPipe, NoChunk, is_recomputing, no_recompute
-from torchgpipe.balance import profile
+from torchgpipe.balance import Profile, SkipProfile, profile
 from torchgpipe.context import check_order
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.stream import CPUStream
-from torchgpipe.plan import plan
+from torchgpipe.plan import Costs, Link, Plan, StageCosts, plan, simulate
 from torchgpipe.private import _find
 from torchgpipe.schedule import Schedule, make
 from torchgpipe.sequential import from_stages, original_names, to_sequential
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import check_parity
+from torchgpipe.timeline import Timeline, compare
 
 CPUS = ['cpu:0', 'cpu:1']
 
@@ -376,9 +377,9 @@ def costs(*layers):
     return profile(nn.Sequential(*layers), torch.randn(4, 4), device='cpu', timeout=0)
 
 
-def parity(*layers):
+def parity(*layers, **options):
     """Compare a model with itself."""
-    check_parity(nn.Sequential(linear(), *layers), torch.randn(4, 4))
+    check_parity(nn.Sequential(linear(), *layers), torch.randn(4, 4), **options)
 
 
 def add_one(x):
@@ -540,9 +541,25 @@ REFUSALS = [
     lambda: costs(linear(), nn.ReLU(inplace=True)).balance(2, chunks=2),
     lambda: costs(linear(), linear()).balance(2, chunks=2, memory_limit=10),
     lambda: costs(linear(), linear()).balance(2, chunks=2, memory_limit=[10, 2000]),
+    lambda: costs(linear(), linear()).balance(2, chunks=2, memory_limit=[1000]),
+    lambda: costs(linear(), linear()).balance(2, chunks=2, memory_limit=-1),
+    lambda: costs(linear(), linear()).balance(2, chunks=2, param_scale=float('nan')),
+    lambda: plan(costs(linear(), linear()), devices=['cpu', 'cpu:0']),
+    lambda: plan(costs(linear(), linear()), devices=CPUS, schedules=[]),
     lambda: plan(costs(linear(), linear()), devices=CPUS, memory_limit=10),
     lambda: plan(costs(linear(), linear()), devices=CPUS, memory_limit=161),
+    lambda: StageCosts(forward=-1.0, backward=1.0),
+    lambda: Link(bandwidth=float('nan')),
+    lambda: simulate(make('1f1b', 2, 2), Costs([StageCosts(1.0, 1.0)] * 2, links=[[Link()]])),
+    lambda: Costs([StageCosts(1.0, 1.0)] * 2, [SkipProfile(1, 1, 8)]),
+    lambda: Costs.of(costs(linear(), linear()), [3], chunks=2),
+    lambda: simulate(make('1f1b', 2, 2), Costs([StageCosts(1.0, 1.0)])),
+    lambda: Profile((), (), batch_size=0, input_bytes=4, device='cpu'),
+    lambda: Profile.from_dict({}),
+    lambda: Plan.from_dict({}),
+    lambda: compare(Timeline([]), Timeline([])),
     lambda: parity(Layer(lambda x: x - x.mean(0))),
+    lambda: parity(steps=0),
     lambda: parity(Layer(lambda x: x / 0)),
     lambda: take_step(model=wrap(linear(), linear()).eval()),
     hooked,

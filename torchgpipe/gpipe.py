@@ -18,9 +18,10 @@ from torchgpipe.engine.scatter import check_rule, cut, fit_rule
 from torchgpipe.materialize import materialize
 from torchgpipe.modes import Checkpoint, checkpoint_stops, parse_checkpoint
 from torchgpipe.private import allows_mutation, has_hooks, is_transformed, proxy_mode, uncompiled
+from torchgpipe.schedule.plain import PLAIN_CALL
 from torchgpipe.sequential.advice import not_sequential
 from torchgpipe.sequential.names import to_own_names
-from torchgpipe.settings import PLAIN, Settings
+from torchgpipe.settings import Settings
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.split import (Device, parse_balance, parse_devices, split, still_shared,
                               verify_module, verify_shared, verify_source)
@@ -296,7 +297,7 @@ class GPipe(nn.Module):
             raise ValueError("schedule='auto' is that of a plan, but this model was made without "
                              'one; name a schedule, or make it by a plan: GPipe(module, plan) of '
                              'torchgpipe.plan.plan(module, sample, devices=…)')
-        return 'gpipe' if self._schedule == PLAIN else self._schedule  # in the same order
+        return 'gpipe' if self._schedule == PLAIN_CALL else self._schedule  # in the same order
 
     def _make_engine(self, partitions: nn.ModuleList) -> Engine:
         return Engine(partitions.children(), self.devices)  # type: ignore[arg-type]

@@ -1,10 +1,7 @@
 """How a model is to be wrapped and run, as data: what a plan says and a pipeline takes."""
 from dataclasses import dataclass
 
-__all__ = ['PLAIN', 'Settings']
-
-#: What forward and ``loss.backward()`` are called among schedules.
-PLAIN = 'plain call'
+__all__ = ['Settings']
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.stepping import Step
 from torchgpipe.losses import Losses
 from torchgpipe.schedule import Schedule, make
+from torchgpipe.schedule.generators import stages_per_device
 
 __all__ = ['Losses', 'ScheduleLike', 'find_schedule', 'run_step']
 
@@ -18,7 +19,7 @@ ScheduleLike = str | os.PathLike[str] | Schedule
 
 
 def find_schedule(schedule: ScheduleLike, engine: Engine, m: int) -> Schedule:
-    """Give a schedule whose stages are the partitions.
+    """Return a schedule whose stages are the partitions.
 
     Args:
         schedule: A schedule, its name, or the path of a CSV file.
@@ -44,11 +45,12 @@ def find_schedule(schedule: ScheduleLike, engine: Engine, m: int) -> Schedule:
 
 
 def _stages_per_device(name: str, n: int, devices: int) -> int:
-    """Tell how many of ``n`` partitions a schedule takes to be on one device.
+    """Return how many of ``n`` partitions a schedule takes to be on one device.
 
     One worker can do the work of several devices, so there may be fewer.
     """
-    v = {'interleaved': n // devices, 'looped-bfs': n // devices, 'zb-v': 2}.get(name, 1)
+    least, most = stages_per_device(name)
+    v = max(least, min(n // devices, most))
     if n % v:
         raise ValueError(f'{name!r} takes {v} partitions on each device, but there are {n} '
                          f'partitions on {devices} devices')

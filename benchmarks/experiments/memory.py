@@ -22,11 +22,10 @@ from tqdm import tqdm
 from benchmarks.harness.campaign import campaign
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.job import Job, memory_of, synchronize
-from benchmarks.harness.memory import GIB, size_of_partition
+from benchmarks.harness.memory import GIB, OwnedTensors, size_of_partition
 from benchmarks.harness.options import Options, experiment_options, take_options
 from benchmarks.harness.published import ACTIVATIONS, AMOEBANETD_MEMORY, MODEL, UNET_MEMORY
 from benchmarks.harness.turns import Turns
-from torchgpipe.balance.live import LiveTensors
 from torchgpipe.engine.edges import Pipeline
 from torchgpipe.engine.run import Skip
 
@@ -101,7 +100,7 @@ class _Owners(Turns):
 
     def __init__(self, partitions: Sequence[nn.Module]) -> None:
         super().__init__(partitions)
-        self.live = LiveTensors(lambda: self.owner)
+        self.live = OwnedTensors(lambda: self.owner)
 
     def receive(self, j: int, grads: Sequence[Tensor]) -> None:
         for grad in grads:

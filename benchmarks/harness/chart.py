@@ -7,7 +7,7 @@ from benchmarks.harness.experiment import OURS
 from benchmarks.harness.published import PAPER
 from benchmarks.harness.simulated import NAME
 from benchmarks.harness.tables import is_simulated
-from torchgpipe.settings import PLAIN
+from torchgpipe.schedule.plain import PLAIN_CALL
 
 __all__ = ['COLORS', 'NEUTRAL', 'draw_predictions', 'draw_ratios', 'neutral', 'save']
 
@@ -40,7 +40,7 @@ def draw_predictions(summary: dict[str, Any], stem: Path) -> list[Path]:
     """Draw what was predicted beside what was published; write a PNG and an SVG."""
     settings = summary['settings']
     series = {f'predicted: {name}': [_bar(result['ratios'].get(name)) for result in settings]
-              for name in (PLAIN, SHOWN)}
+              for name in (PLAIN_CALL, SHOWN)}
     for source in dict.fromkeys(source for result in settings for source in result['published']):
         if source in SOURCES:
             series[source] = [_bar(result['published'].get(source)) for result in settings]

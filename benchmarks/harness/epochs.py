@@ -7,7 +7,7 @@ from tqdm import tqdm
 from benchmarks.harness.experiment import Setting
 from benchmarks.harness.job import Job, synchronize
 from torchgpipe.engine.stream import current_stream
-from torchgpipe.timeline.stamp import Stamp, seconds, stamp
+from torchgpipe.timeline.marks import Stamp, seconds, stamp
 
 __all__ = ['steps_of_an_epoch', 'time_epochs']
 

@@ -1,5 +1,5 @@
 """The memory that a partition keeps, and the peak of what a step takes."""
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchgpipe import is_recomputing
-from torchgpipe.balance.live import LiveTensors
+from torchgpipe.balance.live import LiveTensors, Storage
 from torchgpipe.private import backward_pass
 
-__all__ = ['GIB', 'peak_memory', 'peak_of_activations', 'size_of_partition']
+__all__ = ['GIB', 'OwnedTensors', 'peak_memory', 'peak_of_activations', 'size_of_partition']
 
 GIB = 2 ** 30
 
@@ -55,6 +55,42 @@ def peak_of_activations(step: Callable[[], object]) -> int:
     def pass_of_caller() -> str:
         return 'forward' if backward_pass() == -1 or is_recomputing() else 'backward'
 
-    with LiveTensors(pass_of_caller).watched() as live:
+    live = OwnedTensors(pass_of_caller)
+    with live.watched():
         step()
     return live.peaks['forward']
+
+
+class OwnedTensors(LiveTensors):
+    """Live tensors, each of which belongs to an owner, who has a peak of its own in ``peaks``.
+
+    Args:
+        owner: Whose the tensors are that the calling thread makes.
+    """
+
+    def __init__(self, owner: Callable[[], Hashable]) -> None:
+        super().__init__()
+        self.peaks: dict[Hashable, int] = {}
+        self._owner = owner
+        self._owned: dict[Hashable, int] = {}
+
+    def begin(self, storage: Storage) -> None:
+        super().begin(storage)
+        self._own(storage, self._owner())
+
+    def end(self, storage: Storage) -> None:
+        super().end(storage)
+        self._owned[storage.owner] -= storage.size
+
+    def give(self, tensor: Tensor, owner: Hashable) -> None:
+        """Let a tensor belong to another owner from now on."""
+        with self._lock:
+            storage = self.find(tensor)
+            if storage is not None:
+                self._owned[storage.owner] -= storage.size
+                self._own(storage, owner)
+
+    def _own(self, storage: Storage, owner: Hashable) -> None:
+        storage.owner = owner
+        self._owned[owner] = self._owned.get(owner, 0) + storage.size
+        self.peaks[owner] = max(self.peaks.get(owner, 0), self._owned[owner])

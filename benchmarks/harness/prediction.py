@@ -19,7 +19,7 @@ from torchgpipe.balance import Profile, profile
 from torchgpipe.modes import checkpoint_stops
 from torchgpipe.plan import Costs, simulate
 from torchgpipe.schedule import NAMES, make
-from torchgpipe.settings import PLAIN
+from torchgpipe.schedule.plain import PLAIN_CALL
 
 __all__ = ['predict', 'step_seconds']
 
@@ -35,7 +35,7 @@ def predict(experiment: Experiment, options: Options) -> None:
     torch.manual_seed(options.seed)
     measured = profile(experiment.baseline.model.build(),
                        torch.rand(BATCH, 3, resolution, resolution), device=device)
-    base = _speeds(measured, experiment.baseline)[PLAIN]
+    base = _speeds(measured, experiment.baseline)[PLAIN_CALL]
     summary = {'experiment': experiment.name, 'baseline': experiment.baseline.name,
                'resolution': resolution, 'batch': BATCH, 'device': str(device),
                'scale': options.scale, 'seed': options.seed, 'settings': [
@@ -74,11 +74,11 @@ def step_seconds(measured: Profile, setting: Setting) -> dict[str, float]:
     """
     whole = measured.scaled(setting.batch)
     if not setting.balance:
-        return {PLAIN: sum(x.forward_seconds + x.backward_seconds for x in whole.layers)}
+        return {PLAIN_CALL: sum(x.forward_seconds + x.backward_seconds for x in whole.layers)}
     n, m, mode = len(setting), setting.chunks, setting.checkpoint
     found = {}
-    for name in (PLAIN, *NAMES):
-        schedule = make('gpipe' if name == PLAIN else name, n, m)
+    for name in (PLAIN_CALL, *NAMES):
+        schedule = make('gpipe' if name == PLAIN_CALL else name, n, m)
         stages = sum(map(len, schedule.stages))
         balance = setting.balance if stages == n else whole.balance(
             stages, chunks=m, checkpoint=mode)

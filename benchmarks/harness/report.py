@@ -13,8 +13,8 @@ import torch
 
 import torchgpipe
 from benchmarks.harness.simulated import NAME
-from torchgpipe.balance.table import table
 from torchgpipe.engine.stream import accelerator, accelerators
+from torchgpipe.text import table
 
 __all__ = ['Rows', 'cores', 'describe', 'machine', 'output_folder', 'replacing', 'table',
            'write_json']

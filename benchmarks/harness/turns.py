@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from torchgpipe import is_recomputing
-from torchgpipe.timeline.graph import nodes_between
+from torchgpipe.timeline.marks import nodes_between
 
 __all__ = ['Turns']
 

@@ -1,5 +1,6 @@
 """What each device holds at the peak of a step, by its allocator: as the guide to memory says."""
 import threading
+from itertools import accumulate
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from torch import nn
 from tests.helpers import MODES
 from torchgpipe import GPipe
 from torchgpipe.balance import profile
-from torchgpipe.balance.step import StepCost
+from torchgpipe.predict.blocks import peaks as held
+from torchgpipe.schedule import make
 from torchgpipe.skip import pop, skippable, stash
 
 pytestmark = pytest.mark.sim
@@ -74,21 +76,23 @@ def peaks(gpipe, x):
     return [torch.accelerator.max_memory_allocated(device) for device in range(N)]
 
 
-def formula(costs, mode, param_scale):
+def formula(costs, balance, mode, param_scale):
     """Give the bytes that the guide to memory tells."""
-    cost = StepCost(costs.layers, costs.skips, costs.input_bytes, N, M, param_scale, mode)
-    return cost.predict([DEPTH] * N).bytes
+    cuts = [0, *accumulate(balance)]
+    blocks, stages = costs.blocks(M, param_scale), held(make('gpipe', N, M), mode, True)
+    return [blocks.bytes(*cut) for cut in zip(cuts, cuts[1:], stages)]
 
 
 @pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize('balance', [[DEPTH] * N, [12, 36, 12, 36]], ids=['even', 'uneven'])
 @pytest.mark.parametrize('kinds', [{}, {1: Stash, DEPTH * N - 1: Pop}], ids=['plain', 'skip'])
-def test_the_peak_of_each_device_is_what_the_formula_says(kinds, mode):
+def test_the_peak_of_each_device_is_what_the_formula_says(kinds, balance, mode):
     model, x = layers(kinds), torch.rand(M * ROWS, COLUMNS)
     costs = profile(model, x, device='cpu', timeout=.01)
     before = [torch.accelerator.memory_allocated(device) for device in range(N)]
-    gpipe, x = GPipe(model, [DEPTH] * N, chunks=M, checkpoint=mode), x.to('sim:0')
+    gpipe, x = GPipe(model, balance, chunks=M, checkpoint=mode), x.to('sim:0')
     keep_pace(gpipe)
     for param_scale in (2, 3):  # in the second step there are gradients to add to
         for measured, there, expected in zip(
-                peaks(gpipe, x), before, formula(costs, mode, param_scale)):
+                peaks(gpipe, x), before, formula(costs, balance, mode, param_scale)):
             assert measured - there == pytest.approx(expected, rel=.1)

@@ -14,7 +14,7 @@ def spans(schedule):
     return [row[-1] - row[0] + 1 for row in busy]
 
 
-def most_under_way(row, ends):
+def most_in_flight(row, ends):
     """Give the largest number of micro-batches whose activations a device holds."""
     held, most = 0, 0
     for action in row:
@@ -40,14 +40,14 @@ def test_any_numbers(name, n):
 def test_steps_and_memory(n, m):
     assert max(spans(make('gpipe', n, m))) == max(spans(make('1f1b', n, m))) == 2 * (m + n - 1)
     for s, row in enumerate(make('gpipe', n, m).rows):
-        assert most_under_way(row, 'B') == m
+        assert most_in_flight(row, 'B') == m
     for s, row in enumerate(make('1f1b', n, m).rows):
-        assert most_under_way(row, 'B') == min(m, n - s)
+        assert most_in_flight(row, 'B') == min(m, n - s)
     for s, row in enumerate(make('zb-h1', n, m).rows):
-        assert most_under_way(row, 'I') == min(m, n - s)
-        assert most_under_way(row, 'W') <= min(m, n)
+        assert most_in_flight(row, 'I') == min(m, n - s)
+        assert most_in_flight(row, 'W') <= min(m, n)
     for s, row in enumerate(make('zb-h2', n, m).rows):
-        assert most_under_way(row, 'W') <= min(m, 2 * n - 1)
+        assert most_in_flight(row, 'W') <= min(m, 2 * n - 1)
 
 
 @pytest.mark.parametrize('n, m, v', [(2, 4, 2), (4, 8, 2), (4, 8, 4), (3, 9, 3)])
@@ -66,7 +66,7 @@ def test_there_is_no_bubble(n):
         schedule = make('zb-v', n, m)
         assert max(spans(schedule)) == 6 * m
         # A micro-batch of one of its two stages is half of one of 1F1B's.
-        assert max(most_under_way(row, 'W') for row in schedule.rows) <= 2 * n
+        assert max(most_in_flight(row, 'W') for row in schedule.rows) <= 2 * n
         assert max(spans(make('zb-h2', n, m))) == 3 * m
     assert max(spans(make('zb-h1', n, 3 * n))) == 3 * 3 * n + n - 1
 

@@ -10,12 +10,11 @@ from typing import Any
 from torch import nn
 
 from torchgpipe.aliases import Value
-from torchgpipe.balance.blockpartition import check_partitions
-from torchgpipe.balance.costs import Profile
-from torchgpipe.balance.layers import LayerProfile, SkipProfile
+from torchgpipe.balance.blockpartition import check_partitions, even_cuts
 from torchgpipe.balance.profile import layerwise_sandbox, profile, profile_bytes
-from torchgpipe.balance.step import Balance, even_cuts
+from torchgpipe.balance.profiled import Balance, Profile, edges_for
 from torchgpipe.engine.scatter import cut, fit_rule
+from torchgpipe.predict.layers import LayerProfile, SkipProfile
 from torchgpipe.split import Device, verify_module
 
 __all__ = ['Balance', 'LayerProfile', 'Profile', 'SkipProfile', 'balance_by_size',
@@ -104,7 +103,5 @@ def balance_by_size(partitions: int, module: nn.Sequential, input: Value, *,
 
 
 def _cut(measured: Profile, costs: list[float], partitions: int) -> list[int]:
-    edges = measured.edges()
-    if len(edges) <= partitions:  # Without checkpoints it may work.
-        edges = list(range(len(costs) + 1))
-    return even_cuts(costs, edges, partitions)
+    # Without checkpoints it may work.
+    return even_cuts(costs, edges_for(measured, partitions, 'never'), partitions)

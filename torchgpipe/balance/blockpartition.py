@@ -24,7 +24,7 @@ from math import inf, lcm
 from operator import sub
 from typing import Any, TypeVar
 
-__all__ = ['check_partitions', 'integers', 'solve']
+__all__ = ['check_partitions', 'even_cuts', 'group', 'integers', 'positive', 'solve', 'ungroup']
 
 Number = int | float
 T = TypeVar('T', int, float)
@@ -59,13 +59,34 @@ def solve(sequence: Sequence[T], partitions: int = 1) -> list[list[T]]:
     return [list(sequence[a:b]) for a, b in zip(cuts, cuts[1:])]
 
 
+def even_cuts(costs: Sequence[float], edges: Sequence[int], partitions: int) -> list[int]:
+    """Cut costs at some edges only; return the number of layers of each partition."""
+    return ungroup([len(block) for block in solve(group(costs, edges), partitions)], edges)
+
+
+def group(costs: Sequence[float], edges: Sequence[int]) -> list[float]:
+    """Add up the costs between edges."""
+    return [sum(costs[a:b]) for a, b in zip(edges, edges[1:])]
+
+
+def ungroup(lengths: Sequence[int], edges: Sequence[int]) -> list[int]:
+    """Return numbers of layers for numbers of groups between edges."""
+    cuts = [edges[k] for k in accumulate([0, *lengths])]
+    return [b - a for a, b in zip(cuts, cuts[1:])]
+
+
+def positive(number: int, what: str) -> int:
+    """Return a number as an integer, or raise if it is none, or not above zero."""
+    if isinstance(number, bool) or not hasattr(number, '__index__'):
+        raise TypeError(f'{what} must be an integer, but is {number!r}')
+    if number < 1:
+        raise ValueError(f'{what} must be a positive integer, but is {number}')
+    return number.__index__()
+
+
 def check_partitions(sequence: Sized, partitions: int) -> None:
     """Raise if a number of partitions is none, or a sequence is too short for it."""
-    if isinstance(partitions, bool) or not hasattr(partitions, '__index__'):
-        raise TypeError(f'partitions must be an integer, but is {partitions!r}')
-    if partitions < 1:
-        raise ValueError(f'partitions must be a positive integer, but is {partitions}')
-    if len(sequence) < partitions:
+    if len(sequence) < positive(partitions, 'partitions'):
         raise ValueError(f'sequence is shorter than intended partitions: {len(sequence)} layers '
                          f'can not be cut into {partitions} partitions of one layer at least; '
                          'ask for fewer partitions')
@@ -89,15 +110,15 @@ def _bottleneck(prefix: list[int], partitions: int) -> int:
     high = prefix[-1]
     while low < high:
         middle = (low + high) // 2
-        if len(_furthest(prefix, partitions, middle)) <= partitions:
+        if len(_fill(prefix, partitions, middle)) <= partitions:
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def _furthest(prefix: list[int], partitions: int, bound: int) -> list[int]:
-    """Fill blocks greedily: give the ends of at most ``partitions + 1`` of them."""
+def _fill(prefix: list[int], partitions: int, bound: int) -> list[int]:
+    """Fill blocks greedily: return the ends of at most ``partitions + 1`` of them."""
     ends: list[int] = []
     start = 0
     while start < len(prefix) - 1 and len(ends) <= partitions:
@@ -107,9 +128,9 @@ def _furthest(prefix: list[int], partitions: int, bound: int) -> list[int]:
 
 
 def _windows(prefix: list[int], partitions: int, bound: int) -> list[tuple[int, int]]:
-    """Give for each cut the first and the last place where it can be, given the bound."""
+    """Return for each cut the first and the last place where it can be, given the bound."""
     last = len(prefix) - 1
-    latest = _furthest(prefix, partitions, bound)
+    latest = _fill(prefix, partitions, bound)
     latest += [last] * (partitions - len(latest))
     earliest = [last]
     for _ in range(partitions - 1):

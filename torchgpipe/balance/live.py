@@ -7,7 +7,7 @@ workers are in the modes of its caller.
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,24 +17,16 @@ from torch import Tensor
 from torchgpipe.engine.memory import storage_id
 from torchgpipe.private import TorchDispatchMode, tree_leaves
 
-__all__ = ['LiveTensors']
+__all__ = ['LiveTensors', 'Storage']
 
 
 class LiveTensors:
-    """Bytes in tensors that were made while :meth:`watched`, now and at the peak.
+    """Bytes in tensors that were made while :meth:`watched`, now and at the peak."""
 
-    Args:
-        owner: Whose the tensors are that the calling thread makes. Each owner has a peak of its
-            own in ``peaks``.
-    """
-
-    def __init__(self, owner: Callable[[], Hashable] = lambda: None) -> None:
+    def __init__(self) -> None:
         self.peak = 0
-        self.peaks: dict[Hashable, int] = {}
         self._now = 0
-        self._owner = owner
-        self._owned: dict[Hashable, int] = {}
-        self._known: dict[int, _Memory] = {}
+        self._known: dict[int, Storage] = {}
         # A memory may end at any moment, also while the lock is held, or when a signal has come.
         # So its end is only noted, by a function that can't be interrupted.
         self._ended: deque[Any] = deque()
@@ -47,45 +39,35 @@ class LiveTensors:
             self._forget_ended()
             return self._now
 
-    def knows(self, tensor: Tensor) -> bool:
-        """Tell whether the memory of a tensor was made while it was watched."""
+    def find(self, tensor: Tensor) -> 'Storage | None':
+        """Return the storage of a tensor, if that was made while it was watched."""
         with self._lock:
             self._forget_ended()
-            return storage_id(tensor) in self._known
-
-    def give(self, tensor: Tensor, owner: Hashable) -> None:
-        """Let a tensor belong to another owner from now on."""
-        with self._lock:
-            self._forget_ended()
-            memory = self._known.get(storage_id(tensor))
-            if memory is not None:
-                self._owned[memory.owner] -= memory.size
-                self._own(memory, owner)
-
-    def _own(self, memory: '_Memory', owner: Hashable) -> None:
-        memory.owner = owner
-        self._owned[owner] = self._owned.get(owner, 0) + memory.size
-        self.peaks[owner] = max(self.peaks.get(owner, 0), self._owned[owner])
+            return self._known.get(storage_id(tensor))
 
     def _add(self, tensor: Tensor) -> None:
         storage, key = tensor.untyped_storage(), storage_id(tensor)
         with self._lock:
             self._forget_ended()
-            if key in self._known:
-                return
-            memory = self._known[key] = _Memory(storage, self._ended.append)
-            memory.key, memory.size = key, storage.nbytes()
-            self._own(memory, self._owner())
-            self._now += memory.size
-            self.peak = max(self.peak, self._now)
+            if key not in self._known:
+                self._known[key] = made = Storage(storage, self._ended.append)
+                made.key, made.size = key, storage.nbytes()
+                self.begin(made)
 
     def _forget_ended(self) -> None:
-        """Take note of memory that has ended."""
         while self._ended:
-            memory = self._ended.popleft()
-            del self._known[memory.key]
-            self._owned[memory.owner] -= memory.size
-            self._now -= memory.size
+            ended = self._ended.popleft()
+            del self._known[ended.key]
+            self.end(ended)
+
+    def begin(self, storage: 'Storage') -> None:
+        """Count a storage that was made."""
+        self._now += storage.size
+        self.peak = max(self.peak, self._now)
+
+    def end(self, storage: 'Storage') -> None:
+        """Count it no more."""
+        self._now -= storage.size
 
     @contextmanager
     def watched(self) -> Iterator['LiveTensors']:
@@ -94,13 +76,14 @@ class LiveTensors:
             yield self
 
 
-class _Memory(weakref.ref):  # type: ignore[type-arg]
+class Storage(weakref.ref):  # type: ignore[type-arg]
     """A weak reference to a storage, with what has to be known at its end."""
 
     __slots__ = ('key', 'owner', 'size')
 
     key: int
     size: int
+    #: For who counts by owners.
     owner: Hashable
 
 
@@ -119,5 +102,5 @@ class _Mode(TorchDispatchMode):
 
 
 def _strided(x: Any) -> bool:
-    """Tell a tensor with a memory of its own from other values, and from sparse tensors."""
+    """Return whether it is a tensor with a memory of its own: no other value, nor sparse."""
     return isinstance(x, Tensor) and x.layout is torch.strided

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.balance.layers import SkipProfile
 from torchgpipe.balance.live import LiveTensors
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.compiled import has_compiled
@@ -24,6 +23,7 @@ from torchgpipe.engine.dependency import get_phony, join
 from torchgpipe.engine.halves import PutOff
 from torchgpipe.engine.leaves import Leaves
 from torchgpipe.engine.memory import size_of, versions
+from torchgpipe.predict.layers import SkipProfile
 from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
@@ -33,7 +33,7 @@ __all__ = ['Flow', 'Measurement']
 
 
 @dataclass
-class Memory:
+class Made:
     """The memory of what a layer gave: which layer made it, if any, and who keeps it."""
 
     maker: int | None
@@ -42,15 +42,15 @@ class Memory:
 
 
 @dataclass
-class Value:
+class Between:
     """A tensor between layers: a copy, so that a layer may change what it gets."""
 
     tensor: Tensor
     requires_grad: bool
-    memory: Memory
+    memory: Made
 
     def fresh(self) -> Tensor:
-        """Give a tensor to run a layer with: [Note: Who keeps an activation]."""
+        """Return a tensor to run a layer with: [Note: Who keeps an activation]."""
         tensor = self.tensor.clone()
         if not self.requires_grad:
             return tensor
@@ -62,12 +62,12 @@ class Flow:
 
     def __init__(self, sample: Batch, device: torch.device, size: int) -> None:
         with torch.inference_mode(False):
-            self.values = [Value(x.detach().to(device).clone(), x.requires_grad,
-                                 Memory(None, size_of(x))) for x in sample]
+            self.values = [Between(x.detach().to(device).clone(), x.requires_grad,
+                                   Made(None, size_of(x))) for x in sample]
         self.device = device
         self.size = size
         self.kind = sample.kind
-        self.stashed: dict[Key, tuple[int, Value | None]] = {}
+        self.stashed: dict[Key, tuple[int, Between | None]] = {}
         self.skips: list[SkipProfile] = []
 
 
@@ -78,7 +78,7 @@ class Measurement:
         self.flow, self.index = flow, index
         self.seconds: list[tuple[float, float]] = []
         self.halves: list[tuple[float, float]] = []
-        self.memories: list[Memory] = []
+        self.memories: list[Made] = []
 
     def start(self, module: nn.Module) -> None:
         """Take what the layers before gave."""
@@ -109,7 +109,7 @@ class Measurement:
             return Batch(call(self.module, input.value))
 
     def _results(self, output: Batch, tracker: SkipTracker) -> list[Tensor]:
-        """Give all that the layer gave: outputs, and what it stashed."""
+        """Return all that the layer gave: outputs, and what it stashed."""
         stashed = [tracker.tensors[key] for key in self.stashes]
         return [*output, *(x for x in stashed if x is not None)]
 
@@ -161,9 +161,9 @@ class Measurement:
     def watch(self) -> None:
         """Run forward; see which memory is kept, and hand on the results."""
         input, tracker = self._start()
-        given: list[tuple[Any, Value]] = [*zip(input, self.inputs), *(
+        given: list[tuple[Any, Between]] = [*zip(input, self.inputs), *(
             (tracker.tensors[key], value) for key, (_, value) in self.pops.items() if value)]
-        known = {_storage(x): value.memory for x, value in given}
+        known = {x.untyped_storage(): value.memory for x, value in given}
         before = versions([x for x, _ in given])
         with LiveTensors().watched() as live:
             output = self._forward(input, tracker)
@@ -179,15 +179,15 @@ class Measurement:
         del output, input, tracker
         self._see(graph, references, live)
 
-    def _hand_on(self, output: Batch, tracker: SkipTracker, known: dict[Any, Memory],
+    def _hand_on(self, output: Batch, tracker: SkipTracker, known: dict[Any, Made],
                  live: LiveTensors) -> None:
-        def value(x: Tensor) -> Value:
-            storage = _storage(x)
+        def value(x: Tensor) -> Between:
+            storage = x.untyped_storage()
             if storage not in known:
-                made = live.knows(x)
-                known[storage] = Memory(self.index if made else None, storage.nbytes())
+                made = live.find(x) is not None
+                known[storage] = Made(self.index if made else None, storage.nbytes())
                 self.memories += [known[storage]] if made else []
-            return Value(x.detach().clone(), x.requires_grad, known[storage])
+            return Between(x.detach().clone(), x.requires_grad, known[storage])
 
         self.flow.values = [value(x) for x in output]
         self.flow.kind = output.kind
@@ -198,7 +198,7 @@ class Measurement:
         self.flow.skips += [SkipProfile(source, self.index, size_of(skip.tensor))
                             for source, skip in self.pops.values() if skip is not None]
 
-    def _see(self, graph: list[Any], references: Iterable[tuple[Any, Memory]], live: LiveTensors
+    def _see(self, graph: list[Any], references: Iterable[tuple[Any, Made]], live: LiveTensors
              ) -> None:
         """See what is alive now that only the graph is left."""
         outside = 0
@@ -210,14 +210,10 @@ class Measurement:
         graph.clear()
 
     def activation_bytes(self) -> int:
-        """Give what this layer made and autograd keeps, once later layers have shown theirs."""
+        """Return what this layer made and autograd keeps, once later layers have shown theirs."""
         return self._inner_bytes + sum(memory.bytes for memory in self.memories if memory.kept)
 
 
 def _synchronize(device: torch.device) -> None:
     if device.type not in ('cpu', 'meta'):
         torch.accelerator.synchronize(device)
-
-
-def _storage(x: Any) -> Any:
-    return x.untyped_storage()

@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 
 from torchgpipe.aliases import Value
-from torchgpipe.balance.costs import Profile
-from torchgpipe.balance.layers import LayerProfile
 from torchgpipe.balance.measure import Flow, Measurement
+from torchgpipe.balance.profiled import Profile
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.memory import size_of
 from torchgpipe.engine.scatter import cut, fit_rule
 from torchgpipe.engine.stream import accelerator, use_device
 from torchgpipe.errors import add_note
+from torchgpipe.predict.layers import LayerProfile
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.split import Device, verify_module
 
@@ -82,7 +82,14 @@ def profile(module: nn.Sequential, sample: Value, *, device: Device | None = Non
     if resolved.type == 'meta':
         raise ValueError("nothing runs on 'meta', so there is no time to measure; there is only "
                          "balance_by_size(…, device='meta')")
-    return _profile(module, sample, resolved, timeout, batch_dim)
+    verify_module(module)
+    samples = []
+    for chunks in (1, 4):
+        batches, sizes, _ = cut(sample, chunks, fit_rule(batch_dim, sample, module))
+        samples.append((batches[0], sizes[0]))
+        if sizes[0] < SMALLEST:
+            break
+    return _measure(module, samples, resolved, timeout)
 
 
 def profile_bytes(module: nn.Sequential, sample: Batch, size: int, device: Device | None
@@ -178,18 +185,6 @@ def _check(module: nn.Sequential, sample: Batch, device: torch.device) -> None:
                              'training, or after module.zero_grad(set_to_none=True)')
 
 
-def _profile(module: nn.Sequential, sample: Value, device: torch.device,
-             timeout: float, batch_dim: Any) -> Profile:
-    verify_module(module)
-    samples = []
-    for chunks in (1, 4):
-        batches, sizes, _ = cut(sample, chunks, fit_rule(batch_dim, sample, module))
-        samples.append((batches[0], sizes[0]))
-        if sizes[0] < SMALLEST:
-            break
-    return _measure(module, samples, device, timeout)
-
-
 def _measure(module: nn.Sequential, samples: list[tuple[Batch, int]], device: torch.device,
              timeout: float | None) -> Profile:
     sample, size = samples[0]
@@ -259,7 +254,7 @@ def _result(name: str, layers: list[Measurement]) -> LayerProfile:
 
 
 def _shares(layer: Measurement, backward: float) -> tuple[float | None, float | None]:
-    """Give which parts of a backward its halves take; it is in the first one if not split."""
+    """Return which parts of a backward its halves take; it is in the first one if not split."""
     if not layer.seconds:
         return None, None
     if not (layer.halves and backward):
@@ -269,7 +264,7 @@ def _shares(layer: Measurement, backward: float) -> tuple[float | None, float | 
 
 
 def _line(layers: list[Measurement], seconds: list[float]) -> tuple[float, float]:
-    """Give the time of the whole sample, and that of none, on the line through two points."""
+    """Return the time of the whole sample, and that of none, on the line through two points."""
     if len(layers) == 1:
         return seconds[0], 0.0
     (full, quarter), (size, quarter_size) = seconds, [layer.flow.size for layer in layers]

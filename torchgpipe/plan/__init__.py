@@ -4,11 +4,10 @@
 checkpoints, schedule and virtual stages for the fastest step within the devices' memory.
 """
 from torchgpipe.plan.choice import Plan
-from torchgpipe.plan.costs import Costs, Link, StageCosts
 from torchgpipe.plan.links import measure_links
 from torchgpipe.plan.search import plan
-from torchgpipe.plan.simulate import simulate
-from torchgpipe.plan.simulation import Simulation
+from torchgpipe.predict.costs import Costs, Link, StageCosts
+from torchgpipe.predict.simulate import Simulation, simulate
 
 __all__ = ['Costs', 'Link', 'Plan', 'Simulation', 'StageCosts', 'measure_links', 'plan',
            'simulate']

@@ -4,14 +4,13 @@ from functools import cached_property, lru_cache
 from math import inf
 from typing import Any
 
-from torchgpipe.balance import SkipProfile
-from torchgpipe.balance.table import format_bytes, table
-from torchgpipe.plan.costs import Costs, Link, StageCosts
-from torchgpipe.plan.plain import one_by_one
-from torchgpipe.plan.simulate import simulate
-from torchgpipe.plan.simulation import Simulation
+from torchgpipe.predict.costs import Costs, Link, StageCosts
+from torchgpipe.predict.layers import SkipProfile
+from torchgpipe.predict.simulate import Simulation, simulate
 from torchgpipe.schedule import Schedule, make
-from torchgpipe.settings import PLAIN, Settings
+from torchgpipe.schedule.plain import PLAIN_CALL, plain_call
+from torchgpipe.settings import Settings
+from torchgpipe.text import format_bytes, table
 
 __all__ = ['Plan', 'schedule_of']
 
@@ -19,8 +18,10 @@ __all__ = ['Plan', 'schedule_of']
 @lru_cache(maxsize=64)
 def schedule_of(name: str, devices: int, m: int, virtual: int, stops: tuple[int, ...] = ()
                 ) -> Schedule:
-    """Give a schedule, with recomputations; that of the plain call is fill and drain."""
-    schedule = make('gpipe' if name == PLAIN else name, devices, m, virtual)
+    """Return a schedule, with recomputations."""
+    if name == PLAIN_CALL:
+        return plain_call(devices, m, stops)[0]
+    schedule = make(name, devices, m, virtual)
     return schedule.recomputing(stops) if any(stops) else schedule
 
 
@@ -46,13 +47,12 @@ class Plan(Settings):
     def simulation(self) -> Simulation:
         """The step as it is predicted, with each action and memory over time."""
         m, n = min(self.chunks, self.batch_size), len({*self.devices})
-        stops = tuple(stage.recomputed for stage in self.costs.stages)
-        in_one_thread = self.schedule == PLAIN and all(
-            device.partition(':')[0] == 'cpu' for device in self.devices)
-        schedule = schedule_of(self.schedule, n, m, len(self.balance) // n,
-                               () if in_one_thread else stops)
-        pairs = one_by_one(schedule) if in_one_thread else ()
-        return simulate(schedule, self.costs, pairs)
+        if self.schedule == PLAIN_CALL and all(
+                device.partition(':')[0] == 'cpu' for device in self.devices):
+            schedule, pairs = plain_call(n, m, one_thread=True)
+            return simulate(schedule, self.costs, pairs)
+        return simulate(schedule_of(self.schedule, n, m, len(self.balance) // n,
+                                    self.costs.stops), self.costs)
 
     @property
     def seconds(self) -> float:
@@ -88,12 +88,12 @@ class Plan(Settings):
                 'these schedules')
 
     def to_dict(self) -> dict[str, Any]:
-        """Give it as what JSON can hold: dictionaries, lists, strings and numbers."""
+        """Return it as what JSON can hold: dictionaries, lists, strings and numbers."""
         return {'version': 1, **_unlimited(asdict(self), inf, None)}
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> 'Plan':
-        """Take what :meth:`to_dict` gave, also after a way through JSON.
+        """Read what :meth:`to_dict` gave, also after a way through JSON.
 
         Raises:
             ValueError: It is something else.

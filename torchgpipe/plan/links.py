@@ -5,7 +5,7 @@ from statistics import median
 
 import torch
 
-from torchgpipe.plan.costs import Link
+from torchgpipe.predict.costs import Link
 from torchgpipe.split import Device
 
 __all__ = ['measure_links']

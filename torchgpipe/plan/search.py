@@ -14,7 +14,6 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
-from numbers import Real
 from typing import Any
 
 import torch
@@ -23,22 +22,20 @@ from torch import nn
 from torchgpipe.aliases import Value
 from torchgpipe.balance import Profile, profile
 from torchgpipe.balance.blockpartition import check_partitions
-from torchgpipe.balance.costs import MemoryLimit
-from torchgpipe.balance.step import StepCost
-from torchgpipe.balance.table import format_bytes
+from torchgpipe.balance.profiled import fastest
 from torchgpipe.engine.worker import device_key
 from torchgpipe.plan.choice import Plan, schedule_of
-from torchgpipe.plan.costs import Costs, Link, Links
 from torchgpipe.plan.fit import Limits, excess, fit, neighbours
 from torchgpipe.plan.links import measure_links
+from torchgpipe.predict.blocks import MemoryLimit, memory_limits
+from torchgpipe.predict.costs import Costs, Link, Links
 from torchgpipe.schedule import NAMES
-from torchgpipe.settings import PLAIN
+from torchgpipe.schedule.generators import stages_per_device
+from torchgpipe.schedule.plain import PLAIN_CALL
 from torchgpipe.split import Device
+from torchgpipe.text import format_bytes
 
 __all__ = ['plan']
-
-#: How many stages a device has in a schedule for several, at least and at most.
-SEVERAL = {'interleaved': (2, 1000), 'looped-bfs': (2, 1000), 'zb-v': (2, 2)}
 
 #: How many chunks are tried at most: so many, or so many for each device.
 MOST_CHUNKS, MOST_CHUNKS_PER_DEVICE = 64, 8
@@ -49,7 +46,7 @@ TRIES = 100
 
 def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequence[Device],
          batch: int | None = None, memory_limit: MemoryLimit = None, param_scale: float = 2.0,
-         schedules: Iterable[str] = (PLAIN, *NAMES), chunks: Iterable[int] | None = None,
+         schedules: Iterable[str] = (PLAIN_CALL, *NAMES), chunks: Iterable[int] | None = None,
          checkpoints: Iterable[str] = ('never', 'except_last', 'always'), virtual: int = 2,
          links: Links | None = None, timeout: float = 1.0, batch_dim: Any = 0) -> Plan:
     """Find the fastest way to train a model on several devices, within their memory.
@@ -92,26 +89,28 @@ def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequ
             limits of memory; then it says by how much.
     """
     names = _names(devices)
+    home = 'cpu' if names[0].startswith('cpu') else names[0]
     costs = module if isinstance(module, Profile) else profile(
-        module, sample, device=_home(names[0]), timeout=timeout, batch_dim=batch_dim)
+        module, sample, device=home, timeout=timeout, batch_dim=batch_dim)
     costs = costs if batch is None else costs.scaled(_positive(batch, 'batch'))
     check_partitions(costs.layers, len(names))
     if links is None:
         links = Link() if isinstance(module, Profile) else measure_links(names)
-    search = _Search(costs, names, _limits(memory_limit, len(names)), param_scale, links)
+    limits = memory_limits(memory_limit, len(names), 'devices')
+    search = _Search(costs, names, limits, param_scale, links)
     search.check_parameters()
     counts = _chunks(len(names), costs.batch_size) if chunks is None else sorted({
         min(_positive(each, 'chunks'), costs.batch_size) for each in chunks})
     for name in (schedules := [*schedules]):
-        if name != PLAIN and name not in NAMES:
-            raise ValueError(f'there is no schedule {name!r}; there are {PLAIN}, '
+        if name != PLAIN_CALL and name not in NAMES:
+            raise ValueError(f'there is no schedule {name!r}; there are {PLAIN_CALL}, '
                              f'{", ".join(NAMES)}')
     found = [each for name in schedules
              if (each := search.best(name, counts, [*checkpoints], virtual))]
     if not found:
         found = [each] if (each := search.nearby()) else []
     if not found:
-        raise search.why_not()
+        raise search.error()
     best, *others = sorted(found, key=lambda each: (
         _about(each.seconds), max(each.bytes.values())))
     return replace(best, runners_up=tuple(others))
@@ -139,8 +138,8 @@ class _Search:
         """Raise if not even what is there all the time has room."""
         if None in self._limits:
             return
-        step = StepCost(self._profile.layers, (), 0, 1, 1, self._param_scale, 'never')
-        size, room = step.resident[-1], sum(limit or 0 for limit in self._limits)
+        size = self._profile.blocks(1, self._param_scale).resident[-1]
+        room = sum(limit or 0 for limit in self._limits)
         if size > room:
             raise ValueError(
                 f'no plan keeps the memory limit: parameters, gradients, the optimizer\'s state '
@@ -150,7 +149,7 @@ class _Search:
 
     def best(self, name: str, chunks: Sequence[int], checkpoints: Sequence[str], virtual: int
              ) -> Plan | None:
-        """Give the fastest plan of a schedule that keeps the limits, if there is one."""
+        """Return the fastest plan of a schedule that keeps the limits, if there is one."""
         number = count()  # Of two that are equally fast, the first one comes first.
         heap = [(_about(each.seconds), next(number), each)
                 for each in self._each(name, chunks, checkpoints, virtual)]
@@ -167,14 +166,13 @@ class _Search:
     def _each(self, name: str, chunks: Sequence[int], checkpoints: Sequence[str], virtual: int
               ) -> Iterator[Plan]:
         """Yield all ways of a schedule, with stages that are equally fast."""
-        least, most = SEVERAL.get(name, (1, 1))
-        if least > 1 and len(self._devices) == 1:
-            return
-        for v in range(least, min(most, virtual) + 1):
+        n, (_, most) = len(self._devices), stages_per_device(name)
+        least = min(2, most)  # One of several would be another schedule.
+        for v in range(least, min(most, virtual) + 1) if n > 1 or least == 1 else ():
             for checkpoint in checkpoints:
                 for m in chunks:
                     try:
-                        balance = self._even(v * len(self._devices), m, checkpoint)
+                        balance = self._even(v * n, m, checkpoint)
                     except ValueError as error:  # too few layers
                         self._error = error
                         continue
@@ -183,15 +181,15 @@ class _Search:
     def _even(self, stages: int, m: int, checkpoint: str) -> list[int]:
         key = stages, m, checkpoint
         if key not in self._balances:
-            self._balances[key] = list(self._profile.balance(
-                stages, chunks=m, checkpoint=checkpoint, param_scale=self._param_scale))
+            self._balances[key] = fastest(
+                self._profile, self._profile.blocks(m, self._param_scale), stages, checkpoint)
         return self._balances[key]
 
     def _plan(self, name: str, balance: Sequence[int], m: int, checkpoint: str) -> Plan:
         costs = Costs.of(self._profile, balance, m, checkpoint, param_scale=self._param_scale,
                          links=self._links)
         n = len(self._devices)
-        if name == PLAIN:
+        if name == PLAIN_CALL:
             # The gradient of the whole output is there before backward.
             *others, last = costs.stages
             last = replace(last, resident_bytes=last.resident_bytes + m * last.output_bytes)
@@ -210,24 +208,18 @@ class _Search:
         return above == 0
 
     def _missing(self, plan: Plan) -> list[float]:
-        """Give by how much each device is above its limit."""
+        """Return by how much each device is above its limit."""
         return excess([*plan.bytes.values()], self._limits)
 
     def _fitted(self, plan: Plan) -> Plan | None:
-        """Give a plan like one that does not fit, with another balance."""
-        m, n = plan.chunks, len(self._devices)
-        step = StepCost(self._profile.layers, self._profile.skips, self._profile.input_bytes,
-                        len(plan.balance), m, self._param_scale, plan.checkpoint)
-        made: list[Plan] = []
+        """Return a plan like one that does not fit, with another balance."""
+        def planned(balance: list[int]) -> Plan:
+            found = self._plan(plan.schedule, balance, plan.chunks, plan.checkpoint)
+            self._fits(found)
+            return found
 
-        def simulated(balance: list[int]) -> Sequence[float]:
-            made.append(self._plan(plan.schedule, balance, m, plan.checkpoint))
-            self._fits(made[-1])
-            return [*made[-1].bytes.values()]
-
-        schedule = schedule_of(plan.schedule, n, m, len(plan.balance) // n)
-        found = fit(self._profile, step, schedule, plan.checkpoint, self._limits, simulated)
-        return None if found is None else made[-1]
+        return fit(plan, self._profile.blocks(plan.chunks, self._param_scale),
+                   self._profile.edges(), self._limits, planned)
 
     def nearby(self) -> Plan | None:
         """Look for a plan that fits near those that came closest, layer by layer."""
@@ -249,8 +241,8 @@ class _Search:
                         break
         return None
 
-    def why_not(self) -> ValueError:
-        """Say why there is no plan, and how much is missing."""
+    def error(self) -> ValueError:
+        """Return why there is no plan, and how much is missing."""
         if not self._closest:
             return self._error
         missing, plan = min(self._closest.values(), key=lambda each: each[0])
@@ -292,23 +284,7 @@ def _names(devices: Sequence[Device]) -> list[str]:
     return names
 
 
-def _home(name: str) -> Device:
-    return 'cpu' if name.startswith('cpu') else name
-
-
 def _positive(number: Any, what: str) -> int:
     if isinstance(number, bool) or not hasattr(number, '__index__') or number < 1:
         raise ValueError(f'{what} must be a positive integer, but is {number!r}')
     return int(number.__index__())
-
-
-def _limits(limit: MemoryLimit, devices: int) -> Limits:
-    limits: list[Any] = [*limit] if isinstance(limit, (list, tuple)) else [limit] * devices
-    if len(limits) != devices:
-        raise ValueError(f'memory_limit has {len(limits)} entries for {devices} devices; give one '
-                         'number for all, or one for each')
-    for each in limits:
-        if each is not None and not (isinstance(each, Real) and float(each) >= 0):
-            raise ValueError('memory_limit must be a number of bytes, zero or more, but is '
-                             f'{each!r}')
-    return limits

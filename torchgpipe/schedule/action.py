@@ -1,8 +1,8 @@
-"""An action: what a device does at a time, in one stage, for one micro-batch."""
+"""An action: what a device does at a time, in one stage, for one micro-batch; and its time."""
 import re
 from typing import NamedTuple
 
-__all__ = ['Action', 'KINDS']
+__all__ = ['Action', 'KINDS', 'Timed']
 
 #: The kinds of actions. A whole backward is ``B``; or it comes in two halves, ``I`` and ``W``.
 KINDS = {
@@ -41,3 +41,20 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f'{self.stage}{self.kind}{self.micro_batch}'
+
+
+class Timed(NamedTuple):
+    """An action, and when it ran: as a simulation predicts it, or as a recorder measured it.
+
+    >>> timed = Timed(0, Action(0, 'F', 1), 0.25, 0.75)
+    >>> str(timed.action), timed.end - timed.start
+    ('0F1', 0.5)
+    """
+
+    #: Whose it is: a row of the schedule, a lane of a timeline.
+    device: int
+    action: Action
+    #: In seconds, from the start of the step.
+    start: float
+    #: In seconds, from the start of the step.
+    end: float

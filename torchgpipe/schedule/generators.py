@@ -1,15 +1,16 @@
 """The schedules of the literature, each from its paper, for any number of micro-batches.
 
-They differ in how many micro-batches are under way on a device (its *warm-up*, and so its memory),
+They differ in how many micro-batches are in flight on a device (its *warm-up*, and so its memory),
 in how many stages it has, and in whether backward comes in two halves.
 """
+import sys
 from collections import Counter
 from collections.abc import Callable
 
 from torchgpipe.schedule.action import Action
 from torchgpipe.schedule.schedule import Schedule
 
-__all__ = ['NAMES', 'make']
+__all__ = ['NAMES', 'make', 'stages_per_device']
 
 Rows = list[list[Action]]
 
@@ -35,14 +36,23 @@ def make(name: str, devices: int, micro_batches: int, virtual: int | None = None
     for what, number in (('devices', devices), ('micro_batches', micro_batches)):
         if number < 1:
             raise ValueError(f'{what} must be a positive integer, but is {number}')
-    several = name in ('interleaved', 'looped-bfs', 'zb-v')
-    v = (2 if several else 1) if virtual is None else virtual
-    if v < 1 or (v != 1 and not several) or (v != 2 and name == 'zb-v'):
-        takes = 'two stages' if name == 'zb-v' else (
-            'any number of stages' if several else 'one stage')
+    least, most = stages_per_device(name)
+    v = min(2, most) if virtual is None else virtual
+    if not least <= v <= most:
+        takes = {1: 'one stage', 2: 'two stages'}.get(most, 'any number of stages')
         raise ValueError(f'{name!r} has {takes} per device, but virtual is {virtual}')
     rows = NAMES[name](devices, micro_batches, v)
     return Schedule(tuple(map(tuple, rows)))
+
+
+def stages_per_device(name: str) -> tuple[int, int]:
+    """Return how many stages a device can have in a schedule, at least and at most.
+
+    >>> stages_per_device('1f1b'), stages_per_device('zb-v')
+    ((1, 1), (2, 2))
+    """
+    return {'interleaved': (1, sys.maxsize), 'looped-bfs': (1, sys.maxsize),
+            'zb-v': (2, 2)}.get(name, (1, 1))
 
 
 def _gpipe(n: int, m: int, v: int) -> Rows:
@@ -53,7 +63,7 @@ def _gpipe(n: int, m: int, v: int) -> Rows:
 
 def _1f1b(n: int, m: int, v: int) -> Rows:
     """One forward, one backward: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN
-    Training" (2021), there PipeDream-Flush. At most ``n - s`` micro-batches are under way.
+    Training" (2021), there PipeDream-Flush. At most ``n - s`` micro-batches are in flight.
     """
     return [_alternate(s, m, warm_up=n - s) for s in range(n)]
 
@@ -71,7 +81,7 @@ def _zb_h2(n: int, m: int, v: int) -> Rows:
 
 
 def _alternate(stage: int, m: int, warm_up: int, delay: int | None = None) -> list[Action]:
-    """Give the actions of one stage: a warm-up, then one backward and one forward in turn.
+    """Return the actions of one stage: a warm-up, then one backward and one forward in turn.
 
     Args:
         stage: The stage.
@@ -135,7 +145,7 @@ def _zb_v(n: int, m: int, v: int) -> Rows:
 
 
 def _there_and_back(d: int, n: int, m: int) -> list[Action]:
-    """Give the actions of device ``d``: there stage ``a``, back stage ``b``."""
+    """Return the actions of device ``d``: there stage ``a``, back stage ``b``."""
     a, b = d, 2 * n - 1 - d
     row: list[Action] = []
     count: Counter[tuple[int, str]] = Counter()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torchgpipe.schedule.action import Action
 
-__all__ = ['Grid', 'Schedule', 'WAITS', 'steps', 'waits_for']
+__all__ = ['Grid', 'Schedule', 'WAITS', 'in_flight', 'steps', 'waits_for']
 
 #: What stands in a grid: an action that starts in a step, or nothing.
 Grid = list[list[Action | None]]
@@ -86,7 +86,7 @@ class Schedule:
         return ''.join(','.join(map(str, row)) + '\n' for row in self.rows)
 
     def recomputing(self, stops: Sequence[int]) -> 'Schedule':
-        """Give the same with recomputations, each right before the backward that needs it.
+        """Return the same with recomputations, each right before the backward that needs it.
 
         There it starts while the gradient is on its way, and no activations are there any sooner
         than on a device that had been waiting for it. What is there already stays.
@@ -192,7 +192,7 @@ class Schedule:
 
 
 def waits_for(action: Action, actions: Collection[Action]) -> list[Action]:
-    """Give what an action waits for, of all that there are.
+    """Return what an action waits for, of all that there are.
 
     >>> waits_for(Action(0, 'B', 3), {Action.parse(x) for x in ('0F3', '1I3', '0B3', '1F3')})
     [Action(stage=0, kind='F', micro_batch=3), Action(stage=1, kind='I', micro_batch=3)]
@@ -229,6 +229,26 @@ def steps(rows: Sequence[Sequence[Action]], pairs: Iterable[tuple[Action, Action
             if action:
                 done.add(queue.pop())
     return grid, []
+
+
+def in_flight(schedule: Schedule, start: str = 'F') -> dict[int, int]:
+    """Return for each stage the most micro-batches that are in flight at a time.
+
+    >>> in_flight(Schedule.parse('0F0,0F1,0B0,0F2,0B1,0B2\\n1F0,1B0,1F1,1B1,1F2,1B2'))
+    {0: 2, 1: 1}
+
+    Args:
+        schedule: The schedule.
+        start: The kinds of actions from which on they count, to ``B`` or ``W``.
+    """
+    now: dict[int, int] = {}
+    most: dict[int, int] = {}
+    for row in schedule.rows:
+        for stage, kind, _ in row:
+            now[stage] = now.get(stage, 0) + (kind in start)
+            most[stage] = max(most.get(stage, 0), now[stage])
+            now[stage] -= kind in 'BW'
+    return most
 
 
 def _draw(grid: Sequence[Sequence[Action | None]], marked: Collection[Action] = ()) -> str:

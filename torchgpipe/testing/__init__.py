@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.balance.table import table
 from torchgpipe.distance import arbitrary_loss
 from torchgpipe.errors import add_note
 from torchgpipe.split import parse_balance
-from torchgpipe.testing.comparison import Comparison, Difference, compare
 from torchgpipe.testing.culprits import quiet
+from torchgpipe.testing.differences import Comparison, Difference, compare
 from torchgpipe.testing.reasons import ways_out, why_of_micro_batches, why_of_the_pipeline
 from torchgpipe.testing.training import KINDS, InParts, Setup, Whole, Wrapped
+from torchgpipe.text import table
 
 __all__ = ['Comparison', 'Difference', 'Parity', 'check_parity']
 
@@ -178,7 +178,7 @@ def _check(setup: Setup, steps: int, tolerance: float) -> Parity:
 
 
 def _draws_in_any_order(setup: Setup) -> bool:
-    """Tell whether partitions on one accelerator draw in an order that depends on the others."""
+    """Return whether partitions on one accelerator draw in an order that depends on the others."""
     places = [setup.place(j) for j in range(len(setup.balance))]
     accelerators = [place for place in places if place.type != 'cpu']
     return len(set(places)) > 1 and len(set(accelerators)) < len(accelerators)

@@ -1,28 +1,100 @@
 """Find the first module that gives other outputs than it should, or other gradients."""
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchgpipe.distance import close
 from torchgpipe.engine.scatter import cut
 from torchgpipe.private import BatchNorm
-from torchgpipe.testing.calls import Call, Calls
-from torchgpipe.testing.comparison import Difference
+from torchgpipe.structure import leaves_of
+from torchgpipe.testing.differences import Difference
 from torchgpipe.testing.training import InParts, Setup, Whole, Wrapped
 
-__all__ = ['culprit', 'quiet', 'trace', 'where_in_backward', 'where_in_the_pipeline']
+__all__ = ['calls_of', 'culprit', 'quiet', 'where_in_backward', 'where_in_the_pipeline']
 
 
-def trace(form: Callable[[Setup], Whole], setup: Setup, step: int = 0) -> list[Call]:
-    """Give the calls of modules in the forward pass of a step, the first of which is 0."""
+@dataclass
+class Call:
+    """A call of a module.
+
+    Attributes:
+        name: The module's name in the model.
+        module: The module.
+        inputs: Copies of the tensors among its arguments.
+        outputs: Copies of the tensors that it gave.
+        drew: Whether it drew random numbers, and not by way of a module within it.
+        changed: Whether it changed an input in place.
+    """
+
+    name: str
+    module: nn.Module
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor] = ()
+    drew: bool = False
+    changed: bool = False
+    states: Sequence[Tensor] = field(default=(), repr=False)
+    inner_drew: bool = False
+
+
+def calls_of(model: nn.Module, device: torch.device) -> list[Call]:
+    """Return a list to which each call of the modules in a model is added when it ends.
+
+    Args:
+        model: The model. Each call of a module ends in the thread in which it began.
+        device: Where, beside the CPU, it may draw random numbers.
+    """
+    found: list[Call] = []
+    begun: dict[int, list[Call]] = defaultdict(list)  # by thread
+    names = {module: name for name, module in model.named_modules() if name}
+
+    def states() -> list[Tensor]:
+        there = [] if device.type == 'cpu' else [
+            torch.get_device_module(device).get_rng_state(device)]
+        return [torch.get_rng_state(), *there]
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        begun[threading.get_ident()].append(Call(
+            names[module], module, _copies((args, kwargs)), states=states()))
+
+    def end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        outer = begun[threading.get_ident()]
+        call = outer.pop()
+        call.outputs = _copies(output)
+        call.changed = not _equal(call.inputs, _copies((args, kwargs)))
+        drew = not _equal(call.states, states())
+        call.drew = drew and not call.inner_drew
+        if drew and outer:
+            outer[-1].inner_drew = True
+        found.append(call)
+
+    for module in names:
+        module.register_forward_pre_hook(begin, with_kwargs=True)
+        module.register_forward_hook(end, with_kwargs=True)
+    return found
+
+
+def _copies(value: Any) -> list[Tensor]:
+    return [leaf.value.detach().clone() for leaf in leaves_of(value)
+            if isinstance(leaf.value, Tensor)]
+
+
+def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(some, others))
+
+
+def _trace(form: Callable[[Setup], Whole], setup: Setup, step: int = 0) -> list[Call]:
+    """Return the calls of modules in the forward pass of a step, the first of which is 0."""
     trained = form(setup)
     for before in range(step):
         trained.step(before)
-    calls = Calls(trained.model, setup.place(0))
+    calls = calls_of(trained.model, setup.place(0))
     trained.forward(step)
-    return calls.list
+    return calls
 
 
 def quiet(setup: Setup) -> tuple[Setup, list[str]]:
@@ -32,29 +104,30 @@ def quiet(setup: Setup) -> tuple[Setup, list[str]]:
         The setup with these, and the names of modules that draw even so.
     """
     while True:
-        names = {call.name for call in trace(Whole, setup) if call.drew}
+        names = {call.name for call in _trace(Whole, setup) if call.drew}
         if names <= setup.quiet:
             return setup, sorted(names)
         setup = replace(setup, quiet=setup.quiet | names)
 
 
 def culprit(setup: Setup, step: int) -> list[str]:
-    """Say which module is the first that gives other outputs for the same inputs, and why."""
+    """Return which module is the first that gives other outputs for the same inputs, and why."""
     sizes = cut(setup.input(), int(setup.options['chunks']), setup.options.get('batch_dim', 0))[1]
-    for call, outputs in _wrong(trace(Whole, setup, step), trace(InParts, setup, step), sizes):
+    calls = _trace(Whole, setup, step), _trace(InParts, setup, step)
+    for call, outputs in _wrong(*calls, sizes):
         return [f'{_first(call)}: {_why(call, outputs)}']
     return []
 
 
 def where_in_the_pipeline(setup: Setup, differences: Sequence[Difference], step: int) -> str:
-    """Say which module is the first that gives something else in the pipeline, as a sentence."""
-    for call, _ in _wrong(trace(InParts, setup, step), trace(Wrapped, setup, step), [1]):
+    """Return which module is the first to give something else in the pipeline, as a sentence."""
+    for call, _ in _wrong(_trace(InParts, setup, step), _trace(Wrapped, setup, step), [1]):
         return f'. {_first(call)}'
     return where_in_backward(setup, differences)
 
 
 def where_in_backward(setup: Setup, differences: Sequence[Difference]) -> str:
-    """Say which parameter is the first that backward gives another gradient, as a sentence."""
+    """Return which parameter is the first that backward gives another gradient, as a sentence."""
     wrong = {each.name for each in differences if each.kind == 'gradients'}
     names = [name for name, _ in setup.module.named_parameters() if name in wrong]
     return f". Backward is right until it comes to '{names[-1]}'" if names else ''
@@ -66,7 +139,7 @@ def _first(call: Call) -> str:
 
 def _wrong(whole: Sequence[Call], parts: Sequence[Call], sizes: Sequence[int]
            ) -> Iterator[tuple[Call, '_Joined']]:
-    """Give the calls that gave other outputs for the same inputs."""
+    """Return the calls that gave other outputs for the same inputs."""
     for call, calls in _pairs(whole, parts, len(sizes)):
         inputs = _Joined(call.inputs, [each.inputs for each in calls], sizes)
         outputs = _Joined(call.outputs, [each.outputs for each in calls], sizes)
@@ -76,7 +149,7 @@ def _wrong(whole: Sequence[Call], parts: Sequence[Call], sizes: Sequence[int]
 
 def _pairs(whole: Sequence[Call], parts: Sequence[Call], m: int
            ) -> Iterator[tuple[Call, list[Call]]]:
-    """Give each call, with the m calls that should make the same."""
+    """Return each call, with the m calls that should make the same."""
     number: dict[str, int] = {}
     for call in whole:
         k = number[call.name] = number.get(call.name, -1) + 1
@@ -103,16 +176,17 @@ class _Joined:
             return True
         if not _alike(x, xs):
             return False
-        means = [part * weight for part, weight in zip(xs, self._weights)]
-        return all(close(part, x) for part in xs) or close(_sum(xs), x) or close(_sum(means), x)
+        parts = torch.stack(list(xs))
+        mean = torch.stack([part * weight for part, weight in zip(xs, self._weights)]).sum(0)
+        return all(close(part, x) for part in xs) or close(parts.sum(0), x) or close(mean, x)
 
     def first_is_right(self) -> bool:
-        """Tell whether the first micro-batch has what it should have, unlike others."""
+        """Return whether the first micro-batch has what it should have, unlike others."""
         return all(any(close(xs[0], x.narrow(dim, 0, xs[0].shape[dim])) for dim in _dims(x, xs))
                    for x, xs in self.apart)
 
     def without_batch(self) -> bool:
-        """Tell whether what is not the same has no dimension of samples."""
+        """Return whether what is not the same has no dimension of samples."""
         return all(_alike(x, xs) for x, xs in self.apart)
 
 
@@ -120,19 +194,15 @@ def _alike(x: Tensor, xs: Sequence[Tensor]) -> bool:
     return all(part.shape == x.shape for part in xs)
 
 
-def _sum(xs: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(xs)).sum(0)
-
-
 def _dims(x: Tensor, xs: Sequence[Tensor]) -> list[int]:
-    """Give the dimensions along which tensors, side by side, have some shape."""
+    """Return the dimensions along which tensors, side by side, have some shape."""
     return [dim for dim in range(x.dim()) if all(
         y.dim() == x.dim() and y.transpose(0, dim)[0].shape == x.transpose(0, dim)[0].shape
         for y in xs) and sum(y.shape[dim] for y in xs) == x.shape[dim]]
 
 
 def _why(call: Call, outputs: _Joined) -> str:
-    """Say what a module does that makes it differ."""
+    """Return what a module does that makes it differ."""
     if call.changed:
         return ('it changes its input in place, and so for each micro-batch what all of them '
                 'share, or what another one reads. Let it not work in place')

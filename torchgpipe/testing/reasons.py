@@ -2,13 +2,13 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from torchgpipe.structure import Arguments, Path, leaves_of, path_name
-from torchgpipe.testing.comparison import Difference, compare
 from torchgpipe.testing.culprits import culprit, where_in_backward, where_in_the_pipeline
+from torchgpipe.testing.differences import Difference, compare
 from torchgpipe.testing.training import InParts, Setup, Whole, Wrapped
 
 __all__ = ['ways_out', 'why_of_micro_batches', 'why_of_the_pipeline']
@@ -19,50 +19,40 @@ Form = Callable[[Setup], Whole]
 Remedy = tuple[dict[str, Any], str]
 
 
-class Experiments:
-    """Experiments with a model that differs.
+class Forms(NamedTuple):
+    """A form of a model with the right numbers, another one, and how many steps they are run."""
 
-    Args:
-        setup: What is trained.
-        expected: The form with the right numbers.
-        actual: The form with others.
-        steps: How many steps it takes to see that.
-    """
+    setup: Setup
+    expected: Form
+    actual: Form
+    steps: int
 
-    def __init__(self, setup: Setup, expected: Form, actual: Form, steps: int) -> None:
-        self._setup = setup
-        self._expected = expected
-        self._actual = actual
-        self._steps = steps
-
-    def _equal(self, actual: Form, options: dict[str, Any]) -> bool:
-        """Tell whether a form, with other options, has the right numbers."""
-        other = replace(self._setup, options={**self._setup.options, **options})
+    def agree(self, actual: Form, options: dict[str, Any]) -> bool:
+        """Return whether a form, with other options, has the right numbers."""
+        other = replace(self.setup, options={**self.setup.options, **options})
         try:
-            found = compare(self._expected(self._setup), actual(other), self._steps,
-                            self._setup.rounding)
+            return not compare(self.expected(self.setup), actual(other), self.steps,
+                               self.setup.rounding).differences
         except Exception:  # With these options it does not run at all.
             return False
-        return not found.differences
 
     def repeat(self) -> list[str]:
-        """Say whether the unwrapped model has other numbers each time."""
-        return [] if self._equal(self._expected, {}) else [
+        """Return that the unwrapped model has other numbers each time, if it has."""
+        return [] if self.agree(self.expected, {}) else [
             'the unwrapped model has other numbers each time that it runs from the same state and '
             'seed: it draws from something that torch.manual_seed does not set, or keeps '
             'something outside of itself. Nothing can be said until it repeats itself']
 
     def try_all(self, remedies: Iterator[Remedy]) -> list[str]:
-        """Say with which options the numbers would be right."""
-        return next(([text] for options, text in remedies if self._equal(self._actual, options)),
-                    [])
+        """Return with which options the numbers would be right, if with any."""
+        return next(([text] for options, text in remedies if self.agree(self.actual, options)), [])
 
 
 def why_of_micro_batches(setup: Setup, differences: Sequence[Difference]) -> list[str]:
-    """Say why the layers have other numbers on micro-batches than on the mini-batch."""
+    """Return why the layers have other numbers on micro-batches than on the mini-batch."""
     steps, first = _first_of(differences)
-    experiments = Experiments(setup, Whole, InParts, steps)
-    return (experiments.repeat() or experiments.try_all(_other_dimensions(setup))
+    forms = Forms(setup, Whole, InParts, steps)
+    return (forms.repeat() or forms.try_all(_other_dimensions(setup))
             or culprit(setup, steps - 1) or _buffers(first)
             or ['every module gives the same on micro-batches, but something in backward does '
                 'not: a hook or an autograd function whose gradient is not a sum over samples'
@@ -70,12 +60,12 @@ def why_of_micro_batches(setup: Setup, differences: Sequence[Difference]) -> lis
 
 
 def why_of_the_pipeline(setup: Setup, differences: Sequence[Difference]) -> list[str]:
-    """Say why the pipeline has other numbers than the layers on the same micro-batches."""
+    """Return why the pipeline has other numbers than the layers on the same micro-batches."""
     steps, first = _first_of(differences)
-    experiments = Experiments(setup, InParts, Wrapped, steps)
-    if repeat := experiments.repeat():
+    forms = Forms(setup, InParts, Wrapped, steps)
+    if repeat := forms.repeat():
         return repeat
-    reason, = experiments.try_all(_less_machinery(setup)) or [
+    reason, = forms.try_all(_less_machinery(setup)) or [
         "it is neither recomputation nor threads: with checkpoint='never' on one device the "
         'numbers are no better. Perhaps a layer changes something through tensor.data, or asks '
         'whether it is in a pipeline']
@@ -83,21 +73,18 @@ def why_of_the_pipeline(setup: Setup, differences: Sequence[Difference]) -> list
 
 
 def _first_of(differences: Sequence[Difference]) -> tuple[int, list[Difference]]:
-    """Give the first step with differences, and these."""
+    """Return the first step with differences, and these."""
     steps = min(difference.step for difference in differences)
     return steps, [difference for difference in differences if difference.step == steps]
 
 
 def ways_out(setup: Setup, steps: int) -> list[str]:
-    """Say with which options a model that raises would not, and would have the right numbers."""
-    simpler = ((options, f'with {_arguments(options)} it does not raise and the numbers are right')
+    """Return with which options a model that raises would not, and have the right numbers."""
+    simpler = ((options, 'with ' + ', '.join(f'{name}={x!r}' for name, x in options.items())
+                + ' it does not raise and the numbers are right')
                for options, _ in _less_machinery(setup))
-    return (Experiments(setup, Whole, InParts, steps).try_all(_other_dimensions(setup))
-            or Experiments(setup, InParts, Wrapped, steps).try_all(simpler))
-
-
-def _arguments(options: dict[str, Any]) -> str:
-    return ', '.join(f'{name}={value!r}' for name, value in options.items())
+    return (Forms(setup, Whole, InParts, steps).try_all(_other_dimensions(setup))
+            or Forms(setup, InParts, Wrapped, steps).try_all(simpler))
 
 
 def _other_dimensions(setup: Setup) -> Iterator[Remedy]:
@@ -132,7 +119,7 @@ def _shared(paths: Sequence[Path], several: bool) -> Iterator[Remedy]:
 
 
 def _rule(paths: Sequence[Path]) -> dict[Any, Any]:
-    """Give the rule that is ``None`` for some paths."""
+    """Return the rule that is ``None`` for some paths."""
     rule: dict[Any, Any] = {}
     for path in paths:
         inner = rule
@@ -158,7 +145,7 @@ def _less_machinery(setup: Setup) -> Iterator[Remedy]:
 
 
 def _buffers(differences: Sequence[Difference]) -> list[str]:
-    """Say which buffers move with each micro-batch."""
+    """Return which buffers move with each micro-batch."""
     names = [each.name for each in differences if each.kind == 'buffers']
     if not names:
         return []

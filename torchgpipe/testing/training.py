@@ -95,7 +95,7 @@ class Setup:
         return max(map(default_tolerance, types or {torch.get_default_dtype()}))
 
     def place(self, j: int) -> torch.device:
-        """Give the device of a partition, for tensors: all CPU devices are one."""
+        """Return the device of a partition, for tensors: all CPU devices are one."""
         device = torch.device(self.options['devices'][j])
         return torch.device('cpu') if device.type == 'cpu' else device
 
@@ -219,14 +219,14 @@ class _Carrier(SkipTracker):
         self.shared = shared
 
     def carry(self, x: Tensor) -> Tensor:
-        """Give a tensor on the present device."""
+        """Return a tensor on the present device."""
         y = x.to(self.device)
         if y is not x and is_among(x, self.shared):
             self.shared.append(y)
         return y
 
     def load(self, batch: Batch, ns: Namespace | None, name: str) -> Tensor | None:
-        """Give a skip tensor and let go of it."""
+        """Return a skip tensor, and let go of it."""
         tensor = super().load(batch, ns, name)
         return None if tensor is None else self.carry(tensor)
 
@@ -246,7 +246,7 @@ class Wrapped(Whole):
 
 
 def _tensors(kind: str, name: str, value: Any) -> dict[tuple[str, str], Tensor]:
-    """Give the tensors of a value by their paths."""
+    """Return the tensors of a value by their paths."""
     return {(kind, name + path_name(leaf.path)): leaf.value for leaf in leaves_of(value)
             if isinstance(leaf.value, Tensor)}
 

@@ -2,9 +2,8 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from torchgpipe.schedule.action import Action
-from torchgpipe.schedule.timed import Timed
-from torchgpipe.timeline.text import duration
+from torchgpipe.schedule.action import Action, Timed
+from torchgpipe.text import duration
 
 __all__ = ['Copied', 'Lanes']
 
@@ -70,16 +69,16 @@ class Lanes:
         return 1 - self.utilisation
 
     def label(self, action: Action) -> str:
-        """Give the short form of an action: ``F3``; ``2F3`` where a lane has several stages."""
+        """Return the short form of an action: ``F3``; ``2F3`` where a lane has several stages."""
         return str(action) if self._names_stages else f'{action.kind}{action.micro_batch}'
 
     def summary(self) -> str:
-        """Give the numbers in a line."""
+        """Return the numbers in a line."""
         return f'{duration(self.seconds)}, bubble {100 * self.bubble:.1f} %'
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:
-    """Give the time that is in any of some spans, which are sorted by their starts."""
+    """Return the time that is in any of some spans, which are sorted by their starts."""
     total, until = 0., float('-inf')
     for start, end in spans:
         total += max(0., end - max(start, until))

@@ -3,8 +3,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torchgpipe.text import duration
 from torchgpipe.timeline.lanes import Lanes
-from torchgpipe.timeline.text import duration
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -29,12 +29,10 @@ from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.stream import (AbstractStream, CPUStream, current_stream, get_device,
                                       is_cuda, memory_key)
 from torchgpipe.gpipe import GPipe
-from torchgpipe.private import at_end_of_backward, backward_pass
-from torchgpipe.schedule.action import Action
-from torchgpipe.schedule.timed import Timed
-from torchgpipe.timeline.graph import last_nodes, nodes_between, producers
+from torchgpipe.schedule.action import Action, Timed
 from torchgpipe.timeline.lanes import Copied
-from torchgpipe.timeline.stamp import Stamp, seconds, stamp, synchronize
+from torchgpipe.timeline.marks import (CellBackward, Mark, Stamp, Turns, last_nodes, nodes_between,
+                                       producers, seconds, stamp, synchronize)
 from torchgpipe.timeline.timeline import Timeline
 
 __all__ = ['record']
@@ -66,7 +64,7 @@ def record(model: GPipe) -> Iterator[Timeline]:
         RuntimeError: The model is being recorded already.
     """
     engine = model._running_engine()
-    recorder = _Recorder(engine)
+    recorder = _Observer(engine)
     timeline = Timeline((), recorder.devices)
     try:
         with engine.observed(recorder):
@@ -77,84 +75,18 @@ def record(model: GPipe) -> Iterator[Timeline]:
     timeline.fill(*recorder.finish())
 
 
-class _Mark(NamedTuple):
-    """An action between two points in time."""
-
-    action: Action
-    start: Stamp
-    end: Stamp
-
-
-class _Backward:
-    """The backward of a cell in the making: when its nodes run on an accelerator, or in a step."""
-
-    def __init__(self, i: int, j: int, stream: AbstractStream) -> None:
-        self.action = Action(j, 'B', i)
-        self.stream = stream
-        #: Where it began and ended, several times if the graph is gone through again.
-        self.begins: list[Stamp] = []
-        self.ends: list[Stamp] = []
-
-    def begin(self, *_: Any) -> None:
-        """Take note that a node begins, if none has since the end."""
-        if len(self.begins) == len(self.ends):
-            self.begins.append(stamp(self.stream))
-
-    def end(self, *_: Any) -> None:
-        """Take note that a node ends that may be the last one."""
-        self.ends[len(self.begins) - 1:] = [stamp(self.stream)]
-
-    def marks(self) -> list[_Mark]:
-        """Give what has begun and ended."""
-        return [_Mark(self.action, *pair) for pair in zip(self.begins, self.ends)]
-
-
-class _Turns:
-    """Whose nodes the CPU's thread runs in backward.
-
-    Args:
-        add: Takes note of the end of a turn.
-    """
-
-    def __init__(self, add: Callable[[_Mark], None]) -> None:
-        self._add = add
-        self._turn: tuple[Action, Stamp] | None = None
-        #: The backward pass, which may have failed since, and then has not come to its end.
-        self._pass = -1
-
-    def take(self, action: Action) -> None:
-        """Let the thread work for an action from now on: one of its nodes is about to run."""
-        if backward_pass() != self._pass:
-            self._pass, self._turn = backward_pass(), None
-            at_end_of_backward(self.end)
-        if self._turn is None or self._turn[0] != action:
-            self.end()
-            self._turn = action, stamp(CPUStream)
-
-    def interrupt(self) -> None:
-        """Let the thread do something else, until the next node runs."""
-        if backward_pass() == self._pass:
-            self.end()
-
-    def end(self) -> None:
-        """Let the thread work for nobody."""
-        if self._turn is not None:
-            self._add(_Mark(*self._turn, stamp(CPUStream)))
-            self._turn = None
-
-
 class _Local(threading.local):
     """What the recorder knows of a thread."""
 
-    def __init__(self, add: Callable[[_Mark], None]) -> None:
-        self.turns = _Turns(add)
+    def __init__(self, add: Callable[[Mark], None]) -> None:
+        self.turns = Turns(add)
         #: Whether it is at a forward of a step, and when its layers have begun.
         self.acting = False
         self.start: Stamp | None = None
 
 
-class _Recorder:
-    """The observer.
+class _Observer:
+    """What the engine tells what it does.
 
     Args:
         engine: The partitions.
@@ -168,11 +100,11 @@ class _Recorder:
         self._lanes = [lanes.index(key) for key in keys]
         #: The names of lanes.
         self.devices = [f'{kind}:{index}' for kind, index in lanes]
-        self._marks: list[_Mark] = []
+        self._marks: list[Mark] = []
         self._copies: list[tuple[Copied, Stamp, Stamp]] = []
-        self._backwards: list[_Backward] = []
+        self._backwards: list[CellBackward] = []
         #: By micro-batch and partition, those of a step.
-        self._of_step: dict[tuple[int, int], _Backward] = {}
+        self._of_step: dict[tuple[int, int], CellBackward] = {}
         self._handles: list[Any] = []
         self._m = 0
         self._local = _Local(self._marks.append)
@@ -197,13 +129,13 @@ class _Recorder:
                 self._local.start = start
             else:
                 self._add(Action(j, 'F', i), start, stream)
-            self._follow(_Backward(i, j, stream), [*Batch(value)], [*Batch(output)])
+            self._follow(CellBackward(i, j, stream), [*Batch(value)], [*Batch(output)])
         return end
 
     def _add(self, action: Action, start: Stamp, stream: AbstractStream, *_: Any) -> None:
-        self._marks.append(_Mark(action, start, stamp(stream)))
+        self._marks.append(Mark(action, start, stamp(stream)))
 
-    def _follow(self, backward: _Backward, input: list[torch.Tensor], output: list[torch.Tensor]
+    def _follow(self, backward: CellBackward, input: list[torch.Tensor], output: list[torch.Tensor]
                 ) -> None:
         """Hang stamps into the graph of a cell."""
         nodes = nodes_between(input, output)
@@ -249,14 +181,14 @@ class _Recorder:
         """Record a copy between two devices, if it is one of this pipeline."""
         i = self._workers.index_of(source if is_cuda(source) else target)
         if i is None:
-            return _nothing
+            return lambda: None
         copied = Copied(self._lane(source), self._lane(target), i, 0., 0.)
         stream = source if is_cuda(source) else target
         start = stamp(stream)
         return lambda: self._copies.append((copied, start, stamp(stream)))
 
     def _lane(self, stream: AbstractStream) -> int:
-        """Give the first lane of a stream's memory."""
+        """Return the first lane of a stream's memory."""
         key = memory_key(get_device(stream))
         return next(lane for lane, place in zip(self._lanes, self._places)
                     if memory_key(place) == key)
@@ -267,7 +199,7 @@ class _Recorder:
             handle.remove()
 
     def finish(self) -> tuple[list[Timed], list[Copied]]:
-        """Wait for the devices, and give what was recorded, in seconds since the first start."""
+        """Wait for the devices, and return what was recorded, in seconds since the first start."""
         synchronize(self._places)
         marks = self._marks + [mark for each in self._backwards for mark in each.marks()]
         actions = [Timed(self._lanes[action.stage], action, *self._times(*points))
@@ -284,7 +216,3 @@ class _Recorder:
     def _times(self, *points: Stamp) -> list[float]:
         return [seconds((device, self._zero[device]), (device, point))
                 for device, point in points]
-
-
-def _nothing() -> None:
-    """Stand for the end of a copy that is not recorded."""

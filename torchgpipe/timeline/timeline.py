@@ -1,17 +1,20 @@
-"""A timeline: lanes of actions that have a time, as text, as a picture, as a trace."""
+"""Timelines: lanes of actions that have a time, as text, as a picture, as a trace; and two."""
 import json
 import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from torchgpipe.schedule.action import Timed
 from torchgpipe.timeline.lanes import Lanes
 from torchgpipe.timeline.picture import KINDS, draw, save
-from torchgpipe.timeline.text import row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ['Timeline']
+__all__ = ['Comparison', 'Timeline', 'compare']
 
 
 class Timeline(Lanes):
@@ -55,7 +58,7 @@ class Timeline(Lanes):
         boxes: list[list[tuple[str, float, float]]] = [[] for _ in self.devices]
         for lane, action, start, end in self.actions:
             boxes[lane].append((self.label(action), (start - zero) * scale, (end - zero) * scale))
-        lines = [f'{name:{names}} {row(each, width)} {100 * share:3.0f} %'
+        lines = [f'{name:{names}} {_row(each, width)} {100 * share:3.0f} %'
                  for name, each, share in zip(self.devices, boxes, self.utilisations)]
         return '\n'.join([*lines, self.summary()])
 
@@ -105,6 +108,25 @@ class Timeline(Lanes):
         Path(path).write_text(json.dumps({'traceEvents': events, 'displayTimeUnit': 'ms'}) + '\n')
 
 
+def _row(boxes: Iterable[tuple[str, float, float]], width: int) -> str:
+    """Draw the boxes of a lane, each with its label as far as that fits.
+
+    >>> _row([('F0', 0, 3.1), ('F1', 3.1, 5.9), ('F10', 6.9, 9.2), ('B1', 9.2, 10)], 10)
+    'F0─F1─ F─B'
+
+    Args:
+        boxes: Labels with start and end, in characters.
+        width: How many there are.
+    """
+    line = [' '] * width
+    for label, start, end in boxes:
+        low, high = round(start), min(width, round(end))
+        # A label that is cut would be that of another micro-batch.
+        short = label if len(label) <= high - low else label.lstrip('0123456789')[:1]
+        line[low:high] = short.ljust(high - low, '─')[:max(0, high - low)]
+    return ''.join(line)
+
+
 def _lane(number: int, name: str) -> dict[str, Any]:
     return {'name': 'thread_name', 'ph': 'M', 'pid': 0, 'tid': number, 'args': {'name': name}}
 
@@ -114,3 +136,78 @@ def _event(name: str, i: int, lane: int, start: float, end: float, more: dict[st
     """Make a complete event; times are in microseconds."""
     return {'name': f'{name} {i}', 'cat': name, 'ph': 'X', 'pid': 0, 'tid': lane,
             'ts': start * 1e6, 'dur': (end - start) * 1e6, 'args': {'micro-batch': i, **more}}
+
+
+class HasActions(Protocol):
+    """A timeline, or a :class:`~torchgpipe.plan.Simulation`."""
+
+    @property
+    def actions(self) -> tuple[Timed, ...]:
+        """Actions that have a time."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two timelines, which are drawn one above the other; :func:`compare` makes it."""
+
+    predicted: Timeline
+    measured: Timeline
+
+    @property
+    def ratio(self) -> float:
+        """The predicted time over the measured one; ``nan`` if that took no time."""
+        measured = self.measured.seconds
+        return self.predicted.seconds / measured if measured else nan
+
+    def text(self, width: int = 100) -> str:
+        """Draw both for a terminal, with so many characters for the longer one."""
+        span = max(self.predicted.seconds, self.measured.seconds)
+        return '\n'.join(['predicted', self.predicted.text(width, span),
+                          'measured', self.measured.text(width, span),
+                          f'predicted over measured: {self.ratio:.2f}'])
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def draw(self, title: str | None = None) -> 'Figure':
+        """Draw both as a figure of matplotlib."""
+        return draw({'predicted': self.predicted, 'measured': self.measured}, title)
+
+    def save(self, path: str | os.PathLike[str], title: str | None = None) -> None:
+        """Draw both into a file, ``….svg`` or ``….png``."""
+        save(self.draw(title), path)
+
+
+def compare(predicted: HasActions, measured: HasActions) -> Comparison:
+    """Put what was predicted beside what was measured.
+
+    >>> from torchgpipe.schedule import Action
+    >>> print(compare(Timeline([Timed(0, Action(0, 'F', 0), 0., 1.)]),
+    ...               Timeline([Timed(0, Action(0, 'F', 0), 0., 2.)], ['cpu:0'])).text(8))
+    predicted
+    device 0 F0──     100 %
+    1 s, bubble 0.0 %
+    measured
+    cpu:0 F0────── 100 %
+    2 s, bubble 0.0 %
+    predicted over measured: 0.50
+
+    Args:
+        predicted: A simulation, or a timeline.
+        measured: A timeline.
+
+    Returns:
+        A :class:`Comparison`, which prints, draws and saves both on one axis of time.
+
+    Raises:
+        ValueError: One has no actions.
+    """
+    for what, found in (('predicted', predicted), ('measured', measured)):
+        if not found.actions:
+            raise ValueError(f'nothing is {what}: that timeline has no actions. A recording has '
+                             'its actions when its context has ended')
+    return Comparison(_timeline(predicted), _timeline(measured))
+
+
+def _timeline(found: HasActions) -> Timeline:
+    return found if isinstance(found, Timeline) else Timeline(found.actions)

@@ -5,9 +5,8 @@ from torch import Tensor, nn
 
 from torchgpipe.balance import profile
 from torchgpipe.plan import Costs, simulate
-from torchgpipe.plan.plain import one_by_one
 from torchgpipe.schedule import NAMES, make
-from torchgpipe.settings import PLAIN
+from torchgpipe.schedule.plain import PLAIN_CALL, plain_call
 
 __all__ = ['Prediction', 'predict']
 
@@ -33,9 +32,9 @@ def predict(cells: nn.Sequential, sample: Tensor, n: int, m: int) -> dict[str, P
     measured = profile(layers, sample, device='cpu', timeout=0)
     each = m * sum(x.forward_seconds + x.backward_seconds for x in measured.layers)
     found = {'in sequence': Prediction(each, 0.)}
-    for name in (PLAIN, *NAMES):
-        schedule = make('gpipe' if name == PLAIN else name, n, m)
-        pairs = one_by_one(schedule) if name == PLAIN else []
+    for name in (PLAIN_CALL, *NAMES):
+        schedule, pairs = plain_call(n, m, one_thread=True) if name == PLAIN_CALL else (
+            make(name, n, m), [])
         stages = sum(map(len, schedule.stages))
         costs = Costs.of(measured, [len(layers) // stages] * stages, 1, 'never')
         simulation = simulate(schedule, costs, pairs)

@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from tests.helpers import Spy
-from torchgpipe.testing.calls import Calls
+from torchgpipe.testing.culprits import calls_of
 
 
 def test_calls_in_two_threads():
     """The one that began first ends first."""
     began, ended = threading.Event(), threading.Event()
     model = nn.Sequential(Spy(lambda x: began.wait(10)), Spy(lambda x: ended.wait(10)))
-    calls = Calls(model, torch.device('cpu'))
+    calls = calls_of(model, torch.device('cpu'))
 
     def second():
         model[1].register_forward_pre_hook(lambda *_: began.set())
@@ -23,4 +23,4 @@ def test_calls_in_two_threads():
     model[0](torch.tensor(1.))
     ended.set()
     thread.join()
-    assert [(call.name, call.outputs) for call in calls.list] == [('0', [1]), ('1', [2])]
+    assert [(call.name, call.outputs) for call in calls] == [('0', [1]), ('1', [2])]

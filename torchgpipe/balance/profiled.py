@@ -1,20 +1,47 @@
 """Profiles: what the layers of a model cost, and the balances that follow."""
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from numbers import Real
+from itertools import accumulate
 from typing import Any, TypeVar
 
-from torchgpipe.balance.blockpartition import check_partitions
-from torchgpipe.balance.bounded import solve_bounded
-from torchgpipe.balance.layers import LayerProfile, SkipProfile, check_numbers
-from torchgpipe.balance.step import Balance, StepCost, even_cuts, group, ungroup
-from torchgpipe.balance.table import format_bytes, table
+from torchgpipe.balance.blockpartition import check_partitions, even_cuts, group, positive, ungroup
+from torchgpipe.balance.bounded import solve_bounded, why_not
+from torchgpipe.predict.blocks import Blocks, MemoryLimit, Peak, memory_limits, peaks
+from torchgpipe.predict.costs import Costs
+from torchgpipe.predict.layers import LayerProfile, SkipProfile, check_numbers
+from torchgpipe.predict.simulate import simulate
+from torchgpipe.schedule.plain import plain_call
+from torchgpipe.text import format_bytes, table
 
-__all__ = ['Profile']
+__all__ = ['Balance', 'Profile', 'edges_for', 'fastest']
 
 T = TypeVar('T')
 
-MemoryLimit = None | int | Sequence[int | None]
+
+class Balance(list[int]):
+    """The number of layers of each partition, for ``GPipe(balance=…)``, and what it predicts.
+
+    Made by :meth:`Profile.balance`. It is a list of integers that also knows the layers that it is
+    for; ``list(balance)`` forgets them.
+
+    >>> layers = LayerProfile('a', 1, 2, 8, 0, 0, 4, 4), LayerProfile('b', 1, 1, 8, 0, 0, 4, 4)
+    >>> profile = Profile(layers, (), batch_size=16, input_bytes=4, device='cpu')
+    >>> balance = profile.balance(2, chunks=4, checkpoint='never')
+    >>> balance, balance.seconds, round(balance.speed_up, 2)
+    ([1, 1], [3.0, 2.0], 1.43)
+    """
+
+    #: Seconds of each partition for one training step on one mini-batch, waiting not counted.
+    seconds: list[float]
+    #: Bytes of each partition at the peak of a training step, apart from what a layer needs for
+    #: itself while it runs, and from what an allocator adds.
+    bytes: list[int]
+    #: The part of the devices' time in a step in which they wait, from 0 to 1.
+    bubble: float
+    #: How much faster than the unwrapped model on one device, if that could hold it.
+    speed_up: float
+    #: Names and bytes of parameters of the layers that it is for.
+    layers: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -55,19 +82,19 @@ class Profile:
                              f'{self.batch_size}')
 
     def __str__(self) -> str:
-        rows = [[layer.name, f'{layer.forward_seconds * 1e3:.3f}',
-                 f'{layer.backward_seconds * 1e3:.3f}', format_bytes(layer.parameter_bytes),
-                 format_bytes(layer.activation_bytes), format_bytes(layer.output_bytes)]
-                for layer in self.layers]
-        rows.append(['total', f'{sum(x.forward_seconds for x in self.layers) * 1e3:.3f}',
-                     f'{sum(x.backward_seconds for x in self.layers) * 1e3:.3f}',
-                     format_bytes(sum(x.parameter_bytes for x in self.layers)),
-                     format_bytes(sum(x.activation_bytes for x in self.layers)), ''])
-        return table(['layer', 'forward, ms', 'backward, ms', 'parameters', 'activations',
-                      'output'], rows) + f'\n\n{self.batch_size} samples on {self.device}'
+        def row(name: str, layers: Sequence[LayerProfile], output: str) -> list[str]:
+            return [name, f'{sum(x.forward_seconds for x in layers) * 1e3:.3f}',
+                    f'{sum(x.backward_seconds for x in layers) * 1e3:.3f}',
+                    format_bytes(sum(x.parameter_bytes for x in layers)),
+                    format_bytes(sum(x.activation_bytes for x in layers)), output]
+
+        rows = [row(x.name, [x], format_bytes(x.output_bytes)) for x in self.layers]
+        header = ['layer', 'forward, ms', 'backward, ms', 'parameters', 'activations', 'output']
+        return (table(header, [*rows, row('total', self.layers, '')])
+                + f'\n\n{self.batch_size} samples on {self.device}')
 
     def to_dict(self) -> dict[str, Any]:
-        """Give it as what JSON can hold: dictionaries, lists, strings and numbers.
+        """Return it as what JSON can hold: dictionaries, lists, strings and numbers.
 
         >>> profile = Profile((LayerProfile('0', 1.0, 2.0, 8, 0, 0, 4, 4),), (), 16, 4, 'cpu')
         >>> Profile.from_dict(profile.to_dict()) == profile
@@ -78,7 +105,7 @@ class Profile:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> 'Profile':
-        """Take what :meth:`to_dict` gave.
+        """Read what :meth:`to_dict` gave.
 
         Args:
             data: That, also after a way through JSON.
@@ -94,15 +121,13 @@ class Profile:
                              'writes it')
         rest = {key: value for key, value in data.items() if key != 'version'}
         for key, cls in (('layers', LayerProfile), ('skips', SkipProfile)):
-            items = rest.get(key)
-            rest[key] = tuple(_make(cls, item) for item in items) \
-                if isinstance(items, (list, tuple)) else items
-        if not (isinstance(rest['layers'], tuple) and isinstance(rest['skips'], tuple)):
-            raise ValueError("this is not a profile: its 'layers' and 'skips' are no lists")
+            if not isinstance(rest.get(key), (list, tuple)):
+                raise ValueError("this is not a profile: its 'layers' and 'skips' are no lists")
+            rest[key] = tuple(_make(cls, item) for item in rest[key])
         return _make(Profile, rest)
 
     def scaled(self, batch_size: int) -> 'Profile':
-        """Give the profile of another batch, as if all but overheads grew with it.
+        """Return the profile of another batch, as if all but overheads grew with it.
 
         >>> layer = LayerProfile('0', 1.0, 2.0, 8, 0, 0, 4, 4, forward_overhead=0.5)
         >>> profile = Profile((layer,), (), batch_size=16, input_bytes=4, device='cpu')
@@ -152,29 +177,47 @@ class Profile:
         Raises:
             ValueError: An argument is wrong, or no balance keeps the limits.
         """
-        partitions, chunks = _take(partitions, 'partitions'), _take(chunks, 'chunks')
-        limits = _take_limits(memory_limit, partitions)
-        step = StepCost(self.layers, self.skips, self.input_bytes, partitions,
-                        min(chunks, self.batch_size), param_scale, checkpoint)
-        check_partitions(step.costs, partitions)
-        edges = self.edges()
-        if len(edges) <= partitions:
-            if checkpoint != 'never':
-                raise ValueError(_inseparable(self, len(edges) - 1, partitions))
-            edges = list(range(len(self.layers) + 1))
-        balance = step.predict(even_cuts(step.costs, edges, partitions))
+        partitions, chunks = positive(partitions, 'partitions'), positive(chunks, 'chunks')
+        limits = memory_limits(memory_limit, partitions, 'partitions')
+        blocks = self.blocks(chunks, param_scale)
+        balance = self._predicted(fastest(self, blocks, partitions, checkpoint), blocks,
+                                  checkpoint)
         if all(limit is None or size <= limit for limit, size in zip(limits, balance.bytes)):
             return balance
-        cases = {(limit, j == partitions - 1) for j, limit in enumerate(limits)}
-        found = {case: step.furthest(edges, *case) for case in cases}
-        furthest = [found[limit, j == partitions - 1] for j, limit in enumerate(limits)]
-        lengths = solve_bounded(group(step.costs, edges), furthest)
+        edges = edges_for(self, partitions, checkpoint)
+        peak = _peak(blocks, partitions, checkpoint)
+        cases = [(limit, j == partitions - 1) for j, limit in enumerate(limits)]
+        found = {case: blocks.furthest(edges, peak, *case) for case in {*cases}}
+        furthest = [found[case] for case in cases]
+        lengths = solve_bounded(group(blocks.seconds(checkpoint), edges), furthest)
         if lengths is None:
-            raise ValueError(step.why_not(edges, limits, furthest))
-        return step.predict(ungroup(lengths, edges))
+            names = [layer.name for layer in self.layers]
+            raise ValueError(why_not(names, blocks, edges, peak, limits, furthest))
+        return self._predicted(ungroup(lengths, edges), blocks, checkpoint)
+
+    def _predicted(self, lengths: list[int], blocks: Blocks, checkpoint: str) -> Balance:
+        """Return a balance that says what to expect of it, if devices work by themselves."""
+        parts = [(end - length, end) for end, length in zip(accumulate(lengths), lengths)]
+        seconds, peak = blocks.seconds(checkpoint), _peak(blocks, len(parts), checkpoint)
+        costs = Costs.of(self, lengths, blocks.m, checkpoint)
+        schedule, pairs = plain_call(len(parts), blocks.m, costs.stops)
+        simulation = simulate(schedule, costs, pairs)
+        sequential = sum(x.forward_seconds + x.backward_seconds for x in self.layers)
+        balance = Balance(lengths)
+        balance.layers = tuple((x.name, x.parameter_bytes) for x in self.layers)
+        balance.seconds = [sum(seconds[a:b]) for a, b in parts]
+        balance.bytes = [blocks.bytes(a, b, peak) for a, b in parts]
+        balance.bubble = simulation.bubble
+        balance.speed_up = sequential / simulation.seconds if simulation.seconds else 1.0
+        return balance
+
+    def blocks(self, chunks: int, param_scale: float) -> Blocks:
+        """Return what blocks of the layers take as stages, in so many micro-batches at most."""
+        return Blocks(self.layers, self.skips, self.input_bytes, min(chunks, self.batch_size),
+                      param_scale)
 
     def edges(self) -> list[int]:
-        """Give the places where partitions may start and end.
+        """Return the places where partitions may start and end.
 
         A layer that changes in place what another one gave belongs into its partition. A
         checkpointed partition must not change its own input, and elsewhere the change may come too
@@ -187,11 +230,34 @@ class Profile:
         return [edge for edge in range(len(self.layers) + 1) if edge not in forbidden]
 
 
-def _inseparable(profile: Profile, groups: int, partitions: int) -> str:
+def fastest(profile: Profile, blocks: Blocks, partitions: int, checkpoint: str) -> list[int]:
+    """Return the balance whose slowest partition is as fast as possible, in any memory."""
+    costs = blocks.seconds(checkpoint)
+    check_partitions(costs, partitions)
+    return even_cuts(costs, edges_for(profile, partitions, checkpoint), partitions)
+
+
+def edges_for(profile: Profile, partitions: int, checkpoint: str) -> list[int]:
+    """Return the edges of a profile, or all where these are too few and it may work all the same.
+
+    Raises:
+        ValueError: They are too few, and partitions are checkpointed.
+    """
+    edges, number = profile.edges(), len(profile.layers)
+    if len(edges) > partitions:
+        return edges
+    if checkpoint == 'never':
+        return list(range(number + 1))
     layer = next(x for x in profile.layers if x.changes is not None)
-    return (f'{len(profile.layers)} layers make only {groups} groups for {partitions} partitions, '
-            "since a layer that changes another one's result in place has to be in its partition: "
-            f"'{layer.name}' is one; let it not work in place, or use checkpoint='never'")
+    raise ValueError(
+        f'{number} layers make only {len(edges) - 1} groups for {partitions} partitions, since a '
+        "layer that changes another one's result in place has to be in its partition: "
+        f"'{layer.name}' is one; let it not work in place, or use checkpoint='never'")
+
+
+def _peak(blocks: Blocks, partitions: int, checkpoint: str) -> Peak:
+    """Return what each partition holds at its peak in the plain call."""
+    return peaks(plain_call(partitions, blocks.m)[0], checkpoint, is_plain_call=True)[0]
 
 
 def _make(cls: type[T], data: Any) -> T:
@@ -204,28 +270,3 @@ def _make(cls: type[T], data: Any) -> T:
         return cls(**data)
     except ValueError as error:
         raise ValueError(f'this is not a profile: {error}') from None
-
-
-def _take(number: int, what: str) -> int:
-    if isinstance(number, bool) or not hasattr(number, '__index__'):
-        raise TypeError(f'{what} must be an integer, but is {number!r}')
-    if number < 1:
-        raise ValueError(f'{what} must be a positive integer, but is {number}')
-    return number.__index__()
-
-
-def _take_limits(limit: MemoryLimit, partitions: int) -> list[int | None]:
-    if isinstance(limit, (list, tuple)):
-        limits: list[Any] = list(limit)
-        if len(limits) != partitions:
-            raise ValueError(f'memory_limit has {len(limits)} entries for {partitions} '
-                             'partitions; give one number for all, or one for each')
-    else:
-        limits = [limit] * partitions
-    each: list[Any] = limits
-    for one in each:
-        # NumPy's integers are real numbers, too.
-        if one is not None and not (isinstance(one, Real) and float(one) >= 0):
-            raise ValueError('memory_limit must be a number of bytes, zero or more, but is '
-                             f'{one!r}')
-    return limits

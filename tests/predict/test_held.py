@@ -7,7 +7,7 @@ from torchgpipe.schedule import Schedule, make
 
 
 @pytest.mark.parametrize('n, m', [(1, 3), (2, 5), (4, 8), (8, 24), (4, 2)])
-def test_as_many_activations_as_micro_batches_under_way(n, m):
+def test_as_many_activations_as_micro_batches_in_flight(n, m):
     costs = Costs([StageCosts(1.0, 2.0, activation_bytes=8.0)] * n)
     assert simulate(make('gpipe', n, m), costs).peak_bytes == (8 * m,) * n
     assert simulate(make('1f1b', n, m), costs).peak_bytes == tuple(
@@ -44,9 +44,16 @@ def test_by_hand_with_recomputation():
     one, other = simulate(schedule, costs).bytes
     # 0F 0-1, 1-2; 1F 1-3, 3-5; 1R0 5-6; 1B 6-7, 7-8; 0B0 7-9, 0B1 9-10
     assert one == ((0, 1000), (1, 1008), (7, 1018), (8, 1034), (9, 1010), (10, 1000))
-    # 1F0 keeps its input, 1F1 all; outputs stay.
-    assert other == ((0, 2000), (1, 2016), (3, 2128), (5, 2224), (6, 2228), (7, 2180),
+    # The second input waits for 1F1. 1F0 keeps its input, 1F1 all; outputs stay.
+    assert other == ((0, 2000), (1, 2016), (2, 2032), (3, 2128), (5, 2224), (6, 2228), (7, 2180),
                      (8, 2128), (10, 2000))
+
+
+def test_what_goes_to_a_slower_device_waits_there():
+    """By the allocators of simulated devices, the faster one has none of it."""
+    costs = Costs([StageCosts(time, time, recomputed=8, output_bytes=2.0) for time in (1.0, 3.0)])
+    one, other = simulate(make('gpipe', 2, 8), costs).peak_bytes
+    assert one <= 2 * 2 < 8 * 2 <= other
 
 
 def test_a_stage_of_the_same_device_takes_no_copy():

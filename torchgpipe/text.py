@@ -1,8 +1,8 @@
-"""Tables of text, and sizes in units that people read."""
+"""Text for people: tables, and sizes and durations with three digits."""
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ['format_bytes', 'table']
+__all__ = ['duration', 'format_bytes', 'table']
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -28,3 +28,15 @@ def format_bytes(number: float) -> str:
         if number < 1000 or unit == 'TiB':
             break
     return f'{number:.{max(0, 3 - len(str(int(number))))}f} {unit}'
+
+
+def duration(seconds: float) -> str:
+    """Write a duration with three digits.
+
+    >>> duration(0.01234), duration(2.5), duration(0.0000042), duration(0)
+    ('12.3 ms', '2.5 s', '4.2 µs', '0 s')
+    """
+    for factor, unit in ((1., 's'), (1e3, 'ms')):
+        if seconds * factor >= 1 or not seconds:
+            return f'{seconds * factor:.3g} {unit}'
+    return f'{seconds * 1e6:.3g} µs'

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from torchgpipe.distance import default_tolerance, distance
-from torchgpipe.testing.comparison import Comparison, Difference
+from torchgpipe.testing.differences import Comparison, Difference
 
 NAN, INF = math.nan, math.inf
 

@@ -3,11 +3,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
+from typing import Protocol
 
-from torchgpipe.balance import LayerProfile, Profile, SkipProfile
-from torchgpipe.balance.layers import check_numbers
-from torchgpipe.balance.step import StepCost
 from torchgpipe.modes import Checkpoint, checkpoint_stops
+from torchgpipe.predict.blocks import Blocks
+from torchgpipe.predict.layers import LayerProfile, SkipProfile, check_numbers
 
 __all__ = ['Costs', 'Link', 'Links', 'StageCosts']
 
@@ -29,7 +29,7 @@ class Link:
         check_numbers(self, unlimited='bandwidth')
 
     def seconds(self, bytes: float) -> float:
-        """Give the seconds for so many bytes."""
+        """Return the seconds for so many bytes."""
         return self.latency + bytes / self.bandwidth
 
 
@@ -72,7 +72,7 @@ class StageCosts:
         check_numbers(self)
 
     def seconds(self, kind: str) -> float:
-        """Give the seconds of a kind of action; of a backward, without a recomputation."""
+        """Return the seconds of a kind of action; of a backward, without a recomputation."""
         if kind == 'F':
             return self.forward
         if kind == 'R':
@@ -84,6 +84,17 @@ class StageCosts:
             return weight
         rest = max(0.0, self.backward - weight)
         return rest if self.input_backward is None else self.input_backward
+
+
+class Measured(Protocol):
+    """A :class:`~torchgpipe.balance.Profile`."""
+
+    @property
+    def layers(self) -> Sequence[LayerProfile]:
+        """What each layer costs."""
+
+    def blocks(self, chunks: int, param_scale: float) -> Blocks:
+        """Return what blocks of the layers take."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +121,7 @@ class Costs:
                              f'{wrong[0]}')
 
     @staticmethod
-    def of(profile: Profile, balance: Sequence[int], chunks: int,
+    def of(profile: Measured, balance: Sequence[int], chunks: int,
            checkpoint: Checkpoint = 'except_last', *, param_scale: float = 2.0,
            links: Links = Link()) -> 'Costs':
         """Take them from what layers cost.
@@ -120,6 +131,7 @@ class Costs:
         and convolutions; in the first such layer all of it, as what comes before it needs no
         gradient; in layers without such parameters nothing.
 
+        >>> from torchgpipe.balance import Profile
         >>> layers = [LayerProfile(str(k), 2.0, 4.0, 8, 0, 0, 4, 4) for k in range(4)]
         >>> profile = Profile(tuple(layers), (), batch_size=16, input_bytes=4, device='cpu')
         >>> costs = Costs.of(profile, [2, 2], chunks=4)
@@ -141,26 +153,28 @@ class Costs:
         if sum(balance) != len(profile.layers) or min(balance, default=0) < 1:
             raise ValueError(f'the balance {list(balance)} is none of the {len(profile.layers)} '
                              'layers that the profile has')
-        m = min(chunks, profile.batch_size)
-        step = StepCost(profile.layers, profile.skips, profile.input_bytes, len(balance), m,
-                        param_scale, 'never')
-        backward = [x.backward_seconds + (m - 1) * x.backward_overhead for x in profile.layers]
+        blocks = profile.blocks(chunks, param_scale)
+        m = blocks.m
         halves = [(one * x, other * x) for x, (one, other) in
-                  zip(backward, _shares(profile.layers))]
+                  zip(blocks.backward, _shares(profile.layers))]
         cuts = [0, *accumulate(balance)]
-        stops = checkpoint_stops(checkpoint, m, len(balance))
         stages = tuple(StageCosts(
-            forward=sum(step.forward[a:b]) / m,
-            backward=sum(backward[a:b]) / m,
+            forward=sum(blocks.forward[a:b]) / m,
+            backward=sum(blocks.backward[a:b]) / m,
             weight_backward=sum(second for _, second in halves[a:b]) / m,
             input_backward=sum(first for first, _ in halves[a:b]) / m,
             recomputed=stop,
-            activation_bytes=(step.activations[b] - step.activations[a]) / m,
-            backward_bytes=max(step.passing[a:b]) / m,
-            output_bytes=step.inputs[b] / m,
-            resident_bytes=step.resident[b] - step.resident[a] + (a == 0) * profile.input_bytes,
-        ) for a, b, stop in zip(cuts, cuts[1:], stops))
-        return Costs(stages, _between(profile.skips, balance, m), links)
+            activation_bytes=(blocks.activations[b] - blocks.activations[a]) / m,
+            backward_bytes=max(blocks.passing[a:b]) / m,
+            output_bytes=blocks.inputs[b] / m,
+            resident_bytes=blocks.resident[b] - blocks.resident[a] + (a == 0) * blocks.inputs[0],
+        ) for a, b, stop in zip(cuts, cuts[1:], checkpoint_stops(checkpoint, m, len(balance))))
+        return Costs(stages, _between(blocks.skips, balance, m), links)
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Of how many micro-batches each stage gives up its activations, from the first one on."""
+        return tuple(stage.recomputed for stage in self.stages)
 
     def check_links(self, devices: int) -> None:
         """Check that there is a link between each two of so many devices.
@@ -178,7 +192,7 @@ class Costs:
                              f'device; for {devices} devices, there are rows of {shape}')
 
     def link(self, source: int, target: int) -> Link:
-        """Give that between two devices."""
+        """Return that between two devices."""
         return self.links if isinstance(self.links, Link) else self.links[source][target]
 
 
@@ -197,7 +211,7 @@ def _shares(layers: Sequence[LayerProfile]) -> Iterator[tuple[float, float]]:
 
 def _between(skips: Sequence[SkipProfile], balance: Sequence[int], m: int
              ) -> tuple[SkipProfile, ...]:
-    """Give the skips from stage to stage."""
+    """Return the skips from stage to stage."""
     stage_of = [j for j, number in enumerate(balance) for _ in range(number)]
     each = [SkipProfile(stage_of[x.source], stage_of[x.target], x.bytes) for x in skips]
     return tuple(SkipProfile(x.source, x.target, -(-x.bytes // m)) for x in each

@@ -1,0 +1,35 @@
+"""Plans as data, and as a table."""
+import json
+
+import pytest
+
+from tests.plan.test_search import GPUS, made_up
+from torchgpipe.plan import Link, Plan, plan
+from torchgpipe.schedule import NAMES
+
+
+def test_json_and_back():
+    link = Link(0.1, 1e9)
+    for links in (Link(), [[Link(), link], [link, Link()]]):
+        found = plan(made_up(6), devices=GPUS, links=links)
+        again = Plan.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False)))
+        assert again.to_dict() == found.to_dict()
+        assert (again.seconds, again.bytes) == (found.seconds, found.bytes)
+        assert [each.seconds for each in again.runners_up] == [
+            each.seconds for each in found.runners_up]
+
+
+@pytest.mark.parametrize('change', [
+    {'version': 2}, {'balance': None}, {'costs': {}}, {'more': 1}, {'schedule': 'none'},
+    {'balance': [3, 3, 3]}, {'devices': ['cuda:0']}])
+def test_something_else_is_not_a_plan(change):
+    data = plan(made_up(6), devices=GPUS, chunks=[2]).to_dict()
+    with pytest.raises(ValueError, match='this is not a plan'):
+        Plan.from_dict({**data, **change})
+    with pytest.raises(ValueError, match='this is not a plan'):
+        Plan.from_dict([])
+
+
+def test_a_table():
+    text = str(plan(made_up(6), devices=GPUS, chunks=[2]))
+    assert all(name in text for name in ('plain call', *NAMES, 'bubble', 'cuda:1', '32 samples'))

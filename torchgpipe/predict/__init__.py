@@ -1,0 +1,1 @@
+"""Predictions: what a step by a schedule takes in time and memory, from what layers cost."""

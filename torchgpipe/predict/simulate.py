@@ -1,0 +1,194 @@
+"""Simulate a step: when each action of a schedule starts and ends, given what stages cost.
+
+Each device goes through its row. It starts an action as soon as what that waits for has ended, on
+another device and arrived from there; copies go beside the computation, however many at a time::
+
+    device 0    0F0 ─────▶ 0F1 ───────▶ 0B0
+                  ╲ copy                 ╱ copy
+    device 1       ▶ 1F0 ─────▶ 1B0 ────╱
+
+So times depend on no choice, and devices may be followed in any order: each as far as it gets, and
+once more when what it waits for is known.
+"""
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torchgpipe.predict.costs import Costs
+from torchgpipe.predict.held import Line, bytes_over_time
+from torchgpipe.schedule.action import KINDS, Action, Timed
+from torchgpipe.schedule.schedule import WAITS, Schedule
+
+__all__ = ['Simulation', 'simulate']
+
+#: By stage and kind: other stages and kinds, and seconds after the end of these.
+Waits = dict[tuple[int, str], list[tuple[int, str, float]]]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A step as it is predicted; :func:`simulate` makes it.
+
+    >>> from torchgpipe.plan import StageCosts, simulate
+    >>> from torchgpipe.schedule import make
+    >>> stage = StageCosts(forward=1.0, backward=2.0, activation_bytes=8.0)
+    >>> simulation = simulate(make('1f1b', devices=2, micro_batches=4), Costs([stage] * 2))
+    >>> simulation.seconds, round(simulation.bubble, 2), simulation.peak_bytes
+    (15.0, 0.2, (16.0, 8.0))
+    """
+
+    #: When each action starts and ends, row after row of the schedule.
+    actions: tuple[Timed, ...]
+    #: What the stages cost.
+    costs: Costs
+    #: The number of devices, rows of the schedule.
+    devices: int
+
+    @cached_property
+    def seconds(self) -> float:
+        """The time of the step."""
+        return max(timed.end for timed in self.actions)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """For how many seconds each device has something to do."""
+        busy = [0.0] * self.devices
+        for timed in self.actions:
+            busy[timed.device] += timed.end - timed.start
+        return tuple(busy)
+
+    @property
+    def bubble(self) -> float:
+        """The part of the devices' time in which they have nothing to do, from 0 to 1."""
+        return 1 - sum(self.busy) / (self.devices * self.seconds) if self.seconds else 0.0
+
+    @property
+    def bubble_rate(self) -> float:
+        """The bubble as Qi et al., "Zero Bubble Pipeline Parallelism" (2023), count it.
+
+        It is the part of a device's time from its first start to its last end that is no work, for
+        the device where that time is longest; the work is that of the device that has most of it.
+        """
+        spans: dict[int, tuple[float, float]] = {}
+        for timed in self.actions:
+            start, _ = spans.get(timed.device, (timed.start, 0.0))
+            spans[timed.device] = start, timed.end
+        cost = max(end - start for start, end in spans.values())
+        return 1 - max(self.busy) / cost if cost else 0.0
+
+    @cached_property
+    def bytes(self) -> tuple[Line, ...]:
+        """What each device holds over time, as pairs of a second and bytes from then on."""
+        return bytes_over_time(self.actions, self.costs, self.devices)
+
+    @cached_property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """The most bytes that each device holds at a time."""
+        return tuple(max(bytes for _, bytes in line) for line in self.bytes)
+
+
+def simulate(schedule: Schedule, costs: Costs, pairs: Iterable[tuple[Action, Action]] = ()
+             ) -> Simulation:
+    """Predict when each action of a schedule starts and ends.
+
+    >>> from torchgpipe.plan import StageCosts
+    >>> schedule = Schedule.parse('0F0,0B0\\n1F0,1B0')
+    >>> simulation = simulate(schedule, Costs([StageCosts(1.0, 2.0), StageCosts(2.0, 3.0)]))
+    >>> [f'{x.action} {x.start:.0f}-{x.end:.0f}' for x in simulation.actions]
+    ['0F0 0-1', '0B0 6-8', '1F0 1-3', '1B0 3-6']
+
+    Args:
+        schedule: One that :meth:`~torchgpipe.schedule.Schedule.validate` accepts.
+        costs: Of its stages.
+        pairs: Actions of which the second one waits for the first one as well.
+
+    Raises:
+        ValueError: The costs are for another number of stages, or the schedule can not go on.
+    """
+    if not any(schedule.rows):
+        raise ValueError('the schedule is empty')
+    places = {action.stage: device for device, row in enumerate(schedule.rows) for action in row}
+    if len(costs.stages) != 1 + max(places):
+        raise ValueError(f'costs are those of {len(costs.stages)} stages, but the schedule has '
+                         f'{1 + max(places)}')
+    costs.check_links(len(schedule.rows))
+    times = _run(schedule, _seconds(schedule, costs), _waits(costs, places), pairs)
+    if times is None:
+        schedule.validate()
+        raise ValueError('the schedule can not go on with what actions wait for as well')
+    timed = tuple(Timed(device, action, *times[action])
+                  for device, row in enumerate(schedule.rows) for action in row)
+    return Simulation(timed, costs, len(schedule.rows))
+
+
+def _seconds(schedule: Schedule, costs: Costs) -> dict[Action, float]:
+    """Return the seconds of each action; a backward recomputes where nothing else does."""
+    kinds = [{kind: stage.seconds(kind) for kind in KINDS} for stage in costs.stages]
+    stops = costs.stops
+    seconds = {action: kinds[action.stage][action.kind] for row in schedule.rows for action in row}
+    for action in seconds:
+        stage, kind, i = action
+        if kind in 'BI' and i < stops[stage] and (stage, 'R', i) not in seconds:
+            seconds[action] += kinds[stage]['R']
+    if len(seconds) < sum(map(len, schedule.rows)):
+        schedule.validate()  # An action is there twice.
+    return seconds
+
+
+def _waits(costs: Costs, places: dict[int, int]) -> Waits:
+    """Return what an action of a stage and a kind waits for, and for how long after its end."""
+    waits: Waits = {(stage, kind): [] for stage in places for kind in KINDS}
+
+    def add(stage: int, kind: str, other: int, what: str, bytes: float) -> None:
+        if other in places and stage in places:
+            one, two = places[other], places[stage]
+            delay = 0.0 if one == two else costs.link(one, two).seconds(bytes)
+            waits[stage, kind].append((other, what, delay))
+
+    for stage, kind in [*waits]:
+        for on, what in WAITS[kind]:
+            bytes = costs.stages[min(stage, stage + on)].output_bytes
+            add(stage, kind, stage + on, what, bytes)
+    for skip in costs.skips:
+        add(skip.target, 'F', skip.source, 'F', skip.bytes)
+        for kind in 'BI':
+            for what in 'BI':
+                add(skip.source, kind, skip.target, what, skip.bytes)
+    return waits
+
+
+def _run(schedule: Schedule, seconds: dict[Action, float], waits: Waits,
+         pairs: Iterable[tuple[Action, Action]]) -> dict[Action, tuple[float, float]] | None:
+    """Follow the devices; return when each action starts and ends, or ``None`` if they stop."""
+    also: dict[Action, list[Action]] = defaultdict(list)
+    for one, later in pairs:
+        also[later].append(one)
+    times: dict[Any, tuple[float, float]] = {}
+    waiting: dict[Any, list[int]] = defaultdict(list)
+    rows = [iter(row) for row in schedule.rows]
+    stopped: list[Action | None] = [next(row, None) for row in rows]
+    now = [0.0] * len(rows)
+    ready = [*range(len(rows))]
+    while ready:
+        device = ready.pop()
+        while (action := stopped[device]) is not None:
+            stage, kind, i = action
+            start = now[device]
+            before = [((s, k, i), delay) for s, k, delay in waits[stage, kind]]
+            for other, delay in [*before, *((other, 0.0) for other in also[action])] \
+                    if action in also else before:
+                if other in times:
+                    start = max(start, times[other][1] + delay)
+                elif other in seconds:
+                    waiting[other].append(device)
+                    break
+            else:
+                now[device] = start + seconds[action]
+                times[action] = start, now[device]
+                ready += waiting.pop(action, ())
+                stopped[device] = next(rows[device], None)
+                continue
+            break
+    return None if any(stopped) else times

@@ -1,0 +1,141 @@
+"""Marks: between which points in time a device works for an action, and where in a graph they are.
+
+Points in time are told by the clock on the CPU, and on accelerators by events in their streams.
+"""
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchgpipe.engine.stream import AbstractStream, CPUStream, as_cuda, get_device, is_cuda
+from torchgpipe.private import at_end_of_backward, backward_pass
+from torchgpipe.schedule.action import Action
+
+__all__ = ['CellBackward', 'Mark', 'Stamp', 'Turns', 'last_nodes', 'nodes_between', 'producers',
+           'seconds', 'stamp', 'synchronize']
+
+#: A device, and seconds or an event in a stream of that device.
+Stamp = tuple[torch.device, Any]
+
+
+def stamp(stream: AbstractStream) -> Stamp:
+    """Mark now: on the CPU, or when a stream gets there."""
+    if not is_cuda(stream):
+        return torch.device('cpu'), time.perf_counter()
+    event = torch.Event(get_device(stream), enable_timing=True)
+    event.record(as_cuda(stream))
+    return get_device(stream), event
+
+
+def seconds(start: Stamp, end: Stamp) -> float:
+    """Return the time between two points on one device, which is through with both."""
+    device, point = end
+    length: float = (start[1].elapsed_time(point) / 1e3 if device.type != 'cpu'
+                     else point - start[1])
+    return length
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait until all devices have done what is queued."""
+    for device in {*devices}:
+        if device.type != 'cpu':
+            torch.accelerator.synchronize(device)
+
+
+class Mark(NamedTuple):
+    """An action between two points in time."""
+
+    action: Action
+    start: Stamp
+    end: Stamp
+
+
+class CellBackward:
+    """The backward of a cell in the making: when its nodes run on an accelerator, or in a step."""
+
+    def __init__(self, i: int, j: int, stream: AbstractStream) -> None:
+        self.action = Action(j, 'B', i)
+        self.stream = stream
+        #: Where it began and ended, several times if the graph is gone through again.
+        self.begins: list[Stamp] = []
+        self.ends: list[Stamp] = []
+
+    def begin(self, *_: Any) -> None:
+        """Take note that a node begins, if none has since the end."""
+        if len(self.begins) == len(self.ends):
+            self.begins.append(stamp(self.stream))
+
+    def end(self, *_: Any) -> None:
+        """Take note that a node ends that may be the last one."""
+        self.ends[len(self.begins) - 1:] = [stamp(self.stream)]
+
+    def marks(self) -> list[Mark]:
+        """Return what has begun and ended."""
+        return [Mark(self.action, *pair) for pair in zip(self.begins, self.ends)]
+
+
+class Turns:
+    """Whose nodes the CPU's thread runs in backward.
+
+    Args:
+        add: Takes note of the end of a turn.
+    """
+
+    def __init__(self, add: Callable[[Mark], None]) -> None:
+        self._add = add
+        self._turn: tuple[Action, Stamp] | None = None
+        #: The backward pass, which may have failed since, and then has not come to its end.
+        self._pass = -1
+
+    def take(self, action: Action) -> None:
+        """Let the thread work for an action from now on: one of its nodes is about to run."""
+        if backward_pass() != self._pass:
+            self._pass, self._turn = backward_pass(), None
+            at_end_of_backward(self.end)
+        if self._turn is None or self._turn[0] != action:
+            self.end()
+            self._turn = action, stamp(CPUStream)
+
+    def interrupt(self) -> None:
+        """Let the thread do something else, until the next node runs."""
+        if backward_pass() == self._pass:
+            self.end()
+
+    def end(self) -> None:
+        """Let the thread work for nobody."""
+        if self._turn is not None:
+            self._add(Mark(*self._turn, stamp(CPUStream)))
+            self._turn = None
+
+
+#: Nodes that take a gradient out of a call: into a parameter, or into a portal.
+EXITS = ('torch::autograd::AccumulateGrad', 'PortalOrangeBackward')
+
+
+def producers(tensors: Iterable[Tensor]) -> set[Any]:
+    """Return the nodes that tensors come from, and ``None`` for those that come from nowhere."""
+    return {None, *(tensor.grad_fn for tensor in tensors)}
+
+
+def nodes_between(input: Iterable[Tensor], output: Iterable[Tensor]) -> list[Any]:
+    """Return the nodes that backward runs between output and input."""
+    found, stack, seen = [], list(producers(output)), producers(input)
+    while stack:
+        node = stack.pop()
+        if node not in seen and node.name() not in EXITS:
+            seen.add(node)
+            found.append(node)
+            stack += [other for other, _ in node.next_functions]
+    return found
+
+
+def last_nodes(input: Iterable[Tensor], nodes: Iterable[Any]) -> list[Any]:
+    """Return the nodes that give the gradient of the input, or of parameters if it has none."""
+    outside = producers(input) - {None}
+    after = {node: {other for other, _ in node.next_functions if other is not None}
+             for node in nodes}
+    to_input = [node for node, others in after.items() if others & outside]
+    return to_input or [node for node, others in after.items() if not others - outside or any(
+        other.name() in EXITS for other in others)]
