@@ -10,8 +10,8 @@ from torch import nn
 from tests.devices import cpu_only
 from tests.sequential.test_record import Inner, Model, sample
 from torchgpipe.sequential import ConversionError, to_sequential
-from torchgpipe.sequential.steps import Steps
-from torchgpipe.sequential.value import UNKNOWN, Unknown, Value
+from torchgpipe.sequential.steps import StepTracer
+from torchgpipe.sequential.values import UNKNOWN, UnknownValue
 
 pytestmark = cpu_only('what is recorded does not depend on devices')
 
@@ -43,7 +43,7 @@ def by_a_size(m, x):
 
 
 def holds_values(thing):
-    return any(isinstance(each, (Value, Unknown)) for each in thing)
+    return any(isinstance(each, UnknownValue) for each in thing)
 
 
 @pytest.fixture(autouse=True)
@@ -89,9 +89,9 @@ def test_what_others_have_is_left_alone():
     thread = threading.Thread(target=lambda: to_sequential(waiting, check_sample=False))
     thread.start()
     assert entered.wait(60)
-    mine = Steps(nn.Identity())
+    mine = StepTracer(nn.Identity())
     held = [mine.placeholder('x', torch.ones(1))]
-    mine.let_go()
+    mine.release()
     goes_on.set()
     thread.join()
     assert found == [True] and not holds_values(held)
@@ -154,12 +154,12 @@ def make_closure():
     return in_a_closure
 
 
-KEEPERS = [(in_a_list, 'a types.SimpleNamespace'), (in_a_dict, r'tests.sequential.test_kept.ANY'),
+KEEPERS = [(in_a_list, 'a types.SimpleNamespace'), (in_a_dict, r'tests.sequential.test_effects.ANY'),
            (in_an_attribute, 'a types.SimpleNamespace'),
-           (in_a_tuple, r'tests.sequential.test_kept.ANY'),
-           (in_a_class, 'an attribute of tests.sequential.test_kept.Kept'),
-           (in_a_cache, 'the cache of tests.sequential.test_kept.counted.<locals>.cached'),
-           (make_closure(), 'a variable of tests.sequential.test_kept.make_closure.<locals>.*')]
+           (in_a_tuple, r'tests.sequential.test_effects.ANY'),
+           (in_a_class, 'an attribute of tests.sequential.test_effects.Kept'),
+           (in_a_cache, 'the cache of tests.sequential.test_effects.counted.<locals>.cached'),
+           (make_closure(), 'a variable of tests.sequential.test_effects.make_closure.<locals>.*')]
 
 
 @pytest.mark.parametrize('function, name', KEEPERS, ids=lambda x: getattr(x, '__name__', ''))

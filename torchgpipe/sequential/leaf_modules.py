@@ -5,21 +5,21 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.jit import ScriptModule
 
-__all__ = ['Leaf', 'Leaves', 'modules_within']
+__all__ = ['LeafLike', 'LeafModules', 'modules_within']
 
 #: A name in the model, where ``*`` stands for anything, a class, or the module itself.
-Leaf = str | type[nn.Module] | nn.Module
+LeafLike = str | type[nn.Module] | nn.Module
 
 # What has layers in it, and of what it does with them nothing is known, or all.
 _CONTAINERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList,
                nn.ParameterDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 
-class Leaves:
-    """Which modules stay whole.
+class LeafModules:
+    """Which modules are leaves: called as one module, and not looked into.
 
     Args:
-        root: The model, which never does.
+        root: The model, which never is one.
         named: Those that the user names.
 
     Raises:
@@ -27,14 +27,14 @@ class Leaves:
         ValueError: The model has no such module, or it is the model.
     """
 
-    def __init__(self, root: nn.Module, named: Iterable[Leaf]) -> None:
+    def __init__(self, root: nn.Module, named: Iterable[LeafLike]) -> None:
         self._root = root
         self.classes: set[type] = set()
         self._modules: set[nn.Module] = set()
         for leaf in named:
             self._add(leaf)
 
-    def _add(self, leaf: Leaf) -> None:
+    def _add(self, leaf: LeafLike) -> None:
         inner = {name: module for name, module
                  in self._root.named_modules(remove_duplicate=False) if name}
         if isinstance(leaf, str):
@@ -53,7 +53,7 @@ class Leaves:
         self._modules.update(found)
 
     def named(self, module: nn.Module) -> bool:
-        """Tell whether the user named a module, or it was found that it has to stay whole."""
+        """Return whether the user named a module, or it was found that it has to be one."""
         return module in self._modules or type(module) in self.classes
 
     def __contains__(self, module: nn.Module) -> bool:
@@ -63,7 +63,7 @@ class Leaves:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Tell whether a module is a layer of PyTorch's, or derived from one."""
+    """Return whether a module is a layer of PyTorch's, or derived from one."""
     for cls in type(module).__mro__:
         if cls in _CONTAINERS:
             return False
@@ -73,14 +73,14 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _is_more_than_its_forward(module: nn.Module) -> bool:
-    """Tell whether a module does what a recording of its forward would miss."""
+    """Return whether a module does what a recording of its forward would miss."""
     return (isinstance(module, ScriptModule) or bool(module._backward_hooks)
             or bool(module._backward_pre_hooks) or bool(getattr(module, 'communicates', False))
             or bool(module._state_dict_hooks) or bool(module._load_state_dict_pre_hooks)
             or type(module).get_extra_state is not nn.Module.get_extra_state)
 
 
-def modules_within(root: nn.Module, leaves: Leaves) -> Iterator[nn.Module]:
+def modules_within(root: nn.Module, leaves: LeafModules) -> Iterator[nn.Module]:
     """Yield the modules that a recording looks into, the root first, each once."""
     seen = {root}
     waiting = [root]

@@ -1,12 +1,12 @@
-"""Values in a recording: each stands for a node of a graph, and knows what it was for the sample.
+"""Values in a recording: each stands for a node of a graph, and has its value for the sample.
 
 ::
 
-    B, T = x.shape               two values, 4 and 7 for the sample, of which nothing is taken yet
+    B, T = x.shape               two values, 4 and 7 for the sample; neither is concretized yet
     y = x.view(B * T, -1)        recorded: any batch size and length will do
-    if T > 5:                    taken: the graph gets a check that T > 5 is true again
+    if T > 5:                    concretized: the graph gets a guard that T > 5 is true again
 
-A tensor can not be taken, as another one would be another way through the program.
+A tensor can not be concretized, as another one would be another way through the program.
 """
 import operator
 from collections.abc import Callable, Iterator
@@ -14,16 +14,16 @@ from typing import Any
 
 from torch import fx
 
-__all__ = ['UNKNOWN', 'Unknown', 'Value']
+__all__ = ['UNKNOWN', 'TracedValue', 'UnknownValue']
 
-#: What a value is where there is no sample.
+#: The example value where there is no sample.
 UNKNOWN: Any = object()
 
 
-class Unknown(fx.Proxy):
-    """A value of which nothing is known, as there is no sample."""
+class UnknownValue(fx.Proxy):
+    """A value without an example, as there is no sample."""
 
-    _known = UNKNOWN
+    _example = UNKNOWN
 
     tracer: Any
 
@@ -31,51 +31,47 @@ class Unknown(fx.Proxy):
         self.tracer.create_proxy('call_function', operator.setitem, (self, key, value), {})
 
 
-class Value(fx.Proxy):
+class TracedValue(UnknownValue):
     """A value that a forward computes, as its recording sees it.
 
     Args:
         node: The node that gives it.
-        recorder: The recorder.
-        known: What it is for the sample.
+        tracer: Records what is done with it.
+        example: The value for the sample.
     """
 
-    def __init__(self, node: fx.Node, recorder: Any, known: Any) -> None:
-        super().__init__(node, recorder)
-        self._known = known
-
-    tracer: Any
+    def __init__(self, node: fx.Node, tracer: Any, example: Any) -> None:
+        super().__init__(node, tracer)
+        self._example = example
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith('__') and name.endswith('__'):
             raise AttributeError(name)
-        if callable(getattr(self._known, name)):
-            return _Method(self, name)
+        if callable(getattr(self._example, name)):
+            return lambda *args, **kwargs: self.tracer.create_proxy(
+                'call_method', name, (self, *args), kwargs)
         return self.tracer.create_proxy('call_function', getattr, (self, name), {})
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ('node', 'tracer', '_known'):
+        if name in ('node', 'tracer', '_example'):
             object.__setattr__(self, name, value)
         else:
             self.tracer.refuse(f'it sets the attribute {name!r} of a value')
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.tracer.create_proxy('call_function', operator.setitem, (self, key, value), {})
-
     def __bool__(self) -> bool:
-        return bool(self.tracer.take(self, bool))
+        return bool(self.tracer.concretize(self, bool))
 
     def __index__(self) -> int:
-        return operator.index(self.tracer.take(self, operator.index))
+        return operator.index(self.tracer.concretize(self, operator.index))
 
     def __int__(self) -> int:
-        return int(self.tracer.take(self, int))
+        return int(self.tracer.concretize(self, int))
 
     def __float__(self) -> float:
-        return float(self.tracer.take(self, float))
+        return float(self.tracer.concretize(self, float))
 
     def __len__(self) -> int:
-        return int(self.tracer.take(self, len))
+        return int(self.tracer.concretize(self, len))
 
     def __contains__(self, item: Any) -> bool:
         return bool(self.tracer.create_proxy('call_function', operator.contains, (self, item), {}))
@@ -92,31 +88,20 @@ class Value(fx.Proxy):
     # What looks a number up, or looks at its text, may go by it.
 
     def __hash__(self) -> int:
-        return id(self) if self.tracer.is_tensor(self) else hash(self.tracer.take(self, _itself))
+        return id(self) if self.tracer.is_tensor(self) else hash(self._itself())
 
     def __str__(self) -> str:
-        return (repr(self) if self.tracer.is_tensor(self)
-                else str(self.tracer.take(self, _itself)))
+        return repr(self) if self.tracer.is_tensor(self) else str(self._itself())
 
     def __format__(self, spec: str) -> str:
-        return (repr(self) if self.tracer.is_tensor(self)
-                else format(self.tracer.take(self, _itself), spec))
+        return repr(self) if self.tracer.is_tensor(self) else format(self._itself(), spec)
+
+    def _itself(self) -> Any:
+        return self.tracer.concretize(self, _unchanged)
 
 
-def _itself(known: Any) -> Any:
-    return known
-
-
-class _Method:
-    """A method of a value, which is recorded when it is called."""
-
-    def __init__(self, value: Value, name: str) -> None:
-        self._value = value
-        self._name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._value.tracer.create_proxy('call_method', self._name, (self._value, *args),
-                                               kwargs)
+def _unchanged(example: Any) -> Any:
+    return example
 
 
 def _in_place(name: str) -> Callable[..., Any]:
@@ -133,5 +118,4 @@ _PLAIN = {'and': 'and_', 'or': 'or_'}
 for _name in ('add', 'sub', 'mul', 'truediv', 'floordiv', 'mod', 'pow', 'and', 'or', 'xor',
               'lshift', 'rshift', 'matmul'):
     _PLAIN.setdefault(_name, _name)
-    for _cls in (Unknown, Value):
-        setattr(_cls, f'__i{_name}__', _in_place(_name))
+    setattr(UnknownValue, f'__i{_name}__', _in_place(_name))
