@@ -365,6 +365,42 @@ def test_what_is_kept_in_a_list_is_noticed():
     assert model.seen == []
 
 
+def set_once(m, x):
+    if m.last is None:
+        m.last = torch.arange(6.0)
+    return x + m.last
+
+
+def filled_once(m, x):
+    if not m.cache:
+        m.cache[6] = torch.arange(6.0)
+    return x + m.cache[6]
+
+
+@pytest.mark.parametrize('function', [set_once, filled_once])
+@pytest.mark.parametrize('inner', [False, True])
+def test_a_cache_that_the_first_call_fills_is_filled_before(function, inner):
+    model = nn.Sequential(nn.Linear(6, 6), Inner(function)) if inner else Model(function)
+    held = model[1] if inner else model
+    held.last, held.cache = None, {}
+    with pytest.raises(ConversionError, match=r'Way out: .*leaf.*\. If only its first call does '
+                                              'that, as for a cache, call the model once before$'):
+        to_sequential(model, sample())
+    model(sample())
+    assert 'constant' in str([name for name, _ in check(model, sample()).named_buffers()])
+
+
+@pytest.mark.parametrize('function', [lambda m, x: setattr(m, 'number', m.number + 1) or x,
+                                      lambda m, x: setattr(m, 'count', m.count + 1) or x,
+                                      lambda m, x: m.seen.append(1) or x], ids=range(3))
+def test_what_each_call_changes_is_not_called_before(function):
+    model = Model(function)
+    model.number, model.seen = 0, [1]
+    with pytest.raises(ConversionError, match='attribute') as caught:
+        to_sequential(model, sample())
+    assert 'once before' not in str(caught.value)
+
+
 class Cache:
     def __init__(self, held):
         self.held = held

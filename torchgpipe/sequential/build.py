@@ -8,15 +8,15 @@ from torch import fx, nn
 from torchgpipe.sequential.cuts import Route, routes
 from torchgpipe.sequential.layer import Code, FirstLayer, Inputs, Layer, SkipLayer
 from torchgpipe.sequential.nodes import Constant
-from torchgpipe.sequential.parts import all_names, left_out, put, with_all_names
+from torchgpipe.sequential.parts import Converted, all_names, converted, put, with_all_names
 from torchgpipe.skip.namespace import Namespace
 
 __all__ = ['build']
 
 
 def build(graph: fx.Graph, steps: Sequence[Sequence[fx.Node]], root: nn.Module, inputs: Inputs,
-          constants: dict[str, Any]) -> list[nn.Module]:
-    """Return a layer for each list of steps.
+          constants: dict[str, Any]) -> Converted:
+    """Return a sequential module with a layer for each list of steps.
 
     Args:
         graph: The graph that they are of.
@@ -32,18 +32,19 @@ def build(graph: fx.Graph, steps: Sequence[Sequence[fx.Node]], root: nn.Module, 
         if k == 0:
             route.received = [node for node in graph.nodes if node.op == 'placeholder']
         part, targets = _program(graph, own, route, last=k == len(steps) - 1)
-        title = f'<layer {k} of {type(root).__name__}>'
-        code = Code(*_source(part, root, constants), title)
-        stashes = [name for name, _ in route.stashed]
-        pops = [name for name, _ in route.popped]
+        code = Code(*_source(part, root, constants), f'<layer {k} of {type(root).__name__}>')
+        stashes, pops = ([name for name, _ in x] for x in (route.stashed, route.popped))
         cls = SkipLayer if pops or stashes else Layer
         layer = (cls(code, len(route.received), pops, stashes, namespace) if k else
                  FirstLayer(code, inputs, stashes, namespace))
         layer.training = root.training
-        _fill(layer, root, targets, names, constants)
+        for target in targets:
+            if target in constants:
+                layer.register_buffer(target, constants[target], persistent=False)
+            else:
+                put(layer, root, with_all_names(root, [target], names))
         layers.append(layer)
-    put(layers[-1], root, list(left_out(root, layers)))
-    return layers
+    return converted(layers, root)
 
 
 def _program(graph: fx.Graph, steps: Sequence[fx.Node], route: Route, last: bool
@@ -105,15 +106,11 @@ def _holder(root: nn.Module, target: str, constants: dict[str, Any]) -> str:
 def _direct(source: str, target: str, holder: str) -> str:
     """Let a source find what it uses in dictionaries: a module is slow to look for attributes.
 
-    Nor does it matter then if a module has the name of an attribute of layers.
+    Nor does it matter then if a module has the name of an attribute of layers. The holder is the
+    dictionary that has what is used; there is none for an attribute.
 
     >>> _direct('y = self.body.norm(x)', 'body.norm', '_modules')
     'y = self._modules["body"]._modules["norm"](x)'
-
-    Args:
-        source: The source.
-        target: The name of what it uses.
-        holder: The dictionary that has it; none for an attribute.
     """
     usual = direct = 'self'
     atoms = target.split('.')
@@ -122,13 +119,3 @@ def _direct(source: str, target: str, holder: str) -> str:
         where = '_modules' if k + 1 < len(atoms) else holder
         direct = f'{direct}.{where}["{atom}"]' if where else f'{direct}.{atom}'
     return re.sub(re.escape(usual) + r'(?=[(;\n])', direct, source)
-
-
-def _fill(layer: nn.Module, root: nn.Module, targets: Sequence[str], names: dict[int, list[str]],
-          constants: dict[str, Any]) -> None:
-    """Put into a layer what it calls and reads, under each of its names in the model."""
-    for target in targets:
-        if target in constants:
-            layer.register_buffer(target, constants[target], persistent=False)
-        else:
-            put(layer, root, with_all_names(root, [target], names))

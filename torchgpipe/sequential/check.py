@@ -26,14 +26,7 @@ Tensors = dict[str, Tensor]
 
 
 def check(module: nn.Module, converted: Converted, sample: Any, half: Any, advice: str) -> None:
-    """Raise what is different in a converted model.
-
-    Args:
-        module: The model.
-        converted: What was made of it.
-        sample: What both are called with.
-        half: A half of it.
-        advice: What to do, if numbers differ.
+    """Raise what is different in a converted model for a sample or a half of it, with advice.
 
     Raises:
         ConversionError: Outputs, gradients or buffers differ, which are named.
@@ -58,11 +51,7 @@ def run(module: nn.Module, value: Any, training: bool,
         original: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> Tensors:
     """Return outputs of a module and its buffers, and in training gradients of a loss.
 
-    Args:
-        module: The module.
-        value: What it is called with.
-        training: Whether it is in training mode.
-        original: Gives names of the original for those of the module.
+    Names in the original, for those of the module, are given by ``original``.
     """
     module.train(training)
     # What was made in inference mode has no graph.
@@ -87,10 +76,7 @@ def run(module: nn.Module, value: Any, training: bool,
 def differences(expected: Tensors, found: Tensors, tolerance: float | None = None) -> list[str]:
     """Return which tensors differ by more than rounding, and by how much.
 
-    Args:
-        expected: Some tensors.
-        found: Those that should be the same.
-        tolerance: What rounding may come to, if not what it does for the type of each.
+    Rounding may come to the tolerance or, without one, to what it does for the type of each.
     """
     typical = typical_size([*expected.values()])
     different = []

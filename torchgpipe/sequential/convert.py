@@ -12,7 +12,7 @@ from torchgpipe.sequential.cuts import cut
 from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers
 from torchgpipe.sequential.errors import ConversionError, NeedsLeaf, line_of_error, refused
 from torchgpipe.sequential.layer import Inputs, arguments_of, called_with
-from torchgpipe.sequential.leaf_modules import LeafLike, LeafModules
+from torchgpipe.sequential.leaf_modules import LeafLike, LeafModules, names_of
 from torchgpipe.sequential.parts import Converted
 from torchgpipe.sequential.patches import one_at_a_time
 from torchgpipe.sequential.record import ForwardTracer
@@ -44,7 +44,7 @@ def convert(module: nn.Module, sample: Any, leaves: Iterable[LeafLike]) -> Conve
         raise TypeError(f'a module is converted, not {type(module).__name__}')
     if isinstance(leaves, (str, type, nn.Module)):
         leaves = [leaves]
-    named = [_name_of(module, leaf) if isinstance(leaf, nn.Module) else leaf for leaf in leaves]
+    named = names_of(module, leaves)
     classes: set[type] = set()
     with one_at_a_time, torch.inference_mode(False), torch.enable_grad():
         if sample is not UNKNOWN:
@@ -57,15 +57,7 @@ def convert(module: nn.Module, sample: Any, leaves: Iterable[LeafLike]) -> Conve
             try:
                 return _converted(module, sample, named, classes)
             except NeedsLeaf as error:  # It is converted anew, with more leaves.
-                classes.update(error.classes)
-
-
-def _name_of(module: nn.Module, leaf: nn.Module) -> str:
-    name: str
-    for name, each in module.named_modules():
-        if each is leaf and name:
-            return name
-    raise ValueError(f'the model has no such submodule that could be a leaf: {leaf!r}')
+                classes.update(error.args)
 
 
 def _converted(module: nn.Module, sample: Any, named: list[Any], classes: set[type]) -> Converted:
@@ -73,9 +65,7 @@ def _converted(module: nn.Module, sample: Any, named: list[Any], classes: set[ty
     if tracer.uses_of_training:
         tracer.check_training(_recorded(module, sample, named, classes, flipped=True)[0])
     steps = cut(tracer.graph, tracer.root, tracer.leaves)
-    converted = Converted(*build(tracer.graph, steps, module, inputs, tracer.constants))
-    converted.training = module.training
-    return converted
+    return build(tracer.graph, steps, module, inputs, tracer.constants)
 
 
 def _recorded(module: nn.Module, sample: Any, named: list[Any], classes: set[type], flipped: bool

@@ -96,13 +96,7 @@ def _has_weights(step: fx.Node, root: nn.Module, leaves: LeafModules) -> bool:
 
 
 class _Across:
-    """What goes across before each step, and behind the last one.
-
-    Args:
-        graph: The graph.
-        steps: Its steps.
-        root: The model.
-    """
+    """What goes across before each step of a graph, and behind the last one."""
 
     def __init__(self, graph: fx.Graph, steps: Sequence[fx.Node], root: nn.Module) -> None:
         self._bytes, self._objects, self._tensors, self._changes = (
@@ -163,14 +157,7 @@ def _aliases(changed: fx.Node, index: dict[fx.Node, int], position: int) -> list
 
 @dataclass
 class Route:
-    """What one layer gets and gives.
-
-    Attributes:
-        received: What the layer before forwards.
-        popped: What it takes from skips, with their names.
-        forwarded: What goes to the next one.
-        stashed: What it puts into skips, with their names.
-    """
+    """What one layer gets and gives; of skips with their names."""
 
     received: list[fx.Node] = field(default_factory=list)
     popped: list[tuple[str, fx.Node]] = field(default_factory=list)

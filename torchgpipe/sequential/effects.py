@@ -169,11 +169,7 @@ _SOMEWHERE = 'a cache, a global or an object'
 
 
 def held_beyond(where: str = _SOMEWHERE) -> ConversionError:
-    """Return the error that a value is used, or held, after its recording is over.
-
-    Args:
-        where: Who holds it.
-    """
+    """Return the error that a value is used after its recording is over, or held somewhere."""
     return ConversionError(
         f'the model can not be converted: its forward keeps what it computes in {where}, and each '
         'run would do so again. Name the submodule that does as a leaf: '

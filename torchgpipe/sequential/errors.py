@@ -22,15 +22,7 @@ class ConversionError(ValueError):
 
 
 class NeedsLeaf(Exception):
-    """Modules have to be leaf modules; the recording starts again with their classes among these.
-
-    Args:
-        *classes: The classes.
-    """
-
-    def __init__(self, *classes: type) -> None:
-        super().__init__(*classes)
-        self.classes = classes
+    """Modules of some classes, its arguments, have to be leaves: the recording starts again."""
 
 
 def refused(root: nn.Module, why: str, line: str, inner: str | None, hint: str = '',
@@ -58,9 +50,9 @@ def refused(root: nn.Module, why: str, line: str, inner: str | None, hint: str =
         f'{what} can not be converted: {why}\n\n{line}\n\nWay out: {hint}{more}')
 
 
-def line_of(frame: FrameType | None = None) -> str:
+def line_of() -> str:
     """Return the innermost line that runs now outside of PyTorch and of this package."""
-    return _described(walk_stack(frame or sys._getframe(1)))
+    return _described(walk_stack(sys._getframe(1)))
 
 
 def line_of_error(traceback: TracebackType | None) -> str:

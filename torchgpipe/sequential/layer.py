@@ -36,13 +36,7 @@ _no_batch = Batch(())
 
 
 class Code:
-    """A function that was made of a graph: its source, and what it refers to.
-
-    Args:
-        source: A function called ``forward``.
-        names: What it refers to by name.
-        title: What errors call the file.
-    """
+    """A function that was made of a graph: its source, and what this refers to by name."""
 
     def __init__(self, source: str, names: dict[str, Any], title: str) -> None:
         self.source = source
@@ -58,18 +52,16 @@ class Code:
         return self
 
     def __reduce__(self) -> Any:
-        names = {name: _Module(value.__name__) if isinstance(value, ModuleType) else value
-                 for name, value in self._names.items() if name != '__builtins__'}
-        return _code, (self.source, names, self._title)
+        modules = {name: value.__name__ for name, value in self._names.items()
+                   if isinstance(value, ModuleType)}
+        names = {name: value for name, value in self._names.items()
+                 if name != '__builtins__' and name not in modules}
+        return _code, (self.source, names, modules, self._title)
 
 
-class _Module(str):
-    """The name of a Python module, in a pickle."""
-
-
-def _code(source: str, names: dict[str, Any], title: str) -> Code:
-    return Code(source, {name: import_module(value) if isinstance(value, _Module) else value
-                         for name, value in names.items()}, title)
+def _code(source: str, names: dict[str, Any], modules: dict[str, str], title: str) -> Code:
+    found = {name: import_module(module) for name, module in modules.items()}
+    return Code(source, {**names, **found}, title)
 
 
 class Inputs:
@@ -92,6 +84,7 @@ class Inputs:
     def __deepcopy__(self, memo: dict[int, Any]) -> 'Inputs':
         return self
 
+    @uncompiled
     def take(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """Return the tensors.
 
@@ -214,10 +207,6 @@ class FirstLayer(SkipLayer):
         """Return the function; it has the signature of the original's forward."""
         return _Forward(self)
 
-    @partial(uncompiled, recursive=False)
-    def _run_with(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return self._run(_take(self._inputs, args, kwargs))
-
 
 class _Forward:
     """The forward of a first layer."""
@@ -230,12 +219,7 @@ class _Forward:
 
     @partial(uncompiled, recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._layer._run_with(args, kwargs)
-
-
-@uncompiled
-def _take(inputs: Inputs, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    return inputs.take(args, kwargs)
+        return self._layer._run(self._layer._inputs.take(args, kwargs))
 
 
 @uncompiled

@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.jit import ScriptModule
 
-__all__ = ['LeafLike', 'LeafModules', 'modules_within']
+__all__ = ['LeafLike', 'LeafModules', 'modules_within', 'name_of', 'names_of']
 
 #: A name in the model, where ``*`` stands for anything, a class, or the module itself.
 LeafLike = str | type[nn.Module] | nn.Module
@@ -20,27 +20,25 @@ class LeafModules:
 
     Args:
         root: The model, which never is one.
-        named: Those that the user names.
+        named: Those that the user names, but for modules themselves.
 
     Raises:
         TypeError: One of these is something else.
         ValueError: The model has no such module, or it is the model.
     """
 
-    def __init__(self, root: nn.Module, named: Iterable[LeafLike]) -> None:
+    def __init__(self, root: nn.Module, named: Iterable[str | type]) -> None:
         self._root = root
         self.classes: set[type] = set()
         self._modules: set[nn.Module] = set()
         for leaf in named:
             self._add(leaf)
 
-    def _add(self, leaf: LeafLike) -> None:
+    def _add(self, leaf: str | type) -> None:
         inner = {name: module for name, module
                  in self._root.named_modules(remove_duplicate=False) if name}
         if isinstance(leaf, str):
             found = [module for name, module in inner.items() if fnmatchcase(name, leaf)]
-        elif isinstance(leaf, nn.Module):
-            found = [module for module in inner.values() if module is leaf]
         elif isinstance(leaf, type) and issubclass(leaf, nn.Module):
             found = [module for module in inner.values() if isinstance(module, leaf)]
         else:
@@ -91,3 +89,19 @@ def modules_within(root: nn.Module, leaves: LeafModules) -> Iterator[nn.Module]:
             if child not in seen and child not in leaves:
                 seen.add(child)
                 waiting.append(child)
+
+
+def name_of(root: nn.Module, module: nn.Module) -> str | None:
+    """Return the name of a submodule, if it is one."""
+    return next((name for name, each in root.named_modules() if each is module and name), None)
+
+
+def names_of(root: nn.Module, leaves: Iterable[LeafLike]) -> list[str | type]:
+    """Return leaves with names in place of modules, which copies of the model do not have."""
+    found: list[str | type] = []
+    for leaf in leaves:
+        name = name_of(root, leaf) if isinstance(leaf, nn.Module) else leaf
+        if name is None:
+            raise ValueError(f'the model has no such submodule that could be a leaf: {leaf!r}')
+        found.append(name)
+    return found

@@ -41,11 +41,8 @@ def check_mixing(module: nn.Module, sample: Any, halves: Sequence[Any], sizes: S
     """Raise what is another number for halves of a sample than for all of it, in evaluation.
 
     Args:
-        module: The model.
-        sample: The sample.
-        halves: Its halves.
-        sizes: How many samples each has.
-        batch_dim: Where it was cut.
+        module, sample: The model and its sample.
+        halves, sizes, batch_dim: How that was cut.
 
     Raises:
         ConversionError: Samples are mixed.
@@ -104,11 +101,7 @@ def mixed(whole: Tensors, halves: Sequence[Tensors], tolerance: float) -> list[s
     """Return which outputs for halves of a sample are not those halves of that for all of it.
 
     What has no batch dimension, such as a scalar, becomes what ``GPipe(…, gather=…)`` says.
-
-    Args:
-        whole: The outputs for all of the sample.
-        halves: Those for each half.
-        tolerance: What rounding may come to.
+    Rounding may come to the tolerance.
     """
     found = []
     joined: Tensors = {}
@@ -160,11 +153,9 @@ def _joined(parts: Sequence[Tensor], expected: Tensor) -> Tensor | None:
 
 def neither_mean_nor_sum(whole: Tensors, halves: Sequence[Tensors], sizes: Sequence[int],
                          tolerance: float) -> dict[str, str]:
-    """Return numbers that are neither the mean nor the sum of those for halves, each as a text.
+    """Return numbers that are neither the mean nor the sum of those for halves of some sizes.
 
-    Args:
-        whole, halves, tolerance: As for :func:`mixed`.
-        sizes: How many samples each half has.
+    Each comes with a text of what it is, and those for halves.
     """
     found = {}
     for name, x in whole.items():

@@ -9,13 +9,10 @@ from torch.autograd import Function
 
 from torchgpipe.structure import Structure, flatten
 
-__all__ = ['Constant', 'apply', 'asks_for_grad', 'calls_of', 'compute', 'first_difference',
+__all__ = ['Constant', 'apply', 'calls_of', 'compute', 'first_difference',
            'guard', 'is_about', 'is_in_place', 'is_plain', 'mapped', 'put_together', 'take_apart',
            'words']
 
-
-# --- functions that a recording adds, and layers call
-# -------------------------------------------------------------------------------------------------
 
 #: A method of Python or, from PyTorch 2.14 on, one of C++.
 _apply: Any = vars(Function)['apply']
@@ -56,9 +53,6 @@ def put_together(structure: Structure, tensors: Sequence[Any]) -> Any:
     return structure(tensors)
 
 
-# --- computing one
-# -------------------------------------------------------------------------------------------------
-
 class Constant:
     """An object that a graph refers to by a name."""
 
@@ -91,9 +85,6 @@ def compute(root: nn.Module, node: fx.Node, args: tuple[Any, ...], kwargs: dict[
     return target(*args, **kwargs)
 
 
-# --- what one tells
-# -------------------------------------------------------------------------------------------------
-
 # What a tensor tells of itself that does not depend on its elements.
 _ABOUT = frozenset((
     'size', 'shape', 'dim', 'ndim', 'ndimension', 'numel', 'nelement', 'stride', 'dtype', 'device',
@@ -108,11 +99,6 @@ def is_about(node: fx.Node) -> bool:
     if node.target is getattr:
         return node.args[1] in _ABOUT
     return getattr(node.target, '__name__', node.target) in _ABOUT
-
-
-def asks_for_grad(node: fx.Node) -> bool:
-    """Return whether a node asks a tensor for what depends on the graph that autograd makes."""
-    return node.target is getattr and node.args[1] in ('requires_grad', 'is_leaf')
 
 
 def is_in_place(node: fx.Node) -> bool:
@@ -153,9 +139,6 @@ def words(node: fx.Node) -> str:
     return f'{name}({", ".join(args)})'
 
 
-# --- two graphs
-# -------------------------------------------------------------------------------------------------
-
 def calls_of(graph: fx.Graph) -> list[fx.Node]:
     """Return the nodes but for those that read an attribute, perhaps for nothing."""
     return [node for node in graph.nodes if node.op != 'get_attr']
@@ -165,11 +148,7 @@ def first_difference(graph: fx.Graph, constants: dict[str, Any], other: fx.Graph
                      others: dict[str, Any]) -> int | None:
     """Return the number of calls before the first one that differs in two graphs, if one does.
 
-    Args:
-        graph: A graph.
-        constants: What it refers to by name.
-        other: Another one.
-        others: What that refers to.
+    What they refer to by name is in ``constants`` and ``others``.
     """
     for k, (a, b) in enumerate(zip(calls_of(graph), calls_of(other))):
         if a.format_node() != b.format_node() or not all(map(

@@ -28,17 +28,12 @@ from torch import Tensor, nn
 
 from torchgpipe.split import Sequential, still_shared
 
-__all__ = ['Converted', 'NamedLayer', 'Part', 'all_names', 'left_out', 'original_names', 'put',
+__all__ = ['Converted', 'NamedLayer', 'Part', 'all_names', 'converted', 'original_names', 'put',
            'to_own_names', 'with_all_names']
 
 
 class Part(nn.Module):
-    """A part of a module, which has its methods and its attributes.
-
-    Args:
-        module: The module.
-        attributes: Whether it has its attributes.
-    """
+    """A part of a module, which has its methods and its attributes if that is wanted."""
 
     def __init__(self, module: nn.Module, attributes: bool = False) -> None:
         super().__init__()
@@ -103,21 +98,12 @@ def _missing(name: str, whole: type) -> AttributeError:
 _OF_EACH = frozenset(vars(nn.Module()))
 
 
-def _part_of(module: nn.Module, attributes: bool = False) -> Part:
-    """Return an empty part of a module."""
-    return (_PartOfList if hasattr(module, '__getitem__') else Part)(module, attributes)
-
-
 def put(part: nn.Module, root: nn.Module, names: Iterable[str], attributes: bool = False
         ) -> None:
     """Put what is called by some names in a model into a part of it.
 
-    Args:
-        part: The part.
-        root: The model.
-        names: Names of submodules, parameters, buffers, or of an attribute such as ``training``,
-            for whose sake the module that has it is there.
-        attributes: Whether modules of which only a part is there have their attributes.
+    These are names of submodules, parameters, buffers, or of an attribute such as ``training``,
+    for whose sake the module that has it is there, with its other attributes if that is wanted.
     """
     for name in names:
         path, _, last = name.rpartition('.')
@@ -127,7 +113,8 @@ def put(part: nn.Module, root: nn.Module, names: Iterable[str], attributes: bool
             if target._modules.get(atom) is source:
                 break  # It is there as a whole.
             if atom not in target._modules:
-                target._modules[atom] = _part_of(source, attributes)
+                kind = _PartOfList if hasattr(source, '__getitem__') else Part
+                target._modules[atom] = kind(source, attributes)
             target = target._modules[atom]  # type: ignore[assignment]
         else:
             _put(target, source, last)
@@ -169,7 +156,7 @@ def _tensors(module: nn.Module) -> list[str]:
     return [*{**module.state_dict(), **buffers}]
 
 
-def left_out(root: nn.Module, parts: Iterable[nn.Module]) -> list[str]:
+def _left_out(root: nn.Module, parts: Iterable[nn.Module]) -> list[str]:
     """Return the names of what a model has in its state dict or its buffers, and no part of it; of
     modules if all of a module is left out.
     """
@@ -182,9 +169,6 @@ def left_out(root: nn.Module, parts: Iterable[nn.Module]) -> list[str]:
         found.setdefault(next((name[:k] for k in ends if name[:k] not in inhabited), name))
     return [*found]
 
-
-# --- names in the sequential module
-# -------------------------------------------------------------------------------------------------
 
 class NamedLayer(nn.Module):
     """A layer that has names of the model that it was made from."""
@@ -211,6 +195,14 @@ class Converted(Sequential):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         to_own_names(state_dict, prefix, self._modules)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def converted(layers: list[nn.Module], root: nn.Module, attributes: bool = False) -> Converted:
+    """Return the sequential module of layers; the last one has what no layer uses."""
+    put(layers[-1], root, _left_out(root, layers), attributes)
+    found = Converted(*layers)
+    found.training = root.training
+    return found
 
 
 def original_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,41 +59,32 @@ one_at_a_time = threading.RLock()
 
 
 class Watcher(Protocol):
-    """Who sees which modules a forward calls, and what it reads of them."""
+    """Who sees which modules a forward calls, and what it reads of them, and says what it gets."""
 
     @property
-    def watches(self) -> bool:
-        """Whether the forward runs now, and not a leaf."""
+    def watches(self) -> bool: ...
 
     def called(self, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...],
-               kwargs: dict[str, Any]) -> Any:
-        """Call a module."""
+               kwargs: dict[str, Any]) -> Any: ...
 
-    def read(self, module: nn.Module, name: str, found: Any) -> Any:
-        """Return an attribute, a parameter or a buffer."""
+    def read(self, module: nn.Module, name: str, found: Any) -> Any: ...
 
 
 class Follower(Watcher, Protocol):
-    """Who sees all that a forward does."""
+    """Who sees all that a forward does, and is told of it before it happens."""
 
-    def written(self, module: nn.Module, name: str) -> None:
-        """See that an attribute is about to be set."""
+    def written(self, module: nn.Module, name: str) -> None: ...
 
     def made(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-             ) -> Any:
-        """Call a function that makes a tensor, or describes a type of numbers."""
+             ) -> Any: ...
 
-    def is_a(self, value: Any, classes: Any) -> bool:
-        """Return whether what a value stands for is an instance."""
+    def is_a(self, value: Any, classes: Any) -> bool: ...
 
-    def entered(self) -> None:
-        """See that grad mode, inference mode or autocast is about to be set."""
+    def entered(self) -> None: ...
 
-    def drew(self) -> None:
-        """See that a random number of Python's is about to be drawn."""
+    def drew(self) -> None: ...
 
-    def applied(self, function: type) -> None:
-        """See that PyTorch is about to apply a function that has a backward of its own."""
+    def applied(self, function: type) -> None: ...
 
 
 TWatcher = TypeVar('TWatcher', bound=Watcher)

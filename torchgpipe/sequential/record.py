@@ -35,16 +35,15 @@ from torchgpipe.sequential.values import TracedValue
 __all__ = ['ForwardTracer']
 
 
+_LEN = len  # which is replaced while a forward runs
+
+
 class UseOfTraining(NamedTuple):
-    """Where a program goes by the training mode.
+    """Where a program goes by the training mode."""
 
-    Attributes:
-        position: How many calls were recorded before.
-        module: The innermost submodule, in a list; none for the model itself.
-        line: The line.
-    """
-
+    #: How many calls were recorded before.
     position: int
+    #: The innermost submodule, in a list; none for the model itself.
     module: list[nn.Module]
     line: str
 
@@ -159,7 +158,7 @@ class ForwardTracer(StepTracer):
     def concretize(self, value: Any, how: Callable[[Any], Any]) -> Any:
         """Return the number or the truth that a program goes its way by, and guard it."""
         node, example = value.node, value._example
-        if (isinstance(example, Tensor) and how is not len) or node.meta['data']:
+        if (isinstance(example, Tensor) and how is not _LEN) or node.meta['data']:
             self.refuse('its program goes by the elements of a tensor')
         if node.meta['grad']:
             self._need_leaf('its program goes by whether a tensor has a gradient')
@@ -170,7 +169,7 @@ class ForwardTracer(StepTracer):
         elif (node, how.__name__) not in self._guarded:
             self._guarded.add((node, how.__name__))
             what = words(node)
-            if how in (len, bool) and result is not example:
+            if how in (_LEN, bool) and result is not example:
                 node, example, what = self.add_step(how, node), result, f'{how.__name__}({what})'
             self.add_guard(node, example, what)
         return result

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from torchgpipe.sequential.effects import copied, copied_value
 from torchgpipe.sequential.layer import called_with
-from torchgpipe.sequential.parts import (Converted, NamedLayer, Part, all_names, left_out, put,
+from torchgpipe.sequential.leaf_modules import name_of
+from torchgpipe.sequential.parts import (Converted, NamedLayer, Part, all_names, converted, put,
                                          with_all_names)
 from torchgpipe.sequential.patches import watched
 
@@ -22,13 +23,7 @@ StageLike = Callable[..., Any] | nn.Module
 
 
 class Stage(Part, NamedLayer):
-    """Call a function with a part of a model, which is this layer itself.
-
-    Args:
-        root: The model.
-        function: The function.
-        names: What it uses.
-    """
+    """Call a function with a part of a model, which is this layer itself."""
 
     def __init__(self, root: nn.Module, function: Callable[..., Any], names: Iterable[str]
                  ) -> None:
@@ -45,11 +40,7 @@ class Stage(Part, NamedLayer):
 
 
 class _Call:
-    """Call a submodule by its name.
-
-    Args:
-        name: The name.
-    """
+    """Call a submodule by its name."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -70,10 +61,7 @@ def make_stages(module: nn.Module, stages: Iterable[StageLike], sample: Any) -> 
         layers.append(stage if isinstance(stage, nn.Module) and not isinstance(function, _Call)
                       else Stage(module, function, with_all_names(module, uses, names)))
         args, kwargs = (value,), {}
-    put(layers[-1], module, left_out(module, layers), attributes=True)
-    converted = Converted(*layers)
-    converted.training = module.training
-    return converted
+    return converted(layers, module, attributes=True)
 
 
 def _function(module: nn.Module, stage: StageLike) -> Callable[..., Any]:
@@ -82,10 +70,9 @@ def _function(module: nn.Module, stage: StageLike) -> Callable[..., Any]:
             raise TypeError('a stage is a function of the model and a value, or a submodule, not '
                             f'{stage!r}')
         return stage
-    name: str
-    for name, each in module.named_modules():
-        if each is stage and name:
-            return _Call(name)
+    name = name_of(module, stage)
+    if name is not None:
+        return _Call(name)
     if any(True for _ in (*stage.parameters(), *stage.buffers())):
         raise ValueError('a stage is a submodule of the model, or a function of it, but this '
                          f'{type(stage).__name__}, which has parameters, is not in it')
@@ -105,11 +92,7 @@ def _used(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ...],
 
 
 class _Uses:
-    """Note which submodules are called, and which parameters and buffers are read.
-
-    Args:
-        root: The model.
-    """
+    """Note which submodules are called, and which parameters and buffers are read."""
 
     def __init__(self, root: nn.Module) -> None:
         self.watches = False

@@ -24,8 +24,8 @@ from torchgpipe.engine.memory import size_of, storage_id
 from torchgpipe.sequential.effects import (GeneratorStates, has_values, held_beyond, ids_within,
                                            name_of_holder, release)
 from torchgpipe.sequential.errors import line_of
-from torchgpipe.sequential.nodes import (Constant, asks_for_grad, compute, guard, is_about,
-                                         is_in_place, is_plain, mapped, put_together, take_apart)
+from torchgpipe.sequential.nodes import (Constant, compute, guard, is_about, is_in_place, is_plain,
+                                         mapped, put_together, take_apart)
 from torchgpipe.sequential.values import UNKNOWN, TracedValue, UnknownValue
 from torchgpipe.structure import PLAIN, flatten, flatten_nested
 
@@ -91,17 +91,13 @@ class StepTracer(fx.Tracer):
             self._read[path] = self.wrap(self.graph.get_attr(path), tensor.detach())
         return self._read[path]
 
-    # --- a step
-    # ---------------------------------------------------------------------------------------------
-
     def create_proxy(self, kind: Any, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any
                      ) -> Any:
         """Record a step, and compute it for the sample."""
         if self.over:
             raise held_beyond()
         self.check_modes()
-        args = tuple(map(self.simple, args))
-        kwargs = {name: self.simple(value) for name, value in kwargs.items()}
+        args, kwargs = self.simple((tuple(args), dict(kwargs)))
         node = self.graph.create_node(kind, target, self.create_arg(args),
                                       self.create_arg(kwargs))
         node.meta['where'] = line_of()
@@ -147,9 +143,6 @@ class StepTracer(fx.Tracer):
         node.meta['writes'] = [each for each, x, old in versions if x._version != old]
         return found
 
-    # --- what comes of it
-    # ---------------------------------------------------------------------------------------------
-
     def wrap(self, node: fx.Node, example: Any) -> Any:
         """Return a value for what a node gives, or a structure of values."""
         meta, inputs = node.meta, node.all_input_nodes
@@ -172,7 +165,8 @@ class StepTracer(fx.Tracer):
         else:
             meta['kind'], meta['device'] = 'plain', isinstance(example, torch.device)
             meta['mode'] = node.op == 'get_attr' or any(each.meta['mode'] for each in inputs)
-            meta['grad'] = asks_for_grad(node) or any(each.meta['grad'] for each in inputs)
+            meta['grad'] = any(each.meta['grad'] for each in inputs) or (
+                node.target is getattr and node.args[1] in ('requires_grad', 'is_leaf'))
             meta['data'] = any(each.meta['data'] for each in inputs) or (
                 any(each.meta['kind'] != 'plain' for each in inputs) and not is_about(node))
         return self._noted(TracedValue(node, self, example))
@@ -225,9 +219,6 @@ class StepTracer(fx.Tracer):
         where = line_of().strip().replace('\n    ', ': ')
         self.add_step(guard, node, self.simple(expected), what, where)
 
-    # --- what goes into it
-    # ---------------------------------------------------------------------------------------------
-
     def _constant(self, value: Any) -> Constant:
         name = f'_constant_{len(self.constants)}'
         self.constants[name] = value
@@ -258,14 +249,11 @@ class StepTracer(fx.Tracer):
         return self._constant(a)
 
     def simple(self, value: Any) -> Any:
-        """Let a step put together what a graph has no form for, such as a dataclass with values.
-        """
-        if type(value) in (tuple, list):
-            return type(value)(map(self.simple, value))
-        if type(value) is dict:
-            return {key: self.simple(each) for key, each in value.items()}
-        if type(value) in (slice, range, Constant) or isinstance(
-                value, (fx.Proxy, Tensor, nn.Module, *PLAIN)):
+        """Return a value of what a graph has a form for; a step puts together all else."""
+        return mapped(value, self._put_together)
+
+    def _put_together(self, value: Any) -> Any:
+        if isinstance(value, (fx.Proxy, Constant, Tensor, nn.Module, *PLAIN)):
             return value
         try:
             values, structure = flatten_nested(value, marks=False, takes=fx.Proxy)

@@ -58,21 +58,6 @@ class TracedValue(UnknownValue):
         else:
             self.tracer.refuse(f'it sets the attribute {name!r} of a value')
 
-    def __bool__(self) -> bool:
-        return bool(self.tracer.concretize(self, bool))
-
-    def __index__(self) -> int:
-        return operator.index(self.tracer.concretize(self, operator.index))
-
-    def __int__(self) -> int:
-        return int(self.tracer.concretize(self, int))
-
-    def __float__(self) -> float:
-        return float(self.tracer.concretize(self, float))
-
-    def __len__(self) -> int:
-        return int(self.tracer.concretize(self, len))
-
     def __contains__(self, item: Any) -> bool:
         return bool(self.tracer.create_proxy('call_function', operator.contains, (self, item), {}))
 
@@ -98,6 +83,14 @@ class TracedValue(UnknownValue):
 
     def _itself(self) -> Any:
         return self.tracer.concretize(self, _unchanged)
+
+
+def _concretizing(how: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda self: self.tracer.concretize(self, how)
+
+
+for _how in (bool, float, int, len, operator.index):
+    setattr(TracedValue, f'__{_how.__name__}__', _concretizing(_how))
 
 
 def _unchanged(example: Any) -> Any:
