@@ -302,7 +302,7 @@ def test_a_leaf_may_do_anything(function):
 
 
 @pytest.mark.parametrize('inner', [False, True])
-def test_a_training_mode_that_makes_no_difference_leaves_nothing_whole(inner):
+def test_a_training_mode_that_makes_no_difference_makes_no_leaf(inner):
     def function(m, x):
         a, b = x.chunk(2, -1)
         x = torch.cat([b + torch.ones(3) if m.training and m.weight is None else b, a], -1)
@@ -331,7 +331,7 @@ def test_a_difference_that_follows_two_modes_is_of_the_last_one():
 
 
 @pytest.mark.parametrize('training', [True, False])
-def test_a_module_that_can_be_followed_in_one_mode_only_stays_whole(training):
+def test_a_module_that_can_be_followed_in_one_mode_only_is_a_leaf(training):
     class Cached(Inner):
         def __init__(self):
             super().__init__(lambda m, x: x if m.training else x + m.once())
@@ -642,23 +642,6 @@ def test_constants_move_with_the_layers():
     assert layers.double()(sample().double()).dtype == torch.float64
 
 
-@pytest.mark.parametrize('leaf, error, match', [
-    ('c', ValueError, "no submodule 'c'"), (nn.Conv2d, ValueError, 'no submodule'),
-    (3, TypeError, 'name of a submodule, a class or a module'),
-    (nn.Linear(1, 1), ValueError, 'no such submodule')])
-def test_leaves_that_are_none(leaf, error, match):
-    with pytest.raises(error, match=match):
-        to_sequential(Model(halves), sample(), leaves=[leaf])
-
-
 def test_other_things_than_modules():
     with pytest.raises(TypeError, match='a module is converted, not function'):
         to_sequential(halves, sample())
-
-
-def test_buffers_that_nothing_uses_are_there():
-    model = Model(halves)
-    model.register_buffer('unused', torch.ones(3), persistent=False)
-    layers = to_sequential(model, sample())
-    assert layers[-1].unused is model.unused
-    assert '1.unused' not in layers.state_dict()

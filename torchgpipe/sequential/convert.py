@@ -12,7 +12,7 @@ from torchgpipe.sequential.cuts import cut
 from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers
 from torchgpipe.sequential.errors import ConversionError, NeedsLeaf, line_of_error, refused
 from torchgpipe.sequential.layer import Inputs, arguments_of, called_with
-from torchgpipe.sequential.leaf_modules import LeafLike, LeafModules, names_of
+from torchgpipe.sequential.leaf_modules import LeafLike, LeafModules, leaf_names
 from torchgpipe.sequential.parts import Converted
 from torchgpipe.sequential.patches import one_at_a_time
 from torchgpipe.sequential.record import ForwardTracer
@@ -42,9 +42,7 @@ def convert(module: nn.Module, sample: Any, leaves: Iterable[LeafLike]) -> Conve
     """Return a sequential module, without comparing it: see :func:`to_sequential`."""
     if not isinstance(module, nn.Module):
         raise TypeError(f'a module is converted, not {type(module).__name__}')
-    if isinstance(leaves, (str, type, nn.Module)):
-        leaves = [leaves]
-    named = names_of(module, leaves)
+    names = leaf_names(module, leaves)
     classes: set[type] = set()
     with one_at_a_time, torch.inference_mode(False), torch.enable_grad():
         if sample is not UNKNOWN:
@@ -55,28 +53,26 @@ def convert(module: nn.Module, sample: Any, leaves: Iterable[LeafLike]) -> Conve
             sample = structure(tensors)  # without marks
         while True:
             try:
-                return _converted(module, sample, named, classes)
+                return _converted(module, sample, names, classes)
             except NeedsLeaf as error:  # It is converted anew, with more leaves.
                 classes.update(error.args)
 
 
-def _converted(module: nn.Module, sample: Any, named: list[Any], classes: set[type]) -> Converted:
-    tracer, inputs = _recorded(module, sample, named, classes, flipped=False)
+def _converted(module: nn.Module, sample: Any, names: set[str], classes: set[type]) -> Converted:
+    tracer, inputs = _recorded(module, sample, names, classes, flipped=False)
     if tracer.uses_of_training:
-        tracer.check_training(_recorded(module, sample, named, classes, flipped=True)[0])
+        tracer.check_training(_recorded(module, sample, names, classes, flipped=True)[0])
     steps = cut(tracer.graph, tracer.root, tracer.leaves)
     return build(tracer.graph, steps, module, inputs, tracer.constants)
 
 
-def _recorded(module: nn.Module, sample: Any, named: list[Any], classes: set[type], flipped: bool
+def _recorded(module: nn.Module, sample: Any, names: set[str], classes: set[type], flipped: bool
               ) -> tuple[ForwardTracer, Inputs]:
     """Record a module, with the other training mode if that is wanted."""
     root = copied(module)  # It runs, and may be changed.
     for each in root.modules():
         each.training ^= flipped
-    leaves = LeafModules(root, named)
-    leaves.classes.update(classes)
-    tracer = ForwardTracer(root, leaves)
+    tracer = ForwardTracer(root, LeafModules(root, names, classes))
     args, kwargs, inputs = _values(tracer, module, sample)
     try:
         tracer.record(args, kwargs)

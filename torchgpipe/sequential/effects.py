@@ -29,9 +29,6 @@ __all__ = ['GeneratorStates', 'copied', 'copied_value', 'has_values', 'held_beyo
 TModule = TypeVar('TModule', bound=nn.Module)
 
 
-# --- copies
-# -------------------------------------------------------------------------------------------------
-
 def copied(module: TModule) -> TModule:
     """Return a copy of a module, with its very parameters, and tensors that belong to a graph.
 
@@ -60,9 +57,6 @@ def copied_value(value: Any) -> Any:
     copies = {id(x): x.detach().clone() for x in tensors}
     return structure([copies[id(x)] for x in tensors])
 
-
-# --- modes and random numbers
-# -------------------------------------------------------------------------------------------------
 
 def modes_now() -> tuple[Any, ...]:
     """Return the modes that a part of a forward may be in, and a layer would not be."""
@@ -120,9 +114,6 @@ def same_random_numbers(seed: int = 0) -> Iterator[None]:
     finally:
         random.setstate(python)
 
-
-# --- what objects hold
-# -------------------------------------------------------------------------------------------------
 
 def has_values(thing: Any) -> bool:
     """Return whether an object holds values of a recording."""

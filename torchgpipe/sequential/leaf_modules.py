@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.jit import ScriptModule
 
-__all__ = ['LeafLike', 'LeafModules', 'modules_within', 'name_of', 'names_of']
+__all__ = ['LeafLike', 'LeafModules', 'leaf_names', 'modules_within']
 
 #: A name in the model, where ``*`` stands for anything, a class, or the module itself.
 LeafLike = str | type[nn.Module] | nn.Module
@@ -15,44 +15,50 @@ _CONTAINERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Parame
                nn.ParameterDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 
-class LeafModules:
-    """Which modules are leaves: called as one module, and not looked into.
-
-    Args:
-        root: The model, which never is one.
-        named: Those that the user names, but for modules themselves.
+def leaf_names(root: nn.Module, leaves: LeafLike | Iterable[LeafLike]) -> set[str]:
+    """Return the names of the leaves that the user wants: copies of the model have these, too.
 
     Raises:
         TypeError: One of these is something else.
         ValueError: The model has no such module, or it is the model.
     """
-
-    def __init__(self, root: nn.Module, named: Iterable[str | type]) -> None:
-        self._root = root
-        self.classes: set[type] = set()
-        self._modules: set[nn.Module] = set()
-        for leaf in named:
-            self._add(leaf)
-
-    def _add(self, leaf: str | type) -> None:
-        inner = {name: module for name, module
-                 in self._root.named_modules(remove_duplicate=False) if name}
+    inner = {name: module for name, module in root.named_modules(remove_duplicate=False) if name}
+    found: set[str] = set()
+    for leaf in [leaves] if isinstance(leaves, (str, type, nn.Module)) else leaves:
         if isinstance(leaf, str):
-            found = [module for name, module in inner.items() if fnmatchcase(name, leaf)]
+            names = [name for name in inner if fnmatchcase(name, leaf)]
+        elif isinstance(leaf, nn.Module):
+            names = [name for name, module in inner.items() if module is leaf]
         elif isinstance(leaf, type) and issubclass(leaf, nn.Module):
-            found = [module for module in inner.values() if isinstance(module, leaf)]
+            names = [name for name, module in inner.items() if isinstance(module, leaf)]
         else:
             raise TypeError('a leaf is the name of a submodule, a class or a module, not '
                             f'{leaf!r}')
-        if not found:
+        if not names:
             raise ValueError(f'the model has no submodule {leaf!r} that could be a leaf; its own '
-                             f'are {[name for name, _ in self._root.named_children()]}, and those '
-                             'in them')
-        self._modules.update(found)
+                             f'are {[name for name, _ in root.named_children()]}, and those in '
+                             'them')
+        found.update(names)
+    return found
+
+
+class LeafModules:
+    """Which modules are leaves: called as one module, and not looked into.
+
+    Args:
+        root: The model, which never is one.
+        names: Those that the user names.
+        classes: Classes of modules that were found to have to be leaves.
+    """
+
+    def __init__(self, root: nn.Module, names: Iterable[str], classes: set[type]) -> None:
+        self._root = root
+        self._modules = {root.get_submodule(name) for name in names}
+        self._classes = classes
 
     def named(self, module: nn.Module) -> bool:
         """Return whether the user named a module, or it was found that it has to be one."""
-        return module in self._modules or type(module) in self.classes
+        return module in self._modules or type(module) in self._classes
 
     def __contains__(self, module: nn.Module) -> bool:
         if module is self._root:
@@ -89,19 +95,3 @@ def modules_within(root: nn.Module, leaves: LeafModules) -> Iterator[nn.Module]:
             if child not in seen and child not in leaves:
                 seen.add(child)
                 waiting.append(child)
-
-
-def name_of(root: nn.Module, module: nn.Module) -> str | None:
-    """Return the name of a submodule, if it is one."""
-    return next((name for name, each in root.named_modules() if each is module and name), None)
-
-
-def names_of(root: nn.Module, leaves: Iterable[LeafLike]) -> list[str | type]:
-    """Return leaves with names in place of modules, which copies of the model do not have."""
-    found: list[str | type] = []
-    for leaf in leaves:
-        name = name_of(root, leaf) if isinstance(leaf, nn.Module) else leaf
-        if name is None:
-            raise ValueError(f'the model has no such submodule that could be a leaf: {leaf!r}')
-        found.append(name)
-    return found

@@ -61,20 +61,23 @@ def check_mixing(module: nn.Module, sample: Any, halves: Sequence[Any], sizes: S
         uneven = _grows_unevenly(model, sample, halves[0], [*unsure], tolerance)
     different += [f'{name}, {unsure[name]}' for name in uneven]
     if different:
-        raise ConversionError(
-            'the samples of a mini-batch are mixed, so the model can not be cut into micro-batches'
-            f' (batch_dim={batch_dim!r}): in evaluation, halves of the sample give other numbers '
-            f'than all of it: {first_of(different)}. If the batch is in another dimension, say '
-            'so: to_sequential(…, batch_dim=1) and GPipe(…, batch_dim=1). If an argument is the '
-            'same for all samples, mark it: NoChunk(tensor). If the model compares samples, as a '
-            'contrastive loss does, do so with what the pipeline gives. check_sample=False '
-            'converts it as it is')
+        raise _mixes(different, batch_dim)
     warnings.warn(
         f'{", ".join(f"{name} is {text}" for name, text in unsure.items())}. That is neither '
         "their mean nor their sum, so no rule of GPipe(…, gather=…) gives it. A mean over "
         'anything but samples, such as tokens that are not padding: give the sum and the count, '
         "with gather='sum', and divide after the pipeline. A loss that compares samples: compute "
         'it of what the pipeline gives. check_sample=False does not look', stacklevel=4)
+
+
+def _mixes(different: list[str], batch_dim: Any) -> ConversionError:
+    return ConversionError(
+        'the samples of a mini-batch are mixed, so the model can not be cut into micro-batches'
+        f' (batch_dim={batch_dim!r}): in evaluation, halves of the sample give other numbers '
+        f'than all of it: {first_of(different)}. If the batch is in another dimension, say so: '
+        'to_sequential(…, batch_dim=1) and GPipe(…, batch_dim=1). If an argument is the same for '
+        'all samples, mark it: NoChunk(tensor). If the model compares samples, as a contrastive '
+        'loss does, do so with what the pipeline gives. check_sample=False converts it as it is')
 
 
 def _outputs(model: nn.Module, value: Any, is_cut: bool, seed: int = 0) -> Tensors:
@@ -147,9 +150,6 @@ def _joined(parts: Sequence[Tensor], expected: Tensor) -> Tensor | None:
                 return torch.cat(list(parts), dim)
     return None
 
-
-# --- [Note: Losses that mix samples]
-# -------------------------------------------------------------------------------------------------
 
 def neither_mean_nor_sum(whole: Tensors, halves: Sequence[Tensors], sizes: Sequence[int],
                          tolerance: float) -> dict[str, str]:

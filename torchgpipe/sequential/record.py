@@ -93,9 +93,6 @@ class ForwardTracer(StepTracer):
             self._check_contents(module, old)
         self.graph.output(result)
 
-    # --- what a forward does
-    # -------------------------------------------------------------------------------------
-
     @property
     def watches(self) -> bool:
         """Whether the forward runs now, and not a leaf."""
@@ -151,9 +148,6 @@ class ForwardTracer(StepTracer):
              ) -> Any:
         """Record a call that PyTorch would not take values for."""
         return self.create_proxy('call_function', function, args, kwargs)
-
-    # --- what a program depends on: [Note: What a recording may depend on]
-    # -------------------------------------------------------------------------------------
 
     def concretize(self, value: Any, how: Callable[[Any], Any]) -> Any:
         """Return the number or the truth that a program goes its way by, and guard it."""
@@ -232,9 +226,6 @@ class ForwardTracer(StepTracer):
         inner = self._paths[self._stack[-1]] if self._stack else None
         self._stopped = self._stopped or refused(self.root, why, line_of(), inner, hint, more)
         raise self._stopped
-
-    # --- what modules are made of
-    # -------------------------------------------------------------------------------------
 
     @contextmanager
     def _training_as_values(self) -> Iterator[None]:

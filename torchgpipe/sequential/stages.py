@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from torchgpipe.sequential.effects import copied, copied_value
 from torchgpipe.sequential.layer import called_with
-from torchgpipe.sequential.leaf_modules import name_of
 from torchgpipe.sequential.parts import (Converted, NamedLayer, Part, all_names, converted, put,
                                          with_all_names)
 from torchgpipe.sequential.patches import watched
@@ -70,8 +69,8 @@ def _function(module: nn.Module, stage: StageLike) -> Callable[..., Any]:
             raise TypeError('a stage is a function of the model and a value, or a submodule, not '
                             f'{stage!r}')
         return stage
-    name = name_of(module, stage)
-    if name is not None:
+    name = next((name for name, each in module.named_modules() if each is stage and name), '')
+    if name:
         return _Call(name)
     if any(True for _ in (*stage.parameters(), *stage.buffers())):
         raise ValueError('a stage is a submodule of the model, or a function of it, but this '
