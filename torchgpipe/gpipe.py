@@ -19,8 +19,8 @@ from torchgpipe.materialize import materialize
 from torchgpipe.modes import Checkpoint, checkpoint_stops, parse_checkpoint
 from torchgpipe.private import allows_mutation, has_hooks, is_transformed, proxy_mode, uncompiled
 from torchgpipe.schedule.plain import PLAIN_CALL
-from torchgpipe.sequential.advice import not_sequential
-from torchgpipe.sequential.names import to_own_names
+from torchgpipe.sequential.convert import not_sequential
+from torchgpipe.sequential.parts import to_own_names
 from torchgpipe.settings import Settings
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.split import (Device, parse_balance, parse_devices, split, still_shared,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torchgpipe.engine.checkpoint.kept import is_plain
 from torchgpipe.errors import add_note
 from torchgpipe.private import RESETS, data_address, lazy_clone, unseen
-from torchgpipe.sequential.names import to_own_names
+from torchgpipe.sequential.parts import to_own_names
 from torchgpipe.weights import Weights, open_weights
 
 __all__ = ['materialize']

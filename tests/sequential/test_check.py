@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.devices import cpu_only
 from torchgpipe.sequential import ConversionError, from_stages, to_sequential
-from torchgpipe.sequential.contents import ids_within
+from torchgpipe.sequential.effects import ids_within
 
 pytestmark = cpu_only('numbers are compared as on any device')
 

@@ -7,7 +7,8 @@ from torch.nn import functional as F
 from tests.devices import cpu_only
 from torchgpipe import Arguments, NoChunk
 from torchgpipe.sequential import ConversionError, from_stages, to_sequential
-from torchgpipe.sequential.mixing import coarsest_tolerance, differences, mixed
+from torchgpipe.sequential.check import differences
+from torchgpipe.sequential.mixing import coarsest_tolerance, mixed, neither_mean_nor_sum
 
 pytestmark = cpu_only('numbers are compared as on any device')
 
@@ -233,3 +234,131 @@ def test_rounding_that_grows_in_a_deep_model_is_no_mixture(seed):
     """Halves get other kernels than the whole."""
     torch.manual_seed(seed)
     to_sequential(Deep(), torch.randn(4, 64))
+
+
+# --- losses
+# -------------------------------------------------------------------------------------------------
+
+
+class Loss(nn.Module):
+    """A model that gives one number of what it computes for each sample."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.a, self.function = nn.Linear(6, 6), function
+
+    def forward(self, x, *args):
+        return self.function(self.a(x), *args)
+
+
+def contrastive(x, *_):
+    x = F.normalize(x, dim=-1)
+    return F.cross_entropy(x @ x.roll(1, 1).t() / 0.07, torch.arange(len(x), device=x.device))
+
+
+def both_ways(x, *_):
+    logits = x @ x.sin().t()
+    places = torch.arange(len(x))
+    return {'loss': (F.cross_entropy(logits, places) + F.cross_entropy(logits.t(), places)) / 2}
+
+
+def sum_of_contrasts(x, *_):
+    return F.cross_entropy(x @ x.sin().t(), torch.arange(len(x)), reduction='sum')
+
+
+def repelled(x, *_):
+    """That of SimCLR, of pairs of neighbours."""
+    similar = F.normalize(x, dim=-1) @ F.normalize(x, dim=-1).t()
+    similar = similar.masked_fill(torch.eye(len(x), dtype=torch.bool), -1e9)
+    return F.cross_entropy(similar, torch.arange(len(x)).roll(1))
+
+
+def of_all_pairs(x, *_):
+    return torch.pdist(x).exp().neg().sum() * 1e-3
+
+
+@pytest.mark.parametrize('size', [3, 5, 8])
+@pytest.mark.parametrize('loss', [contrastive, both_ways, sum_of_contrasts, repelled,
+                                  of_all_pairs], ids=lambda f: f.__name__)
+def test_a_loss_that_compares_samples(loss, size):
+    """In v0.8.2, such a model was converted without a word, if it gave nothing but the loss."""
+    torch.manual_seed(0)
+    with pytest.raises(ConversionError, match=r"samples of a mini-batch are mixed.*: output[^ ]*, "
+                                              r'[^ ]+ for the sample and [^ ]+, [^ ]+ for halves'):
+        to_sequential(Loss(loss), torch.randn(size, 6))
+
+
+@pytest.mark.parametrize('dtype', [torch.float, torch.double, torch.bfloat16])
+@pytest.mark.parametrize('size', [2, 5, 8])
+@pytest.mark.parametrize('loss', [
+    lambda x: x.square().mean(), lambda x: x.square().sum(), lambda x: x.mean(1).sum(0, True),
+    lambda x: {'out': x, 'loss': F.cross_entropy(x, x.argmin(1))},
+    lambda x: (x.square().mean(), x.square().sum(), torch.ones(())),
+    lambda x: x.square().mean() - x.square().mean().item()], ids=range(6))
+def test_a_loss_that_is_a_mean_or_a_sum(loss, size, dtype):
+    torch.manual_seed(0)
+    assert len(to_sequential(Loss(loss).to(dtype), torch.randn(size, 6, dtype=dtype))) == 1
+
+
+def of_tokens(x, labels):
+    return F.cross_entropy(x, labels, ignore_index=0)
+
+
+def of_two_kinds(x, labels):
+    """Two means of other weights each, the sum of which need not be between those of halves."""
+    weight = torch.linspace(0.1, 1, 6, dtype=x.dtype)
+    return F.cross_entropy(x, labels, ignore_index=0) + F.cross_entropy(x, 5 - labels, weight)
+
+
+def with_decay(x, labels):
+    return F.cross_entropy(x, labels, reduction='sum') + 3
+
+
+@pytest.mark.parametrize('loss', [of_tokens, of_two_kinds, with_decay,
+                                  lambda x, labels: of_tokens(x, labels).exp(),
+                                  lambda x, labels: (x - labels[:, None]).square().mean().sqrt()],
+                         ids=range(5))
+@pytest.mark.parametrize('seed', range(5))
+def test_a_loss_that_is_a_mean_by_other_weights_is_warned_of(loss, seed):
+    """As no rule of a pipeline gives it."""
+    torch.manual_seed(seed)
+    sample = Arguments(torch.randn(8, 6), torch.tensor([3, 0, 0, 0, 1, 2, 5, 4]))
+    with pytest.warns(UserWarning, match="^output is .* for the sample .*gather='sum'") as found:
+        assert len(to_sequential(Loss(loss), sample)) == 1
+    assert found[0].filename == __file__
+
+
+@pytest.mark.parametrize('loss', [lambda x: x.var(0, unbiased=False).sum(),
+                                  lambda x: torch.cdist(x, x).amax(1).mean()], ids=range(2))
+def test_what_can_not_be_told_from_a_mean_by_other_weights_is_warned_of(loss):
+    """A repeated sample is neither farther away nor another variance."""
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match='A loss that compares samples'):
+        to_sequential(Loss(loss), torch.randn(8, 6))
+
+
+def test_a_loss_without_any_token_in_one_half():
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match='nan for halves'):
+        to_sequential(Loss(of_tokens), Arguments(torch.randn(4, 6), torch.tensor([3, 1, 0, 0])))
+
+
+def test_a_loss_of_no_more_samples_than_it_knows():
+    """A half is repeated three times over, which is more than the sample."""
+    def known(x, labels):
+        assert len(x) <= 4
+        return contrastive(x)
+
+    with pytest.warns(UserWarning, match='A loss that compares samples'):
+        to_sequential(Loss(known), Arguments(torch.randn(4, 6), torch.arange(4)))
+
+
+def test_numbers_of_halves():
+    one = {'x': torch.tensor(1.0)}
+    assert neither_mean_nor_sum(one, [one, one], [2, 1], 0) == {}
+    three, seven = {'x': torch.tensor(3.0)}, {'x': torch.tensor(7.0)}
+    assert neither_mean_nor_sum(three, [one, seven], [2, 1], 1e-6) == {}  # weighted
+    assert neither_mean_nor_sum(three, [one, seven], [1, 1], 1e-6) == {
+        'x': '3 for the sample and 1, 7 for halves'}
+    assert neither_mean_nor_sum(three, [one, {}], [1, 1], 1e-6) == {}  # which `mixed` names
+    assert neither_mean_nor_sum({'x': torch.tensor(3)}, [one, one], [1, 1], 0) == {}

@@ -4,18 +4,21 @@ from typing import Any
 
 from torch import nn
 
+from torchgpipe.engine.scatter import cut, fit_rule
 from torchgpipe.sequential.check import check
 from torchgpipe.sequential.convert import convert
 from torchgpipe.sequential.errors import ConversionError
-from torchgpipe.sequential.leaves import Leaf
-from torchgpipe.sequential.names import original_names
+from torchgpipe.sequential.leaf_modules import LeafLike
+from torchgpipe.sequential.mixing import check_mixing
+from torchgpipe.sequential.parts import Converted, original_names
 from torchgpipe.sequential.stages import StageLike, make_stages
-from torchgpipe.sequential.value import UNKNOWN
+from torchgpipe.sequential.values import UNKNOWN
+from torchgpipe.structure import flatten_nested
 
 __all__ = ['ConversionError', 'from_stages', 'original_names', 'to_sequential']
 
 
-def to_sequential(module: nn.Module, sample: Any = None, *, leaves: Iterable[Leaf] = (),
+def to_sequential(module: nn.Module, sample: Any = None, *, leaves: Iterable[LeafLike] = (),
                   batch_dim: Any = 0, check_sample: bool = True) -> nn.Sequential:
     """Make a sequential module of a module of any form, for :class:`~torchgpipe.GPipe`.
 
@@ -48,13 +51,14 @@ def to_sequential(module: nn.Module, sample: Any = None, *, leaves: Iterable[Lea
         sample: What it is called with: a tensor, any structure, or
             :class:`~torchgpipe.Arguments` for several, with two samples at least. Without one,
             less can be followed, and nothing is compared.
-        leaves: Submodules that stay whole, by names (with ``*`` for anything), classes, or
-            themselves. Layers of PyTorch's do anyway; and so do modules whose program goes by the
-            training mode, or changes grad mode or autocast.
+        leaves: Submodules that are leaf modules, called as one and not looked into: by names (with
+            ``*`` for anything), classes, or themselves. Layers of PyTorch's are anyway; and so are
+            modules whose program goes by the training mode, or changes grad mode or autocast.
         batch_dim: Where the batch is in the sample: see :class:`~torchgpipe.GPipe`.
         check_sample: Whether to compare outputs, gradients and buffers with those of the module,
             in training and in evaluation mode, for the sample and for a micro-batch of it; and
-            whether the samples are mixed: outputs for halves of it are halves of that for it.
+            whether the samples are mixed: outputs for halves of it are halves of that for it, and
+            a loss is the mean or the sum of those for halves.
 
     Returns:
         The sequential module. Any batch size will do; where the program of the module goes by
@@ -69,9 +73,9 @@ def to_sequential(module: nn.Module, sample: Any = None, *, leaves: Iterable[Lea
     """
     converted = convert(module, UNKNOWN if sample is None else sample, leaves)
     if check_sample and sample is not None:
-        check(module, converted, sample, batch_dim,
-              'Something goes by what a graph does not have, such as a global, an object that '
-              'changes, or a tensor behind its back. Name the submodule as a leaf')
+        _check(module, converted, sample, batch_dim,
+               'Something goes by what a graph does not have, such as a global, an object that '
+               'changes, or a tensor behind its back. Name the submodule as a leaf')
     return converted
 
 
@@ -118,7 +122,19 @@ def from_stages(module: nn.Module, stages: Iterable[StageLike], sample: Any, *,
     """
     converted = make_stages(module, stages, sample)
     if check_sample:
-        check(module, converted, sample, batch_dim,
-              'What differs in the output is made in the last stages; a gradient that differs '
-              'first, of what a stage has left out')
+        _check(module, converted, sample, batch_dim,
+               'What differs in the output is made in the last stages; a gradient that differs '
+               'first, of what a stage has left out')
     return converted
+
+
+def _check(module: nn.Module, converted: Converted, sample: Any, batch_dim: Any, advice: str
+           ) -> None:
+    if any(x.is_meta for x in (*module.parameters(), *module.buffers())):
+        return  # There are no numbers to compare.
+    tensors, structure = flatten_nested(sample)
+    batches, sizes, _ = cut(sample, 2, fit_rule(batch_dim, sample, converted))
+    whole, halves = structure(tensors), [batch.value for batch in batches]
+    check(module, converted, whole, halves[0], advice)
+    if len(halves) > 1:
+        check_mixing(module, whole, halves, sizes, batch_dim)

@@ -1,24 +1,22 @@
-"""Build layers: of the steps of each a function, and a part of the model that it calls."""
+"""Build layers: of the steps of each a function, and the part of the model that it calls."""
 import re
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-from torchgpipe.sequential.inputs import Inputs
-from torchgpipe.sequential.layer import Code, FirstLayer, Layer, SkipLayer
+from torchgpipe.sequential.cuts import Route, routes
+from torchgpipe.sequential.layer import Code, FirstLayer, Inputs, Layer, SkipLayer
 from torchgpipe.sequential.nodes import Constant
-from torchgpipe.sequential.parts import all_names, left_out, put
-from torchgpipe.sequential.routes import Route, routes
+from torchgpipe.sequential.parts import Converted, all_names, converted, put, with_all_names
 from torchgpipe.skip.namespace import Namespace
 
 __all__ = ['build']
 
 
 def build(graph: fx.Graph, steps: Sequence[Sequence[fx.Node]], root: nn.Module, inputs: Inputs,
-          constants: dict[str, Any]) -> list[nn.Module]:
-    """Build a layer for each list of steps.
+          constants: dict[str, Any]) -> Converted:
+    """Return a sequential module with a layer for each list of steps.
 
     Args:
         graph: The graph that they are of.
@@ -32,29 +30,30 @@ def build(graph: fx.Graph, steps: Sequence[Sequence[fx.Node]], root: nn.Module, 
     layers: list[nn.Module] = []
     for k, (own, route) in enumerate(zip(steps, routes(graph, steps))):
         if k == 0:
-            route.handed = [node for node in graph.nodes if node.op == 'placeholder']
+            route.received = [node for node in graph.nodes if node.op == 'placeholder']
         part, targets = _program(graph, own, route, last=k == len(steps) - 1)
-        title = f'<layer {k} of {type(root).__name__}>'
-        code = Code(*_source(part, root, constants), title)
-        stashes = [name for name, _ in route.stashed]
-        pops = [name for name, _ in route.popped]
+        code = Code(*_source(part, root, constants), f'<layer {k} of {type(root).__name__}>')
+        stashes, pops = ([name for name, _ in x] for x in (route.stashed, route.popped))
         cls = SkipLayer if pops or stashes else Layer
-        layer = (cls(code, len(route.handed), pops, stashes, namespace) if k else
+        layer = (cls(code, len(route.received), pops, stashes, namespace) if k else
                  FirstLayer(code, inputs, stashes, namespace))
         layer.training = root.training
-        _fill(layer, root, targets, names, constants)
+        for target in targets:
+            if target in constants:
+                layer.register_buffer(target, constants[target], persistent=False)
+            else:
+                put(layer, root, with_all_names(root, [target], names))
         layers.append(layer)
-    put(layers[-1], root, list(left_out(root, layers)))
-    return layers
+    return converted(layers, root)
 
 
 def _program(graph: fx.Graph, steps: Sequence[fx.Node], route: Route, last: bool
              ) -> tuple[fx.Graph, list[str]]:
-    """Give the graph of one layer, and the names of what it calls and reads."""
+    """Return the graph of one layer, and the names of what it calls and reads."""
     part = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     targets: dict[str, None] = {}
-    for node in (*route.handed, *(node for _, node in route.popped)):
+    for node in (*route.received, *(node for _, node in route.popped)):
         values[node] = part.placeholder(node.name)
 
     def value_of(node: fx.Node) -> fx.Node:
@@ -73,8 +72,8 @@ def _program(graph: fx.Graph, steps: Sequence[fx.Node], route: Route, last: bool
             targets.setdefault(str(step.target))
     end = next(node for node in graph.nodes if node.op == 'output')
     given: Any = (fx.node.map_arg(end.args[0], value_of) if last
-                  else tuple(map(value_of, route.hands)))
-    if not last and len(route.hands) == 1:
+                  else tuple(map(value_of, route.forwarded)))
+    if not last and len(route.forwarded) == 1:
         given, = given
     part.output((given, tuple(value_of(node) for _, node in route.stashed)))
     return part, [*targets]
@@ -95,7 +94,7 @@ def _source(part: fx.Graph, root: nn.Module, constants: dict[str, Any]
 
 
 def _holder(root: nn.Module, target: str, constants: dict[str, Any]) -> str:
-    """Name the dictionary of a module that has what a step uses, if one does."""
+    """Return the name of the dictionary of a module that has what a step uses, if one does."""
     if target in constants:
         return '_buffers'
     path, _, name = target.rpartition('.')
@@ -107,15 +106,11 @@ def _holder(root: nn.Module, target: str, constants: dict[str, Any]) -> str:
 def _direct(source: str, target: str, holder: str) -> str:
     """Let a source find what it uses in dictionaries: a module is slow to look for attributes.
 
-    Nor does it matter then if a module has the name of an attribute of layers.
+    Nor does it matter then if a module has the name of an attribute of layers. The holder is the
+    dictionary that has what is used; there is none for an attribute.
 
     >>> _direct('y = self.body.norm(x)', 'body.norm', '_modules')
     'y = self._modules["body"]._modules["norm"](x)'
-
-    Args:
-        source: The source.
-        target: The name of what it uses.
-        holder: The dictionary that has it; none for an attribute.
     """
     usual = direct = 'self'
     atoms = target.split('.')
@@ -124,14 +119,3 @@ def _direct(source: str, target: str, holder: str) -> str:
         where = '_modules' if k + 1 < len(atoms) else holder
         direct = f'{direct}.{where}["{atom}"]' if where else f'{direct}.{atom}'
     return re.sub(re.escape(usual) + r'(?=[(;\n])', direct, source)
-
-
-def _fill(layer: nn.Module, root: nn.Module, targets: Sequence[str], names: dict[int, list[str]],
-          constants: dict[str, Any]) -> None:
-    """Put into a layer what it calls and reads, under each of its names in the model."""
-    for target in targets:
-        if target in constants:
-            layer.register_buffer(target, constants[target], persistent=False)
-            continue
-        found = attrgetter(target)(root)
-        put(layer, root, names[id(found)] if isinstance(found, (nn.Module, Tensor)) else [target])

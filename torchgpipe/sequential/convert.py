@@ -1,4 +1,5 @@
 """From a module of any form to a sequential one, with its submodules, parameters and names."""
+import inspect
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -7,121 +8,121 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.sequential.build import build
-from torchgpipe.sequential.copies import copied, copied_value
 from torchgpipe.sequential.cuts import cut
-from torchgpipe.sequential.draws import same_random_numbers
+from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers
 from torchgpipe.sequential.errors import ConversionError, NeedsLeaf, line_of_error, refused
-from torchgpipe.sequential.inputs import Inputs, arguments_of, called_with, signature_of
-from torchgpipe.sequential.leaves import Leaf, Leaves
-from torchgpipe.sequential.names import Converted
+from torchgpipe.sequential.layer import Inputs, arguments_of, called_with
+from torchgpipe.sequential.leaf_modules import LeafLike, LeafModules, leaf_names
+from torchgpipe.sequential.parts import Converted
 from torchgpipe.sequential.patches import one_at_a_time
-from torchgpipe.sequential.record import Recorder
-from torchgpipe.sequential.value import UNKNOWN
+from torchgpipe.sequential.record import ForwardTracer
+from torchgpipe.sequential.values import UNKNOWN
 from torchgpipe.structure import call, flatten_nested, leaves_of, path_name
 
-__all__ = ['convert']
+__all__ = ['convert', 'not_sequential']
 
 
-def convert(module: nn.Module, sample: Any, leaves: Iterable[Leaf]) -> Converted:
-    """Make a sequential module, without comparing it: see :func:`to_sequential`."""
+def not_sequential(module: object) -> TypeError:
+    """Return the error that a module is not sequential, which says whether it can be made so."""
+    rule = f'module must be nn.Sequential to be partitioned, but got {type(module).__name__}'
+    if not isinstance(module, nn.Module):
+        return TypeError(rule)
+    way = 'torchgpipe.sequential.to_sequential(module, sample)'
+    try:
+        layers = len(convert(module, UNKNOWN, ()))
+    except ConversionError as error:
+        return TypeError(f'{rule}; {way} may make it one: it knows more by a sample. Without one '
+                         f'it stops here:\n\n{error}')
+    except Exception as error:
+        return TypeError(f'{rule}; {way} may make it one, if it can be followed: {error}')
+    return TypeError(f'{rule}; {way} would make it one, of {layers} layers')
+
+
+def convert(module: nn.Module, sample: Any, leaves: Iterable[LeafLike]) -> Converted:
+    """Return a sequential module, without comparing it: see :func:`to_sequential`."""
     if not isinstance(module, nn.Module):
         raise TypeError(f'a module is converted, not {type(module).__name__}')
-    if isinstance(leaves, (str, type, nn.Module)):
-        leaves = [leaves]
-    if sample is not UNKNOWN:
-        tensors, structure = flatten_nested(sample)
-        sample = structure(tensors)  # without marks
-    named = [_name_of(module, leaf) if isinstance(leaf, nn.Module) else leaf for leaf in leaves]
+    names = leaf_names(module, leaves)
+    classes: set[type] = set()
     with one_at_a_time, torch.inference_mode(False), torch.enable_grad():
         if sample is not UNKNOWN:
-            _run(module, sample)  # It may raise by itself, and fill its caches.
-        return _with_leaves(module, sample, named)
+            with torch.no_grad(), same_random_numbers():
+                # It may raise by itself, and fill its caches.
+                call(copied(module), copied_value(sample))
+            tensors, structure = flatten_nested(sample)
+            sample = structure(tensors)  # without marks
+        while True:
+            try:
+                return _converted(module, sample, names, classes)
+            except NeedsLeaf as error:  # It is converted anew, with more leaves.
+                classes.update(error.args)
 
 
-def _with_leaves(module: nn.Module, sample: Any, named: list[Any]) -> Converted:
-    """Make it, with those modules among the leaves that turn out to have to be."""
-    classes: set[type] = set()
-    while True:
-        try:
-            return _converted(module, sample, named, classes)
-        except NeedsLeaf as error:
-            classes.update(error.classes)
+def _converted(module: nn.Module, sample: Any, names: set[str], classes: set[type]) -> Converted:
+    tracer, inputs = _recorded(module, sample, names, classes, flipped=False)
+    if tracer.uses_of_training:
+        tracer.check_training(_recorded(module, sample, names, classes, flipped=True)[0])
+    steps = cut(tracer.graph, tracer.root, tracer.leaves)
+    return build(tracer.graph, steps, module, inputs, tracer.constants)
 
 
-def _name_of(module: nn.Module, leaf: nn.Module) -> str:
-    name: str
-    for name, each in module.named_modules():
-        if each is leaf and name:
-            return name
-    raise ValueError(f'the model has no such submodule that could be a leaf: {leaf!r}')
-
-
-def _converted(module: nn.Module, sample: Any, named: list[Any], classes: set[type]) -> Converted:
-    recorder, inputs = _recorded(module, sample, named, classes, flipped=False)
-    if recorder.modes_taken:
-        recorder.check_training(_recorded(module, sample, named, classes, flipped=True)[0])
-    steps = cut(recorder.graph, recorder.root, recorder.leaves)
-    converted = Converted(*build(recorder.graph, steps, module, inputs, recorder.constants))
-    converted.training = module.training
-    return converted
-
-
-def _recorded(module: nn.Module, sample: Any, named: list[Any], classes: set[type], flipped: bool
-              ) -> tuple[Recorder, Inputs]:
+def _recorded(module: nn.Module, sample: Any, names: set[str], classes: set[type], flipped: bool
+              ) -> tuple[ForwardTracer, Inputs]:
     """Record a module, with the other training mode if that is wanted."""
     root = copied(module)  # It runs, and may be changed.
     for each in root.modules():
         each.training ^= flipped
-    leaves = Leaves(root, named)
-    leaves.classes.update(classes)
-    recorder = Recorder(root, leaves)
-    args, kwargs, inputs = _values(recorder, module, sample)
+    tracer = ForwardTracer(root, LeafModules(root, names, classes))
+    args, kwargs, inputs = _values(tracer, module, sample)
     try:
-        recorder.record(args, kwargs)
+        tracer.record(args, kwargs)
         del args, kwargs
-        recorder.end()
+        tracer.end()
     except NeedsLeaf:
         raise
     except ConversionError:
         # What goes by the training mode may be to blame, and can be left to itself.
-        taken = [type(x) for each in recorder.modes_taken for x in each.module]
-        if taken:
-            raise NeedsLeaf(*taken) from None
+        asking = [type(x) for use in tracer.uses_of_training for x in use.module]
+        if asking:
+            raise NeedsLeaf(*asking) from None
         raise
     except Exception as error:
         why = f'{type(error).__name__}: {error}'
         raise refused(root, f'it can not be followed ({why})',
-                      line_of_error(error.__traceback__), recorder.inner) from error
+                      line_of_error(error.__traceback__), tracer.inner) from error
     finally:
-        recorder.let_go()
-    return recorder, inputs
+        tracer.release()
+    return tracer, inputs
 
 
-def _values(recorder: Recorder, module: nn.Module, sample: Any
+def _values(tracer: ForwardTracer, module: nn.Module, sample: Any
             ) -> tuple[tuple[Any, ...], dict[str, Any], Inputs]:
-    """Give what a forward is recorded with, and what takes that from arguments."""
-    signature = signature_of(module)
+    """Return what a forward is recorded with, and what takes that from arguments."""
+    signature = _signature_of(module)
+    bound = signature.bind_partial()
     if sample is UNKNOWN:
         names = [name for name, each in signature.parameters.items()
                  if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL,
                                                                      each.VAR_KEYWORD)]
-        bound = signature.bind_partial()
-        bound.arguments.update((name, recorder.placeholder(name, UNKNOWN)) for name in names)
+        bound.arguments.update((name, tracer.placeholder(name, UNKNOWN)) for name in names)
         return bound.args, bound.kwargs, Inputs(signature, names)
-    args, kwargs = called_with(sample)
-    given = arguments_of(signature, args, kwargs)
+    given = arguments_of(signature, *called_with(sample))
     tensors, structure = flatten_nested(given)
-    inputs = Inputs(signature, structure=structure, number=len(tensors))
     names = ['_'.join(re.findall(r'\w+', path_name(leaf.path))) for leaf in leaves_of(given)
              if isinstance(leaf.value, Tensor)]
-    # Each place is an argument of its own: in other calls another tensor may be there, or another
-    # memory.
-    values = [recorder.placeholder(name, x.detach().clone()) for name, x in zip(names, tensors)]
-    bound = signature.bind_partial()
+    # Each is an argument of its own wherever it stands: in other calls another tensor may be
+    # there, or another memory.
+    values = [tracer.placeholder(name, x.detach().clone()) for name, x in zip(names, tensors)]
     bound.arguments.update(structure(values))
+    inputs = Inputs(signature, structure=structure, number=len(tensors))
     return bound.args, bound.kwargs, inputs
 
 
-def _run(module: nn.Module, sample: Any) -> None:
-    with torch.no_grad(), same_random_numbers():
-        call(copied(module), copied_value(sample))
+def _signature_of(module: nn.Module) -> inspect.Signature:
+    """Return the signature of a module's forward, without annotations, which may not be pickled.
+    """
+    found = inspect.signature(module.forward)
+    return found.replace(
+        parameters=[each.replace(annotation=inspect.Parameter.empty)
+                    for each in found.parameters.values()],
+        return_annotation=inspect.Signature.empty)

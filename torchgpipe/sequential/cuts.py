@@ -1,4 +1,6 @@
-"""Where a graph is cut into layers: once between two calls with weights, where least goes across.
+"""Where a graph is cut into layers, and how values go from one to the next.
+
+A cut is made once between two calls with weights, where least goes across.
 
 ::
 
@@ -11,9 +13,20 @@ A call with weights is that of a leaf which the user named, of a layer with a we
 dimensions or more, or of a function with such a weight. All else is cheap, and goes with the call
 before it or after it. A cut is not made where what goes across is no tensor and no plain value,
 and if possible not between a tensor and what changes it in place.
+
+A value is forwarded to the next layer, or skips those that have no use for it::
+
+    layer      0            1            2            3
+    a          made ──skip───────────▶ used ─forward▶ used       on to the next that uses it
+    b                     made ─forward▶ used
+    n          made ─forward▶ · ─forward▶ ·  ─forward▶ used      a number costs nothing
+
+So no value crosses a boundary twice, and a tensor is on no device that has no use for it. A device
+itself, of which a layer makes a tensor, goes nowhere: it is that of what the layer receives.
 """
 import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,9 +34,9 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from torchgpipe.engine.memory import size_of
-from torchgpipe.sequential.leaves import Leaves
+from torchgpipe.sequential.leaf_modules import LeafModules
 
-__all__ = ['cut', 'steps_of']
+__all__ = ['Route', 'cut', 'routes']
 
 _WITH_WEIGHTS = frozenset((
     F.bilinear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d,
@@ -32,8 +45,8 @@ _WITH_WEIGHTS = frozenset((
     'addmm', 'baddbmm', 'bmm', 'matmul', 'mm'))
 
 
-def steps_of(graph: fx.Graph) -> list[fx.Node]:
-    """Give the nodes that compute something, in an order in which they can run.
+def _ordered(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes that compute something, in an order in which they can run.
 
     What only tells the shape and the like of a tensor comes as soon as it can, so that the shape
     goes to where it is used, and not the tensor. That of a parameter stays where it is asked for,
@@ -43,38 +56,38 @@ def steps_of(graph: fx.Graph) -> list[fx.Node]:
     for node in graph.nodes:
         if node.op in ('placeholder', 'get_attr', 'output'):
             continue
-        place = len(steps)
+        position = len(steps)
         if (node.meta['kind'] == 'plain' and node.users and not node.meta['data']
                 and all(each.op != 'get_attr' for each in node.all_input_nodes)):
-            place = _earliest(node, steps)
-        steps.insert(place, node)
+            position = _earliest(node, steps)
+        steps.insert(position, node)
     return steps
 
 
 def _earliest(node: fx.Node, steps: Sequence[fx.Node]) -> int:
-    """Give the place behind what gives a node's arguments, and behind what changes these."""
+    """Return the position behind what gives a node's arguments, and behind what changes these."""
     needed = set(node.all_input_nodes)
-    for place in range(len(steps), 0, -1):
-        step = steps[place - 1]
+    for position in range(len(steps), 0, -1):
+        step = steps[position - 1]
         if step in needed or not needed.isdisjoint(step.meta['writes']):
-            return place
+            return position
     return 0
 
 
-def cut(graph: fx.Graph, root: nn.Module, leaves: Leaves) -> list[list[fx.Node]]:
-    """Cut the nodes of a graph into those of layers."""
-    steps = steps_of(graph)
+def cut(graph: fx.Graph, root: nn.Module, leaves: LeafModules) -> list[list[fx.Node]]:
+    """Return the steps of each layer that a graph is cut into."""
+    steps = _ordered(graph)
     across = _Across(graph, steps, root)
     calls = [k for k, step in enumerate(steps) if _has_weights(step, root, leaves)]
-    places = [0]
+    cuts = [0]
     for before, after in zip(calls, calls[1:]):
-        found = [place for place in range(before + 1, after + 1) if across.may_cut(place)]
+        found = [k for k in range(before + 1, after + 1) if across.may_cut(k)]
         if found:
-            places.append(min(found, key=lambda place: (*across.cost(place), -place)))
-    return [steps[begin:end] for begin, end in zip(places, [*places[1:], len(steps)])]
+            cuts.append(min(found, key=lambda k: (*across.cost(k), -k)))
+    return [steps[begin:end] for begin, end in zip(cuts, [*cuts[1:], len(steps)])]
 
 
-def _has_weights(step: fx.Node, root: nn.Module, leaves: Leaves) -> bool:
+def _has_weights(step: fx.Node, root: nn.Module, leaves: LeafModules) -> bool:
     if step.op == 'call_module':
         module = root.get_submodule(str(step.target))
         return leaves.named(module) or any(x.dim() > 1 for x in module.parameters())
@@ -83,20 +96,11 @@ def _has_weights(step: fx.Node, root: nn.Module, leaves: Leaves) -> bool:
 
 
 class _Across:
-    """What goes across each place between two steps.
-
-    Args:
-        graph: The graph.
-        steps: Its steps.
-        root: The model.
-    """
+    """What goes across before each step of a graph, and behind the last one."""
 
     def __init__(self, graph: fx.Graph, steps: Sequence[fx.Node], root: nn.Module) -> None:
-        number = len(steps) + 1
-        self._bytes = [0] * number
-        self._objects = [0] * number
-        self._tensors = [0] * number
-        self._changes = [0] * number
+        self._bytes, self._objects, self._tensors, self._changes = (
+            [0] * (len(steps) + 1) for _ in range(4))
         index = {step: k for k, step in enumerate(steps)}
         for node in graph.nodes:
             if node.op not in ('get_attr', 'output'):
@@ -107,31 +111,31 @@ class _Across:
         begin = index.get(node, -1) + 1
         last = max((index.get(user, end) for user in node.users), default=-1)
         kind = node.meta['kind']
-        for place in range(begin, last + 1):
-            self._bytes[place] += node.meta['bytes']
-            self._objects[place] += kind == 'object'
-            self._tensors[place] += kind == 'tensor'
+        for k in range(begin, last + 1):
+            self._bytes[k] += node.meta['bytes']
+            self._objects[k] += kind == 'object'
+            self._tensors[k] += kind == 'tensor'
         for changed in node.meta['writes']:
             for alias in _aliases(changed, index, begin - 1):
-                for place in range(index.get(alias, -1) + 1, begin):
-                    self._changes[place] += 1
+                for k in range(index.get(alias, -1) + 1, begin):
+                    self._changes[k] += 1
 
     def _count_weights(self, steps: Sequence[fx.Node], root: nn.Module) -> None:
         """Count parameters and buffers that steps on both sides use: both layers have them."""
         counted: dict[str, int] = {}
         for k, step in enumerate(steps):
             for name, size in _weights(step, root):
-                for place in range(counted.get(name, k) + 1, k + 1):
-                    self._bytes[place] += size
+                for between in range(counted.get(name, k) + 1, k + 1):
+                    self._bytes[between] += size
                 counted[name] = k
 
-    def may_cut(self, place: int) -> bool:
-        """Tell whether only tensors and plain values go across, and a tensor at least."""
-        return not self._objects[place] and self._tensors[place] > 0
+    def may_cut(self, k: int) -> bool:
+        """Return whether only tensors and plain values go across, and a tensor at least."""
+        return not self._objects[k] and self._tensors[k] > 0
 
-    def cost(self, place: int) -> tuple[Any, ...]:
-        """Give what makes one place better than another."""
-        return self._changes[place] > 0, self._bytes[place]
+    def cost(self, k: int) -> tuple[Any, ...]:
+        """Return what makes one cut better than another."""
+        return self._changes[k] > 0, self._bytes[k]
 
 
 def _weights(step: fx.Node, root: nn.Module) -> Iterator[tuple[str, int]]:
@@ -143,9 +147,63 @@ def _weights(step: fx.Node, root: nn.Module) -> Iterator[tuple[str, int]]:
             yield f'{step.target}.{name}', size_of(x)
 
 
-def _aliases(changed: fx.Node, index: dict[fx.Node, int], place: int) -> list[fx.Node]:
-    """Give a node that a step changes, and those in whose memory it is that are used later."""
+def _aliases(changed: fx.Node, index: dict[fx.Node, int], position: int) -> list[fx.Node]:
+    """Return a node that a step changes, and those in whose memory it is that are used later."""
     memory = changed.meta['memory']
     return [changed, *(node for node in index if node.meta['memory'] == memory is not None
-                       and index[node] < place
-                       and any(index.get(user, place + 1) > place for user in node.users))]
+                       and index[node] < position
+                       and any(index.get(user, position + 1) > position for user in node.users))]
+
+
+@dataclass
+class Route:
+    """What one layer gets and gives; of skips with their names."""
+
+    received: list[fx.Node] = field(default_factory=list)
+    popped: list[tuple[str, fx.Node]] = field(default_factory=list)
+    forwarded: list[fx.Node] = field(default_factory=list)
+    stashed: list[tuple[str, fx.Node]] = field(default_factory=list)
+
+
+def routes(graph: fx.Graph, layers: Sequence[Sequence[fx.Node]]) -> list[Route]:
+    """Return the route of each layer that a graph is cut into.
+
+    Each layer but the last forwards a tensor at least, as a pipeline asks for.
+    """
+    layer_of = {node: k for k, layer in enumerate(layers) for node in layer}
+    last = len(layers) - 1
+    stops: dict[fx.Node, set[int]] = {}
+    for node in graph.nodes:
+        if node.op in ('get_attr', 'output') or node.meta['device']:
+            continue
+        first = layer_of.get(node, 0)
+        used = {layer_of.get(user, last) for user in node.users} - {first}
+        if used:
+            plain = node.meta['kind'] == 'plain'
+            stops[node] = {first, *(range(first, max(used) + 1) if plain else used)}
+    for k in range(last):
+        _forward_a_tensor(k, stops)
+    return _routes(stops, len(layers))
+
+
+def _forward_a_tensor(k: int, stops: dict[fx.Node, set[int]]) -> None:
+    """Let the smallest tensor that passes a boundary stop on both sides of it, if none does."""
+    passing = [node for node, layers in stops.items()
+               if node.meta['kind'] == 'tensor' and min(layers) <= k < max(layers)]
+    if not any({k, k + 1} <= stops[node] for node in passing):
+        stops[min(passing, key=lambda node: int(node.meta['bytes']))] |= {k, k + 1}
+
+
+def _routes(stops: dict[fx.Node, set[int]], number: int) -> list[Route]:
+    found = [Route() for _ in range(number)]
+    for node, layers in stops.items():
+        path = sorted(layers)
+        for here, there in zip(path, path[1:]):
+            if there == here + 1:
+                found[here].forwarded.append(node)
+                found[there].received.append(node)
+            else:
+                name = f'{node.name} to {there}'
+                found[here].stashed.append((name, node))
+                found[there].popped.append((name, node))
+    return found

@@ -2,7 +2,8 @@
 import linecache
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
+from traceback import walk_stack, walk_tb
 from types import FrameType, TracebackType
 
 import torch
@@ -21,66 +22,50 @@ class ConversionError(ValueError):
 
 
 class NeedsLeaf(Exception):
-    """Modules have to stay whole; the recording starts again with their classes among the leaves.
-
-    Args:
-        *classes: The classes.
-    """
-
-    def __init__(self, *classes: type) -> None:
-        super().__init__(*classes)
-        self.classes = classes
+    """Modules of some classes, its arguments, have to be leaves: the recording starts again."""
 
 
-def refused(root: nn.Module, why: str, line: str, inner: str | None, hint: str = ''
-            ) -> ConversionError:
-    """Say that a module can not be converted.
+def refused(root: nn.Module, why: str, line: str, inner: str | None, hint: str = '',
+            more: str = '') -> ConversionError:
+    """Return the error that a module can not be converted.
 
     Args:
         root: The model.
         why: What its forward does.
         line: Where it does.
         inner: The name of the innermost submodule that does, ``None`` for the model itself.
-        hint: Another way out.
+        hint: Another way out than the usual one, which is a leaf.
+        more: One beside that.
     """
     if not hint and inner:
-        hint = (f'name it as a leaf, to_sequential(model, sample, leaves=[{inner!r}]), and it '
-                'stays whole; or write that part of it as a layer, a submodule, and name that')
+        hint = (f'name it as a leaf, to_sequential(model, sample, leaves=[{inner!r}]), which is '
+                'called as one module; or write that part of it as a layer, a submodule, and name '
+                'that')
     elif not hint:
         hint = ('write that part of the model as a layer, a submodule, and name it as a leaf: '
                 'to_sequential(model, sample, leaves=[…])')
     module = root.get_submodule(inner or '')
     what = f"'{inner}' ({type(module).__name__})" if inner else type(module).__name__
-    return ConversionError(f'{what} can not be converted: {why}\n\n{line}\n\nWay out: {hint}')
+    return ConversionError(
+        f'{what} can not be converted: {why}\n\n{line}\n\nWay out: {hint}{more}')
 
 
-def line_of(frame: FrameType | None = None) -> str:
-    """Give the innermost line that runs now outside of PyTorch and of this package."""
-    frames = _outwards(frame or sys._getframe(1))
-    return _described([(each, each.f_lineno) for each in frames])
+def line_of() -> str:
+    """Return the innermost line that runs now outside of PyTorch and of this package."""
+    return _described(walk_stack(sys._getframe(1)))
 
 
 def line_of_error(traceback: TracebackType | None) -> str:
-    """Give the innermost line outside of PyTorch and of this package that an error came from."""
-    found = []
-    while traceback is not None:
-        found.append((traceback.tb_frame, traceback.tb_lineno))
-        traceback = traceback.tb_next
-    return _described(found[::-1])
+    """Return the innermost line outside of PyTorch and of this package that raised an error."""
+    return _described([*walk_tb(traceback)][::-1])
 
 
 def is_of_torch(frame: FrameType) -> bool:
-    """Tell whether it is PyTorch's code that runs in a frame."""
+    """Return whether it is PyTorch's code that runs in a frame."""
     return frame.f_code.co_filename.startswith(_OTHERS[0])
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _described(lines: list[tuple[FrameType, int]]) -> str:
+def _described(lines: Iterable[tuple[FrameType, int]]) -> str:
     for frame, number in lines:
         file = frame.f_code.co_filename
         if not os.path.abspath(file).startswith(_OTHERS):

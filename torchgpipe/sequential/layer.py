@@ -1,5 +1,7 @@
 """A layer of a converted model: a part of its program, with the submodules that this calls.
 
+The first one is called with the arguments of the original's forward, and takes their tensors.
+
 [Note: Names of a converted model]
 A layer holds submodules, parameters and buffers under the names that they have in the model. So
 all names of the sequential module are those of the model with the number of a layer before them,
@@ -8,6 +10,7 @@ and a module, a parameter or a buffer that several layers use is in each of them
     model         conv1.weight      blocks.0.norm.weight
     sequential    0.conv1.weight    3.blocks.0.norm.weight
 """
+import inspect
 import linecache
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,25 +23,20 @@ from torch import Tensor
 
 from torchgpipe.engine.batch import Batch
 from torchgpipe.private import uncompiled
-from torchgpipe.sequential.inputs import Inputs
-from torchgpipe.sequential.names import Named
+from torchgpipe.sequential.parts import NamedLayer
 from torchgpipe.skip.namespace import Key, Namespace
 from torchgpipe.skip.tracker import current_skip_tracker
+from torchgpipe.structure import Arguments, Structure, flatten_nested
 
-__all__ = ['Code', 'FirstLayer', 'Layer', 'SkipLayer']
+__all__ = ['Code', 'FirstLayer', 'Inputs', 'Layer', 'SkipLayer', 'arguments_of',
+           'called_with']
 
 # The batch for trackers' methods, which have no use for it.
 _no_batch = Batch(())
 
 
 class Code:
-    """A function that was made of a graph: its source, and what it refers to.
-
-    Args:
-        source: A function called ``forward``.
-        names: What it refers to by name.
-        title: What errors call the file.
-    """
+    """A function that was made of a graph: its source, and what this refers to by name."""
 
     def __init__(self, source: str, names: dict[str, Any], title: str) -> None:
         self.source = source
@@ -54,27 +52,91 @@ class Code:
         return self
 
     def __reduce__(self) -> Any:
-        names = {name: _Module(value.__name__) if isinstance(value, ModuleType) else value
-                 for name, value in self._names.items() if name != '__builtins__'}
-        return _code, (self.source, names, self._title)
+        modules = {name: value.__name__ for name, value in self._names.items()
+                   if isinstance(value, ModuleType)}
+        names = {name: value for name, value in self._names.items()
+                 if name != '__builtins__' and name not in modules}
+        return _code, (self.source, names, modules, self._title)
 
 
-class _Module(str):
-    """The name of a Python module, in a pickle."""
+def _code(source: str, names: dict[str, Any], modules: dict[str, str], title: str) -> Code:
+    found = {name: import_module(module) for name, module in modules.items()}
+    return Code(source, {**names, **found}, title)
 
 
-def _code(source: str, names: dict[str, Any], title: str) -> Code:
-    return Code(source, {name: import_module(value) if isinstance(value, _Module) else value
-                         for name, value in names.items()}, title)
+class Inputs:
+    """Take the tensors out of arguments, as they were taken out of the sample's.
+
+    Args:
+        signature: That of the original's forward.
+        names: The parameters that get values, if there is no sample.
+        structure: How the arguments are put together from tensors, if there is one.
+        number: Of how many.
+    """
+
+    def __init__(self, signature: inspect.Signature, names: Sequence[str] = (),
+                 structure: Structure | None = None, number: int = 0) -> None:
+        self.signature = signature
+        self._names = tuple(names)
+        self._structure = structure
+        self._number = number
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> 'Inputs':
+        return self
+
+    @uncompiled
+    def take(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+        """Return the tensors.
+
+        Raises:
+            TypeError: The original's forward does not take these arguments.
+            ValueError: The sample had others: the program may be another one with these.
+        """
+        found = arguments_of(self.signature, args, kwargs)
+        if self._structure is None:
+            if found.keys() != {*self._names}:
+                raise ValueError(
+                    f'the model was converted without a sample, for {list(self._names)}, but is '
+                    f'called with {list(found)}; convert it with a sample that has them: '
+                    'to_sequential(model, Arguments(…))')
+            return [found[name] for name in self._names]
+        tensors, structure = flatten_nested(found)
+        if len(tensors) != self._number or structure != self._structure:
+            raise ValueError(
+                'a converted model is called with arguments like those of the sample, which were '
+                f'{_text(self._structure, self._number)}, but these are '
+                f'{_text(structure, len(tensors))}; convert it with a sample like these')
+        return tensors
 
 
-class Layer(Named):
+def _text(structure: Structure, number: int) -> str:
+    texts: list[Any] = ['tensor'] * number
+    return repr(structure(texts)).replace("'tensor'", 'tensor')
+
+
+def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+                 ) -> dict[str, Any]:
+    """Return arguments by the names of parameters, without those that are the default."""
+    bound = signature.bind(*args, **kwargs).arguments
+    parameters = signature.parameters
+    return {name: value for name, value in bound.items()
+            if value is not parameters[name].default}
+
+
+def called_with(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments and keywords that a sample stands for."""
+    if type(sample) is Arguments:
+        return sample.args, sample.kwargs
+    return (sample,), {}
+
+
+class Layer(NamedLayer):
     """Run a part of a program.
 
     Args:
-        code: Takes this module, what the layer before hands over, and what skips have brought; and
-            gives what the layer gives, and what goes into skips.
-        number: How many values the layer before hands over.
+        code: Takes this module, what the layer before forwards, and what skips have brought; and
+            returns what the layer does, and what goes into skips.
+        number: How many values the layer before forwards.
         pops: The names of skips that come here.
         stashes: Those of skips that start here.
         namespace: That of the skips.
@@ -107,7 +169,7 @@ class Layer(Named):
             f'.{found[1]}' if found[1].isidentifier() else f'[{found[1]}]'), self._code.source)
 
     def extra_repr(self) -> str:
-        """Say which skips it pops and stashes."""
+        """Return which skips it pops and stashes."""
         return '\n'.join(f'{what} {", ".join(name for _, name in keys)}' for what, keys in (
             ('pops', self._pops), ('stashes', self._stashes)) if keys)
 
@@ -142,12 +204,8 @@ class FirstLayer(SkipLayer):
 
     @property
     def forward(self) -> Any:  # type: ignore[override]
-        """The function; it has the signature of the original's forward."""
+        """Return the function; it has the signature of the original's forward."""
         return _Forward(self)
-
-    @partial(uncompiled, recursive=False)
-    def _run_with(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return self._run(_take(self._inputs, args, kwargs))
 
 
 class _Forward:
@@ -161,12 +219,7 @@ class _Forward:
 
     @partial(uncompiled, recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._layer._run_with(args, kwargs)
-
-
-@uncompiled
-def _take(inputs: Inputs, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    return inputs.take(args, kwargs)
+        return self._layer._run(self._layer._inputs.take(args, kwargs))
 
 
 @uncompiled

@@ -7,30 +7,107 @@
               (4, 3)   ─▶  (4, 5)  ┘
 
 Both halves count: the first one is right where a sample sees those before it, as steps in time do.
+It is seen in evaluation, as normalizations of batches mix samples in training by design.
+
+[Note: Losses that mix samples]
+A number, such as a loss, has to be the mean or the sum of those for the halves. If it is neither,
+samples need not be mixed: a mean over tokens that are not padding is a mean of halves with weights
+that nobody knows. So a half is repeated: for once, twice and three times the same samples, a sum
+grows evenly, and a mean by any weights stays the same. A loss that compares each sample with all
+others does neither: a contrastive one grows as log(1), log(2), log(3) by what it compares with.
+Such a model is refused. What can not be told apart, as a loss of the hardest pair or a variance,
+gives a warning.
 """
+import warnings
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchgpipe.distance import default_tolerance, distance, typical_size
+from torchgpipe.distance import default_tolerance, distance
+from torchgpipe.sequential.check import Tensors, differences, fails_by_size, first_of, of_kind, run
+from torchgpipe.sequential.effects import copied, same_random_numbers
+from torchgpipe.sequential.errors import ConversionError
+from torchgpipe.sequential.patches import one_at_a_time
+from torchgpipe.structure import flatten_nested
 
-__all__ = ['coarsest_tolerance', 'differences', 'mixed']
+__all__ = ['check_mixing', 'coarsest_tolerance', 'mixed', 'neither_mean_nor_sum']
 
 
-def mixed(whole: dict[str, Tensor], halves: Sequence[dict[str, Tensor]], tolerance: float
-          ) -> list[str]:
+def check_mixing(module: nn.Module, sample: Any, halves: Sequence[Any], sizes: Sequence[int],
+                 batch_dim: Any) -> None:
+    """Raise what is another number for halves of a sample than for all of it, in evaluation.
+
+    Args:
+        module, sample: The model and its sample.
+        halves, sizes, batch_dim: How that was cut.
+
+    Raises:
+        ConversionError: Samples are mixed.
+    """
+    with one_at_a_time, torch.inference_mode(False):
+        model = copied(module)
+        whole, *parts = (_outputs(model, x, x is not sample) for x in (sample, *halves))
+        tolerance = coarsest_tolerance((*model.parameters(), *model.buffers(), *whole.values()))
+        different = mixed(whole, parts, tolerance)
+        unsure = neither_mean_nor_sum(whole, parts, sizes, tolerance)
+        # Random numbers are others for other sizes.
+        if not (different or unsure) or _reals_differ(
+                parts[0], _outputs(model, halves[0], True, seed=1), tolerance) or _is_rounding(
+                model, [sample, *halves], sizes):
+            return
+        uneven = _grows_unevenly(model, sample, halves[0], [*unsure], tolerance)
+    different += [f'{name}, {unsure[name]}' for name in uneven]
+    if different:
+        raise _mixes(different, batch_dim)
+    warnings.warn(
+        f'{", ".join(f"{name} is {text}" for name, text in unsure.items())}. That is neither '
+        "their mean nor their sum, so no rule of GPipe(…, gather=…) gives it. A mean over "
+        'anything but samples, such as tokens that are not padding: give the sum and the count, '
+        "with gather='sum', and divide after the pipeline. A loss that compares samples: compute "
+        'it of what the pipeline gives. check_sample=False does not look', stacklevel=4)
+
+
+def _mixes(different: list[str], batch_dim: Any) -> ConversionError:
+    return ConversionError(
+        'the samples of a mini-batch are mixed, so the model can not be cut into micro-batches'
+        f' (batch_dim={batch_dim!r}): in evaluation, halves of the sample give other numbers '
+        f'than all of it: {first_of(different)}. If the batch is in another dimension, say so: '
+        'to_sequential(…, batch_dim=1) and GPipe(…, batch_dim=1). If an argument is the same for '
+        'all samples, mark it: NoChunk(tensor). If the model compares samples, as a contrastive '
+        'loss does, do so with what the pipeline gives. check_sample=False converts it as it is')
+
+
+def _outputs(model: nn.Module, value: Any, is_cut: bool, seed: int = 0) -> Tensors:
+    with same_random_numbers(seed), fails_by_size(is_cut, Exception):
+        return of_kind(run(model, value, training=False), 'output')
+
+
+def _is_rounding(model: nn.Module, values: list[Any], sizes: Sequence[int]) -> bool:
+    """Return whether it is known that in float64 the halves of a sample are those of all of it."""
+    try:
+        double = deepcopy(model).double()
+        found = []
+        for value in values:
+            tensors, kind = flatten_nested(value)
+            found.append(_outputs(double, kind(
+                [x.double() if x.is_floating_point() else x for x in tensors]), False))
+    except Exception:  # Not every model can compute in float64.
+        return False
+    whole, *parts = found
+    return not (mixed(whole, parts, 1e-6) or neither_mean_nor_sum(whole, parts, sizes, 1e-6))
+
+
+def mixed(whole: Tensors, halves: Sequence[Tensors], tolerance: float) -> list[str]:
     """Return which outputs for halves of a sample are not those halves of that for all of it.
 
     What has no batch dimension, such as a scalar, becomes what ``GPipe(…, gather=…)`` says.
-
-    Args:
-        whole: The outputs for all of the sample.
-        halves: Those for each half.
-        tolerance: What rounding may come to.
+    Rounding may come to the tolerance.
     """
     found = []
-    joined: dict[str, Tensor] = {}
+    joined: Tensors = {}
     for name in {name: None for outputs in (whole, *halves) for name in outputs}:
         if not all(name in outputs for outputs in (whole, *halves)):
             found.append(f'{name}, which is not there for each')
@@ -44,19 +121,20 @@ def mixed(whole: dict[str, Tensor], halves: Sequence[dict[str, Tensor]], toleran
                              f'of {tuple(whole[name].shape)}')
             else:
                 joined[name] = together
-    return found + differences(whole, joined, tolerance)
+    return found + _reals_differ(whole, joined, tolerance)
 
 
-def differences(expected: dict[str, Tensor], found: dict[str, Tensor], tolerance: float
-                ) -> list[str]:
-    """Return which tensors differ by more than rounding, and by how much.
+def _reals_differ(expected: Tensors, found: Tensors, tolerance: float) -> list[str]:
+    """Return differences in what is found, but for integers and truths.
 
-    Integers and truths may differ by much where what they are made of differs by rounding.
+    These may differ by much where what they are made of differs by rounding.
     """
-    typical = typical_size([*expected.values()])
-    apart = {name: distance(x, expected[name], typical) for name, x in found.items()
-             if x.is_floating_point() or x.is_complex()}
-    return [f'{name} by {size:.1e}' for name, size in apart.items() if size > tolerance]
+    reals = {name: x for name, x in found.items() if _is_real(x)}
+    return differences({name: expected[name] for name in reals}, reals, tolerance)
+
+
+def _is_real(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def _joined(parts: Sequence[Tensor], expected: Tensor) -> Tensor | None:
@@ -73,6 +151,52 @@ def _joined(parts: Sequence[Tensor], expected: Tensor) -> Tensor | None:
     return None
 
 
+def neither_mean_nor_sum(whole: Tensors, halves: Sequence[Tensors], sizes: Sequence[int],
+                         tolerance: float) -> dict[str, str]:
+    """Return numbers that are neither the mean nor the sum of those for halves of some sizes.
+
+    Each comes with a text of what it is, and those for halves.
+    """
+    found = {}
+    for name, x in whole.items():
+        parts = [outputs[name] for outputs in halves if name in outputs]
+        if x.numel() == 1 and _is_real(x) and [y.shape for y in parts] == [x.shape] * len(halves):
+            mean = sum(y * (size / sum(sizes)) for y, size in zip(parts, sizes))
+            scale = float(torch.stack([x, *parts]).abs().max())
+            if all(distance(torch.as_tensor(each, dtype=x.dtype), x, scale) > tolerance
+                   for each in (mean, sum(parts))):
+                first, *others = (f'{y.item():.4g}' for y in (x, *parts))
+                found[name] = f'{first} for the sample and {", ".join(others)} for halves'
+    return found
+
+
+def _grows_unevenly(model: nn.Module, sample: Any, half: Any, names: Sequence[str],
+                    tolerance: float) -> list[str]:
+    """Return which numbers neither stay as they are nor grow evenly if a half is repeated."""
+    if not names:
+        return []
+    try:
+        found = [_outputs(model, _repeated(half, sample, times), False) for times in (1, 2, 3)]
+    except Exception:  # It does not take as many.
+        return []
+    uneven = []
+    for name in names:
+        once, twice, thrice = (outputs[name].double() for outputs in found)
+        apart = (thrice - 2 * twice + once).abs()
+        scale = torch.stack([once, twice, thrice]).abs().max()
+        if apart.isfinite() and apart > 4 * tolerance * scale:
+            uneven.append(name)
+    return uneven
+
+
+def _repeated(half: Any, sample: Any, times: int) -> Any:
+    """Return a half of a sample several times over, by the dimension in which it is a half."""
+    (tensors, kind), (wholes, _) = flatten_nested(half), flatten_nested(sample)
+    dims = [[k for k, size in enumerate(x.shape) if size != whole.shape[k]]
+            for x, whole in zip(tensors, wholes)]
+    return kind([torch.cat([x] * times, dim[0]) if dim else x for x, dim in zip(tensors, dims)])
+
+
 def coarsest_tolerance(tensors: Iterable[Tensor]) -> float:
     """Return what rounding may come to in the least precise of some tensors.
 
@@ -81,7 +205,7 @@ def coarsest_tolerance(tensors: Iterable[Tensor]) -> float:
     """
     found: set[torch.dtype] = set()
     for x in tensors:
-        if x.is_floating_point() or x.is_complex():
+        if _is_real(x):
             kind = x.device.type
             lower = kind != 'cpu' or torch.get_float32_matmul_precision() != 'highest'
             found.add(torch.float16 if lower and x.dtype == torch.float32 else x.dtype)

@@ -1,20 +1,56 @@
-"""Nodes of a recorded graph: how they are computed, what they tell of a tensor, and in words."""
+"""Nodes of a graph: functions that only a recording adds, how one is computed, what it tells."""
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd import Function
 
-__all__ = ['Constant', 'asks_for_grad', 'compute', 'is_about', 'is_in_place', 'is_plain', 'mapped',
+from torchgpipe.structure import Structure, flatten
+
+__all__ = ['Constant', 'apply', 'calls_of', 'compute', 'first_difference',
+           'guard', 'is_about', 'is_in_place', 'is_plain', 'mapped', 'put_together', 'take_apart',
            'words']
 
-# What a tensor tells of itself that does not depend on its elements.
-_ABOUT = frozenset((
-    'size', 'shape', 'dim', 'ndim', 'ndimension', 'numel', 'nelement', 'stride', 'dtype', 'device',
-    'layout', 'is_floating_point', 'is_complex', 'is_signed', 'is_cuda', 'is_cpu', 'is_meta',
-    'is_sparse', 'is_nested', 'is_quantized', 'is_mkldnn', 'is_contiguous', 'element_size',
-    'itemsize', 'nbytes', 'requires_grad', 'names', 'get_device', 'storage_offset', 'len',
-    'result_type', 'promote_types'))
+
+#: A method of Python or, from PyTorch 2.14 on, one of C++.
+_apply: Any = vars(Function)['apply']
+
+
+def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+    """Apply a function that has a backward of its own, past an ``apply`` of its own."""
+    return _apply.__get__(None, function)(*args, **kwargs)
+
+
+def guard(found: Any, expected: Any, what: str, where: str) -> None:
+    """See that what the way through the program depends on is as it was for the sample.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if found is not expected and found != expected:
+        raise ValueError(
+            f'the program of a converted model goes the way that it went with the sample, for '
+            f'which {what} was {expected!r}; it is {found!r} now ({where}). Convert the model '
+            'with a sample for which it is the same, or let a submodule with that line be a leaf: '
+            'to_sequential(model, sample, leaves=[…])')
+
+
+def take_apart(value: Any, expected: Any, where: str) -> tuple[Tensor, ...]:
+    """Return the tensors of a value that is put together as it was for the sample."""
+    try:
+        tensors, kind = flatten(value)
+    except TypeError as error:
+        raise ValueError(f'{error}, at {where}') from None
+    # Tuples of tensors alone all have one kind, whatever their number.
+    guard((kind, len(tensors)), expected, 'the form of a value', where)
+    return tensors
+
+
+def put_together(structure: Structure, tensors: Sequence[Any]) -> Any:
+    """Return a value of what is in it."""
+    return structure(tensors)
 
 
 class Constant:
@@ -29,7 +65,7 @@ class Constant:
 
 
 def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Call a function with what is in the arguments of a step."""
+    """Return the arguments of a step with a function of what is in them in its place."""
     if type(value) in (tuple, list):
         return type(value)(mapped(each, function) for each in value)
     if type(value) is dict:
@@ -40,6 +76,7 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def compute(root: nn.Module, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what a node gives for some arguments."""
     target: Any = node.target
     if node.op == 'call_module':
         return root.get_submodule(target)(*args, **kwargs)
@@ -48,26 +85,30 @@ def compute(root: nn.Module, node: fx.Node, args: tuple[Any, ...], kwargs: dict[
     return target(*args, **kwargs)
 
 
+# What a tensor tells of itself that does not depend on its elements.
+_ABOUT = frozenset((
+    'size', 'shape', 'dim', 'ndim', 'ndimension', 'numel', 'nelement', 'stride', 'dtype', 'device',
+    'layout', 'is_floating_point', 'is_complex', 'is_signed', 'is_cuda', 'is_cpu', 'is_meta',
+    'is_sparse', 'is_nested', 'is_quantized', 'is_mkldnn', 'is_contiguous', 'element_size',
+    'itemsize', 'nbytes', 'requires_grad', 'names', 'get_device', 'storage_offset', 'len',
+    'result_type', 'promote_types'))
+
+
 def is_about(node: fx.Node) -> bool:
-    """Tell whether a node gives what does not depend on the elements of a tensor."""
+    """Return whether a node gives what does not depend on the elements of a tensor."""
     if node.target is getattr:
         return node.args[1] in _ABOUT
     return getattr(node.target, '__name__', node.target) in _ABOUT
 
 
-def asks_for_grad(node: fx.Node) -> bool:
-    """Tell whether a node asks a tensor for what depends on the graph that autograd makes."""
-    return node.target is getattr and node.args[1] in ('requires_grad', 'is_leaf')
-
-
 def is_in_place(node: fx.Node) -> bool:
-    """Tell whether a node changes its first argument, by its name, where there is no sample."""
+    """Return whether a node changes its first argument, by its name, where there is no sample."""
     name = str(node.target)
     return node.op == 'call_method' and name.endswith('_') and not name.endswith('__')
 
 
 def is_plain(node: fx.Node) -> bool:
-    """Tell whether a node gives no tensor, as far as is known without a sample."""
+    """Return whether a node gives no tensor, as far as is known without a sample."""
     inputs = node.all_input_nodes
     return node.op != 'placeholder' and (is_about(node) or (
         node.op == 'call_function' and bool(inputs)
@@ -75,8 +116,12 @@ def is_plain(node: fx.Node) -> bool:
         and all(each.meta['kind'] == 'plain' for each in inputs)))
 
 
+_SYMBOLS = {'eq': '==', 'ne': '!=', 'lt': '<', 'le': '<=', 'gt': '>', 'ge': '>=', 'add': '+',
+            'sub': '-', 'mul': '*', 'floordiv': '//', 'truediv': '/', 'mod': '%'}
+
+
 def words(node: fx.Node) -> str:
-    """Say what a node gives, as the user has written it, more or less."""
+    """Return what a node gives, as the user has written it, more or less."""
     if node.op in ('get_attr', 'placeholder'):
         return str(node.target)
     if node.meta['kind'] == 'tensor':
@@ -89,8 +134,35 @@ def words(node: fx.Node) -> str:
     if node.op == 'call_method':
         return f'{args[0]}.{node.target}({", ".join(args[1:])})'
     name = getattr(node.target, '__name__', str(node.target))
-    symbol = {'eq': '==', 'ne': '!=', 'lt': '<', 'le': '<=', 'gt': '>', 'ge': '>=', 'add': '+',
-              'sub': '-', 'mul': '*', 'floordiv': '//', 'truediv': '/', 'mod': '%'}.get(name)
-    if symbol and len(args) == 2:
-        return f'{args[0]} {symbol} {args[1]}'
+    if name in _SYMBOLS and len(args) == 2:
+        return f'{args[0]} {_SYMBOLS[name]} {args[1]}'
     return f'{name}({", ".join(args)})'
+
+
+def calls_of(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes but for those that read an attribute, perhaps for nothing."""
+    return [node for node in graph.nodes if node.op != 'get_attr']
+
+
+def first_difference(graph: fx.Graph, constants: dict[str, Any], other: fx.Graph,
+                     others: dict[str, Any]) -> int | None:
+    """Return the number of calls before the first one that differs in two graphs, if one does.
+
+    What they refer to by name is in ``constants`` and ``others``.
+    """
+    for k, (a, b) in enumerate(zip(calls_of(graph), calls_of(other))):
+        if a.format_node() != b.format_node() or not all(map(
+                _same, _constants_of(a, constants), _constants_of(b, others))):
+            return k
+    return None  # Each ends with its output, so neither goes on where the other one ends.
+
+
+def _constants_of(node: fx.Node, constants: dict[str, Any]) -> list[Any]:
+    return [constants[str(a)] for a in (node.target, *node.args) if str(a) in constants]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        alike = [(x.shape, x.dtype, x.device) for x in (one, other)]
+        return alike[0] == alike[1] and (one.is_meta or torch.equal(one, other))
+    return bool(one == other)

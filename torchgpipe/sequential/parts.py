@@ -1,4 +1,4 @@
-"""Parts of a model: a few of its submodules, parameters and buffers, under their own names.
+"""Parts of a model in layers: submodules, parameters and buffers, under the names of the model.
 
 ::
 
@@ -8,23 +8,32 @@
     └── blocks                                  └── 0
         ├── 0: norm, attend                         └── norm     the same module
         └── 1: norm, attend
+
+In the sequential module, the number of a layer is before these names::
+
+    model         blocks.0.norm.weight                  embed.weight
+    sequential    3.blocks.0.norm.weight                0.embed.weight, 7.embed.weight
+                  ▲
+                  the layer: what several layers use has a name in each of them
+
+The number depends on how the model was cut into layers, so it does not count when a state dict is
+loaded: names of the model are taken, and those with other numbers.
 """
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ['Part', 'all_names', 'left_out', 'put']
+from torchgpipe.split import Sequential, still_shared
+
+__all__ = ['Converted', 'NamedLayer', 'Part', 'all_names', 'converted', 'original_names', 'put',
+           'to_own_names', 'with_all_names']
 
 
 class Part(nn.Module):
-    """A part of a module, which has its methods and its attributes.
-
-    Args:
-        module: The module.
-        attributes: Whether it has its attributes.
-    """
+    """A part of a module, which has its methods and its attributes if that is wanted."""
 
     def __init__(self, module: nn.Module, attributes: bool = False) -> None:
         super().__init__()
@@ -89,21 +98,12 @@ def _missing(name: str, whole: type) -> AttributeError:
 _OF_EACH = frozenset(vars(nn.Module()))
 
 
-def part_of(module: nn.Module, attributes: bool = False) -> Part:
-    """Give an empty part of a module."""
-    return (_PartOfList if hasattr(module, '__getitem__') else Part)(module, attributes)
-
-
 def put(part: nn.Module, root: nn.Module, names: Iterable[str], attributes: bool = False
         ) -> None:
     """Put what is called by some names in a model into a part of it.
 
-    Args:
-        part: The part.
-        root: The model.
-        names: Names of submodules, parameters, buffers, or of an attribute such as ``training``,
-            for whose sake the module that has it is there.
-        attributes: Whether modules of which only a part is there have their attributes.
+    These are names of submodules, parameters, buffers, or of an attribute such as ``training``,
+    for whose sake the module that has it is there, with its other attributes if that is wanted.
     """
     for name in names:
         path, _, last = name.rpartition('.')
@@ -113,7 +113,8 @@ def put(part: nn.Module, root: nn.Module, names: Iterable[str], attributes: bool
             if target._modules.get(atom) is source:
                 break  # It is there as a whole.
             if atom not in target._modules:
-                target._modules[atom] = part_of(source, attributes)
+                kind = _PartOfList if hasattr(source, '__getitem__') else Part
+                target._modules[atom] = kind(source, attributes)
             target = target._modules[atom]  # type: ignore[assignment]
         else:
             _put(target, source, last)
@@ -129,7 +130,7 @@ def _put(target: nn.Module, source: nn.Module, name: str) -> None:
 
 
 def all_names(root: nn.Module) -> dict[int, list[str]]:
-    """Give all names of each submodule, parameter and buffer, by the place of the object.
+    """Return all names of each submodule, parameter and buffer, by the id of the object.
 
     Names within a module are those behind its first one.
     """
@@ -142,13 +143,21 @@ def all_names(root: nn.Module) -> dict[int, list[str]]:
     return found
 
 
+def with_all_names(root: nn.Module, uses: Iterable[str], names: dict[int, list[str]]
+                   ) -> Iterator[str]:
+    """Yield the names in :func:`all_names` of what is called by some; other attributes as is."""
+    for name in uses:
+        found = attrgetter(name)(root)
+        yield from names[id(found)] if isinstance(found, (nn.Module, Tensor)) else [name]
+
+
 def _tensors(module: nn.Module) -> list[str]:
     buffers = dict(module.named_buffers(remove_duplicate=False))
     return [*{**module.state_dict(), **buffers}]
 
 
-def left_out(root: nn.Module, parts: Iterable[nn.Module]) -> list[str]:
-    """Give the names of what a model has in its state dict or its buffers, and no part of it; of
+def _left_out(root: nn.Module, parts: Iterable[nn.Module]) -> list[str]:
+    """Return the names of what a model has in its state dict or its buffers, and no part of it; of
     modules if all of a module is left out.
     """
     there = {name for part in parts for name in _tensors(part)}
@@ -159,3 +168,101 @@ def left_out(root: nn.Module, parts: Iterable[nn.Module]) -> list[str]:
         ends = [k for k, letter in enumerate(name) if letter == '.']
         found.setdefault(next((name[:k] for k in ends if name[:k] not in inhabited), name))
     return [*found]
+
+
+class NamedLayer(nn.Module):
+    """A layer that has names of the model that it was made from."""
+
+
+class Converted(Sequential):
+    """A sequential module that was made from another module.
+
+    Its layers hold the submodules, parameters and buffers of that module. ``load_state_dict``
+    takes the names of the original, too.
+    """
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
+                        assign: bool = False) -> Any:
+        """Load a state dict, with names of the original or of layers; what is shared stays so."""
+        with still_shared(self):
+            return super().load_state_dict(state_dict, strict, assign)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> 'Converted':
+        with still_shared(self):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        to_own_names(state_dict, prefix, self._modules)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def converted(layers: list[nn.Module], root: nn.Module, attributes: bool = False) -> Converted:
+    """Return the sequential module of layers; the last one has what no layer uses."""
+    put(layers[-1], root, _left_out(root, layers), attributes)
+    found = Converted(*layers)
+    found.training = root.training
+    return found
+
+
+def original_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state dict of the original, of that of a converted model or a ``GPipe`` of it.
+
+    >>> original_names({'0.embed.weight': 1, '7.embed.weight': 1, '7.norm.bias': 2})
+    {'embed.weight': 1, 'norm.bias': 2}
+
+    Args:
+        state_dict: It has names with the number of a layer before them. Where several layers have
+            a parameter in common, the last one's is given.
+
+    Raises:
+        ValueError: A name does not begin with a number.
+    """
+    found = {}
+    for key, value in state_dict.items():
+        number, _, name = key.partition('.')
+        if not number.isdigit() or not name:
+            raise ValueError(f"names of a converted model begin with the number of a layer, as in "
+                             f"'0.{key}', but this state dict has '{key}'")
+        found[name] = value
+    return found
+
+
+def _own_names(layers: Mapping[str, nn.Module | None]) -> dict[str, list[str]]:
+    """Return the names that layers have for each name of the model that they were made from."""
+    own: dict[str, list[str]] = {}
+    for number, layer in layers.items():
+        if isinstance(layer, NamedLayer):
+            for name in layer.state_dict(keep_vars=True):
+                own.setdefault(name, []).append(f'{number}.{name}')
+    return own
+
+
+def to_own_names(state_dict: dict[str, Any], prefix: str, layers: Mapping[str, nn.Module | None]
+                 ) -> None:
+    """Rename what is in a state dict to the names that layers have for it, in place.
+
+    Args:
+        state_dict: Its names are those of the original, or of layers with other numbers.
+        prefix: What stands before them.
+        layers: The layers, by their numbers.
+    """
+    own = _own_names(layers)
+    if not own:
+        return
+    given = {key[len(prefix):] for key in state_dict if key.startswith(prefix)}
+    of_original = given.issuperset(own)
+    mine = {name for names in own.values() for name in names}
+    renamed: dict[str, Any] = {}
+    for name in given:
+        number, _, rest = name.partition('.')
+        if of_original and name in own:
+            targets = own[name]
+        elif name in mine:
+            continue
+        else:
+            targets = own.get(name) or (own.get(rest, []) if number.isdigit() else [])
+        if targets:
+            value = state_dict.pop(prefix + name)
+            renamed.update((prefix + target, value) for target in targets)
+    state_dict.update(renamed)

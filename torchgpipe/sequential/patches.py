@@ -1,4 +1,4 @@
-"""Let a recorder see what a forward does: functions are replaced while it runs.
+"""Let a watcher see what a forward does: functions are replaced while it runs.
 
 ::
 
@@ -7,7 +7,7 @@
     self.training           a value in its place        so that it is read anew in each call
     self.loss = y           nn.Module.__setattr__       refused
     random.random()         random.random, …            refused
-    with torch.no_grad():   no_grad.__enter__, …        refused, or the module stays whole
+    with torch.no_grad():   no_grad.__enter__, …        refused, or the module becomes a leaf
     torch.arange(T)         torch.arange, …             PyTorch would ask for a number, not a value
     len(x), math.sqrt(T)    len, math.sqrt, …           so would Python
     Swish.apply(x)          Function.apply              PyTorch would ask for a tensor
@@ -16,14 +16,14 @@
 
 [Note: What is replaced for the whole process]
 A name is looked up in a module or a class, which all threads have in common, or in ``builtins``;
-Python has no place for one thread's own. A value can't do without: ``len`` makes a number of what
+Python has none for one thread alone. A value can't do without: ``len`` makes a number of what
 ``__len__`` gives, ``math.sqrt`` of ``__float__``, and ``torch.zeros(n, 2)`` is refused before a
 ``TorchFunctionMode`` is asked. PyTorch's C++ would believe a ``__class__`` that says Tensor, and
 read a value's memory as one's, so ``isinstance`` has to answer. So a replacement does what the
 original does, for other threads, for what runs within a leaf, and once the recording is over for
-who has kept it: see `Seat`. It has the name of the original, and that of a class is one.
+who holds it still: see `_OfThread`. It has the name of the original, and that of a class is one.
 While a step is computed, the functions of PyTorch and Python are put back, as it may import a
-module that keeps them, such as PyTorch's compiler.
+module that holds them from then on, such as PyTorch's compiler.
 """
 import builtins
 import math
@@ -32,15 +32,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import fx, nn
 from torch.autograd import Function
 from torch.overrides import is_tensor_method_or_property
 
-from torchgpipe.sequential.runtime import apply
-from torchgpipe.sequential.watchers import Follower, Seat, Watcher
+from torchgpipe.sequential.nodes import apply
 
 __all__ = ['followed', 'one_at_a_time', 'watched']
 
@@ -53,12 +52,55 @@ _OF_NUMBERS = ('ceil', 'cos', 'exp', 'floor', 'isqrt', 'log', 'log10', 'log2', '
 _DRAWERS = ('betavariate', 'choice', 'choices', 'expovariate', 'gauss', 'getrandbits',
             'normalvariate', 'randint', 'random', 'randrange', 'sample', 'shuffle', 'triangular',
             'uniform')
-
-
 _MODES = (torch.autocast, torch.enable_grad, torch.inference_mode, torch.no_grad)
 
 #: Two threads would put back what the other one has replaced, or see what it draws.
 one_at_a_time = threading.RLock()
+
+
+class Watcher(Protocol):
+    """Who sees which modules a forward calls, and what it reads of them, and says what it gets."""
+
+    @property
+    def watches(self) -> bool: ...
+
+    def called(self, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...],
+               kwargs: dict[str, Any]) -> Any: ...
+
+    def read(self, module: nn.Module, name: str, found: Any) -> Any: ...
+
+
+class Follower(Watcher, Protocol):
+    """Who sees all that a forward does, and is told of it before it happens."""
+
+    def written(self, module: nn.Module, name: str) -> None: ...
+
+    def made(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+             ) -> Any: ...
+
+    def is_a(self, value: Any, classes: Any) -> bool: ...
+
+    def entered(self) -> None: ...
+
+    def drew(self) -> None: ...
+
+    def applied(self, function: type) -> None: ...
+
+
+TWatcher = TypeVar('TWatcher', bound=Watcher)
+
+
+class _OfThread(Generic[TWatcher]):
+    """Return a watcher when it is called in the thread that it watches, while it does."""
+
+    def __init__(self, watcher: TWatcher) -> None:
+        self.watcher: TWatcher | None = watcher
+        self._thread = threading.get_ident()
+
+    def __call__(self) -> TWatcher | None:
+        watcher = self.watcher
+        here = watcher is not None and self._thread == threading.get_ident()
+        return watcher if here and watcher.watches else None  # type: ignore[union-attr]
 
 
 #: An object, the name of its attribute, and what makes another one of that.
@@ -68,26 +110,26 @@ _Replacement = tuple[Any, str, Callable[[Any], Any]]
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
     """Let a watcher see which modules this thread calls, and what it reads of them."""
-    seat = Seat(watcher)
-    with _replaced(_of_modules(seat)):
+    current = _OfThread(watcher)
+    with _replaced(_of_modules(current)):
         try:
             yield
         finally:
-            seat.leave()
+            current.watcher = None
 
 
 @contextmanager
 def followed(follower: Follower) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """Let a follower see what this thread does; give what puts functions back for a time."""
+    """Let a follower see what this thread does; yield what puts functions back for a time."""
     # PyTorch keeps lists of its functions, which it makes when they are first asked for; it must
     # not find these here in them.
     is_tensor_method_or_property(torch.add)
-    seat = Seat(follower)
-    with _replaced([*_of_modules(seat), *_others(seat)]) as put_back:
+    current = _OfThread(follower)
+    with _replaced([*_of_modules(current), *_of_functions(current)]) as put_back:
         try:
             yield put_back
         finally:
-            seat.leave()
+            current.watcher = None
 
 
 @contextmanager
@@ -135,109 +177,79 @@ def _set(attributes: Iterable[tuple[Any, str, Any]], kind: type = object) -> Non
                 setattr(owner, name, value)
 
 
-def _of_modules(seat: Seat[Any]) -> list[_Replacement]:
-    def call(own: Any) -> Any:
-        def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            watcher = seat.taken()
+def _before(current: _OfThread[Any], tell: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return what makes functions that tell the watcher first."""
+    def make(own: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            watcher = current()
             if watcher:
-                return watcher.called(module, own, args, kwargs)
-            return own(module, *args, **kwargs)
+                tell(watcher, *args)
+            return own(*args, **kwargs)
         return run
+    return make
 
+
+def _instead(current: _OfThread[Any], call: Callable[..., Any], of_values: bool = False
+             ) -> Callable[[Any], Any]:
+    """Return what makes functions that let the watcher call the original, if it gets values."""
+    def make(own: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            concerns = not of_values or any(isinstance(x, fx.Proxy) for x in args)
+            watcher = current() if concerns else None
+            return call(watcher, own, args, kwargs) if watcher else own(*args, **kwargs)
+        return _as_class(own, run) if isinstance(own, type) else run
+    return make
+
+
+def _of_modules(current: _OfThread[Any]) -> list[_Replacement]:
     def read(own: Any) -> Any:
         def run(module: nn.Module, name: str) -> Any:
             found = own(module, name)
-            watcher = seat.taken()
+            watcher = current()
             return watcher.read(module, name, found) if watcher else found
         return run
 
     def listing(own: Any) -> Any:
         def run(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
             for name, tensor in own(module, *args, **kwargs):
-                watcher = seat.taken()
-                yield name, watcher.listed(module, name, tensor) if watcher else tensor
+                watcher = current()
+                yield name, watcher.read(module, name, tensor) if watcher else tensor
         return run
 
+    call = _instead(current, lambda watcher, own, args, kwargs: watcher.called(
+        args[0], own, args[1:], kwargs))
     return [(nn.Module, '__call__', call), (nn.Module, '__getattr__', read),
             (nn.Module, 'named_parameters', listing), (nn.Module, 'named_buffers', listing)]
 
 
-def _others(seat: Seat[Follower]) -> Iterator[_Replacement]:
-    def write(own: Any) -> Any:
-        def run(module: nn.Module, name: str, value: Any) -> None:
-            watcher = seat.taken()
-            if watcher:
-                watcher.written(module, name)
-            own(module, name, value)
-        return run
-
-    def maker(own: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            watcher = seat.taken()
-            return watcher.made(own, args, kwargs) if watcher else own(*args, **kwargs)
-        return _as_class(own, run) if isinstance(own, type) else run
-
-    def entrance(own: Any) -> Any:
-        def run(mode: Any, *args: Any, **kwargs: Any) -> Any:
-            watcher = seat.taken()
-            if watcher:
-                watcher.entered()
-            return own(mode, *args, **kwargs)
-        return run
-
-    def drawer(own: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            watcher = seat.taken()
-            if watcher:
-                watcher.drew()
-            return own(*args, **kwargs)
-        return run
-
-    def of_values(own: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            watcher = seat.taken() if any(isinstance(x, fx.Proxy) for x in args) else None
-            return watcher.made(own, args, kwargs) if watcher else own(*args, **kwargs)
-        return run
-
-    def applying(_: Any) -> Any:
-        def run(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            watcher = seat.taken()
-            if watcher:
-                return watcher.made(apply, (cls, *args), kwargs)
-            return apply(cls, *args, **kwargs)
-        return classmethod(run)
-
-    def asked(own: Any) -> Any:
-        def run(cls: Any, name: str) -> Any:
-            # Whoever applies one, asks for this first.
-            watcher = seat.taken() if name == 'setup_context' else None
-            if watcher:
-                watcher.applied(cls)
-            return own(cls, name)
-        return run
+def _of_functions(current: _OfThread[Follower]) -> Iterator[_Replacement]:
+    def made(watcher: Follower, own: Any, args: Any, kwargs: Any) -> Any:
+        return watcher.made(own, args, kwargs)
 
     def instance(own: Any) -> Any:
         def run(value: Any, classes: Any) -> bool:
             if own(value, classes):
                 return True
-            watcher = seat.taken() if own(value, fx.Proxy) else None
+            watcher = current() if own(value, fx.Proxy) else None
             return watcher is not None and watcher.is_a(value, classes)
         return run
 
-    yield builtins, 'len', of_values
     yield builtins, 'isinstance', instance
-    for name in _OF_NUMBERS:
-        yield math, name, of_values
-    yield Function, 'apply', applying
-    yield type(Function), '__getattribute__', asked
-    yield nn.Module, '__setattr__', write
+    for owner, name in ((builtins, 'len'), *((math, name) for name in _OF_NUMBERS)):
+        yield owner, name, _instead(current, made, of_values=True)
     for name in _MAKERS:
-        yield torch, name, maker
+        yield torch, name, _instead(current, made)
+    yield Function, 'apply', lambda _: classmethod(_instead(current, made)(apply))
+    # Whoever applies one, asks for this first.
+    yield type(Function), '__getattribute__', _before(current, lambda watcher, function, name: (
+        watcher.applied(function) if name == 'setup_context' else None))
+    yield nn.Module, '__setattr__', _before(current, lambda watcher, module, name, _: (
+        watcher.written(module, name)))
     for name in _DRAWERS:
-        yield random, name, drawer
-    for mode in _MODES:
-        yield mode, '__enter__', entrance
-    yield torch.autocast, '__init__', entrance  # It would not take x.device.type, a value.
+        yield random, name, _before(current, lambda watcher, *_: watcher.drew())
+    # The last one would not take x.device.type, a value.
+    for mode, name in (*((mode, '__enter__') for mode in _MODES), (torch.autocast, '__init__')):
+        yield mode, name, _before(current, lambda watcher, *_: watcher.entered())
 
 
 def _as_class(own: type, call: Callable[..., Any]) -> type:

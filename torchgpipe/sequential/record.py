@@ -1,59 +1,73 @@
 """Record a forward: the graph of what a module computes, made by running it once.
 
 Each step is recorded, and computed for the sample, so that a program can go its way: whether a
-mask is there, how many parts a tensor was cut into. See :mod:`torchgpipe.sequential.value` for
+mask is there, how many parts a tensor was cut into. See :mod:`torchgpipe.sequential.values` for
 what becomes of numbers, and :mod:`torchgpipe.sequential.patches` for how steps are seen.
 
 [Note: What a recording may depend on]
 The way of a program may depend on what is the same for each micro-batch. What it depends on is
-checked in each run. It may not depend on the elements of tensors, nor on whether the model is in
+guarded in each run. It may not depend on the elements of tensors, nor on whether the model is in
 training, nor on random numbers of Python's. It does what it does under one grad mode and autocast.
-A submodule that depends on training or changes modes stays whole: as soon as one is found, its
-class is added to the leaves, and the recording starts again. In all other
-cases there is an error, so that nobody is surprised by how much stays whole.
+A submodule that depends on training or changes modes becomes a leaf module: as soon as one is
+found, its class is added to the leaves, and the recording starts again. In all other
+cases there is an error, so that nobody is surprised by how much is not looked into.
 Where a program goes by the training mode, it is recorded in the other mode, too: if it makes no
-difference, nothing has to stay whole.
+difference, nothing has to be a leaf module. If it does, what asked for the mode last, before the
+recordings differ, is to blame.
 """
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
 from torchgpipe.engine.checkpoint.attributes import attributes_of, contents_of
 from torchgpipe.private import has_hooks
+from torchgpipe.sequential.effects import modes_now
 from torchgpipe.sequential.errors import NeedsLeaf, is_of_torch, line_of, refused
-from torchgpipe.sequential.leaves import Leaves, modules_within
-from torchgpipe.sequential.modes import ModeTaken, first_difference, modes_now, steps_of
-from torchgpipe.sequential.nodes import words
+from torchgpipe.sequential.leaf_modules import LeafModules, modules_within
+from torchgpipe.sequential.nodes import calls_of, first_difference, words
 from torchgpipe.sequential.patches import followed
-from torchgpipe.sequential.steps import Steps
-from torchgpipe.sequential.value import Value
+from torchgpipe.sequential.steps import StepTracer
+from torchgpipe.sequential.values import TracedValue
 
-__all__ = ['Recorder']
+__all__ = ['ForwardTracer']
 
 
-class Recorder(Steps):
+_LEN = len  # which is replaced while a forward runs
+
+
+class UseOfTraining(NamedTuple):
+    """Where a program goes by the training mode."""
+
+    #: How many calls were recorded before.
+    position: int
+    #: The innermost submodule, in a list; none for the model itself.
+    module: list[nn.Module]
+    line: str
+
+
+class ForwardTracer(StepTracer):
     """Record one forward.
 
     Args:
         root: The module, a copy, as its layers run and it may be changed.
-        leaves: Which modules in it stay whole.
+        leaves: Which modules in it are not looked into.
 
     Attributes:
-        modes_taken: Where its program goes by the training mode.
+        uses_of_training: Where its program goes by the training mode.
         inner: The innermost submodule that has raised an error, if one has.
     """
 
-    def __init__(self, root: nn.Module, leaves: Leaves) -> None:
+    def __init__(self, root: nn.Module, leaves: LeafModules) -> None:
         super().__init__(root)
         self.leaves = leaves
-        self.modes_taken: list[ModeTaken] = []
+        self.uses_of_training: list[UseOfTraining] = []
         self.inner: str | None = None
         self._paths = {module: name for name, module in root.named_modules()}
         self._looked_into = list(modules_within(root, leaves))
-        self._taken: set[tuple[fx.Node, str]] = set()
+        self._guarded: set[tuple[fx.Node, str]] = set()
         self._stack: list[nn.Module] = []
         self._stopped: Exception | None = None
 
@@ -78,9 +92,6 @@ class Recorder(Steps):
         for module, old in zip(self._looked_into, before):
             self._check_contents(module, old)
         self.graph.output(result)
-
-    # --- what a forward does
-    # -------------------------------------------------------------------------------------
 
     @property
     def watches(self) -> bool:
@@ -107,22 +118,19 @@ class Recorder(Steps):
             self._stack.pop()
 
     def read(self, module: nn.Module, name: str, found: Any) -> Any:
-        """Give a value for a parameter or a buffer."""
+        """Return a value for a parameter or a buffer."""
         return self.value_of(found) if isinstance(found, Tensor) else found
-
-    def listed(self, module: nn.Module, name: str, tensor: Tensor) -> Any:
-        """Give a value for a parameter or a buffer."""
-        return self.value_of(tensor)
 
     def written(self, module: nn.Module, name: str) -> None:
         """Refuse it: each micro-batch would do so, on another device perhaps."""
         if module in self._paths:
+            there = {**vars(module), **module._buffers, **module._parameters, **module._modules}
             self.refuse(f"it sets the attribute '{name}' of a module, which each micro-batch "
-                        'would do again')
+                        'would do again', more=_CALL_IT_BEFORE if there.get(name) is None else '')
 
     def entered(self) -> None:
-        """Let a module with a region of another mode stay whole, whether it is another one now."""
-        self._stay_whole('it changes grad mode, inference mode or autocast for a part of it')
+        """Let a module with a region of another mode be a leaf, whether it is another one now."""
+        self._need_leaf('it changes grad mode, inference mode or autocast for a part of it')
 
     def drew(self) -> None:
         """Refuse it: the graph would have the one number that was drawn now."""
@@ -141,26 +149,23 @@ class Recorder(Steps):
         """Record a call that PyTorch would not take values for."""
         return self.create_proxy('call_function', function, args, kwargs)
 
-    # --- what a program depends on: [Note: What a recording may depend on]
-    # -------------------------------------------------------------------------------------
-
-    def take(self, value: Any, how: Callable[[Any], Any]) -> Any:
-        """Give the number or the truth that a program goes its way by, and let it be checked."""
-        node, known = value.node, value._known
-        if (isinstance(known, Tensor) and how is not len) or node.meta['data']:
+    def concretize(self, value: Any, how: Callable[[Any], Any]) -> Any:
+        """Return the number or the truth that a program goes its way by, and guard it."""
+        node, example = value.node, value._example
+        if (isinstance(example, Tensor) and how is not _LEN) or node.meta['data']:
             self.refuse('its program goes by the elements of a tensor')
         if node.meta['grad']:
-            self._stay_whole('its program goes by whether a tensor has a gradient')
-        result = how(known)
+            self._need_leaf('its program goes by whether a tensor has a gradient')
+        result = how(example)
         if node.meta['mode']:
-            place = len(steps_of(self.graph))
-            self.modes_taken.append(ModeTaken(place, self._stack[-1:], line_of()))
-        elif (node, how.__name__) not in self._taken:
-            self._taken.add((node, how.__name__))
+            position = len(calls_of(self.graph))
+            self.uses_of_training.append(UseOfTraining(position, self._stack[-1:], line_of()))
+        elif (node, how.__name__) not in self._guarded:
+            self._guarded.add((node, how.__name__))
             what = words(node)
-            if how in (len, bool) and result is not known:
-                node, known, what = self.step(how, node), result, f'{how.__name__}({what})'
-            self.expect(node, known, what)
+            if how in (_LEN, bool) and result is not example:
+                node, example, what = self.add_step(how, node), result, f'{how.__name__}({what})'
+            self.add_guard(node, example, what)
         return result
 
     def to_bool(self, obj: Any) -> Any:
@@ -173,39 +178,40 @@ class Recorder(Steps):
 
     def is_a(self, value: Any, classes: Any) -> bool:
         """Answer ``isinstance``; without a sample, to PyTorch itself a value is a value."""
-        if type(value) is Value:
-            return isinstance(value._known, classes)
+        if type(value) is TracedValue:
+            return isinstance(value._example, classes)
         if not is_of_torch(sys._getframe(2)):
             self._refuse_unknown('its program asks for the type of a value')
         return False
 
     def is_tensor(self, value: Any) -> bool:
-        """Tell whether a value is a tensor, as far as is known."""
+        """Return whether a value is a tensor, as far as is known."""
         return bool(value.node.meta['kind'] == 'tensor')
 
     def check_modes(self) -> None:
+        """See that the forward has not changed modes, nor drawn random numbers unseen."""
         if modes_now() != self._modes:
-            self._stay_whole('it changes grad mode, inference mode or autocast for a part of it')
+            self.entered()
         moved = self.draws.moved()
         if moved:
             self.refuse(f'it draws random numbers of {moved}, here or before')
 
-    def check_training(self, other: 'Recorder') -> None:
+    def check_training(self, other: 'ForwardTracer') -> None:
         """See that a recording in the other training mode is the same.
 
         Raises:
             NeedsLeaf: It is not, by the doing of a submodule.
             ConversionError: It is not, by that of the model itself.
         """
-        place = first_difference(self.graph, self.constants, other.graph, other.constants)
-        if place is not None:
-            before = [each for each in self.modes_taken if each.place <= place]
-            last = (before or self.modes_taken)[-1]
+        position = first_difference(self.graph, self.constants, other.graph, other.constants)
+        if position is not None:
+            before = [each for each in self.uses_of_training if each.position <= position]
+            last = (before or self.uses_of_training)[-1]
             if last.module:
                 raise NeedsLeaf(type(last.module[0]))
-            raise self._refused('its program goes by the training mode', None, line=last.line)
+            raise refused(self.root, 'its program goes by the training mode', last.line, None)
 
-    def _stay_whole(self, why: str) -> None:
+    def _need_leaf(self, why: str) -> None:
         if not self._stack:
             self.refuse(why)
         self._stopped = self._stopped or NeedsLeaf(type(self._stack[-1]))
@@ -215,17 +221,11 @@ class Recorder(Steps):
         self.refuse(why + ', which is not known without a sample',
                     'give one: to_sequential(model, sample)')
 
-    def refuse(self, why: str, hint: str = '') -> Any:
+    def refuse(self, why: str, hint: str = '', more: str = '') -> Any:
         """Raise an error that names the line and the submodule."""
         inner = self._paths[self._stack[-1]] if self._stack else None
-        self._stopped = self._stopped or self._refused(why, inner, hint)
+        self._stopped = self._stopped or refused(self.root, why, line_of(), inner, hint, more)
         raise self._stopped
-
-    def _refused(self, why: str, inner: str | None, hint: str = '', line: str = '') -> Exception:
-        return refused(self.root, why, line or line_of(), inner, hint)
-
-    # --- what modules are made of
-    # -------------------------------------------------------------------------------------
 
     @contextmanager
     def _training_as_values(self) -> Iterator[None]:
@@ -244,10 +244,14 @@ class Recorder(Steps):
         for name, now in _contents(module).items():
             old = before.get(name, [])
             if len(now) != len(old) or any(a is not b for a, b in zip(now, old)):
-                path = self._paths[module]
-                raise self._refused(f"it changes what is in the attribute '{name}' of a module, "
-                                    'which each micro-batch would do again', path or None,
-                                    line='  (a list, a dict or the like)')
+                raise refused(
+                    self.root, f"it changes what is in the attribute '{name}' of a module, which "
+                    'each micro-batch would do again', '  (a list, a dict or the like)',
+                    self._paths[module] or None, more='' if old else _CALL_IT_BEFORE)
+
+
+_CALL_IT_BEFORE = ('. If only its first call does that, as for a cache, call the model once '
+                   'before')
 
 
 def _contents(module: nn.Module) -> dict[str, list[Any]]:

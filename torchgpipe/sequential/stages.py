@@ -3,33 +3,26 @@
 Each function is called once with the sample to see what of the model it uses; that is what its
 layer holds, under the names of the model: [Note: Names of a converted model].
 """
-from collections.abc import Callable, Iterable, Iterator
-from operator import attrgetter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.sequential.copies import copied, copied_value
-from torchgpipe.sequential.inputs import called_with
-from torchgpipe.sequential.names import Converted, Named
-from torchgpipe.sequential.parts import Part, all_names, left_out, put
+from torchgpipe.sequential.effects import copied, copied_value
+from torchgpipe.sequential.layer import called_with
+from torchgpipe.sequential.parts import (Converted, NamedLayer, Part, all_names, converted, put,
+                                         with_all_names)
 from torchgpipe.sequential.patches import watched
 
-__all__ = ['Stage', 'make_stages']
+__all__ = ['StageLike', 'make_stages']
 
 #: A function of a model and a value, or a submodule, which is a function of a value.
 StageLike = Callable[..., Any] | nn.Module
 
 
-class Stage(Part, Named):
-    """Call a function with a part of a model, which is this layer itself.
-
-    Args:
-        root: The model.
-        function: The function.
-        names: What it uses.
-    """
+class Stage(Part, NamedLayer):
+    """Call a function with a part of a model, which is this layer itself."""
 
     def __init__(self, root: nn.Module, function: Callable[..., Any], names: Iterable[str]
                  ) -> None:
@@ -46,11 +39,7 @@ class Stage(Part, Named):
 
 
 class _Call:
-    """Call a submodule by its name.
-
-    Args:
-        name: The name.
-    """
+    """Call a submodule by its name."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -60,22 +49,18 @@ class _Call:
 
 
 def make_stages(module: nn.Module, stages: Iterable[StageLike], sample: Any) -> Converted:
-    """Make the sequential module, without comparing it: see :func:`from_stages`."""
+    """Return the sequential module, without comparing it: see :func:`from_stages`."""
     names = all_names(module)
-    args, kwargs = called_with(sample)
-    args, kwargs = copied_value((args, kwargs))
+    args, kwargs = copied_value(called_with(sample))
     root = copied(module)  # It runs, and may be changed.
     layers: list[nn.Module] = []
     for stage in stages:
         function = _function(module, stage)
         value, uses = _used(root, function, args, kwargs)
         layers.append(stage if isinstance(stage, nn.Module) and not isinstance(function, _Call)
-                      else Stage(module, function, _with_all_names(module, uses, names)))
+                      else Stage(module, function, with_all_names(module, uses, names)))
         args, kwargs = (value,), {}
-    put(layers[-1], module, left_out(module, layers), attributes=True)
-    converted = Converted(*layers)
-    converted.training = module.training
-    return converted
+    return converted(layers, module, attributes=True)
 
 
 def _function(module: nn.Module, stage: StageLike) -> Callable[..., Any]:
@@ -84,26 +69,18 @@ def _function(module: nn.Module, stage: StageLike) -> Callable[..., Any]:
             raise TypeError('a stage is a function of the model and a value, or a submodule, not '
                             f'{stage!r}')
         return stage
-    name: str
-    for name, each in module.named_modules():
-        if each is stage and name:
-            return _Call(name)
+    name = next((name for name, each in module.named_modules() if each is stage and name), '')
+    if name:
+        return _Call(name)
     if any(True for _ in (*stage.parameters(), *stage.buffers())):
         raise ValueError('a stage is a submodule of the model, or a function of it, but this '
                          f'{type(stage).__name__}, which has parameters, is not in it')
     return lambda _, *args: stage(*args)
 
 
-def _with_all_names(module: nn.Module, uses: Iterable[str], names: dict[int, list[str]]
-                    ) -> Iterator[str]:
-    for name in uses:
-        found = attrgetter(name)(module)
-        yield from names[id(found)] if isinstance(found, (nn.Module, Tensor)) else [name]
-
-
 def _used(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ...],
           kwargs: dict[str, Any]) -> tuple[Any, list[str]]:
-    """Call a function with a model, and give the names of what it uses."""
+    """Return what a function gives for a model, and the names of what it uses."""
     uses = _Uses(root)
     with torch.no_grad(), watched(uses):
         uses.watches = True
@@ -114,11 +91,7 @@ def _used(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ...],
 
 
 class _Uses:
-    """Note which submodules are called, and which parameters and buffers are read.
-
-    Args:
-        root: The model.
-    """
+    """Note which submodules are called, and which parameters and buffers are read."""
 
     def __init__(self, root: nn.Module) -> None:
         self.watches = False
@@ -140,12 +113,6 @@ class _Uses:
         """Note a parameter or a buffer; or a submodule, for the sake of its attributes."""
         if isinstance(found, nn.Module) and found in self._paths:
             self.names.setdefault(f'{self._paths[found]}training')
-        elif isinstance(found, Tensor):
-            self.listed(module, name, found)
-        return found
-
-    def listed(self, module: nn.Module, name: str, tensor: Tensor) -> Any:
-        """Note a parameter or a buffer."""
-        if module in self._paths:
+        elif isinstance(found, Tensor) and module in self._paths:
             self.names.setdefault(self._paths[module] + name)
-        return tensor
+        return found

@@ -2,7 +2,7 @@
 
 ::
 
-    y = f(x, {'scale': 2})      a value x, known as a tensor
+    y = f(x, {'scale': 2})      a value x, with a tensor for an example
         │
         ├─▶ graph               %y = call_function[f](%x, {'scale': 2})
         ├─▶ f(tensor, …)        which tells what y is: a tensor, a number, parts to be taken apart
@@ -21,22 +21,23 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchgpipe.engine.memory import size_of, storage_id
-from torchgpipe.sequential.contents import has_values, ids_within
-from torchgpipe.sequential.draws import KeptDraws
+from torchgpipe.sequential.effects import (GeneratorStates, has_values, held_beyond, ids_within,
+                                           name_of_holder, release)
 from torchgpipe.sequential.errors import line_of
-from torchgpipe.sequential.kept import let_go, name_of_keeper, stale
-from torchgpipe.sequential.nodes import (Constant, asks_for_grad, compute, is_about, is_in_place,
-                                         is_plain, mapped)
-from torchgpipe.sequential.runtime import expect, put_together, take_apart
-from torchgpipe.sequential.value import UNKNOWN, Unknown, Value
+from torchgpipe.sequential.nodes import (Constant, compute, guard, is_about, is_in_place, is_plain,
+                                         mapped, put_together, take_apart)
+from torchgpipe.sequential.values import UNKNOWN, TracedValue, UnknownValue
 from torchgpipe.structure import PLAIN, flatten, flatten_nested
 
-__all__ = ['Steps']
+__all__ = ['StepTracer']
 
-TValue = TypeVar('TValue', Unknown, Value)
+TValue = TypeVar('TValue', bound=UnknownValue)
+
+#: What the graph knows of a node that gives neither a tensor nor a plain value.
+_OBJECT = {'kind': 'object', 'bytes': 0, 'memory': None, 'device': False}
 
 
-class Steps(fx.Tracer):
+class StepTracer(fx.Tracer):
     """Add steps to a graph.
 
     Args:
@@ -60,7 +61,7 @@ class Steps(fx.Tracer):
         self.constants: dict[str, Any] = {}
         self.runs = self.over = False
         self.put_back: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.draws = KeptDraws()
+        self.draws = GeneratorStates()
         self._tensors = {id(tensor): (name, tensor) for name, tensor in
                          (*root.named_buffers(), *root.named_parameters())}
         self._read: dict[str, Any] = {}
@@ -75,13 +76,14 @@ class Steps(fx.Tracer):
         """Raise an error that names the line."""
         raise NotImplementedError
 
-    def placeholder(self, name: str, known: Any) -> Any:
-        """Give a value for an input."""
+    def placeholder(self, name: str, example: Any) -> Any:
+        """Return a value for an input."""
         node = self.graph.placeholder(name)
         node.meta['input'] = True
-        return self.wrap(node, known)
+        return self.wrap(node, example)
 
     def value_of(self, tensor: Tensor) -> Any:
+        """Return the value that stands for a parameter or a buffer; other tensors as they are."""
         if id(tensor) not in self._tensors:
             return tensor
         path, _ = self._tensors[id(tensor)]
@@ -93,45 +95,44 @@ class Steps(fx.Tracer):
                      ) -> Any:
         """Record a step, and compute it for the sample."""
         if self.over:
-            raise stale()
+            raise held_beyond()
         self.check_modes()
-        args = tuple(map(self.simple, args))
-        kwargs = {name: self.simple(value) for name, value in kwargs.items()}
+        args, kwargs = self.simple((tuple(args), dict(kwargs)))
         node = self.graph.create_node(kind, target, self.create_arg(args),
                                       self.create_arg(kwargs))
         node.meta['where'] = line_of()
         node.meta['input'] = any(each.meta['input'] for each in node.all_input_nodes)
         try:
-            known = self._compute(node, args, kwargs)
+            example = self._compute(node, args, kwargs)
         except Exception:
             self.graph.erase_node(node)
             raise
-        return self.wrap(node, known)
+        return self.wrap(node, example)
 
     def _compute(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         values: list[Any] = []
         objects: list[Any] = []
 
-        def known_of(x: Any) -> Any:
+        def example_of(x: Any) -> Any:
             if isinstance(x, fx.Proxy):
                 values.append(x)
-                return x._known if type(x) is Value else UNKNOWN
+                return x._example if type(x) is TracedValue else UNKNOWN
             if type(x) is Constant:
                 return x.value
             if not isinstance(x, (Tensor, nn.Module, *PLAIN)) and not callable(x):
                 objects.append(x)
             return x
 
-        args, kwargs = mapped((args, kwargs), known_of)
-        if any(type(value) is not Value for value in values):
+        args, kwargs = mapped((args, kwargs), example_of)
+        if any(type(value) is not TracedValue for value in values):
             node.meta['writes'] = node.all_input_nodes[:1] if is_in_place(node) else []
             return UNKNOWN
-        before = [(x.node, x._known, x._known._version) for x in values
-                  if isinstance(x._known, Tensor)]
+        versions = [(x.node, x._example, x._example._version) for x in values
+                    if isinstance(x._example, Tensor)]
         made_of = [ids_within(x) for x in objects]
         self.runs = False
         try:
-            with self.put_back(), self.draws.kept(), torch.no_grad():
+            with self.put_back(), self.draws.restored(), torch.no_grad():
                 found = compute(self.root, node, args, kwargs)
         finally:
             self.runs = True
@@ -139,42 +140,50 @@ class Steps(fx.Tracer):
             if ids_within(x) != ids:
                 self.refuse(f'it hands on an object ({type(x).__name__}) that is changed there, '
                             'and each run would hand on the same one')
-        node.meta['writes'] = [each for each, x, old in before if x._version != old]
+        node.meta['writes'] = [each for each, x, old in versions if x._version != old]
         return found
 
-    def wrap(self, node: fx.Node, known: Any) -> Any:
-        """Give a value for what a node gives, or a structure of values."""
-        meta = node.meta
-        meta.update(data=False, mode=False, grad=False, device=False, kind='object', bytes=0,
-                    memory=None)
-        meta['input'], meta['where'] = meta.get('input', False), meta.get('where', '')
-        meta.setdefault('writes', [])
-        inputs = node.all_input_nodes
-        if isinstance(known, Tensor):
-            meta['kind'], meta['bytes'] = 'tensor', size_of(known)
-            meta['memory'] = storage_id(known) if known.layout is torch.strided else None
-            return self._value(node, known)
-        if known is UNKNOWN:
+    def wrap(self, node: fx.Node, example: Any) -> Any:
+        """Return a value for what a node gives, or a structure of values."""
+        meta, inputs = node.meta, node.all_input_nodes
+        meta.update(_OBJECT, data=False, mode=False, grad=False)
+        for name, default in (('input', False), ('where', ''), ('writes', [])):
+            meta.setdefault(name, default)
+        if isinstance(example, Tensor):
+            meta['kind'], meta['bytes'] = 'tensor', size_of(example)
+            meta['memory'] = storage_id(example) if example.layout is torch.strided else None
+        elif example is UNKNOWN:
             meta['kind'], meta['bytes'] = ('plain', 0) if is_plain(node) else ('tensor', 1)
             meta['device'] = node.target is getattr and node.args[1] == 'device'
-            return self._kept_in_mind(Unknown(node, self))
-        if known is None:
+            return self._noted(UnknownValue(node, self))
+        elif example is None:
             if node.op == 'call_module':
-                self.expect(node, None, 'the result of a layer')
+                self.add_guard(node, None, 'the result of a layer')
             return None
-        if not isinstance(known, PLAIN):
-            return self._taken_apart(node, known)
-        meta['kind'], meta['device'] = 'plain', isinstance(known, torch.device)
-        meta['mode'] = node.op == 'get_attr' or any(each.meta['mode'] for each in inputs)
-        meta['grad'] = asks_for_grad(node) or any(each.meta['grad'] for each in inputs)
-        meta['data'] = any(each.meta['data'] for each in inputs) or (
-            any(each.meta['kind'] != 'plain' for each in inputs) and not is_about(node))
-        return self._value(node, known)
+        elif not isinstance(example, PLAIN):
+            return self._taken_apart(node, example)
+        else:
+            meta['kind'], meta['device'] = 'plain', isinstance(example, torch.device)
+            meta['mode'] = node.op == 'get_attr' or any(each.meta['mode'] for each in inputs)
+            meta['grad'] = any(each.meta['grad'] for each in inputs) or (
+                node.target is getattr and node.args[1] in ('requires_grad', 'is_leaf'))
+            meta['data'] = any(each.meta['data'] for each in inputs) or (
+                any(each.meta['kind'] != 'plain' for each in inputs) and not is_about(node))
+        return self._noted(TracedValue(node, self, example))
 
-    def _value(self, node: fx.Node, known: Any) -> Value:
-        return self._kept_in_mind(Value(node, self, known))
+    def _taken_apart(self, node: fx.Node, example: Any) -> Any:
+        try:
+            if node.target is put_together:
+                raise TypeError('it was put together for a step, and goes there as it is')
+            tensors, kind = flatten(example)
+        except TypeError:
+            return self._noted(TracedValue(node, self, example))
+        expected = self._constant((kind, len(tensors)))
+        parts = self.add_step(take_apart, node, expected, node.meta['where'])
+        return kind([self.wrap(self.add_step(operator.getitem, parts, k), tensor)
+                     for k, tensor in enumerate(tensors)])
 
-    def _kept_in_mind(self, value: TValue) -> TValue:
+    def _noted(self, value: TValue) -> TValue:
         self._values.append(weakref.ref(value))
         return value
 
@@ -182,44 +191,33 @@ class Steps(fx.Tracer):
         """See that nobody has a value.
 
         Raises:
-            ConversionError: Somebody keeps one.
+            ConversionError: Somebody holds one.
         """
         self._read.clear()
         if self._values_left():
             gc.collect()
             left = self._values_left()
             if left:
-                raise stale(name_of_keeper(left))
+                raise held_beyond(name_of_holder(left))
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Let nobody have a value, however the recording went."""
         self._read.clear()
-        let_go(self._values_left())
+        release(self._values_left())
 
     def _values_left(self) -> list[Any]:
         return [value for value in (each() for each in self._values) if value is not None]
 
-    def _taken_apart(self, node: fx.Node, known: Any) -> Any:
-        if node.target is put_together:
-            return self._value(node, known)
-        try:
-            tensors, kind = flatten(known)
-        except TypeError:
-            return self._value(node, known)
-        expected = self._constant((kind, len(tensors)))
-        taken = self.step(take_apart, node, expected, node.meta['where'])
-        values = []
-        for k, tensor in enumerate(tensors):
-            item = self.step(operator.getitem, taken, k)
-            values.append(self.wrap(item, tensor))
-        return kind(values)
-
-    def step(self, function: Callable[..., Any], node: fx.Node, *args: Any) -> fx.Node:
-        """Add a step of the recorder's own."""
+    def add_step(self, function: Callable[..., Any], node: fx.Node, *args: Any) -> fx.Node:
+        """Add a step of the tracer's own."""
         step = self.graph.call_function(function, (node, *args))
-        step.meta.update({**node.meta, 'kind': 'object', 'bytes': 0, 'writes': [], 'memory': None,
-                          'device': False})
+        step.meta.update({**node.meta, **_OBJECT, 'writes': []})
         return step
+
+    def add_guard(self, node: fx.Node, expected: Any, what: str) -> None:
+        """Add a step that checks that a node gives what it gave for the sample."""
+        where = line_of().strip().replace('\n    ', ': ')
+        self.add_step(guard, node, self.simple(expected), what, where)
 
     def _constant(self, value: Any) -> Constant:
         name = f'_constant_{len(self.constants)}'
@@ -227,7 +225,7 @@ class Steps(fx.Tracer):
         return Constant(name, value)
 
     def create_arg(self, a: Any) -> Any:
-        """Give what stands for a value in the graph."""
+        """Return what stands for a value in the graph."""
         if type(a) is Constant:
             return a
         if isinstance(a, fx.Proxy):
@@ -241,28 +239,21 @@ class Steps(fx.Tracer):
         if isinstance(a, torch.Generator):
             self.refuse('it draws random numbers from a torch.Generator')
         try:
-            if is_dataclass(a):  # without a value in it
-                return self._object(a)
-            return super().create_arg(a)
+            if not is_dataclass(a):  # One has no value in it here.
+                return super().create_arg(a)
         except NotImplementedError:
-            return self._object(a)
-
-    def _object(self, a: Any) -> Constant:
+            pass
         if not self._ids.isdisjoint(ids_within(a)):
             self.refuse(f'it hands on an object ({type(a).__name__}) that has a part of the model '
                         'in it')
         return self._constant(a)
 
     def simple(self, value: Any) -> Any:
-        """Let a step put together what a graph has no form for, such as a dataclass with values.
-        """
-        if isinstance(value, fx.Proxy) or type(value) is Constant:
-            return value
-        if type(value) in (tuple, list):
-            return type(value)(map(self.simple, value))
-        if type(value) is dict:
-            return {key: self.simple(each) for key, each in value.items()}
-        if type(value) in (slice, range) or isinstance(value, (Tensor, nn.Module, *PLAIN)):
+        """Return a value of what a graph has a form for; a step puts together all else."""
+        return mapped(value, self._put_together)
+
+    def _put_together(self, value: Any) -> Any:
+        if isinstance(value, (fx.Proxy, Constant, Tensor, nn.Module, *PLAIN)):
             return value
         try:
             values, structure = flatten_nested(value, marks=False, takes=fx.Proxy)
@@ -272,7 +263,3 @@ class Steps(fx.Tracer):
             return value
         return self.create_proxy('call_function', put_together,
                                  (self._constant(structure), list(values)), {})
-
-    def expect(self, node: fx.Node, expected: Any, what: str) -> None:
-        where = line_of().strip().replace('\n    ', ': ')
-        self.step(expect, node, self.simple(expected), what, where)

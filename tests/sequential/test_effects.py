@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from tests.devices import cpu_only
-from tests.sequential.test_record import Inner, Model, sample
+from tests.sequential.test_record import Inner, Model, check, halves, sample
 from torchgpipe.sequential import ConversionError, to_sequential
-from torchgpipe.sequential.steps import Steps
-from torchgpipe.sequential.value import UNKNOWN, Unknown, Value
+from torchgpipe.sequential.steps import StepTracer
+from torchgpipe.sequential.values import UNKNOWN, UnknownValue
 
 pytestmark = cpu_only('what is recorded does not depend on devices')
 
@@ -43,7 +43,7 @@ def by_a_size(m, x):
 
 
 def holds_values(thing):
-    return any(isinstance(each, (Value, Unknown)) for each in thing)
+    return any(isinstance(each, UnknownValue) for each in thing)
 
 
 @pytest.fixture(autouse=True)
@@ -89,9 +89,9 @@ def test_what_others_have_is_left_alone():
     thread = threading.Thread(target=lambda: to_sequential(waiting, check_sample=False))
     thread.start()
     assert entered.wait(60)
-    mine = Steps(nn.Identity())
+    mine = StepTracer(nn.Identity())
     held = [mine.placeholder('x', torch.ones(1))]
-    mine.let_go()
+    mine.release()
     goes_on.set()
     thread.join()
     assert found == [True] and not holds_values(held)
@@ -154,12 +154,13 @@ def make_closure():
     return in_a_closure
 
 
-KEEPERS = [(in_a_list, 'a types.SimpleNamespace'), (in_a_dict, r'tests.sequential.test_kept.ANY'),
+KEEPERS = [(in_a_list, 'a types.SimpleNamespace'),
+           (in_a_dict, r'tests.sequential.test_effects.ANY'),
            (in_an_attribute, 'a types.SimpleNamespace'),
-           (in_a_tuple, r'tests.sequential.test_kept.ANY'),
-           (in_a_class, 'an attribute of tests.sequential.test_kept.Kept'),
-           (in_a_cache, 'the cache of tests.sequential.test_kept.counted.<locals>.cached'),
-           (make_closure(), 'a variable of tests.sequential.test_kept.make_closure.<locals>.*')]
+           (in_a_tuple, r'tests.sequential.test_effects.ANY'),
+           (in_a_class, 'an attribute of tests.sequential.test_effects.Kept'),
+           (in_a_cache, 'the cache of tests.sequential.test_effects.counted.<locals>.cached'),
+           (make_closure(), 'a variable of tests.sequential.test_effects.make_closure.<locals>.*')]
 
 
 @pytest.mark.parametrize('function, name', KEEPERS, ids=lambda x: getattr(x, '__name__', ''))
@@ -198,3 +199,49 @@ def test_a_value_is_of_no_use_once_its_recording_is_over():
         to_sequential(Model(in_a_tuple), sample())
     with pytest.raises(ConversionError, match='keeps what it computes in a cache, a global or'):
         ANY['pair'][0] * 2
+
+
+def test_what_is_kept_in_each_run_is_refused():
+    held = []
+
+    def function(m, x):
+        held[:] = [x * 2]
+        return held[0]
+
+    with pytest.raises(ConversionError, match='keeps what it computes in'):
+        to_sequential(Model(function), sample())
+    model = nn.Sequential(nn.Linear(6, 6), Inner(function), nn.Linear(6, 6))
+    assert len(to_sequential(model, sample(), leaves=['1'])) == 3
+
+
+@pytest.mark.filterwarnings('ignore:.*weight_norm:FutureWarning')
+def test_models_that_can_not_be_copied_say_so():
+    model = Model(halves)
+    model.lock = threading.Lock()
+    with pytest.raises(ConversionError, match='can not be copied'):
+        to_sequential(model, sample())
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 6)), nn.Linear(6, 6))
+    check(model, sample())
+
+
+@functools.lru_cache
+def cached_table(width):
+    return torch.linspace(0, 1, width)
+
+
+def kept_table(width):
+    if width not in TABLES:
+        TABLES[width] = torch.linspace(0, 1, width)
+    return TABLES[width]
+
+
+@pytest.mark.parametrize('table', [cached_table, kept_table])
+def test_a_cache_is_filled_with_tensors(table):
+    """And neither the model nor the next conversion finds a value of a recording in it."""
+    TABLES.clear()
+    cached_table.cache_clear()
+    for _ in range(2):
+        model = Model(lambda m, x: x + table(6))
+        layers = check(model, sample())
+        assert type(table(6)) is torch.Tensor
+        assert [name for name, _ in layers.named_buffers() if 'constant' in name]

@@ -1,4 +1,4 @@
-"""What a program may go by, or keep, behind the back of a recording: found, or refused."""
+"""What steps may use and go by, beside what a graph has: found, or refused."""
 import copy
 import functools
 import threading
@@ -140,33 +140,6 @@ def test_a_generator_is_refused():
 
 
 @alone
-def test_what_is_shared_stays_shared():
-    """In layers that have it in common, when they are loaded, moved or get another type."""
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words, self.body = nn.Embedding(6, 4), nn.Linear(4, 4)
-            self.register_buffer('scale', torch.ones(4))
-
-        def forward(self, ids):
-            x = self.body(self.words(ids) * self.scale)
-            return (x * self.scale) @ self.words.weight.t()
-
-    ids = torch.randint(6, (4, 3))
-    for change in (lambda m, state: m.load_state_dict(state, assign=True),
-                   lambda m, state: m.double(),
-                   lambda m, state: m.to_empty(device='cpu')):
-        model = Tied()
-        state = copy.deepcopy(model.state_dict())
-        layers = to_sequential(model, ids)
-        change(layers, state)
-        assert len([*layers.parameters()]) == 3 and len([*layers.buffers()]) == 1
-    pipe = GPipe(to_sequential(Tied(), ids), [1, 2], devices=['cpu', 'cpu'], chunks=2)
-    pipe.load_state_dict(state, assign=True)
-    assert len([*pipe.parameters()]) == 3
-
-
-@alone
 def test_threads_convert_one_after_the_other():
     results, start = [], threading.Barrier(3)
     models = [Model(halved) for _ in range(10)]  # made here, as that draws random numbers
@@ -188,88 +161,6 @@ def test_threads_convert_one_after_the_other():
 
 def halved(m, x):
     return x.chunk(2, -1)[0].repeat(1, 2)
-
-
-@alone
-@pytest.mark.parametrize('region', [
-    lambda: torch.autocast('cpu', enabled=False), torch.enable_grad,
-    lambda: torch.inference_mode(False)], ids=['autocast', 'grad', 'inference'])
-def test_a_region_of_a_mode_that_is_so_anyway_stays_one(region):
-    def function(m, x):
-        with region():
-            return (x[:, None] @ x[:, :, None])[:, 0] * x
-
-    with pytest.raises(ConversionError, match='changes grad mode, inference mode or autocast'):
-        to_sequential(Model(function), sample())
-    model = nn.Sequential(nn.Linear(6, 6), Inner(function), nn.Linear(6, 6))
-    layers = to_sequential(model, sample())
-    with torch.no_grad(), torch.autocast('cpu', dtype=torch.bfloat16):
-        assert torch.equal(layers(sample()), model(sample()))
-        assert layers(sample()).requires_grad == model(sample()).requires_grad
-
-
-@alone
-def test_a_region_of_autocast_for_the_device_of_a_tensor():
-    def function(m, x):
-        with torch.autocast(x.device.type, enabled=False):
-            return (x[:, None] @ x[:, :, None])[:, 0] * x
-
-    model = nn.Sequential(nn.Linear(6, 6), Inner(function), nn.Linear(6, 6))
-    assert 'Inner' in [type(m).__name__ for m in check(model, sample()).modules()]
-
-
-@alone
-def test_whether_a_tensor_has_a_gradient_is_left_to_the_module_that_asks():
-    def asked(m, x):
-        return x * 2 if x.requires_grad else x * 3
-
-    with pytest.raises(ConversionError, match='by whether a tensor has a gradient'):
-        to_sequential(Model(asked), sample())
-    model = nn.Sequential(nn.Linear(6, 6), Inner(asked), nn.Linear(6, 6))
-    layers = check(model, sample())
-    with torch.no_grad():
-        assert torch.equal(layers(sample()), model(sample()))
-
-
-@functools.lru_cache
-def cached_table(width):
-    return torch.linspace(0, 1, width)
-
-
-TABLES = {}
-
-
-def kept_table(width):
-    if width not in TABLES:
-        TABLES[width] = torch.linspace(0, 1, width)
-    return TABLES[width]
-
-
-@alone
-@pytest.mark.parametrize('table', [cached_table, kept_table])
-def test_a_cache_is_filled_with_tensors(table):
-    """And neither the model nor the next conversion finds a value of a recording in it."""
-    TABLES.clear()
-    cached_table.cache_clear()
-    for _ in range(2):
-        model = Model(lambda m, x: x + table(6))
-        layers = check(model, sample())
-        assert type(table(6)) is torch.Tensor
-        assert [name for name, _ in layers.named_buffers() if 'constant' in name]
-
-
-@alone
-def test_what_is_kept_in_each_run_is_refused():
-    held = []
-
-    def function(m, x):
-        held[:] = [x * 2]
-        return held[0]
-
-    with pytest.raises(ConversionError, match='keeps what it computes in'):
-        to_sequential(Model(function), sample())
-    model = nn.Sequential(nn.Linear(6, 6), Inner(function), nn.Linear(6, 6))
-    assert len(to_sequential(model, sample(), leaves=['1'])) == 3
 
 
 @alone
@@ -320,76 +211,11 @@ def test_modes_around_a_conversion_do_not_matter():
 
 
 @alone
-@pytest.mark.filterwarnings('ignore:.*weight_norm:FutureWarning')
-def test_models_that_can_not_be_copied_say_so():
-    model = Model(halved)
-    model.lock = threading.Lock()
-    with pytest.raises(ConversionError, match='can not be copied'):
-        to_sequential(model, sample())
-    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 6)), nn.Linear(6, 6))
-    check(model, sample())
-
-
-@alone
 def test_hooks_of_the_model_itself_are_refused():
     model = Model(halved)
     model.register_forward_hook(lambda *args: None)
     with pytest.raises(ConversionError, match='has hooks of its own'):
         to_sequential(model, sample())
-
-
-@alone
-@pytest.mark.parametrize('register', ['register_full_backward_hook',
-                                      'register_full_backward_pre_hook'])
-def test_a_module_with_backward_hooks_stays_whole(register):
-    """And no other one of its class."""
-    def tripled(module, *grads):
-        return tuple(3 * grad for grad in grads[0])
-
-    model = nn.Sequential(*(nn.Linear(6, 6) if k % 2 else Inner(halved) for k in range(4)))
-    getattr(model[2], register)(tripled)
-    names = [type(m).__name__ for m in check(model, sample()).modules()]
-    assert names.count('Inner') == 1
-
-
-@alone
-def test_submodules_may_have_the_names_of_what_layers_have():
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.code, self.stashable = nn.Linear(6, 6), nn.Linear(6, 6)
-            self.register_buffer('_code', torch.ones(6))
-
-        def forward(self, x):
-            return self.stashable(self.code(x) * self._code)
-
-    layers = check(Named(), sample())
-    assert len(layers) == 2
-
-
-@alone
-def test_what_is_converted_can_be_converted():
-    model = Model(halved)
-    layers = to_sequential(to_sequential(model, sample()), sample())
-    assert torch.equal(layers(sample()), model(sample()))
-    whole = nn.Sequential(to_sequential(model, sample()), nn.Linear(6, 6))
-    inside = to_sequential(whole, sample())
-    pipe = GPipe(inside, [1, len(inside) - 1], devices=['cpu', 'cpu'], chunks=2)
-    assert torch.allclose(pipe(sample()), whole(sample()), atol=1e-6)
-
-
-@alone
-def test_modules_with_more_in_their_state_dicts_stay_whole():
-    class Extra(Inner):
-        def get_extra_state(self):
-            return torch.ones(1)
-
-        def set_extra_state(self, state):
-            pass
-
-    model = nn.Sequential(nn.Linear(6, 6), Extra(halved), nn.Linear(6, 6))
-    layers = check(model, sample())
-    layers.load_state_dict(model.state_dict())
 
 
 @alone

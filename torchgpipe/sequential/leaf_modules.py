@@ -5,56 +5,60 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.jit import ScriptModule
 
-__all__ = ['Leaf', 'Leaves', 'modules_within']
+__all__ = ['LeafLike', 'LeafModules', 'leaf_names', 'modules_within']
 
 #: A name in the model, where ``*`` stands for anything, a class, or the module itself.
-Leaf = str | type[nn.Module] | nn.Module
+LeafLike = str | type[nn.Module] | nn.Module
 
 # What has layers in it, and of what it does with them nothing is known, or all.
 _CONTAINERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList,
                nn.ParameterDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 
-class Leaves:
-    """Which modules stay whole.
-
-    Args:
-        root: The model, which never does.
-        named: Those that the user names.
+def leaf_names(root: nn.Module, leaves: LeafLike | Iterable[LeafLike]) -> set[str]:
+    """Return the names of the leaves that the user wants: copies of the model have these, too.
 
     Raises:
         TypeError: One of these is something else.
         ValueError: The model has no such module, or it is the model.
     """
-
-    def __init__(self, root: nn.Module, named: Iterable[Leaf]) -> None:
-        self._root = root
-        self.classes: set[type] = set()
-        self._modules: set[nn.Module] = set()
-        for leaf in named:
-            self._add(leaf)
-
-    def _add(self, leaf: Leaf) -> None:
-        inner = {name: module for name, module
-                 in self._root.named_modules(remove_duplicate=False) if name}
+    inner = {name: module for name, module in root.named_modules(remove_duplicate=False) if name}
+    found: set[str] = set()
+    for leaf in [leaves] if isinstance(leaves, (str, type, nn.Module)) else leaves:
         if isinstance(leaf, str):
-            found = [module for name, module in inner.items() if fnmatchcase(name, leaf)]
+            names = [name for name in inner if fnmatchcase(name, leaf)]
         elif isinstance(leaf, nn.Module):
-            found = [module for module in inner.values() if module is leaf]
+            names = [name for name, module in inner.items() if module is leaf]
         elif isinstance(leaf, type) and issubclass(leaf, nn.Module):
-            found = [module for module in inner.values() if isinstance(module, leaf)]
+            names = [name for name, module in inner.items() if isinstance(module, leaf)]
         else:
             raise TypeError('a leaf is the name of a submodule, a class or a module, not '
                             f'{leaf!r}')
-        if not found:
+        if not names:
             raise ValueError(f'the model has no submodule {leaf!r} that could be a leaf; its own '
-                             f'are {[name for name, _ in self._root.named_children()]}, and those '
-                             'in them')
-        self._modules.update(found)
+                             f'are {[name for name, _ in root.named_children()]}, and those in '
+                             'them')
+        found.update(names)
+    return found
+
+
+class LeafModules:
+    """Which modules are leaves: called as one module, and not looked into.
+
+    Args:
+        root: The model, which never is one.
+        names: Those that the user names.
+        classes: Classes of modules that were found to have to be leaves.
+    """
+
+    def __init__(self, root: nn.Module, names: Iterable[str], classes: set[type]) -> None:
+        self._root = root
+        self._modules = {root.get_submodule(name) for name in names}
+        self._classes = classes
 
     def named(self, module: nn.Module) -> bool:
-        """Tell whether the user named a module, or it was found that it has to stay whole."""
-        return module in self._modules or type(module) in self.classes
+        """Return whether the user named a module, or it was found that it has to be one."""
+        return module in self._modules or type(module) in self._classes
 
     def __contains__(self, module: nn.Module) -> bool:
         if module is self._root:
@@ -63,7 +67,7 @@ class Leaves:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Tell whether a module is a layer of PyTorch's, or derived from one."""
+    """Return whether a module is a layer of PyTorch's, or derived from one."""
     for cls in type(module).__mro__:
         if cls in _CONTAINERS:
             return False
@@ -73,14 +77,14 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _is_more_than_its_forward(module: nn.Module) -> bool:
-    """Tell whether a module does what a recording of its forward would miss."""
+    """Return whether a module does what a recording of its forward would miss."""
     return (isinstance(module, ScriptModule) or bool(module._backward_hooks)
             or bool(module._backward_pre_hooks) or bool(getattr(module, 'communicates', False))
             or bool(module._state_dict_hooks) or bool(module._load_state_dict_pre_hooks)
             or type(module).get_extra_state is not nn.Module.get_extra_state)
 
 
-def modules_within(root: nn.Module, leaves: Leaves) -> Iterator[nn.Module]:
+def modules_within(root: nn.Module, leaves: LeafModules) -> Iterator[nn.Module]:
     """Yield the modules that a recording looks into, the root first, each once."""
     seen = {root}
     waiting = [root]

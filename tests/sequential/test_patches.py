@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.devices import cpu_only
 from torchgpipe.sequential import ConversionError, from_stages, to_sequential
-from torchgpipe.sequential.record import Recorder
-from torchgpipe.sequential.value import Unknown
+from torchgpipe.sequential.record import ForwardTracer
+from torchgpipe.sequential.values import UnknownValue
 
 pytestmark = cpu_only('what is recorded does not depend on devices')
 
@@ -156,7 +156,7 @@ def test_other_threads_have_what_python_has():
 
 def recorders():
     gc.collect()
-    return sum(type(each) is Recorder for each in gc.get_objects())
+    return sum(type(each) is ForwardTracer for each in gc.get_objects())
 
 
 def test_what_other_threads_see_of_what_is_replaced():
@@ -191,7 +191,7 @@ def test_what_other_threads_see_of_what_is_replaced():
     look()
     assert found == results and random.getstate() == state
     assert all(a is not b for a, b in zip(replaced, kept))  # as they have the names of one thread
-    value = Unknown(torch.fx.Graph().placeholder('x'), None)
+    value = UnknownValue(torch.fx.Graph().placeholder('x'), None)
     assert replaced[0]([1]) == 1 and not replaced[1](value, torch.Tensor)
     assert recorders() == before
 
@@ -245,7 +245,7 @@ def test_a_function_that_is_applied_by_a_name_of_its_own(cls, function, has_samp
     """In v0.8.0, its forward was recorded: the backward was lost, or an error spoke of a mode."""
     sample = torch.rand(4, 6) if has_sample else None
     with pytest.raises(ConversionError, match=fr'(?s)calls {cls.__name__}\.apply by a name.*test_'
-                       fr'watched.py, line.*Way out: call it .* {cls.__name__}\.apply\('):
+                       fr'patches.py, line.*Way out: call it .* {cls.__name__}\.apply\('):
         to_sequential(Model(lambda m, x: function(x)), sample)
     layers = to_sequential(nn.Sequential(nn.Linear(6, 6), Applied(function)), torch.rand(4, 6),
                            leaves=[Applied])

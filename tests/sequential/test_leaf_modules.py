@@ -1,0 +1,96 @@
+"""Which modules are leaves, called as one and not looked into."""
+import pytest
+import torch
+from torch import nn
+
+from tests.devices import cpu_only
+from tests.sequential.test_cuts import of
+from tests.sequential.test_record import Inner, Model, check, halves, sample
+from torchgpipe.sequential import ConversionError, to_sequential
+
+pytestmark = cpu_only('what is recorded does not depend on devices')
+
+
+def test_blocks_that_are_named_are_leaves():
+    model = of(lambda m, x: m.head(m.body(x)), body=nn.Sequential(*(
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(3))),
+        head=nn.Linear(4, 4))
+    x = torch.randn(4, 4)
+    assert len(to_sequential(model, x)) == 7
+    layers = to_sequential(model, x, leaves=['body.?'])
+    assert len(layers) == len(to_sequential(model, x, leaves=[*model.body])) == 4
+    assert len(to_sequential(model, x, leaves=nn.Sequential)) == 2
+    assert 'self.body[0](args_0' in layers[0].code
+
+
+@pytest.mark.parametrize('leaf, error, match', [
+    ('c', ValueError, "no submodule 'c'"), (nn.Conv2d, ValueError, 'no submodule'),
+    (3, TypeError, 'name of a submodule, a class or a module'),
+    (nn.Linear(1, 1), ValueError, 'no submodule')])
+def test_leaves_that_are_none(leaf, error, match):
+    with pytest.raises(error, match=match):
+        to_sequential(Model(halves), sample(), leaves=[leaf])
+
+
+@pytest.mark.parametrize('region', [
+    lambda: torch.autocast('cpu', enabled=False), torch.enable_grad,
+    lambda: torch.inference_mode(False)], ids=['autocast', 'grad', 'inference'])
+def test_a_region_of_a_mode_that_is_so_anyway_stays_one(region):
+    def function(m, x):
+        with region():
+            return (x[:, None] @ x[:, :, None])[:, 0] * x
+
+    with pytest.raises(ConversionError, match='changes grad mode, inference mode or autocast'):
+        to_sequential(Model(function), sample())
+    model = nn.Sequential(nn.Linear(6, 6), Inner(function), nn.Linear(6, 6))
+    layers = to_sequential(model, sample())
+    with torch.no_grad(), torch.autocast('cpu', dtype=torch.bfloat16):
+        assert torch.equal(layers(sample()), model(sample()))
+        assert layers(sample()).requires_grad == model(sample()).requires_grad
+
+
+def test_a_region_of_autocast_for_the_device_of_a_tensor():
+    def function(m, x):
+        with torch.autocast(x.device.type, enabled=False):
+            return (x[:, None] @ x[:, :, None])[:, 0] * x
+
+    model = nn.Sequential(nn.Linear(6, 6), Inner(function), nn.Linear(6, 6))
+    assert 'Inner' in [type(m).__name__ for m in check(model, sample()).modules()]
+
+
+def test_whether_a_tensor_has_a_gradient_is_left_to_the_module_that_asks():
+    def asked(m, x):
+        return x * 2 if x.requires_grad else x * 3
+
+    with pytest.raises(ConversionError, match='by whether a tensor has a gradient'):
+        to_sequential(Model(asked), sample())
+    model = nn.Sequential(nn.Linear(6, 6), Inner(asked), nn.Linear(6, 6))
+    layers = check(model, sample())
+    with torch.no_grad():
+        assert torch.equal(layers(sample()), model(sample()))
+
+
+@pytest.mark.parametrize('register', ['register_full_backward_hook',
+                                      'register_full_backward_pre_hook'])
+def test_a_module_with_backward_hooks_is_a_leaf(register):
+    """And no other one of its class."""
+    def tripled(module, *grads):
+        return tuple(3 * grad for grad in grads[0])
+
+    model = nn.Sequential(*(nn.Linear(6, 6) if k % 2 else Inner(halves) for k in range(4)))
+    getattr(model[2], register)(tripled)
+    names = [type(m).__name__ for m in check(model, sample()).modules()]
+    assert names.count('Inner') == 1
+
+
+def test_modules_with_more_in_their_state_dicts_are_leaves():
+    class Extra(Inner):
+        def get_extra_state(self):
+            return torch.ones(1)
+
+        def set_extra_state(self, state):
+            pass
+
+    model = nn.Sequential(nn.Linear(6, 6), Extra(halves), nn.Linear(6, 6))
+    layers = check(model, sample())
+    layers.load_state_dict(model.state_dict())

@@ -1,0 +1,235 @@
+"""Side effects of a forward: kept off the user's model, and noticed where a graph misses them.
+
+A model runs in copies, which have its parameters and all else for themselves. What a graph would
+not repeat is noticed: another mode, a random number that is drawn unseen, an object that changes,
+and a value of the recording that somebody holds when it is over. Each run would hold another one.
+A function with a cache, which makes a table when it is first asked for, has it already: the model
+runs once before it is recorded, and what it has cached then are constants.
+"""
+import copy
+import functools
+import gc
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import CellType, FunctionType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx, nn
+
+from torchgpipe.sequential.errors import ConversionError
+from torchgpipe.sequential.values import UNKNOWN
+from torchgpipe.structure import flatten_nested
+
+__all__ = ['GeneratorStates', 'copied', 'copied_value', 'has_values', 'held_beyond', 'ids_within',
+           'modes_now', 'name_of_holder', 'release', 'same_random_numbers']
+
+TModule = TypeVar('TModule', bound=nn.Module)
+
+
+def copied(module: TModule) -> TModule:
+    """Return a copy of a module, with its very parameters, and tensors that belong to a graph.
+
+    Raises:
+        ConversionError: It can not be copied.
+    """
+    memo: dict[int, Any] = {id(x): x for x in module.parameters()}
+    for each in module.modules():
+        memo.update((id(x), x) for x in vars(each).values()
+                    if isinstance(x, Tensor) and not x.is_leaf)
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise ConversionError(
+            f'{type(module).__name__} can not be converted: it can not be copied, to be tried out '
+            f'without a change of it ({type(error).__name__}: {error}). Convert it before it was '
+            'called, or without what keeps it from being copied') from error
+
+
+def copied_value(value: Any) -> Any:
+    """Return a value with copies of its tensors, without their graph, and without marks.
+
+    One that is there twice is so again.
+    """
+    tensors, structure = flatten_nested(value)
+    copies = {id(x): x.detach().clone() for x in tensors}
+    return structure([copies[id(x)] for x in tensors])
+
+
+def modes_now() -> tuple[Any, ...]:
+    """Return the modes that a part of a forward may be in, and a layer would not be."""
+    kinds = {'cpu', *([str(torch.accelerator.current_accelerator())]
+                      if torch.accelerator.is_available() else [])}
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *(
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds))
+
+
+class GeneratorStates:
+    """Put generators back after each step, and see whether they have moved before the next one."""
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._python = _python_states()
+
+    def moved(self) -> str:
+        """Return the name of what has moved, if anything."""
+        if not torch.equal(torch.get_rng_state(), self._torch):
+            return 'PyTorch, by a function that is imported by its own name'
+        return '' if _python_states() == self._python else 'Python'
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Let a step draw what it will."""
+        python = random.getstate()
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if not torch.equal(torch.get_rng_state(), self._torch):
+                torch.set_rng_state(self._torch)
+            self._python = _python_states()
+
+
+def _python_states() -> tuple[Any, ...]:
+    numpy = sys.modules.get('numpy')
+    position = numpy.random.get_state(legacy=False)['state']['pos'] if numpy else None
+    return random.getstate(), position
+
+
+@contextmanager
+def same_random_numbers(seed: int = 0) -> Iterator[None]:
+    """Draw from a seed, and put the generators of PyTorch and Python back."""
+    python = random.getstate()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    devices = range(torch.accelerator.device_count()) if accelerator else range(0)
+    try:
+        with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator
+                                   else 'cuda'):
+            # Other numbers than the recording has drawn, whose way they may change.
+            torch.manual_seed(seed)
+            random.seed(seed)
+            yield
+    finally:
+        random.setstate(python)
+
+
+def has_values(thing: Any) -> bool:
+    """Return whether an object holds values of a recording."""
+    return any(isinstance(each, fx.Proxy) for each in _within(thing))
+
+
+def ids_within(thing: Any) -> list[int]:
+    """Return the ids of all that an object holds: attributes, and contents of containers; and what
+    a function is bound to.
+
+    >>> things = {'a': [1]}
+    >>> before = ids_within(things)
+    >>> things['a'].append(2)
+    >>> ids_within(things) == before
+    False
+    """
+    return [id(each) for each in _within(thing)]
+
+
+def _within(thing: Any) -> Iterator[Any]:
+    found: set[int] = set()
+    waiting = [thing]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in found:
+            continue
+        found.add(id(each))
+        yield each
+        if isinstance(each, fx.Proxy):  # It knows the recording.
+            continue
+        if isinstance(each, Mapping):
+            waiting += [*each.keys(), *each.values()]
+        elif isinstance(each, (list, tuple, set, frozenset)):
+            waiting += each
+        elif isinstance(each, functools.partial):
+            waiting += [each.func, each.args, each.keywords]
+        elif isinstance(each, CellType) and each != CellType():  # An empty one has no contents.
+            waiting.append(each.cell_contents)
+        waiting += getattr(each, '__dict__', {}).values()
+        waiting += [getattr(each, '__self__', None), getattr(each, '__closure__', None)]
+
+
+_SOMEWHERE = 'a cache, a global or an object'
+
+
+def held_beyond(where: str = _SOMEWHERE) -> ConversionError:
+    """Return the error that a value is used after its recording is over, or held somewhere."""
+    return ConversionError(
+        f'the model can not be converted: its forward keeps what it computes in {where}, and each '
+        'run would do so again. Name the submodule that does as a leaf: '
+        'to_sequential(model, sample, leaves=[…])')
+
+
+def name_of_holder(values: list[Any]) -> str:
+    """Return the name of what holds values: the nearest thing with one that leads to them."""
+    inner, seen = values, {id(values)}
+    for _ in range(5):
+        seen |= {id(inner), *map(id, inner)}
+        outer = [thing for thing in gc.get_referrers(*inner) if id(thing) not in seen]
+        for thing in outer:
+            name = _name(thing, inner)
+            if name:
+                return name
+        inner = outer
+    return _SOMEWHERE
+
+
+def _name(thing: Any, inner: list[Any]) -> str:
+    """Return the name of something that refers to other things, if it has one."""
+    if type(thing) is functools._lru_cache_wrapper:
+        return f'the cache of {_qualified(thing)}'
+    if isinstance(thing, FunctionType):
+        return f'a variable of {_qualified(thing)}'
+    if isinstance(thing, type):
+        return f'an attribute of {_qualified(thing)}'
+    if type(thing) is dict and thing.get('__spec__', thing) is not thing:
+        ids = {id(each) for each in inner}
+        return f'{thing["__name__"]}.' + next(
+            (str(key) for key, value in thing.items() if id(value) in ids), '…')
+    return '' if type(thing).__module__ == 'builtins' else f'a {_qualified(type(thing))}'
+
+
+def _qualified(thing: Any) -> str:
+    return f'{thing.__module__}.{thing.__qualname__}'
+
+
+def release(values: list[Any]) -> None:
+    """Put examples in the place of values, as if the model had run by itself.
+
+    Without a sample that is nothing. Sets, tuples and objects without a dictionary hold on.
+    """
+    own = {id(value) for value in values}
+    for holder in gc.get_referrers(*values) if values else ():
+        if type(holder) is functools._lru_cache_wrapper:
+            holder.cache_clear()  # It has no other way to forget one.
+        elif type(holder) is CellType:
+            example = holder.cell_contents._example
+            holder.cell_contents = None if example is UNKNOWN else example
+        elif type(holder) is list and holder is not values:
+            examples = [each._example if id(each) in own else each for each in holder]
+            holder[:] = [each for each in examples if each is not UNKNOWN]
+        else:
+            _release(holder if type(holder) is dict else getattr(holder, '__dict__', {}), own)
+
+
+def _release(names: Any, own: set[int]) -> None:
+    of_class = [each for each in gc.get_referrers(names) if isinstance(each, type)]
+    for key, value in [*names.items()]:
+        if id(value) not in own and id(key) not in own:
+            continue
+        if of_class:  # A class remembers what it has.
+            delattr(of_class[0], key)
+        else:
+            del names[key]
+        key, value = (x._example if id(x) in own else x for x in (key, value))
+        if of_class and value is not UNKNOWN:
+            setattr(of_class[0], key, value)
+        elif key is not UNKNOWN and value is not UNKNOWN:
+            names[key] = value
