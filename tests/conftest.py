@@ -112,6 +112,11 @@ def pytest_addoption(parser):
                      help='run all tests, also slow ones and all combinations of parameters')
 
 
+def pytest_report_header(config):
+    """Say that there is more."""
+    return None if config.getoption('whole') else 'a part of the tests: --whole runs all of them'
+
+
 def pytest_configure(config):
     """Look after tests that have a device in them."""
     config.pluginmanager.register(Everywhere())

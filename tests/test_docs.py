@@ -216,7 +216,7 @@ def commands(page):
 
 
 def test_the_commands_for_contributors():
-    setup, test, ci, releases, build = commands(ROOT / 'docs/contributing.md')
+    setup, test, whole, ci, releases, build = commands(ROOT / 'docs/contributing.md')
     extras = re.search(r"pip install -e '\.\[(.*)\]' -c constraints.txt", setup)[1].split(',')
     metadata = configparser.ConfigParser()
     metadata.read(ROOT / 'setup.cfg')
@@ -224,6 +224,6 @@ def test_the_commands_for_contributors():
     assert ' passed' in shell(f'{test} -q -p no:cacheprovider')
     script = (ROOT / ci).read_text()
     assert all(f"pip install -e '.[{extra}]' -c constraints.txt" in script for extra in extras)
-    assert releases in script
+    assert whole in script and releases in script
     assert build.replace('html', '"$builder"') in script
     assert commands(ROOT / 'README.md')[2] in script
