@@ -11,6 +11,7 @@ from importlib import import_module
 
 import pytest
 import torch
+import torch._dynamo
 
 from tests import accelerator
 from tests.clock import Clock
@@ -18,6 +19,10 @@ from tests.devices import ACCELERATOR
 from tests.everywhere import Everywhere
 from tests.helpers import threads
 from tests.whole import short
+
+# What is imported by now stays: no collection of garbage has to look at it, of which tests ask for
+# many.
+gc.freeze()
 
 #: A kernel of the simulated accelerator begins later by up to so much.
 MOST_MICROSECONDS = int(os.environ.get('TORCHGPIPE_SIM_MOST', 100))

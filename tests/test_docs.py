@@ -20,6 +20,8 @@ pytestmark = cpu_only('what the documentation shows runs on the CPU')
 ROOT = Path(torchgpipe.__file__).parent.parent
 PAGES = sorted([*ROOT.glob('*.md'), *(page for page in ROOT.glob('docs/**/*.md')
                                       if '_build' not in page.parts)])
+#: Pages whose programs have several processes.
+SLOW = ['docs/guide/sharded.md', 'docs/guide/training.md']
 BLOCK = re.compile(r'^```(\S*)[^\n]*\n(.*?)^```$', re.M | re.S)
 
 
@@ -82,7 +84,9 @@ def empty(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'page', ModuleType('page'))
 
 
-@pytest.mark.parametrize('page', PAGES, ids=name)
+@pytest.mark.parametrize('page', [
+    pytest.param(page, marks=pytest.mark.slow if name(page) in SLOW else ()) for page in PAGES],
+    ids=name)
 def test_the_code_of_a_page_runs(page, empty):
     run(page.read_text(), name(page))
 

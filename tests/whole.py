@@ -3,9 +3,12 @@
 Of a test with several lists of parameters, those run in which a value of a list comes first; that
 on the CPU, and once more on accelerators.
 """
+from collections import Counter
 from itertools import groupby
 
-__all__ = ['short']
+import pytest
+
+__all__ = ['first', 'short']
 
 
 def short(items):
@@ -13,6 +16,12 @@ def short(items):
     quick = [item for item in items if 'slow' not in item.keywords]
     for _, same in groupby(sorted(quick, key=_kind), key=_kind):
         yield from _covering(list(same))
+
+
+def first(number, values):
+    """Return values for ``pytest.mark.parametrize``, of which all but so many are slow."""
+    return [value if k < number else pytest.param(value, marks=pytest.mark.slow)
+            for k, value in enumerate(values)]
 
 
 def _kind(item):
@@ -23,11 +32,14 @@ def _kind(item):
 def _covering(items):
     """Return so many tests that each value of each list of parameters is there, few of them."""
     values = {item: _values(item) for item in items}
-    missing = set().union(*values.values())
+    missing, used = set().union(*values.values()), Counter()
     while missing:
-        most = max(items, key=lambda item: len(values[item] & missing))  # the first of these
-        yield most
-        missing -= values[most]
+        # What is there already is there about equally often.
+        best = max(items, key=lambda item: (
+            len(values[item] & missing), -sum(used[value] for value in values[item])))
+        yield best
+        missing -= values[best]
+        used.update(values[best])
 
 
 def _values(item):

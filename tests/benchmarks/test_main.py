@@ -107,6 +107,7 @@ runpy.run_module('benchmarks', run_name='__main__', alter_sys=True)
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_process_of_its_own(tmp_path):
     process = subprocess.Popen(
         [sys.executable, '-c', TELLING, 'resnet101-speed', '--scale', '0.004', '--epochs', '2',

@@ -383,6 +383,7 @@ OF_THE_CALL = ('has been modified by an inplace operation between forward and ba
                'a layer of partition 1 communicates')
 
 
+@pytest.mark.slow
 @cpu_only('the programs are those of the page, on the CPU')
 @pytest.mark.parametrize('number', range(len(REFUSALS)))
 def test_what_the_call_refuses_a_step_refuses(number, monkeypatch):

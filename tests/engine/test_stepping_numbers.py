@@ -42,6 +42,7 @@ def cases(draw):
     return schedule, balance, order, draw(st.integers(1, 9)), draw(st.sampled_from(MODES))
 
 
+@pytest.mark.slow
 @devices
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(case=cases(), size=st.integers(1, 9))
