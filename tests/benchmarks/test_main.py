@@ -86,6 +86,7 @@ def test_the_list(run):
         assert figure in out
 
 
+@pytest.mark.slow
 def test_a_published_model_from_the_command_line(run, tmp_path):
     code, out, _ = run('resnet101-speed', '--setting', 'baseline', '--setting', 'pipeline-1',
                        '--scale', 0.004, '--epochs', 1, '--output', tmp_path)
