@@ -114,6 +114,7 @@ def test_a_skip_dies_within_the_layer_that_pops_it(devices, grad):
     assert alive == [[True], [False]]
 
 
+@pytest.mark.slow
 @one_worker
 @modes
 def test_a_long_training_does_not_grow(devices, mode):
