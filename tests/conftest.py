@@ -11,15 +11,24 @@ from importlib import import_module
 
 import pytest
 import torch
+import torch._dynamo
 
 from tests import accelerator
 from tests.clock import Clock
 from tests.devices import ACCELERATOR
 from tests.everywhere import Everywhere
 from tests.helpers import threads
+from tests.whole import short
+
+# What is imported by now stays: no collection of garbage has to look at it, of which tests ask for
+# many.
+gc.freeze()
 
 #: A kernel of the simulated accelerator begins later by up to so much.
 MOST_MICROSECONDS = int(os.environ.get('TORCHGPIPE_SIM_MOST', 100))
+
+#: Of a test that needs the simulated accelerator, where that is required: why there is none.
+MISSING = pytest.StashKey()
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +92,8 @@ def on_sim(request):
 
     Those that are for the simulated accelerator only make delays of their own.
     """
+    if MISSING in request.node.stash:
+        pytest.fail(request.node.stash[MISSING], pytrace=False)
     if not (accelerator.is_loaded() and {'sim', 'accelerator'} & set(request.keywords)):
         yield
         return
@@ -100,12 +111,32 @@ def _seed_of(name):
     return zlib.crc32(f"{os.environ.get('TORCHGPIPE_SIM_SEED', '')} {name}".encode())
 
 
+def pytest_addoption(parser):
+    """Let one option run what takes long."""
+    parser.addoption('--whole', action='store_true',
+                     help='run all tests, also slow ones and all combinations of parameters')
+
+
+def pytest_report_header(config):
+    """Say that there is more."""
+    return None if config.getoption('whole') else 'a part of the tests: --whole runs all of them'
+
+
 def pytest_configure(config):
     """Look after tests that have a device in them."""
     config.pluginmanager.register(Everywhere())
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    """Leave out what runs with ``--whole`` only, unless tests are named; see to accelerators."""
+    if not config.getoption('whole') and not any('::' in arg for arg in config.args):
+        chosen = set(short(items))
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
+    _see_to_accelerators(items)
+
+
+def _see_to_accelerators(items):
     """Load the simulated accelerator where tests need it; skip what this machine can not run."""
     ours = [item for item in items if 'sim' in item.keywords]
     any_kind = [item for item in items if 'accelerator' in item.keywords]
@@ -125,8 +156,9 @@ def _load_accelerator(items):
         except RuntimeError as error:  # as with a release of PyTorch that it was not written for
             reason = f'the simulated accelerator can not be built: {str(error).splitlines()[0]}'
     if reason and wanted == 'required':
-        raise pytest.UsageError(reason)
-    if reason:
+        for item in items:
+            item.stash[MISSING] = reason
+    elif reason:
         _skip(items, reason)
 
 

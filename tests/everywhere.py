@@ -21,6 +21,9 @@ TOLD = [(Engine, '__init__'), (Workers, '__init__'), (Recomputation, '__init__')
         (Flow, '__init__'), (Copy, 'forward'), (Wait, 'forward'),
         (Fork, 'forward'), (Join, 'forward')]
 
+#: The property of a test's report with the reason why the test runs on the CPU only, or None.
+DEVICE = 'device'
+
 #: Tests of something else, which may use a pipeline to show it.
 APART = {'tests/benchmarks/': 'benchmarks have tests on accelerators of their own'}
 
@@ -42,11 +45,17 @@ class Everywhere:
             result = yield
         if seen:
             reason = _why_not(item)
-            self._found[item.nodeid.split('[')[0]] = reason
+            item.user_properties.append((DEVICE, reason))
             assert reason != '', (
                 'the test has a device in it: let it run on accelerators, by `devices` of '
                 'tests/devices.py, or mark it as cpu_only(reason)')
         return result
+
+    def pytest_runtest_logreport(self, report):
+        """Take down what a test was found to have, maybe in another process of pytest-xdist."""
+        for name, reason in report.user_properties:
+            if name == DEVICE:
+                self._found[report.nodeid.split('[')[0]] = reason
 
     def pytest_terminal_summary(self, terminalreporter):
         """Say how many there are."""

@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 #: What leans on PyTorch most, in less than three minutes.
 CORE = ['tests/test_private.py', 'tests/test_compile.py', 'tests/test_gpipe.py',
-        'tests/test_batchnorm.py', 'tests/test_materialize.py', 'tests/test_step.py',
+        'tests/test_batchnorm.py', 'tests/test_materialize.py',
+        'tests/engine/test_interpreter.py', 'tests/engine/test_stepping_numbers.py',
         'tests/engine/checkpoint/test_draws.py', 'tests/engine/checkpoint/test_kept.py',
         'tests/engine/test_thread_state.py',
         'tests/schedule/test_schedule.py', 'tests/sequential/test_record.py',
@@ -103,7 +104,7 @@ class Row:
             self._read_me()
             cells[2], cells[3] = 'passed', 'failed'
             self._install(f'{ROOT}[tests]', '-c', self._constraints())
-            cells[3] = self._test([] if whole else CORE, 'auto' if whole else 'off')
+            cells[3] = self._test(['--whole'] if whole else CORE, 'auto' if whole else 'off')
             return True
         except Failed as failed:
             found = re.search(r'No matching distribution found for (\S+)', str(failed))
@@ -133,7 +134,8 @@ class Row:
         self._run(self._python, '-c', ''.join(blocks) + MORE, cwd=empty)
 
     def _test(self, what, sim):
-        printed = self._run(self._python, '-m', 'pytest', '-q', '-rs', *what, TORCHGPIPE_SIM=sim)
+        printed = self._run(self._python, '-m', 'pytest', '-q', '-rs', '-n', 'auto', *what,
+                            TORCHGPIPE_SIM=sim)
         return re.findall(r'^=* ?(\d+ passed.*?) in \S+s', printed, re.M)[-1]
 
 

@@ -400,6 +400,7 @@ def test_copies_are_not_compiled_and_work(devices):
     assert backend.graphs > 0
 
 
+@pytest.mark.slow
 @cpu_only('PyTorch has no code generator for the simulated accelerator')
 def test_inductor():
     """It needs a C++ compiler. Random numbers are its own, and the same in a recomputation."""

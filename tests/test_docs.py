@@ -20,6 +20,8 @@ pytestmark = cpu_only('what the documentation shows runs on the CPU')
 ROOT = Path(torchgpipe.__file__).parent.parent
 PAGES = sorted([*ROOT.glob('*.md'), *(page for page in ROOT.glob('docs/**/*.md')
                                       if '_build' not in page.parts)])
+#: Pages whose programs have several processes.
+SLOW = ['docs/guide/sharded.md', 'docs/guide/training.md']
 BLOCK = re.compile(r'^```(\S*)[^\n]*\n(.*?)^```$', re.M | re.S)
 
 
@@ -82,7 +84,9 @@ def empty(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'page', ModuleType('page'))
 
 
-@pytest.mark.parametrize('page', PAGES, ids=name)
+@pytest.mark.parametrize('page', [
+    pytest.param(page, marks=pytest.mark.slow if name(page) in SLOW else ()) for page in PAGES],
+    ids=name)
 def test_the_code_of_a_page_runs(page, empty):
     run(page.read_text(), name(page))
 
@@ -216,7 +220,7 @@ def commands(page):
 
 
 def test_the_commands_for_contributors():
-    setup, test, ci, releases, build = commands(ROOT / 'docs/contributing.md')
+    setup, test, whole, ci, releases, build = commands(ROOT / 'docs/contributing.md')
     extras = re.search(r"pip install -e '\.\[(.*)\]' -c constraints.txt", setup)[1].split(',')
     metadata = configparser.ConfigParser()
     metadata.read(ROOT / 'setup.cfg')
@@ -224,6 +228,6 @@ def test_the_commands_for_contributors():
     assert ' passed' in shell(f'{test} -q -p no:cacheprovider')
     script = (ROOT / ci).read_text()
     assert all(f"pip install -e '.[{extra}]' -c constraints.txt" in script for extra in extras)
-    assert releases in script
+    assert whole in script and releases in script
     assert build.replace('html', '"$builder"') in script
     assert commands(ROOT / 'README.md')[2] in script

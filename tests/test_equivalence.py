@@ -55,6 +55,7 @@ def cases(draw):
     return balance, kinds
 
 
+@pytest.mark.slow
 @devices
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(case=cases(), chunks=st.sampled_from([1, 2, 3, 8]), size=st.integers(1, 9),

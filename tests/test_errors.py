@@ -139,6 +139,7 @@ def test_a_cell_does_not_start_when_one_before_it_in_its_clock_failed_on_another
     assert log == []
 
 
+@pytest.mark.slow
 @devices
 def test_a_thousand_failures_then_a_success(devices):
     state = {'at': None}

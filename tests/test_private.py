@@ -122,6 +122,7 @@ NEEDED = {
 }
 
 
+@pytest.mark.slow
 def test_without_any_one_name_the_import_works_and_what_needs_it_says_so():
     result = subprocess.run([sys.executable, '-W', 'ignore', '-m', 'tests.without'], check=True,
                             stdout=subprocess.PIPE, cwd=ROOT.parent)

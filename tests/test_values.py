@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.devices import cpu_only, devices, one_worker, places, workers
-from tests.helpers import assert_same, gradients, micro_batches, modes
+from tests.helpers import Layer, assert_same, gradients, micro_batches, modes
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.balance import balance_by_size, profile
 from torchgpipe.skip import pop, skippable, stash
@@ -484,19 +484,6 @@ def test_a_rule_about_nothing_in_a_value():
         gpipe({'x': {'msk': torch.zeros(6, 6)}})
 
 
-class Apply(nn.Module):
-    """Call a function with a linear layer and the input."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.function = function
-
-    def forward(self, *values):
-        """Do so."""
-        return self.function(self.linear, *values)
-
-
 @devices
 @modes
 @pytest.mark.parametrize('how', ['call', 'step'])
@@ -515,7 +502,7 @@ def test_in_v080_a_tensor_in_two_places_was_two_behind_a_checkpoint(devices, mod
         y = linear(value['x']) + value['sum']
         return y, y
 
-    gpipe = GPipe(nn.Sequential(Apply(give), Apply(take), Apply(end)).double(), [1, 1, 1],
+    gpipe = GPipe(nn.Sequential(Layer(give), Layer(take), Layer(end)).double(), [1, 1, 1],
                   devices=devices(3), chunks=2, checkpoint=mode)
     x = torch.randn(4, 4, dtype=torch.double, device=devices.first)
     if how == 'step':
@@ -535,6 +522,6 @@ def test_what_places_of_a_value_are_one_may_differ_between_micro_batches():
         seen.append(linear(x))
         return seen[-1], seen[-1].clone() if len(seen) == 1 else seen[-1]
 
-    gpipe = GPipe(nn.Sequential(Apply(twice)), [1], devices=['cpu'], chunks=2)
+    gpipe = GPipe(nn.Sequential(Layer(twice)), [1], devices=['cpu'], chunks=2)
     a, b = gpipe(torch.randn(4, 4))
     assert torch.equal(a, b) and a.shape == (4, 4)

@@ -73,10 +73,17 @@ def _cache():
 
 
 def _build(library):
-    # Beside its place, and moved there when it is whole: another process may do the same.
+    import fcntl
+
     from torch.utils.cpp_extension import load
     library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        load(NAME, [str(source) for source in sorted(SOURCES.glob('*.cpp'))], extra_cflags=FLAGS,
-             build_directory=folder, is_python_module=False, is_standalone=False)
-        os.replace(Path(folder, library.name), library)
+    with open(library.parent / 'lock', 'w') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process builds, others wait
+        if library.exists():
+            return
+        # Beside its place, and moved there when it is whole, should this process be ended.
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            load(NAME, [str(source) for source in sorted(SOURCES.glob('*.cpp'))],
+                 extra_cflags=FLAGS, build_directory=folder, is_python_module=False,
+                 is_standalone=False)
+            os.replace(Path(folder, library.name), library)

@@ -26,6 +26,9 @@ PROGRAMS = {f'{program.__name__} {mode}': partial(program, mode)
             for program in IN_MODES for mode in MODES}
 PROGRAMS.update((program.__name__, program) for program in OTHERS)
 
+#: The ends of names of programs that are much the same in another mode.
+SLOW = tuple(f' {mode}' for mode in MODES[1:])
+
 #: Calls that wait, record, or choose a stream or a device.
 CALLS = {'_wait', 'copy_streams', 'current_stream', 'device_index', 'new_stream', 'record_event',
          'record_stream', 'set_device_index', 'set_stream', 'synchronize', 'torch.Stream',
@@ -60,7 +63,9 @@ def notices(program, seed):
         return bool(races())
 
 
-@pytest.mark.parametrize('program', PROGRAMS.values(), ids=PROGRAMS)
+@pytest.mark.parametrize('program', [
+    pytest.param(program, id=name, marks=pytest.mark.slow if name.endswith(SLOW) else ())
+    for name, program in PROGRAMS.items()])
 def test_the_programs_are_right(program):
     for seed in SEEDS:
         accelerator.set_delays(seed, 200)

@@ -86,6 +86,7 @@ def test_the_list(run):
         assert figure in out
 
 
+@pytest.mark.slow
 def test_a_published_model_from_the_command_line(run, tmp_path):
     code, out, _ = run('resnet101-speed', '--setting', 'baseline', '--setting', 'pipeline-1',
                        '--scale', 0.004, '--epochs', 1, '--output', tmp_path)
@@ -107,6 +108,7 @@ runpy.run_module('benchmarks', run_name='__main__', alter_sys=True)
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_process_of_its_own(tmp_path):
     process = subprocess.Popen(
         [sys.executable, '-c', TELLING, 'resnet101-speed', '--scale', '0.004', '--epochs', '2',

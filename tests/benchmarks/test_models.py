@@ -73,6 +73,7 @@ class ResNet101(nn.Module):
         return self.fc(self.blocks(x).mean((2, 3)))
 
 
+@pytest.mark.slow
 def test_resnet101_against_one_that_is_not_flat():
     torch.manual_seed(0)
     reference, model = ResNet101().double(), resnet101(num_classes=10).double()

@@ -6,56 +6,43 @@ import torch
 from torch import nn
 
 from tests.devices import cpu_only, cpus, devices
-from tests.helpers import MODES, assert_same, gradients
+from tests.helpers import MODES, Layer, assert_same, gradients
 from torchgpipe import GPipe
 from torchgpipe.engine import partition
 
 
-class Layer(nn.Module):
-    """A layer from a function, with a linear layer."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.function = function
-
-    def forward(self, *input):
-        """Call the function."""
-        return self.function(self, *input)
-
-
-def keep(layer, x):
+def keep(linear, x):
     """Keep all outputs."""
-    layer.kept.append(layer.linear(x))
-    return layer.kept[-1]
+    linear.kept.append(linear(x))
+    return linear.kept[-1]
 
 
-def change(layer, x):
+def change(linear, x):
     """Change what comes in place."""
     x.relu_()
-    return layer.linear(x)
+    return linear(x)
 
 
-def twice(layer, x):
+def twice(linear, x):
     """Give a tensor twice."""
-    y = layer.linear(x)
+    y = linear(x)
     return y, y
 
 
-def view(layer, x):
+def view(linear, x):
     """Give a tensor and a view of it."""
-    y = layer.linear(x)
+    y = linear(x)
     return y, y.view(-1, 2, 2)
 
 
-def add(layer, xs):
+def add(linear, xs):
     """Change one in place, and add both."""
     x, y = xs
     x.relu_()
-    return layer.linear(x) + y.reshape(-1, 4) * 3
+    return linear(x) + y.reshape(-1, 4) * 3
 
 
-def pass_on(layer, xs):
+def pass_on(linear, xs):
     """Change nothing."""
     return xs
 
@@ -63,7 +50,7 @@ def pass_on(layer, xs):
 def models():
     """Give models in which a partition changes in place what another one has, too."""
     first = Layer(keep)
-    first.kept = []
+    first.linear.kept = []
     return {'kept': nn.Sequential(first, Layer(change), nn.Linear(4, 4)),
             'twice': nn.Sequential(Layer(twice), Layer(add), nn.Linear(4, 4)),
             'twice, passed on': nn.Sequential(Layer(twice), Layer(pass_on), Layer(add)),
@@ -83,10 +70,10 @@ def test_in_v030_gradients_were_wrong(devices, name, chunks, mode):
 
     def train(net):
         model.zero_grad()
-        model[0].kept = []
+        model[0].linear.kept = []
         loss = net(x).square().sum()
-        if model[0].kept:
-            loss = loss + torch.cat(model[0].kept).square().sum()
+        if model[0].linear.kept:
+            loss = loss + torch.cat(model[0].linear.kept).square().sum()
         loss.backward()
         return gradients(model)
 
@@ -128,7 +115,7 @@ def test_a_copy_parts_what_shared_a_memory(monkeypatch):
             gpipe(torch.randn(4, 4))
     # Who does not change them may have them.
     model[1].function = pass_on
-    gpipe.set_submodule('2', Layer(lambda layer, xs: layer.linear(xs[0]) + xs[0]))
+    gpipe.set_submodule('2', Layer(lambda linear, xs: linear(xs[0]) + xs[0]))
     gpipe(torch.randn(4, 4)).sum().backward()
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.devices import DEVICES, cpu_only, cpus, devices, workers
-from tests.helpers import assert_same, gradients, in_two_memories
+from tests.helpers import Layer, assert_same, gradients, in_two_memories
 from tests.refusals import REFUSALS
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.engine.aliasing import Aliasing
@@ -26,19 +26,6 @@ SECONDS = 0.3
 def squares(output, target):
     """Return a mean over samples."""
     return (output - target).square().mean()
-
-
-class Layer(nn.Module):
-    """A layer from a function, with a linear layer."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.function = function
-
-    def forward(self, *input):
-        """Call the function."""
-        return self.function(self.linear, *input)
 
 
 @skippable(stash=['skip'])
@@ -396,6 +383,7 @@ OF_THE_CALL = ('has been modified by an inplace operation between forward and ba
                'a layer of partition 1 communicates')
 
 
+@pytest.mark.slow
 @cpu_only('the programs are those of the page, on the CPU')
 @pytest.mark.parametrize('number', range(len(REFUSALS)))
 def test_what_the_call_refuses_a_step_refuses(number, monkeypatch):

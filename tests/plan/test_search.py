@@ -200,6 +200,7 @@ def test_devices_are_a_sequence():
         plan(made_up(6), devices='cuda:0')
 
 
+@pytest.mark.slow
 def test_a_thousand_layers_and_sixteen_devices():
     """It takes a few seconds."""
     overheads = {'changes': None, 'forward_overhead': 1e-4, 'backward_overhead': 1e-4}

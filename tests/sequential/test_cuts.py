@@ -302,6 +302,7 @@ def least_across(model, x, share):
         if abs(sum(sizes[:k + 1]) / sum(sizes) - share) < 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('by_hand, model, number', [
     (resnet101, ResNet101, 105),
     (lambda: unet(depth=3, num_convs=2, base_channels=4), lambda: UNet(3, 2, 4), 15)],

@@ -63,7 +63,7 @@ def outcomes(world, function, *args, group=None, timeout=120, stop=False):
             end, far = _context.Pipe(duplex=False)
             process = _context.Process(target=_serve, daemon=True, args=(
                 far, rank, world, group, timeout, str(Path(folder) / 'store'),
-                pickle.dumps((function, args))))
+                pickle.dumps((function, args)), stop))
             process.start()
             far.close()
             ends.append(end)
@@ -98,7 +98,7 @@ def _collect(ends, deadline, stop):
     return found
 
 
-def _serve(end, rank, world, group, timeout, path, call):
+def _serve(end, rank, world, group, timeout, path, call, stay):
     """Be a rank."""
     import torch
     import torch.distributed as dist
@@ -114,10 +114,12 @@ def _serve(end, rank, world, group, timeout, path, call):
                                 world_size=world, timeout=timedelta(seconds=timeout))
         if group is not None:
             ts.distributed.init_process_group(group)
-            dist.barrier()  # A rank that ends while others connect would be a failure of theirs.
+        dist.barrier()  # A rank that ends while others connect would be a failure of theirs.
         function, args = pickle.loads(call)
         result = pickle.dumps(function(*args))
     except BaseException:
         result = pickle.dumps(Failure(rank, traceback.format_exc()))
     end.send_bytes(result)
+    if stay:  # Until it is killed: for who waits for it, its end would be a failure as well.
+        time.sleep(timeout)
     # What is left of the groups goes with the process.

@@ -225,6 +225,7 @@ def own_values():
     close(whole(ddp.module), pair(Net)[0].state_dict())
 
 
+@pytest.mark.slow
 def test_replicas_have_the_same_shards_whatever_their_seeds():
     """In v0.8.0, ranks of a group agreed, and each group had values of its own."""
     first, *others = run(4, other_seeds, group=2)

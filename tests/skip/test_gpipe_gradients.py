@@ -30,6 +30,7 @@ def models(draw):
     return skips, kinds, computes, [b - a for a, b in zip(edges, edges[1:])]
 
 
+@pytest.mark.slow
 @devices
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(model=models(), chunks=st.sampled_from([1, 2, 3]), size=st.integers(1, 5),

@@ -120,6 +120,7 @@ def tensors(gpipe):
     return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
 
 
+@pytest.mark.slow
 @one_worker
 @modes
 def test_a_long_training_does_not_grow(devices, mode):

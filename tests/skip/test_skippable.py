@@ -360,6 +360,7 @@ Start('wide')
 '''
 
 
+@pytest.mark.slow
 def test_types(tmp_path):
     """User code needs no `type: ignore`, and a wrong argument is found."""
     path = tmp_path / 'typed.py'

@@ -9,6 +9,7 @@ from benchmarks.experiments import balance
 from tests.clock import Timed
 
 
+@pytest.mark.slow
 def test_balance(run, tmp_path, monkeypatch, clock):
     clock.tick = 1
     monkeypatch.setattr(balance, 'time', clock)

@@ -15,6 +15,7 @@ def test_digits(run, tmp_path):
     assert (tmp_path / 'digits.png').read_bytes().startswith(b'\x89PNG')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('schedule, balance', [('1f1b', '6,10'), ('zb-v', '3,3,3,7')])
 def test_digits_by_a_schedule(run, tmp_path, schedule, balance):
     code, out, _ = run('digits', '--epochs', 2, '--schedule', schedule, '--balance', balance,

@@ -81,6 +81,7 @@ def test_schedules(run, tmp_path):
     assert names == [*HERE, *OTHERS] and all(name in out for name in names)
 
 
+@pytest.mark.slow
 def test_schedules_without_torch_distributed(run, tmp_path, monkeypatch):
     monkeypatch.setattr(schedules, 'is_available', lambda: False)
     threads = torch.get_num_threads()

@@ -165,6 +165,7 @@ def test_the_memory_limit_ends_with_its_context():
     assert not is_exhaustion(RuntimeError('shapes'))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('epochs, skip_epochs', [(2, 1), (1, 0)])
 def test_memory_by_its_definition(tmp_path, epochs, skip_epochs):
     options = tiny.options(tiny.MEMORY, tmp_path, epochs=epochs, skip_epochs=skip_epochs)
@@ -199,6 +200,7 @@ def test_data_types(tmp_path, dtype):
     assert loss.isfinite() and {p.dtype for p in job.model.parameters()} == {expected}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:The .grad attribute')  # torch.compile looks at it
 @pytest.mark.parametrize('setting', [*tiny.SETTINGS[:2], *tiny.TIMELINE.settings[::3]],
                          ids=lambda setting: setting.name)

@@ -106,6 +106,7 @@ if __name__ == '__main__':
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('number, code, last', [
     (signal.SIGINT, 130, 'Stopped.\n'), (signal.SIGKILL, -signal.SIGKILL, '')])
 def test_none_is_left_when_the_command_is_stopped(tmp_path, number, code, last):

@@ -63,6 +63,7 @@ def measure(experiment, function, folder, monkeypatch, **changes):
     return written['results'], written['machine']
 
 
+@pytest.mark.slow
 @pytest.mark.sim
 def test_a_timeline(tmp_path, monkeypatch, capsys):
     summary, machine = measure(tiny.TIMELINE, timeline.measure, tmp_path, monkeypatch, scale=1.)

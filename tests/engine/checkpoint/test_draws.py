@@ -224,6 +224,7 @@ def test_a_seed_gives_the_numbers_of_the_unwrapped_micro_batches(layer, mode, de
         [layer] * 3, [1] * 3, devices(3), 4, mode)
 
 
+@pytest.mark.slow
 @cpu_only('the devices are drawn, too')
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())

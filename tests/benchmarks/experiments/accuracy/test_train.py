@@ -39,6 +39,7 @@ def arguments(images, output, *more, epochs=2):
             '--workers', 0, '--setting', 'pipeline-256', '--output', output, *more]
 
 
+@pytest.mark.slow
 def test_training_and_resuming(run, images, tmp_path, monkeypatch):
     whole, halves = tmp_path / 'whole', tmp_path / 'halves'
     code, out, _ = run(*arguments(images, whole))
@@ -74,6 +75,7 @@ def test_training_and_resuming(run, images, tmp_path, monkeypatch):
     assert without_speed(rows_of(halves, 'pipeline-256')) == without_speed([first, second])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 def test_mixed_precision(run, tmp_path, dtype):
     write_pictures(tmp_path / 'images', train=1, val=1)
@@ -88,6 +90,7 @@ def test_mixed_precision(run, tmp_path, dtype):
     assert not torch.equal(before, after) or kept['scaler']['scale'] < 2 ** 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('workers', [0, 1])
 def test_an_image_that_can_not_be_read_is_named_in_one_line(run, images, tmp_path, workers):
     folder = shutil.copytree(images, tmp_path / 'images')

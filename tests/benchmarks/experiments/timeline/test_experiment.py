@@ -29,6 +29,7 @@ def test_cells_that_take_turns_in_backward_do_not_overlap(checkpoint):
     assert len([box for box in boxes if box.action.kind == 'B']) > 3 * 8
 
 
+@pytest.mark.slow
 def test_the_experiment(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(epochs, 'SAMPLES', 4)
     options = tiny.options(tiny.TIMELINE, tmp_path, scale=1.)

@@ -1,0 +1,86 @@
+"""A model with whatever goes between partitions, and its training by steps beside itself."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import assert_same, gradients, on_first
+from torchgpipe.schedule import NAMES
+from torchgpipe.skip import pop, skippable, stash
+
+schedules = pytest.mark.parametrize('schedule', NAMES)
+
+
+def loss_of(output, target):
+    """Give a mean over samples; the simulated accelerator has no kernel for that of PyTorch."""
+    return (output - target).square().mean()
+
+
+@skippable(stash=['skip'])
+class Stash(nn.Module):
+    """Stash the input, or nothing at all."""
+
+    def __init__(self, nothing=False):
+        super().__init__()
+        self.nothing = nothing
+
+    def forward(self, x):
+        """Do so."""
+        yield stash('skip', None if self.nothing else x)
+        return x * 2
+
+
+@skippable(pop=['skip'])
+class Pop(nn.Module):
+    """Add what was stashed."""
+
+    def forward(self, x):
+        """Do so."""
+        skip = yield pop('skip')
+        return x if skip is None else x + skip
+
+
+class Branch(nn.Module):
+    """From a tensor to a dict, some of which needs no gradient, or is no tensor."""
+
+    def forward(self, x):
+        """Do so."""
+        return {'a': x * 2, 'index': x.detach().argmax(1), 'b': x.tanh(), 'n': 3, 'none': None}
+
+
+class Merge(nn.Module):
+    """And back."""
+
+    def forward(self, value):
+        """Do so."""
+        assert value['none'] is None
+        return value['a'] * value['n'] + value['b'] + value['index'][:, None]
+
+
+def layers(width=4):
+    """Give a model of eight layers with whatever goes between partitions."""
+    return nn.Sequential(
+        nn.Linear(width, width), Stash(), nn.Linear(width, width).requires_grad_(False), Branch(),
+        Merge(), nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True)), Pop(),
+        nn.Linear(width, 3)).double()
+
+
+def train(model, gpipe, size, *, steps=2, loss_fn=loss_of, expected_loss=loss_of, **options):
+    """Train both, and compare losses, outputs, gradients and buffers."""
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1, momentum=0.9) for net in (model, gpipe)]
+    for k in range(steps):
+        x = torch.randn(size, 4, dtype=torch.double, requires_grad=k % 2 == 0)
+        target = torch.randn(size, 3, dtype=torch.double)
+        y = on_first(gpipe, x).requires_grad_(x.requires_grad)
+        output = model(x)
+        loss = expected_loss(output, target)
+        loss.backward()
+        found, result = gpipe.step(y, target.to(gpipe.devices[-1]), loss_fn, return_output=True,
+                                   **options)
+        assert not found.requires_grad and not result.requires_grad and found.shape == ()
+        assert_same([found, result, y.grad], [loss.detach(), output.detach(), x.grad])
+        assert_same(gradients(gpipe), gradients(model))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(gpipe.state_dict().values(), model.state_dict().values())

@@ -1,0 +1,61 @@
+"""Leaves in place of parameters: hooks see whole gradients, and layers their own parameters."""
+import copy
+
+import torch
+from torch import nn
+
+from tests.devices import devices
+from tests.engine.steps import loss_of, train
+from torchgpipe import GPipe
+
+
+@devices
+def test_hooks_of_parameters_see_the_whole_gradient_once(devices):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=4)
+    calls = []
+    for net in (model, gpipe):
+        for parameter in net.parameters():
+            parameter.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+            parameter.register_post_accumulate_grad_hook(calls.append)
+    train(model, gpipe, 8, steps=1)
+    assert len(calls) == 8
+
+
+@devices
+def test_a_gradient_is_not_copied_into_its_parameter(devices):
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 3)), [1], devices=devices(1), chunks=2)
+    seen = []
+    gpipe[0].weight.register_hook(lambda grad: seen.append(grad.data_ptr()))
+    gpipe.step(torch.rand(4, 4, device=devices.first), torch.rand(4, 3, device=devices.first),
+               loss_of)
+    assert seen == [gpipe[0].weight.grad.data_ptr()]
+
+
+@devices
+def test_layers_find_their_parameters_as_they_are(devices):
+    """With what was set on them; what a layer puts in their place stays; lazy ones are as ever."""
+    class Layer(nn.Linear):
+        def forward(self, x):
+            if isinstance(self.bias, nn.Parameter) and self.weight.is_known:
+                self.bias = None
+            return super().forward(x)
+
+    layer = Layer(4, 4)
+    last = nn.Linear(4, 3) if devices.are_accelerators else nn.LazyLinear(3)
+    gpipe = GPipe(nn.Sequential(layer, last), [2], devices=devices(1), chunks=2)
+    layer.weight.is_known = True
+    for _ in range(2):
+        gpipe.step(torch.rand(4, 4, device=devices.first), torch.rand(4, 3, device=devices.first),
+                   loss_of)
+    assert layer.bias is None and layer.weight.grad is not None
+    assert gpipe[1].weight.grad.shape == (3, 4)
+
+
+@devices
+def test_hooks_of_layers(devices):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=4)
+    for net in (model, gpipe):
+        net[1].register_full_backward_hook(lambda layer, input, output: (input[0] * 2,))
+    train(model, gpipe, 8)

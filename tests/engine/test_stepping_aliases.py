@@ -1,0 +1,76 @@
+"""Changes in place in a step, of what another cell has too: an error, and never wrong."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.devices import cpu_only, cpus, devices
+from tests.engine.steps import Pop, Stash, loss_of
+from torchgpipe import GPipe
+from torchgpipe.skip import skippable, stash
+
+
+@devices
+@pytest.mark.parametrize('view', [False, True])
+def test_a_change_in_place_that_another_tensor_should_see(devices, view):
+    """Two tensors of one memory have graphs of their own in the next cell."""
+    class Two(nn.Module):
+        def forward(self, x):
+            return x, x[:, 1:] if view else x[:, :]
+
+    class Change(nn.Module):
+        def forward(self, pair):
+            return pair[0].mul_(2)[:, 1:] + pair[1][:, -3:]
+
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Two(), Change()), [2, 1], devices=devices(2),
+                  chunks=2, checkpoint='never')
+    x = torch.randn(4, 4, device=devices.first)
+    with pytest.raises(RuntimeError, match='another one lay in its memory'):
+        gpipe.step(x, x[:, 1:].to(gpipe.devices[-1]), loss_of)
+
+
+@devices
+def test_a_change_in_place_of_what_is_recomputed_from(devices):
+    class Through(nn.Linear):
+        def forward(self, x):
+            return x, super().forward(x).tanh()
+
+    class Change(nn.Module):
+        def forward(self, pair):
+            return pair[0].mul_(2) + pair[1]
+
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Through(4, 4), Change()), [1, 1, 1],
+                  devices=[devices(1)[0]] * 3, chunks=2, checkpoint=['never', 'always', 'never'])
+    x = torch.randn(4, 4, device=devices.first)
+    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+        gpipe.step(x, x, loss_of)
+
+
+@cpus
+@cpu_only('on accelerators it is copied before')
+def test_a_change_in_place_of_a_batch_beside_a_skip(devices):
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Stash(), nn.ReLU(inplace=True), Pop()), [2, 2],
+                  devices=devices(2), chunks=2, checkpoint='always')
+    x = torch.randn(4, 4)
+    with pytest.raises(RuntimeError, match='or a skip tensor that it popped, was changed'):
+        gpipe.step(x, x, loss_of)
+
+
+@devices
+def test_skips_that_were_changed_in_place_behind_their_stash(devices):
+    class Change(nn.Module):
+        def forward(self, x):
+            return x.mul_(2)
+
+    @skippable(stash=['skip'])
+    class StashSame(nn.Module):
+        def forward(self, x):
+            x = x * 1
+            yield stash('skip', x)
+            return x
+
+    model = nn.Sequential(nn.Linear(4, 4), StashSame(), Change(), Pop())
+    gpipe = GPipe(model, [2, 1, 1], devices=devices(3), chunks=2, checkpoint='never')
+    x = torch.randn(4, 4, device=devices.first)
+    with pytest.raises(RuntimeError, match="the skip tensor 'skip', was changed in place"):
+        gpipe.step(x, x.to(gpipe.devices[-1]), loss_of)
