@@ -7,37 +7,23 @@
     a function          a mean over what that   Σ loss · counted / all counted
                         counts in a target
     a number            a sum                   Σ loss / number
-
-Losses of PyTorch's say what they give by their settings, ``reduction``, ``ignore_index`` and
-``weight``. So do others that have settings of these names, but what they do with them is theirs.
-What a function does not say is seen where it calls a loss of PyTorch's.
 """
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Callable, Sequence
 from math import inf
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.scatter import cut
 from torchgpipe.engine.stepping import leaf_of
 from torchgpipe.errors import add_note
+from torchgpipe.means import Watch, check_reduction, is_of_pytorch, itself, own_normalizer
 from torchgpipe.structure import leaves_of
 
 __all__ = ['Losses']
-
-#: Losses of PyTorch's whose mean is one over what counts in a target of class numbers.
-OF_CLASSES = (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
-
-#: What is known of a loss, if it has it.
-SETTINGS = ('reduction', 'ignore_index', 'weight')
 
 
 class Losses:
@@ -68,22 +54,23 @@ class Losses:
                                  normalizer)
         self._losses: list[Tensor] = []
         self._learns = False
-        is_known = normalizer is not None or _code(function) in OF_CLASSES
-        self._watch = None if is_known else _Watch(sizes)
+        is_known = normalizer is not None or is_of_pytorch(function)
+        self._watch = None if is_known else Watch(sizes)
 
     @property
     def modules(self) -> list[nn.Module]:
         """The modules that it is made of."""
-        itself = _itself(self._function)
-        return [*itself.modules()] if isinstance(itself, nn.Module) else []
+        loss = itself(self._function)
+        return [*loss.modules()] if isinstance(loss, nn.Module) else []
 
     def __call__(self, i: int, output: Any) -> Tensor:
         """Compute that of micro-batch ``i``, and give what its backward starts from."""
         if self._weights[i] == 0:  # The mean of nothing is no number.
             return torch.zeros((), requires_grad=True)
         try:
-            with self._watch.seeing(i) if self._watch else nullcontext():
-                loss = self._function(output, self._leaves[i].value)
+            given = output, self._leaves[i].value
+            loss = (self._watch.call(i, self._function, *given) if self._watch
+                    else self._function(*given))
             _check(loss, 'loss_fn')
             scaled = loss = loss * self._weights[i]
             if self._scale is not None:
@@ -152,9 +139,9 @@ def _weights(loss: Any, targets: Sequence[Any], sizes: Sequence[int], normalizer
 
     Numbers are Python's, which are exact, and on no device.
     """
-    _check_reduction(loss, normalizer)
+    check_reduction(loss, normalizer)
     if normalizer is None:
-        normalizer = _own_normalizer(loss, targets)
+        normalizer = own_normalizer(loss, targets)
     if normalizer is None:
         return [size / sum(sizes) for size in sizes]
     if not callable(normalizer):
@@ -184,120 +171,3 @@ def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < inf:
         return None
     return float(value)
-
-
-def _itself(loss: Any) -> Any:
-    """Return the function or the module behind partials, and behind a module's ``forward``."""
-    while isinstance(loss, partial):
-        loss = loss.func
-    owner = getattr(loss, '__self__', None)
-    return owner if isinstance(owner, nn.Module) and loss.__name__ == 'forward' else loss
-
-
-def _code(loss: Any) -> Any:
-    """Return the function that computes a loss."""
-    itself = _itself(loss)
-    return getattr(itself.forward, '__func__', None) if isinstance(itself, nn.Module) else itself
-
-
-def _settings(loss: Any) -> Mapping[str, Any]:
-    """Return the settings of a loss, by the names that those of PyTorch's have."""
-    itself = _itself(loss)
-    if isinstance(itself, nn.Module):
-        return {name: getattr(itself, name) for name in SETTINGS if hasattr(itself, name)}
-    try:
-        bound = inspect.signature(loss).bind(None, None)
-    except (TypeError, ValueError):  # It is not Python's, or takes something else.
-        return {}
-    bound.apply_defaults()
-    return bound.arguments
-
-
-def _reduction(settings: Mapping[str, Any]) -> Any:
-    legacy = settings.get('size_average'), settings.get('reduce')
-    if 'size_average' in settings and legacy != (None, None):  # PyTorch lets it come first.
-        return nn.L1Loss(*legacy).reduction
-    return settings.get('reduction', 'mean')
-
-
-def _check_reduction(loss: Any, normalizer: Any) -> None:
-    """Refuse what is known to be no mean, or no scalar."""
-    reduction = _reduction(_settings(loss))
-    is_known = str(getattr(_code(loss), '__module__', '')).startswith('torch.nn.')
-    if reduction == 'none' and is_known:
-        raise ValueError("the loss is one of each sample (reduction='none'), and a step takes a "
-                         "scalar: reduction='mean', or reduction='sum' and a normalizer")
-    if reduction == 'sum' and (normalizer is None or (is_known and callable(normalizer))):
-        raise ValueError("the loss adds up samples (reduction='sum'), and those of micro-batches "
-                         'would be averaged; give normalizer=1, or the number that the sum over '
-                         'the whole mini-batch is divided by')
-
-
-def _own_normalizer(loss: Any, targets: Sequence[Any]) -> Callable[[Tensor], Any] | None:
-    """Return what counts what the mean of a loss is one over; ``None`` if it is one over samples.
-
-    Raises:
-        ValueError: It is known to be one over something else, and not how that is counted.
-    """
-    settings = _settings(loss)
-    ignored, weight = settings.get('ignore_index'), settings.get('weight')
-    if ignored is None or _reduction(settings) != 'mean':
-        return None
-    if _code(loss) in OF_CLASSES and all(isinstance(target, Tensor) for target in targets):
-        return partial(_counted, ignored, weight)
-    tensors = [leaf.value for leaf in leaves_of(list(targets)) if isinstance(leaf.value, Tensor)]
-    if isinstance(weight, Tensor) or any(
-            bool((x == ignored).any()) for x in tensors if not x.is_floating_point()):
-        itself = _itself(loss)
-        raise _no_mean_over_samples(getattr(itself, '__name__', type(itself).__name__))
-    return None
-
-
-def _counted(ignored: int, weight: Tensor | None, target: Tensor) -> Any:
-    """Count as PyTorch's losses of classes do: each class by its weight."""
-    if target.is_floating_point():  # Probabilities all count, and as many for each sample.
-        return target.numel()
-    kept = target != ignored
-    return kept.sum() if weight is None else (
-        weight[target.where(kept, 0).long()] * kept).sum()
-
-
-class _Watch(TorchFunctionMode):
-    """Sees how much the losses of classes take means over that a function calls."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        super().__init__()
-        self._sizes = sizes
-        #: By micro-batch, of each call. On the device: nobody waits for them there.
-        self._counts: list[list[Any]] = [[] for _ in sizes]
-
-    def seeing(self, i: int) -> '_Watch':
-        """See the calls of micro-batch ``i`` from now on."""
-        self._now = self._counts[i]
-        return self
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not torch.compiler.is_compiling() and func in OF_CLASSES:
-            bound = inspect.signature(func).bind(*args, **(kwargs or {}))
-            bound.apply_defaults()
-            given = bound.arguments
-            if _reduction(given) == 'mean':
-                with torch.no_grad():
-                    self._now.append(_counted(
-                        given['ignore_index'], given['weight'], given['target']))
-        return func(*args, **(kwargs or {}))
-
-    def check(self) -> None:
-        """Raise if a mean is none over samples."""
-        for call in zip(*self._counts):
-            counts = [float(count) for count in call]
-            if any(abs(count * sum(self._sizes) - size * sum(counts)) > 1e-5 * size * sum(counts)
-                   for count, size in zip(counts, self._sizes)):
-                raise _no_mean_over_samples("a loss of PyTorch's in loss_fn")
-
-
-def _no_mean_over_samples(name: str) -> ValueError:
-    return ValueError(
-        f'{name} divides by what it counts in a target (ignore_index, class weights), not by the '
-        'number of samples; say what that is: normalizer=lambda target: (target != ignore_index)'
-        '.sum(), or weight[target].sum(); or normalizer=len if loss_fn is a mean over samples')

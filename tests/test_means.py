@@ -1,0 +1,218 @@
+"""What a loss is a mean over: seen in the calls that it makes, for any loss of PyTorch's."""
+import inspect
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.devices import cpu_only
+from tests.helpers import assert_same
+from tests.test_losses import PADDED, PROBABILITIES, WEIGHT, models, plain, step
+from torchgpipe.means import BY_WEIGHT, LOSSES
+
+pytestmark = cpu_only('it is about losses, not where they are')
+
+#: Of 7 samples, each with 5 values and their weights.
+WEIGHTED = torch.stack([PROBABILITIES, PROBABILITIES.flip(0).square()], 1)
+LABELS = torch.tensor([1, 0, 3, 3, 4, 2, 0])
+SUM = partial(F.mse_loss, reduction='sum')
+
+
+def of_module(**options):
+    """Give a loss with a linear layer in it, the same each time."""
+    if not hasattr(nn, 'LinearCrossEntropyLoss'):
+        pytest.skip('this PyTorch has none')
+    torch.manual_seed(2)
+    return nn.LinearCrossEntropyLoss(5, 5, dtype=torch.double, **options)
+
+
+def same(loss_fn, target, **options):
+    """Compare a step with the model itself."""
+    assert_same(step(loss_fn, target, **options), plain(loss_fn, target))
+
+
+# --- losses of classes
+# ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('options', [
+    {}, {'weight': WEIGHT}, {'ignore_index': 3}, {'weight': WEIGHT, 'bias': True}])
+@pytest.mark.parametrize('target', [PADDED, LABELS, PROBABILITIES])
+@pytest.mark.parametrize('around', [lambda loss: loss, partial])
+def test_a_linear_loss_of_classes(options, target, around):
+    """It averaged samples, and was NaN where all labels of a micro-batch are ignored."""
+    if 'ignore_index' in options and target is not LABELS:
+        target = LABELS.flip(0)
+    loss_fn = of_module(**options)
+    found = step(around(loss_fn), target)
+    gradient = loss_fn.linear.weight.grad
+    loss_fn.zero_grad()
+    assert_same([*found, gradient], [*plain(loss_fn, target), loss_fn.linear.weight.grad])
+
+
+def test_a_linear_loss_of_classes_within_a_function():
+    """It was averaged over samples."""
+    loss_fn = of_module()
+    with pytest.raises(ValueError, match="a loss of PyTorch's in loss_fn divides by what it co"):
+        step(lambda *given: loss_fn(*given), PADDED)
+    same(lambda *given: loss_fn(*given), LABELS)
+    same(lambda *given: loss_fn(*given), PADDED, normalizer=lambda target: (target >= 0).sum())
+
+
+def test_a_linear_loss_that_adds_up():
+    with pytest.raises(ValueError, match='the loss adds up samples'):
+        step(of_module(reduction='sum'), LABELS)
+    with pytest.raises(ValueError, match='the loss adds up samples'):
+        step(lambda *given: of_module(reduction='sum')(*given), LABELS)
+
+
+def test_a_micro_batch_without_a_call():
+    """It was not compared with the others: none was."""
+    def guarded(output, target):
+        return F.cross_entropy(output, target) if (target >= 0).any() else output.sum() * 0
+
+    with pytest.raises(ValueError, match="a loss of PyTorch's in loss_fn divides by what it co"):
+        step(guarded, PADDED)
+    same(guarded, LABELS)
+
+
+# --- sums
+# ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings('ignore:size_average and reduce args will be deprecated')
+@pytest.mark.parametrize('loss_fn', [
+    SUM, F.l1_loss, F.huber_loss, F.binary_cross_entropy, F.kl_div, F.soft_margin_loss])
+def test_a_function_that_returns_a_sum(loss_fn):
+    """It was averaged."""
+    for options in ({'reduction': 'sum'}, {'size_average': False}):
+        if {*options} <= {*inspect.signature(loss_fn).parameters}:
+            def call(output, target, options=options):
+                return loss_fn(output.sigmoid(), target, **options)
+
+            with pytest.raises(ValueError, match='the loss adds up samples .*; give normalizer=1'):
+                step(call, PROBABILITIES)
+            same(call, PROBABILITIES, normalizer=1)
+
+
+def in_place(output, target):
+    """Make a mean of a sum."""
+    loss = SUM(output, target)
+    loss *= 1 / len(target)
+    return loss
+
+
+def divided_in_place(output, target):
+    """Make a mean of a sum, by an operator."""
+    loss = SUM(output, target)
+    loss /= len(target)
+    return loss
+
+
+def with_norm(output, target, weight=torch.ones(3, requires_grad=True), count=6):
+    """Add something that is not over samples."""
+    norm = F.l1_loss(weight, torch.zeros(3), reduction='sum') / count
+    return SUM(output, target) / len(target) + norm + F.mse_loss(weight, weight * 2, weight=weight)
+
+
+@pytest.mark.parametrize('loss_fn', [
+    in_place, divided_in_place, with_norm,
+    lambda output, target: SUM(output, target) / output.numel(),
+    lambda output, target: 2 * SUM(output, target).div(torch.tensor(len(target))) + 1,
+    lambda output, target: SUM(output, target) / target.new_ones(len(target)).sum(),
+    lambda output, target: (SUM(output, target) / torch.full((5,), len(target))).mean(),
+    lambda output, target: torch.vmap(lambda x, y: SUM(x, y) / x.numel())(output, target).mean(),
+    lambda output, target: torch.vmap(F.cross_entropy)(output, target.argmax(1)).mean()])
+def test_a_sum_within_a_mean_over_samples(loss_fn):
+    """A transform of a loss of classes was an error of PyTorch's."""
+    same(loss_fn, PROBABILITIES)
+
+
+@pytest.mark.parametrize('divide', [
+    lambda loss, count: loss / count,
+    lambda loss, count: 2 * loss.div(count) + 1,
+    lambda loss, count: torch.true_divide(loss, count.clamp(1)),
+    lambda loss, count: loss / max(int(count), 1),
+    lambda loss, count: torch.div(loss, other=count),
+    lambda loss, count: loss.div_(count),
+    lambda loss, count: loss / 7])
+def test_a_sum_divided_by_what_it_counts(divide):
+    """It was averaged over samples."""
+    def loss_fn(output, target):
+        return divide(F.cross_entropy(output, target, reduction='sum'), (target >= 0).sum())
+
+    with pytest.raises(ValueError, match='loss_fn divides by what it counts in a target'):
+        step(loss_fn, PADDED)
+
+
+def test_a_sum_divided_by_what_it_counts_with_a_normalizer():
+    def loss_fn(output, target):
+        return SUM(output, target) / target.square().sum()
+
+    with pytest.raises(ValueError, match='loss_fn divides by what it counts in a target'):
+        step(loss_fn, PROBABILITIES)
+    same(loss_fn, PROBABILITIES, normalizer=lambda target: target.square().sum())
+
+
+def test_sums_are_let_go():
+    """A sum that is kept would hold the graph of its micro-batch."""
+    seen = []
+
+    def loss_fn(output, target):
+        assert not any(each() is not None for each in seen[:-1])
+        loss = SUM(output, target)
+        seen.append(weakref.ref(loss))
+        return loss / len(target)
+
+    _, gpipe = models()
+    gpipe.step(torch.randn(7, 4).double(), PROBABILITIES, loss_fn, schedule='1f1b')
+    assert len(seen) == 3 and not any(each() is not None for each in seen)
+
+
+# --- weights of elements
+# ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('loss_fn', BY_WEIGHT)
+def test_means_by_weights(loss_fn):
+    """They were averaged over samples; of ``l1_loss``, PyTorch lost the weight in a mode."""
+    def call(output, target):
+        return loss_fn(output, target[:, 0], weight=target[:, 1])
+
+    with pytest.raises(ValueError, match="a loss of PyTorch's in loss_fn divides by what it co"):
+        step(call, WEIGHTED)
+    same(call, WEIGHTED, normalizer=lambda target: target[:, 1].sum())
+
+
+@pytest.mark.parametrize('loss_fn', [*BY_WEIGHT, F.huber_loss])
+@pytest.mark.parametrize('weight', [WEIGHT, WEIGHT.bfloat16()])
+def test_weights_that_are_the_same_for_all_samples(loss_fn, weight):
+    """Sums of weights are compared as they are, not rounded."""
+    same(lambda output, target: loss_fn(output, target, weight=weight.expand_as(output).double()),
+         PROBABILITIES)
+    same(lambda output, target: loss_fn(output, target, reduction='sum', weight=(
+        target.square())) / len(target), PROBABILITIES)
+
+
+def test_other_means_are_not_by_weights():
+    same(lambda output, target: F.huber_loss(output, target[:, 0], weight=target[:, 1]), WEIGHTED)
+    same(lambda output, target: F.binary_cross_entropy_with_logits(
+        output, target[:, 0], target[:, 1]), WEIGHTED)
+
+
+@pytest.mark.parametrize('loss_fn', [
+    each for each, signature in LOSSES.items() if 'weight' in signature.parameters
+    if 'linear_weight' not in signature.parameters])
+def test_which_means_are_by_weights(loss_fn):
+    """Those that do not change if all weights are twice as large."""
+    x, target = torch.tensor([[.2, .7], [.4, .3]]), torch.ones(2, 2)
+    if loss_fn in (F.cross_entropy, F.nll_loss, F.multi_margin_loss):
+        target = torch.tensor([0, 1])
+    weight = torch.ones_like(x if target.dim() == 2 else x[0])
+    is_by_weight = torch.allclose(loss_fn(x, target, weight=weight),
+                                  loss_fn(x, target, weight=2 * weight))
+    assert is_by_weight == (
+        loss_fn in BY_WEIGHT or 'ignore_index' in LOSSES[loss_fn].parameters)
