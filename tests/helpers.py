@@ -18,7 +18,7 @@ from tests import accelerator
 from torchgpipe import GPipe, split
 from torchgpipe.engine import copy as copy_module
 from torchgpipe.engine import partition, shared
-from torchgpipe.engine.checkpoint.samples import compare_late
+from torchgpipe.engine.checkpoint.samples import compare_pending
 from torchgpipe.engine.stream import use_device
 
 MODES = ['always', 'except_last', 'never']
@@ -141,14 +141,14 @@ def drop_failed_backward(gpipe):
         in_a_new_thread(lambda: torch.ones(1, device=device, requires_grad=True).sum()).backward()
 
 
-def see_late(gpipe):
+def compare_all_pending(gpipe):
     """Let a pipeline look at what accelerators have given, which it compares when it is there."""
     accelerators = [device for device in gpipe.devices if device.type != 'cpu']
     for device in accelerators:
         torch.accelerator.synchronize(device)
     if accelerators:
         for each in gpipe._engine.partitions:
-            compare_late(each.late, each.j)
+            compare_pending(each.pending, each.j)
 
 
 def as_if_on_several(monkeypatch, number):

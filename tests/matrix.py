@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CORE = ['tests/test_private.py', 'tests/test_compile.py', 'tests/test_gpipe.py',
         'tests/test_batchnorm.py', 'tests/test_materialize.py',
         'tests/engine/test_interpreter.py', 'tests/engine/test_stepping_numbers.py',
-        'tests/engine/checkpoint/test_draws.py', 'tests/engine/checkpoint/test_kept.py',
+        'tests/engine/checkpoint/test_draws.py', 'tests/engine/checkpoint/test_snapshot.py',
         'tests/engine/test_thread_state.py',
         'tests/schedule/test_schedule.py', 'tests/sequential/test_record.py',
         'tests/shard/test_scaler.py', 'tests/skip/test_gpipe_gradients.py']
@@ -91,7 +91,7 @@ class Row:
         return ''.join(lines)
 
     def run(self, whole):
-        """Fill the cells; return whether nothing failed."""
+        """RecomputedTensors the cells; return whether nothing failed."""
         begin, cells = time.monotonic(), self.cells
         release, python, *_ = cells
         try:

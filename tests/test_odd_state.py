@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
 from tests.devices import devices
-from tests.helpers import MODES, assert_same, call, gradients, see_late
+from tests.helpers import MODES, assert_same, call, compare_all_pending, gradients
 from tests.whole import first
 from torchgpipe import GPipe
 
@@ -278,7 +278,7 @@ class Case:
         if loss.requires_grad:
             loss.backward()
         if net is self.gpipe:
-            see_late(net)
+            compare_all_pending(net)
         for layer in net:
             if isinstance(layer, Drops):
                 layer.masks.clear()

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.engine.checkpoint.kept import is_plain
+from torchgpipe.engine.checkpoint.snapshot import is_plain
 from torchgpipe.errors import add_note
 from torchgpipe.private import RESETS, data_address, lazy_clone, unseen
 from torchgpipe.sequential.parts import to_own_names

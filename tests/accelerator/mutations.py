@@ -106,9 +106,9 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
      P.training, 'mutated(tensors)'),
     (edges.Pipeline._send, '_wait(self._streams[j], departure, output)', P.training,
      'mutated(output)'),
-    (stream.wait_stream, 'as_cuda(source).wait_stream(as_cuda(target))', P.training),
-    (stream.wait_stream, 'as_cuda(target).synchronize()', P.the_host_waits),
-    (stream.record_stream, 'tensor.record_stream(as_cuda(stream))', P.training),
+    (stream.wait_stream, 'as_accelerator(source).wait_stream(as_accelerator(target))', P.training),
+    (stream.wait_stream, 'as_accelerator(target).synchronize()', P.the_host_waits),
+    (stream.record_stream, 'tensor.record_stream(as_accelerator(stream))', P.training),
 
     # The streams on which cells and copies run
     (run.Run.__init__, 'current_stream(partition.device)',

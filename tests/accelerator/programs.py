@@ -350,7 +350,7 @@ def parameters_are_shared_without_grad():
     pair.check()
 
 
-class Late(Timeline):
+class PendingComparison(Timeline):
     """Go back through device 1 only when the gradient of what is shared is on its way to 0."""
 
     def __init__(self):
@@ -368,7 +368,7 @@ class Late(Timeline):
 
 def devices_do_not_wait_for_what_is_shared():
     """Copy a parameter while the first micro-batch is computed, and its gradient in the end."""
-    timeline = Late().run(tied=True)
+    timeline = PendingComparison().run(tied=True)
     first, last = timeline.events['backward', 0], timeline.events['backward', 2]
     assert len(first) == len(last) == 3 and not accelerator.is_ordered(last[2], first[0])
     there = timeline.events['to 2 from', 0]

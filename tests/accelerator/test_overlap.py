@@ -242,7 +242,7 @@ def host_waits_for_cells():
         send(pipeline, i, j, *args)
         torch.accelerator.synchronize(j)
     with patch.object(Pipeline, '_send', send_and_wait), \
-            patch.object(Pipeline, '_takes_turns', True):
+            patch.object(Pipeline, '_is_serialized', True):
         yield
 
 

@@ -5,8 +5,9 @@ import torch
 from tests.devices import ACCELERATOR, cpu_only, places
 from tests.helpers import sleep
 from torchgpipe.copy import Copy, Wait
-from torchgpipe.stream import (CPUStream, current_stream, default_stream, get_device, is_cuda,
-                               new_stream, record_stream, use_device, use_stream, wait_stream)
+from torchgpipe.stream import (CPUStream, current_stream, default_stream, get_device,
+                               is_accelerator, new_stream, record_stream, use_device, use_stream,
+                               wait_stream)
 
 pytestmark = cpu_only('about the graph; waits are taken out in tests/accelerator')
 
@@ -59,7 +60,7 @@ def test_integers_pass():
 
 def test_the_cpu_has_one_placeholder_for_a_stream():
     assert new_stream(cpu) is current_stream(cpu) is default_stream(cpu) is CPUStream
-    assert get_device(CPUStream) == cpu and not is_cuda(CPUStream)
+    assert get_device(CPUStream) == cpu and not is_accelerator(CPUStream)
     assert repr(CPUStream) == 'CPUStream'
     with use_device(cpu), use_stream(CPUStream):
         wait_stream(CPUStream, CPUStream)
@@ -70,7 +71,7 @@ def test_the_cpu_has_one_placeholder_for_a_stream():
 def test_a_stream_is_current_within_the_context():
     device = torch.device(ACCELERATOR, 0)
     stream = new_stream(device)
-    assert is_cuda(stream) and get_device(stream) == device
+    assert is_accelerator(stream) and get_device(stream) == device
     with use_stream(stream):
         assert current_stream(device) == stream
     assert current_stream(device) == default_stream(device)

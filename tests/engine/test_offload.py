@@ -8,8 +8,8 @@ from torch import nn
 
 from tests.accelerator.test_gpipe import layers
 from tests.devices import ACCELERATOR, cpu_only, places
-from tests.helpers import (MODES, WeakLog, assert_same, call, gradients, memory_of, see_late,
-                           train_both)
+from tests.helpers import (MODES, WeakLog, assert_same, call, compare_all_pending, gradients,
+                           memory_of, train_both)
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, NoChunk, no_recompute
 from torchgpipe.engine.offload import Offload
@@ -26,7 +26,7 @@ def test_numbers_are_those_of_the_unwrapped_model(mode, letters):
     for _ in range(2):
         model.zero_grad(), gpipe.zero_grad()
         train_both(model, gpipe, torch.randn(11, 6, dtype=torch.double))
-    see_late(gpipe)
+    compare_all_pending(gpipe)
 
 
 @pytest.mark.accelerator

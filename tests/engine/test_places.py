@@ -67,16 +67,16 @@ def test_what_is_known_not_to_change_by_being_called(module, expected):
     assert only_computes(module) is expected
 
 
-def in_turn(*layers):
+def serialized(*layers):
     """Give the partitions, one layer each, that run in an order with others."""
     engine = Engine([nn.Sequential(layer) for layer in layers])
-    return [partition.j for partition in engine.partitions if partition.in_turn]
+    return [partition.j for partition in engine.partitions if partition.serialized]
 
 
 def test_partitions_with_a_module_in_common_take_turns():
     own, known = Own(), nn.Linear(2, 2)
-    assert in_turn(nn.Sequential(own), nn.ReLU(), nn.Sequential(own), Own()) == [0, 2]
-    assert in_turn(known, nn.Sequential(known), nn.ReLU()) == []
+    assert serialized(nn.Sequential(own), nn.ReLU(), nn.Sequential(own), Own()) == [0, 2]
+    assert serialized(known, nn.Sequential(known), nn.ReLU()) == []
 
 
 def held(lock):
@@ -104,7 +104,7 @@ def test_a_module_that_gets_copies_of_its_parameters_is_for_one_at_a_time(monkey
         engine = Engine([nn.Sequential(nn.ReLU(), known) for _ in devices], devices)
         first, second = engine.partitions
         assert len(held(first.lock) & held(second.lock)) == number
-        assert not first.in_turn and not second.in_turn
+        assert not first.serialized and not second.serialized
 
 
 def test_a_module_that_is_kept_out_of_recomputation_is_for_one_at_a_time():

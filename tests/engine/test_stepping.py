@@ -108,11 +108,11 @@ def test_in_v080_a_step_took_leaves_of_another_one_for_parameters(devices, where
         return linear(args[0]).square().mean() if where == 'loss' else linear(args[0])
 
     class Look(Leaves):
-        def _leaf_of(self, x, put_off):
+        def _leaf_of(self, x, deferred):
             taken.append(id(x))
             if len(taken) == 2 * number:  # which is all that there are, for both
                 reading.set()
-            return super()._leaf_of(x, put_off)
+            return super()._leaf_of(x, deferred)
 
     def make(layer):
         return GPipe(nn.Sequential(layer, nn.Linear(4, 4)).double(), [1, 1], devices=devices(2),

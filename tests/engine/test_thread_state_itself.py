@@ -61,12 +61,12 @@ def test_a_captured_state_is_entered_and_taken_back_afterwards(field, monkeypatc
     assert getattr(after, field) == getattr(before, field)
 
 
-@pytest.mark.parametrize('context, takes_turns', [
+@pytest.mark.parametrize('context, is_serialized', [
     (nothing, False), (torch.no_grad, False), (autocast, False), (enable_recomputing, False),
     (lambda: torch.device('cpu'), False), (hooks, True), (See, True), (SeeOperations, True)])
-def test_cells_take_turns_where_the_user_s_code_sees_what_they_do(context, takes_turns):
+def test_cells_take_turns_where_the_user_s_code_sees_what_they_do(context, is_serialized):
     with context():
-        assert ThreadState.capture().takes_turns is takes_turns
+        assert ThreadState.capture().is_serialized is is_serialized
 
 
 def test_what_an_interrupt_left_behind_is_dropped():

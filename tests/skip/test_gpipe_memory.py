@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from tests.devices import devices, one_worker
-from tests.helpers import STEPS, WeakLog, call, drop_failed_backward, memory_of, modes, see_late
+from tests.helpers import (STEPS, WeakLog, call, compare_all_pending, drop_failed_backward,
+                           memory_of, modes)
 from tests.skip.layers import Pop, StashLinear, popping, stashing
 from tests.skip.models import WIDTH
 from torchgpipe import GPipe, is_recomputing
@@ -115,7 +116,7 @@ def test_a_skip_dies_within_the_layer_that_pops_it(devices, grad):
 
 def tensors(gpipe):
     """Count all tensors that Python knows, but those that wait to be compared."""
-    see_late(gpipe)
+    compare_all_pending(gpipe)
     gc.collect()
     return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
 

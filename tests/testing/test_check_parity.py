@@ -280,16 +280,16 @@ def test_a_backward_that_depends_on_the_batch():
 
 
 def test_a_difference_of_a_later_step():
-    class Late(nn.BatchNorm1d):
+    class PendingComparison(nn.BatchNorm1d):
         steps = 0
 
         def forward(self, x):
             self.steps += len(x)
             return x if self.steps <= 7 else super().forward(x)
 
-    parity = found(Late(4, track_running_stats=False))
+    parity = found(PendingComparison(4, track_running_stats=False))
     assert {each.step for each in parity.mini_batch.differences} == {2}
-    assert "'1' (Late) is the first module to differ" in parity.reasons[0]
+    assert "'1' (PendingComparison) is the first module to differ" in parity.reasons[0]
 
 
 def test_a_model_that_does_not_repeat_itself():

@@ -20,9 +20,9 @@ from torchgpipe.balance.live import LiveTensors
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.compiled import has_compiled
 from torchgpipe.engine.dependency import get_phony, join
-from torchgpipe.engine.halves import PutOff
 from torchgpipe.engine.leaves import Leaves
 from torchgpipe.engine.memory import size_of, versions
+from torchgpipe.engine.split_backward import DeferredWork
 from torchgpipe.predict.layers import SkipProfile
 from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.namespace import Key
@@ -141,12 +141,12 @@ class Measurement:
             Whether it can be split.
         """
         input, tracker = self._start()
-        put_off = PutOff()
-        work = put_off.work = []
+        deferred = DeferredWork()
+        work = deferred.work = []
         run = Leaves().within(self.module.modules(), self._forward, {},
-                              None if has_compiled(self.module) else put_off)
+                              None if has_compiled(self.module) else deferred)
         output = run(input, tracker)
-        put_off.goes_back = True
+        deferred.splits = True
         first = self._backward(output, tracker)
         if not work:
             return False

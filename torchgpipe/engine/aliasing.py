@@ -68,7 +68,7 @@ class Aliasing:
         #: And the skips that are such tensors.
         self._common_skips: defaultdict[int, set[Key]] = defaultdict(set)
         #: And those that shared a memory before a boundary.
-        self._parted: dict[int, list[Tensor]] = {}
+        self._once_shared: dict[int, list[Tensor]] = {}
         #: And the skips in whose memory the batch lies; or lay, before one of both was copied.
         self._with_batch: defaultdict[int, set[Key]] = defaultdict(set)
         #: And of each skip the others in whose memory it lies.
@@ -88,13 +88,13 @@ class Aliasing:
         """Let tensors cross a boundary: return what comes of them behind it."""
         common = self.common(i)
         where = [k for k, x in enumerate(tensors) if is_among(x, common)]
-        parted = i in self._parted or (len(tensors) > 1 and any(
+        parted = i in self._once_shared or (len(tensors) > 1 and any(
             share_memory([x], tensors[k + 1:]) for k, x in enumerate(tensors)))
         copied = copy(tensors)
         if self._shared:
             self._common[i] = [copied[k] for k in where]
         if parted:
-            self._parted[i] = copied
+            self._once_shared[i] = copied
             self.watched.add(i)
         return copied
 
@@ -130,8 +130,8 @@ class Aliasing:
         if self._shared:
             self._common[i] = [y for y in given if is_among(y, common)]
             self._common_skips[i] |= {key for key, x in stashed.items() if is_among(x, common)}
-        if not share_memory(self._parted.get(i, []), given):
-            self._parted.pop(i, None)
+        if not share_memory(self._once_shared.get(i, []), given):
+            self._once_shared.pop(i, None)
         self._follow_skips(i, batch, given, {key for _, key in partition.incoming}, aliased,
                            stashed)
         self.hand_on(partition.j, output)
@@ -167,7 +167,7 @@ class Aliasing:
                 f'partition {j} changed a tensor in place that all micro-batches share (a scalar, '
                 'or in NoChunk). Without a pipeline it would change once. Use an operation that '
                 'is not in place.')
-        yield self._parted.get(i, []), (
+        yield self._once_shared.get(i, []), (
             f'a tensor of the input of partition {j} was changed in place, and another one lay in '
             'its memory before both came from the partition before. Without a pipeline, both '
             'would change. Use an operation that is not in place, or let the partition before '

@@ -17,16 +17,16 @@ from typing import Any
 from torch import Tensor
 
 from torchgpipe.engine.batch import result_of
-from torchgpipe.engine.checkpoint.draws import Draws, Witness
+from torchgpipe.engine.checkpoint.draws import DrawMonitor, Draws
 from torchgpipe.engine.checkpoint.layer_state import CellState
 from torchgpipe.engine.checkpoint.layers import Layers
 from torchgpipe.engine.checkpoint.random_operations import Recorder
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.checkpoint.results import Results
-from torchgpipe.engine.checkpoint.samples import compare_late
+from torchgpipe.engine.checkpoint.samples import compare_pending
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.partition import Partition
-from torchgpipe.engine.stream import AbstractStream, CPUStream, is_cuda
+from torchgpipe.engine.stream import AbstractStream, CPUStream, is_accelerator
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker
@@ -127,9 +127,9 @@ class Cells:
         self.layers = None if one_worker and not self._checkpoint_stop else Layers(
             partition.layers, partition.observed, held)
         #: Whether cells give layers another forward, which are kept out of recomputation.
-        self.marked = self.layers is not None and bool(self.layers.marked)
+        self.marked = self.layers is not None and bool(self.layers.no_recompute)
         #: Tells after the forward pass whether any layers drew that were not known to.
-        self.witness: Witness | None = None
+        self.monitor: DrawMonitor | None = None
 
     def draws(self) -> bool | None:
         """Return whether they draw from a random generator that other cells draw from, too.
@@ -138,10 +138,10 @@ class Cells:
         """
         return None if self.layers is None else self.layers.observed.draws
 
-    def suspect(self) -> None:
+    def watch_draws(self) -> None:
         """Take note that someone drew while these ran, which were not known to."""
         assert self.layers is not None
-        self.layers.observed.suspect()
+        self.layers.observed.watch_draws()
 
     def run(self, i: int, cell: Cell, tensors: list[Tensor]
             ) -> tuple[list[Tensor], Recomputation | None]:
@@ -177,18 +177,19 @@ class Cells:
         recorder = watch or observed.recorder()
         found = CellState(layers, watch)
         device = self._partition.device
-        draws = Draws(device, recorder, self.witness)
-        results = Results(layers.modules, layers.marked, draws) if layers.marked else None
-        offload = Offload(self._host_stream) if is_cuda(self._host_stream) else None
+        draws = Draws(device, recorder, self.monitor)
+        results = Results(layers.modules, layers.no_recompute, draws) \
+            if layers.no_recompute else None
+        offload = Offload(self._host_stream) if is_accelerator(self._host_stream) else None
         blame = None if cell.popped else partial(self._blame, cell.kind)
         recomputation = Recomputation(cell, self._state, draws, found, device, blame,
-                                      self._partition.late, results, offload)
+                                      self._partition.pending, results, offload)
         output = recomputation.first_pass(tensors)
         found.end()
         if recorder is not None:
             observed.learn(recorder)
-        elif draws.suspect:
-            observed.suspect()
+        elif draws.may_have_drawn:
+            observed.watch_draws()
         return output, recomputation
 
     def _blame(self, kind: Kind, tensors: Sequence[Tensor]) -> str:
@@ -202,7 +203,7 @@ def _compare_late(partition: Partition) -> None:
         RuntimeError: They differ. The layers are watched from now on.
     """
     try:
-        compare_late(partition.late, partition.j)
+        compare_pending(partition.pending, partition.j)
     except RuntimeError:
         for observed in partition.observed.values():
             observed.watch_again()

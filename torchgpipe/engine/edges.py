@@ -78,7 +78,7 @@ from torch import Tensor
 from torchgpipe.context import context
 from torchgpipe.engine.batch import Batch, find_grad
 from torchgpipe.engine.cell import Cell
-from torchgpipe.engine.checkpoint.draws import Witness
+from torchgpipe.engine.checkpoint.draws import DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.copy import Copy, Wait
 from torchgpipe.engine.dependency import fork, join, pass_on
@@ -121,7 +121,7 @@ class Pipeline(Run):
     def _run_cells(self) -> None:
         """Run all cells: at the same time, or one after the other where their order matters."""
         m, known = len(self._batches), 0
-        if not (self._engine.one_worker or self._takes_turns):
+        if not (self._engine.one_worker or self._is_serialized):
             if any(cells.draws() is None for cells in self._cells):
                 self._run_at_once(0, 1)  # which tells
                 known = 1
@@ -134,10 +134,10 @@ class Pipeline(Run):
             self._as_worker(partial(self._run_in_order, known, m), self._state.num_threads)
 
     @property
-    def _takes_turns(self) -> bool:
+    def _is_serialized(self) -> bool:
         """Whether anyone may see when a cell runs, or no two could run at the same time."""
-        return len(self._batches) == 1 or self._state.takes_turns or any(
-            partition.in_turn for partition in self._engine.partitions)
+        return len(self._batches) == 1 or self._state.is_serialized or any(
+            partition.serialized for partition in self._engine.partitions)
 
     def _run_at_once(self, start: int, stop: int) -> None:
         """Let each worker run its cells, each as soon as those before it are done."""
@@ -163,11 +163,11 @@ class Pipeline(Run):
         for i in range(start, stop):
             for j, cells in enumerate(self._cells):
                 # Beside one that draws, nobody could tell whether another one begins to.
-                witness = Witness() if cells.draws() is False else None
+                monitor = DrawMonitor() if cells.draws() is False else None
                 with use_stream(self._streams[j]):
                     self._run_cell(i, j)
-                if witness is not None:
-                    self._hear(witness, [j])
+                if monitor is not None:
+                    self._check_monitor(monitor, [j])
 
     def _as_worker(self, function: Callable[[], None], num_threads: int) -> None:
         """Let the calling thread do the work of workers, which may wait for a lock that it has."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.aliases import Slot
-from torchgpipe.engine.halves import PutOff, Weight
+from torchgpipe.engine.split_backward import DeferredWork, Weight
 from torchgpipe.errors import uninterrupted
 
 __all__ = ['Leaves', 'give']
@@ -43,7 +43,7 @@ class Leaves:
         self._leaves: dict[tuple[int, int], tuple[Tensor, nn.Parameter]] = {}
 
     def within(self, modules: Iterable[nn.Module], function: Callable[..., Any],
-               copies: Mapping[Slot, Tensor], put_off: PutOff | None = None
+               copies: Mapping[Slot, Tensor], deferred: DeferredWork | None = None
                ) -> Callable[..., Any]:
         """Give a function that has the leaves in place of the parameters of some modules.
 
@@ -51,23 +51,23 @@ class Leaves:
             modules: The modules.
             function: The function.
             copies: What has been put in the place of some of these parameters.
-            put_off: Where gradients of weights are put off to, if they are.
+            deferred: Where gradients of weights are put off to, if they are.
         """
         found = [(module, name, copies.get((module, name), x)) for module in modules
                  for name, x in module._parameters.items() if x is not None]
-        return partial(_run_within, [_Place(module, name, x, self._leaf_of(x, put_off))
+        return partial(_run_within, [_Place(module, name, x, self._leaf_of(x, deferred))
                                      for module, name, x in found
                                      if x.requires_grad and not is_lazy(x)], function)
 
-    def _leaf_of(self, x: Tensor, put_off: PutOff | None) -> nn.Parameter:
-        key = id(x), id(put_off)
+    def _leaf_of(self, x: Tensor, deferred: DeferredWork | None) -> nn.Parameter:
+        key = id(x), id(deferred)
         if key not in self._leaves:
             data = x.detach()
-            if put_off is None or type(data) is not Tensor:
+            if deferred is None or type(data) is not Tensor:
                 leaf = nn.Parameter(data)
             else:
                 leaf = Weight(data)
-                leaf.put_off = put_off
+                leaf.deferred = deferred
             leaf.__dict__.update(x.__dict__)
             self._leaves[key] = x, leaf
         return self._leaves[key][1]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.aliases import Tensors
-from torchgpipe.engine.checkpoint.kept import is_plain
+from torchgpipe.engine.checkpoint.snapshot import is_plain
 from torchgpipe.engine.memory import versions
 from torchgpipe.engine.stream import (AbstractStream, get_device, record_stream, use_stream,
                                       wait_stream)

@@ -9,7 +9,7 @@ from torch import nn
 
 from torchgpipe.aliases import Slot
 from torchgpipe.engine.checkpoint.observed import Observed
-from torchgpipe.engine.checkpoint.samples import Late
+from torchgpipe.engine.checkpoint.samples import PendingComparison
 from torchgpipe.engine.compute import Compute
 from torchgpipe.engine.observer import Observer, observers
 from torchgpipe.engine.places import modules_of, only_computes, shared_modules, shared_slots
@@ -60,12 +60,12 @@ class Partition:
             getattr(module, 'communicates', False) is True for module in modules_of(layers))
         #: Whether cells run one after the other, since it communicates, or shares a module with
         #: others that may change.
-        self.in_turn = self.communicates
+        self.serialized = self.communicates
         #: Where it has parameters and buffers that an earlier partition has, too; and whether
         #: another module has them.
         self.shared: dict[Slot, bool] = {}
         #: Outputs that could not be compared yet with those of their recomputation.
-        self.late: deque[Late] = deque()
+        self.pending: deque[PendingComparison] = deque()
         #: What its layers were seen to do, by mode.
         self.observed: dict[tuple[bool, ...], Observed] = {}
 
@@ -151,7 +151,7 @@ class Engine:
             if changes or self.several_memories and module._parameters:
                 alone.setdefault(js, []).append(module)
             for j in js:
-                self.partitions[j].in_turn |= changes
+                self.partitions[j].serialized |= changes
         for partition in self.partitions:
             own = [layer for layer in partition.layers if layer not in shared]
             partition.lock = together(layer_lock(own or [partition.layers]), *(

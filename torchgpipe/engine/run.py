@@ -31,7 +31,7 @@ from torchgpipe.context import MicroBatch, MiniBatch, context
 from torchgpipe.engine.aliasing import Aliasing, changed_in_place
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.cell import Cell, Cells
-from torchgpipe.engine.checkpoint.draws import Witness
+from torchgpipe.engine.checkpoint.draws import DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.compiled import part_contexts
 from torchgpipe.engine.memory import versions
@@ -109,10 +109,10 @@ class Run:
                        else partition.lock)
             for partition, cells in zip(engine.partitions, self._cells)]
         #: Looks after all of this pass; or, where some partitions draw, after less than that.
-        self._witness = None if any(
-            cells.draws() is not False for cells in self._cells) else Witness()
+        self._monitor = None if any(
+            cells.draws() is not False for cells in self._cells) else DrawMonitor()
         for cells in self._cells:
-            cells.witness = self._witness
+            cells.monitor = self._monitor
         outer = context.micro_batch
         self._is_outermost = outer is None
         self._mini_batch = MiniBatch() if outer is None else outer.mini_batch
@@ -138,8 +138,8 @@ class Run:
                 self._run_cells()
             else:
                 self._shared.run(self._put_last, self._run_cells)
-            if self._witness is not None:
-                self._hear(self._witness, range(len(self._cells)))
+            if self._monitor is not None:
+                self._check_monitor(self._monitor, range(len(self._cells)))
             if self._is_outermost:
                 self._mini_batch.end()
             if parts:
@@ -170,14 +170,14 @@ class Run:
         Of a partition of which it is not known yet, that may be so. One worker runs one cell at a
         time in any case.
         """
-        return self._engine.one_worker or self._state.takes_turns or \
-            self._engine.partitions[j].in_turn or self._cells[j].draws() is not False
+        return self._engine.one_worker or self._state.is_serialized or \
+            self._engine.partitions[j].serialized or self._cells[j].draws() is not False
 
-    def _hear(self, witness: Witness, partitions: Iterable[int]) -> None:
+    def _check_monitor(self, monitor: DrawMonitor, partitions: Iterable[int]) -> None:
         """Let partitions that were thought not to draw be looked at again, if anyone drew."""
-        if witness.look():
+        if monitor.anyone_drew():
             for j in partitions:
-                self._cells[j].suspect()
+                self._cells[j].watch_draws()
 
     def _compute(self, j: int) -> Any:
         """Return what computes the cells of a partition."""

@@ -27,12 +27,12 @@ from torchgpipe.engine.checkpoint.random_operations import Recorder
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.compiled import has_compiled
 from torchgpipe.engine.copy import Wait, copy_tensor
-from torchgpipe.engine.halves import PutOff
 from torchgpipe.engine.interpreter import Plan, interpret
 from torchgpipe.engine.leaves import Leaves, give
 from torchgpipe.engine.order import Unordered, beside, communicating_worker
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run, Skip
+from torchgpipe.engine.split_backward import DeferredWork
 from torchgpipe.engine.stream import CPUStream, no_context, use_stream, wait_stream
 from torchgpipe.errors import add_note
 from torchgpipe.locks import layer_lock, new_lock, together
@@ -111,8 +111,8 @@ class Step(Run):
             engine.loss_draws is not False or any(map(self._may_draw, range(len(self._cells))))
             ) else no_context
         split = {action.stage for row in rows for action in row if action.kind == 'W'}
-        self._put_off = {j: PutOff() for j in split
-                         if not has_compiled(engine.partitions[j].layers)}
+        self._deferred = {j: DeferredWork() for j in split
+                          if not has_compiled(engine.partitions[j].layers)}
 
     def run(self) -> None:
         """Run all actions; then add the gradients to those of parameters and of the input.
@@ -147,7 +147,7 @@ class Step(Run):
             with partition.lock_alone:
                 self._computes.append(self._leaves.within(
                     partition.layers.modules(), partition.compute, copies,
-                    self._put_off.get(partition.j)))
+                    self._deferred.get(partition.j)))
         with self._loss_lock:
             self._loss = self._leaves.within(self._losses.modules, self._losses, {})
 
@@ -164,10 +164,10 @@ class Step(Run):
     def _act(self, action: Action) -> None:
         """Run an action."""
         j, kind, i = action
-        put_off, before = self._put_off.get(j), context.no_order
-        if put_off is not None:
+        deferred, before = self._deferred.get(j), context.no_order
+        if deferred is not None:
             # Where layers put gradients of weights off to, and `W` finds them.
-            put_off.work, put_off.goes_back = self._work.setdefault((i, j), []), kind == 'I'
+            deferred.work, deferred.splits = self._work.setdefault((i, j), []), kind == 'I'
         if self._communicating not in (None, self._engine.partitions[j].worker):
             context.no_order = partial(beside, j)
         alone = kind != 'F' or self._may_draw(j)
@@ -176,8 +176,8 @@ class Step(Run):
                 self._run_action(i, j, kind)
         finally:
             context.no_order = before
-            if put_off is not None:
-                put_off.work, put_off.goes_back = None, False
+            if deferred is not None:
+                deferred.work, deferred.splits = None, False
 
     def _run_action(self, i: int, j: int, kind: str) -> None:
         if kind != 'F':
@@ -247,7 +247,7 @@ class Step(Run):
     def _loss_of(self, i: int, output: Any) -> Tensor:
         """Return the loss of micro-batch ``i``; where others draw, look whether it draws, too."""
         with self._loss_lock:
-            if self._engine.loss_draws or self._witness is not None:
+            if self._engine.loss_draws or self._monitor is not None:
                 return self._loss(i, output)  # type: ignore[no-any-return]
             recorder = Recorder()
             loss: Tensor = recorder.run(partial(self._loss, i, output))
@@ -269,7 +269,7 @@ class Step(Run):
     def _recompute(self, i: int, j: int) -> None:
         """Run a checkpointed cell again, while its gradient is on its way."""
         if (i, j) in self._recomputations:
-            self._recomputations.pop((i, j)).fill_ahead()
+            self._recomputations.pop((i, j)).prefetch()
 
     def _backward(self, i: int, j: int) -> None:
         """Take the gradients of what a cell gave through its graph, and send on what comes out."""

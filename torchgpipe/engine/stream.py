@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 __all__ = ['AbstractStream', 'CPUStream', 'CPUStreamType', 'accelerator', 'accelerators',
-           'as_cuda', 'current_device', 'current_stream', 'default_stream', 'get_device',
-           'is_cuda', 'memory_key', 'new_stream', 'no_context', 'record_stream', 'use_device',
-           'use_stream', 'wait_stream']
+           'as_accelerator', 'as_cuda', 'current_device', 'current_stream', 'default_stream',
+           'get_device', 'is_accelerator', 'is_cuda', 'memory_key', 'new_stream', 'no_context',
+           'record_stream', 'use_device', 'use_stream', 'wait_stream']
 
 
 class CPUStreamType:
@@ -67,16 +67,16 @@ def _has_streams(device: torch.device) -> bool:
     return device.type == _kind()
 
 
-def is_cuda(stream: AbstractStream) -> bool:
+def is_accelerator(stream: AbstractStream) -> bool:
     """Tell a stream of an accelerator, which need not be CUDA, from :data:`CPUStream`.
 
-    >>> is_cuda(CPUStream)
+    >>> is_accelerator(CPUStream)
     False
     """
     return stream is not CPUStream
 
 
-def as_cuda(stream: AbstractStream) -> torch.Stream:
+def as_accelerator(stream: AbstractStream) -> torch.Stream:
     """Narrow the type of a stream that is known to be an accelerator's."""
     return cast(torch.Stream, stream)
 
@@ -130,7 +130,7 @@ def use_device(device: torch.device) -> AbstractContextManager[Any]:
 
 def use_stream(stream: AbstractStream) -> AbstractContextManager[Any]:
     """Make a stream, and its device, current within the context; do nothing for the CPU."""
-    return _Current(as_cuda(stream)) if is_cuda(stream) else no_context
+    return _Current(as_accelerator(stream)) if is_accelerator(stream) else no_context
 
 
 class _Current:
@@ -161,7 +161,7 @@ def get_device(stream: AbstractStream) -> torch.device:
     >>> get_device(CPUStream)
     device(type='cpu')
     """
-    return as_cuda(stream).device if is_cuda(stream) else torch.device('cpu')
+    return as_accelerator(stream).device if is_accelerator(stream) else torch.device('cpu')
 
 
 def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
@@ -171,12 +171,12 @@ def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
 
     >>> wait_stream(CPUStream, CPUStream)  # does nothing
     """
-    if not is_cuda(target):
+    if not is_accelerator(target):
         return
-    if is_cuda(source):
-        as_cuda(source).wait_stream(as_cuda(target))
+    if is_accelerator(source):
+        as_accelerator(source).wait_stream(as_accelerator(target))
     else:
-        as_cuda(target).synchronize()
+        as_accelerator(target).synchronize()
 
 
 def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
@@ -188,9 +188,13 @@ def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
 
     >>> record_stream(torch.ones(2), CPUStream)  # does nothing
     """
-    if is_cuda(stream) and tensor.device.type == as_cuda(stream).device.type:
+    if is_accelerator(stream) and tensor.device.type == as_accelerator(stream).device.type:
         if tensor.is_conj() or tensor.is_neg():
             # Of such a view PyTorch would record a copy, and write that copy back.
             memory = tensor.untyped_storage()
             tensor = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
-        tensor.record_stream(as_cuda(stream))
+        tensor.record_stream(as_accelerator(stream))
+
+
+#: As torchgpipe 0.0.7 spelled them.
+is_cuda, as_cuda = is_accelerator, as_accelerator

@@ -119,7 +119,7 @@ class ThreadState(NamedTuple):
                            workers)))
 
     @property
-    def takes_turns(self) -> bool:
+    def is_serialized(self) -> bool:
         """Whether cells have to run in a certain order, since the user's code sees what they do.
 
         Hooks may count what they pack, as ``torch.utils.checkpoint`` does, and modes may do

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchgpipe.engine.stream import AbstractStream, CPUStream, as_cuda, get_device, is_cuda
+from torchgpipe.engine.stream import (AbstractStream, CPUStream, as_accelerator, get_device,
+                                      is_accelerator)
 from torchgpipe.private import at_end_of_backward, backward_pass
 from torchgpipe.schedule.action import Action
 
@@ -22,10 +23,10 @@ Stamp = tuple[torch.device, Any]
 
 def stamp(stream: AbstractStream) -> Stamp:
     """Mark now: on the CPU, or when a stream gets there."""
-    if not is_cuda(stream):
+    if not is_accelerator(stream):
         return torch.device('cpu'), time.perf_counter()
     event = torch.Event(get_device(stream), enable_timing=True)
-    event.record(as_cuda(stream))
+    event.record(as_accelerator(stream))
     return get_device(stream), event
 
 

@@ -27,7 +27,7 @@ from torchgpipe.context import context
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.stream import (AbstractStream, CPUStream, current_stream, get_device,
-                                      is_cuda, memory_key)
+                                      is_accelerator, memory_key)
 from torchgpipe.gpipe import GPipe
 from torchgpipe.schedule.action import Action, Timed
 from torchgpipe.timeline.lanes import Copied
@@ -144,7 +144,7 @@ class _Observer:
         if self._local.acting:
             self._of_step[backward.action.micro_batch, backward.action.stage] = backward
             self._hook(first, backward.begin)
-        elif is_cuda(backward.stream):
+        elif is_accelerator(backward.stream):
             self._backwards.append(backward)
             self._hook(first, backward.begin)
             self._handles += [node.register_hook(backward.end)
@@ -179,11 +179,11 @@ class _Observer:
 
     def copy(self, source: AbstractStream, target: AbstractStream) -> Callable[[], None]:
         """Record a copy between two devices, if it is one of this pipeline."""
-        i = self._workers.index_of(source if is_cuda(source) else target)
+        i = self._workers.index_of(source if is_accelerator(source) else target)
         if i is None:
             return lambda: None
         copied = Copied(self._lane(source), self._lane(target), i, 0., 0.)
-        stream = source if is_cuda(source) else target
+        stream = source if is_accelerator(source) else target
         start = stamp(stream)
         return lambda: self._copies.append((copied, start, stamp(stream)))
 

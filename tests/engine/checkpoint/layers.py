@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from tests import accelerator
-from tests.helpers import assert_same, call, gradients, see_late
+from tests.helpers import assert_same, call, compare_all_pending, gradients
 from torchgpipe import GPipe
 
 
@@ -163,7 +163,7 @@ def compare_modes(make, devices, chunks=3, size=9, steps=3):
         torch.manual_seed(1)
         for _ in range(steps):
             call(gpipe, torch.randn(size, 4, dtype=torch.double)).square().sum().backward()
-        see_late(gpipe)
+        compare_all_pending(gpipe)
         buffers = [x.to_dense() if x.is_sparse else x for x in gpipe.buffers()]
         results.append([*gradients(gpipe), *buffers, *gpipe.parameters()])
     assert_same(results[1], results[0])

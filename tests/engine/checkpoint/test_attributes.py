@@ -9,7 +9,7 @@ from tests.devices import one_worker
 from tests.helpers import call
 from torchgpipe import GPipe
 from torchgpipe.engine.checkpoint.attributes import (attributes_of, contents_of, copy_of_container,
-                                                     is_restless)
+                                                     may_be_mutated)
 
 
 class Module(nn.Module):
@@ -26,7 +26,7 @@ def changes(value, change):
     before = attributes_of(module)
     contents = {name: contents_of(name, value) for name, value in before.items()}
     change(module)
-    return is_restless(before, contents, attributes_of(module))
+    return may_be_mutated(before, contents, attributes_of(module))
 
 
 CHANGES = [(0, lambda module: setattr(module, 'value', 1)),

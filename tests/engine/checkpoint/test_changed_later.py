@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.devices import devices, one_worker
-from tests.helpers import assert_same, call, gradients, modes, nothing, see_late
+from tests.helpers import assert_same, call, compare_all_pending, gradients, modes, nothing
 from torchgpipe import GPipe
 
 
@@ -128,7 +128,7 @@ def test_a_layer_that_begins_to_do_something_new(devices, what):
     is_exact = what is drop and devices.are_accelerators
     with nothing() if is_exact else pytest.raises(RuntimeError, match='took another path'):
         gpipe(x).sum().backward()
-        see_late(gpipe)
+        compare_all_pending(gpipe)
     for _ in range(3):
         x.grad = None
         output = gpipe(x)

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tests.devices import ACCELERATOR, DEVICES, cpu_only, devices, one_worker, workers
-from tests.helpers import (MODES, Child, assert_same, call, gradients, micro_batches, modes,
-                           nothing, on_first, see_late)
+from tests.helpers import (MODES, Child, assert_same, call, compare_all_pending, gradients,
+                           micro_batches, modes, nothing, on_first)
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.checkpoint import checkpoint
 from torchgpipe.engine.checkpoint import draws
@@ -71,7 +71,7 @@ def assert_output_and_gradient_agree(gpipe, x):
     x = on_first(gpipe, x).requires_grad_()
     output = gpipe(x)
     output.sum().backward()
-    see_late(gpipe)
+    compare_all_pending(gpipe)
     assert torch.allclose(output.cpu(), (x * x.grad).cpu())
 
 
@@ -453,7 +453,7 @@ def test_a_thread_that_draws_beside_a_model_that_does_not(devices, mode):
         call(gpipe, torch.rand(6, 4)).sum().backward()
     for observed in gpipe._engine.partitions[0].observed.values():
         assert not observed.draws
-        assert observed._suspicions > 4  # it was watched again for the first, second, fourth only
+        assert observed._false_alarms > 4  # Watched for the 1st, 2nd, 4th only
 
 
 @workers
@@ -559,7 +559,7 @@ def test_threads_at_the_generator_do_not_wait_for_each_other_for_ever():
                 cycle = [torch.ones(3, requires_grad=True).exp(), None]
                 cycle[1] = cycle
             for _ in range(5):
-                draws.Witness().look()
+                draws.DrawMonitor().anyone_drew()
 
     def look_in_threads():
         gc.set_threshold(3)

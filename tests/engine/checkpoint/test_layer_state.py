@@ -11,7 +11,7 @@ from tests.engine.checkpoint.layers import (LAZY, ODD, Decay, Layer, compare_mod
                                             skip_unless_movable)
 from tests.helpers import assert_same, call, gradients
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.engine.checkpoint.kept import Kept
+from torchgpipe.engine.checkpoint.snapshot import Snapshot
 
 
 @devices
@@ -186,7 +186,7 @@ def test_in_v080_sparse_buffers_could_not_be_compared(layout, change):
 
 def test_a_sparse_buffer_is_told_by_its_version():
     tensor = torch.eye(2).to_sparse()
-    kept = Kept(tensor, tensor.clone())
+    kept = Snapshot(tensor, tensor.clone())
     assert not kept.was_written(tensor)
     tensor.mul_(2)
     assert kept.was_written(tensor)

@@ -13,8 +13,9 @@ from tests.devices import cpu_only, one_worker
 from tests.engine.checkpoint.layers import ODD, Layer, compare_modes, doubles, skip_unless_movable
 from torchgpipe import GPipe
 from torchgpipe.balance.live import LiveTensors
-from torchgpipe.engine.checkpoint import kept, layer_state
-from torchgpipe.engine.checkpoint.kept import copy_of
+from torchgpipe.engine.checkpoint import layers as layers_module
+from torchgpipe.engine.checkpoint import snapshot
+from torchgpipe.engine.checkpoint.snapshot import copy_of
 from torchgpipe.private import data_address
 
 
@@ -82,15 +83,15 @@ def test_what_a_kernel_only_reads_is_not_copied_for_each_cell():
     gpipe(x).sum().backward()
     gpipe(x).sum().backward()
     layers = []
-    real = layer_state.Layers.__init__
+    real = layers_module.Layers.__init__
 
     def note(self, *args):
         real(self, *args)
         layers.append(self)
 
     copies = []
-    with mock.patch.object(layer_state.Layers, '__init__', note), \
-            mock.patch.object(layer_state, 'copy_of', lambda x, *args: (
+    with mock.patch.object(layers_module.Layers, '__init__', note), \
+            mock.patch.object(layers_module, 'copy_of', lambda x, *args: (
                 copies.append(x), copy_of(x, *args))[1]):
         gpipe(x).sum().backward()
     assert len(layers) == 1 and len(copies) == 1
@@ -118,9 +119,9 @@ def test_where_nothing_can_be_copied_on_write(devices, name, large, monkeypatch)
     """As on a GPU: what was seen to change is copied, and so is what is small."""
     skip_unless_movable(name, devices)
     if not devices.are_accelerators:
-        monkeypatch.setattr(kept, '_on_write', lambda x: None)
-        monkeypatch.setattr(kept.Kept, 'is_still', lambda self, now: False)
-        monkeypatch.setattr(kept.Kept, 'was_written', lambda self, now: (
+        monkeypatch.setattr(snapshot, '_on_write', lambda x: None)
+        monkeypatch.setattr(snapshot.Snapshot, 'is_still', lambda self, now: False)
+        monkeypatch.setattr(snapshot.Snapshot, 'was_written', lambda self, now: (
             self._tensor() is not now or not torch.equal(self._value, now)))
     if large:
         monkeypatch.setattr(layer_state, 'SMALL', 0)

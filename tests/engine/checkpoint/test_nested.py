@@ -30,7 +30,7 @@ class Nest(nn.Module):
 
 
 class Pad(nn.Module):
-    """Fill them up."""
+    """RecomputedTensors them up."""
 
     def forward(self, x):
         """Do so."""

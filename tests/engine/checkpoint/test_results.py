@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tests.devices import DEVICES, cpu_only, devices, one_worker
 from tests.engine.checkpoint.layers import ODD, Layer, compare_modes, skip_unless_movable
-from tests.helpers import (STEPS, WeakLog, assert_same, call, gradients, nodes, see_late, to,
-                           train_both)
+from tests.helpers import (STEPS, WeakLog, assert_same, call, compare_all_pending, gradients,
+                           nodes, to, train_both)
 from torchgpipe import GPipe, is_recomputing, no_recompute
 from torchgpipe.engine.checkpoint import results
 from torchgpipe.engine.checkpoint.results import MARK
@@ -173,7 +173,7 @@ def test_numbers_are_those_of_the_unwrapped_model(devices, case):
     for _ in range(2):
         gpipe.zero_grad()
         train_both(model, gpipe, torch.randn(7, 4, dtype=torch.double))
-    see_late(gpipe)
+    compare_all_pending(gpipe)
     if case not in AGAIN:
         assert not any(gpipe[0].inner.calls) and not any(gpipe[1].inner.calls)
 
@@ -278,7 +278,7 @@ def test_draws_after_a_marked_layer_in_each_of_two_recomputations(devices):
         loss = call(gpipe, torch.randn(6, 4, dtype=torch.double)).square().sum()
         loss.backward(retain_graph=True)
         loss.backward()
-        see_late(gpipe)
+        compare_all_pending(gpipe)
         results.append(gradients(gpipe))
     assert_same(*results)
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tests.devices import ACCELERATOR, cpu_only, one_worker
-from tests.helpers import see_late
+from tests.helpers import compare_all_pending
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.checkpoint import samples
 
@@ -30,7 +30,7 @@ def test_what_no_snapshot_sees_is_found_out_by_its_result(devices, forward):
     output = gpipe(torch.rand(4, 4, device=devices.first))
     with pytest.raises(RuntimeError, match='its output has other values'):
         output.sum().backward()
-        see_late(gpipe)
+        compare_all_pending(gpipe)
 
 
 @one_worker
@@ -44,7 +44,7 @@ def test_rounding_and_values_that_are_no_numbers_are_no_other_result(devices, dt
     gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Noise()).to(dtype), [1, 1],
                   devices=devices(2), chunks=2, checkpoint='always')
     gpipe(torch.rand(4, 4, dtype=dtype, device=devices.first)).sum().backward()
-    see_late(gpipe)
+    compare_all_pending(gpipe)
 
 
 class Layer(nn.Linear):
@@ -111,7 +111,7 @@ def test_what_has_been_compared_is_let_go(elsewhere):
     gpipe = make()
     gpipe[1].on = False
     step(gpipe)
-    late = [partition.late for partition in gpipe._engine.partitions]
+    late = [partition.pending for partition in gpipe._engine.partitions]
     assert [len(each) for each in late] == [2, 2]
     elsewhere[:] = [True, True, True, False]
     with torch.no_grad():

@@ -15,7 +15,7 @@ from torchgpipe.engine.memory import versions
 from torchgpipe.private import script_attributes
 
 __all__ = ['OWN', 'SIMPLE', 'Attributes', 'are_same', 'attributes_of', 'contents_of',
-           'copy_of_container', 'is_restless', 'state_of']
+           'copy_of_container', 'may_be_mutated', 'state_of']
 
 #: Attributes of a module that are looked at by themselves.
 OWN = ('_buffers', '_parameters', 'training')
@@ -70,7 +70,7 @@ def _copy(value: Any, copies: dict[int, Any], found: list[Any]) -> Any:
     return copy
 
 
-def is_restless(before: Attributes, contents: Attributes, after: Attributes) -> bool:
+def may_be_mutated(before: Attributes, contents: Attributes, after: Attributes) -> bool:
     """Tell whether attributes have changed, or may change in a way that can't be seen.
 
     Args:

@@ -31,12 +31,12 @@ from torch import Tensor
 from torchgpipe.engine.checkpoint.random_operations import (Call, Draw, Mode, Recorder, Replayer,
                                                             disturbed, same, state_of)
 
-__all__ = ['Draws', 'Position', 'Witness']
+__all__ = ['Draws', 'Position', 'DrawMonitor']
 
 T = TypeVar('T')
 
 
-class Witness:
+class DrawMonitor:
     """Whether someone drew from the CPU's generator while cells ran that were not recorded.
 
     It may have been these, which had not been seen to draw before, or another thread.
@@ -46,7 +46,7 @@ class Witness:
         self.drawn = False
         self._before = state_of()
 
-    def look(self) -> bool:
+    def anyone_drew(self) -> bool:
         """Look whether the generator is where it was, and remember."""
         self.drawn = not same(self._before, state_of())
         return self.drawn
@@ -58,18 +58,18 @@ class Draws:
     Args:
         device: Where it runs.
         recorder: Records its first pass; ``None`` if its layers were seen not to draw.
-        witness: Tells after the first pass whether anyone drew. By default one that looks at the
+        monitor: Tells after the first pass whether anyone drew. By default one that looks at the
             end of this cell.
     """
 
     __slots__ = ('_after', '_before', '_device', '_draws', '_mode', '_moved', '_random',
-                 '_recorder', '_witness')
+                 '_recorder', '_monitor')
 
     def __init__(self, device: torch.device, recorder: Recorder | None,
-                 witness: Witness | None = None) -> None:
+                 monitor: DrawMonitor | None = None) -> None:
         self._device = device
         self._recorder = recorder
-        self._witness = witness
+        self._monitor = monitor
         self._draws: dict[Call, Draw] = {}
         self._random: set[Any] = set()
         #: What counts the calls of the present pass.
@@ -85,25 +85,25 @@ class Draws:
         if recorder is not None:
             output = recorder.run(function)
             self._draws, self._random = recorder.draws, recorder.random
-        elif self._witness is not None:
+        elif self._monitor is not None:
             output = function()
         else:
-            self._witness = Witness()
+            self._monitor = DrawMonitor()
             output = function()
-            self._witness.look()
+            self._monitor.anyone_drew()
         self._mode = None
         self._after = _device_state(self._device)
         return output
 
     @property
-    def suspect(self) -> bool:
+    def may_have_drawn(self) -> bool:
         """Whether someone drew in a first pass that was not recorded."""
-        return self._witness is not None and self._witness.drawn
+        return self._monitor is not None and self._monitor.drawn
 
     def replay(self, function: Callable[[], T]) -> T:
         """Run the cell again, on the numbers that it drew."""
         self._mode = None
-        if self._draws or self.suspect:
+        if self._draws or self.may_have_drawn:
             self._mode = Replayer(self._draws, self._random)
             function = partial(self._mode.run, function)
         before, after = self._before, self._after

@@ -30,9 +30,9 @@ from torchgpipe.aliases import Slot
 from torchgpipe.context import context
 from torchgpipe.engine.checkpoint.attributes import (OWN, SIMPLE, attributes_of, contents_of,
                                                      copy_of_container)
-from torchgpipe.engine.checkpoint.kept import Kept, Memories, copy_of, is_plain, view_of
 from torchgpipe.engine.checkpoint.layers import Layers
 from torchgpipe.engine.checkpoint.observed import Watch
+from torchgpipe.engine.checkpoint.snapshot import Memories, Snapshot, copy_of, is_plain, view_of
 from torchgpipe.engine.memory import size_of, storage_id, versions
 from torchgpipe.errors import uninterrupted
 from torchgpipe.private import unseen
@@ -84,7 +84,7 @@ class CellState:
     """
 
     __slots__ = ('_attributes', '_buffers', '_layers', '_lost', '_memories', '_parameters',
-                 '_told', '_versions', '_watch')
+                 '_version_checked', '_versions', '_watch')
 
     def __init__(self, layers: Layers, watch: Watch | None = None) -> None:
         self._layers = layers
@@ -97,7 +97,7 @@ class CellState:
         self._attributes: Restores = {}
         kept, told = layers.parameters()
         #: What is told by its version.
-        self._told = told
+        self._version_checked = told
         with unseen():
             for slot, tensor in kept:
                 _put(self._parameters, slot, self._keep(slot, tensor))
@@ -105,9 +105,9 @@ class CellState:
                 if module._buffers:
                     self._buffers[module] = {name: self._keep_buffer((module, name), buffer)
                                              for name, buffer in module._buffers.items()}
-                if watch is not None or module in layers.observed.restless:
+                if watch is not None or module in layers.observed.mutated:
                     self._attributes[module] = self._keep_attributes(module)
-        self._versions = versions([tensor for _, tensor in self._told])
+        self._versions = versions([tensor for _, tensor in self._version_checked])
         context.asked = False
 
     def _keep(self, slot: Slot, tensor: Tensor, at_once: bool = False) -> Restore:
@@ -115,7 +115,7 @@ class CellState:
         kept = self._layers.keep(slot, tensor, self._memories, at_once)
         if kept is not None:
             return kept.restored
-        self._told = [*self._told, (slot, tensor)]
+        self._version_checked = [*self._version_checked, (slot, tensor)]
         return _now
 
     def _keep_buffer(self, slot: Slot, buffer: Tensor | None) -> Restore:
@@ -143,17 +143,17 @@ class CellState:
         """Look what the first pass has changed."""
         self._layers.hooks  # as of now, since a hook may remove itself
         watch, self._memories = self._watch, {}
-        after = versions([tensor for _, tensor in self._told])
+        after = versions([tensor for _, tensor in self._version_checked])
         if watch is None and after == self._versions:
             return
-        self._end_told(after, {} if watch is None else watch.copies)
+        self._end_version_checked(after, {} if watch is None else watch.copies)
         if watch is not None:
             observed = self._layers.observed
             observed.watched = True
-            observed.aware |= context.asked
-            observed.restless |= set() if observed.aware else watch.restless()
+            observed.asks_phase |= context.asked
+            observed.mutated |= set() if observed.asks_phase else watch.mutated()
             self._attributes = {module: restores for module, restores in self._attributes.items()
-                                if module in observed.restless}
+                                if module in observed.mutated}
             observed.written.update(self._written())
             self._watch = None
 
@@ -167,10 +167,10 @@ class CellState:
                 if self._buffers.get(module, _NONE).get(name, _copy_of_now) is _copy_of_now:
                     yield module, name
 
-    def _end_told(self, after: list[int], copies: Memories) -> None:
+    def _end_version_checked(self, after: list[int], copies: Memories) -> None:
         """Restore from a copy what was written to after all, if one was made before."""
         told = []
-        for (slot, tensor), version, now in zip(self._told, self._versions, after):
+        for (slot, tensor), version, now in zip(self._version_checked, self._versions, after):
             copy = copies.get(storage_id(tensor)) if is_plain(tensor) else None
             if copy is None and version == now:
                 told.append((slot, tensor))
@@ -180,8 +180,8 @@ class CellState:
                 self._lost = slot
             else:
                 where = self._buffers if slot[1] in slot[0]._buffers else self._parameters
-                _put(where, slot, Kept(tensor, view_of(copy, tensor)).restored)
-        self._told, self._versions = told, versions([tensor for _, tensor in told])
+                _put(where, slot, Snapshot(tensor, view_of(copy, tensor)).restored)
+        self._version_checked, self._versions = told, versions([tensor for _, tensor in told])
 
     def watch_again(self) -> None:
         """Take note that a recomputation failed, so that more was to be seen than was seen."""
@@ -205,7 +205,7 @@ class CellState:
                     setattr(module, name, value)
                 return function()
             finally:
-                if self._layers.observed.aware:
+                if self._layers.observed.asks_phase:
                     _keep_attributes(swaps)
                 uninterrupted(partial(_put_back, swaps, scripts))
 
@@ -216,12 +216,12 @@ class CellState:
                 f'{self._layers.name(self._lost)} was written to by its layer in a checkpointed '
                 'micro-batch, as was never seen before in this mode, so its value from before is '
                 'not there for the recomputation. Call the model again: from now on it is kept.')
-        now = versions([tensor for _, tensor in self._told])
+        now = versions([tensor for _, tensor in self._version_checked])
         if now == self._versions:
             return
         slot, expected, version = next(
             (slot, before, after) for (slot, _), before, after
-            in zip(self._told, self._versions, now) if before != after)
+            in zip(self._version_checked, self._versions, now) if before != after)
         raise RuntimeError(
             f'{self._layers.name(slot)} has been modified by an inplace operation between forward '
             f'and backward (it is at version {version}; expected version {expected}), so a '
@@ -232,8 +232,8 @@ class CellState:
                         ) -> dict[str, Any]:
         """Give the attributes of a module for a recomputation."""
         now, layers = module.__dict__, self._layers
-        restless = self._attributes.get(module)
-        attributes = {**now} if restless is None else _restored(restless, now, memories)
+        mutated = self._attributes.get(module)
+        attributes = {**now} if mutated is None else _restored(mutated, now, memories)
         attributes['training'] = training
         attributes.update(layers.hooks[module])
         attributes['_parameters'] = parameters = {

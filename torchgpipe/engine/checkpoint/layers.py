@@ -8,9 +8,10 @@ from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.aliases import Slot
-from torchgpipe.engine.checkpoint.kept import Kept, Memories, copy_of, copy_on_write, with_grad
 from torchgpipe.engine.checkpoint.observed import Observed, Watch
 from torchgpipe.engine.checkpoint.results import MARK
+from torchgpipe.engine.checkpoint.snapshot import (Memories, Snapshot, copy_of, copy_on_write,
+                                                   with_grad)
 from torchgpipe.private import HOOKS
 
 __all__ = ['Layers', 'SlotTensor']
@@ -33,14 +34,14 @@ class Layers:
         self.lock = lock
         self.modules = list(partition.modules())
         #: Those that are kept out of recomputation.
-        self.marked = [module for module in self.modules if MARK in module.__dict__]
+        self.no_recompute = [module for module in self.modules if MARK in module.__dict__]
         self._training = [module.training for module in self.modules]
         mode = tuple(self._training)
         if mode not in observed:
             observed[mode] = Observed()
         self.observed = observed[mode]
         #: The values that cells keep.
-        self.kept: dict[Slot, Kept] = {}
+        self.kept: dict[Slot, Snapshot] = {}
         self._split: tuple[int, list[SlotTensor], list[SlotTensor]] = -1, [], []
 
     @cached_property
@@ -99,7 +100,8 @@ class Layers:
             self._split = len(written), kept, told
         return self._split[1:]
 
-    def keep(self, slot: Slot, tensor: Tensor, memories: Memories, at_once: bool) -> Kept | None:
+    def keep(self, slot: Slot, tensor: Tensor, memories: Memories, at_once: bool
+             ) -> Snapshot | None:
         """Keep the value of a tensor; cells that find the same value share a copy.
 
         Args:
@@ -113,7 +115,7 @@ class Layers:
             value = (copy_of if at_once else copy_on_write)(tensor, memories)
             if value is None:
                 return None
-            kept = self.kept[slot] = Kept(tensor, value)
+            kept = self.kept[slot] = Snapshot(tensor, value)
         return kept
 
     def name(self, slot: Slot) -> str:

@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 
 from torchgpipe.aliases import Slot
-from torchgpipe.engine.checkpoint.attributes import attributes_of, contents_of, is_restless
-from torchgpipe.engine.checkpoint.kept import Memories, copy_of, is_plain, own_memory
+from torchgpipe.engine.checkpoint.attributes import attributes_of, contents_of, may_be_mutated
 from torchgpipe.engine.checkpoint.operations import operation_of
 from torchgpipe.engine.checkpoint.random_operations import Recorder
+from torchgpipe.engine.checkpoint.snapshot import Memories, copy_of, is_plain, own_memory
 from torchgpipe.engine.memory import storage_id
 
 __all__ = ['Observed', 'Watch']
@@ -33,10 +33,10 @@ class Observed:
         #: Parameters and buffers that they write to.
         self.written: set[Slot] = set()
         #: Modules of which they set other attributes, or that have tensors in them.
-        self.restless: set[nn.Module] = set()
+        self.mutated: set[nn.Module] = set()
         #: Whether they ask which pass they are in, and so deal with their attributes themselves.
-        self.aware = False
-        self._suspicions = 0
+        self.asks_phase = False
+        self._false_alarms = 0
 
     def recorder(self) -> Recorder | None:
         """Give what records the random numbers of the next cell, unless they draw none."""
@@ -49,14 +49,14 @@ class Observed:
         self.draws = bool(self.draws or recorder.draws)
         self.random |= recorder.random
 
-    def suspect(self) -> None:
+    def watch_draws(self) -> None:
         """Take note that someone drew while these layers ran, which were seen not to.
 
         They are watched again; less and less often, for it may be another thread each time.
         """
         if self.draws is False:
-            self._suspicions += 1
-            if self._suspicions & (self._suspicions - 1) == 0:  # a power of two
+            self._false_alarms += 1
+            if self._false_alarms & (self._false_alarms - 1) == 0:  # a power of two
                 self.draws = None
 
     def watch_again(self) -> None:
@@ -93,7 +93,7 @@ class Watch(Recorder):
                 own_memory(x)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def restless(self) -> set[nn.Module]:
+    def mutated(self) -> set[nn.Module]:
         """Give the modules whose attributes are others now, or are tensors."""
         return {module for module, found in self._found.items()
-                if is_restless(found, self._contents[module], attributes_of(module))}
+                if may_be_mutated(found, self._contents[module], attributes_of(module))}

@@ -38,9 +38,9 @@ from torchgpipe.engine.batch import find_grad
 from torchgpipe.engine.checkpoint.compiled import Saved
 from torchgpipe.engine.checkpoint.draws import Draws
 from torchgpipe.engine.checkpoint.layer_state import CellState
-from torchgpipe.engine.checkpoint.recomputed import Fill
+from torchgpipe.engine.checkpoint.recomputed import RecomputedTensors
 from torchgpipe.engine.checkpoint.results import Results
-from torchgpipe.engine.checkpoint.samples import Late, compare, keep
+from torchgpipe.engine.checkpoint.samples import PendingComparison, compare, keep
 from torchgpipe.engine.dependency import get_phony, join
 from torchgpipe.engine.memory import check_nested, versions
 from torchgpipe.engine.offload import Offload
@@ -71,25 +71,26 @@ class Recomputation:
         layers: What it is made of, if that changes.
         device: Where it runs.
         blame: Says who changed the input in place.
-        late: Where to put outputs that can't be compared yet.
+        pending: Where to put outputs that can't be compared yet.
         results: Those of layers that are not to run again, if any.
         offload: Lets the input wait elsewhere, if it should.
     """
 
     __slots__ = ('_ahead', '_blame', '_changed', '_compiled', '_draws', '_fills', '_function',
-                 '_input', '_late', '_layers', '_num_threads', '_offload', '_open',
+                 '_input', '_pending', '_layers', '_num_threads', '_offload', '_open',
                  '_packer', '_phony', '_results', '_samples', '_saved', '_state', '_stream',
                  '__weakref__')
 
     def __init__(self, function: Call, state: ThreadState, draws: Draws,
                  layers: CellState | None, device: torch.device,
-                 blame: Callable[[Any], str] | None = None, late: deque[Late] | None = None,
+                 blame: Callable[[Any], str] | None = None,
+                 pending: deque[PendingComparison] | None = None,
                  results: Results | None = None, offload: Offload | None = None) -> None:
         self._function = function
         self._results = results
         self._offload = offload
         self._blame = blame
-        self._late: deque[Late] = deque() if late is None else late
+        self._pending: deque[PendingComparison] = deque() if pending is None else pending
         self._state = state
         self._draws = draws
         self._layers = layers
@@ -97,8 +98,8 @@ class Recomputation:
         self._input: tuple[Tensor, ...] = ()
         self._saved: list[int] = []
         self._compiled: dict[int, Saved] = {}
-        self._fills: dict[int, Fill] = {}
-        self._ahead: Fill | None = None
+        self._fills: dict[int, RecomputedTensors] = {}
+        self._ahead: RecomputedTensors | None = None
         self._phony: Tensor | None = None
         self._packer: AbstractStream | None = None
         self._changed = False
@@ -185,7 +186,7 @@ class Recomputation:
         return k
 
     @uncompiled
-    def fill(self) -> Fill:
+    def fill(self) -> RecomputedTensors:
         """Run the function again, and keep what its nodes save for this backward pass."""
         try:
             input = self._take_input()
@@ -194,13 +195,13 @@ class Recomputation:
                 add_note(error, AGAIN)
             raise
         leaves = tuple([x.detach().requires_grad_(x.requires_grad) for x in input])
-        fill = Fill(self._saved, self._compiled, self._state.hooks_of_recomputation())
+        fill = RecomputedTensors(self._saved, self._compiled, self._state.hooks_of_recomputation())
         try:
             # Autograd may call this on another stream than the one whose nodes take the tensors.
             with use_stream(self._stream):
                 output = self._recompute(leaves, fill)
                 fill.close()
-                self._late.extend(compare(output, self._samples))
+                self._pending.extend(compare(output, self._samples))
         except Exception:
             if self._layers is not None:
                 self._layers.watch_again()
@@ -211,12 +212,12 @@ class Recomputation:
             at_end_of_backward(partial(self._drop, number))
         return fill
 
-    def fill_ahead(self) -> None:
+    def prefetch(self) -> None:
         """Do so before the backward pass that will need it, in the thread that will run that."""
         self.fill()
         self._ahead = self._fills.pop(backward_pass())
 
-    def fill_now(self) -> None:
+    def use_prefetched(self) -> None:
         """Let the present backward pass have its tensors, unless that was done ahead."""
         fill, self._ahead = self._ahead, None
         if fill is None:
@@ -242,7 +243,7 @@ class Recomputation:
                 record_stream(x, self._stream)
         return input if self._offload is None else self._offload.fetch(input, self._stream)
 
-    def _recompute(self, leaves: tuple[Tensor, ...], fill: Fill) -> list[Tensor]:
+    def _recompute(self, leaves: tuple[Tensor, ...], fill: RecomputedTensors) -> list[Tensor]:
         # What an interrupt leaves behind of these hooks is dropped by autograd when the backward
         # pass ends.
         outside = context.checkpointing, context.recomputing
@@ -350,7 +351,7 @@ class Recompute(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, ...]:
         recomputation = ctx.recomputation()
         assert recomputation is not None, 'Checkpoint, which runs next, owns it'
-        recomputation.fill_now()
+        recomputation.use_prefetched()
         if not retains_graph():
             recomputation.forget()
         return None, None, None

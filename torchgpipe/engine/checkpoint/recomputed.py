@@ -1,7 +1,7 @@
 """Recomputed tensors: what one recomputation saves, for the nodes of one backward pass.
 
 [Note: Lifetime of a recomputed tensor]
-    run ──keep──▶ Fill.tensors[k] ──take──▶ the node that saved it ──▶ freed
+    run ──keep──▶ RecomputedTensors.tensors[k] ──take──▶ the node that saved it ──▶ freed
 Each backward pass has a fill of its own, since several threads may go through a graph that is
 retained. A node of PyTorch's own unpacks a tensor exactly once. A `torch.autograd.Function`
 unpacks all its tensors whenever its author says `ctx.saved_tensors`, so these stay until another
@@ -18,10 +18,10 @@ from torchgpipe.engine.checkpoint.compiled import Saved, check_code
 from torchgpipe.errors import nested, other_path
 from torchgpipe.private import APPLY, Hooks, PythonNode, compiled_code, current_node, uncompiled
 
-__all__ = ['Fill']
+__all__ = ['RecomputedTensors']
 
 
-class Fill:
+class RecomputedTensors:
     """The tensors of one recomputation, for the nodes of one backward pass.
 
     Args:

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.jit import ScriptModule
 
 from torchgpipe.engine.checkpoint.draws import Draws, Position
-from torchgpipe.engine.checkpoint.kept import Memories, copy_of
+from torchgpipe.engine.checkpoint.snapshot import Memories, copy_of
 from torchgpipe.engine.dependency import get_phony
 from torchgpipe.engine.memory import check_nested, share_memory, versions
 from torchgpipe.errors import add_note, other_path, uninterrupted

@@ -19,7 +19,8 @@ from torchgpipe.engine.memory import check_nested
 from torchgpipe.errors import other_path
 from torchgpipe.private import unseen
 
-__all__ = ['Late', 'Sample', 'agree', 'compare', 'compare_late', 'elements_of', 'keep']
+__all__ = ['PendingComparison', 'Sample', 'agree', 'compare', 'compare_pending', 'elements_of',
+           'keep']
 
 #: How many elements of an output are compared, about.
 NUMBER = 64
@@ -35,7 +36,7 @@ class Sample(NamedTuple):
     elements: Tensor | None
 
 
-class Late(NamedTuple):
+class PendingComparison(NamedTuple):
     """Two samples that are still on their way from another device."""
 
     now: Tensor
@@ -85,7 +86,7 @@ def _is_here(x: Tensor) -> bool:
     return x.is_cpu
 
 
-def compare(output: Sequence[Tensor], before: list[Sample]) -> list[Late]:
+def compare(output: Sequence[Tensor], before: list[Sample]) -> list[PendingComparison]:
     """Compare what a recomputation gave with what its first pass gave.
 
     Args:
@@ -112,13 +113,13 @@ def compare(output: Sequence[Tensor], before: list[Sample]) -> list[Late]:
             if elements is None or old.elements is None:
                 continue
             if not _is_here(x):
-                late.append(Late(_copy(elements), old.elements, _event(x.device)))
+                late.append(PendingComparison(_copy(elements), old.elements, _event(x.device)))
             elif not agree(elements, old.elements):
                 raise other_path(DIFFERENCE)
     return late
 
 
-def compare_late(late: deque[Late], j: int) -> None:
+def compare_pending(late: deque[PendingComparison], j: int) -> None:
     """Compare those samples of partition ``j`` that have come; the others stay.
 
     Raises:

@@ -8,7 +8,8 @@ from torch import nn
 from tests.devices import one_worker
 from tests.helpers import assert_same, call, gradients
 from torchgpipe import GPipe
-from torchgpipe.engine.checkpoint.kept import Kept, copy_of, copy_on_write, own_memory, with_grad
+from torchgpipe.engine.checkpoint.snapshot import (Snapshot, copy_of, copy_on_write, own_memory,
+                                                   with_grad)
 
 
 def loaded(value):
@@ -85,7 +86,7 @@ def test_a_buffer_that_is_resized(devices, size):
 def test_the_same_value_again_is_not_the_same_as_never_written():
     """A recomputation writes to what it is given."""
     x = torch.ones(3)
-    kept = Kept(x, copy_of(x, {}))
+    kept = Snapshot(x, copy_of(x, {}))
     assert kept.restored(x, {}) is x
     x.mul_(1)
     assert kept.is_still(x) and kept.restored(x, {}) is not x

@@ -24,13 +24,13 @@ from torch.nn import functional as F
 
 from torchgpipe.private import innermost_hooks, is_transformed, tree_map_only
 
-__all__ = ['PutOff', 'Weight']
+__all__ = ['DeferredWork', 'Weight']
 
 #: What computes some gradients of weights, and adds them up.
 Work = list[Callable[[], None]]
 
 
-class PutOff:
+class DeferredWork:
     """Where calls in a partition put gradients of weights off to, if anywhere.
 
     It is set for each action. A recomputation may run in a thread of autograd's, so it is not set
@@ -39,7 +39,7 @@ class PutOff:
 
     work: Work | None = None
     #: Whether the step goes back now. A layer may do so by itself, in its own forward.
-    goes_back = False
+    splits = False
 
 
 #: Calls a function without asking classes of tensors what to do.
@@ -49,7 +49,7 @@ _as_parameter: Any = nn.Parameter.__torch_function__
 class Weight(nn.Parameter):
     """A parameter whose gradient may come later: a leaf that nobody looks at before the end."""
 
-    put_off: PutOff
+    deferred: DeferredWork
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,7 +72,7 @@ def _plain(weight: Weight) -> Tensor:
 
 def _splits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Tell whether a call puts its gradients of weights off."""
-    return (isinstance(weight, Weight) and weight.put_off.work is not None
+    return (isinstance(weight, Weight) and weight.deferred.work is not None
             and torch.is_grad_enabled()
             and (isinstance(bias, Weight) or bias is None)
             and type(input) is Tensor and input.layout is torch.strided
@@ -95,7 +95,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: '_Linear | _Convolution', input: Tensor, weight: Weight,
                 bias: Weight | None) -> Tensor:
-        ctx.function, ctx.put_off, ctx.work = function, weight.put_off, weight.put_off.work
+        ctx.function, ctx.deferred, ctx.work = function, weight.deferred, weight.deferred.work
         ctx.set_materialize_grads(False)  # What nobody uses has no gradient, not one of zeros.
         ctx.leaves = weight, bias  # What is unpacked may be another tensor.
         ctx.hooked = False
@@ -109,7 +109,7 @@ class _Split(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         input_grad = ctx.function.input_grad(grad, input, weight) \
             if ctx.needs_input_grad[1] else None
-        if ctx.hooked or not ctx.put_off.goes_back:
+        if ctx.hooked or not ctx.deferred.splits:
             return None, input_grad, *_weight_grads(ctx.function, grad, input, ctx.leaves)
         # Detached, or nodes of the graph would own each other, unseen by the garbage collector.
         ctx.work.append(partial(_finish, ctx.function, grad, input.detach(), ctx.leaves))

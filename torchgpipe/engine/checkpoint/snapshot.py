@@ -17,7 +17,7 @@ from torch.nn.parameter import Buffer
 from torchgpipe.engine.memory import storage_id, versions
 from torchgpipe.private import data_address, lazy_clone
 
-__all__ = ['Kept', 'Memories', 'copy_of', 'copy_on_write', 'is_plain', 'own_memory',
+__all__ = ['Snapshot', 'Memories', 'copy_of', 'copy_on_write', 'is_plain', 'own_memory',
            'view_of', 'with_grad']
 
 #: Copies of memories, by :func:`storage_id` of what they were copied from.
@@ -78,7 +78,7 @@ def _view(memory: torch.UntypedStorage, x: Tensor) -> Tensor:
     return view.set_(memory, x.storage_offset(), x.size(), x.stride())
 
 
-class Kept:
+class Snapshot:
     """A tensor as it was: which one it was, and its value.
 
     The tensor itself is not owned: it may carry a graph, and the graph owns this object.

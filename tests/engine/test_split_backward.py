@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.devices import cpu_only, cpus, devices, workers
 from tests.helpers import Spy, assert_same, gradients, modes, on_first
 from torchgpipe import GPipe
-from torchgpipe.engine import halves
+from torchgpipe.engine import split_backward
 from torchgpipe.engine.stepping import Step
 from torchgpipe.schedule import Schedule
 
@@ -27,7 +27,7 @@ def loss_of(output, target):
 @pytest.fixture
 def log(monkeypatch):
     """Note the actions, and how many gradients each one adds up that were put off."""
-    entries, act, add = [], Step._act, halves._add
+    entries, act, add = [], Step._act, split_backward._add
 
     def note(step, action):
         entries.append([str(action), 0])
@@ -38,7 +38,7 @@ def log(monkeypatch):
         add(leaf, grad)
 
     monkeypatch.setattr(Step, '_act', note)
-    monkeypatch.setattr(halves, '_add', count)
+    monkeypatch.setattr(split_backward, '_add', count)
     return entries
 
 
@@ -266,10 +266,10 @@ def test_each_kind_of_layer(devices, mode, name, log):
         gpipe.step(y, target, loss_of, schedule='zb-h1')
         assert_same(gradients(gpipe), gradients(model))
         assert_same([y.grad], [x.grad])
-        put_off = [(action[1], count) for action, count in log]
+        deferred = [(action[1], count) for action, count in log]
         calls = 7 if name == 'one at a time' else 3
-        assert sum(count for kind, count in put_off) == number * calls
-        assert all(kind == 'W' for kind, count in put_off if count)
+        assert sum(count for kind, count in deferred) == number * calls
+        assert all(kind == 'W' for kind, count in deferred if count)
 
 
 @cpu_only('the simulated accelerator has no convolutions')
@@ -406,7 +406,7 @@ def test_under_hooks_of_the_user_s():
 @workers
 def test_the_input_s_gradient_does_not_wait_for_that_of_weights(devices, monkeypatch):
     """Partition 0 goes back while partition 1 is held before its first W."""
-    sent, add = threading.Event(), halves._add
+    sent, add = threading.Event(), split_backward._add
     gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1],
                   devices=devices.distinct(2), chunks=2, checkpoint='never')
     x = torch.randn(4, 4, device=devices.first)
@@ -414,19 +414,19 @@ def test_the_input_s_gradient_does_not_wait_for_that_of_weights(devices, monkeyp
     gpipe.step(x, target, loss_of, schedule='zb-h1')
 
     def wait(leaf, grad):
-        if leaf.put_off is places[1]:
+        if leaf.deferred is places[1]:
             assert sent.wait(20)
         add(leaf, grad)
 
     places, act = {}, Step._act
 
     def note(step, action):
-        places.update(step._put_off)
+        places.update(step._deferred)
         act(step, action)
         if str(action) == '0I0':
             sent.set()
 
-    monkeypatch.setattr(halves, '_add', wait)
+    monkeypatch.setattr(split_backward, '_add', wait)
     monkeypatch.setattr(Step, '_act', note)
     gpipe.step(x, target, loss_of, schedule='zb-h1')
     assert sent.is_set()
@@ -440,7 +440,7 @@ def test_a_fault_in_a_second_half(devices, mode, monkeypatch):
     x = torch.randn(6, 4, dtype=torch.double)
     loss_of(model(x), x).backward()
     y, target = on_first(gpipe, x), x.to(gpipe.devices[-1])
-    add, kept = halves._add, weakref.WeakSet()
+    add, kept = split_backward._add, weakref.WeakSet()
     for number in (1, 5, 18):
         left = [number]
 
@@ -451,7 +451,7 @@ def test_a_fault_in_a_second_half(devices, mode, monkeypatch):
                 raise ValueError
             add(leaf, grad)
 
-        monkeypatch.setattr(halves, '_add', fail)
+        monkeypatch.setattr(split_backward, '_add', fail)
         gc.collect()
         gc.disable()
         try:
@@ -462,7 +462,7 @@ def test_a_fault_in_a_second_half(devices, mode, monkeypatch):
             assert all(parameter.grad is None for parameter in gpipe.parameters())
         finally:
             gc.enable()
-        monkeypatch.setattr(halves, '_add', add)
+        monkeypatch.setattr(split_backward, '_add', add)
         gpipe.step(y, target, loss_of, schedule='zb-h1')
         assert_same(gradients(gpipe), gradients(model))
         gpipe.zero_grad()
@@ -480,7 +480,7 @@ def test_nothing_is_left_behind(fails, monkeypatch):
     if fails:
         def fail(*args):
             raise ValueError
-        monkeypatch.setattr(halves, '_add', fail)
+        monkeypatch.setattr(split_backward, '_add', fail)
     gc.disable()
     try:
         gpipe.step(x, x, loss_of, schedule='zb-h1')
@@ -492,8 +492,8 @@ def test_nothing_is_left_behind(fails, monkeypatch):
 
 
 def test_a_weight_is_a_parameter_for_all_that_look_at_it():
-    weight = halves.Weight(torch.ones(2, 2))
-    weight.put_off = halves.PutOff()
+    weight = split_backward.Weight(torch.ones(2, 2))
+    weight.deferred = split_backward.DeferredWork()
     assert isinstance(weight, nn.Parameter) and weight.shape == (2, 2)
     assert type(weight * 2) is torch.Tensor and type(weight.detach()) is torch.Tensor
     assert type(weight.t()) is torch.Tensor
