@@ -2,6 +2,7 @@
 import random
 from collections import OrderedDict
 from functools import partial
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -220,6 +221,13 @@ def of_a_state_dict(change):
     """Load a state dict into a sharded layer."""
     layer = sharded(1)
     ts.relocate_state_dict(layer, change(layer.state_dict()))
+
+
+def of_a_checkpoint():
+    """Load a checkpoint into a layer of another size."""
+    with TemporaryDirectory() as folder:
+        ts.save_checkpoint(folder, sharded(1))
+        ts.load_checkpoint(folder, ts.nn.ParallelLinear(4, 5, dim=1))
 
 
 def of_an_optimizer():
@@ -603,9 +611,11 @@ REFUSALS = [
     alone(lambda: ts.dtensor(tagged(torch.randn(4, 4)))),
     alone(lambda: loss_of(4, 3)),
     alone(lambda: loss_of(4, 4, target=torch.rand(4))),
+    alone(lambda: loss_of(4, 4, target=torch.arange(4).int())),
     alone(lambda: loss_of(4, 4, 2)),
     alone(lambda: loss_of(4, 4, weight=torch.ones(3))),
     alone(lambda: of_a_state_dict(lambda values: {'weight': values['weight']})),
+    alone(of_a_checkpoint),
     alone(lambda: of_a_state_dict(lambda values: {**values, 'weight': torch.randn(2, 4)})),
     alone(of_an_optimizer),
     lambda: take_step(model=wrap(Communicates(), linear(), Communicates())),

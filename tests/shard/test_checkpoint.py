@@ -1,4 +1,5 @@
 """Checkpoints: what was saved is loaded, in groups of any size, and in one process."""
+import re
 
 import pytest
 import torch
@@ -97,6 +98,40 @@ def fails(folder):
     if dist.get_rank() == 1:
         folder += '/nowhere'
     ts.load_checkpoint(folder, sharded)
+
+
+def raised(function, *args):
+    """Return what a call raises, which is an exception, and what it follows from."""
+    with pytest.raises(Exception) as found:
+        function(*args)
+    return f'{found.type.__name__}: {found.value}', type(found.value.__cause__).__name__
+
+
+def fails_everywhere(folder):
+    """Load other shapes, save in a place that one rank can't write, and a weight that was cut."""
+    model, other = (nn.Sequential(ts.nn.ParallelLinear(6, size, dim=1)) for size in (8, 9))
+    ts.save_checkpoint(folder, model)
+    rank = dist.get_rank()
+    here = f'{folder}/.metadata/here' if rank else f'{folder}/there'  # not within a file
+    found = [raised(ts.load_checkpoint, folder, other), raised(ts.save_checkpoint, here, model)]
+    if rank:
+        model[0].weight.data = model[0].weight.data[:1]
+    return [*found, raised(ts.save_checkpoint, f'{folder}/cut', model),
+            raised(lambda: ts.collect_state_dict(model, model.state_dict()))]
+
+
+def test_what_fails_is_an_exception_on_all_ranks(tmp_path):
+    """PyTorch's CheckpointException is none."""
+    for rank, (shapes, place, *cut) in enumerate(run(2, fails_everywhere, str(tmp_path), group=2)):
+        for (text, cause), who, reason in (
+                (shapes, '0, 1', 'Size mismatch .*8, 6.*9, 6.* for model.0.weight'),
+                (place, '1', 'NotADirectoryError: .*here')):
+            assert re.match(rf'RuntimeError: \w+ a checkpoint failed on ranks \[{who}\]: .*'
+                            f'{reason}', text)
+            assert cause == 'CheckpointException'
+        for text, _ in cut:
+            assert text.startswith(('RuntimeError: ', 'ValueError: ')[rank])
+            assert "'0.weight' is (1, 6) and not (4, 6)" in text
 
 
 def test_a_rank_that_can_not_save_or_load_is_named_by_the_others(tmp_path):

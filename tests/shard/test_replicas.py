@@ -1,5 +1,6 @@
 """Replicas: gradients are those of one process on all samples, however samples are spread."""
 import copy
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchgpipe.shard as ts
 from tests.shard.plain import close, gradients, pair, whole, whole_gradients
-from tests.shard.processes import run
+from tests.shard.processes import outcomes, run
 
 #: Worlds, and groups in them.
 GRID = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
@@ -134,6 +135,11 @@ def not_ignored():
     ddp(torch.ones(1, 4))
     ddp.parameters_to_ignore = set()
     ddp(torch.ones(1, 4))  # It is looked at once.
+
+
+def uneven():
+    """Wrap shards of uneven size as if they were copies."""
+    DistributedDataParallel(ts.nn.ParallelLinear(4, 11, dim=1))
 
 
 def odd_gradients():
@@ -259,6 +265,12 @@ def test_what_ddp_is_told_to_ignore(world, group):
 
 def test_shards_that_ddp_takes_for_copies_are_refused():
     run(2, not_ignored, group=2)
+
+
+def test_shards_of_uneven_size_are_refused_by_ddp_itself():
+    _, failure = outcomes(2, uneven, group=2)
+    assert re.search(r'RuntimeError: .*params\[0\] in this process with sizes \[5, 4\]',
+                     failure.text)
 
 
 def test_gradients_that_some_replicas_lack():

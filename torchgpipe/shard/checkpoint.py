@@ -7,7 +7,8 @@ size can read them, and so can a single process with PyTorch alone::
     optimizer.state.<name of the parameter>.<name of the state>
 """
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 
 from torchgpipe.shard.agreement import agreed
 from torchgpipe.shard.entries import check_keys, check_shapes, optimizer_entries, place
-from torchgpipe.shard.parameter import dtensor
+from torchgpipe.shard.parameter import dtensor, part_shape
 from torchgpipe.shard.tags import storage_dim
 
 if TYPE_CHECKING:
@@ -49,7 +50,9 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
         options: What else ``torch.distributed.checkpoint.save`` takes, as ``storage_writer``.
 
     Raises:
-        ValueError: A state of the optimizer has another shape than its sharded parameter.
+        ValueError: A sharded parameter, or a state of the optimizer, has not the shape of this
+            rank's part.
+        RuntimeError: A rank can not write its part, or failed otherwise; it is named.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -57,7 +60,8 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
         state: dict[str, Any] = {'model': _model_views(model)}
         if optimizer is not None:
             state['optimizer'] = _optimizer_views(model, optimizer)
-    dcp.save(state, checkpoint_id=path, **options)  # type: ignore[attr-defined]
+    with _exceptions('saving a checkpoint'):
+        dcp.save(state, checkpoint_id=path, **options)  # type: ignore[attr-defined]
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = None, *,
@@ -77,7 +81,8 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
     Raises:
         ValueError: Keys of the model are missing, or foreign, or the optimizer has other groups
             of parameters; they are named.
-        RuntimeError: Another rank failed, which is named.
+        RuntimeError: A tensor of the checkpoint has another shape, or a rank failed, which is
+            named.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
@@ -89,10 +94,28 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
         _check_model(state['model'], saved)
         if optimizer is not None:
             state['optimizer'] = _optimizer_form(model, optimizer, saved)
-    dcp.load(state, storage_reader=reader, **options)  # type: ignore[attr-defined]
+    with _exceptions('reading a checkpoint'):
+        dcp.load(state, storage_reader=reader, **options)  # type: ignore[attr-defined]
     set_model_state_dict(model, _local(state['model']))
     if optimizer is not None:
         _load_optimizer(model, optimizer, state['optimizer'])
+
+
+@contextmanager
+def _exceptions(what: str) -> Iterator[None]:
+    """Raise an exception for what PyTorch raises on all ranks, as that is none.
+
+    Raises:
+        RuntimeError: Ranks failed; it names them, and says what the first of them raised.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        raised, _ = next(iter(error.failures.values()))
+        raise RuntimeError(f'{what} failed on ranks {[*error.failures]}: {type(raised).__name__}: '
+                           f'{raised}') from error
 
 
 # --- the model
@@ -114,6 +137,7 @@ def _model_views(model: nn.Module) -> dict[str, Any]:
 
     sharded = {key: parameter for key, parameter in _parameters(model).items()
                if storage_dim(parameter) is not None}
+    check_shapes(sharded, {key: part_shape(sharded[key]) for key in sharded})
     return {key: dtensor(sharded[key]) if key in sharded else value
             for key, value in get_model_state_dict(model).items()}
 
@@ -156,7 +180,7 @@ def _optimizer_views(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     groups, flat = _named_groups(model, optimizer)
     entries, sharded = optimizer_entries(optimizer, optimizer.state_dict())
     check_shapes({key: entries[key] for key in sharded},
-                 {key: parameter.shape for key, parameter in sharded.items()})
+                 {key: part_shape(parameter) for key, parameter in sharded.items()})
     states: dict[str, dict[str, Any]] = {}
     for (number, entry), value in entries.items():
         parameter = sharded.get((number, entry))

@@ -124,6 +124,7 @@ class Scatter(torch.autograd.Function):
                 lengths: Sequence[int]) -> Tensor:
         """Give a tensor of its own, so that the whole can be freed."""
         ctx.how = group, dim, lengths
+        ctx.makes_parts = True
         if group.size() == 1:
             return x.detach()
         rank = group.rank()
@@ -161,6 +162,7 @@ class Copy(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         """Give it on."""
         ctx.group = group
+        ctx.makes_parts = True
         return x.detach()
 
     @staticmethod

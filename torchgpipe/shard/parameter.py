@@ -3,6 +3,7 @@
 What they know stands in attributes of the parameter. A copy, another device or a checkpoint may
 put another parameter in its place, so the module that has it tags it again.
 """
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,7 +17,7 @@ from torchgpipe.shard.tags import is_tagged, register_parallel_attribute, storag
 from torchgpipe.shard.world import current, needed_by
 from torchgpipe.shard.wrapped import check_wrapped
 
-__all__ = ['Layout', 'ParallelModule', 'dtensor', 'global_shape', 'knows_shape']
+__all__ = ['Layout', 'ParallelModule', 'dtensor', 'global_shape', 'knows_shape', 'part_shape']
 
 _GLOBAL_SHAPE = '_global_shape'
 
@@ -35,13 +36,8 @@ class Layout:
         return to_storage(self.dim, self.order)
 
     def local_shape(self) -> list[int]:
-        """Give the shape of this rank's part."""
-        shape = list(self.shape)
-        if self.storage is not None:
-            world = current()
-            size = shape[self.storage]
-            shape[self.storage] = sizes.part(size, world.tensor_size, world.tensor_rank)[1]
-        return shape
+        """Return the shape of this rank's part."""
+        return _part_of(self.shape, self.storage)
 
     def tag(self, parameter: Tensor) -> None:
         """Let a parameter know."""
@@ -237,6 +233,23 @@ def global_shape(parameter: Tensor) -> torch.Size:
             'of what: let its module derive from ts.nn.ParallelModule, and add it by '
             'register_part(name, shape, dim)')
     return parameter.shape
+
+
+def part_shape(parameter: Tensor) -> torch.Size:
+    """Return the shape that this rank's part of a parameter has, whatever stands in it.
+
+    Raises:
+        ValueError: It is a part of something, and nobody has said of what.
+    """
+    return torch.Size(_part_of(global_shape(parameter), storage_dim(parameter)))
+
+
+def _part_of(shape: Sequence[int], dim: int | None) -> list[int]:
+    part = list(shape)
+    if dim is not None:
+        world = current()
+        part[dim] = sizes.part(part[dim], world.tensor_size, world.tensor_rank)[1]
+    return part
 
 
 def dtensor(parameter: Tensor, local: Tensor | None = None) -> Any:

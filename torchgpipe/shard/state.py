@@ -23,7 +23,7 @@ from torchgpipe.shard.agreement import agreed, same_everywhere
 from torchgpipe.shard.collectives import broadcast
 from torchgpipe.shard.entries import (Entries, Sharded, check_keys, check_shapes, name_of,
                                       optimizer_entries, place, sharded_parameters, split_dim)
-from torchgpipe.shard.parameter import global_shape
+from torchgpipe.shard.parameter import global_shape, part_shape
 
 __all__ = ['collect_optimizer_state_dict', 'collect_state_dict', 'relocate_optimizer_state_dict',
            'relocate_state_dict']
@@ -142,7 +142,7 @@ def _collect(entries: Entries, sharded: Sharded, rank0_only: bool,
     firsts: dict[Any, Any] = {}
     with agreed('collecting a state dict'):
         shards = {key: entries[key] for key in entries if key in sharded}
-        check_shapes(shards, {key: parameter.shape for key, parameter in sharded.items()})
+        check_shapes(shards, {key: part_shape(sharded[key]) for key in shards})
         ties = {key: firsts.setdefault(place(shard), key) for key, shard in shards.items()}
         collected = {key: None if key in shards else _moved(entries[key], device)
                      for key in entries if keeps}

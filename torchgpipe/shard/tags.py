@@ -1,14 +1,17 @@
 """Tags: attributes of a tensor that say which dimension of it is split over the parallel group.
 
 A tag is an attribute of one tensor object. What an operation makes of that tensor has none, so the
-functions of this package tag what they return, and never what they were given.
+functions of this package tag what they return, and never what they were given. Where a tag was
+lost, the autograd graph may know what it said.
 """
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
-__all__ = ['check_dim', 'get_parallel_dim', 'is_split', 'is_tagged', 'register_parallel_attribute',
-           'register_parallel_dim', 'set_attribute', 'storage_dim', 'to_storage']
+__all__ = ['check_dim', 'get_parallel_dim', 'is_made_of_parts', 'is_split', 'is_tagged',
+           'register_parallel_attribute', 'register_parallel_dim', 'set_attribute', 'storage_dim',
+           'to_storage']
 
 #: The attribute that holds the parallel dimension: None for a whole tensor, or 0, 1, -1.
 _PARALLEL_DIM = '_parallel_dim'
@@ -94,3 +97,29 @@ def storage_dim(parameter: Tensor) -> int | None:
 def to_storage(dim: int | None, order: int) -> int | None:
     """Give the dimension in memory that a parallel dimension stands for."""
     return _STORAGE[order][dim]
+
+
+def is_made_of_parts(tensor: Tensor) -> bool:
+    """Return whether autograd has recorded that a tensor follows from this rank's parts.
+
+    So it does if a way back through its graph leads to a parameter that is split, or to where a
+    whole tensor went into parts, as they say by `makes_parts`. Other autograd functions end a way,
+    such as those that put parts together: what they do is not known here.
+    """
+    waiting: list[Any] = [tensor.grad_fn]
+    seen = {None}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, 'variable', None)
+        if getattr(node, 'makes_parts', False) or leaf is not None and _is_part(leaf):
+            return True
+        if not isinstance(node, BackwardCFunction):
+            waiting += [other for other, _ in node.next_functions]
+    return False
+
+
+def _is_part(leaf: Tensor) -> bool:
+    return storage_dim(leaf) is not None

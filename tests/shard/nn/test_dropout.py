@@ -139,6 +139,11 @@ def test_draws_around_other_operations():
     run(2, attention, group=2)
 
 
+def test_in_evaluation_no_tag_is_needed_and_none_given():
+    x, layer = torch.ones(2), ts.nn.ParallelDropout().eval()
+    assert layer(x).equal(x) and not is_tagged(layer(x))
+
+
 def test_wrong_use_raises():
     with pytest.raises(ValueError, match=r'ParallelDropout\(p=0.5.*RegisterParallelDim'):
         ts.nn.ParallelDropout()(torch.ones(2))

@@ -6,8 +6,10 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import torchgpipe.shard as ts
 from tests.shard.processes import run
@@ -253,10 +255,9 @@ def fine_targets():
     torch.testing.assert_close(loss, F.cross_entropy(logits, coarse_target.double()),
                                rtol=0, atol=1e-12)
     logits, target = draw(7, (6,), 'numbers')
-    for dtype in (torch.int32, torch.uint8):
-        for given in (logits, sharded(logits)):
-            assert parallel_cross_entropy(given, target.to(dtype)) == \
-                parallel_cross_entropy(given, target)
+    for given in (logits, sharded(logits)):
+        assert parallel_cross_entropy(given, target.byte()) == \
+            parallel_cross_entropy(given, target)
 
 
 def test_targets_of_other_types():
@@ -449,6 +450,8 @@ def refused(name):
         more = {'weight': weights(7).requires_grad_()}
     elif name == 'booleans':
         target = target > 1
+    elif name == 'short integers':
+        target = target.int()
     elif name == 'integers for logits':
         part = part.long()
     elif name == 'no dimension':
@@ -504,7 +507,8 @@ REFUSALS = {
     'weights of a shard': r'ValueError: weights of shape \(.,\) do not fit 7 classes: each rank',
     'targets with a gradient': r'ValueError: .*detach\(\) these',
     'weights with a gradient': r'ValueError: .*detach\(\) these',
-    'booleans': 'TypeError: targets are integers or probabilities, not torch.bool',
+    'booleans': 'TypeError: targets are class numbers .*, or probabilities, not torch.bool',
+    'short integers': r'TypeError: targets are .*not torch.int32: target.long\(\)',
     'integers for logits': 'TypeError: logits are floating point numbers.* not torch.int64',
     'no dimension': r'TypeError: logits are floating point numbers .* of shape \(\)',
     'parallel dimension 0': 'ValueError: logits are whole or split in their last dimension',
@@ -539,6 +543,45 @@ def whole_logits():
 
 def test_logits_without_a_tag_are_whole_if_all_ranks_have_the_same():
     run(2, whole_logits, group=2)
+
+
+class Ended(torch.autograd.Function):
+    """Hide what it was made of."""
+
+    forward = staticmethod(lambda ctx, x: x.clone())
+    backward = staticmethod(lambda ctx, gradient: gradient)
+
+
+def equal_shards():
+    """Lose the tag of shards that are the same on all ranks, and of what is whole."""
+    target, x = torch.tensor([0, 3]), torch.randn(2, 3)
+    head, other = ts.nn.ParallelLinear(3, 8, dim=1), ts.nn.ParallelLinear(8, 4, dim=0)
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+    losses = {
+        'from data': lambda: parallel_cross_entropy(head(x).float() + 0, target),
+        'from activations': lambda: parallel_cross_entropy(
+            head(x.clone().requires_grad_()).relu() * 2, target),
+        'in a checkpoint': lambda: parallel_cross_entropy(
+            checkpoint(lambda x: head(x) + 0, x, use_reentrant=False), target)}
+    for loss in losses.values():
+        with pytest.raises(RuntimeError, match="logits without a tag follow from this rank's .*"
+                                               r'put ts.nn.RegisterParallelDim\(-1\) before'):
+            loss()
+    with torch.no_grad(), pytest.raises(IndexError, match=r'is 4, but there are 4 .* no tag, .*'
+                                                          r'RegisterParallelDim\(-1\)'):
+        parallel_cross_entropy(head(x) + 0, target + 1)
+    for whole in (other(head(x)) + 0, ts.distributed.gather(head(x)) + 0,
+                  ts.distributed.reduce(head(x)) + 0, Ended.apply(head(x)) + 0,
+                  nn.Linear(4, 4)(other(head(x)))):
+        assert parallel_cross_entropy(whole, target) == F.cross_entropy(whole, target)
+    head.requires_grad_(False)
+    with pytest.raises(RuntimeError, match='logits without a tag follow'):
+        losses['from activations']()
+
+
+def test_shards_that_are_the_same_on_all_ranks_are_not_taken_for_whole():
+    run(2, equal_shards, group=2)
 
 
 def test_a_group_of_one_has_lost_no_tag():

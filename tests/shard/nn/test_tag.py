@@ -3,8 +3,11 @@ from collections import namedtuple
 
 import pytest
 import torch
+from torch import nn
 
 import torchgpipe.shard as ts
+from tests.shard.processes import run
+from torchgpipe.sequential import to_sequential
 from torchgpipe.shard.tags import is_tagged
 
 Pair = namedtuple('Pair', 'a b')
@@ -25,6 +28,29 @@ def test_each_tensor_of_a_tuple_gets_a_tag_and_the_input_none(dim, requires_grad
     if requires_grad:
         (y * 3).sum().backward()
         assert x.grad.tolist() == [3, 3]
+
+
+class Branches(nn.Module):
+    """A model that is not sequential."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.tag = ts.nn.ParallelLinear(3, 4, dim=1), ts.nn.RegisterParallelDim(-1)
+        self.second = ts.nn.ParallelLinear(4, 3, dim=0)
+
+    def forward(self, x):
+        """Tag what is in between."""
+        return self.second(self.tag(self.first(x).relu())) + x
+
+
+def converted():
+    """Compare a model with what it was converted to."""
+    model, x = Branches(), torch.randn(2, 3)
+    assert to_sequential(model, x)(x).equal(model(x))
+
+
+def test_a_conversion_to_a_sequential_model_leaves_it_whole():
+    run(2, converted, group=2)
 
 
 def test_a_wrong_dimension_raises():

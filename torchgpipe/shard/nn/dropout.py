@@ -21,7 +21,7 @@ class ParallelDropout(nn.Module):
             input says which. The output is tagged so.
 
     Raises:
-        ValueError: The input has no tag, and ``dim`` was left out.
+        ValueError: In training, the input has no tag, and ``dim`` was left out.
     """
 
     #: For pipelines: see :mod:`torchgpipe.context`.
@@ -37,6 +37,8 @@ class ParallelDropout(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Set some elements to zero, in training."""
+        if not self.training and self.dim == 'tag' and not is_tagged(input):
+            return input
         dim = self._dim_of(input)
         if self.training and 0 < self.p < 1:
             with draws(dim, input.device):

@@ -9,10 +9,14 @@ from torchgpipe.shard.collectives import all_reduce
 from torchgpipe.shard.debug import compare, is_read
 from torchgpipe.shard.nn.classes import Classes, meet, misfit, see
 from torchgpipe.shard.nn.cross_entropy import RowLosses
-from torchgpipe.shard.tags import get_parallel_dim, is_split, is_tagged
+from torchgpipe.shard.tags import get_parallel_dim, is_made_of_parts, is_split, is_tagged
 from torchgpipe.shard.world import World, needed_by
 
 __all__ = ['ParallelCrossEntropyLoss', 'parallel_cross_entropy']
+
+_LOST = ('If they are shards, an operation has lost their tag: put ts.nn.RegisterParallelDim(-1) '
+         'before the loss. If they are whole, or each rank has samples of its own, say so by '
+         'ts.nn.RegisterParallelDim(None)')
 
 
 class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
@@ -64,8 +68,9 @@ def parallel_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None 
 
     Args:
         input: Logits of shape (…, C); or of shape (…, classes of this rank), tagged. If they have
-            no tag, ranks see in a collective of its own that they have the same ones, which are
-            whole; :func:`ts.register_parallel_dim` of None spares it.
+            no tag, they are whole, which is checked as far as it can be seen: autograd has
+            recorded no part that they follow from, and ranks see in a collective of its own that
+            they have the same ones. :func:`ts.register_parallel_dim` of None spares both.
         target: Class numbers of shape (…), counted over all ranks, the same on each of them. Or
             probabilities, either whole, of shape (…, C), or a tagged shard as that of the logits.
         weight: The weights of all classes, shape (C,), on each rank.
@@ -122,15 +127,16 @@ def _check_tensors(input: Tensor, target: Tensor, ignore_index: int) -> None:
         if ignore_index >= 0:
             raise ValueError(f'ignore_index={ignore_index} is a class number, and the targets are '
                              'probabilities: give rows that do not count probabilities of 0')
-    elif target.dtype == torch.bool or target.is_complex():
-        raise TypeError(f'targets are integers or probabilities, not {target.dtype}')
+    elif target.dtype not in (torch.long, torch.uint8):
+        raise TypeError('targets are class numbers of torch.int64 or torch.uint8, or '
+                        f'probabilities, not {target.dtype}: target.long()')
     elif target.shape != rows:
         raise ValueError(f'class numbers have shape (…) for logits of shape (…, C), not {shapes}; '
                          'logits of shape (N, C, …) go in as logits.movedim(1, -1)')
 
 
-def _check_numbers(target: Tensor, classes: int | Tensor, ignore_index: int, numbers: Tensor
-                   ) -> None:
+def _check_numbers(target: Tensor, classes: int | Tensor, ignore_index: int, numbers: Tensor,
+                   hint: str = '') -> None:
     """See that class numbers are in range: name the first that is not, or make its row NaN."""
     wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
 
@@ -138,7 +144,7 @@ def _check_numbers(target: Tensor, classes: int | Tensor, ignore_index: int, num
         place, number = wrong.nonzero()[0].tolist(), int(classes)
         return IndexError(
             f'target{place or ""} is {target[tuple(place)].item()}, but there are {number} '
-            f'classes, from 0 to {number - 1}, and ignore_index is {ignore_index}')
+            f'classes, from 0 to {number - 1}, and ignore_index is {ignore_index}{hint}')
 
     see(wrong.reshape(-1, 1), numbers, error)
 
@@ -167,7 +173,8 @@ def _of_whole(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index
         target = target.movedim(-1, 1) if target.dim() > 1 else target
     else:
         if is_read(target):  # PyTorch looks elsewhere.
-            _check_numbers(target, classes, ignore_index, target)
+            _check_numbers(target, classes, ignore_index, target, '' if factor is None else
+                           f'; these logits have no tag, and count as whole. {_LOST}')
         target = target.long()
     loss = F.cross_entropy(input.movedim(-1, 1) if input.dim() > 1 else input, target, weight,
                            ignore_index=ignore_index, reduction=reduction,
@@ -178,22 +185,25 @@ def _of_whole(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index
 def _check_untagged(input: Tensor, group: ProcessGroup) -> Tensor:
     """See that logits of which nobody says what they are may be whole: the same on all ranks.
 
+    Shards may be that, too, as those of weights that are zero; the graph knows their origin.
+
     Returns:
         What the loss is to be multiplied by: 1, or NaN where the host does not look.
 
     Raises:
-        RuntimeError: They differ by more than by rounding.
+        RuntimeError: They differ by more than by rounding, or were computed from parts.
     """
+    if is_made_of_parts(input):
+        raise RuntimeError("logits without a tag follow from this rank's part of a layer, and no "
+                           f'gather or reduce has put them together. {_LOST}')
     x = input.detach()
     total = x.sum(dtype=torch.float64)
     found = torch.stack([total, -total, torch.linalg.vector_norm(x, dtype=torch.float64)])
     largest, other, norm = all_reduce(found, group, dist.ReduceOp.MAX)
     factor = torch.ones_like(largest)
     see(largest + other > 1e-3 * norm, factor, lambda: RuntimeError(
-        'the ranks of a group have different logits without a tag, so these are not whole. If '
-        'they are shards, an operation has lost their tag: put ts.nn.RegisterParallelDim(-1) '
-        'before the loss. If each rank has samples of its own, say so by '
-        'ts.nn.RegisterParallelDim(None)'))
+        'the ranks of a group have different logits without a tag, so these are not whole. '
+        f'{_LOST}'))
     return factor.to(input.dtype)
 
 

@@ -8,7 +8,7 @@ from torchgpipe.shard.tags import check_dim, register_parallel_dim
 __all__ = ['RegisterParallelDim']
 
 
-class RegisterParallelDim(nn.Module):
+class RegisterParallelDim(nn.Identity):  # A layer of PyTorch's, which conversions leave whole.
     """Say of an activation whether it is whole, or its last dimension this rank's part.
 
     Its output is the input, or the tuple of its inputs, in the same memory; each tensor of it is a
