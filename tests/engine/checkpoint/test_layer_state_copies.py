@@ -14,7 +14,7 @@ from tests.engine.checkpoint.layers import ODD, Layer, compare_modes, doubles, s
 from torchgpipe import GPipe
 from torchgpipe.balance.live import LiveTensors
 from torchgpipe.engine.checkpoint import layers as layers_module
-from torchgpipe.engine.checkpoint import snapshot
+from torchgpipe.engine.checkpoint import layer_state, snapshot
 from torchgpipe.engine.checkpoint.snapshot import copy_of
 from torchgpipe.private import data_address
 
