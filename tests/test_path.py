@@ -47,19 +47,11 @@ def counts(devices):
 
 @cpu_only('it counts calls of the host')
 def test_the_way_does_not_grow_unnoticed():
-    """In v0.3.0 it was 17 files and 78 functions, with workers 96; and 10 and 39 in backward.
-
-    What it is more since: a tensor is put into a batch and out, as values may have any nesting;
-    the clock, copies on workers and tensors in one memory are files of their own. Modes may differ
-    by partition, and an interrupt waits until layers have back what is theirs. A step by a
-    schedule shares the way into and out of the pipeline, and its interpreter runs the cells; rules
-    are fitted to the input. The calling thread runs some cells itself. Cells that run at the same
-    time may not communicate with other processes. Contexts that miss micro-batches are refused.
-    """
-    for devices, functions in ((['cpu'] * 2, 106), (['cpu:0', 'cpu:1'], 135)):
+    """In v0.3.0 it was 17 files and 78 functions, with workers 96; and 10 and 39 in backward."""
+    for devices, most in ((['cpu'] * 2, (22, 100)), (['cpu:0', 'cpu:1'], (25, 126))):
         forward, backward = counts(devices)
-        assert forward[0] <= 27 and forward[1] <= functions
-        assert backward[0] <= 15 and backward[1] <= 52
+        assert forward[0] <= most[0] and forward[1] <= most[1]
+        assert backward[0] <= 15 and backward[1] <= 45
 
 
 if __name__ == '__main__':

@@ -17,10 +17,10 @@ from typing import Any
 from torch import Tensor
 
 from torchgpipe.engine.batch import result_of
-from torchgpipe.engine.checkpoint.draws import DrawMonitor, Draws
+from torchgpipe.engine.checkpoint.draws import Draws
 from torchgpipe.engine.checkpoint.layer_state import CellState
 from torchgpipe.engine.checkpoint.layers import Layers
-from torchgpipe.engine.checkpoint.random_operations import Recorder
+from torchgpipe.engine.checkpoint.random_operations import DrawMonitor, Recorder
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.checkpoint.results import Results
 from torchgpipe.engine.checkpoint.samples import compare_pending
@@ -174,7 +174,7 @@ class Cells:
         assert layers is not None
         observed = layers.observed
         watch = None if observed.watched and observed.draws is not None else layers.watch()
-        recorder = watch or observed.recorder()
+        recorder = watch or (Recorder(observed.random) if observed.draws else None)
         found = CellState(layers, watch)
         device = self._partition.device
         draws = Draws(device, recorder, self.monitor)

@@ -78,7 +78,7 @@ from torch import Tensor
 from torchgpipe.context import context
 from torchgpipe.engine.batch import Batch, find_grad
 from torchgpipe.engine.cell import Cell
-from torchgpipe.engine.checkpoint.draws import DrawMonitor
+from torchgpipe.engine.checkpoint.random_operations import DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.copy import Copy, Wait
 from torchgpipe.engine.dependency import fork, join, pass_on

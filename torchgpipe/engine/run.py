@@ -31,7 +31,7 @@ from torchgpipe.context import MicroBatch, MiniBatch, context
 from torchgpipe.engine.aliasing import Aliasing, changed_in_place
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.cell import Cell, Cells
-from torchgpipe.engine.checkpoint.draws import DrawMonitor
+from torchgpipe.engine.checkpoint.random_operations import DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.compiled import part_contexts
 from torchgpipe.engine.memory import versions

@@ -92,9 +92,10 @@ class Step(Run):
         self._computes: list[Callable[..., Any]] = []
         self._loss: Callable[..., Any] = loss
         #: Held where the loss has leaves in place of its parameters.
-        self._loss_lock = together(layer_lock(loss.modules), *(
+        modules = {*loss.modules}
+        self._loss_lock = together(layer_lock(modules), *(
             partition.lock for partition in engine.partitions
-            if not {*partition.layers.modules()}.isdisjoint(loss.modules)))
+            if not modules.isdisjoint(partition.layers.modules()))) if modules else no_context
         self._input = [tuple(batch) for batch in batches]
         for batch in batches:
             batch[:] = map(leaf_of, batch)
@@ -215,7 +216,8 @@ class Step(Run):
         return copy.requires_grad_(x.requires_grad)
 
     def _is_apart(self, prev_j: int, j: int) -> bool:
-        return prev_j >= 0 and self._engine.apart(prev_j, j)
+        partitions = self._engine.partitions
+        return prev_j >= 0 and partitions[prev_j].memory != partitions[j].memory
 
     def _send(self, i: int, j: int, cell: Cell, output: list[Tensor],
               recomputation: Recomputation | None) -> None:

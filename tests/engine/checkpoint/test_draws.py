@@ -18,7 +18,7 @@ from tests.helpers import (MODES, Child, assert_same, call, compare_all_pending,
                            micro_batches, modes, nothing, on_first)
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.checkpoint import checkpoint
-from torchgpipe.engine.checkpoint import draws
+from torchgpipe.engine.checkpoint import random_operations
 from torchgpipe.engine.stream import use_device
 
 SHARED = 'threads that draw from one accelerator are refused, as its generator is moved back'
@@ -559,7 +559,7 @@ def test_threads_at_the_generator_do_not_wait_for_each_other_for_ever():
                 cycle = [torch.ones(3, requires_grad=True).exp(), None]
                 cycle[1] = cycle
             for _ in range(5):
-                draws.DrawMonitor().anyone_drew()
+                random_operations.DrawMonitor().anyone_drew()
 
     def look_in_threads():
         gc.set_threshold(3)

@@ -13,8 +13,9 @@ from tests.devices import cpu_only, one_worker
 from tests.engine.checkpoint.layers import ODD, Layer, compare_modes, doubles, skip_unless_movable
 from torchgpipe import GPipe
 from torchgpipe.balance.live import LiveTensors
+from torchgpipe.engine.checkpoint import layer_state
 from torchgpipe.engine.checkpoint import layers as layers_module
-from torchgpipe.engine.checkpoint import layer_state, snapshot
+from torchgpipe.engine.checkpoint import snapshot
 from torchgpipe.engine.checkpoint.snapshot import copy_of
 from torchgpipe.private import data_address
 

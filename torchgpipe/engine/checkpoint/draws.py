@@ -28,28 +28,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from torchgpipe.engine.checkpoint.random_operations import (Call, Draw, Mode, Recorder, Replayer,
-                                                            disturbed, same, state_of)
+from torchgpipe.engine.checkpoint.random_operations import (Call, Draw, DrawMonitor, Mode,
+                                                            Recorder, Replayer, disturbed, same)
 
-__all__ = ['Draws', 'Position', 'DrawMonitor']
+__all__ = ['Draws', 'Position']
 
 T = TypeVar('T')
-
-
-class DrawMonitor:
-    """Whether someone drew from the CPU's generator while cells ran that were not recorded.
-
-    It may have been these, which had not been seen to draw before, or another thread.
-    """
-
-    def __init__(self) -> None:
-        self.drawn = False
-        self._before = state_of()
-
-    def anyone_drew(self) -> bool:
-        """Look whether the generator is where it was, and remember."""
-        self.drawn = not same(self._before, state_of())
-        return self.drawn
 
 
 class Draws:

@@ -38,12 +38,6 @@ class Observed:
         self.asks_phase = False
         self._false_alarms = 0
 
-    def recorder(self) -> Recorder | None:
-        """Give what records the random numbers of the next cell, unless they draw none."""
-        if self.draws is None:
-            return Recorder()
-        return Recorder(self.random) if self.draws else None
-
     def learn(self, recorder: Recorder) -> None:
         """Take note of what a recorder has recorded."""
         self.draws = bool(self.draws or recorder.draws)

@@ -21,7 +21,8 @@ from torchgpipe.errors import other_path
 from torchgpipe.locks import new_lock
 from torchgpipe.private import DISPATCH_MODES, TorchDispatchMode, tree_leaves, unseen
 
-__all__ = ['Call', 'Draw', 'Mode', 'Recorder', 'Replayer', 'disturbed', 'same', 'state_of']
+__all__ = ['Call', 'Draw', 'DrawMonitor', 'Mode', 'Recorder', 'Replayer', 'disturbed', 'same',
+           'state_of']
 
 T = TypeVar('T')
 
@@ -262,3 +263,19 @@ def disturbed() -> RuntimeError:
         'another thread drew from the random generator of a checkpointed micro-batch in the '
         'middle of its random operations, so they can not be repeated. Give that thread a '
         "torch.Generator of its own, or use checkpoint='never'.")
+
+
+class DrawMonitor:
+    """Whether someone drew from the CPU's generator while cells ran that were not recorded.
+
+    It may have been these, which had not been seen to draw before, or another thread.
+    """
+
+    def __init__(self) -> None:
+        self.drawn = False
+        self._before = state_of()
+
+    def anyone_drew(self) -> bool:
+        """Look whether the generator is where it was, and remember."""
+        self.drawn = not same(self._before, state_of())
+        return self.drawn
