@@ -18,7 +18,7 @@ from tests import accelerator
 from torchgpipe import GPipe, split
 from torchgpipe.engine import copy as copy_module
 from torchgpipe.engine import partition, shared
-from torchgpipe.engine.checkpoint.samples import compare_pending
+from torchgpipe.engine.cell import compare_earlier
 from torchgpipe.engine.stream import use_device
 
 MODES = ['always', 'except_last', 'never']
@@ -148,7 +148,7 @@ def compare_all_pending(gpipe):
         torch.accelerator.synchronize(device)
     if accelerators:
         for each in gpipe._engine.partitions:
-            compare_pending(each.pending, each.j)
+            compare_earlier(each)
 
 
 def as_if_on_several(monkeypatch, number):

@@ -32,7 +32,7 @@ from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker
 from torchgpipe.structure import Kind
 
-__all__ = ['Cell', 'Cells']
+__all__ = ['Cell', 'Cells', 'compare_earlier']
 
 
 class Cell:
@@ -116,7 +116,7 @@ class Cells:
     def __init__(self, partition: Partition, checkpoint_stop: int, state: ThreadState,
                  one_worker: bool, held: AbstractContextManager[Any],
                  host_stream: AbstractStream = CPUStream) -> None:
-        _compare_late(partition)
+        compare_earlier(partition)
         self._partition = partition
         self._state = state
         self._host_stream = host_stream
@@ -196,7 +196,7 @@ class Cells:
         return self._partition.compute.blame(kind(tensors))
 
 
-def _compare_late(partition: Partition) -> None:
+def compare_earlier(partition: Partition) -> None:
     """Compare those outputs that can be compared by now with those of their first pass.
 
     Raises:
