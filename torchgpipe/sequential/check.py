@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.distance import arbitrary_loss, default_tolerance, distance, typical_size
-from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers
+from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers, without_grad
 from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.parts import Converted, original_names
 from torchgpipe.sequential.patches import one_at_a_time
@@ -56,8 +56,12 @@ def _run(module: nn.Module, value: Any, training: bool,
     module.train(training)
     # What was made in inference mode has no graph.
     learns = training and not any(x.is_inference() for x in module.parameters())
+
+    def output_of(_: bool) -> Any:
+        return call(module, copied_value(value))
+
     with torch.set_grad_enabled(learns):
-        output = call(module, copied_value(value))
+        output = output_of(True) if learns else without_grad(output_of)
         found = {f'output{path_name(leaf.path)}': leaf.value for leaf in leaves_of(output)
                  if isinstance(leaf.value, Tensor)}
         loss = arbitrary_loss(output)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from torchgpipe.distance import default_tolerance, distance
 from torchgpipe.sequential.check import Tensors, differences, fails_by_size, first_of
-from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers
+from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers, without_grad
 from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.patches import one_at_a_time
 from torchgpipe.structure import call, flatten_nested, leaves_of, path_name
@@ -104,8 +104,8 @@ def _outputs(model: nn.Module, value: Any, is_cut: bool, seed: int = 0) -> Tenso
 
 def _given(model: nn.Module, value: Any, is_cut: bool, seed: int = 0) -> dict[str, Any]:
     """Return what a model gives in evaluation: tensors and plain values, by where they are."""
-    with same_random_numbers(seed), fails_by_size(is_cut, Exception), torch.no_grad():
-        output = call(model.eval(), copied_value(value))
+    with same_random_numbers(seed), fails_by_size(is_cut, Exception):
+        output = without_grad(lambda _: call(model.eval(), copied_value(value)))
     return {f'output{path_name(leaf.path)}': leaf.value for leaf in leaves_of(output)}
 
 
