@@ -487,6 +487,7 @@ REFUSALS = [
     lambda: to_sequential(Between(lambda module, x: sum(x.chunk(2)))),
     lambda: in_stages(Between.forward, nn.ReLU()),
     lambda: convert(lambda module, x: x - x.mean(0)),
+    lambda: to_sequential(nn.Sequential(linear(), Layer(lambda x: (x, len(x)))), torch.ones(4, 4)),
     lambda: convert(lambda module, x: x if len(x) > 3 else -x),
     lambda: convert(leaves=['encoder']),
     lambda: convert()(torch.randn(4, 4), scale=2),

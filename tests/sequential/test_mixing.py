@@ -127,6 +127,32 @@ def test_outputs_without_a_batch_dimension():
         to_sequential(Several(True), torch.rand(7, 6))
 
 
+@pytest.mark.parametrize('plain', [
+    lambda x: x.shape[0], lambda x: x.shape[0] * x.shape[1], lambda x: x.shape,
+    lambda x: x.size(0) > 3, lambda x: {'n': (None, len(x) / 2)}, lambda x: x.sum().item()],
+    ids=range(6))
+def test_plain_values_that_go_by_the_samples(plain):
+    """In v0.8.2, a pipeline gave that of one micro-batch."""
+    class Counts(Model):
+        def forward(self, x):
+            return super().forward(x), plain(x)
+
+    model = Counts(lambda m, x: x)
+    with pytest.raises(ConversionError, match=r'(?s)plain value .*: output\[1\].* is .* for the '
+                                              'sample and .*, .* for halves. Compute it'):
+        to_sequential(model, torch.rand(6, 6))
+    with pytest.raises(ConversionError, match='plain value'):
+        from_stages(model, [model.a, lambda m, x: (m.b(x), plain(x))], torch.rand(6, 6))
+
+
+def test_plain_values_that_are_the_same_for_halves():
+    class Counts(Model):
+        def forward(self, x):
+            return super().forward(x), x.shape[1], None, float('nan'), x.shape[1:], x.dtype
+
+    assert len(to_sequential(Counts(lambda m, x: x), torch.rand(6, 6))) == 2
+
+
 def test_one_sample_alone_is_mixed_with_none():
     assert len(to_sequential(Model(lambda m, x: x - x.mean(0)), torch.rand(1, 6))) == 2
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.distance import arbitrary_loss, default_tolerance, distance, typical_size
-from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers
+from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers, without_grad
 from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.parts import Converted, original_names
 from torchgpipe.sequential.patches import one_at_a_time
 from torchgpipe.structure import call, leaves_of, path_name
 
-__all__ = ['Tensors', 'check', 'differences', 'fails_by_size', 'first_of', 'of_kind', 'run']
+__all__ = ['Tensors', 'check', 'differences', 'fails_by_size', 'first_of']
 
 #: Tensors that come of a call, by what they are.
 Tensors = dict[str, Tensor]
@@ -36,19 +36,19 @@ def check(module: nn.Module, converted: Converted, sample: Any, half: Any, advic
         for title, training, value in (('in training', True, sample),
                                        ('in evaluation, for a half of the sample', False, half)):
             with same_random_numbers(), fails_by_size(value is not sample, Exception):
-                expected = run(original, value, training)
+                expected = _run(original, value, training)
             with same_random_numbers(), fails_by_size(value is not sample, ValueError):
-                found = run(copy, value, training, original_names)
+                found = _run(copy, value, training, original_names)
             different = []
             for kind in ('output', 'gradient', 'buffer'):
-                different += differences(of_kind(expected, kind), of_kind(found, kind))
+                different += differences(_of_kind(expected, kind), _of_kind(found, kind))
             if different:
                 raise ConversionError(f'the converted model has other numbers than the model '
                                       f'{title}: {first_of(different)}. {advice}')
 
 
-def run(module: nn.Module, value: Any, training: bool,
-        original: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> Tensors:
+def _run(module: nn.Module, value: Any, training: bool,
+         original: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> Tensors:
     """Return outputs of a module and its buffers, and in training gradients of a loss.
 
     Names in the original, for those of the module, are given by ``original``.
@@ -56,8 +56,12 @@ def run(module: nn.Module, value: Any, training: bool,
     module.train(training)
     # What was made in inference mode has no graph.
     learns = training and not any(x.is_inference() for x in module.parameters())
+
+    def output_of(_: bool) -> Any:
+        return call(module, copied_value(value))
+
     with torch.set_grad_enabled(learns):
-        output = call(module, copied_value(value))
+        output = output_of(True) if learns else without_grad(output_of)
         found = {f'output{path_name(leaf.path)}': leaf.value for leaf in leaves_of(output)
                  if isinstance(leaf.value, Tensor)}
         loss = arbitrary_loss(output)
@@ -96,7 +100,7 @@ def first_of(different: list[str]) -> str:
     return ', '.join(different[:8]) + more
 
 
-def of_kind(tensors: Tensors, kind: str) -> Tensors:
+def _of_kind(tensors: Tensors, kind: str) -> Tensors:
     """Return those of some tensors that are outputs, gradients or buffers."""
     return {name: x for name, x in tensors.items() if name.startswith(kind)}
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchgpipe.sequential.build import build
 from torchgpipe.sequential.cuts import cut
-from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers
+from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers, without_grad
 from torchgpipe.sequential.errors import ConversionError, NeedsLeaf, line_of_error, refused
 from torchgpipe.sequential.layer import Inputs, arguments_of, called_with
 from torchgpipe.sequential.leaf_modules import LeafLike, LeafModules, leaf_names
@@ -46,9 +46,9 @@ def convert(module: nn.Module, sample: Any, leaves: Iterable[LeafLike]) -> Conve
     classes: set[type] = set()
     with one_at_a_time, torch.inference_mode(False), torch.enable_grad():
         if sample is not UNKNOWN:
-            with torch.no_grad(), same_random_numbers():
+            with same_random_numbers():
                 # It may raise by itself, and fill its caches.
-                call(copied(module), copied_value(sample))
+                without_grad(lambda _: call(copied(module), copied_value(sample)))
             tensors, structure = flatten_nested(sample)
             sample = structure(tensors)  # without marks
         while True:

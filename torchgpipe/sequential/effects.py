@@ -11,7 +11,7 @@ import functools
 import gc
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CellType, FunctionType
 from typing import Any, TypeVar
@@ -24,8 +24,9 @@ from torchgpipe.sequential.values import UNKNOWN
 from torchgpipe.structure import flatten_nested
 
 __all__ = ['GeneratorStates', 'copied', 'copied_value', 'has_values', 'held_beyond', 'ids_within',
-           'modes_now', 'name_of_holder', 'release', 'same_random_numbers']
+           'modes_now', 'name_of_holder', 'release', 'same_random_numbers', 'without_grad']
 
+T = TypeVar('T')
 TModule = TypeVar('TModule', bound=nn.Module)
 
 
@@ -96,6 +97,21 @@ def _python_states() -> tuple[Any, ...]:
     numpy = sys.modules.get('numpy')
     position = numpy.random.get_state(legacy=False)['state']['pos'] if numpy else None
     return random.getstate(), position
+
+
+def without_grad(function: Callable[[bool], T]) -> T:
+    """Return what a function gives without grad mode; or in it, if it asks for gradients itself.
+
+    The function is told whether it is the latter.
+    """
+    try:
+        with torch.no_grad():
+            return function(False)
+    except RuntimeError as error:
+        if 'require grad' not in str(error):  # "does not require grad", "doesn't require gradient"
+            raise
+    with torch.enable_grad():
+        return function(True)
 
 
 @contextmanager

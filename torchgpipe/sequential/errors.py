@@ -11,7 +11,8 @@ from torch import nn
 
 import torchgpipe
 
-__all__ = ['ConversionError', 'NeedsLeaf', 'is_of_torch', 'line_of', 'line_of_error', 'refused']
+__all__ = ['ConversionError', 'NeedsLeaf', 'is_of_others', 'is_of_torch', 'line_of',
+           'line_of_error', 'refused']
 
 _OTHERS = tuple(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep
                 for package in (torch, torchgpipe))
@@ -65,10 +66,15 @@ def is_of_torch(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_OTHERS[0])
 
 
+def is_of_others(frame: FrameType) -> bool:
+    """Return whether it is code of PyTorch or of this package that runs in a frame."""
+    return os.path.abspath(frame.f_code.co_filename).startswith(_OTHERS)
+
+
 def _described(lines: Iterable[tuple[FrameType, int]]) -> str:
     for frame, number in lines:
-        file = frame.f_code.co_filename
-        if not os.path.abspath(file).startswith(_OTHERS):
+        if not is_of_others(frame):
+            file = frame.f_code.co_filename
             text = linecache.getline(file, number, frame.f_globals).strip()
             return f'  {file}, line {number}, in {frame.f_code.co_name}\n    {text}'
     return '  (not in Python code outside of PyTorch)'

@@ -7,7 +7,8 @@
               (4, 3)   ─▶  (4, 5)  ┘
 
 Both halves count: the first one is right where a sample sees those before it, as steps in time do.
-It is seen in evaluation, as normalizations of batches mix samples in training by design.
+It is seen in evaluation, as normalizations of batches mix samples in training by design. A plain
+value, such as the number of samples, has to be the same for the halves as for all of it.
 
 [Note: Losses that mix samples]
 A number, such as a loss, has to be the mean or the sum of those for the halves. If it is neither,
@@ -27,11 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.distance import default_tolerance, distance
-from torchgpipe.sequential.check import Tensors, differences, fails_by_size, first_of, of_kind, run
-from torchgpipe.sequential.effects import copied, same_random_numbers
+from torchgpipe.sequential.check import Tensors, differences, fails_by_size, first_of
+from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers, without_grad
 from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.patches import one_at_a_time
-from torchgpipe.structure import flatten_nested
+from torchgpipe.structure import call, flatten_nested, leaves_of, path_name
 
 __all__ = ['check_mixing', 'coarsest_tolerance', 'mixed', 'neither_mean_nor_sum']
 
@@ -49,7 +50,9 @@ def check_mixing(module: nn.Module, sample: Any, halves: Sequence[Any], sizes: S
     """
     with one_at_a_time, torch.inference_mode(False):
         model = copied(module)
-        whole, *parts = (_outputs(model, x, x is not sample) for x in (sample, *halves))
+        given = [_given(model, x, x is not sample) for x in (sample, *halves)]
+        _check_plain_values(given)
+        whole, *parts = map(_tensors, given)
         tolerance = coarsest_tolerance((*model.parameters(), *model.buffers(), *whole.values()))
         different = mixed(whole, parts, tolerance)
         unsure = neither_mean_nor_sum(whole, parts, sizes, tolerance)
@@ -80,9 +83,34 @@ def _mixes(different: list[str], batch_dim: Any) -> ConversionError:
         'loss does, do so with what the pipeline gives. check_sample=False converts it as it is')
 
 
+def _check_plain_values(given: Sequence[dict[str, Any]]) -> None:
+    """Raise which outputs that are no tensors are others for halves of a sample."""
+    for name, value in given[0].items():
+        found = [value, *(outputs.get(name, value) for outputs in given[1:])]
+        # By their texts, as NaN is not itself.
+        if len({*map(repr, found)}) > 1 and not any(isinstance(x, Tensor) for x in found):
+            whole, *parts = found
+            raise ConversionError(
+                f'a plain value that the model gives goes by the samples, or by their number, and '
+                f'a pipeline can not put those of micro-batches together: {name} is {whole!r} for '
+                f'the sample and {", ".join(map(repr, parts))} for halves. Compute it of what the '
+                'pipeline gives or is called with; or give a tensor with an element for each '
+                'sample. check_sample=False does not look')
+
+
 def _outputs(model: nn.Module, value: Any, is_cut: bool, seed: int = 0) -> Tensors:
+    return _tensors(_given(model, value, is_cut, seed))
+
+
+def _given(model: nn.Module, value: Any, is_cut: bool, seed: int = 0) -> dict[str, Any]:
+    """Return what a model gives in evaluation: tensors and plain values, by where they are."""
     with same_random_numbers(seed), fails_by_size(is_cut, Exception):
-        return of_kind(run(model, value, training=False), 'output')
+        output = without_grad(lambda _: call(model.eval(), copied_value(value)))
+    return {f'output{path_name(leaf.path)}': leaf.value for leaf in leaves_of(output)}
+
+
+def _tensors(given: dict[str, Any]) -> Tensors:
+    return {name: x.detach() for name, x in given.items() if isinstance(x, Tensor)}
 
 
 def _is_rounding(model: nn.Module, values: list[Any], sizes: Sequence[int]) -> bool:

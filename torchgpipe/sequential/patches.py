@@ -8,6 +8,7 @@
     self.loss = y           nn.Module.__setattr__       refused
     random.random()         random.random, …            refused
     with torch.no_grad():   no_grad.__enter__, …        refused, or the module becomes a leaf
+    is_autocast_enabled()   torch.is_autocast_…, …      asked anew in each call
     torch.arange(T)         torch.arange, …             PyTorch would ask for a number, not a value
     len(x), math.sqrt(T)    len, math.sqrt, …           so would Python
     Swish.apply(x)          Function.apply              PyTorch would ask for a tensor
@@ -28,6 +29,7 @@ module that holds them from then on, such as PyTorch's compiler.
 import builtins
 import math
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -39,6 +41,7 @@ from torch import fx, nn
 from torch.autograd import Function
 from torch.overrides import is_tensor_method_or_property
 
+from torchgpipe.sequential.errors import is_of_others
 from torchgpipe.sequential.nodes import apply
 
 __all__ = ['followed', 'one_at_a_time', 'watched']
@@ -52,6 +55,8 @@ _OF_NUMBERS = ('ceil', 'cos', 'exp', 'floor', 'isqrt', 'log', 'log10', 'log2', '
 _DRAWERS = ('betavariate', 'choice', 'choices', 'expovariate', 'gauss', 'getrandbits',
             'normalvariate', 'randint', 'random', 'randrange', 'sample', 'shuffle', 'triangular',
             'uniform')
+_OF_AUTOCAST = ('get_autocast_cpu_dtype', 'get_autocast_dtype', 'get_autocast_gpu_dtype',
+                'is_autocast_cpu_enabled', 'is_autocast_enabled')
 _MODES = (torch.autocast, torch.enable_grad, torch.inference_mode, torch.no_grad)
 
 #: Two threads would put back what the other one has replaced, or see what it draws.
@@ -234,11 +239,21 @@ def _of_functions(current: _OfThread[Follower]) -> Iterator[_Replacement]:
             return watcher is not None and watcher.is_a(value, classes)
         return run
 
+    def asked(own: Any) -> Any:
+        recorded = _instead(current, made)(own)
+
+        def run(*args: Any) -> Any:
+            # PyTorch and this package ask as well, for what makes no difference to the numbers.
+            return (own if is_of_others(sys._getframe(1)) else recorded)(*args)
+        return run
+
     yield builtins, 'isinstance', instance
     for owner, name in ((builtins, 'len'), *((math, name) for name in _OF_NUMBERS)):
         yield owner, name, _instead(current, made, of_values=True)
     for name in _MAKERS:
         yield torch, name, _instead(current, made)
+    for name in _OF_AUTOCAST:
+        yield torch, name, asked
     yield Function, 'apply', lambda _: classmethod(_instead(current, made)(apply))
     # Whoever applies one, asks for this first.
     yield type(Function), '__getattribute__', _before(current, lambda watcher, function, name: (

@@ -7,7 +7,8 @@ what becomes of numbers, and :mod:`torchgpipe.sequential.patches` for how steps 
 [Note: What a recording may depend on]
 The way of a program may depend on what is the same for each micro-batch. What it depends on is
 guarded in each run. It may not depend on the elements of tensors, nor on whether the model is in
-training, nor on random numbers of Python's. It does what it does under one grad mode and autocast.
+training, nor on random numbers of Python's. It does what it does under one grad mode and autocast;
+whether there is autocast around the call is guarded, too.
 A submodule that depends on training or changes modes becomes a leaf module: as soon as one is
 found, its class is added to the leaves, and the recording starts again. In all other
 cases there is an error, so that nobody is surprised by how much is not looked into.

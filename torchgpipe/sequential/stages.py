@@ -6,10 +6,9 @@ layer holds, under the names of the model: [Note: Names of a converted model].
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from torchgpipe.sequential.effects import copied, copied_value
+from torchgpipe.sequential.effects import copied, copied_value, without_grad
 from torchgpipe.sequential.layer import called_with
 from torchgpipe.sequential.parts import (Converted, NamedLayer, Part, all_names, converted, put,
                                          with_all_names)
@@ -82,10 +81,10 @@ def _used(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ...],
           kwargs: dict[str, Any]) -> tuple[Any, list[str]]:
     """Return what a function gives for a model, and the names of what it uses."""
     uses = _Uses(root)
-    with torch.no_grad(), watched(uses):
+    with watched(uses):
         uses.watches = True
         try:
-            return function(root, *args, **kwargs), [*uses.names]
+            return without_grad(lambda _: function(root, *args, **kwargs)), [*uses.names]
         finally:
             uses.watches = False
 

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from torchgpipe.engine.memory import size_of, storage_id
 from torchgpipe.sequential.effects import (GeneratorStates, has_values, held_beyond, ids_within,
-                                           name_of_holder, release)
+                                           name_of_holder, release, without_grad)
 from torchgpipe.sequential.errors import line_of
 from torchgpipe.sequential.nodes import (Constant, compute, guard, is_about, is_in_place, is_plain,
                                          mapped, put_together, take_apart)
@@ -132,8 +132,8 @@ class StepTracer(fx.Tracer):
         made_of = [ids_within(x) for x in objects]
         self.runs = False
         try:
-            with self.put_back(), self.draws.restored(), torch.no_grad():
-                found = compute(self.root, node, args, kwargs)
+            with self.put_back(), self.draws.restored():
+                found = self._called(node, args, kwargs)
         finally:
             self.runs = True
         for x, ids in zip(objects, made_of):
@@ -143,6 +143,16 @@ class StepTracer(fx.Tracer):
         node.meta['writes'] = [each for each, x, old in versions if x._version != old]
         return found
 
+    def _called(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        def run(learns: bool) -> Any:
+            given = mapped((args, kwargs), _learning) if learns else (args, kwargs)
+            return compute(self.root, node, *given)
+
+        if node.op == 'call_module':  # It may do what a layer may.
+            return without_grad(run)
+        with torch.no_grad():
+            return run(False)
+
     def wrap(self, node: fx.Node, example: Any) -> Any:
         """Return a value for what a node gives, or a structure of values."""
         meta, inputs = node.meta, node.all_input_nodes
@@ -150,6 +160,7 @@ class StepTracer(fx.Tracer):
         for name, default in (('input', False), ('where', ''), ('writes', [])):
             meta.setdefault(name, default)
         if isinstance(example, Tensor):
+            example = example.detach() if example.requires_grad else example
             meta['kind'], meta['bytes'] = 'tensor', size_of(example)
             meta['memory'] = storage_id(example) if example.layout is torch.strided else None
         elif example is UNKNOWN:
@@ -263,3 +274,9 @@ class StepTracer(fx.Tracer):
             return value
         return self.create_proxy('call_function', put_together,
                                  (self._constant(structure), list(values)), {})
+
+
+def _learning(x: Any) -> Any:
+    """Return a tensor as a layer gets it in training, in the same memory; all else as it is."""
+    learns = isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+    return x.detach().requires_grad_() if learns else x

@@ -1,0 +1,128 @@
+"""Modes that a model runs in: autocast around it, grad mode, and training or evaluation."""
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from tests.devices import cpu_only
+from tests.sequential.test_record import Inner, Model, sample
+from torchgpipe import GPipe
+from torchgpipe.sequential import ConversionError, from_stages, to_sequential
+
+pytestmark = cpu_only('what is recorded does not depend on devices')
+
+
+@pytest.mark.parametrize('asks', [
+    lambda x: torch.is_autocast_enabled('cpu'), lambda x: torch.is_autocast_enabled(x.device.type),
+    lambda x: torch.get_autocast_dtype('cpu') == torch.float16], ids=range(3))
+def test_a_program_that_goes_by_autocast_around_the_call(asks):
+    """In v0.8.2, it went the way of the conversion in each call."""
+    model = Model(lambda m, x: x * (2 if asks(x) else 3))
+    x, autocast = sample(), torch.autocast('cpu', dtype=torch.float16)
+    layers = pickle.loads(pickle.dumps(to_sequential(model, x)))
+    assert torch.equal(layers(x), model(x))
+    with autocast, pytest.raises(ValueError, match='autocast_.* was False; it is True now'):
+        layers(x)
+    with autocast:
+        layers = to_sequential(model, x)
+        assert torch.equal(layers(x), model(x))
+    with pytest.raises(ValueError, match='autocast_.* was True; it is False now'):
+        layers(x)
+
+
+def test_pytorch_s_own_modules_ask_for_autocast_without_a_guard():
+    block = nn.TransformerEncoderLayer(6, 2, 8, dropout=0, batch_first=True)
+    model = nn.TransformerEncoder(block, 2)
+    x = torch.randn(4, 5, 6)
+    layers = to_sequential(model, x)
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        assert torch.equal(layers(x), model(x))
+
+
+# --- gradients within a forward
+# -------------------------------------------------------------------------------------------------
+
+
+class Forces(nn.Module):
+    """An energy of each sample, and its gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = x.clone().requires_grad_(True)
+        energy = self.layer(x).tanh().sum(-1)
+        grad, = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy, -grad
+
+
+class Physics(nn.Module):
+    """A model with forces in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.forces, self.outside = nn.Linear(6, 6), Forces(), nn.Linear(6, 6)
+
+    def forward(self, x):
+        energy, forces = self.forces(self.inside(x))
+        return energy, self.outside(forces)
+
+
+@pytest.mark.parametrize('check_sample', [True, False])
+@pytest.mark.parametrize('grad', [True, False])
+def test_a_leaf_that_needs_gradients_in_its_own_forward(check_sample, grad):
+    """In v0.8.2, such a model could not be converted at all."""
+    model, x = Physics(), sample()
+    with torch.set_grad_enabled(grad):
+        layers = to_sequential(model, x, leaves=['forces'], check_sample=check_sample)
+        found = from_stages(model, [model.inside, model.forces,
+                                    lambda m, x: (x[0], m.outside(x[1]))], x,
+                            check_sample=check_sample)
+    assert len(layers) == len(found) == 3
+    pipe = GPipe(layers, [1, 2], devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint='never')
+    results = []
+    for each in (model, pipe, found):
+        model.zero_grad()
+        outputs = each(x)
+        sum(output.square().sum() for output in outputs).backward()
+        results.append([*outputs, *(p.grad for p in model.parameters())])
+    for others in results[1:]:
+        assert all(map(torch.allclose, results[0], others))
+
+
+def test_what_needs_gradients_and_is_no_leaf_has_a_way_out():
+    with pytest.raises(ConversionError, match=r"(?s)'forces'.*require grad.*leaves=\['forces'"):
+        to_sequential(Physics(), sample())
+    with pytest.raises(ConversionError, match='(?s)not require grad.*name it as a leaf'):
+        to_sequential(Forces(), sample())
+
+
+def test_a_leaf_with_hooks_on_its_tensors():
+    def hooked(m, x):
+        y = x.tanh()
+        for each in (x, y):
+            each.register_hook(lambda grad: 2 * grad)
+        return y
+
+    model, x = nn.Sequential(nn.Linear(6, 6), Inner(hooked), nn.Linear(6, 6)), sample()
+    layers = to_sequential(model.requires_grad_(), x, leaves=['1'])
+    grads = []
+    for each in (model, layers):
+        model.zero_grad()
+        each(x).square().sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
+def test_an_error_of_a_model_is_not_hidden_by_another_try():
+    calls = []
+
+    def failing(m, x):
+        calls.append(x)
+        raise RuntimeError('of its own')
+
+    with pytest.raises(RuntimeError, match='of its own'):
+        to_sequential(Model(failing), sample())
+    assert len(calls) == 1
