@@ -121,6 +121,24 @@ def test_dropout_in_checkpoints_of_layers(mode):
             assert torch.allclose(expected.grad, found.grad)
 
 
+@cpu_only('about locks of the host')
+def test_in_v082_a_loss_kept_others_from_layers_that_it_does_not_use():
+    """So two models whose losses call a third one, of layers of both, waited for each other."""
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    one, other = [GPipe(nn.Sequential(*layers), [1, 1], devices=['cpu:0', 'cpu:1'], chunks=2)
+                  for _ in range(2)]
+    ended = []
+
+    def loss(output, target):
+        thread = threading.Thread(target=lambda: (other(torch.rand(2, 2)), ended.append(True)))
+        thread.start()
+        thread.join(10)
+        return squares(output, target)
+
+    one.step(torch.rand(2, 2), torch.rand(2, 2), loss)
+    assert len(ended) == 2
+
+
 class Count(nn.Module):
     """Another function in each call."""
 

@@ -1,4 +1,5 @@
 """Changes in place in a step, of what another cell has too: an error, and never wrong."""
+import copy
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ from torch import nn
 from tests.devices import cpu_only, cpus, devices
 from tests.engine.steps import Pop, Stash, loss_of
 from torchgpipe import GPipe
-from torchgpipe.skip import skippable, stash
+from torchgpipe.skip import pop, skippable, stash
 
 
 @devices
@@ -74,3 +75,38 @@ def test_skips_that_were_changed_in_place_behind_their_stash(devices):
     x = torch.randn(4, 4, device=devices.first)
     with pytest.raises(RuntimeError, match="the skip tensor 'skip', was changed in place"):
         gpipe.step(x, x.to(gpipe.devices[-1]), loss_of)
+
+
+@skippable(stash=['skip'])
+class StashAndShare(nn.Module):
+    """Stash what lies in the memory of the output."""
+
+    def forward(self, x):
+        """Do so."""
+        yield stash('skip', x)
+        return x, x[:]
+
+
+@skippable(pop=['skip'])
+class PopAndAdd(nn.Module):
+    """Add all."""
+
+    def forward(self, values):
+        """Do so."""
+        return values[0] + values[1] + (yield pop('skip'))
+
+
+@devices
+@pytest.mark.parametrize('mode', ['always', 'never'])
+def test_what_shares_a_memory_may_be_popped(devices, mode):
+    """A cell takes its skips out of what it was given, which is no change of them."""
+    model = nn.Sequential(nn.Linear(4, 4), StashAndShare(), PopAndAdd()).double()
+    gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=2, checkpoint=mode)
+    x = torch.randn(4, 4, dtype=torch.double)
+    (model(x).square().mean()).backward()
+    y = torch.zeros(4, 4, dtype=torch.double)
+    loss = gpipe.step(x.to(devices.first), y.to(gpipe.devices[-1]),
+                      lambda output, target: (output - target).square().mean())
+    assert torch.isfinite(loss)
+    for expected, found in zip(model.parameters(), gpipe.parameters()):
+        assert torch.allclose(expected.grad, found.grad.cpu())

@@ -94,7 +94,7 @@ class Aliasing:
         if self._shared:
             self._common[i] = [copied[k] for k in where]
         if parted:
-            self._once_shared[i] = copied
+            self._once_shared[i] = [*copied]  # The cell takes skips out of that list.
             self.watched.add(i)
         return copied
 
