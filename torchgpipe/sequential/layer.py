@@ -23,6 +23,7 @@ from torch import Tensor
 
 from torchgpipe.engine.batch import Batch
 from torchgpipe.private import uncompiled
+from torchgpipe.sequential.nodes import form_of
 from torchgpipe.sequential.parts import NamedLayer
 from torchgpipe.skip.namespace import Key, Namespace
 from torchgpipe.skip.tracker import current_skip_tracker
@@ -104,14 +105,9 @@ class Inputs:
         if len(tensors) != self._number or structure != self._structure:
             raise ValueError(
                 'a converted model is called with arguments like those of the sample, which were '
-                f'{_text(self._structure, self._number)}, but these are '
-                f'{_text(structure, len(tensors))}; convert it with a sample like these')
+                f'{form_of(self._structure, self._number)}, but these are '
+                f'{form_of(structure, len(tensors))}; convert it with a sample like these')
         return tensors
-
-
-def _text(structure: Structure, number: int) -> str:
-    texts: list[Any] = ['tensor'] * number
-    return repr(structure(texts)).replace("'tensor'", 'tensor')
 
 
 def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -210,7 +210,8 @@ class ForwardTracer(StepTracer):
             last = (before or self.uses_of_training)[-1]
             if last.module:
                 raise NeedsLeaf(type(last.module[0]))
-            raise refused(self.root, 'its program goes by the training mode', last.line, None)
+            raise refused(self.root, 'its program goes by the training mode', last.line, None,
+                          more='. Where it is for auxiliary heads, make it without them')
 
     def _need_leaf(self, why: str) -> None:
         if not self._stack:

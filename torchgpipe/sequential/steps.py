@@ -190,7 +190,7 @@ class StepTracer(fx.Tracer):
         except TypeError:
             return self._noted(TracedValue(node, self, example))
         expected = self._constant((kind, len(tensors)))
-        parts = self.add_step(take_apart, node, expected, node.meta['where'])
+        parts = self.add_step(take_apart, node, expected, _in_one_line(node.meta['where']))
         return kind([self.wrap(self.add_step(operator.getitem, parts, k), tensor)
                      for k, tensor in enumerate(tensors)])
 
@@ -227,8 +227,7 @@ class StepTracer(fx.Tracer):
 
     def add_guard(self, node: fx.Node, expected: Any, what: str) -> None:
         """Add a step that checks that a node gives what it gave for the sample."""
-        where = line_of().strip().replace('\n    ', ': ')
-        self.add_step(guard, node, self.simple(expected), what, where)
+        self.add_step(guard, node, self.simple(expected), what, _in_one_line(line_of()))
 
     def _constant(self, value: Any) -> Constant:
         name = f'_constant_{len(self.constants)}'
@@ -274,6 +273,10 @@ class StepTracer(fx.Tracer):
             return value
         return self.create_proxy('call_function', put_together,
                                  (self._constant(structure), list(values)), {})
+
+
+def _in_one_line(where: str) -> str:
+    return where.strip().replace('\n    ', ': ')
 
 
 def _learning(x: Any) -> Any:
