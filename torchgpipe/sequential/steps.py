@@ -96,6 +96,9 @@ class StepTracer(fx.Tracer):
         """Record a step, and compute it for the sample."""
         if self.over:
             raise held_beyond()
+        if not self.runs:
+            self.refuse('a layer computes with a value that it is not called with, as by '
+                        'torch.func.functional_call')
         self.check_modes()
         args, kwargs = self.simple((tuple(args), dict(kwargs)))
         node = self.graph.create_node(kind, target, self.create_arg(args),
@@ -225,9 +228,10 @@ class StepTracer(fx.Tracer):
         step.meta.update({**node.meta, **_OBJECT, 'writes': []})
         return step
 
-    def add_guard(self, node: fx.Node, expected: Any, what: str) -> None:
+    def add_guard(self, node: fx.Node, expected: Any, what: str, hint: str = '') -> None:
         """Add a step that checks that a node gives what it gave for the sample."""
-        self.add_step(guard, node, self.simple(expected), what, _in_one_line(line_of()))
+        self.add_step(guard, node, self.simple(expected), what,
+                      _in_one_line(line_of()) + hint)
 
     def _constant(self, value: Any) -> Constant:
         name = f'_constant_{len(self.constants)}'
