@@ -144,6 +144,22 @@ class Negated(torch.autograd.Function):
         return -x
 
 
+class Frozen(nn.Sequential):
+    """Layers that stay in evaluation mode."""
+
+    def train(self, mode=True):
+        """Stay in it."""
+        return super().train(False)
+
+
+class Auxiliary(nn.ReLU):
+    """One more result in training."""
+
+    def forward(self, x):
+        """Return it, too."""
+        return (x, x) if self.training else {'x': x, 0: x}
+
+
 def convert(function=lambda module, x: x, **options):
     """Make it sequential."""
     return to_sequential(Between(function), torch.randn(4, 4), **options)
@@ -475,6 +491,7 @@ REFUSALS = [
     lambda: wrap(Stash(), linear()),
     lambda: convert(lambda module, x: x if x.sum() > 0 else -x),
     lambda: convert(lambda module, x: x if module.training else -x),
+    lambda: to_sequential(Frozen(nn.BatchNorm1d(4)), torch.randn(4, 4)),
     lambda: convert(lambda module, x: torch.no_grad()(torch.neg)(x)),
     lambda: convert(lambda module, x: x * random.random()),
     lambda: convert(lambda module, x: (setattr(module, 'last', x), x)[1]),
@@ -486,6 +503,7 @@ REFUSALS = [
     lambda: convert(lambda module, x: torch.FloatTensor([x.shape[0]]) + x),
     lambda: to_sequential(Between(lambda module, x: sum(x.chunk(2)))),
     lambda: in_stages(Between.forward, nn.ReLU()),
+    lambda: to_sequential(Net(Auxiliary(), Layer(lambda x: x[0])), torch.randn(4, 4)),
     lambda: convert(lambda module, x: x - x.mean(0)),
     lambda: to_sequential(nn.Sequential(linear(), Layer(lambda x: (x, len(x)))), torch.ones(4, 4)),
     lambda: convert(lambda module, x: x if len(x) > 3 else -x),

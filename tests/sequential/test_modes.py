@@ -40,6 +40,103 @@ def test_pytorch_s_own_modules_ask_for_autocast_without_a_guard():
         assert torch.equal(layers(x), model(x))
 
 
+# --- training and evaluation
+# -------------------------------------------------------------------------------------------------
+
+
+class WithAuxiliary(nn.Module):
+    """What gives one more result in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.main, self.aux = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return (self.main(x), self.aux(x)) if self.training else self.main(x)
+
+
+def added(m, x):
+    x = m.inner(x)
+    return x[0] + x[1] if isinstance(x, tuple) else x
+
+
+@pytest.mark.parametrize('training', [True, False])
+def test_a_form_that_goes_by_the_training_mode(training):
+    """In v0.8.2, the number of samples was blamed for it."""
+    model = Model(added)
+    model.inner = WithAuxiliary()
+    model.train(training)
+    with pytest.raises(ConversionError, match='fails in one mode: .* in training than '
+                       'in evaluation.*auxiliary heads.*leaves.*check_sample=False') as found:
+        to_sequential(model, sample())
+    assert 'by their size' not in str(found.value)
+    layers, x = to_sequential(model, sample(), check_sample=False), sample()
+    assert torch.equal(layers(x), model(x))
+    if training:
+        with pytest.raises(ValueError, match=r'value was \(tensor, tensor\); it is tensor now'):
+            layers.eval()(x)
+    outer = nn.Sequential(nn.Linear(6, 6), model).train(training)
+    assert len(to_sequential(outer, x, leaves=['1'])) == 2
+
+
+class Freezes(nn.Module):
+    """What keeps some of its submodules in evaluation mode."""
+
+    def __init__(self, inner, kinds=(nn.BatchNorm1d, nn.Linear)):
+        super().__init__()
+        self.inner, self.outside, self.kinds = inner, nn.Linear(6, 6), kinds
+
+    def forward(self, x):
+        return self.outside(self.inner(x))
+
+    def train(self, mode=True):
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, self.kinds):
+                module.training = False
+        return self
+
+
+def normalized(norm=nn.BatchNorm1d):
+    return nn.Sequential(nn.Linear(6, 6), norm(6))
+
+
+@pytest.mark.parametrize('check_sample', [True, False])
+def test_a_train_of_its_own_that_layers_would_not_run(check_sample):
+    """In v0.8.2, batch normalization went on in training, without a word if nothing was compared.
+    """
+    x, root = sample(), Freezes(normalized())
+    with pytest.raises(ConversionError, match=r'(?s)^Freezes .*after model.train\(\), inner.1 '
+                       r'would be in training mode.*in train\n.*class Frozen'):
+        to_sequential(root, x, check_sample=check_sample)
+    with pytest.raises(ConversionError, match=r"(?s)^'1' \(Freezes\).* 1.inner.1 .*leaves=\['1'"):
+        to_sequential(nn.Sequential(nn.Linear(6, 6), Freezes(normalized())), x,
+                      check_sample=check_sample)
+    model = nn.Sequential(nn.Linear(6, 6), Freezes(normalized()))
+    layers = to_sequential(model, x, leaves=['1'], check_sample=check_sample).train()
+    assert not model[1].inner[1].training
+    assert torch.equal(layers(x), model(x))
+
+
+def test_a_train_that_is_set_on_a_module():
+    model = nn.Sequential(nn.Linear(6, 6), normalized().eval())
+    model[1].train = lambda mode=True: None
+    with pytest.raises(ConversionError, match=r'(?s)1.1 would be in training .* in <lambda>'):
+        to_sequential(model, sample())
+
+
+def test_a_layer_that_keeps_its_own_mode():
+    class Frozen(nn.BatchNorm1d):
+        def train(self, mode=True):
+            return super().train(False)
+
+    assert len(to_sequential(Freezes(normalized(Frozen)), sample())) == 2
+
+
+def test_a_train_of_its_own_that_makes_no_difference():
+    assert len(to_sequential(Freezes(normalized(), nn.Linear), sample())) == 2
+
+
 # --- gradients within a forward
 # -------------------------------------------------------------------------------------------------
 

@@ -37,7 +37,8 @@ def check(module: nn.Module, converted: Converted, sample: Any, half: Any, advic
                                        ('in evaluation, for a half of the sample', False, half)):
             with same_random_numbers(), fails_by_size(value is not sample, Exception):
                 expected = _run(original, value, training)
-            with same_random_numbers(), fails_by_size(value is not sample, ValueError):
+            with (same_random_numbers(), _fails_by_mode(copy, sample, training),
+                  fails_by_size(value is not sample, ValueError)):
                 found = _run(copy, value, training, original_names)
             different = []
             for kind in ('output', 'gradient', 'buffer'):
@@ -115,3 +116,32 @@ def fails_by_size(is_cut: bool, failure: type[Exception]) -> Iterator[None]:
             raise
         raise ConversionError('the model can not be cut into micro-batches as it is, since its '
                               f'program goes by their size: {error}') from error
+
+
+@contextmanager
+def _fails_by_mode(converted: nn.Module, sample: Any, training: bool) -> Iterator[None]:
+    """Say of what fails in one mode only that the mode is the reason."""
+    try:
+        yield
+    except AttributeError:  # Stages by hand say what they lack.
+        raise
+    except Exception as error:
+        if _takes(converted, sample, training) or not _takes(converted, sample, not training):
+            raise
+        here, there = ('training', 'evaluation') if training else ('evaluation', 'training')
+        raise ConversionError(
+            'the converted model fails in one mode: a submodule gives something else in training '
+            f'than in evaluation, and what goes on with it was recorded in {there} and can not do '
+            f'so in {here}: {error.__cause__ or error}. Let it give the same in both modes, as '
+            'without auxiliary heads; or let one leaf have it and what goes on with it: '
+            'to_sequential(model, sample, leaves=[…]); or convert the model in the mode that it '
+            'is used in, by train() or eval() before, with check_sample=False') from error
+
+
+def _takes(converted: nn.Module, sample: Any, training: bool) -> bool:
+    try:
+        with same_random_numbers():
+            _run(converted, sample, training, original_names)
+    except Exception:
+        return False
+    return True

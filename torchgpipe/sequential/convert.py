@@ -2,6 +2,7 @@
 import inspect
 import re
 from collections.abc import Iterable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torchgpipe.sequential.cuts import cut
 from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers, without_grad
 from torchgpipe.sequential.errors import ConversionError, NeedsLeaf, line_of_error, refused
 from torchgpipe.sequential.layer import Inputs, arguments_of, called_with
-from torchgpipe.sequential.leaf_modules import LeafLike, LeafModules, leaf_names
+from torchgpipe.sequential.leaf_modules import LeafLike, LeafModules, leaf_names, modules_within
 from torchgpipe.sequential.parts import Converted
 from torchgpipe.sequential.patches import one_at_a_time
 from torchgpipe.sequential.record import ForwardTracer
@@ -62,8 +63,66 @@ def _converted(module: nn.Module, sample: Any, names: set[str], classes: set[typ
     tracer, inputs = _recorded(module, sample, names, classes, flipped=False)
     if tracer.uses_of_training:
         tracer.check_training(_recorded(module, sample, names, classes, flipped=True)[0])
+    _check_modes(module, names, classes)
     steps = cut(tracer.graph, tracer.root, tracer.leaves)
     return build(tracer.graph, steps, module, inputs, tracer.constants)
+
+
+def _check_modes(module: nn.Module, names: set[str], classes: set[type]) -> None:
+    """See that layers will have the modes that a model gives its submodules in ``train()``.
+
+    Raises:
+        ConversionError: It has a ``train()`` of its own, which layers would not run.
+    """
+    if not any(map(_has_own_train, modules_within(module, LeafModules(module, names, classes)))):
+        return
+    root = copied(module)
+    leaves = LeafModules(root, names, classes)
+    within = [*modules_within(root, leaves)]
+    for mode in (True, False):
+        root.train(mode)
+        modes = {each: each.training for each in root.modules()}
+        for each in within:
+            each.training = mode
+            for child in each.children():
+                if child in leaves:
+                    child.train(mode)
+        others = [name for name, each in root.named_modules()
+                  if each.training is not modes[each] and _goes_by_training(type(each))]
+        if others:
+            raise _other_modes(root, mode, others, [
+                name for name, each in root.named_modules() if each in within
+                and _has_own_train(each)])
+
+
+def _has_own_train(module: nn.Module) -> bool:
+    return type(module).train is not nn.Module.train or 'train' in vars(module)
+
+
+def _goes_by_training(cls: type) -> bool:
+    """Return whether a method of a class, or of one that it is derived from, reads ``training``.
+    """
+    return any('training' in method.__code__.co_names
+               for base in cls.__mro__ if base is not nn.Module
+               for method in vars(base).values()
+               if isinstance(method, FunctionType) and method.__name__ != 'train')
+
+
+def _other_modes(root: nn.Module, mode: bool, others: list[str], names: list[str]
+                 ) -> ConversionError:
+    """Return the error that submodules are in another mode, by one that is called one of names."""
+    inner = max((name for name in names if f'{others[0]}.'.startswith(f'{name}.')),
+                key=len, default=names[0])
+    code = getattr(root.get_submodule(inner).train, '__code__', None)
+    hint = ('let them keep their mode by a train() of their own, as in class '
+            'Frozen(nn.BatchNorm2d): def train(self, mode=True): return super().train(False); or '
+            'let a submodule that is named as a leaf have them, and that train()')
+    return refused(
+        root, f'after model.train({"" if mode else False}), {", ".join(others[:4])} would be in '
+        f'{"training" if mode else "evaluation"} mode in the layers, and are not in the model, '
+        'where a train() of its own sets modes',
+        f'  {code.co_filename}, line {code.co_firstlineno}, in {code.co_name}' if code else
+        '  (its train is an object)', inner or None, '' if inner else hint)
 
 
 def _recorded(module: nn.Module, sample: Any, names: set[str], classes: set[type], flipped: bool

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from torchgpipe.engine.batch import Batch
 from torchgpipe.private import uncompiled
+from torchgpipe.sequential.nodes import form_of
 from torchgpipe.sequential.parts import NamedLayer
 from torchgpipe.skip.namespace import Key, Namespace
 from torchgpipe.skip.tracker import current_skip_tracker
@@ -102,16 +103,20 @@ class Inputs:
             return [found[name] for name in self._names]
         tensors, structure = flatten_nested(found)
         if len(tensors) != self._number or structure != self._structure:
-            raise ValueError(
-                'a converted model is called with arguments like those of the sample, which were '
-                f'{_text(self._structure, self._number)}, but these are '
-                f'{_text(structure, len(tensors))}; convert it with a sample like these')
+            raise _unlike(self._structure, self._number, structure, len(tensors))
         return tensors
 
 
-def _text(structure: Structure, number: int) -> str:
-    texts: list[Any] = ['tensor'] * number
-    return repr(structure(texts)).replace("'tensor'", 'tensor')
+def _unlike(structure: Structure, number: int, found: Structure, number_found: int) -> ValueError:
+    expected, now = form_of(structure, number), form_of(found, number_found)
+    place: list[Any] = ['tensor']
+    # Dicts are equal in any order.
+    ordered = sorted(expected) == sorted(now) and (
+        structure(place * number) == found(place * number_found))
+    way = ('give the keys in the order of the sample, by which a program may go' if ordered
+           else 'convert it with a sample like these')
+    return ValueError('a converted model is called with arguments like those of the sample, which '
+                      f'were {expected}, but these are {now}; {way}')
 
 
 def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]

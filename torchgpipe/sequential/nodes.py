@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
 
-from torchgpipe.structure import Structure, flatten
+from torchgpipe.structure import Kind, Structure, flatten
 
-__all__ = ['Constant', 'apply', 'calls_of', 'compute', 'first_difference',
-           'guard', 'is_about', 'is_in_place', 'is_plain', 'mapped', 'put_together', 'take_apart',
-           'words']
+__all__ = ['Constant', 'apply', 'calls_of', 'compute', 'first_difference', 'form_of', 'guard',
+           'is_about', 'is_in_place', 'is_plain', 'mapped', 'put_together', 'take_apart', 'words']
 
 
 #: A method of Python or, from PyTorch 2.14 on, one of C++.
@@ -30,11 +29,15 @@ def guard(found: Any, expected: Any, what: str, where: str) -> None:
         ValueError: It is not.
     """
     if found is not expected and found != expected:
-        raise ValueError(
-            f'the program of a converted model goes the way that it went with the sample, for '
-            f'which {what} was {expected!r}; it is {found!r} now ({where}). Convert the model '
-            'with a sample for which it is the same, or let a submodule with that line be a leaf: '
-            'to_sequential(model, sample, leaves=[…])')
+        raise _another_way(what, repr(expected), repr(found), where)
+
+
+def _another_way(what: str, expected: str, found: str, where: str) -> ValueError:
+    return ValueError(
+        f'the program of a converted model goes the way that it went with the sample, for '
+        f'which {what} was {expected}; it is {found} now ({where}). Convert the model '
+        'with a sample for which it is the same, or let a submodule with that line be a leaf: '
+        'to_sequential(model, sample, leaves=[…])')
 
 
 def take_apart(value: Any, expected: Any, where: str) -> tuple[Tensor, ...]:
@@ -44,8 +47,20 @@ def take_apart(value: Any, expected: Any, where: str) -> tuple[Tensor, ...]:
     except TypeError as error:
         raise ValueError(f'{error}, at {where}') from None
     # Tuples of tensors alone all have one kind, whatever their number.
-    guard((kind, len(tensors)), expected, 'the form of a value', where)
+    if (kind, len(tensors)) != expected:
+        raise _another_way('the form of a value', form_of(*expected),
+                           form_of(kind, len(tensors)), where)
     return tensors
+
+
+def form_of(kind: Kind, number: int) -> str:
+    """Return what a value with some number of tensors looks like.
+
+    >>> form_of(lambda tensors: {'x': tuple(tensors), 'n': 3}, 2)
+    "{'x': (tensor, tensor), 'n': 3}"
+    """
+    texts: list[Any] = ['tensor'] * number
+    return str(kind(texts)).replace("'tensor'", 'tensor')
 
 
 def put_together(structure: Structure, tensors: Sequence[Any]) -> Any:

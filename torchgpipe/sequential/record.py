@@ -16,6 +16,7 @@ Where a program goes by the training mode, it is recorded in the other mode, too
 difference, nothing has to be a leaf module. If it does, what asked for the mode last, before the
 recordings differ, is to blame.
 """
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -154,7 +155,9 @@ class ForwardTracer(StepTracer):
         """Return the number or the truth that a program goes its way by, and guard it."""
         node, example = value.node, value._example
         if (isinstance(example, Tensor) and how is not _LEN) or node.meta['data']:
-            self.refuse('its program goes by the elements of a tensor')
+            of_torch = self._stack and type(self._stack[-1]).__module__.startswith('torch.nn.')
+            self.refuse('its program goes by the elements of a tensor',
+                        more=_SAY_CAUSAL if of_torch else '')
         if node.meta['grad']:
             self._need_leaf('its program goes by whether a tensor has a gradient')
         result = how(example)
@@ -166,7 +169,7 @@ class ForwardTracer(StepTracer):
             what = words(node)
             if how in (_LEN, bool) and result is not example:
                 node, example, what = self.add_step(how, node), result, f'{how.__name__}({what})'
-            self.add_guard(node, example, what)
+            self.add_guard(node, example, what, _CUTS if how is operator.index else '')
         return result
 
     def to_bool(self, obj: Any) -> Any:
@@ -210,7 +213,8 @@ class ForwardTracer(StepTracer):
             last = (before or self.uses_of_training)[-1]
             if last.module:
                 raise NeedsLeaf(type(last.module[0]))
-            raise refused(self.root, 'its program goes by the training mode', last.line, None)
+            raise refused(self.root, 'its program goes by the training mode', last.line, None,
+                          more='. Where it is for auxiliary heads, make it without them')
 
     def _need_leaf(self, why: str) -> None:
         if not self._stack:
@@ -251,6 +255,9 @@ class ForwardTracer(StepTracer):
                     self._paths[module] or None, more='' if old else _CALL_IT_BEFORE)
 
 
+# PyTorch compares a mask with a causal one.
+_SAY_CAUSAL = '. Or, if it has a causal mask, call it with is_causal=True beside that'
+_CUTS = '; if it cuts a tensor that is an attribute, make that a buffer by register_buffer'
 _CALL_IT_BEFORE = ('. If only its first call does that, as for a cache, call the model once '
                    'before')
 

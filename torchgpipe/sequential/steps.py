@@ -96,6 +96,9 @@ class StepTracer(fx.Tracer):
         """Record a step, and compute it for the sample."""
         if self.over:
             raise held_beyond()
+        if not self.runs:
+            self.refuse('a layer computes with a value that it is not called with, as by '
+                        'torch.func.functional_call')
         self.check_modes()
         args, kwargs = self.simple((tuple(args), dict(kwargs)))
         node = self.graph.create_node(kind, target, self.create_arg(args),
@@ -190,7 +193,7 @@ class StepTracer(fx.Tracer):
         except TypeError:
             return self._noted(TracedValue(node, self, example))
         expected = self._constant((kind, len(tensors)))
-        parts = self.add_step(take_apart, node, expected, node.meta['where'])
+        parts = self.add_step(take_apart, node, expected, _in_one_line(node.meta['where']))
         return kind([self.wrap(self.add_step(operator.getitem, parts, k), tensor)
                      for k, tensor in enumerate(tensors)])
 
@@ -225,10 +228,10 @@ class StepTracer(fx.Tracer):
         step.meta.update({**node.meta, **_OBJECT, 'writes': []})
         return step
 
-    def add_guard(self, node: fx.Node, expected: Any, what: str) -> None:
+    def add_guard(self, node: fx.Node, expected: Any, what: str, hint: str = '') -> None:
         """Add a step that checks that a node gives what it gave for the sample."""
-        where = line_of().strip().replace('\n    ', ': ')
-        self.add_step(guard, node, self.simple(expected), what, where)
+        self.add_step(guard, node, self.simple(expected), what,
+                      _in_one_line(line_of()) + hint)
 
     def _constant(self, value: Any) -> Constant:
         name = f'_constant_{len(self.constants)}'
@@ -274,6 +277,10 @@ class StepTracer(fx.Tracer):
             return value
         return self.create_proxy('call_function', put_together,
                                  (self._constant(structure), list(values)), {})
+
+
+def _in_one_line(where: str) -> str:
+    return where.strip().replace('\n    ', ': ')
 
 
 def _learning(x: Any) -> Any:
