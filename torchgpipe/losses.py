@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.leaves import leaf_of
 from torchgpipe.engine.scatter import cut
-from torchgpipe.engine.stepping import leaf_of
 from torchgpipe.errors import add_note
 from torchgpipe.means import Watch, check_reduction, is_of_pytorch, itself, own_normalizer
 from torchgpipe.structure import leaves_of

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.aliases import Slot
 from torchgpipe.engine.split_backward import DeferredWork, Weight
 from torchgpipe.errors import uninterrupted
 
-__all__ = ['Leaves', 'give']
+__all__ = ['Leaves', 'edge_of', 'give', 'leaf_of']
 
 
 class _Place(NamedTuple):
@@ -125,3 +126,14 @@ class _Give(torch.autograd.Function):
         gradients = tuple(ctx.gradients)
         ctx.gradients.clear()
         return None, *gradients
+
+
+def edge_of(y: Tensor) -> GradientEdge:
+    """Return where the gradient of a tensor enters its graph, and keep that graph alive."""
+    # PyTorch does so by a view, of which a sparse tensor has none.
+    return get_gradient_edge(y if y.layout is torch.strided or y.is_nested else y.clone())
+
+
+def leaf_of(x: Tensor) -> Tensor:
+    """Return a tensor as a leaf of another graph."""
+    return x.detach().requires_grad_(x.requires_grad)

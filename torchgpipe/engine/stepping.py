@@ -28,7 +28,7 @@ from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.compiled import has_compiled
 from torchgpipe.engine.copy import Wait, copy_tensor
 from torchgpipe.engine.interpreter import Plan, interpret
-from torchgpipe.engine.leaves import Leaves, give
+from torchgpipe.engine.leaves import Leaves, edge_of, give, leaf_of
 from torchgpipe.engine.order import Unordered, beside, communicating_worker
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run, Skip
@@ -38,7 +38,7 @@ from torchgpipe.errors import add_note
 from torchgpipe.locks import layer_lock, new_lock, together
 from torchgpipe.schedule.action import Action
 
-__all__ = ['Loss', 'Step', 'leaf_of']
+__all__ = ['Loss', 'Step']
 
 
 class Loss(Protocol):
@@ -188,9 +188,6 @@ class Step(Run):
         else:
             self._state.run(partial(self._run_cell, i, j), self._share)
 
-    # --- forward
-    # ------------------------------------------------------------------------------------
-
     def _bring(self, i: int, j: int, popped: Sequence[Skip]) -> list[Tensor]:
         batch = self._batches[i]
         sources = [(j - 1, k) for k in range(len(batch))] + [(skip.j, skip.k) for skip in popped]
@@ -231,7 +228,7 @@ class Step(Run):
         roots = self._graphs[i, j].roots
         if j < len(self._cells) - 1:
             self._keep(i, j, cell, [leaf_of(y) for y in output])
-            roots += [(k, _edge_of(y)) for k, y in enumerate(output) if y.requires_grad]
+            roots += [(k, edge_of(y)) for k, y in enumerate(output) if y.requires_grad]
         else:
             self._keep(i, j, cell, [y.detach() for y in output])
             loss = self._loss_of(i, cell.kind(output))
@@ -255,9 +252,6 @@ class Step(Run):
             loss: Tensor = recorder.run(partial(self._loss, i, output))
             self._engine.loss_draws = bool(recorder.draws)
             return loss
-
-    # --- backward
-    # ------------------------------------------------------------------------------------
 
     def _go_back(self, i: int, j: int, kind: str) -> None:
         try:
@@ -300,14 +294,3 @@ class Step(Run):
             wait_stream(next_stream, self._streams[j])
             grad = copy_tensor(grad, next_stream, prev_stream, self._streams[prev_j])
         self._grads.setdefault((i, prev_j), {})[k] = grad
-
-
-def _edge_of(y: Tensor) -> GradientEdge:
-    """Return where the gradient of a tensor enters its graph, and keep that graph alive."""
-    # PyTorch does so by a view, of which a sparse tensor has none.
-    return get_gradient_edge(y if y.layout is torch.strided or y.is_nested else y.clone())
-
-
-def leaf_of(x: Tensor) -> Tensor:
-    """Return a tensor as a leaf of another graph."""
-    return x.detach().requires_grad_(x.requires_grad)
