@@ -11,12 +11,12 @@ __all__ = ['arbitrary_loss', 'close', 'default_tolerance', 'distance', 'typical_
 
 
 def default_tolerance(dtype: torch.dtype | None) -> float:
-    """Give what rounding may come to: 4e-11 for float64, 2e-5 for float32."""
+    """Return what rounding may come to: 4e-11 for float64, 2e-5 for float32."""
     return float(torch.finfo(dtype or torch.get_default_dtype()).eps ** (2 / 3))
 
 
 def distance(actual: Tensor, expected: Tensor, typical: float = 0.0) -> float:
-    """Give the largest difference of two elements, as in :class:`Difference`.
+    """Return the largest difference of two elements, as in :class:`Difference`.
 
     Args:
         actual: A tensor.
@@ -36,7 +36,7 @@ def distance(actual: Tensor, expected: Tensor, typical: float = 0.0) -> float:
 
 
 def close(actual: Tensor, expected: Tensor) -> bool:
-    """Tell whether two tensors are the same but for rounding."""
+    """Return whether two tensors are the same but for rounding."""
     return distance(actual, expected) <= default_tolerance(
         expected.dtype if expected.is_floating_point() else None)
 
@@ -46,13 +46,13 @@ def _rounds(x: Tensor) -> bool:
 
 
 def _size(x: Tensor) -> float:
-    """Give the largest element, of those that are finite."""
+    """Return the largest element, of those that are finite."""
     finite = x[x.isfinite()].abs()
     return float(finite.max()) if finite.numel() else 0.0
 
 
 def typical_size(tensors: list[Tensor]) -> float:
-    """Give the size that half of the tensors have.
+    """Return the size that half of the tensors have.
 
     What is zero but for rounding, as the gradient of a bias before a normalisation, would be
     another number each time relative to itself.
@@ -62,7 +62,7 @@ def typical_size(tensors: list[Tensor]) -> float:
 
 
 def arbitrary_loss(output: Any) -> Tensor:
-    """Give a loss that no symmetry of the output makes constant."""
+    """Return a loss that no symmetry of the output makes constant."""
     tensors = [leaf.value for leaf in leaves_of(output) if isinstance(leaf.value, Tensor)]
     reals = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
     return sum((_from_constants(x) for x in reals if x.is_floating_point()), torch.zeros(()))

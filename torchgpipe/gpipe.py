@@ -362,7 +362,7 @@ class GPipe(nn.Module):
                 for layer in partition._modules.values() if layer is not None]
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Give a module by its name, also a layer that has the name of an attribute of this.
+        """Return a module by its name, also a layer that has the name of an attribute of this.
 
         >>> from collections import OrderedDict
         >>> model = nn.Sequential(OrderedDict(chunks=nn.Linear(2, 2)))
@@ -457,7 +457,7 @@ class GPipe(nn.Module):
 
 
 def _value_of(args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
-    """Give the one value that a pipeline is called with, or what stands for several."""
+    """Return the one value that a pipeline is called with, or what stands for several."""
     if len(args) == 1 and not kwargs:
         return args[0]
     if not args and [*kwargs] == ['input']:  # as a sequential module calls its own

@@ -42,7 +42,7 @@ _lock = new_lock()
 
 
 def layer_lock(layers: Collection[nn.Module]) -> AbstractContextManager[Any]:
-    """Give a context in which no other thread runs any of these layers."""
+    """Return a context in which no other thread runs any of these layers."""
     with _lock:
         for layer in layers:
             if layer not in _of_layers:
@@ -51,7 +51,7 @@ def layer_lock(layers: Collection[nn.Module]) -> AbstractContextManager[Any]:
 
 
 def together(*contexts: Any) -> AbstractContextManager[Any]:
-    """Give a context in which a thread holds all that it would hold in each of several."""
+    """Return a context in which a thread holds all that it would hold in each of several."""
     locks = {lock for each in contexts for lock in getattr(each, 'locks', [each])}
     return locks.pop() if len(locks) == 1 else _Several(locks)
 

@@ -101,7 +101,7 @@ class Losses:
         return torch.stack(self._losses).sum() if self._losses else torch.zeros(())
 
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """Give the parts of the target that have a gradient, each with that."""
+        """Return the parts of the target that have a gradient, each with that."""
         return [(x, leaf.grad) for batch, leaves in zip(self._targets, self._leaves)
                 for x, leaf in zip(batch, leaves) if leaf.grad is not None]
 

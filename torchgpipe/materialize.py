@@ -93,7 +93,7 @@ def _slots(module: nn.Module, recurse: bool = True) -> Iterator[Slot]:
 
 
 def _allocate(slots: Iterable[Slot], device: torch.device) -> None:
-    """Give memory to each place, also to several of one tensor, as constructors do."""
+    """Return memory to each place, also to several of one tensor, as constructors do."""
     for module, name, x in slots:
         setattr(module, name, _like(x, torch.empty_strided(
             x.size(), x.stride(), dtype=x.dtype, device=device)))
@@ -149,7 +149,7 @@ class _Plan:
                               if id(slot.tensor) in self._ids]
 
     def _is_free(self, x: Tensor) -> bool:
-        """Tell whether a reset may write to a tensor."""
+        """Return whether a reset may write to a tensor."""
         return is_plain(x) and (id(x) in self._ids or id(x) in self._loaded)
 
     def reset(self) -> list[Slot]:

@@ -277,7 +277,7 @@ class Leaf:
 
 
 def leaves_of(value: Any, path: Path = (), shared: bool = False) -> list[Leaf]:
-    """Give all leaves of a value, with their paths, in the order of :func:`flatten`.
+    """Return all leaves of a value, with their paths, in the order of :func:`flatten`.
 
     >>> [(path_name(leaf.path), leaf.value) for leaf in leaves_of({'n': (3, NoChunk([4]))})]
     [("['n'][0]", 3), ("['n'][1][0]", 4)]
@@ -312,7 +312,7 @@ def _with_paths(value: Any) -> list[tuple[Path, Any]]:
 
 
 def _key(entry: Any) -> Any:
-    """Give a dict's key, a sequence's index or an attribute's name from a path of pytree's."""
+    """Return a dict's key, a sequence's index or an attribute's name from a path of pytree's."""
     for name in ('key', 'idx'):
         if hasattr(entry, name):
             return getattr(entry, name)

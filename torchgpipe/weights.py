@@ -15,7 +15,7 @@ Weights = Mapping[str, Any] | str | os.PathLike[str]
 
 
 def open_weights(weights: Weights) -> Mapping[str, Any]:
-    """Give tensors by their names, without reading them yet.
+    """Return tensors by their names, without reading them yet.
 
     Args:
         weights: A mapping, which is given back; a file of ``torch.save``, which is mapped into

@@ -15,7 +15,7 @@ __all__ = ['has_compiled', 'part_contexts']
 
 
 def has_compiled(partition: nn.Module) -> bool:
-    """Tell whether a partition is compiled, or a layer in it."""
+    """Return whether a partition is compiled, or a layer in it."""
     return 'forward' in partition.__dict__ or any(
         map(is_compiled_module, partition.modules()))
 

@@ -24,7 +24,7 @@ _phonies: dict[tuple[torch.device, bool], Tensor] = {}
 
 
 def get_phony(device: torch.device, *, requires_grad: bool) -> Tensor:
-    """Give the empty tensor of a device, always the same object for the same arguments.
+    """Return the empty tensor of a device, always the same object for the same arguments.
 
     >>> import torch
     >>> get_phony(torch.device('cpu'), requires_grad=True).shape

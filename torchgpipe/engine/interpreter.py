@@ -140,11 +140,11 @@ class _Shared(NamedTuple):
             queue.put(None)
 
     def first_failure(self) -> tuple[int, BaseException]:
-        """Give the one that comes first in the schedule, whichever was first in time."""
+        """Return the one that comes first in the schedule, whichever was first in time."""
         return min(self.errors, key=lambda pair: pair[0])
 
     def stops(self, number: int) -> bool:
-        """Tell whether an action is not to start."""
+        """Return whether an action is not to start."""
         return bool(self.errors) and self.first_failure()[0] < number
 
 

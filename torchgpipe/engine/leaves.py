@@ -46,7 +46,7 @@ class Leaves:
     def within(self, modules: Iterable[nn.Module], function: Callable[..., Any],
                copies: Mapping[Slot, Tensor], deferred: DeferredWork | None = None
                ) -> Callable[..., Any]:
-        """Give a function that has the leaves in place of the parameters of some modules.
+        """Return a function that has the leaves in place of the parameters of some modules.
 
         Args:
             modules: The modules.
@@ -74,7 +74,7 @@ class Leaves:
         return self._leaves[key][1]
 
     def take(self) -> list[tuple[Tensor, Tensor]]:
-        """Give the parameters and copies that have a gradient, with that, and let go of it."""
+        """Return the parameters and copies that have a gradient, with that, and let go of it."""
         found = []
         for x, leaf in self._leaves.values():
             if leaf.grad is not None:
@@ -114,7 +114,7 @@ def give(gradients: list[tuple[Tensor, Tensor]]) -> None:
 
 
 class _Give(torch.autograd.Function):
-    """Give gradients that are known: ``_Give.apply(gradients, *tensors)``."""
+    """Return gradients that are known: ``_Give.apply(gradients, *tensors)``."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *tensors: Tensor) -> Tensor:

@@ -30,13 +30,13 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def share_memory(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
-    """Tell whether any of some tensors lies in the memory of any of the others."""
+    """Return whether any of some tensors lies in the memory of any of the others."""
     memories = {storage_id(x) for x in others if x.layout is torch.strided}
     return any(storage_id(x) in memories for x in some if x.layout is torch.strided)
 
 
 def is_among(x: Tensor, others: Iterable[Tensor]) -> bool:
-    """Tell whether a tensor has the very same elements in the same places as one of the others."""
+    """Return whether a tensor has the very same elements, in place, as one of the others."""
     return any(x is y or _place(x) == _place(y) for y in others
                if x.layout is y.layout is torch.strided)
 
@@ -52,7 +52,7 @@ def check_nested(x: Tensor) -> None:
 
 
 def size_of(x: Tensor) -> int:
-    """Give the bytes of a tensor's elements; of a sparse one, with those of their indices."""
+    """Return the bytes of a tensor's elements; of a sparse one, with those of their indices."""
     if x.layout is torch.strided:
         return x.numel() * x.element_size()
     if x.layout is torch.sparse_coo:

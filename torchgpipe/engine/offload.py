@@ -43,7 +43,7 @@ class Offload:
         self._versions: list[int] = []
 
     def store(self, tensors: Tensors, compute: AbstractStream) -> Tensors:
-        """Give copies that wait; tensors that are not on the device of the stream stay.
+        """Return copies that wait; tensors that are not on the device of the stream stay.
 
         Args:
             tensors: The tensors, of any shapes.
@@ -65,7 +65,7 @@ class Offload:
         return host.requires_grad_(x.requires_grad)
 
     def fetch(self, tensors: Tensors, compute: AbstractStream) -> Tensors:
-        """Give the tensors back for which these have waited.
+        """Return the tensors back for which these have waited.
 
         Args:
             tensors: What :meth:`store` gave.
@@ -93,7 +93,7 @@ class Offload:
 
 
 def _without_memory(x: Tensor) -> Tensor:
-    """Give a tensor that has the version of another one, and nothing else of it."""
+    """Return a tensor that has the version of another one, and nothing else of it."""
     alias = x.detach()
     alias.data = torch.empty(0, dtype=x.dtype, device=x.device)
     return alias

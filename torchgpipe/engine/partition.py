@@ -162,5 +162,5 @@ class Engine:
                 partition.lock, *(self.partitions[j].lock for j in beside))
 
     def apart(self, j: int, k: int) -> bool:
-        """Tell whether two partitions are in different memories."""
+        """Return whether two partitions are in different memories."""
         return bool(self.partitions[j].memory != self.partitions[k].memory)

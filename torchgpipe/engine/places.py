@@ -36,13 +36,13 @@ def modules_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def holder_of(slot: Slot) -> Any:
-    """Give the dictionary in which a module has a parameter or a buffer."""
+    """Return the dictionary in which a module has a parameter or a buffer."""
     module, name = slot
     return module._parameters if name in module._parameters else module._buffers
 
 
 def tensor_of(slot: Slot) -> Any:
-    """Give the parameter or the buffer there, if there is one."""
+    """Return the parameter or the buffer there, if there is one."""
     holder, name = holder_of(slot), slot[1]
     return holder[name] if name in holder else None
 
@@ -93,7 +93,7 @@ def shared_slots(partitions: Sequence[nn.Module]) -> list[dict[Slot, bool]]:
 
 
 def only_computes(module: nn.Module) -> bool:
-    """Tell whether a module is known not to change by being called.
+    """Return whether a module is known not to change by being called.
 
     So are layers of PyTorch's own that have no buffers, unless they write to a parameter, or a
     hook does so, as that of a lazy layer. Of all others it is not known.

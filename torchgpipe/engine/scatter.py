@@ -68,7 +68,7 @@ def cut(input: Any, chunks: int, batch_dim: Any = 0, what: str = 'input'
 
 
 def _read(input: Any, batch_dim: Any) -> tuple[Batch, list[int | None]]:
-    """Give a value as a batch, and the batch dimension of each of its tensors."""
+    """Return a value as a batch, and the batch dimension of each of its tensors."""
     if isinstance(input, Tensor):
         return Batch(input), [batch_dim if isinstance(batch_dim, int) else 0]
     if isinstance(input, tuple) and not input:

@@ -77,7 +77,7 @@ class SharedTensors:
         self._copies: dict[tuple[int, Any], tuple[Tensor, Tensor]] = {}
 
     def held(self, j: int, lock: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-        """Give a context in which a thread has the layers of a partition, and they the copies.
+        """Return a context in which a thread has the layers of a partition, and they the copies.
 
         Args:
             j: The partition.
@@ -87,7 +87,7 @@ class SharedTensors:
         return lock if copied is None else _Held(lock, copied, self._replaced)
 
     def copies(self, j: int) -> dict[Slot, Tensor]:
-        """Give the copies that a partition has, by their places."""
+        """Return the copies that a partition has, by their places."""
         return dict(self._copied.get(j, ()))
 
     def run(self, put_last: PutLast, function: Callable[[], None]) -> None:
@@ -146,7 +146,7 @@ class SharedTensors:
                 return
 
     def _copy_stream(self, device: torch.device) -> AbstractStream:
-        """Give a stream that copies no micro-batch in this pass."""
+        """Return a stream that copies no micro-batch in this pass."""
         return self._engine.workers.copy_streams(device, self._m + 1)[-1]
 
     def _end(self) -> None:
@@ -165,7 +165,7 @@ class SharedTensors:
 
 
 def _tensors_of(partition: Partition) -> list[Tensor | None]:
-    """Give what a partition has in places that are shared, when no cell has put copies there."""
+    """Return what a partition has in places that are shared, when no cell has put copies there."""
     with partition.lock:
         return list(map(tensor_of, partition.shared))
 

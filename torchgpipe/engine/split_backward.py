@@ -71,7 +71,7 @@ def _plain(weight: Weight) -> Tensor:
 
 
 def _splits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Tell whether a call puts its gradients of weights off."""
+    """Return whether a call puts its gradients of weights off."""
     return (isinstance(weight, Weight) and weight.deferred.work is not None
             and torch.is_grad_enabled()
             and (isinstance(bias, Weight) or bias is None)
@@ -81,7 +81,7 @@ def _splits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _is_run_again_alike() -> bool:
-    """Tell whether calls here see a :class:`Weight` in their recomputation, too, if there is one.
+    """Return whether calls here see a :class:`Weight` in their recomputation, too, if any.
 
     What a layer checkpoints itself is run again in backward, where modules have their parameters.
     """

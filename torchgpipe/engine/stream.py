@@ -36,7 +36,7 @@ no_context: AbstractContextManager[Any] = nullcontext()
 
 
 def accelerator() -> str | None:
-    """Give the type of device that has streams here, like ``'cuda'``, if there is one."""
+    """Return the type of device that has streams here, like ``'cuda'``, if there is one."""
     # PyTorch also names an accelerator that it was built for and that is not there.
     return _kind() if torch.accelerator.is_available() else None
 
@@ -48,7 +48,7 @@ def _kind() -> str | None:
 
 
 def accelerators() -> list[torch.device]:
-    """Give all devices that have streams."""
+    """Return all devices that have streams."""
     kind = accelerator()
     return [] if kind is None else [torch.device(kind, index)
                                     for index in range(torch.accelerator.device_count())]
@@ -93,7 +93,7 @@ def new_stream(device: torch.device) -> AbstractStream:
 
 
 def current_stream(device: torch.device) -> AbstractStream:
-    """Give the calling thread's current stream on a device.
+    """Return the calling thread's current stream on a device.
 
     >>> current_stream(torch.device('cpu'))
     CPUStream
@@ -104,7 +104,7 @@ def current_stream(device: torch.device) -> AbstractStream:
 
 
 def default_stream(device: torch.device) -> AbstractStream:
-    """Give the default stream of a device; its current one, where a backend tells no default.
+    """Return the default stream of a device; its current one, where a backend tells no default.
 
     >>> default_stream(torch.device('cpu'))
     CPUStream
@@ -117,7 +117,7 @@ def default_stream(device: torch.device) -> AbstractStream:
 
 
 def current_device() -> torch.device:
-    """Give the calling thread's current device among the accelerators."""
+    """Return the calling thread's current device among the accelerators."""
     return torch.device(str(accelerator()), torch.accelerator.current_device_index())
 
 
@@ -156,7 +156,7 @@ class _Current:
 
 
 def get_device(stream: AbstractStream) -> torch.device:
-    """Give the device of a stream.
+    """Return the device of a stream.
 
     >>> get_device(CPUStream)
     device(type='cpu')

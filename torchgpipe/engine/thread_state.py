@@ -129,7 +129,7 @@ class ThreadState(NamedTuple):
             isinstance(mode, DeviceContext) for mode in self.function_modes))
 
     def hooks_of_recomputation(self) -> Hooks | None:
-        """Give the hooks for what a recomputation saves: those of the user, if there are any.
+        """Return the hooks for what a recomputation saves: those of the user, if there are any.
 
         Those of a checkpoint around all of this have counted what the first pass saves; what a
         recomputation saves belongs to the inner one.

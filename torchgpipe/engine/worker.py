@@ -113,7 +113,7 @@ class Workers:
         return Workers, ()
 
     def worker(self, device: Any) -> Worker:
-        """Give the worker of a device; start it if there is none, as after a fork.
+        """Return the worker of a device; start it if there is none, as after a fork.
 
         Whoever shares this object with other threads calls :meth:`submit`.
         """
@@ -156,12 +156,12 @@ class Workers:
         return streams[:m]
 
     def index_of(self, stream: AbstractStream) -> int | None:
-        """Give the number of a copy stream among those of its device, if it is one of these."""
+        """Return the number of a copy stream among those of its device, if it is one of these."""
         streams = self._copy_streams.get(device_key(get_device(stream)), [])
         return next((i for i, each in enumerate(streams) if each is stream), None)
 
     def host_stream(self, device: torch.device) -> AbstractStream:
-        """Give the stream of a device on which tensors go to the host, and come back."""
+        """Return the stream of a device on which tensors go to the host, and come back."""
         with self._lock:
             key = device_key(device)
             if key not in self._host_streams:

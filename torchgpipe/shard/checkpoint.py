@@ -123,7 +123,7 @@ def _exceptions(what: str) -> Iterator[None]:
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Give parameters by the names that they have in a checkpoint: those of the plain model."""
+    """Return parameters by the names that they have in a checkpoint: those of the plain model."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     places = {place(parameter): parameter for parameter in model.parameters()}
@@ -132,7 +132,7 @@ def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _model_views(model: nn.Module) -> dict[str, Any]:
-    """Give the state dict of a model with DTensors in the memory of its shards."""
+    """Return the state dict of a model with DTensors in the memory of its shards."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     sharded = {key: parameter for key, parameter in _parameters(model).items()
@@ -155,7 +155,7 @@ def _is_tensor(saved: Any) -> bool:
 
 
 def _local(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Give tensors for DTensors."""
+    """Return tensors for DTensors."""
     from torch.distributed.tensor import DTensor
 
     return {key: value.to_local() if isinstance(value, DTensor) else value
@@ -167,7 +167,7 @@ def _local(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Give the names of an optimizer's parameters, for each of its groups."""
+    """Return the names of an optimizer's parameters, for each of its groups."""
     names: dict[int, str] = {}
     for key, parameter in _parameters(model).items():
         names.setdefault(id(parameter), key)  # The first name, as PyTorch takes it.
@@ -176,7 +176,7 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 def _optimizer_views(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Give the state dict of an optimizer by names, with DTensors in the memory of shards."""
+    """Return the state dict of an optimizer by names, with DTensors in the memory of shards."""
     groups, flat = _named_groups(model, optimizer)
     entries, sharded = optimizer_entries(optimizer, optimizer.state_dict())
     check_shapes({key: entries[key] for key in sharded},
@@ -191,7 +191,7 @@ def _optimizer_views(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 def _named_groups(model: nn.Module, optimizer: Optimizer
                   ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Give the groups of an optimizer with names for numbers, and the names of the numbers."""
+    """Return the groups of an optimizer with names for numbers, and the names of the numbers."""
     names = _names(model, optimizer)
     groups = [{**group, 'params': each}
               for group, each in zip(optimizer.state_dict()['param_groups'], names)]
@@ -200,7 +200,7 @@ def _named_groups(model: nn.Module, optimizer: Optimizer
 
 def _optimizer_form(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]
                     ) -> dict[str, Any]:
-    """Give what the states of a checkpoint are read into.
+    """Return what the states of a checkpoint are read into.
 
     These states are the ones that were saved: those of an optimizer come with its first step only,
     and to take one for that would change the count of its steps.
@@ -229,7 +229,7 @@ def _check_options(groups: list[dict[str, Any]], saved: Mapping[str, Any]) -> No
 
 
 def _form(saved: Any, parameter: Tensor) -> Any:
-    """Give a tensor to read a state into; what is none is read as it is."""
+    """Return a tensor to read a state into; what is none is read as it is."""
     if not _is_tensor(saved):
         return None
     dtype = saved.properties.dtype

@@ -48,7 +48,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float,
 
 
 def _norms(parameters: list[Tensor], shards: list[bool], norm_type: float) -> Tensor:
-    """Give the norm of each whole gradient, the same on all ranks to the last bit.
+    """Return the norm of each whole gradient, the same on all ranks to the last bit.
 
     The norm of shards is the norm of their norms, of any order. Gradients that are whole on each
     rank may differ there in the last bits, so those of the first rank count.
@@ -66,7 +66,7 @@ def _norms(parameters: list[Tensor], shards: list[bool], norm_type: float) -> Te
 
 
 def _norm(parameter: Tensor, norm_type: float) -> Tensor:
-    """Give the norm of a gradient; without one, what changes the norm of no other."""
+    """Return the norm of a gradient; without one, what changes the norm of no other."""
     gradient = parameter.grad
     if gradient is None or not gradient.numel():
         return parameter.new_tensor(0.0 if norm_type >= 0 else float('inf'))

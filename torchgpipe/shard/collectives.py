@@ -122,7 +122,7 @@ class Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int,
                 lengths: Sequence[int]) -> Tensor:
-        """Give a tensor of its own, so that the whole can be freed."""
+        """Return a tensor of its own, so that the whole can be freed."""
         ctx.how = group, dim, lengths
         ctx.makes_parts = True
         if group.size() == 1:
@@ -277,7 +277,7 @@ def _reduce(x: Tensor, in_place: bool) -> Tensor:
 
 
 def copy(x: Tensor) -> Tensor:
-    """Give a tensor on that each rank of the group uses in another way.
+    """Return a tensor on that each rank of the group uses in another way.
 
     Returns:
         A new tensor in the same memory, tagged as whole. Its gradient is added up over the group.

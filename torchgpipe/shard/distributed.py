@@ -45,35 +45,35 @@ def destroy_process_group() -> None:
 
 
 def get_group() -> ProcessGroup:
-    """Give this rank's parallel group."""
+    """Return this rank's parallel group."""
     return world.current().tensor_group
 
 
 def get_group_size() -> int:
-    """Give the number of ranks in a parallel group."""
+    """Return the number of ranks in a parallel group."""
     return world.current().tensor_size
 
 
 def get_rank() -> int:
-    """Give this rank's number within its parallel group."""
+    """Return this rank's number within its parallel group."""
     return world.current().tensor_rank
 
 
 def get_world_size() -> int:
-    """Give the number of all processes."""
+    """Return the number of all processes."""
     return dist.get_world_size()
 
 
 def get_mesh() -> DeviceMesh:
-    """Give the mesh of all ranks, with the axes ``'data'`` and ``'tensor'``."""
+    """Return the mesh of all ranks, with the axes ``'data'`` and ``'tensor'``."""
     return world.current().mesh
 
 
 def get_data_group() -> ProcessGroup:
-    """Give the group of the ranks that hold the same part as this one, in each replica."""
+    """Return the group of the ranks that hold the same part as this one, in each replica."""
     return world.current().data_group
 
 
 def get_data_rank() -> int:
-    """Give the number of the replica that this rank belongs to."""
+    """Return the number of the replica that this rank belongs to."""
     return world.current().data_rank

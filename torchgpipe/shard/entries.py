@@ -24,14 +24,14 @@ Sharded = Mapping[Any, Tensor]
 
 
 def sharded_parameters(model: nn.Module, prefix: str = '') -> dict[str, nn.Parameter]:
-    """Give the parameters that are shards by all of their names."""
+    """Return the parameters that are shards by all of their names."""
     return {prefix + name: parameter
             for name, parameter in model.named_parameters(remove_duplicate=False)
             if storage_dim(parameter) is not None}
 
 
 def split_dim(parameter: Tensor) -> int:
-    """Give the dimension in memory along which a shard is split."""
+    """Return the dimension in memory along which a shard is split."""
     dim = storage_dim(parameter)
     assert dim is not None
     return dim
@@ -39,7 +39,7 @@ def split_dim(parameter: Tensor) -> int:
 
 def optimizer_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]
                       ) -> tuple[dict[tuple[Any, str], Any], dict[tuple[Any, str], Tensor]]:
-    """Give the states of an optimizer, and the parameters of those that are shards.
+    """Return the states of an optimizer, and the parameters of those that are shards.
 
     Raises:
         ValueError: The optimizer has other parameters.

@@ -107,7 +107,7 @@ def _draw(part: Tensor, number: int, row: int, mine: range,
 
 
 def _within(block: Tensor, first: int, row: int, mine: range) -> Iterator[Tensor]:
-    """Give those elements of a block that lie within a range of each row, in their order.
+    """Return those elements of a block that lie within a range of each row, in their order.
 
     The block begins somewhere in a row, goes on with whole rows, and ends with a part of one.
     """
@@ -130,7 +130,7 @@ def _blocks(number: int) -> Iterator[tuple[int, int]]:
 
 def _calls(init_method: Callable[..., Any], shape: Sequence[int], dtype: torch.dtype,
            kwargs: dict[str, Any]) -> list[_Call] | None:
-    """Give the operations that a method calls, each in place on the whole tensor; None for others.
+    """Return the operations that a method calls, each in place on the whole tensor, if any.
 
     Those are the ones that draw in blocks as at once, and those that change each value by itself.
     """
@@ -184,7 +184,7 @@ def _name(operation: Any) -> str:
 
 
 def _is_by_value(operation: Any) -> bool:
-    """Tell whether an operation sets each value by itself, in place."""
+    """Return whether an operation sets each value by itself, in place."""
     name = _name(operation)
     return name in (*_DRAWING, 'fill_', 'zero_') or (
         name.endswith('_') and torch.Tag.pointwise in operation.tags

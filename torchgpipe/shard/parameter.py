@@ -219,7 +219,7 @@ def knows_shape(parameter: Tensor) -> bool:
 
 
 def global_shape(parameter: Tensor) -> torch.Size:
-    """Give the shape of what a parameter is a part of.
+    """Return the shape of what a parameter is a part of.
 
     Raises:
         ValueError: It is a part of something, and nobody has said of what.
@@ -253,7 +253,7 @@ def _part_of(shape: Sequence[int], dim: int | None) -> list[int]:
 
 
 def dtensor(parameter: Tensor, local: Tensor | None = None) -> Any:
-    """Give a parameter's view as a DTensor: the whole, with its shape and its placement.
+    """Return a parameter's view as a DTensor: the whole, with its shape and its placement.
 
     Args:
         parameter: A parameter of a sharded layer, or any other, of which each rank has all.

@@ -30,7 +30,7 @@ class GradScaler(Scaler):
 
     def found(self, where: dict[torch.device, Tensor], scale: Tensor
               ) -> dict[torch.device, Tensor]:
-        """Give what was found on any rank, in place of what was found on devices of this one."""
+        """Return what was found on any rank, in place of what was found on devices of this one."""
         here = world.current()
         any_found = torch.stack([
             torch.zeros_like(scale), *(found.to(scale) for found in where.values())]).amax(0)

@@ -10,7 +10,7 @@ __all__ = ['find', 'lengths', 'part', 'slice']
 
 
 def part(size: int, n: int, rank: int) -> tuple[int, int]:
-    """Give where a rank's part begins, and how long it is.
+    """Return where a rank's part begins, and how long it is.
 
     >>> [part(5, 4, rank) for rank in range(4)]
     [(0, 2), (2, 2), (4, 1), (5, 0)]
@@ -21,7 +21,7 @@ def part(size: int, n: int, rank: int) -> tuple[int, int]:
 
 
 def find(index: int, size: int, n: int, rank: int) -> int | None:
-    """Give where an index is within a rank's part; None if it is not there.
+    """Return where an index is within a rank's part; None if it is not there.
 
     >>> [find(4, 5, 2, rank) for rank in range(2)]
     [None, 1]
@@ -31,7 +31,7 @@ def find(index: int, size: int, n: int, rank: int) -> int | None:
 
 
 def lengths(size: int, n: int) -> list[int]:
-    """Give the lengths of all parts.
+    """Return the lengths of all parts.
 
     >>> lengths(7, 2), lengths(5, 4)
     ([4, 3], [2, 2, 1, 0])

@@ -161,7 +161,7 @@ def _collect(entries: Entries, sharded: Sharded, rank0_only: bool,
 def _gathered(key: Any, shard: Tensor, parameter: Tensor, keeps: bool,
               device: torch.device | str | None, buffers: dict[torch.device, Tensor]
               ) -> Tensor | None:
-    """Give the whole tensor, or help others to get it.
+    """Return the whole tensor, or help others to get it.
 
     Each rank in turn sends its shard to all others. That works for shards of unequal sizes, and on
     each backend, and takes the memory of one shard. That memory serves for all tensors: gloo's
@@ -189,7 +189,7 @@ def _gathered(key: Any, shard: Tensor, parameter: Tensor, keeps: bool,
 
 
 def _buffer(length: int, shard: Tensor, buffers: dict[torch.device, Tensor]) -> Tensor:
-    """Give memory on the device that shards are sent from: that of a tensor before, if it does."""
+    """Return memory on the device that shards are sent from: a tensor's before, if it does."""
     where, size = _device(shard), length * shard.element_size()
     if where not in buffers or buffers[where].numel() < size:
         buffers[where] = torch.empty(size, dtype=torch.uint8, device=where)
@@ -210,7 +210,7 @@ def _relocate(entries: Entries, sharded: Sharded) -> dict[Any, Any]:
 
 
 def _part(key: Any, whole: Tensor, parameter: Tensor, wrong: dict[Any, Tensor]) -> Tensor | None:
-    """Give this rank's shard in a memory of its own, so that the whole tensor can be freed."""
+    """Return this rank's shard in a memory of its own, so that the whole tensor can be freed."""
     here = world.current()
     dim, shape = split_dim(parameter), global_shape(parameter)
     if whole.shape != shape:
@@ -221,7 +221,7 @@ def _part(key: Any, whole: Tensor, parameter: Tensor, wrong: dict[Any, Tensor]) 
 
 
 def _device(shard: Tensor) -> torch.device:
-    """Give where a shard is sent from: the group may not communicate on each device."""
+    """Return where a shard is sent from: the group may not communicate on each device."""
     kind = world.current().mesh.device_type
     return shard.device if shard.device.type == kind else torch.device(kind)
 
@@ -235,7 +235,7 @@ def _moved(value: Any, device: torch.device | str | None) -> Any:
 
 
 def _filled(state_dict: Mapping[str, Any], entries: dict[str, Any]) -> dict[str, Any]:
-    """Give a state dict of other entries; modules keep versions of theirs as an attribute."""
+    """Return a state dict of other entries; modules keep versions of theirs as an attribute."""
     if not isinstance(state_dict, dict):
         return entries
     filled = copy.copy(state_dict)
@@ -245,7 +245,7 @@ def _filled(state_dict: Mapping[str, Any], entries: dict[str, Any]) -> dict[str,
 
 
 def _nested(state_dict: Mapping[str, Any], entries: dict[tuple[Any, str], Any]) -> dict[str, Any]:
-    """Give the state dict of an optimizer with other states."""
+    """Return the state dict of an optimizer with other states."""
     states: dict[Any, dict[str, Any]] = {}
     for (number, name), value in entries.items():
         states.setdefault(number, {})[name] = value

@@ -24,7 +24,7 @@ _STORAGE = {0: {None: None, 0: 1, 1: 0, -1: 0}, 1: {None: None, 0: 0, 1: 1, -1: 
 
 
 def check_dim(dim: Any) -> int | None:
-    """Give a parallel dimension on.
+    """Return a parallel dimension on.
 
     Raises:
         ValueError: It is none.
@@ -74,28 +74,28 @@ def set_attribute(tensor: Tensor, dim: int | None = None, order_type: int = 0) -
 
 
 def get_parallel_dim(tensor: Tensor) -> int | None:
-    """Give the parallel dimension of a tensor, None where it has no tag."""
+    """Return the parallel dimension of a tensor, None where it has no tag."""
     dim: int | None = getattr(tensor, _PARALLEL_DIM, None)
     return dim
 
 
 def is_tagged(tensor: Tensor) -> bool:
-    """Tell whether a tensor says anything about itself."""
+    """Return whether a tensor says anything about itself."""
     return hasattr(tensor, _PARALLEL_DIM)
 
 
 def is_split(tensor: Tensor) -> bool:
-    """Tell whether the last dimension of an activation is this rank's part."""
+    """Return whether the last dimension of an activation is this rank's part."""
     return get_parallel_dim(tensor) in (1, -1)
 
 
 def storage_dim(parameter: Tensor) -> int | None:
-    """Give the dimension in memory along which a weight is split, None if each rank has it all."""
+    """Return the dimension in memory along which a weight is split, if it is."""
     return to_storage(get_parallel_dim(parameter), getattr(parameter, _ORDER_ATTR, 0))
 
 
 def to_storage(dim: int | None, order: int) -> int | None:
-    """Give the dimension in memory that a parallel dimension stands for."""
+    """Return the dimension in memory that a parallel dimension stands for."""
     return _STORAGE[order][dim]
 
 

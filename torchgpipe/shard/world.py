@@ -51,12 +51,12 @@ _world: World | None = None
 
 
 def is_initialized() -> bool:
-    """Tell whether there are parallel groups."""
+    """Return whether there are parallel groups."""
     return _world is not None and dist.group.WORLD is _world.everyone
 
 
 def current() -> World:
-    """Give the world of this process.
+    """Return the world of this process.
 
     Raises:
         RuntimeError: There are no parallel groups yet.
@@ -160,7 +160,7 @@ def _world_of(mesh: DeviceMesh, own: tuple[ProcessGroup, ...]) -> World:
 
 
 def _device_type() -> str:
-    """Give the type of devices whose tensors the processes exchange."""
+    """Return the type of devices whose tensors the processes exchange."""
     accelerator = torch.accelerator.current_accelerator()
     backends = dict(pair.split(':') for pair in dist.get_backend_config().split(','))
     if accelerator is None or backends.get(accelerator.type, 'gloo') == 'gloo':

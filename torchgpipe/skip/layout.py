@@ -23,10 +23,10 @@ class DeclaresSkips(Protocol):
     """A layer that says which skips it stashes and which it pops."""
 
     def stashable(self) -> Iterable[Key]:
-        """Give the skips that it stashes."""
+        """Return the skips that it stashes."""
 
     def poppable(self) -> Iterable[Key]:
-        """Give the skips that it pops."""
+        """Return the skips that it pops."""
 
 
 class SkipLayout:
@@ -55,7 +55,7 @@ class SkipLayout:
             incoming.sort(key=lambda route: route[0])
 
     def requires_copy(self, ns: Namespace | None, name: str) -> bool:
-        """Tell whether a skip goes from one partition to another."""
+        """Return whether a skip goes from one partition to another."""
         prev_j, next_j = self._routes.get((ns, name), (-1, -1))
         return prev_j != next_j
 
@@ -66,11 +66,11 @@ class SkipLayout:
             yield prev_j, ns, name
 
     def incoming(self, j: int) -> list[tuple[int, Key]]:
-        """Give the skips that come into a partition, each with its source."""
+        """Return the skips that come into a partition, each with its source."""
         return self._incoming[j]
 
     def outgoing(self, j: int) -> list[tuple[int, Key]]:
-        """Give the skips that leave a partition, each with its destination."""
+        """Return the skips that leave a partition, each with its destination."""
         return self._outgoing[j]
 
 

@@ -52,7 +52,7 @@ class Skippable(nn.Module):
             raise
 
     def namespaced(self, name: str) -> Key:
-        """Give a name together with its namespace."""
+        """Return a name together with its namespace."""
         return self.namespaces.get(name), name
 
     def stashable(self) -> Iterator[Key]:
@@ -96,7 +96,7 @@ class Skippable(nn.Module):
 
     def state_dict(self, *, destination: Any = None, prefix: str = '',
                    keep_vars: bool = False) -> Any:
-        """Give the state, with names as in [Note: The level called module]."""
+        """Return the state, with names as in [Note: The level called module]."""
         before = set(destination or ())
         destination = super().state_dict(
             destination=destination, prefix=prefix, keep_vars=keep_vars)
@@ -138,7 +138,7 @@ def _rename(state_dict: dict[str, Any], names: dict[str, str]) -> None:
 
 
 def _find(cls: type) -> Any:
-    """Give what the name of a class leads to."""
+    """Return what the name of a class leads to."""
     found: Any = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split('.'):
         found = getattr(found, name, None)

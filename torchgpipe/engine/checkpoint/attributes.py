@@ -34,7 +34,7 @@ _EVERY = frozenset(vars(nn.Module()))
 
 
 def attributes_of(module: nn.Module) -> Attributes:
-    """Give the attributes of a module but for its parameters and buffers."""
+    """Return the attributes of a module but for its parameters and buffers."""
     if isinstance(module, ScriptModule):
         names = script_attributes(module)
         return {name: getattr(module, name) for name in names if name not in module._buffers}
@@ -42,7 +42,7 @@ def attributes_of(module: nn.Module) -> Attributes:
 
 
 def contents_of(name: str, value: Any) -> list[Any] | None:
-    """Give what a container holds; ``None`` for all that is none."""
+    """Return what a container holds; ``None`` for all that is none."""
     if name in _EVERY:
         return None
     if type(value) not in _CONTAINERS:
@@ -71,7 +71,7 @@ def _copy(value: Any, copies: dict[int, Any], found: list[Any]) -> Any:
 
 
 def may_be_mutated(before: Attributes, contents: Attributes, after: Attributes) -> bool:
-    """Tell whether attributes have changed, or may change in a way that can't be seen.
+    """Return whether attributes have changed, or may change in a way that can't be seen.
 
     Args:
         before: The attributes.

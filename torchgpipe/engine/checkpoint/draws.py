@@ -132,7 +132,7 @@ class Position(NamedTuple):
 
 
 def _device_state(device: torch.device) -> Tensor | None:
-    """Give the state of a device's own generator."""
+    """Return the state of a device's own generator."""
     if device.type in ('cpu', 'meta'):
         return None
     state: Tensor = torch.get_device_module(device).get_rng_state(device)

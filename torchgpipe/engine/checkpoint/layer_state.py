@@ -230,7 +230,7 @@ class CellState:
 
     def _attributes_for(self, module: nn.Module, training: bool, memories: Memories
                         ) -> dict[str, Any]:
-        """Give the attributes of a module for a recomputation."""
+        """Return the attributes of a module for a recomputation."""
         now, layers = module.__dict__, self._layers
         mutated = self._attributes.get(module)
         attributes = {**now} if mutated is None else _restored(mutated, now, memories)

@@ -68,7 +68,7 @@ class Layers:
                 for module in self.modules}
 
     def parameters_of(self, module: nn.Module) -> dict[str, Tensor]:
-        """Give the parameters of a module as they were in this forward pass."""
+        """Return the parameters of a module as they were in this forward pass."""
         return {name: parameter if parameter.requires_grad is requires_grad
                 else with_grad(parameter, requires_grad)
                 for name, (parameter, requires_grad) in self._own_parameters[module].items()}
@@ -86,11 +86,11 @@ class Layers:
                 for name, (parameter, _) in own.items()]
 
     def watch(self) -> Watch:
-        """Give what watches the first cell."""
+        """Return what watches the first cell."""
         return Watch(self.modules)
 
     def parameters(self) -> tuple[list[SlotTensor], list[SlotTensor]]:
-        """Give the parameters that are kept, and those that are told by their version."""
+        """Return the parameters that are kept, and those that are told by their version."""
         written = self.observed.written
         if self._split[0] != len(written):
             kept = [(slot, x) for slot, x in self._parameters

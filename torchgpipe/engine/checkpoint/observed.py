@@ -88,6 +88,6 @@ class Watch(Recorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def mutated(self) -> set[nn.Module]:
-        """Give the modules whose attributes are others now, or are tensors."""
+        """Return the modules whose attributes are others now, or are tensors."""
         return {module for module, found in self._found.items()
                 if may_be_mutated(found, self._contents[module], attributes_of(module))}

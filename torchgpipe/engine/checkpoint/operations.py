@@ -31,7 +31,7 @@ class Operation(NamedTuple):
         return self.generator is not None or self.twin is not None
 
     def generator_of(self, args: Any, kwargs: Any) -> torch.Generator | None:
-        """Give the generator that a call was given."""
+        """Return the generator that a call was given."""
         if self.generator is None:
             return None
         given: torch.Generator | None = (
@@ -56,7 +56,7 @@ class Operation(NamedTuple):
 
 @lru_cache(maxsize=None)
 def operation_of(func: Any) -> Operation:
-    """Give what is known of an operation."""
+    """Return what is known of an operation."""
     schema = schema_of(func)
     if schema is None:
         return Operation(False, False, None, None, ())

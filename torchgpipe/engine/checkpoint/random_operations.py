@@ -39,13 +39,13 @@ _lock = new_lock()
 
 
 def state_of(generator: torch.Generator = _cpu) -> Tensor:
-    """Give a copy of a generator's state."""
+    """Return a copy of a generator's state."""
     with _lock:
         return generator.get_state()
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two states are one."""
+    """Return whether two states are one."""
     with unseen():
         return torch.equal(a.view(torch.int64), b.view(torch.int64))
 
@@ -236,7 +236,7 @@ def _without_drawing(operation: Operation, func: Any, args: Any, kwargs: Any) ->
 
 
 def _is_on_cpu(args: Any, kwargs: Any) -> bool:
-    """Tell whether a random operation works on the CPU, and so draws from its generator."""
+    """Return whether a random operation works on the CPU, and so draws from its generator."""
     devices = [x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     device = kwargs.get('device') or torch.device('cpu')
     return all(x.type == 'cpu' for x in (*devices, device))

@@ -228,7 +228,7 @@ class Recomputation:
         at_end_of_backward(partial(self._drop, number))
 
     def _take_input(self) -> tuple[Tensor, ...]:
-        """Give the input, as it was kept or as the user's hooks unpack it."""
+        """Return the input, as it was kept or as the user's hooks unpack it."""
         node: Any = None if self._phony is None else self._phony.grad_fn
         if node is None or self._changed:
             input = self._input
@@ -283,7 +283,7 @@ class Recomputation:
         self._fills.pop(number, None)
 
     def is_filled(self) -> bool:
-        """Tell whether the present backward pass has its tensors."""
+        """Return whether the present backward pass has its tensors."""
         return backward_pass() in self._fills
 
     def forget(self) -> None:

@@ -68,7 +68,7 @@ class RecomputedTensors:
                              f'{len(self._saved)}')
 
     def take(self, k: int) -> Tensor | None:
-        """Give a tensor, and let go of it; ``None`` if it was taken before."""
+        """Return a tensor, and let go of it; ``None`` if it was taken before."""
         node = current_node()
         if self._held and self._holder() is not node:
             self._held = {}

@@ -174,7 +174,7 @@ class Results:
 
     def _give(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
               ) -> Any:
-        """Give the result of a layer again, in place of a call."""
+        """Return the result of a layer again, in place of a call."""
         if self._next == len(self._results) or self._results[self._next].module is not module:
             raise other_path('it called a layer that is kept out of recomputation in another '
                              'order')

@@ -54,13 +54,13 @@ def keep(output: Sequence[Tensor]) -> list[Sample]:
 
 
 def _values(x: Tensor) -> Tensor:
-    """Give the elements of a nested tensor, whose own shape is another one in each pass."""
+    """Return the elements of a nested tensor, whose own shape is another one in each pass."""
     check_nested(x)
     return x.detach().values()
 
 
 def elements_of(x: Tensor, every: bool = False) -> Tensor | None:
-    """Give some elements, in the memory of the tensor; ``None`` if they can't be looked at.
+    """Return some elements, in the memory of the tensor; ``None`` if they can't be looked at.
 
     Args:
         x: The tensor.
@@ -82,7 +82,7 @@ def _copy(elements: Tensor) -> Tensor:
 
 
 def _is_here(x: Tensor) -> bool:
-    """Tell whether the elements of a tensor can be looked at without waiting."""
+    """Return whether the elements of a tensor can be looked at without waiting."""
     return x.is_cpu
 
 
@@ -141,12 +141,12 @@ def compare_pending(late: deque[PendingComparison], j: int) -> None:
 
 
 def _event(device: torch.device) -> Callable[[], bool]:
-    """Give what tells whether all that was queued so far on the current stream is done."""
+    """Return what tells whether all that was queued so far on the current stream is done."""
     return torch.accelerator.current_stream(device).record_event().query
 
 
 def agree(a: Tensor, b: Tensor) -> bool:
-    """Tell whether elements are the same, but for rounding."""
+    """Return whether elements are the same, but for rounding."""
     if torch.equal(a, b):
         return True
     if not a.is_floating_point():

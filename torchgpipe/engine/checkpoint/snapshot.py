@@ -69,7 +69,7 @@ def _on_write(x: Tensor) -> Tensor | None:
 
 
 def view_of(copy: Tensor, x: Tensor) -> Tensor:
-    """Give a tensor that lies in the memory of a copy as one lies in its own."""
+    """Return a tensor that lies in the memory of a copy as one lies in its own."""
     return _view(copy.untyped_storage(), x)
 
 
@@ -109,13 +109,13 @@ class Snapshot:
                 and is_plain(tensor) and torch.equal(tensor, value))
 
     def _is_unwritten(self, now: Any) -> bool:
-        """Tell whether nobody has written since, be it the same value."""
+        """Return whether nobody has written since, be it the same value."""
         tensor = self._tensor()
         return (self._on_write and tensor is not None and tensor is now
                 and _share_memory(tensor, self._value))
 
     def was_written(self, now: Any) -> bool:
-        """Tell whether the value is another one now, where a copy on write does not tell it."""
+        """Return whether the value is another one now, where a copy on write does not tell it."""
         tensor = self._tensor()
         if self._on_write or tensor is None or tensor is not now:
             return False
@@ -124,7 +124,7 @@ class Snapshot:
         return not torch.equal(self._value, tensor)
 
     def restored(self, now: Any, memories: Memories) -> Any:
-        """Give what a recomputation may use, and write to, in place of what is there now."""
+        """Return what a recomputation may use, and write to, in place of what is there now."""
         if self._is_unwritten(now):
             # The first pass did not write to it, so neither will the recomputation.
             return with_grad(now, self._requires_grad)
@@ -143,13 +143,13 @@ def own_memory(tensor: Tensor) -> None:
 
 
 def _share_memory(tensor: Tensor, copy: Tensor) -> bool:
-    """Tell whether nobody has written to a tensor or to its copy on write."""
+    """Return whether nobody has written to a tensor or to its copy on write."""
     return is_plain(tensor) and tensor.device.type == 'cpu' \
         and data_address(tensor) == data_address(copy)
 
 
 def with_grad(tensor: Tensor, requires_grad: bool) -> Tensor:
-    """Give a tensor that requires grad or not, over the same memory."""
+    """Return a tensor that requires grad or not, over the same memory."""
     if tensor.requires_grad is requires_grad:
         return tensor
     if isinstance(tensor, nn.Parameter):

@@ -46,7 +46,7 @@ class Classes(NamedTuple):
             what, x, int(self.number), hint))
 
     def places(self, target: Tensor) -> Tensor:
-        """Give the place of each target among this rank's classes, -1 if elsewhere: (N, 1)."""
+        """Return the place of each target among this rank's classes, -1 if elsewhere: (N, 1)."""
         places = target.reshape(-1, 1).long() - self.begin
         return places.masked_fill((places < 0) | (places >= self.length), -1)
 

@@ -49,19 +49,19 @@ class Shares(NamedTuple):
         return self._replace(target=self.target[rows])
 
     def probabilities(self, dtype: torch.dtype) -> Tensor:
-        """Give probabilities times weights."""
+        """Return probabilities times weights."""
         target = self.target.to(dtype)
         return target if self.weight is None else target * self.weight
 
     def weights(self, like: Tensor) -> Tensor:
-        """Give the weight of each row's class, shape (N, 1), and 0 where that is elsewhere."""
+        """Return the weight of each row's class, shape (N, 1), and 0 where that is elsewhere."""
         found = (torch.ones_like(like[:, :1]) if self.weight is None
                  else self.weight[self.places])
         return found.masked_fill(self.target < 0, 0)
 
     @property
     def places(self) -> Tensor:
-        """Give the place of each row's class, and any one where that is elsewhere."""
+        """Return the place of each row's class, and any one where that is elsewhere."""
         return self.target.clamp(min=0)
 
 
@@ -131,7 +131,7 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
 
 
 def _weighted(block: Tensor, shares: Shares) -> tuple[Tensor, Tensor]:
-    """Give this rank's part of `t` and `A` for a block of `x - m`."""
+    """Return this rank's part of `t` and `A` for a block of `x - m`."""
     if not block.size(1):
         return block.sum(1), block.sum(1)
     if shares.target.is_floating_point():

@@ -118,7 +118,7 @@ class ParallelEmbedding(ParallelModule):
 
 
 def _checked(padding_idx: int | None, number: int) -> int | None:
-    """Give the number of the row that stands for padding, counted from the first one."""
+    """Return the number of the row that stands for padding, counted from the first one."""
     if padding_idx is None:
         return None
     if not -number <= padding_idx < number:

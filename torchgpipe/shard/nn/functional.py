@@ -78,7 +78,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dim: int | None,
 
 def _part_of_input(x: Tensor, weight: Tensor, in_features: int | None, world: World,
                    name: object) -> Tensor:
-    """Give this rank's part of an input that is whole, or is the part already."""
+    """Return this rank's part of an input that is whole, or is the part already."""
     length = weight.size(1)
     if is_split(x):
         if x.size(-1) != length:

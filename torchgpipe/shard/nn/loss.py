@@ -248,12 +248,12 @@ def _check_gradients(target: Tensor, weight: Tensor | None) -> None:
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """Give a tensor of rows, whatever the number of dimensions."""
+    """Return a tensor of rows, whatever the number of dimensions."""
     return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
 def _probabilities(target: Tensor, classes: Classes) -> Tensor:
-    """Give the probabilities of this rank's classes: (N, classes of this rank)."""
+    """Return the probabilities of this rank's classes: (N, classes of this rank)."""
     if is_split(target):
         _check_length('shards of probabilities', target, classes.length, ' of this rank')
         return _as_rows(target)
