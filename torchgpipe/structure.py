@@ -146,6 +146,12 @@ class Repeated:
         """Return the tensor of each place."""
         return tuple([tensors[k] for k in self.where])
 
+    def collect(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return of the tensors of all places those that are spread; all, if they are others."""
+        if len(tensors) != len(self.where):
+            return tuple(tensors)
+        return tuple([tensors[self.where.index(k)] for k in range(max(self.where) + 1)])
+
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         return self.kind(self.spread(tensors))
 
@@ -163,7 +169,8 @@ def once(tensors: Sequence[Tensor], kind: Kind, keys: Iterable[Hashable] = ()
     where = tuple([found.setdefault(key, len(found)) for key in keys or map(id, tensors)])
     if len(found) == len(where):
         return tuple(tensors), kind
-    return tuple([tensors[where.index(k)] for k in range(len(found))]), Repeated(kind, where)
+    repeated = Repeated(kind, where)
+    return repeated.collect(tensors), repeated
 
 
 def flatten(value: Any) -> tuple[tuple[Tensor, ...], Kind]:

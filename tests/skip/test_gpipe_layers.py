@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tests.devices import cpu_only, devices, one_worker, workers
-from tests.helpers import MODES, modes, train_both
+from tests.helpers import MODES, assert_same, modes, train_both
 from tests.skip.layers import Pop, Stash, StashLinear, popping
 from tests.skip.models import WIDTH
 from torchgpipe import GPipe
@@ -155,3 +155,25 @@ def test_a_skip_that_is_not_stashed_after_all(devices):
     gpipe = GPipe(nn.Sequential(Lazy(), Pop()), [1, 1], devices=devices(2))
     with pytest.raises(RuntimeError, match="'skip' must be stashed but have not"):
         gpipe(torch.rand(2, 4, device=devices.first))
+
+
+@devices
+@modes
+def test_a_skip_that_is_a_tensor_of_the_batch(devices, mode):
+    """Behind it, too, that is one tensor in two places, in the first pass and in the next one."""
+    @skippable(pop=['skip'])
+    class PopPair(nn.Linear):
+        def forward(self, x):
+            return x, (yield pop('skip')), super().forward(x)
+
+    class Pair(nn.Module):
+        def forward(self, three):
+            return three[0] * three[1], three[2]
+
+    model = nn.Sequential(Stash(), PopPair(4, 4), Pair()).double()
+    gpipe = GPipe(copy.deepcopy(model), [1, 1, 1], devices=devices(3), chunks=2, checkpoint=mode)
+    x = torch.randn(4, 4, dtype=torch.double)
+    for each, value in ((model, x), (gpipe, x.to(devices.first))):
+        first, second = each(value)
+        (first.sum() + second.sin().sum()).backward()
+    assert_same([p.grad.cpu() for p in gpipe.parameters()], [p.grad for p in model.parameters()])

@@ -30,7 +30,7 @@ from torchgpipe.engine.stream import AbstractStream, CPUStream, is_accelerator
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker
-from torchgpipe.structure import Kind
+from torchgpipe.structure import Kind, Repeated, flatten
 
 __all__ = ['Cell', 'Cells', 'compare_earlier']
 
@@ -54,8 +54,8 @@ class Cell:
         stashed: The skips that stand after the output, once it was called.
     """
 
-    __slots__ = ('_compute', '_i', '_input_kind', '_m', '_stashes', 'absent', 'kind', 'popped',
-                 'stashed')
+    __slots__ = ('_compute', '_i', '_input_kind', '_is_new', '_m', '_stashes', 'absent', 'kind',
+                 'popped', 'stashed')
 
     def __init__(self, compute: Callable[..., Any], i: int, m: int, kind: Kind,
                  stashes: Sequence[tuple[int, Key]]) -> None:
@@ -64,6 +64,7 @@ class Cell:
         self._m = m
         self._input_kind = self.kind = kind
         self._stashes = stashes
+        self._is_new = True
         self.popped: list[Key] = []
         self.absent: list[Key] = []
         self.stashed: list[Key] = []
@@ -78,7 +79,13 @@ class Cell:
         has_skips = self._stashes or self.popped or self.absent
         tracker = self._tracker(tensors) if has_skips else None
         value = self._compute(self._i, self._m, tracker, self._input_kind(tensors))
-        output, self.kind = result_of(value)
+        if self._is_new:
+            output, self.kind = result_of(value)
+            self._is_new = False
+        else:
+            output = flatten(value)[0]
+            if isinstance(self.kind, Repeated):  # as in the first pass, whatever is one here
+                output = self.kind.collect(output)
         return [*output] if tracker is None else [*output, *self._skips_in(tracker)]
 
     def _tracker(self, tensors: list[Tensor]) -> SkipTracker:

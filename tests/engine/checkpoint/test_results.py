@@ -633,3 +633,28 @@ def test_a_marked_part_of_a_layer_that_pops(devices):
     gpipe = GPipe(copy.deepcopy(model), [1, 2], devices=devices(2), chunks=2,
                   checkpoint='always')
     train_both(model, gpipe, torch.randn(5, 4, dtype=torch.double))
+
+
+@one_worker
+def test_a_result_that_is_the_input_or_one_tensor_twice(devices):
+    """It is one tensor in the first pass, and a copy of each when it is given again."""
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.twice = nn.Linear(4, 4), no_recompute(Same())
+
+        def forward(self, x):
+            y = self.linear(x)
+            return y, self.twice(y)
+
+    class Same(nn.Module):
+        def forward(self, x):
+            return x, x
+
+    gpipe = GPipe(nn.Sequential(Both()), [1], devices=devices(1), chunks=2, checkpoint='always')
+    x = torch.rand(4, 4, device=devices.first)
+    a, (b, c) = gpipe(x)
+    (a.sum() + b.sin().sum() + c.sum()).backward()
+    y = x @ gpipe[0].linear.weight.detach().T + gpipe[0].linear.bias.detach()
+    expected = (2 + y.cos()).sum(0)
+    assert torch.allclose(gpipe[0].linear.bias.grad, expected)

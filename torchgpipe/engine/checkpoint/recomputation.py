@@ -50,6 +50,7 @@ from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.errors import add_note
 from torchgpipe.private import (APPLY, at_end_of_backward, backward_pass, compiled_code,
                                 retains_graph, uncompiled)
+from torchgpipe.structure import once
 
 __all__ = ['Checkpoint', 'Recomputation', 'Recompute']
 
@@ -78,8 +79,8 @@ class Recomputation:
 
     __slots__ = ('_ahead', '_blame', '_changed', '_compiled', '_draws', '_fills', '_function',
                  '_input', '_pending', '_layers', '_num_threads', '_offload', '_open',
-                 '_packer', '_phony', '_results', '_samples', '_saved', '_state', '_stream',
-                 '__weakref__')
+                 '_packer', '_phony', '_results', '_samples', '_saved', '_spread', '_state',
+                 '_stream', '__weakref__')
 
     def __init__(self, function: Call, state: ThreadState, draws: Draws,
                  layers: CellState | None, device: torch.device,
@@ -114,7 +115,8 @@ class Recomputation:
         Returns:
             What the function gave, marked by ``Checkpoint``.
         """
-        self._input = tuple(tensors)
+        # A skip may be a tensor of the batch: then it is one in the recomputation, too.
+        self._input, self._spread = once(tensors, list)
         before = versions(self._input)
         hooks = saved_tensors_hooks(self._number, self._unpack)
         function = partial(self._function, tensors)
@@ -267,10 +269,10 @@ class Recomputation:
             'the input of a checkpointed micro-batch, or a skip tensor that it popped, was '
             'changed in place; change a copy instead (inplace=False), or use '
             "checkpoint='never'"
-            if self._blame is None else self._blame(leaves))
+            if self._blame is None else self._blame(self._spread(leaves)))
 
     def _run(self, leaves: tuple[Tensor, ...]) -> list[Tensor]:
-        function: Callable[[], list[Tensor]] = partial(self._function, [*leaves])
+        function: Callable[[], list[Tensor]] = partial(self._function, self._spread(leaves))
         if self._results is not None:
             function = partial(self._results.replay, function)
         function = partial(self._draws.replay, function)
