@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from torchgpipe import is_recomputing
-from torchgpipe.timeline.marks import nodes_between
+from torchgpipe.context import context
+from torchgpipe.timeline.marks import nodes_between, producers
 
 __all__ = ['Turns']
 
@@ -34,9 +35,9 @@ class Turns:
         self._handles: list[Any] = []
         for j, partition in enumerate(partitions):
             self._handles += [
-                partition.register_forward_pre_hook(lambda *_, j=j: self._enter(j)),
+                partition.register_forward_pre_hook(lambda _, args, j=j: self._enter(j, args)),
                 partition.register_forward_hook(
-                    lambda _, args, output, j=j: self._leave(j, args, output))]
+                    lambda _, args, output, j=j: self._leave(j, output))]
 
     @property
     def owner(self) -> int | None:
@@ -55,14 +56,17 @@ class Turns:
         for handle in self._handles:
             handle.remove()
 
-    def _enter(self, j: int) -> None:
-        self._local.__dict__.setdefault('stack', []).append(self.owner)
+    def _enter(self, j: int, args: Any) -> None:
+        skips = [] if context.skips is None else [*context.skips.tensors.values()]
+        self._local.__dict__.setdefault('stack', []).append(
+            (self.owner, producers(_tensors((args, skips)))))
         self.give(j)
 
-    def _leave(self, j: int, args: Any, output: Any) -> None:
-        self.give(self._local.stack.pop())
+    def _leave(self, j: int, output: Any) -> None:
+        owner, before = self._local.stack.pop()
+        self.give(owner)
         if not is_recomputing():
-            for node in nodes_between(_tensors(args), _tensors(output)):
+            for node in nodes_between(before, producers(_tensors(output))):
                 node.register_prehook(lambda grads: self._turn(j, grads))
 
     def _turn(self, j: int, grads: Sequence[Tensor]) -> None:

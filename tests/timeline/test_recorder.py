@@ -382,6 +382,18 @@ def test_skips(devices, function):
     check(recorded(pipeline(devices, 'except_last', layers=layers), function), M - 1)
 
 
+@cpu_only('of accelerators, each cell has one mark in any case')
+def test_the_backward_of_a_cell_ends_where_a_skip_comes_in():
+    """Beyond are the nodes of the partition that stashed it."""
+    layers = [nn.Linear(8, 8), Stash(8, 8), nn.Linear(8, 8), Pop()]
+    gpipe = GPipe(nn.Sequential(*layers), [2, 1, 1], devices=['cpu'] * 3, chunks=1,
+                  checkpoint='never')
+    with record(gpipe) as timeline:
+        gpipe(torch.rand(2, 8)).sum().backward()
+    kinds = [(action.kind, action.stage) for _, action, *_ in timeline.actions]
+    assert sorted(kinds) == [(kind, j) for kind in 'BF' for j in range(3)]
+
+
 @devices
 @pytest.mark.parametrize('function', [call, step])
 def test_only_a_skip_has_a_gradient(devices, function):

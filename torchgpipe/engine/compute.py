@@ -107,7 +107,8 @@ class Compute:
             tracker: Where its skips are, if any come from or go to another partition.
             value: Its value.
         """
-        end = None if self.observer is None else self.observer.cell(i, m, self.j, value)
+        end = None if self.observer is None else self.observer.cell(
+            i, m, self.j, value, [] if tracker is None else [*tracker.tensors.values()])
         outside, context.skips = context.skips, tracker
         grad = torch.is_grad_enabled()
         try:

@@ -1,6 +1,8 @@
 """An observer of a pipeline at work, such as a recorder: what it is told of."""
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+from torch import Tensor
 
 from torchgpipe.aliases import Value
 from torchgpipe.engine.stream import AbstractStream
@@ -12,7 +14,8 @@ __all__ = ['Observer', 'observers']
 class Observer(Protocol):
     """Whoever observes. It is called in the threads that do the work."""
 
-    def cell(self, i: int, m: int, j: int, value: Value) -> Callable[[Value], None]:
+    def cell(self, i: int, m: int, j: int, value: Value, skips: Sequence[Tensor | None]
+             ) -> Callable[[Value], None]:
         """Take note that layers start, in a first pass or in a recomputation.
 
         Args:
@@ -20,6 +23,7 @@ class Observer(Protocol):
             m: How many there are.
             j: The partition.
             value: The input.
+            skips: What comes in beside it.
 
         Returns:
             What to call with the output.

@@ -111,8 +111,8 @@ class Turns:
             self._turn = None
 
 
-#: Nodes that take a gradient out of a call: into a parameter, or into a portal.
-EXITS = ('torch::autograd::AccumulateGrad', 'PortalOrangeBackward')
+#: The node that takes a gradient out of a call, into a parameter.
+EXIT = 'torch::autograd::AccumulateGrad'
 
 
 def producers(tensors: Iterable[Tensor]) -> set[Any]:
@@ -120,23 +120,23 @@ def producers(tensors: Iterable[Tensor]) -> set[Any]:
     return {None, *(tensor.grad_fn for tensor in tensors)}
 
 
-def nodes_between(input: Iterable[Tensor], output: Iterable[Tensor]) -> list[Any]:
-    """Return the nodes that backward runs between output and input."""
-    found, stack, seen = [], list(producers(output)), producers(input)
+def nodes_between(before: set[Any], last: set[Any]) -> list[Any]:
+    """Return the nodes that backward runs from the last ones on to those before a call."""
+    found, stack, seen = [], [*last], {*before}
     while stack:
         node = stack.pop()
-        if node not in seen and node.name() not in EXITS:
+        if node not in seen and node.name() != EXIT:
             seen.add(node)
             found.append(node)
             stack += [other for other, _ in node.next_functions]
     return found
 
 
-def last_nodes(input: Iterable[Tensor], nodes: Iterable[Any]) -> list[Any]:
+def last_nodes(before: set[Any], nodes: Iterable[Any]) -> list[Any]:
     """Return the nodes that give the gradient of the input, or of parameters if it has none."""
-    outside = producers(input) - {None}
+    outside = before - {None}
     after = {node: {other for other, _ in node.next_functions if other is not None}
              for node in nodes}
     to_input = [node for node, others in after.items() if others & outside]
     return to_input or [node for node, others in after.items() if not others - outside or any(
-        other.name() in EXITS for other in others)]
+        other.name() == EXIT for other in others)]

@@ -15,7 +15,7 @@ clock. An event is there when all that was queued before is done; so a box begin
 waits for has come, not where it was queued.
 """
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -115,8 +115,10 @@ class _Observer:
         synchronize(self._places)
         self._zero = dict(map(stamp, [CPUStream, *map(current_stream, {*self._places})]))
 
-    def cell(self, i: int, m: int, j: int, value: Value) -> Callable[[Value], None]:
+    def cell(self, i: int, m: int, j: int, value: Value, skips: Sequence[torch.Tensor | None]
+             ) -> Callable[[Value], None]:
         """Record a cell, and hang what records its backward into the graph."""
+        before = producers([*Batch(value), *(x for x in skips if x is not None)])
         stream = current_stream(self._places[j])
         self._m = max(m, self._m)
         if context.recomputing:
@@ -129,18 +131,17 @@ class _Observer:
                 self._local.start = start
             else:
                 self._add(Action(j, 'F', i), start, stream)
-            self._follow(CellBackward(i, j, stream), [*Batch(value)], [*Batch(output)])
+            self._follow(CellBackward(i, j, stream), before, producers(Batch(output)))
         return end
 
     def _add(self, action: Action, start: Stamp, stream: AbstractStream, *_: Any) -> None:
         self._marks.append(Mark(action, start, stamp(stream)))
 
-    def _follow(self, backward: CellBackward, input: list[torch.Tensor], output: list[torch.Tensor]
-                ) -> None:
-        """Hang stamps into the graph of a cell."""
-        nodes = nodes_between(input, output)
+    def _follow(self, backward: CellBackward, before: set[Any], last: set[Any]) -> None:
+        """Hang stamps into the graph of a cell: behind some nodes, up to the last ones."""
+        nodes = nodes_between(before, last)
         # What a cell hands on as it is, like a skip that is carried, has no node of this cell.
-        first = producers(output) & {*nodes}
+        first = last & {*nodes}
         if self._local.acting:
             self._of_step[backward.action.micro_batch, backward.action.stage] = backward
             self._hook(first, backward.begin)
@@ -148,7 +149,7 @@ class _Observer:
             self._backwards.append(backward)
             self._hook(first, backward.begin)
             self._handles += [node.register_hook(backward.end)
-                              for node in last_nodes(input, nodes)]
+                              for node in last_nodes(before, nodes)]
         else:
             self._hook(nodes, lambda _: self._local.turns.take(backward.action))
 
