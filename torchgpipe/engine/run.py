@@ -146,7 +146,6 @@ class Run:
                 part_contexts(inputs, itertools.chain(*self._batches))
         finally:
             self._state.repair()
-            self._skips.clear()  # What is still here will never be popped.
 
     def _run_cells(self) -> None:
         """Run all cells."""
@@ -196,11 +195,9 @@ class Run:
                     before = self.aliasing.before(i, j, cell, tensors)
                     output, recomputation = self._cells[j].run(i, cell, tensors)
                     self.aliasing.after(i, partition, cell, before, output)
-                    del before
                 else:
                     output, recomputation = self._cells[j].run(i, cell, tensors)
                     self.aliasing.hand_on(j, output)
-            del tensors  # A loss may take long.
             self._send(i, j, cell, output, recomputation)
         finally:
             context.micro_batch = outside
