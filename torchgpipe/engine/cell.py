@@ -83,7 +83,7 @@ class Cell:
             output, self.kind = result_of(value)
             self._is_new = False
         else:
-            output = flatten(value)[0]
+            output = (value,) if isinstance(value, Tensor) else flatten(value)[0]
             if isinstance(self.kind, Repeated):  # as in the first pass, whatever is one here
                 output = self.kind.collect(output)
         return [*output] if tracker is None else [*output, *self._skips_in(tracker)]

@@ -116,7 +116,8 @@ class Recomputation:
             What the function gave, marked by ``Checkpoint``.
         """
         # A skip may be a tensor of the batch: then it is one in the recomputation, too.
-        self._input, self._spread = once(tensors, list)
+        self._input, self._spread = (tuple(tensors), list) if len(tensors) == 1 else \
+            once(tensors, list)
         before = versions(self._input)
         hooks = saved_tensors_hooks(self._number, self._unpack)
         function = partial(self._function, tensors)
