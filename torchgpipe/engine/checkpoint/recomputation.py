@@ -50,7 +50,7 @@ from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.errors import add_note
 from torchgpipe.private import (APPLY, at_end_of_backward, backward_pass, compiled_code,
                                 retains_graph, uncompiled)
-from torchgpipe.structure import once
+from torchgpipe.structure import Kind, once
 
 __all__ = ['Checkpoint', 'Recomputation', 'Recompute']
 
@@ -97,6 +97,8 @@ class Recomputation:
         self._layers = layers
         self._stream = current_stream(device)
         self._input: tuple[Tensor, ...] = ()
+        #: Puts inputs where they stood, of which one may be several.
+        self._spread: Kind = list
         self._saved: list[int] = []
         self._compiled: dict[int, Saved] = {}
         self._fills: dict[int, RecomputedTensors] = {}
