@@ -91,6 +91,42 @@ def test_in_v082_a_layer_that_moves_the_generator_in_backward_disturbed_others(d
     assert meeting.is_met is not draws  # Else they go on beside each other.
 
 
+class Noise(torch.autograd.Function):
+    """Wait in backward, and draw there with a seed of its own, or not."""
+
+    @staticmethod
+    def forward(ctx, x, draws, wait):
+        """Return the input."""
+        ctx.draws, ctx.wait = draws, wait
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Wait, and draw."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            ctx.wait()
+            return grad * (torch.rand(1).item() if ctx.draws else 2), None, None
+
+
+@workers
+@pytest.mark.parametrize('draws', [True, False])
+def test_in_v082_so_did_one_that_draws_in_backward_only(devices, draws):
+    class Noisy(nn.Linear):
+        def forward(self, x):
+            return Noise.apply(super().forward(x), draws, self.wait)
+
+    meeting, layers = Meeting(), [Noisy(2, 2), Noisy(2, 2)]
+    layers[0].wait, layers[1].wait = meeting.forward, meeting.backward
+    gpipe = GPipe(nn.Sequential(*layers), [1, 1], devices=devices.distinct(2), chunks=4,
+                  checkpoint='never')
+    x = torch.rand(4, 2, device=devices.first)
+    for patience in (0, .1 if draws else 3):  # In the first step it is not known who draws.
+        meeting.patience = patience
+        gpipe.step(x, x.to(gpipe.devices[-1]), squares, schedule='1f1b')
+    assert meeting.is_met is not draws
+
+
 class Checkpointed(nn.Module):
     """A layer that checkpoints by itself, and puts the generator back for that."""
 

@@ -88,12 +88,12 @@ class Aliasing:
         """Let tensors cross a boundary: return what comes of them behind it."""
         common = self.common(i)
         where = [k for k, x in enumerate(tensors) if is_among(x, common)]
-        parted = i in self._once_shared or (len(tensors) > 1 and any(
+        shares = i in self._once_shared or (len(tensors) > 1 and any(
             share_memory([x], tensors[k + 1:]) for k, x in enumerate(tensors)))
         copied = copy(tensors)
         if self._shared:
             self._common[i] = [copied[k] for k in where]
-        if parted:
+        if shares:
             self._once_shared[i] = [*copied]  # The cell takes skips out of that list.
             self.watched.add(i)
         return copied

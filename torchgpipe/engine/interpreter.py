@@ -18,6 +18,7 @@ import torch
 
 from torchgpipe.engine.worker import Workers, device_key
 from torchgpipe.schedule.action import Action
+from torchgpipe.schedule.plain import forward_order
 from torchgpipe.schedule.schedule import Grid, steps, waits_for
 
 __all__ = ['Plan', 'interpret']
@@ -47,18 +48,13 @@ class Plan(NamedTuple):
     def of_forward(start: int, stop: int, devices: tuple[torch.device, ...]) -> 'Plan':
         """Make that of the plain call: micro-batches go through one partition after the other.
 
-        Since what a partition gives takes memory, none starts a micro-batch before the next one is
-        done with the last but one.
-
         Args:
             start: The first micro-batch.
             stop: The one after the last.
             devices: Where each partition is.
         """
         rows = [[Action(j, 'F', i) for i in range(start, stop)] for j in range(len(devices))]
-        ahead = [(Action(j + 1, 'F', i - 2), Action(j, 'F', i))
-                 for j in range(len(devices) - 1) for i in range(start + 2, stop)]
-        return _plan(steps(rows)[0], devices, ahead)
+        return _plan(steps(rows)[0], devices, forward_order(len(devices), start, stop))
 
     @staticmethod
     @lru_cache(maxsize=32)

@@ -49,7 +49,7 @@ class Unordered:
                      if action.kind == 'F' and action.stage == j]
             if order != sorted(order):
                 modules += partition.layers.modules()
-        self._before = [(module, state_of([module])) for module in modules]
+        self._before = [(module, state_of(module)) for module in modules]
 
     def check(self) -> None:
         """See that none has changed since.
@@ -58,7 +58,7 @@ class Unordered:
             RuntimeError: Some have.
         """
         names = sorted({type(module).__name__ for module, before in self._before
-                        if not are_same(before, state_of([module]))})
+                        if not are_same(before, state_of(module))})
         if names:
             raise RuntimeError(
                 f'layers that change when they are called ({", ".join(names)}) run in another '

@@ -91,6 +91,8 @@ class Engine:
         self.workers = Workers()
         #: Whether the loss of a step was seen to draw random numbers; ``None`` if not known yet.
         self.loss_draws: bool | None = None
+        #: And whether the backward of any cell was, as that of an `autograd.Function` may.
+        self.backward_draws: bool | None = None
         #: Who is told of actions, if anyone.
         self.observer: Observer | None = None
         #: On one device nothing can run at the same time, so a thread would only make its caller

@@ -21,7 +21,7 @@ change goes unnoticed there. Micro-batches are views of one tensor and have one 
 the input of the model in place and then stash it raises needlessly.)
 """
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -103,6 +103,8 @@ class Run:
                   self._hold(partition, partition.lock_alone),
                   engine.workers.host_stream(partition.device) if offload else CPUStream)
             for partition, stop in zip(engine.partitions, stops)]
+        #: What computes the cells of each partition.
+        self._computes: list[Callable[..., Any]] = [each.compute for each in engine.partitions]
         #: The contexts in which cells have the layers of each partition.
         self._held = [
             self._hold(partition, partition.lock_alone if self.alone or cells.marked
@@ -178,14 +180,10 @@ class Run:
             for j in partitions:
                 self._cells[j].watch_draws()
 
-    def _compute(self, j: int) -> Any:
-        """Return what computes the cells of a partition."""
-        return self._engine.partitions[j].compute
-
     def _run_cell(self, i: int, j: int) -> None:
         """Take micro-batch ``i`` through partition ``j``."""
         partition, m, outside = self._engine.partitions[j], len(self._batches), context.micro_batch
-        cell = Cell(self._compute(j), i, m, self._batches[i].kind, partition.outgoing)
+        cell = Cell(self._computes[j], i, m, self._batches[i].kind, partition.outgoing)
         context.micro_batch = MicroBatch(i, m, j, next(_serial), self._mini_batch, partition.lock)
         try:
             tensors = self._bring(

@@ -89,10 +89,9 @@ class Step(Run):
         #: The one worker that may communicate with other processes, if there are others.
         self._communicating: Hashable = None
         self._leaves = Leaves()
-        self._computes: list[Callable[..., Any]] = []
         self._loss: Callable[..., Any] = loss
-        #: Held where the loss has leaves in place of its parameters.
         modules = {*loss.modules}
+        #: Held where the loss has leaves in place of its parameters.
         self._loss_lock = together(layer_lock(modules), *(
             partition.lock for partition in engine.partitions
             if not modules.isdisjoint(partition.layers.modules()))) if modules else no_context
@@ -109,8 +108,11 @@ class Step(Run):
         #: layer may put the generator back to an earlier state there, as `torch.utils.checkpoint`
         #: does, and what another one draws beside it would be lost, or drawn twice.
         self._generator_lock = new_lock() if not engine.one_worker and (
-            engine.loss_draws is not False or any(map(self._may_draw, range(len(self._cells))))
-            ) else no_context
+            engine.loss_draws is not False or engine.backward_draws is not False
+            or any(map(self._may_draw, range(len(self._cells))))) else no_context
+        #: Looks at backwards, as long as it is not known whether they draw.
+        self._recorder = Recorder() if not engine.one_worker and engine.backward_draws is None \
+            else None
         split = {action.stage for row in rows for action in row if action.kind == 'W'}
         self._deferred = {j: DeferredWork() for j in split
                           if not has_compiled(engine.partitions[j].layers)}
@@ -140,15 +142,17 @@ class Step(Run):
         interpret(plan, run, engine.workers)
         if watch is not None:
             watch.check()
+        if self._recorder is not None:
+            engine.backward_draws = bool(self._recorder.draws)
 
     def _put_leaves(self) -> None:
         """Make leaves of the parameters, as they are when no cell has put others there."""
         for partition in self._engine.partitions:
             copies = {} if self._shared is None else self._shared.copies(partition.j)
             with partition.lock_alone:
-                self._computes.append(self._leaves.within(
+                self._computes[partition.j] = self._leaves.within(
                     partition.layers.modules(), partition.compute, copies,
-                    self._deferred.get(partition.j)))
+                    self._deferred.get(partition.j))
         with self._loss_lock:
             self._loss = self._leaves.within(self._losses.modules, self._losses, {})
 
@@ -158,9 +162,6 @@ class Step(Run):
             gradients += [(self._input[i][k], grad) for k, grad in grads.items()]
         self._grads.clear()
         give(gradients)
-
-    def _compute(self, j: int) -> Callable[..., Any]:
-        return self._computes[j]
 
     def _act(self, action: Action) -> None:
         """Run an action."""
@@ -273,7 +274,9 @@ class Step(Run):
         self._recomputations.pop((i, j), None)
         grads = self._grads.pop((i, j), {})
         roots = [(edge, grads[k]) for k, edge in graph.roots if k in grads]
-        torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
+        run = partial(torch.autograd.backward, [edge for edge, _ in roots],
+                      [grad for _, grad in roots])
+        run() if self._recorder is None else self._recorder.run(run)
         for prev_j, k, leaf in graph.leaves:
             if leaf.grad is not None:
                 self._send_back(i, j, prev_j, k, leaf.grad)

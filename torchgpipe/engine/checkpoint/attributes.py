@@ -4,7 +4,6 @@ An attribute can be put back if it is a number, a string and the like, a tensor,
 containers, of any nesting; of a container, which things it holds, but not what these are made of.
 """
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -85,13 +84,11 @@ def may_be_mutated(before: Attributes, contents: Attributes, after: Attributes) 
                for name, value in before.items())
 
 
-def state_of(modules: Iterable[nn.Module]) -> list[Any]:
-    """Return what modules hold, with the versions of tensors: for :func:`are_same`, later."""
-    found: list[Any] = []
-    for module in modules:
-        values = attributes_of(module)
-        found += [*module._parameters.values(), *module._buffers.values(), *values.values()]
-        found += [x for name, value in values.items() for x in contents_of(name, value) or ()]
+def state_of(module: nn.Module) -> list[Any]:
+    """Return what a module holds, with the versions of tensors: for :func:`are_same`, later."""
+    values = attributes_of(module)
+    found = [*module._parameters.values(), *module._buffers.values(), *values.values()]
+    found += [x for name, value in values.items() for x in contents_of(name, value) or ()]
     return [*found, *versions([x for x in found if isinstance(x, Tensor)])]
 
 
