@@ -38,7 +38,8 @@ def counts(devices):
     gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], devices=devices,
                   chunks=2, checkpoint='always')
     x = torch.rand(4, 2)
-    gpipe(x).sum().backward()
+    for _ in range(2):  # The first pass sees which layers draw, and the second makes its plan.
+        gpipe(x).sum().backward()
     gpipe._engine.workers.stop()  # The profile is that of threads that start from now on.
     outputs = []
     forward = called(lambda: outputs.append(gpipe(x).sum()))
@@ -48,7 +49,7 @@ def counts(devices):
 @cpu_only('it counts calls of the host')
 def test_the_way_does_not_grow_unnoticed():
     """In v0.3.0 it was 17 files and 78 functions, with workers 96; and 10 and 39 in backward."""
-    for devices, most in ((['cpu'] * 2, (22, 100)), (['cpu:0', 'cpu:1'], (25, 126))):
+    for devices, most in ((['cpu'] * 2, (22, 99)), (['cpu:0', 'cpu:1'], (24, 120))):
         forward, backward = counts(devices)
         assert forward[0] <= most[0] and forward[1] <= most[1]
         assert backward[0] <= 14 and backward[1] <= 44
