@@ -1,0 +1,120 @@
+"""Messages of schedules: nothing is stuck, whichever way ranks meet."""
+import random
+from collections import defaultdict, deque
+
+import pytest
+
+from torchgpipe.schedule import Action, make
+from torchgpipe.schedule.messages import Message, Receive, Send, with_messages
+
+SHAPES = [(name, ranks, m, v)
+          for name, v in (('gpipe', 1), ('1f1b', 1), ('interleaved', 2), ('looped-bfs', 2),
+                          ('zb-h1', 1), ('zb-v', 2))
+          for ranks in (2, 3, 4) for m in (1, 2, 3, 5, 8)]
+
+
+def needs(action, rows):
+    """Give the messages that an action waits for."""
+    kinds = 'F' if action.kind == 'F' else 'BI' if action.kind in 'BI' else ''
+    return [each for row in rows for each in row if isinstance(each, Receive)
+            and each.stage == action.stage and each.action.kind in kinds
+            and each.action.micro_batch == action.micro_batch]
+
+
+def stuck(rows, blocking):
+    """Run rows as NCCL does: a pair of ranks has one queue, whose heads have to meet.
+
+    Args:
+        rows: What each rank does.
+        blocking: Whether a rank that sends goes on only when the other one receives.
+    """
+    owners = {each.stage: rank for rank, row in enumerate(rows) for each in row
+              if isinstance(each, Action)}
+    waits = [[needs(each, rows) if isinstance(each, Action) else [] for each in row]
+             for row in rows]
+    at, queues, met = [0] * len(rows), defaultdict(deque), set()
+    posted = [-1] * len(rows)
+    moves = True
+    while moves:
+        moves = False
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row):
+                each = row[at[rank]]
+                if isinstance(each, (Send, Receive)):
+                    if posted[rank] < at[rank]:
+                        posted[rank], moves = at[rank], True
+                        ends = owners[each.action.stage], owners[each.stage]
+                        queues[ends[rank == ends[0]], rank].append(Message(*each))
+                    if blocking and isinstance(each, Send) and Message(*each) not in met:
+                        break
+                elif any(Message(*other) not in met for other in waits[rank][at[rank]]):
+                    break
+                at[rank], moves = at[rank] + 1, True
+        for one, other in list(queues):
+            while queues[one, other] and queues[other, one] \
+                    and queues[one, other][0] == queues[other, one][0]:
+                met.add(queues[one, other].popleft())
+                queues[other, one].popleft()
+                moves = True
+    return any(k < len(row) for k, row in zip(at, rows))
+
+
+def naive(rows):
+    """Put each receive right before its use."""
+    found = []
+    for row in rows:
+        own, there = [], [each for each in row if isinstance(each, Receive)]
+        for each in row:
+            if isinstance(each, Action):
+                first = [other for other in there if other in needs(each, [row])]
+                own += first
+                there = [other for other in there if other not in first]
+            if not isinstance(each, Receive):
+                own.append(each)
+        found.append(own)
+    return found
+
+
+def programs():
+    """Yield schedules of all kinds, each without skips and with some."""
+    for seed, (name, ranks, m, v) in enumerate(SHAPES):
+        schedule, chance = make(name, ranks, m, v) if v > 1 else make(name, ranks, m), \
+            random.Random(seed)
+        stages = ranks * v
+        pairs = [tuple(sorted(chance.sample(range(stages), 2))) for _ in range(chance.randint(1, 4))]
+        yield schedule, ()
+        yield schedule, pairs
+        yield schedule.recomputing([m] * stages), pairs
+
+
+@pytest.mark.parametrize('blocking', [False, True])
+def test_no_schedule_is_stuck(blocking):
+    assert not [schedule for schedule, skips in programs()
+                if stuck(with_messages(schedule, skips), blocking)]
+
+
+def test_receives_right_before_their_use_get_stuck():
+    count = [stuck(naive(with_messages(schedule, skips)), False) for schedule, skips in programs()]
+    assert sum(count) > len(count) / 2
+
+
+def test_what_is_received_has_been_sent_and_nothing_is_missing():
+    for schedule, skips in programs():
+        rows = with_messages(schedule, skips)
+        sent = [each for row in rows for each in row if isinstance(each, Send)]
+        received = [each for row in rows for each in row if isinstance(each, Receive)]
+        assert sorted(map(str, sent)) == sorted(map(str, received))
+        assert tuple(tuple(each for each in row if isinstance(each, Action)) for row in rows) \
+            == schedule.rows
+        assert len({*map(str, sent)}) == len(sent)
+
+
+def test_a_skip_to_the_next_stage_goes_along_with_the_batch_and_others_straight():
+    rows = with_messages(make('gpipe', 3, 1), [(0, 1), (0, 2)])
+    assert [str(each) for each in rows[0]] == ['0F0', '0F0>1', '0F0>2', '2B0>0', '1B0>0', '0B0']
+
+
+def test_stages_of_one_rank_send_each_other_nothing():
+    rows = with_messages(make('zb-v', 2, 1, 2))
+    assert not [each for row in rows for each in row if isinstance(each, Message)
+                and {each.action.stage, each.stage} in ({1, 2}, {0, 3})]
