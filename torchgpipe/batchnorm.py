@@ -8,6 +8,7 @@ once per mini-batch, to where plain batch normalization on the whole mini-batch 
     normalise by    own        own        own                           own
     merge           start      merge      merge      commit             nothing
 """
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -22,6 +23,10 @@ from torchgpipe.private import HOOKS, BatchNorm, is_full_backward_hook, uncompil
 __all__ = ['DeferredBatchNorm']
 
 TModule = TypeVar('TModule', bound=nn.Module)
+
+
+#: Returns what each replica has of a tensor.
+Gather = Callable[[Tensor], Sequence[Tensor]]
 
 
 class _Moments(NamedTuple):
@@ -41,6 +46,16 @@ class _Moments(NamedTuple):
         return _Moments(number, self.mean + delta * (other.number / number),
                         self.deviation + other.deviation
                         + delta.square() * (self.number * other.number / number))
+
+    def of_all(self, gather: Gather) -> '_Moments':
+        """Merge them with those of all replicas, in their order."""
+        number = torch.full_like(self.mean, self.number, dtype=torch.float64)
+        own = torch.stack([number, self.mean, self.deviation])
+        first, *others = [_Moments(int(number[0]), mean, deviation)
+                          for number, mean, deviation in map(torch.unbind, gather(own))]
+        for other in others:
+            first = first.merge(other)
+        return first
 
 
 class _Statistics:
@@ -142,13 +157,14 @@ class DeferredBatchNorm(BatchNorm):
         """Begin with a mini-batch of a pipeline."""
         here, statistics = context.micro_batch, _Statistics()
         assert here is not None
-        here.mini_batch.at_end(lambda: self._commit(statistics), here.lock)
+        gather = here.mini_batch.gather
+        here.mini_batch.at_end(lambda: self._commit(statistics, gather), here.lock)
         return statistics
 
     @torch.no_grad()
-    def _commit(self, statistics: _Statistics) -> None:
+    def _commit(self, statistics: _Statistics, gather: Gather | None = None) -> None:
         for _, moments in sorted(statistics.moments.items()):
-            self._move(moments)
+            self._move(moments if gather is None else moments.of_all(gather))
 
     def _move(self, moments: _Moments) -> None:
         """Move the running statistics by one mini-batch."""

@@ -19,9 +19,11 @@ So a module that communicates says so, ``communicates = True``, and the engine k
 Where it keeps none, the context says so, and who is about to communicate looks there first.
 """
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
 
 __all__ = ['MicroBatch', 'MiniBatch', 'check_order', 'context', 'is_checkpointing',
            'is_recomputing']
@@ -33,6 +35,8 @@ class MiniBatch:
     """A mini-batch on its way through the outermost pipeline."""
 
     def __init__(self) -> None:
+        #: Where replicas have other parts of it: returns what each of them has of a tensor.
+        self.gather: Callable[[Tensor], Sequence[Tensor]] | None = None
         self._at_end: list[tuple[Callable[[], None], AbstractContextManager[Any]]] = []
         self._values: dict[Hashable, object] = {}
 

@@ -286,6 +286,8 @@ class GPipe(nn.Module):
         if isinstance(schedule, str) and schedule == 'auto':
             schedule = self._planned()
         losses = Losses(loss_fn, target, sizes, target_dim, normalizer, scale)
+        if losses.counted is not None:
+            losses.count_in(losses.counted)
         stops = checkpoint_stops(self.checkpoint, len(batches), len(self.devices))
         pipeline = run_step(engine, batches, losses, schedule, checkpoint_stops=stops,
                             common=common, offload=self.offload)

@@ -50,12 +50,25 @@ class Losses:
         #: The same as leaves, each of which has a graph of its own above it.
         self._leaves = [Batch.of(tuple(map(leaf_of, batch)), batch.kind)
                         for batch in self._targets]
-        self._weights = _weights(function, [batch.value for batch in self._leaves], sizes,
-                                 normalizer)
+        self._counts, self._whole = _counted(
+            function, [batch.value for batch in self._leaves], sizes, normalizer)
+        #: What this process counts of the mini-batch; ``None`` where the loss is over a number.
+        self.counted = None if self._whole else sum(self._counts)
         self._losses: list[Tensor] = []
         self._learns = False
         is_known = normalizer is not None or is_of_pytorch(function)
         self._watch = None if is_known else Watch(sizes)
+
+    def count_in(self, whole: float) -> None:
+        """Say what the whole mini-batch counts, of which other processes may have parts.
+
+        Raises:
+            ValueError: It is nothing.
+        """
+        if not whole:
+            raise ValueError('normalizer, or the loss by itself, counts nothing in the whole '
+                             'target, so there is no mean over it; leave out this mini-batch')
+        self._whole = whole
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -65,14 +78,14 @@ class Losses:
 
     def __call__(self, i: int, output: Any) -> Tensor:
         """Compute that of micro-batch ``i``, and give what its backward starts from."""
-        if self._weights[i] == 0:  # The mean of nothing is no number.
+        if self._counts[i] == 0:  # The mean of nothing is no number.
             return torch.zeros((), requires_grad=True)
         try:
             given = output, self._leaves[i].value
             loss = (self._watch.call(i, self._function, *given) if self._watch
                     else self._function(*given))
             _check(loss, 'loss_fn')
-            scaled = loss = loss * self._weights[i]
+            scaled = loss = loss * (self._counts[i] / self._whole)
             if self._scale is not None:
                 scaled = self._scale(loss)
                 _check(scaled, 'scale')
@@ -133,9 +146,9 @@ def _outline(value: Any) -> str:
     return f'{type(value).__name__} {value}' if isinstance(value, Real) else type(value).__name__
 
 
-def _weights(loss: Any, targets: Sequence[Any], sizes: Sequence[int], normalizer: Any
-             ) -> list[float]:
-    """Return what the loss of each micro-batch counts.
+def _counted(loss: Any, targets: Sequence[Any], sizes: Sequence[int], normalizer: Any
+             ) -> tuple[list[float], float]:
+    """Return what the loss of each micro-batch counts; and out of what, where that is a number.
 
     Numbers are Python's, which are exact, and on no device.
     """
@@ -143,13 +156,13 @@ def _weights(loss: Any, targets: Sequence[Any], sizes: Sequence[int], normalizer
     if normalizer is None:
         normalizer = own_normalizer(loss, targets)
     if normalizer is None:
-        return [size / sum(sizes) for size in sizes]
+        return [*map(float, sizes)], 0
     if not callable(normalizer):
         number = _number(normalizer)
         if not number:
             raise ValueError('normalizer must be a function, or a finite number above zero that '
                              f'the loss is divided by, but is {_outline(normalizer)}')
-        return [1 / number] * len(sizes)
+        return [1.] * len(sizes), number
     given = [normalizer(target) for target in targets]
     counts = [count for each in given if (count := _number(each)) is not None]
     if len(counts) < len(given):
@@ -158,10 +171,7 @@ def _weights(loss: Any, targets: Sequence[Any], sizes: Sequence[int], normalizer
                          'is a mean over, a finite number not below zero, but gave '
                          f'{_outline(wrong)}; a function that does is lambda target: (target != '
                          'ignore_index).sum()')
-    if not sum(counts):
-        raise ValueError('normalizer, or the loss by itself, counts nothing in the whole target, '
-                         'so there is no mean over it; leave out this mini-batch')
-    return [count / sum(counts) for count in counts]
+    return counts, 0
 
 
 def _number(value: Any) -> float | None:

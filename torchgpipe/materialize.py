@@ -16,12 +16,14 @@ reset as constructors do it, those within a module first. Where weights are give
 state dict leaves out is reset, as buffers that are not persistent.
 """
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.engine.checkpoint.snapshot import is_plain
+from torchgpipe.engine.stream import no_context
 from torchgpipe.errors import add_note
 from torchgpipe.private import RESETS, data_address, lazy_clone, unseen
 from torchgpipe.sequential.parts import to_own_names
@@ -43,35 +45,50 @@ Made = dict[int, Slot]
 
 
 def materialize(module: nn.Sequential, devices: Sequence[torch.device],
-                weights: Weights | None = None) -> None:
+                weights: Weights | None = None,
+                around: Callable[[str, nn.Module], AbstractContextManager[Any]] | None = None
+                ) -> None:
     """Give values to what is on the meta device, and to everything if there are weights.
 
     Args:
         module: The layers.
         devices: Where each of them will live.
         weights: See :func:`~torchgpipe.weights.open_weights`.
+        around: The context in which a layer of some name gets its values, before the next one.
 
     Raises:
         ValueError: A tensor has no value and no way to get one, or the weights are not those of
             the module.
     """
     loader = None if weights is None else _Loader(open_weights(weights), module)
-    helpless = [slot for layer in module for slot in _Plan(layer, loader is not None).helpless]
+    made: Made = {}
+    helpless = []
+    for layer in module:
+        helpless += _Plan(layer, loader is not None, made).helpless
+        made.update({id(slot.tensor): slot for slot in _slots(layer) if slot.tensor.is_meta})
     if helpless:
         raise _without_value(module, helpless)
-    made: Made = {}
+    made = {}
     for (name, layer), device in zip(module._modules.items(), devices):
-        plan = _Plan(layer, loader is not None)  # without what stands in earlier layers, too
-        slots = [slot for slot in _slots(layer) if slot.tensor.is_meta]
-        _allocate(slots, torch.device('cpu') if plan.resets else device)
-        forgotten = plan.reset()
-        if forgotten:
-            raise _without_value(module, forgotten)
-        _move(slots, device, made)
-        if loader is not None:
-            loader.load(name, layer)
+        assert layer is not None
+        with no_context if around is None else around(name, layer):
+            _give_values(name, layer, device, loader, made, module)
     if loader is not None:
         loader.check()
+
+
+def _give_values(name: str, layer: nn.Module, device: torch.device, loader: '_Loader | None',
+                 made: Made, module: nn.Sequential) -> None:
+    """Give values to one layer."""
+    plan = _Plan(layer, loader is not None, made)
+    slots = [slot for slot in _slots(layer) if slot.tensor.is_meta]
+    _allocate(slots, torch.device('cpu') if plan.resets else device)
+    forgotten = plan.reset()
+    if forgotten:
+        raise _without_value(module, forgotten)
+    _move(slots, device, made)
+    if loader is not None:
+        loader.load(name, layer)
 
 
 def _without_value(module: nn.Module, slots: list[Slot]) -> ValueError:
@@ -123,12 +140,14 @@ class _Plan:
     Args:
         layer: The layer, maybe on the meta device.
         loads: Whether all that is in its state dict will be loaded.
+        made: What has got a value in an earlier layer.
     """
 
-    def __init__(self, layer: nn.Module, loads: bool) -> None:
+    def __init__(self, layer: nn.Module, loads: bool, made: Made) -> None:
         state = layer.state_dict(keep_vars=True).values() if loads else ()
-        self._loaded = {id(x) for x in state}
+        self._loaded = {id(x) for x in state} | made.keys()
         self._needed = [slot for slot in _slots(layer) if slot.tensor.is_meta and not (
+            id(slot.tensor) in made or
             id(slot.tensor) in self._loaded and is_plain(slot.tensor))]
         self._ids = {id(slot.tensor) for slot in self._needed}
         #: What to call, that of parts first.

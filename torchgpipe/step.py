@@ -1,6 +1,6 @@
 """One training step by a schedule: forward and backward, with the loss inside."""
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,19 @@ __all__ = ['Losses', 'ScheduleLike', 'find_schedule', 'run_step']
 ScheduleLike = str | os.PathLike[str] | Schedule
 
 
-def find_schedule(schedule: ScheduleLike, engine: Engine, m: int) -> Schedule:
+def find_schedule(schedule: ScheduleLike, workers: Sequence[Hashable], m: int) -> Schedule:
     """Return a schedule whose stages are the partitions.
 
     Args:
         schedule: A schedule, its name, or the path of a CSV file.
-        engine: The partitions.
+        workers: What runs each partition, a pair of a kind and a number.
         m: The number of micro-batches.
 
     Raises:
         ValueError: There is no such schedule, or it is for other partitions, devices or
             micro-batches.
     """
-    n = len(engine.partitions)
-    workers = [partition.worker for partition in engine.partitions]
+    n = len(workers)
     devices = len({*workers})
     if isinstance(schedule, Schedule):
         found = schedule
@@ -88,7 +87,8 @@ _recomputing = lru_cache(maxsize=32)(Schedule.recomputing)
 def run_step(engine: Engine, batches: list[Batch], losses: Losses, schedule: ScheduleLike,
              checkpoint_stops: Sequence[int], **options: Any) -> Step:
     """Run a step; afterwards the batches hold the outputs."""
-    found = find_schedule(schedule, engine, len(batches))
+    workers = [partition.worker for partition in engine.partitions]
+    found = find_schedule(schedule, workers, len(batches))
     if not engine.one_worker:  # Otherwise it never waits for a gradient.
         found = _recomputing(found, tuple(checkpoint_stops))
     step = Step(engine, batches, found.rows, losses, checkpoint_stops=checkpoint_stops, **options)

@@ -81,7 +81,8 @@ def programs():
         schedule, chance = make(name, ranks, m, v) if v > 1 else make(name, ranks, m), \
             random.Random(seed)
         stages = ranks * v
-        pairs = [tuple(sorted(chance.sample(range(stages), 2))) for _ in range(chance.randint(1, 4))]
+        number = chance.randint(1, 4)
+        pairs = [tuple(sorted(chance.sample(range(stages), 2))) for _ in range(number)]
         yield schedule, ()
         yield schedule, pairs
         yield schedule.recomputing([m] * stages), pairs

@@ -98,6 +98,35 @@ class Aliasing:
             self.watched.add(i)
         return copied
 
+    def leave(self, i: int, tensors: Sequence[Tensor]) -> list[bool]:
+        """Return of what a cell hands on whether others lie in the memory of each, or lay."""
+        if len(tensors) == 1 and i not in self.watched:
+            return [False]
+        before = self._once_shared.get(i, [])
+        return [bool(self._with_batch[i]) or share_memory(
+            [x], [*before, *tensors[:k], *tensors[k + 1:]]) for k, x in enumerate(tensors)]
+
+    def is_common(self, i: int, x: Tensor) -> bool:
+        """Return whether a tensor of a micro-batch is one that all share, or a copy of it."""
+        return bool(self._shared) and is_among(x, self.common(i))
+
+    def arrive(self, i: int, aliased: list[Tensor], common: list[Tensor], skips: set[Key]) -> None:
+        """Take note of what comes from another process.
+
+        Args:
+            i: The micro-batch.
+            aliased: The tensors of whose memory :meth:`leave` said so there.
+            common: Those that all micro-batches share.
+            skips: The skips that are such tensors.
+        """
+        if aliased:
+            self._once_shared[i] = [*self._once_shared.get(i, []), *aliased]
+        if common:
+            self._common[i], self._shared = common, self._shared or common
+        self._common_skips[i] |= skips
+        if aliased or common:
+            self.watched.add(i)
+
     def before(self, i: int, j: int, cell: Cell, tensors: list[Tensor]) -> '_Before':
         """Look at what a cell gets, in partition ``j``."""
         number = len(tensors) - len(cell.popped)

@@ -25,7 +25,7 @@ from torchgpipe.aliases import Slot
 from torchgpipe.engine.split_backward import DeferredWork, Weight
 from torchgpipe.errors import uninterrupted
 
-__all__ = ['Leaves', 'edge_of', 'give', 'leaf_of']
+__all__ = ['Leaves', 'edge_of', 'give', 'given', 'leaf_of']
 
 
 class _Place(NamedTuple):
@@ -107,10 +107,19 @@ def give(gradients: list[tuple[Tensor, Tensor]]) -> None:
             nobody but a parameter has its gradient, and autograd need not copy it.
     """
     if gradients:
-        tensors = [x for x, _ in gradients]
-        grads = [grad for _, grad in gradients]
-        gradients.clear()
-        _Give.apply(grads, *tensors).backward()  # type: ignore[no-untyped-call]
+        given(gradients).backward()
+
+
+def given(gradients: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return a scalar from which backward goes to some tensors with gradients that are known.
+
+    Args:
+        gradients: As for :func:`give`.
+    """
+    tensors = [x for x, _ in gradients]
+    grads = [grad for _, grad in gradients]
+    gradients.clear()
+    return _Give.apply(grads, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Give(torch.autograd.Function):

@@ -39,6 +39,7 @@ from torchgpipe.engine.partition import Engine, Partition
 from torchgpipe.engine.shared import SharedTensors
 from torchgpipe.engine.stream import AbstractStream, CPUStream, current_stream
 from torchgpipe.engine.thread_state import ThreadState
+from torchgpipe.schedule.action import Action
 from torchgpipe.skip.namespace import Key
 
 __all__ = ['Run', 'Skip']
@@ -117,7 +118,7 @@ class Run:
             cells.monitor = self._monitor
         outer = context.micro_batch
         self._is_outermost = outer is None
-        self._mini_batch = MiniBatch() if outer is None else outer.mini_batch
+        self.mini_batch = MiniBatch() if outer is None else outer.mini_batch
         self.aliasing = Aliasing(batches, common)
 
     def _hold(self, partition: Partition, lock: AbstractContextManager[Any]
@@ -143,7 +144,7 @@ class Run:
             if self._monitor is not None:
                 self._check_monitor(self._monitor, range(len(self._cells)))
             if self._is_outermost:
-                self._mini_batch.end()
+                self.mini_batch.end()
             if parts:
                 part_contexts(inputs, itertools.chain(*self._batches))
         finally:
@@ -151,6 +152,10 @@ class Run:
 
     def _run_cells(self) -> None:
         """Run all cells."""
+        raise NotImplementedError
+
+    def _act(self, action: Action) -> None:
+        """Run an action of a schedule."""
         raise NotImplementedError
 
     def _bring(self, i: int, j: int, popped: Sequence[Skip]) -> list[Tensor]:
@@ -184,7 +189,7 @@ class Run:
         """Take micro-batch ``i`` through partition ``j``."""
         partition, m, outside = self._engine.partitions[j], len(self._batches), context.micro_batch
         cell = Cell(self._computes[j], i, m, self._batches[i].kind, partition.outgoing)
-        context.micro_batch = MicroBatch(i, m, j, next(_serial), self._mini_batch, partition.lock)
+        context.micro_batch = MicroBatch(i, m, j, next(_serial), self.mini_batch, partition.lock)
         try:
             tensors = self._bring(
                 i, j, self._pop(i, partition, cell) if partition.incoming else ())

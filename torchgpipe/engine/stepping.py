@@ -157,11 +157,15 @@ class Step(Run):
             self._loss = self._leaves.within(self._losses.modules, self._losses, {})
 
     def _give(self) -> None:
+        give(self._gradients())
+
+    def _gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Return what has a gradient in the end, with that, and let go of it."""
         gradients = [*self._leaves.take(), *self._losses.gradients()]
         for (i, _), grads in self._grads.items():  # All others have been taken.
             gradients += [(self._input[i][k], grad) for k, grad in grads.items()]
         self._grads.clear()
-        give(gradients)
+        return gradients
 
     def _act(self, action: Action) -> None:
         """Run an action."""

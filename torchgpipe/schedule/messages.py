@@ -57,7 +57,8 @@ class Receive(Message):
 Row = tuple[Action | Send | Receive, ...]
 
 
-def with_messages(schedule: Schedule, skips: Iterable[tuple[int, int]] = ()) -> tuple[Row, ...]:
+def with_messages(schedule: Schedule, skips: Iterable[tuple[int, int]] = (),
+                  ranks: Sequence[int] | None = None) -> tuple[Row, ...]:
     """Return the rows of a schedule with the messages of each rank.
 
     >>> from torchgpipe.schedule import make
@@ -67,24 +68,28 @@ def with_messages(schedule: Schedule, skips: Iterable[tuple[int, int]] = ()) -> 
     0F0>1 1F0 1B0 1B0>0
 
     Args:
-        schedule: The schedule; a rank has the stages of a row.
+        schedule: The schedule.
         skips: Pairs of stages of which the first one stashes a skip that the second one pops. It
             goes along with the batch where that is the next one.
+        ranks: The rank of each stage; by default, a rank has the stages of a row.
     """
-    ranks = {stage: rank for rank, stages in enumerate(schedule.stages) for stage in stages}
-    readers = {stage: {stage + 1} & ranks.keys() for stage in ranks}
-    writers = {stage: {stage - 1} & ranks.keys() for stage in ranks}
+    stages = [stage for row in schedule.stages for stage in row]
+    owners = {stage: rank for rank, row in enumerate(schedule.stages) for stage in row}
+    if ranks is not None:
+        owners = dict(enumerate(ranks))
+    readers = {stage: {stage + 1} & owners.keys() for stage in stages}
+    writers = {stage: {stage - 1} & owners.keys() for stage in stages}
     for one, other in skips:
         readers[one].add(other)
         writers[other].add(one)
-    rows: list[list[Action | Send | Receive]] = [[] for _ in schedule.rows]
+    rows: list[list[Action | Send | Receive]] = [[] for _ in range(1 + max(owners.values()))]
     for action in _one_order(schedule.rows):
-        here = ranks[action.stage]
+        here = owners[action.stage]
         rows[here].append(action)
         for stage in sorted(_receivers(action, readers, writers)):
-            if ranks[stage] != here:
+            if owners[stage] != here:
                 rows[here].append(Send(action, stage))
-                rows[ranks[stage]].append(Receive(action, stage))
+                rows[owners[stage]].append(Receive(action, stage))
     return tuple(map(tuple, rows))
 
 

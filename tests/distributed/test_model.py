@@ -1,0 +1,97 @@
+"""Training on several processes, against one process that has the whole model."""
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.devices import cpu_only
+from tests.distributed.models import MODELS, train
+from tests.shard.processes import run
+from torchgpipe import GPipe
+from torchgpipe.distributed import DistributedGPipe, init_mesh
+
+LAYERS = 8
+
+pytestmark = cpu_only('processes meet by gloo')
+
+
+def part(x, data, rank, even=False):
+    """The part of a replica: the first one has a sample more than the others, or two."""
+    if even:
+        return x.chunk(data)[rank]
+    first = len(x) - (data - 1) * (len(x) // (data + 1))
+    return x if data == 1 else x.split([first, *[len(x) // (data + 1)] * (data - 1)])[rank]
+
+
+def trained(axes, name, stages, places, options, settings, even=False):
+    """Train on a rank."""
+    with torch.device('meta'):
+        module = MODELS[name]()
+    mesh = init_mesh(**axes)
+    model = DistributedGPipe(module, [LAYERS // stages] * stages, mesh=mesh, chunks=3,
+                             places=places, **settings)
+    data, rank = axes.get('data', 1), mesh.get_local_rank('data')
+    return train(model, lambda x: part(x, data, rank, even), **options)
+
+
+def alone(name, chunks=0, **options):
+    """Train a model in one process, with the initial values that all meshes have.
+
+    With batch normalization it has as many micro-batches as replicas have together.
+    """
+    return run(1, trained_alone, name, chunks, options)[0]
+
+
+def trained_alone(name, chunks, options):
+    with torch.device('meta'):
+        module = MODELS[name]()
+    model = DistributedGPipe(module, [LAYERS], mesh=init_mesh())
+    layers = nn.Sequential(*copy.deepcopy(list(model.children())))
+    gpipe = GPipe(layers, [LAYERS], devices=['cpu'], chunks=chunks or 1,
+                  deferred_batch_norm=chunks > 0)
+    gpipe.clip_grad_norm_ = lambda norm: nn.utils.clip_grad_norm_(gpipe.parameters(), norm)
+    return train(gpipe, lambda x: x, **options)
+
+
+def check(found, expected):
+    """See that ranks have together what one process has."""
+    steps, parameters, buffers = expected
+    for rank, _, _ in found:
+        for (loss, norm, grads), (own_loss, own_norm, own) in zip(steps, rank):
+            assert own_loss == pytest.approx(loss, rel=1e-10)
+            assert own_norm == pytest.approx(norm, rel=1e-8)
+            for name, grad in own.items():
+                torch.testing.assert_close(grad, grads[name], rtol=1e-10, atol=1e-10)
+    for k, whole in ((1, parameters), (2, buffers)):
+        there = {name: x for rank in found for name, x in rank[k].items()}
+        assert there.keys() == whole.keys()
+        for rank in found:
+            for name, x in rank[k].items():
+                torch.testing.assert_close(x, whole[name], rtol=1e-10, atol=1e-10)
+
+
+SCHEDULES = [('gpipe', 2, None), ('1f1b', 2, None), ('interleaved', 4, None),
+             ('looped-bfs', 4, None), ('zb-h1', 2, None), ('zb-v', 4, [0, 1, 1, 0])]
+
+
+@pytest.mark.parametrize('schedule, stages, places', SCHEDULES)
+def test_schedules(schedule, stages, places):
+    found = run(2, trained, {'pipe': 2}, 'unet', stages, places, {'schedule': schedule}, {})
+    check(found, alone('unet'))
+
+
+@pytest.mark.parametrize('name', sorted({*MODELS} - {'resnet'}))
+@pytest.mark.parametrize('data', ['replicate', 'shard'])
+def test_models(name, data):
+    found = run(4, trained, {'data': 2, 'pipe': 2}, name, 4, None, {'schedule': 'interleaved'},
+                {'data': data})
+    check(found, alone(name))
+
+
+@pytest.mark.parametrize('data', ['replicate', 'shard'])
+def test_batch_norm_sees_all_replicas(data):
+    sizes = (12, 6, 12)
+    found = run(4, trained, {'data': 2, 'pipe': 2}, 'resnet', 2, None, {'sizes': sizes},
+                {'data': data, 'deferred_batch_norm': True}, True)
+    check(found, alone('resnet', 6, sizes=sizes))

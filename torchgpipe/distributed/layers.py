@@ -1,0 +1,121 @@
+"""The layers of one rank: made here and nowhere else, with values that do not hang on the mesh.
+
+::
+
+    stages       0         1         2         3          on ranks 0, 1, 0, 1 of the pipeline
+    layers       0 1       2 3       4         5
+    rank 0       0 1                 4                    one by one: layer i from (seed, i),
+    rank 1                 2 3                 5          then cut into shards, then the next one
+"""
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchgpipe.engine.places import named_slots
+from torchgpipe.materialize import materialize
+
+__all__ = ['Tie', 'fill', 'skeleton_of', 'ties_of']
+
+#: A parameter in several stages: each stage, and its name there; in the order of stages.
+Tie = tuple[tuple[int, str], ...]
+
+
+def skeleton_of(model: Any) -> nn.Sequential:
+    """Return a model as a module; what functions make has no values in it.
+
+    Raises:
+        TypeError: It is neither a module nor a list of functions.
+    """
+    if isinstance(model, nn.Module):
+        return model  # type: ignore[return-value]
+    functions = list(model) if isinstance(model, (list, tuple)) else []
+    wrong = [each for each in functions if isinstance(each, nn.Module) or not callable(each)]
+    if not functions or wrong:
+        raise TypeError('a model is an nn.Sequential, best on the meta device, or a list of '
+                        'functions of which each makes a layer, but this is a '
+                        f'{type(model).__name__}'
+                        + (f' with a {type(wrong[0]).__name__} in it' if wrong else ''))
+    with torch.device('meta'):
+        layers = [function() for function in functions]
+    for k, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f'function {k} of the model gave a {type(layer).__name__}, but each '
+                            'has to make a layer, an nn.Module')
+    return nn.Sequential(*layers)
+
+
+def fill(model: Any, skeleton: nn.Sequential, own: Sequence[str], device: torch.device, seed: int,
+         finish: Callable[[str, nn.Module], None]) -> 'OrderedDict[str, nn.Module]':
+    """Return some layers of a model with their values.
+
+    Args:
+        model: The model, or functions that make its layers.
+        skeleton: Its layers.
+        own: The names of those of this rank.
+        device: Where they will be.
+        seed: Where initial values come from.
+        finish: Called with each of them, before the next one gets values.
+    """
+    numbers = {name: i for i, name in enumerate(skeleton._modules)}
+
+    @contextmanager
+    def around(name: str, layer: nn.Module) -> Iterator[None]:
+        with _seeded(seed, numbers[name]):
+            yield
+        layer.to(device)
+        finish(name, layer)
+
+    if isinstance(model, nn.Module):
+        # What a layer shares with an earlier one gets its values there, so that one is made, too.
+        needed = [*dict.fromkeys([*_sources(skeleton, own), *own])]
+        needed.sort(key=numbers.__getitem__)
+        layers = OrderedDict((name, skeleton.get_submodule(name)) for name in needed)
+        materialize(nn.Sequential(layers), [device] * len(needed), around=around)
+        return OrderedDict((name, layers[name]) for name in own)
+    made: OrderedDict[str, nn.Module] = OrderedDict()
+    for name in own:
+        with _seeded(seed, numbers[name]):
+            made[name] = model[numbers[name]]()
+        materialize(nn.Sequential(OrderedDict([(name, made[name])])), [device], around=around)
+    return made
+
+
+def _sources(skeleton: nn.Sequential, own: Iterable[str]) -> list[str]:
+    """Return the first layers that have what some layers have, where it is on the meta device."""
+    first: dict[int, str] = {}
+    for name, layer in skeleton.named_children():
+        for _, _, tensor in named_slots(layer):
+            first.setdefault(id(tensor), name)
+    return [first[id(tensor)] for name in own
+            for _, _, tensor in named_slots(skeleton.get_submodule(name)) if tensor.is_meta]
+
+
+@contextmanager
+def _seeded(seed: int, i: int) -> Iterator[None]:
+    """Draw the numbers of layer ``i``, whatever is drawn elsewhere."""
+    with torch.random.fork_rng(devices=[]):
+        # Seeds of neighbours are far from each other, as streams of a generator would be.
+        torch.default_generator.manual_seed(
+            (seed * 0x9E3779B97F4A7C15 + i * 0xD1B54A32D192ED03) % (1 << 63))
+        yield
+
+
+def ties_of(model: Any, stages: Sequence[Iterable[str]]) -> list[Tie]:
+    """Return the parameters that stand in several stages of a sequential module.
+
+    Args:
+        model: The module. Functions make layers that share nothing.
+        stages: The names of the layers of each stage.
+    """
+    found: dict[int, list[tuple[int, str]]] = {}
+    if isinstance(model, nn.Module):
+        for j, names in enumerate(stages):
+            for name in names:
+                for full, _, tensor in named_slots(model.get_submodule(name), name):
+                    if isinstance(tensor, nn.Parameter):
+                        found.setdefault(id(tensor), []).append((j, full))
+    return [tuple(each) for each in found.values() if len({j for j, _ in each}) > 1]

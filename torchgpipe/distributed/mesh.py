@@ -1,0 +1,133 @@
+"""The mesh: replicas of the data × stages of the pipeline × shards of layers, a process each.
+
+::
+
+    data 0    pipe 0    tensor 0, 1        ranks 0, 1
+              pipe 1    tensor 0, 1        ranks 2, 3
+    data 1    pipe 0    tensor 0, 1        ranks 4, 5
+              pipe 1    tensor 0, 1        ranks 6, 7
+
+Ranks that send each other most are next to each other.
+"""
+import os
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchgpipe.engine.stream import accelerators
+
+__all__ = ['AXES', 'Axis', 'alike', 'axis_of', 'device_of', 'init_mesh', 'whole_group']
+
+#: The axes of a mesh, by name; one that a mesh does not have has size 1.
+AXES = ('data', 'pipe', 'tensor')
+
+
+class Axis(NamedTuple):
+    """An axis of a mesh, as one rank sees it: the ranks that differ from it along that axis only.
+
+    Args:
+        name: What it is called.
+        size: How many ranks there are along it.
+        rank: Which of them this one is.
+        group: They; ``None`` if there are no others.
+        mesh: The mesh of them alone; ``None`` if there are no others.
+    """
+
+    name: str
+    size: int
+    rank: int
+    group: ProcessGroup | None
+    mesh: DeviceMesh | None
+
+    @property
+    def ranks(self) -> list[int]:
+        """Their numbers among all processes."""
+        return [dist.get_rank()] if self.group is None else dist.get_process_group_ranks(
+            self.group)
+
+
+def init_mesh(data: int = 1, pipe: int = 1, tensor: int = 1, *, device_type: str | None = None,
+              timeout: timedelta | None = None) -> DeviceMesh:
+    """Make a mesh of all processes, and ``torch.distributed`` ready where it is not.
+
+    >>> init_mesh().mesh_dim_names  # one process; torchrun starts several
+    ('data', 'pipe', 'tensor')
+
+    Args:
+        data: How many replicas take their parts of the batch.
+        pipe: How many ranks share the stages of one replica.
+        tensor: How many ranks share each layer.
+        device_type: ``'cpu'``, ``'cuda'``, …; by default that of the accelerator, if there is one.
+            Each rank takes the device of its number on the host, ``LOCAL_RANK``.
+        timeout: How long a rank waits for another one; by default as ``torch.distributed`` has it.
+
+    Raises:
+        ValueError: The axes do not multiply to the number of processes.
+    """
+    kind = device_type or next((each.type for each in accelerators()), 'cpu')
+    if kind != 'cpu':
+        torch.get_device_module(kind).set_device(int(os.environ.get('LOCAL_RANK', 0)))
+    if not dist.is_initialized():
+        alone = 'RANK' not in os.environ
+        # Nobody else has to find it.
+        store = dist.HashStore() if alone else None  # type: ignore[attr-defined]
+        place: dict[str, Any] = {'store': store, 'rank': 0, 'world_size': 1} if alone else {}
+        dist.init_process_group('gloo' if kind == 'cpu' else None, timeout=timeout, **place)
+    sizes, world = (data, pipe, tensor), dist.get_world_size()
+    if min(sizes) < 1 or data * pipe * tensor != world:
+        raise ValueError(
+            f'a mesh of data={data} × pipe={pipe} × tensor={tensor} takes {data * pipe * tensor} '
+            f'processes, but there are {world}; start as many: torchrun --nproc-per-node='
+            f'{data * pipe * tensor} script.py')
+    return init_device_mesh(kind, sizes, mesh_dim_names=AXES)
+
+
+def axis_of(mesh: DeviceMesh, name: str) -> Axis:
+    """Return an axis of a mesh.
+
+    Raises:
+        ValueError: This rank is not in the mesh, or an axis has a name that means nothing here.
+    """
+    names = mesh.mesh_dim_names or ()
+    unknown = [each for each in names if each not in AXES]
+    if unknown or not names:
+        raise ValueError(f'a mesh has axes of {AXES}, but this one has {names or "no names"}: '
+                         'name them by mesh_dim_names')
+    place = mesh.get_coordinate()
+    if place is None:
+        raise ValueError(f'rank {dist.get_rank()} is not in the mesh {mesh}')
+    if name not in names or mesh.size(names.index(name)) == 1:
+        return Axis(name, 1, 0, None, None)
+    number = names.index(name)
+    return Axis(name, mesh.size(number), place[number], mesh.get_group(number), mesh[name])
+
+
+def whole_group(mesh: DeviceMesh) -> ProcessGroup | None:
+    """Return the group of all ranks of a mesh; ``None`` if there is one only."""
+    if mesh.size() == 1:
+        return None
+    if mesh.size() == dist.get_world_size():
+        return dist.group.WORLD
+    ranks = mesh.mesh.flatten().tolist()
+    return dist.new_group(ranks, use_local_synchronization=True)  # type: ignore[no-any-return]
+
+
+def alike(mesh: DeviceMesh, name: str) -> set[int]:
+    """Return the ranks of a mesh that are where this one is along an axis."""
+    names, place = mesh.mesh_dim_names or (), mesh.get_coordinate()
+    if name not in names or place is None:
+        return {*mesh.mesh.flatten().tolist()}
+    number = names.index(name)
+    return {*mesh.mesh.select(number, place[number]).flatten().tolist()}
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return the device of this rank."""
+    if mesh.device_type == 'cpu':
+        return torch.device('cpu')
+    index = torch.get_device_module(mesh.device_type).current_device()
+    return torch.device(mesh.device_type, index)

@@ -1,0 +1,168 @@
+"""Replicas: what the gradients of several ranks become, once in a step.
+
+::
+
+    'replicate'    each rank has all parameters of its stages
+                   step ──▶ gradients, side by side in one tensor ──▶ sum over replicas ──▶ .grad
+    'shard'        each rank has a part of them (ZeRO; FSDP2 of PyTorch)
+                   gather ──▶ step ──▶ gradients ──▶ sum over replicas, and scatter ──▶ .grad
+
+Losses are weighted by what the whole mini-batch counts, so replicas are summed, and it does not
+matter how many samples each has.
+
+[Note: FSDP sees one call] FSDP gathers parameters when its module is called, and reduces gradients
+when backward has come through it. A step calls layers once for each micro-batch, and goes back in
+between. So all of it happens within one call of a module around them, whose output leads back to
+the gradients that the step has found.
+"""
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from torchgpipe.distributed.mesh import Axis
+from torchgpipe.engine.leaves import give, given
+
+__all__ = ['DATA', 'Gradients', 'Replicas', 'local']
+
+#: Pairs of a tensor and its gradient.
+Gradients = list[tuple[Tensor, Tensor]]
+
+#: What ranks along the data axis may do with parameters.
+DATA = ('replicate', 'shard')
+
+
+class Replicas(nn.Module):
+    """The stages of a rank, which other ranks have, too.
+
+    Args:
+        stages: The stages.
+        axis: The ranks that have them.
+        data: One of :data:`DATA`.
+    """
+
+    def __init__(self, stages: Iterable[nn.Module], axis: Axis, data: str) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        self._axis = axis
+        #: Whether steps put the gradients of replicas together.
+        self.syncs = True
+        #: Otherwise, what they have left, by the number of a parameter.
+        self._pending: dict[int, Tensor] = {}
+        self._shards = data == 'shard' and axis.group is not None
+        #: Frozen ones stay whole: recomputation keeps their values as they were in forward, in
+        #: memory that FSDP would take away.
+        self._whole: dict[nn.Parameter, None] = dict.fromkeys(
+            x for x in self.parameters() if not x.requires_grad)
+        if self._shards:
+            fully_shard(self, mesh=axis.mesh, reshard_after_forward=False,
+                        ignored_params={*self._whole})
+            assert isinstance(self, FSDPModule)
+            self.set_gradient_divide_factor(1.)  # a sum
+
+    def forward(self, phony: Tensor, step: Callable[[], Gradients]) -> Tensor:
+        """Run a step, and return what leads back to its gradients: [Note: FSDP sees one call]."""
+        gradients = step()
+        return given(gradients) if gradients else phony * 1
+
+    def run(self, step: Callable[[], Gradients], others: Sequence[Tensor] = ()) -> None:
+        """Run a step, and add its gradients to those of parameters, the replicas' together.
+
+        Args:
+            step: Gives the gradients of this rank.
+            others: Parameters that are in none of the stages, but in those of a loss.
+        """
+        if self._shards:
+            assert isinstance(self, FSDPModule)
+            self.set_requires_gradient_sync(self.syncs)
+            whole = [x for x in self._whole if x.requires_grad]
+            output = self(torch.zeros((), requires_grad=True),
+                          lambda: self._together(step(), [*whole, *others]))
+            output.backward()
+        else:
+            parameters = [x for x in self.parameters() if x.requires_grad]
+            give(self._together(step(), [*parameters, *others]))
+
+    @property
+    def gather(self) -> Callable[[Tensor], Sequence[Tensor]] | None:
+        """What returns what each replica has of a tensor; ``None`` if there are no others."""
+        group = self._axis.group
+        return None if group is None else partial(_gathered, group)
+
+    def evaluate(self, run: Callable[[], Gradients]) -> None:
+        """Run something that finds no gradients."""
+        with torch.no_grad():
+            if self._shards:
+                assert isinstance(self, FSDPModule)
+                self(torch.zeros(()), run)
+                self.reshard()
+            else:
+                run()
+
+    def _together(self, gradients: Gradients, parameters: Sequence[Tensor]) -> Gradients:
+        """Return the gradients of some parameters from all replicas; or keep them for later."""
+        if self._axis.group is None and self.syncs and not self._pending:
+            return gradients
+        numbers = {*map(id, parameters)}
+        found = [(x, grad) for x, grad in gradients if id(x) not in numbers]
+        for x, grad in gradients:
+            if id(x) in numbers:
+                before = self._pending.get(id(x))
+                self._pending[id(x)] = grad if before is None else before + grad
+        if not self.syncs:
+            return found
+        own = {id(x): self._pending.pop(id(x)) for x in parameters if id(x) in self._pending}
+        if self._axis.group is None:
+            return found + [(x, own[id(x)]) for x in parameters if id(x) in own]
+        return found + [*_summed(parameters, own, self._axis.group)]
+
+
+def _summed(parameters: Sequence[Tensor], found: dict[int, Tensor], group: dist.ProcessGroup
+            ) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield parameters with the sums of their gradients, of those that have one anywhere.
+
+    Args:
+        parameters: Those of this rank, as on all others.
+        found: Their gradients here, by number.
+        group: The replicas.
+    """
+    def kind(x: Tensor) -> str:
+        return str(x.dtype)
+
+    for _, each in groupby(sorted(parameters, key=kind), kind):
+        same = [*each]
+        grads = [_like(x, found.get(id(x))) for x in same]
+        there = [float(id(x) in found) for x in same]
+        flat = torch.cat([*(local(grad).reshape(-1) for grad in grads),
+                          local(grads[0]).new_tensor(there)])
+        dist.all_reduce(flat, group=group)
+        *sums, counts = flat.split([*(local(grad).numel() for grad in grads), len(same)])
+        for x, grad, total, count in zip(same, grads, sums, counts.tolist()):
+            if count:
+                local(grad).copy_(total.view_as(local(grad)))
+                yield x, grad
+
+
+def _gathered(group: dist.ProcessGroup, x: Tensor) -> list[Tensor]:
+    found = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(found, x, group)
+    return found
+
+
+def _like(x: Tensor, grad: Tensor | None) -> Tensor:
+    """Return the gradient of a parameter, laid out as that is; zeros if there is none."""
+    if grad is None:
+        return torch.zeros_like(x)
+    if isinstance(grad, DTensor) and isinstance(x, DTensor):
+        grad = grad.redistribute(placements=x.placements)
+    return grad.clone(memory_format=torch.preserve_format)
+
+
+def local(x: Tensor) -> Tensor:
+    """Return what this rank has of a tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x

@@ -1,0 +1,78 @@
+"""The start of a step: what ranks have to know of each other before the first message.
+
+A collective of a few numbers. It also tells of a rank that could not begin, as its input is wrong,
+so that no other one waits for it.
+"""
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+__all__ = ['Facts', 'digest', 'together']
+
+
+class Facts(NamedTuple):
+    """What a rank says of a step.
+
+    Args:
+        m: The number of micro-batches, where it has the input.
+        size: And that of samples.
+        counted: What it counts of the whole loss.
+        settings: A digest of what has to be the same on all ranks.
+        digest: A digest of what decides how the messages of this rank look.
+    """
+
+    m: int = 0
+    size: int = 0
+    counted: float = 0.
+    settings: int = 0
+    digest: int = 0
+
+
+def digest(*values: object) -> int:
+    """Return a number that is the same for values that are written in the same way."""
+    return zlib.crc32(repr(values).encode())
+
+
+def together(what: str, function: Callable[[], Facts], group: dist.ProcessGroup | None,
+             device: torch.device) -> dict[int, Facts]:
+    """Call a function on all ranks of a group, and return what each of them says, by its number.
+
+    Args:
+        what: What it is called for, in errors.
+        function: Says what this rank says; it does not communicate.
+        group: The ranks; ``None`` if there is this one only.
+        device: That of this rank.
+
+    Raises:
+        RuntimeError: It has raised on another rank; or ranks have other settings.
+    """
+    error: BaseException | None = None
+    facts = Facts()
+    try:
+        facts = function()
+    except BaseException as raised:  # An interrupt, too: the others would wait for this rank.
+        error = raised
+    if group is not None:
+        own = torch.tensor([error is not None, *facts], dtype=torch.float64, device=device)
+        found = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(found, own, group)
+    if error is not None:
+        raise error
+    if group is None:
+        return {dist.get_rank(): facts}
+    ranks = dist.get_process_group_ranks(group)
+    rows = torch.stack(found).tolist()
+    for rank, (failed, *_) in zip(ranks, rows):
+        if failed:
+            raise RuntimeError(f'{what} could not begin on rank {rank}, so it ended here, too; '
+                               'look at what that rank has raised')
+    said = {rank: Facts(int(m), int(size), counted, int(settings), int(other))
+            for rank, (_, m, size, counted, settings, other) in zip(ranks, rows)}
+    for rank, each in said.items():
+        if each.settings != said[ranks[0]].settings:
+            raise RuntimeError(f'{what} has other settings on rank {rank} than on rank '
+                               f'{ranks[0]}; all ranks call it with the same ones')
+    return said

@@ -1,0 +1,46 @@
+"""Tensor parallelism: which modules of a model are split over ranks, by the names of modules."""
+from collections.abc import Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+__all__ = ['check_plan', 'split_layer']
+
+
+def check_plan(plan: Mapping[str, Any], module: nn.Module, size: int) -> None:
+    """See that each line of a plan is about something, and that there are ranks to split over.
+
+    Raises:
+        ValueError: It is not, or there are none.
+    """
+    names = [name for name, _ in module.named_modules() if name]
+    for pattern in plan:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f'tensor_plan names {pattern!r}, but no module is called that; '
+                             f'names like it: {get_close_matches(pattern, names, 5, 0.3)}')
+    if size > 1 and not plan:
+        raise ValueError(f'the mesh has {size} ranks along its tensor axis, but tensor_plan says '
+                         "of no layer how it is split: tensor_plan={'*.linear': ColwiseParallel()}"
+                         ' of torch.distributed.tensor.parallel')
+
+
+def split_layer(name: str, layer: nn.Module, *, plan: Mapping[str, Any], mesh: DeviceMesh | None
+                ) -> None:
+    """Split a layer of a model as a plan says.
+
+    Args:
+        name: The name of the layer in the model.
+        layer: The layer.
+        plan: Styles by the names of modules in the model.
+        mesh: The ranks to split it over; ``None`` if there are no others.
+    """
+    if mesh is not None:
+        for path, module in [*layer.named_modules(prefix=name)]:
+            for pattern, style in plan.items():
+                if fnmatchcase(path, pattern):
+                    parallelize_module(module, mesh, style)
+                    break

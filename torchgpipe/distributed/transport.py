@@ -1,0 +1,197 @@
+"""Transport between ranks: the cells of this rank's stages, and messages to those of others.
+
+Stages that are on one rank hand on tensors as in one process. What another rank has stands in the
+same places when a cell begins, put there from messages::
+
+    forward     Receive ──▶ batch, skips ──▶ cell ──▶ batch, skips ──▶ Send
+    backward    Receive ──▶ gradients ─────▶ cell ──▶ gradients ─────▶ Send
+
+So cells, order, aliases and errors are those of :mod:`torchgpipe.engine`. A rank knows of all
+stages, but has layers in its own ones only.
+"""
+from collections.abc import Callable, Sequence
+from functools import partial
+from numbers import Number
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from torchgpipe.distributed.messages import Header, Messages, outline
+from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.cell import Cell
+from torchgpipe.engine.checkpoint.recomputation import Recomputation
+from torchgpipe.engine.memory import versions
+from torchgpipe.engine.partition import Engine
+from torchgpipe.engine.run import Run, Skip
+from torchgpipe.engine.stepping import Loss, Step
+from torchgpipe.schedule import Action
+from torchgpipe.schedule.messages import Message, Receive, Row, Send
+from torchgpipe.structure import bare, leaves_of
+
+__all__ = ['Evaluation', 'Training', 'Way']
+
+
+class Way(NamedTuple):
+    """What a rank does in a step, and what carries its messages."""
+
+    row: Row
+    messages: Messages
+
+
+class _OnRanks(Run):
+    """A run in which other ranks have some of the stages."""
+
+    def __init__(self, engine: Engine, batches: list[Batch], way: Way, *args: Any, **options: Any
+                 ) -> None:
+        super().__init__(engine, batches, *args, **options)
+        self._way = way
+        #: By micro-batch and stage, of what it hands on whether something else lies in its memory.
+        self._aliased: dict[tuple[int, int], list[bool]] = {}
+
+    def _run_cells(self) -> None:
+        self._begin()
+        observer = self._engine.observer
+        act: Callable[[Action], None] = self._act if observer is None else partial(
+            observer.act, self._act)
+        waiting: dict[tuple[int, bool, int], list[Message]] = {}
+        for each in self._way.row:
+            with record_function(f'{type(each).__name__} {each}'):
+                if isinstance(each, Receive):
+                    action = each.action
+                    waiting.setdefault((each.stage, action.kind == 'F', action.micro_batch),
+                                       []).append(each)
+                    self._way.messages.receive(each)
+                elif isinstance(each, Send):
+                    self._leave(each)
+                elif each.kind in 'FBI':
+                    for message in waiting.pop((each.stage, each.kind == 'F', each.micro_batch),
+                                               ()):
+                        self._arrive(message)
+                    act(each)
+                else:
+                    act(each)
+        self._way.messages.finish()
+
+    def _begin(self) -> None:
+        """Prepare the layers."""
+
+    def _leave(self, message: Message) -> None:
+        """Send what an action has computed for another stage."""
+        if message.action.kind == 'F':
+            header, tensors = self._forward(message)
+        else:
+            header, tensors = self._backward_of(message)
+        self._way.messages.send(message, header, tensors)
+
+    def _backward_of(self, message: Message) -> tuple[Header, list[Tensor]]:
+        raise NotImplementedError
+
+    def _forward(self, message: Message) -> tuple[Header, list[Tensor]]:
+        """Return the batch and the skips that a cell has for another stage."""
+        (j, _, i), next_j = message.action, message.stage
+        batch, waiting = self._batches[i], self._skips[i]
+        tensors: list[Tensor] = [*batch] if next_j == j + 1 else []
+        numbers, size = [*range(len(tensors))], len(tensors)
+        skips: list[int | None] = []
+        for key in self._keys(j, next_j):
+            skip = waiting.pop(key)
+            skips.append(None if skip.tensor is None else len(tensors))
+            if skip.tensor is not None:
+                tensors.append(skip.tensor)
+                numbers.append(skip.k)
+        kind, varies = None, False
+        if size:
+            kind = None if batch.kind is bare else batch.kind
+            varies = kind is not None and _has_numbers(batch.value)
+            self._batches[i] = Batch.of(())  # It dies when it has left.
+        aliased = self._aliased[i, j]
+        outlines = tuple([outline(k, x, aliased[k], self.aliasing.is_common(i, x))
+                          for k, x in zip(numbers, tensors)])
+        return Header(outlines, size, kind, tuple(skips), varies), tensors
+
+    def _arrive(self, message: Message) -> None:
+        """Put what another stage has computed where a cell finds it."""
+        header, tensors = self._way.messages.wait(message)
+        if message.action.kind != 'F':
+            self._take_gradients(message, header, tensors)
+            return
+        (prev_j, _, i), j = message.action, message.stage
+        for x, each in zip(tensors, header.outlines):
+            x.requires_grad_(each.requires_grad)
+        keys = self._keys(prev_j, j)
+        self.aliasing.arrive(i, [x for x, each in zip(tensors, header.outlines) if each.aliased],
+                             [x for x, each in zip(tensors, header.outlines) if each.common],
+                             {key for key, k in zip(keys, header.skips)
+                              if k is not None and header.outlines[k].common})
+        if header.size:
+            self._batches[i] = Batch.of(tuple(tensors[:header.size]),
+                                        bare if header.kind is None else header.kind)
+        for key, k in zip(keys, header.skips):
+            self._skips[i][key] = Skip(None) if k is None else Skip(
+                tensors[k], versions([tensors[k]])[0], prev_j, header.outlines[k].k)
+
+    def _take_gradients(self, message: Message, header: Header, tensors: list[Tensor]) -> None:
+        raise NotImplementedError
+
+    def _keep(self, i: int, j: int, cell: Cell, output: Sequence[Tensor]) -> None:
+        self._aliased[i, j] = self.aliasing.leave(i, output)
+        super()._keep(i, j, cell, output)
+
+    def _keys(self, j: int, next_j: int) -> list[Any]:
+        """Return the keys of the skips that go from one stage to another."""
+        return [key for each, key in self._engine.partitions[j].outgoing if each == next_j]
+
+
+class Training(_OnRanks, Step):
+    """Forward and backward of a mini-batch, as far as they are this rank's.
+
+    Args:
+        engine: All stages, those of other ranks without layers.
+        batches: The micro-batches; on ranks that do not have the first stage, empty ones.
+        way: What this rank does, and its messages.
+        loss: Returns what backward starts from.
+        options: Those of :class:`~torchgpipe.engine.run.Run`.
+    """
+
+    def __init__(self, engine: Engine, batches: list[Batch], way: Way, loss: Loss, **options: Any
+                 ) -> None:
+        own = tuple([each for each in way.row if isinstance(each, Action)])
+        super().__init__(engine, batches, way, (own,), loss, **options)
+        #: What has a gradient in the end, with that. Other ranks may have parts of it.
+        self.gradients: list[tuple[Tensor, Tensor]] = []
+
+    def _begin(self) -> None:
+        self._put_leaves()
+
+    def _backward_of(self, message: Message) -> tuple[Header, list[Tensor]]:
+        (_, _, i), prev_j = message.action, message.stage
+        grads = self._grads.pop((i, prev_j), {})
+        return Header(tuple([outline(k, x) for k, x in grads.items()])), [*grads.values()]
+
+    def _take_gradients(self, message: Message, header: Header, tensors: list[Tensor]) -> None:
+        own = self._grads.setdefault((message.action.micro_batch, message.stage), {})
+        own.update({each.k: x for each, x in zip(header.outlines, tensors)})
+
+    def _give(self) -> None:
+        self.gradients = self._gradients()
+
+
+class Evaluation(_OnRanks):
+    """Forward of a mini-batch without graphs, as far as it is this rank's."""
+
+    def _act(self, action: Action) -> None:
+        self._run_cell(action.micro_batch, action.stage)
+
+    def _bring(self, i: int, j: int, popped: Sequence[Skip]) -> list[Tensor]:
+        return [*self._batches[i], *(skip.tensor for skip in popped if skip.tensor is not None)]
+
+    def _send(self, i: int, j: int, cell: Cell, output: list[Tensor],
+              recomputation: Recomputation | None) -> None:
+        self._keep(i, j, cell, output)
+
+
+def _has_numbers(value: Any) -> bool:
+    """Return whether there are numbers in a value, which may be others the next time."""
+    return any(isinstance(leaf.value, Number) and not isinstance(leaf.value, bool)
+               for leaf in leaves_of(value))
