@@ -77,8 +77,9 @@ def _check_fit(schedule: Schedule, workers: tuple[Any, ...], m: int) -> None:
                       for stage in range(n)]
             raise ValueError(
                 f'the schedule has stages {list(stages)} on one device, but these partitions are '
-                f'on {[f"{kind}:{index}" for kind, index in (workers[j] for j in stages)]}; give '
-                f'the partitions devices in this order: devices={places}')
+                f'on {[f"{kind}:{index}" for kind, index in (workers[j] for j in stages)]}; '
+                'put them in this order: '
+                f'{"places" if workers[0][0] == "rank" else "devices"}={places}')
 
 
 _recomputing = lru_cache(maxsize=32)(Schedule.recomputing)

@@ -1,7 +1,6 @@
 """What one rank has: its place in the mesh, its layers, and what runs them."""
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -9,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchgpipe.distributed.layers import fill, ties_of
 from torchgpipe.distributed.mesh import alike, axis_of, device_of, whole_group
-from torchgpipe.distributed.replicas import Replicas
+from torchgpipe.distributed.replicas import Replicas, take_first
 from torchgpipe.distributed.start import Facts, together
 from torchgpipe.distributed.tensor import split_layer
 from torchgpipe.distributed.ties import Ties
@@ -92,9 +91,17 @@ class Rank:
             for names in stages])
         self.skips = frozenset((prev_j, j) for j in range(len(stages))
                                for prev_j, _ in layout.incoming(j))
-        self.made = made = fill(
-            model, skeleton, [name for j in own for name in stages[j]], self.device, seed,
-            partial(split_layer, plan=plan, mesh=self.tensor.mesh))
+        with_values = {name for name, layer in skeleton.named_children() if model is skeleton
+                       and not any(x.is_meta for x in (*layer.parameters(), *layer.buffers()))}
+
+        def finish(name: str, layer: nn.Module) -> None:
+            if name in with_values:
+                for axis in (self.data, self.tensor):
+                    take_first(layer, axis)
+            split_layer(name, layer, plan, self.tensor.mesh)
+
+        self.made = made = fill(model, skeleton, [name for j in own for name in stages[j]],
+                                self.device, seed, finish)
         partitions = [Sequential(OrderedDict((name, made[name]) for name in names)
                                  if j in own else OrderedDict())
                       for j, names in enumerate(stages)]

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torchgpipe.distributed.mesh import Axis
 from torchgpipe.engine.leaves import give, given
 
-__all__ = ['DATA', 'Gradients', 'Replicas', 'local']
+__all__ = ['DATA', 'Gradients', 'Replicas', 'local', 'take_first']
 
 #: Pairs of a tensor and its gradient.
 Gradients = list[tuple[Tensor, Tensor]]
@@ -161,6 +161,16 @@ def _like(x: Tensor, grad: Tensor | None) -> Tensor:
     if isinstance(grad, DTensor) and isinstance(x, DTensor):
         grad = grad.redistribute(placements=x.placements)
     return grad.clone(memory_format=torch.preserve_format)
+
+
+@torch.no_grad()
+def take_first(module: nn.Module, axis: Axis) -> None:
+    """Let parameters and buffers be those of the first rank of an axis."""
+    if axis.group is not None:
+        for x in (*module.parameters(), *module.buffers()):
+            value = x.contiguous()
+            dist.broadcast(value, axis.ranks[0], axis.group)
+            x.copy_(value)
 
 
 def local(x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def check_plan(plan: Mapping[str, Any], module: nn.Module, size: int) -> None:
                          ' of torch.distributed.tensor.parallel')
 
 
-def split_layer(name: str, layer: nn.Module, *, plan: Mapping[str, Any], mesh: DeviceMesh | None
+def split_layer(name: str, layer: nn.Module, plan: Mapping[str, Any], mesh: DeviceMesh | None
                 ) -> None:
     """Split a layer of a model as a plan says.
 

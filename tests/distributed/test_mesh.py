@@ -1,0 +1,79 @@
+"""Meshes that fit, and what is said of those that do not."""
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.devices import cpu_only
+from tests.shard.processes import run
+from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.distributed.mesh import alike, axis_of, whole_group
+
+pytestmark = cpu_only('processes meet by gloo')
+
+
+def wrong():
+    """Give what is said of meshes, places and settings that do not fit."""
+    rank, found = torch.distributed.get_rank(), []
+    layers, mesh = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), init_mesh(pipe=2)
+    for make in (
+            lambda: init_mesh(pipe=3),
+            lambda: init_mesh(data=0),
+            lambda: DistributedGPipe(layers, [1, 1], mesh=init_device_mesh('cpu', (2,))),
+            lambda: DistributedGPipe(layers, [1, 1], mesh=init_device_mesh(
+                'cpu', (2,), mesh_dim_names=('dp',))),
+            lambda: DistributedGPipe(layers, [2], mesh=mesh),
+            lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, places=[0, 0]),
+            lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, data='fsdp'),
+            lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, chunks=0),
+            lambda: DistributedGPipe([nn.Linear(2, 2)], [1], mesh=mesh),
+            lambda: DistributedGPipe([lambda: 3, lambda: 4], [1, 1], mesh=mesh),
+            lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, seed=rank),
+            lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, chunks=1 + rank)):
+        with pytest.raises((TypeError, ValueError, RuntimeError)) as info:
+            make()
+        found.append(str(info.value))
+    model = DistributedGPipe(layers, [1, 1], mesh=mesh, chunks=2)
+    x, target = torch.ones(4, 2), torch.ones(4, 2)
+    loss = nn.functional.mse_loss
+    for step in (
+            lambda: model.step(x, target, loss, schedule='zb-v'),
+            lambda: model.step(x, target, loss, schedule=['1f1b', 'gpipe'][rank]),
+            lambda: model.step(x if rank else x[:0], target, loss),
+            lambda: model.step(x, target[:3], loss),
+            lambda: model.step(x, target, nn.MSELoss(reduction='sum')),
+            lambda: model.eval().step(x, target, loss)):
+        with pytest.raises((TypeError, ValueError, RuntimeError)) as info:
+            step()
+        found.append(str(info.value))
+    model.train()
+    return found, model.step(x, target, loss).item()
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks_and_training_goes_on():
+    (first, loss), (second, other) = run(2, wrong)
+    words = ['3 processes, but there are 2', 'data=0', 'name them by mesh_dim_names', "'dp'",
+             'places are [0]', 'places are [0, 0]', "'fsdp'", 'chunks must be above zero',
+             'a Linear in it', 'function 0 of the model gave a int', 'other settings on rank 1',
+             'other settings on rank 1', 'places=[0, 0]', 'other settings on rank 1',
+             '', '', '', 'evaluation mode']
+    for one, two, word in zip(first, second, words, strict=True):
+        assert word in one and word in two, (one, two)
+    assert 'empty' in first[14] and 'rank 0' in second[14]
+    assert 'rank 1' in first[15] and 'the target has 3 samples' in second[15]
+    assert 'rank 1' in first[16] and 'sum' in second[16]
+    assert loss == other
+
+
+def seen():
+    """Give what a rank sees of a mesh of its own axes, in another order."""
+    mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('pipe', 'data'))
+    data, pipe, tensor = (axis_of(mesh, name) for name in ('data', 'pipe', 'tensor'))
+    return data.ranks, pipe.ranks, tensor.ranks, sorted(alike(mesh, 'pipe')), \
+        whole_group(mesh).size()
+
+
+def test_axes_by_their_names():
+    found = run(4, seen)
+    assert found[3] == ([2, 3], [1, 3], [3], [2, 3], 4)
+    assert found[0] == ([0, 1], [0, 2], [0], [0, 1], 4)

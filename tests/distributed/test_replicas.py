@@ -1,0 +1,141 @@
+"""Gradients of replicas: put together once in a step, or once in several."""
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.devices import cpu_only
+from tests.distributed.models import batch, full, perceptron, tied
+from tests.shard.processes import run
+from torchgpipe.distributed import DistributedGPipe, init_mesh
+
+pytestmark = cpu_only('processes meet by gloo')
+
+
+def accumulated(data, make):
+    """Add up three steps; give the gradients, and those of one step of all."""
+    mesh = init_mesh(data=2, pipe=2)
+    with torch.device('meta'):
+        module = make()
+    model = DistributedGPipe(module, [4, 4], mesh=mesh, chunks=2, data=data)
+    rank = mesh.get_local_rank('data')
+    parts = [tuple(x.chunk(2)[rank] for x in batch(step, 4)) for step in range(3)]
+    with model.no_sync():
+        for x, target in parts[:2]:
+            model.step(x, target, F.mse_loss)
+    assert all(x.grad is None for x in model.parameters())
+    model.step(*parts[2], F.mse_loss)
+    several = {name: full(x.grad) for name, x in model.named_parameters()}
+    model.zero_grad()
+    for x, target in parts:
+        model.step(x, target, F.mse_loss)
+    return several, {name: full(x.grad) for name, x in model.named_parameters()}
+
+
+@pytest.mark.parametrize('data', ['replicate', 'shard'])
+@pytest.mark.parametrize('make', [perceptron, pytest.param(tied, marks=pytest.mark.slow)])
+def test_steps_without_reduction_are_added_up(data, make):
+    for several, each in run(4, accumulated, data, make):
+        assert several.keys() == each.keys()
+        for name, grad in several.items():
+            torch.testing.assert_close(grad, each[name], rtol=1e-12, atol=1e-12)
+
+
+def reductions(data):
+    """Count the collectives of gradients in a step, of so many micro-batches."""
+    mesh = init_mesh(data=2, pipe=1)
+    model = DistributedGPipe(perceptron(), [4, 4], mesh=mesh, chunks=4, data=data)
+    x, target = batch(0, 8)
+    model.step(x, target, F.mse_loss)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model.step(x, target, F.mse_loss)
+    return [event.name for event in profile.events() if 'reduce' in event.name
+            and event.name.startswith('gloo:')]
+
+
+@pytest.mark.parametrize('data', ['replicate', 'shard'])
+def test_a_step_reduces_once(data):
+    for names in run(2, reductions, data):
+        assert len(names) == 1, names
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, output, target):
+        return (output * self.weight - target).square().mean()
+
+
+def loss_parameter(data):
+    """Give the gradient of a loss's parameter."""
+    mesh = init_mesh(data=2, pipe=1)
+    with torch.device('meta'):
+        module = perceptron()
+    model = DistributedGPipe(module, [8], mesh=mesh, data=data)
+    loss, rank = Scaled(), mesh.get_local_rank('data')
+    x, target = batch(0, 5)
+    value = model.step(x.split([2, 3])[rank], target.split([2, 3])[rank], loss)
+    return value.item(), loss.weight.grad.item()
+
+
+def loss_parameter_alone():
+    with torch.device('meta'):
+        module = perceptron()
+    model = DistributedGPipe(module, [8], mesh=init_mesh())
+    loss = Scaled()
+    return model.step(*batch(0, 5), loss).item(), loss.weight.grad.item()
+
+
+@pytest.mark.parametrize('data', ['replicate', 'shard'])
+def test_parameters_of_the_loss_are_reduced_too(data):
+    (expected, grad), = run(1, loss_parameter_alone)
+    for value, own in run(2, loss_parameter, data):
+        assert value == pytest.approx(expected, rel=1e-12) and own == pytest.approx(grad, rel=1e-12)
+
+
+def unused():
+    """Give which parameters have a gradient, where a layer is used on the second replica only."""
+    class Some(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used = nn.Linear(6, 6, dtype=torch.float64)
+            self.other = nn.Linear(6, 6, dtype=torch.float64)
+            self.never = nn.Linear(6, 6, dtype=torch.float64)
+
+        def forward(self, x):
+            return self.other(x) if x.sum() > 0 else self.used(x)
+
+    mesh = init_mesh(data=2)
+    model = DistributedGPipe(nn.Sequential(Some()), [1], mesh=mesh)
+    x = torch.ones(2, 6, dtype=torch.float64) * (1 if mesh.get_local_rank('data') else -1)
+    model.step(x, x, F.mse_loss)
+    return {name: x.grad is not None for name, x in model.named_parameters()}
+
+
+def test_what_one_replica_uses_has_a_gradient_on_all_and_what_none_uses_has_none():
+    first, second = run(2, unused)
+    assert first == second == {
+        f'0.{name}.{kind}': name != 'never' for name in ('used', 'other', 'never')
+        for kind in ('weight', 'bias')}
+
+
+def values():
+    """Give what a model with values of its own on each rank becomes."""
+    torch.manual_seed(torch.distributed.get_rank())
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    module[1].running_mean.normal_()
+    own = {name: x.clone() for name, x in module.state_dict().items()}
+    model = DistributedGPipe(module, [2, 1], mesh=init_mesh(data=2, pipe=2))
+    return own, dict(model.state_dict())
+
+
+def test_a_module_with_values_keeps_those_of_the_first_replica():
+    found = run(4, values)
+    for rank, (_, state) in enumerate(found):
+        first, _ = found[rank % 2]
+        for name, x in state.items():
+            assert torch.equal(x, first[name])

@@ -1,0 +1,82 @@
+"""Layers that are split along the tensor axis, beside stages and replicas."""
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from tests.devices import cpu_only
+from tests.distributed.models import MODELS, full, train
+from tests.distributed.test_model import alone, check, part
+from tests.shard.processes import outcomes, run
+from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.distributed.tensor import check_plan
+
+pytestmark = cpu_only('processes meet by gloo')
+
+
+def plan():
+    """Split each block."""
+    return {'*.up': ColwiseParallel(), '*.down': RowwiseParallel()}
+
+
+def trained(axes, name, stages, data, schedule):
+    """Train on a rank."""
+    with torch.device('meta'):
+        module = MODELS[name]()
+    mesh = init_mesh(**axes)
+    model = DistributedGPipe(module, [8 // stages] * stages, mesh=mesh, chunks=3, data=data,
+                             tensor_plan=plan())
+    rank = mesh.get_local_rank('data')
+    return train(model, lambda x: part(x, axes.get('data', 1), rank), schedule=schedule)
+
+
+@pytest.mark.parametrize('name', ['perceptron', pytest.param('tied', marks=pytest.mark.slow)])
+def test_tensor_and_pipe(name):
+    found = run(4, trained, {'tensor': 2, 'pipe': 2}, name, 2, 'replicate', '1f1b')
+    check(found, alone(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('data', ['replicate', 'shard'])
+def test_data_and_pipe_and_tensor(data):
+    found = run(8, trained, {'tensor': 2, 'pipe': 2, 'data': 2}, 'perceptron', 4, data,
+                'interleaved')
+    check(found, alone('perceptron'))
+
+
+def initial(axes, stages):
+    """Give the initial values of a mesh."""
+    with torch.device('meta'):
+        module = MODELS['tied']()
+    model = DistributedGPipe(module, [8 // stages] * stages, mesh=init_mesh(**axes), seed=5,
+                             data='shard', tensor_plan=plan() if 'tensor' in axes else None)
+    return {name: full(x) for name, x in model.named_parameters(remove_duplicate=False)}
+
+
+@pytest.mark.parametrize('axes', [
+    {'pipe': 2}, {'tensor': 2}, {'data': 2},
+    pytest.param({'data': 2, 'pipe': 2}, marks=pytest.mark.slow),
+    pytest.param({'data': 2, 'pipe': 2, 'tensor': 2}, marks=pytest.mark.slow)])
+def test_initial_values_are_the_same_on_all_meshes(axes):
+    ranks = torch.tensor([*axes.values()]).prod().item()
+    expected, = run(1, initial, {}, 1)
+    found = {}
+    for each in run(ranks, initial, axes, 2 if 'pipe' in axes else 1):
+        found.update(each)
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert torch.equal(found[name], x), name
+
+
+def test_a_plan_that_names_nothing_names_what_there_is():
+    module = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"'0\.1'.*names like it: .*'0\.0'"):
+        check_plan({'0.1': ColwiseParallel()}, module, 2)
+
+
+def without_plan():
+    DistributedGPipe(nn.Sequential(nn.Linear(2, 2)), [1], mesh=init_mesh(tensor=2))
+
+
+def test_an_axis_without_a_plan_is_refused():
+    assert all('tensor_plan says of no layer' in each.text for each in outcomes(2, without_plan))

@@ -1,0 +1,183 @@
+"""What crosses from rank to rank: any dense tensors, in any values, with their aliases."""
+import pytest
+import torch
+from torch import nn
+
+from tests.devices import cpu_only
+from tests.shard.processes import Failure, outcomes, run
+from torchgpipe import GPipe, NoChunk
+from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.skip import pop, skippable, stash
+
+pytestmark = cpu_only('processes meet by gloo')
+
+
+class Do(nn.Module):
+    """A layer that does something, and has a parameter."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, value):
+        return self.function(value, self.weight)
+
+
+def square(output, target):
+    """A loss."""
+    return (output - target).square().mean()
+
+
+def outcome(layers, *inputs):
+    """Take steps with layers, one in each stage, on each rank."""
+    layers = [Do(each) for each in layers]
+    model = DistributedGPipe(nn.Sequential(*layers), [1] * len(layers),
+                             mesh=init_mesh(pipe=2), chunks=2, checkpoint='never')
+    found = []
+    for x in inputs:
+        value = model.step(x, torch.zeros(4, 3), square)
+        found.append((value.item(), [layer.weight.grad.tolist() for layer in model.children()]))
+    return found
+
+
+def alone(layers, *inputs):
+    """The same in one process."""
+    layers = [Do(each) for each in layers]
+    gpipe = GPipe(nn.Sequential(*layers), [1] * len(layers), devices=['cpu'] * len(layers),
+                  chunks=2, checkpoint='never')
+    found = []
+    for x in inputs:
+        value = gpipe.step(x, torch.zeros(4, 3), square)
+        found.append((value.item(), [layer.weight.grad.tolist() for layer in gpipe]))
+    return found
+
+
+def check(layers, *inputs):
+    """See that two ranks have what one process has."""
+    first, second = run(2, outcome, layers, *inputs)
+    for (loss, grads), (own, one), (other, two) in zip(
+            alone(layers, *inputs), first, second):
+        assert own == other == loss and one + two == grads
+
+
+def make(x, weight):
+    """Values of all kinds."""
+    x = x * weight
+    return {'complex': torch.complex(x, -x).conj(), 'half': x.bfloat16(), 'bool': x > 0,
+            'none': None, 'empty': x[:, :0], 'turned': x.T, 'wide': x[:, None].expand(-1, 2, -1),
+            'int': x.long(), 'text': ['a', (x.sum(),)], 'number': x[0, 0].item()}
+
+
+def take(value, weight):
+    """Use them."""
+    assert value['none'] is None and value['text'][0] == 'a' and value['empty'].shape[1] == 0
+    assert value['turned'].stride()[0] == 1 and value['bool'].dtype == torch.bool
+    x = (value['complex'] * (1 + 2j)).real + value['half'].float() + value['turned'].T
+    x = x + value['wide'].sum(1) + value['int'] + value['text'][1][0]
+    return torch.where(value['bool'], x, -x) * weight * value['number']
+
+
+def test_values_of_all_kinds():
+    inputs = [torch.arange(12.).view(4, 3) - 5, torch.arange(12.).view(4, 3) * 2]
+    check([make, take], *inputs)
+
+
+def grow(x, weight):
+    """Give a shape that hangs on values."""
+    return (x * weight).repeat(1, 1 + int(x[0, 0]))
+
+
+def shrink(x, weight):
+    return x[:, :3] * weight
+
+
+def test_shapes_that_hang_on_values_are_refused():
+    first, second = outcomes(2, outcome, [grow, shrink], torch.zeros(4, 3), torch.ones(4, 3),
+                             timeout=20)
+    assert isinstance(first, Failure) and 'Shapes that depend on values' in first.text
+    assert isinstance(second, Failure)
+
+
+def shared(value, weight):
+    """Use what all micro-batches share."""
+    x, table = value
+    return x * weight + table, table * weight
+
+
+def end(value, weight):
+    return (value[0] + value[1]) * weight
+
+
+def test_what_all_micro_batches_share():
+    check([shared, end], (torch.ones(4, 3), NoChunk(torch.full((3,), 2.))))
+
+
+def forward_shared(value, weight):
+    return value[0] * weight, value[1]
+
+
+def change_shared(value, weight):
+    value[1].add_(1)
+    return (value[0] + value[1]) * weight
+
+
+def twice(x, weight):
+    """Give two tensors of one memory."""
+    y = x * weight
+    return y, y[:1]
+
+
+def change_twice(value, weight):
+    value[0].mul_(2)
+    return value[0] * weight + value[1]
+
+
+@pytest.mark.parametrize('layers, x', [
+    ([forward_shared, change_shared], (torch.ones(4, 3), NoChunk(torch.ones(3)))),
+    ([twice, change_twice], torch.ones(4, 3))])
+def test_changes_in_place_of_what_lies_elsewhere_are_refused_as_between_devices(layers, x):
+    _, second = outcomes(2, outcome, layers, x, timeout=20)
+    assert isinstance(second, Failure) and 'in place' in second.text
+
+
+@skippable(stash=['x'])
+class Begin(Do):
+    def __init__(self):
+        super().__init__(None)
+
+    def forward(self, x):
+        y = x * self.weight
+        yield stash('x', y)
+        return y
+
+
+class ChangeBatch(Do):
+    def __init__(self):
+        super().__init__(None)
+
+    def forward(self, x):
+        return x.mul_(2) * self.weight
+
+
+@skippable(pop=['x'])
+class End(Do):
+    def __init__(self):
+        super().__init__(None)
+
+    def forward(self, x):
+        skip = yield pop('x')
+        return (x + skip) * self.weight
+
+
+def changed_skip():
+    """Change the batch where its skip has been sent elsewhere."""
+    layers = [Begin(), ChangeBatch(), End()]
+    model = DistributedGPipe(nn.Sequential(*layers), [1, 1, 1], mesh=init_mesh(pipe=3), chunks=2,
+                             checkpoint='never')
+    model.step(torch.ones(4, 3), torch.zeros(4, 3), square)
+
+
+def test_a_skip_whose_memory_another_rank_changes_is_refused():
+    _, second, _ = outcomes(3, changed_skip, timeout=20)
+    assert isinstance(second, Failure) and 'in place' in second.text
