@@ -94,7 +94,7 @@ def loss_parameter_alone():
 def test_parameters_of_the_loss_are_reduced_too(data):
     (expected, grad), = run(1, loss_parameter_alone)
     for value, own in run(2, loss_parameter, data):
-        assert value == pytest.approx(expected, rel=1e-12) and own == pytest.approx(grad, rel=1e-12)
+        assert (value, own) == pytest.approx((expected, grad), rel=1e-12)
 
 
 def unused():

@@ -8,7 +8,7 @@
     rank 1                 2 3                 5          then cut into shards, then the next one
 """
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import nn
 
 from torchgpipe.engine.places import named_slots
 from torchgpipe.materialize import materialize
+from torchgpipe.sequential.parts import to_own_names
+from torchgpipe.weights import Weights, open_weights
 
 __all__ = ['Tie', 'fill', 'skeleton_of', 'ties_of']
 
@@ -49,7 +51,8 @@ def skeleton_of(model: Any) -> nn.Sequential:
 
 
 def fill(model: Any, skeleton: nn.Sequential, own: Sequence[str], device: torch.device, seed: int,
-         finish: Callable[[str, nn.Module], None]) -> 'OrderedDict[str, nn.Module]':
+         weights: Weights | None, finish: Callable[[str, nn.Module], None]
+         ) -> 'OrderedDict[str, nn.Module]':
     """Return some layers of a model with their values.
 
     Args:
@@ -58,6 +61,7 @@ def fill(model: Any, skeleton: nn.Sequential, own: Sequence[str], device: torch.
         own: The names of those of this rank.
         device: Where they will be.
         seed: Where initial values come from.
+        weights: The values of all layers, if there are some.
         finish: Called with each of them, before the next one gets values.
     """
     numbers = {name: i for i, name in enumerate(skeleton._modules)}
@@ -74,14 +78,47 @@ def fill(model: Any, skeleton: nn.Sequential, own: Sequence[str], device: torch.
         needed = [*dict.fromkeys([*_sources(skeleton, own), *own])]
         needed.sort(key=numbers.__getitem__)
         layers = OrderedDict((name, skeleton.get_submodule(name)) for name in needed)
-        materialize(nn.Sequential(layers), [device] * len(needed), around=around)
+        materialize(nn.Sequential(layers), [device] * len(needed),
+                    _part(weights, skeleton, needed), around)
         return OrderedDict((name, layers[name]) for name in own)
     made: OrderedDict[str, nn.Module] = OrderedDict()
     for name in own:
         with _seeded(seed, numbers[name]):
             made[name] = model[numbers[name]]()
-        materialize(nn.Sequential(OrderedDict([(name, made[name])])), [device], around=around)
+        materialize(nn.Sequential(OrderedDict([(name, made[name])])), [device],
+                    _part(weights, skeleton, [name]), around)
     return made
+
+
+class _Some(Mapping[str, Any]):
+    """Some of the tensors of weights, read when they are asked for."""
+
+    def __init__(self, source: Mapping[str, Any], keys: Sequence[str]) -> None:
+        self._source = source
+        self._keys = dict.fromkeys(keys)
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._keys:
+            raise KeyError(key)
+        return self._source[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def _part(weights: Weights | None, skeleton: nn.Sequential, own: Iterable[str]
+          ) -> Mapping[str, Any] | None:
+    """Return those weights that are of some layers, or of none at all."""
+    if weights is None:
+        return None
+    source, others = open_weights(weights), {*skeleton._modules} - {*own}
+    names = {key: key for key in source}
+    to_own_names(names, '', skeleton._modules)
+    return _Some(source, [key for name, key in names.items()
+                          if name.partition('.')[0] not in others])
 
 
 def _sources(skeleton: nn.Sequential, own: Iterable[str]) -> list[str]:

@@ -29,6 +29,7 @@ from torchgpipe.schedule.messages import Message, Row, with_messages
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.split import parse_balance, verify_module
 from torchgpipe.step import ScheduleLike, find_schedule
+from torchgpipe.weights import Weights
 
 __all__ = ['DistributedGPipe']
 
@@ -74,6 +75,8 @@ class DistributedGPipe(nn.Module):
         deferred_batch_norm: As of :class:`~torchgpipe.GPipe`; statistics are over all replicas.
         batch_dim: As of :class:`~torchgpipe.GPipe`.
         gather: As of :class:`~torchgpipe.GPipe`.
+        weights: The same; each rank reads what its layers need.
+        offload: As of :class:`~torchgpipe.GPipe`.
 
     Raises:
         TypeError: The model is neither, or its skips do not match.
@@ -88,13 +91,15 @@ class DistributedGPipe(nn.Module):
                  checkpoint: Checkpoint = 'except_last', places: Sequence[int] | None = None,
                  data: str = 'replicate', tensor_plan: Mapping[str, Any] | None = None,
                  seed: int = 0, deferred_batch_norm: bool = False, batch_dim: Any = 0,
-                 gather: Any = None) -> None:
+                 gather: Any = None, weights: Weights | None = None, offload: bool = False
+                 ) -> None:
         super().__init__()
         skeleton = skeleton_of(module)
         verify_module(skeleton)
         verify_skippables(skeleton)
         self.balance = parse_balance(balance, len(skeleton))
         self.chunks, self.batch_dim, self.gather = int(chunks), batch_dim, gather
+        self.offload = bool(offload)
         self.checkpoint = parse_checkpoint(checkpoint, len(self.balance))
         check_rule('batch_dim', batch_dim, [None])
         check_rule('gather', gather, [None, *REDUCTIONS])
@@ -110,7 +115,7 @@ class DistributedGPipe(nn.Module):
             data, sorted(plan), seed, deferred_batch_norm, str(batch_dim), str(gather))))
         if deferred_batch_norm:
             DeferredBatchNorm.convert_deferred_batch_norm(skeleton, self.chunks)
-        rank.make(module, skeleton, seed, plan, data)
+        rank.make(module, skeleton, seed, weights, plan, data)
         self._modules.update(rank.made)
         self.__dict__['_rank'] = rank
         #: The headers of messages, by what ranks have said of a step.
@@ -156,7 +161,7 @@ class DistributedGPipe(nn.Module):
         found = find_schedule(schedule, workers, m).recomputing(stops)
         way = self._way(found, (key, found))
         training = Training(rank.engine, batches, way, losses, checkpoint_stops=stops,
-                            common=common)
+                            common=common, offload=self.offload)
 
         training.mini_batch.gather = rank.replicas.gather
 

@@ -15,6 +15,7 @@ from torchgpipe.distributed.ties import Ties
 from torchgpipe.engine.compute import Sequential
 from torchgpipe.engine.partition import Engine
 from torchgpipe.skip.layout import inspect_skip_layout
+from torchgpipe.weights import Weights
 
 __all__ = ['Rank']
 
@@ -72,14 +73,15 @@ class Rank:
         """Whether it has the last stage."""
         return self.places[-1] == self.pipe.rank
 
-    def make(self, model: Any, skeleton: nn.Sequential, seed: int, plan: Mapping[str, Any],
-             data: str) -> None:
+    def make(self, model: Any, skeleton: nn.Sequential, seed: int, weights: Weights | None,
+             plan: Mapping[str, Any], data: str) -> None:
         """Make the layers of this rank.
 
         Args:
             model: The model, or functions that make its layers.
             skeleton: Its layers.
             seed: Where initial values come from.
+            weights: The values of all layers, if there are some.
             plan: How layers are split along the tensor axis.
             data: What ranks along the data axis do with parameters.
         """
@@ -101,7 +103,7 @@ class Rank:
             split_layer(name, layer, plan, self.tensor.mesh)
 
         self.made = made = fill(model, skeleton, [name for j in own for name in stages[j]],
-                                self.device, seed, finish)
+                                self.device, seed, weights, finish)
         partitions = [Sequential(OrderedDict((name, made[name]) for name in names)
                                  if j in own else OrderedDict())
                       for j, names in enumerate(stages)]
