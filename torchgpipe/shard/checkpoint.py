@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchgpipe.shard.agreement import agreed
-from torchgpipe.shard.entries import check_keys, check_shapes, optimizer_entries, place
-from torchgpipe.shard.parameter import dtensor, part_shape
+from torchgpipe.shard.entries import check_keys, check_shapes, nested, optimizer_entries, place
+from torchgpipe.shard.failures import raise_on_all_ranks
+from torchgpipe.shard.parameter import dtensor, shard_shape
 from torchgpipe.shard.tags import storage_dim
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
     """
     import torch.distributed.checkpoint as dcp
 
-    with agreed('saving a checkpoint', dist.group.WORLD):
+    with raise_on_all_ranks('saving a checkpoint', dist.group.WORLD):
         state: dict[str, Any] = {'model': _model_views(model)}
         if optimizer is not None:
             state['optimizer'] = _optimizer_views(model, optimizer)
@@ -87,11 +87,14 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
-    with agreed('reading a checkpoint', dist.group.WORLD):
+    with raise_on_all_ranks('reading a checkpoint', dist.group.WORLD):
         reader = storage_reader or dcp.FileSystemReader(path)  # type: ignore[attr-defined]
         saved = reader.read_metadata().state_dict_metadata
         state: dict[str, Any] = {'model': _model_views(model)}
-        _check_model(state['model'], saved)
+        check_keys([f'model.{key}' for key, value in state['model'].items()
+                    if isinstance(value, Tensor)],
+                   [key for key, value in saved.items()
+                    if key.startswith('model.') and _is_tensor(value)])
         if optimizer is not None:
             state['optimizer'] = _optimizer_form(model, optimizer, saved)
     with _exceptions('reading a checkpoint'):
@@ -122,6 +125,17 @@ def _exceptions(what: str) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------
 
 
+def _model_views(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of a model with DTensors in the memory of its shards."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    sharded = {key: parameter for key, parameter in _parameters(model).items()
+               if storage_dim(parameter) is not None}
+    check_shapes(sharded, {key: shard_shape(sharded[key]) for key in sharded})
+    return {key: dtensor(sharded[key]) if key in sharded else value
+            for key, value in get_model_state_dict(model).items()}
+
+
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return parameters by the names that they have in a checkpoint: those of the plain model."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -129,23 +143,6 @@ def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     places = {place(parameter): parameter for parameter in model.parameters()}
     return {key: places[place(value)] for key, value in get_model_state_dict(model).items()
             if isinstance(value, Tensor) and place(value) in places}
-
-
-def _model_views(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of a model with DTensors in the memory of its shards."""
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-    sharded = {key: parameter for key, parameter in _parameters(model).items()
-               if storage_dim(parameter) is not None}
-    check_shapes(sharded, {key: part_shape(sharded[key]) for key in sharded})
-    return {key: dtensor(sharded[key]) if key in sharded else value
-            for key, value in get_model_state_dict(model).items()}
-
-
-def _check_model(values: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    check_keys([f'model.{key}' for key, value in values.items() if isinstance(value, Tensor)],
-               [key for key, value in saved.items()
-                if key.startswith('model.') and _is_tensor(value)])
 
 
 def _is_tensor(saved: Any) -> bool:
@@ -166,36 +163,27 @@ def _local(values: Mapping[str, Any]) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------
 
 
-def _names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Return the names of an optimizer's parameters, for each of its groups."""
-    names: dict[int, str] = {}
-    for key, parameter in _parameters(model).items():
-        names.setdefault(id(parameter), key)  # The first name, as PyTorch takes it.
-    return [[names[id(parameter)] for parameter in group['params']]
-            for group in optimizer.param_groups]
-
-
 def _optimizer_views(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return the state dict of an optimizer by names, with DTensors in the memory of shards."""
-    groups, flat = _named_groups(model, optimizer)
+    groups, names = _named_groups(model, optimizer)
     entries, sharded = optimizer_entries(optimizer, optimizer.state_dict())
     check_shapes({key: entries[key] for key in sharded},
-                 {key: part_shape(parameter) for key, parameter in sharded.items()})
-    states: dict[str, dict[str, Any]] = {}
-    for (number, entry), value in entries.items():
-        parameter = sharded.get((number, entry))
-        states.setdefault(flat[number], {})[entry] = (
-            value if parameter is None else dtensor(parameter, value))
-    return {'state': states, 'param_groups': groups}
+                 {key: shard_shape(parameter) for key, parameter in sharded.items()})
+    return nested({'param_groups': groups}, {
+        (names[key[0]], key[1]): dtensor(sharded[key], value) if key in sharded else value
+        for key, value in entries.items()})
 
 
 def _named_groups(model: nn.Module, optimizer: Optimizer
                   ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the groups of an optimizer with names for numbers, and the names of the numbers."""
-    names = _names(model, optimizer)
-    groups = [{**group, 'params': each}
-              for group, each in zip(optimizer.state_dict()['param_groups'], names)]
-    return groups, [name for each in names for name in each]
+    of_parameters: dict[int, str] = {}
+    for key, parameter in _parameters(model).items():
+        of_parameters.setdefault(id(parameter), key)  # The first name, as PyTorch takes it.
+    names = [of_parameters[id(parameter)] for group in optimizer.param_groups
+             for parameter in group['params']]
+    return [{**group, 'params': [names[number] for number in group['params']]}
+            for group in optimizer.state_dict()['param_groups']], names
 
 
 def _optimizer_form(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]
@@ -205,11 +193,11 @@ def _optimizer_form(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, 
     These states are the ones that were saved: those of an optimizer come with its first step only,
     and to take one for that would change the count of its steps.
     """
-    groups, flat = _named_groups(model, optimizer)
+    groups, names = _named_groups(model, optimizer)
     _check_options(groups, saved)
     parameters = _parameters(model)
     states: dict[str, dict[str, Any]] = {}
-    for name in flat:
+    for name in names:
         prefix = f'optimizer.state.{name}.'
         states[name] = {key.removeprefix(prefix): _form(value, parameters[name])
                         for key, value in saved.items() if key.startswith(prefix)}
@@ -241,7 +229,7 @@ def _form(saved: Any, parameter: Tensor) -> Any:
 
 
 def _load_optimizer(model: nn.Module, optimizer: Optimizer, loaded: dict[str, Any]) -> None:
-    groups, flat = _named_groups(model, optimizer)
+    groups, names = _named_groups(model, optimizer)
     here, there = ([group['params'] for group in each]
                    for each in (groups, loaded['param_groups']))
     if here != there:
@@ -249,7 +237,7 @@ def _load_optimizer(model: nn.Module, optimizer: Optimizer, loaded: dict[str, An
             'a checkpoint is loaded into an optimizer with the same groups of parameters: this '
             f'one has {here}, the checkpoint {there}. Make the optimizer as it was made before')
     optimizer.load_state_dict({
-        'state': {number: _local(loaded['state'][name]) for number, name in enumerate(flat)
+        'state': {number: _local(loaded['state'][name]) for number, name in enumerate(names)
                   if loaded['state'][name]},
         'param_groups': [
             {**new, 'params': old['params']} for new, old in zip(

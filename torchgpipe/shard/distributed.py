@@ -1,12 +1,37 @@
-"""Parallel groups: make them, ask for this rank's place in them, and move tensors within one."""
-from datetime import timedelta
+"""Parallel groups: make them, ask for this rank's place in them, and move tensors within one.
 
+Tensors are moved by two pairs of functions, each of which is the other's backward pass. Between a
+full tensor, the same on each rank, and its shards::
+
+                  ┌── scatter ─▶ x[0]  on rank 0
+    x, everywhere ┤                                 gather goes the other way
+                  └── scatter ─▶ x[1]  on rank 1
+
+Between a tensor that is the same on each rank, and terms of a sum::
+
+                  ┌── copy ─▶ x  on rank 0
+    x, everywhere ┤                                 reduce goes the other way, and adds them up
+                  └── copy ─▶ x  on rank 1
+
+What is the same on all ranks of the group has the same gradient there. That is why the backward
+pass of `gather` takes this rank's shard of the gradient, and that of `reduce` the gradient as it
+is, while that of `copy` adds up what each rank has found.
+"""
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchgpipe.shard import world
-from torchgpipe.shard.collectives import copy, gather, reduce, scatter
+from torchgpipe.private import is_transformed
+from torchgpipe.shard import sizes, world
+from torchgpipe.shard.collectives import all_gather, all_reduce, all_sizes
+from torchgpipe.shard.ddp import counted, of_own_rows
+from torchgpipe.shard.tags import register_parallel_dim
 from torchgpipe.shard.world import is_initialized
 
 __all__ = ['copy', 'destroy_process_group', 'gather', 'get_data_group', 'get_data_rank',
@@ -77,3 +102,149 @@ def get_data_group() -> ProcessGroup:
 def get_data_rank() -> int:
     """Return the number of the replica that this rank belongs to."""
     return world.current().data_rank
+
+
+# --- what moves tensors
+# ----------------------------------------------------------------------------------
+
+
+def scatter(x: Tensor, dim: int = -1) -> Tensor:
+    """Take this rank's shard of a tensor that all ranks of the group have.
+
+    Args:
+        x: The same on all ranks of the group.
+        dim: The dimension that is split; its size need not be divisible.
+
+    Returns:
+        A new tensor, tagged -1 if its last dimension is split. Its gradient is gathered.
+    """
+    group = get_group()
+    slice, join = _slicing(group, dim, sizes.lengths(x.size(dim), group.size()))
+    shard = _apply(x, slice, join, makes_shards=True)
+    if dim % x.dim() == x.dim() - 1:
+        register_parallel_dim(shard, -1)
+    return shard
+
+
+def gather(x: Tensor, dim: int = -1, size: int | None = None) -> Tensor:
+    """Put the shards of all ranks of the group together.
+
+    Args:
+        x: This rank's shard. The shards have the same size in all dimensions but one.
+        dim: The dimension that is split.
+        size: The size that it has in the full tensor, if it is split as :func:`ts.slice` does it.
+            Otherwise the ranks tell each other how long their shards are: of any length.
+
+    Returns:
+        A new tensor, the same on all ranks, tagged as whole. Of its gradient, each rank takes its
+        shard.
+
+    Raises:
+        ValueError: The shard has another length than one of that size.
+    """
+    group = get_group()
+    lengths = (all_sizes(x, group, dim) if size is None else
+               sizes.lengths(size, group.size()))
+    if x.size(dim) != lengths[group.rank()]:
+        raise ValueError(f'of a size of {size}, the part of rank {group.rank()} of {group.size()} '
+                         f'is {lengths[group.rank()]} long; this one is {x.size(dim)}: leave size '
+                         'out where parts have other lengths')
+    if of_own_rows(x, dim):
+        x = counted(x)
+    slice, join = _slicing(group, dim, lengths)
+    return _same(_apply(x, join, slice))
+
+
+def reduce(x: Tensor) -> Tensor:
+    """Add up a tensor over the group.
+
+    Returns:
+        A new tensor, the same on all ranks, tagged as whole. Its gradient is that of each term.
+    """
+    add, same = _adding(get_group())
+    return _same(_apply(x, add, same))
+
+
+def reduce_(x: Tensor) -> Tensor:
+    """Do the same in the memory of a tensor that nobody else needs."""
+    group = get_group()
+    add, same = _adding(group)
+    in_place = group.size() > 1 and x.is_contiguous()
+    return _same(_apply(x, (lambda x: all_reduce(x, group)) if in_place else add, same, in_place))
+
+
+def copy(x: Tensor) -> Tensor:
+    """Return a tensor that each rank of the group uses in another way.
+
+    Returns:
+        A new tensor in the same memory, tagged as whole. Its gradient is added up over the group.
+    """
+    add, same = _adding(get_group())
+    return _same(_apply(x, same, add, makes_shards=True))
+
+
+def _same(y: Tensor) -> Tensor:
+    """Tag a new tensor that is the same on all ranks."""
+    register_parallel_dim(y, None)
+    return y
+
+
+# --- how, for autograd
+# ----------------------------------------------------------------------------------
+
+_Function = Callable[[Tensor], Tensor]
+
+
+def _slicing(group: ProcessGroup, dim: int, lengths: Sequence[int]) -> tuple[_Function, _Function]:
+    """Return what takes this rank's shard of a tensor, and what puts shards together."""
+    def slice(x: Tensor) -> Tensor:
+        if group.size() == 1:
+            return x.detach()
+        rank = group.rank()  # A tensor of its own, so that the full one can be freed.
+        return x.narrow(dim, sum(lengths[:rank]), lengths[rank]).clone()
+    # Not the input itself: see the note on an identity without a view.
+    return slice, lambda x: all_gather(x.detach(), group, dim, lengths)
+
+
+def _adding(group: ProcessGroup) -> tuple[_Function, _Function]:
+    """Return what adds up the terms of all ranks, and what each of them does with the sum."""
+    def add(x: Tensor) -> Tensor:
+        if group.size() == 1:
+            return x.detach()
+        return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
+    return add, Tensor.detach
+
+
+class _Paired(torch.autograd.Function):
+    """Apply one of a pair of functions; its backward pass applies the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: _Function, backward: _Function, in_place: bool,
+                makes_shards: bool) -> Tensor:
+        """Apply the first one."""
+        ctx.pair, ctx.makes_shards = (backward, forward), makes_shards
+        if in_place:
+            ctx.mark_dirty(x)
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Apply the second one, whose backward pass is the first one."""
+        gradient: Tensor = _Paired.apply(  # type: ignore[no-untyped-call]
+            grads[0], *ctx.pair, False, not ctx.makes_shards)
+        return gradient, None, None, None, None
+
+
+def _apply(x: Tensor, forward: _Function, backward: _Function, in_place: bool = False,
+           makes_shards: bool = False) -> Tensor:
+    """Apply one of a pair of functions.
+
+    Raises:
+        RuntimeError: A transform of ``torch.func`` is at work, which knows nothing of other ranks.
+    """
+    if is_transformed():
+        raise RuntimeError('transforms of torch.func, such as grad, vmap and jvp, do not go '
+                           'through sharded layers: call backward(), or torch.autograd.grad')
+    output: Tensor = _Paired.apply(  # type: ignore[no-untyped-call]
+        x, forward, backward, in_place, makes_shards)
+    return output

@@ -10,7 +10,7 @@ from torchgpipe.shard.collectives import broadcast, from_first
 from torchgpipe.shard.tags import check_dim
 from torchgpipe.shard.world import World, needed_by
 
-__all__ = ['agreed', 'draws']
+__all__ = ['draws', 'same_draws']
 
 
 class _OfDevice:
@@ -23,7 +23,7 @@ class _OfDevice:
 
 
 @contextmanager
-def agreed(world: World, *generators: Any, replicas: bool = False) -> Iterator[None]:
+def same_draws(world: World, *generators: Any, replicas: bool = False) -> Iterator[None]:
     """Let all ranks of the group draw what its first one draws.
 
     A rank whose generators were in the same state leaves them where the first one's are then.
@@ -72,7 +72,7 @@ def draws(parallel_dim: int | None, device: torch.device | None = None) -> Itera
     if world is None or split and world.tensor_size == 1:
         yield
     elif not split:
-        with agreed(world, *generators):
+        with same_draws(world, *generators):
             yield
     else:
         # Ranks with the same seed draw the same number here.

@@ -7,34 +7,17 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from torchgpipe.shard.tags import storage_dim
 
-__all__ = ['Entries', 'Sharded', 'check_keys', 'check_shapes', 'name_of', 'optimizer_entries',
-           'place', 'sharded_parameters', 'split_dim']
+__all__ = ['Entries', 'check_keys', 'check_shapes', 'name_of', 'nested', 'optimizer_entries',
+           'place']
 
 #: The values of a state dict by their keys. Those of an optimizer have pairs for keys: the number
 #: of the parameter, and the name of the state.
 Entries = Mapping[Any, Any]
-
-#: The parameters of those values that are shards.
-Sharded = Mapping[Any, Tensor]
-
-
-def sharded_parameters(model: nn.Module, prefix: str = '') -> dict[str, nn.Parameter]:
-    """Return the parameters that are shards by all of their names."""
-    return {prefix + name: parameter
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-            if storage_dim(parameter) is not None}
-
-
-def split_dim(parameter: Tensor) -> int:
-    """Return the dimension in memory along which a shard is split."""
-    dim = storage_dim(parameter)
-    assert dim is not None
-    return dim
 
 
 def optimizer_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]
@@ -93,10 +76,18 @@ def check_shapes(tensors: Entries, shapes: Mapping[Any, torch.Size]) -> None:
 
 
 def place(tensor: Tensor) -> tuple[Any, ...]:
-    """Tell where a tensor is: tied parameters are several tensors of a state dict in one place."""
+    """Return where a tensor is: tied parameters have several tensors of a state dict in one."""
     return id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def name_of(key: Any) -> str:
     """Name a tensor of a model, or a state of an optimizer."""
     return f"'{key[1]}' of parameter {key[0]}" if isinstance(key, tuple) else f"'{key}'"
+
+
+def nested(state_dict: Mapping[str, Any], entries: dict[tuple[Any, str], Any]) -> dict[str, Any]:
+    """Return the state dict of an optimizer with other states."""
+    states: dict[Any, dict[str, Any]] = {}
+    for (number, name), value in entries.items():
+        states.setdefault(number, {})[name] = value
+    return {**state_dict, 'state': states}

@@ -15,15 +15,18 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchgpipe.shard import sizes, world
-from torchgpipe.shard.agreement import agreed, same_everywhere
+from torchgpipe.shard import sizes
 from torchgpipe.shard.collectives import broadcast
-from torchgpipe.shard.entries import (Entries, Sharded, check_keys, check_shapes, name_of,
-                                      optimizer_entries, place, sharded_parameters, split_dim)
-from torchgpipe.shard.parameter import global_shape, part_shape
+from torchgpipe.shard.entries import (Entries, check_keys, check_shapes, name_of, nested,
+                                      optimizer_entries, place)
+from torchgpipe.shard.failures import gathered, raise_on_all_ranks
+from torchgpipe.shard.parameter import global_shape, shard_shape
+from torchgpipe.shard.tags import sharded_parameters, storage_dim
+from torchgpipe.shard.world import current
 
 __all__ = ['collect_optimizer_state_dict', 'collect_state_dict', 'relocate_optimizer_state_dict',
            'relocate_state_dict']
@@ -53,8 +56,8 @@ def collect_state_dict(model: nn.Module, state_dict: Mapping[str, Any], prefix: 
         ValueError: A tensor has not the shape of the model's shard.
         RuntimeError: Another rank of the group failed, which is named; or ranks have other keys.
     """
-    entries = _collect(state_dict, sharded_parameters(model, prefix), rank0_only, device)
-    return _filled(state_dict, entries)
+    return _filled(state_dict, _collect(
+        state_dict, sharded_parameters(model, prefix), rank0_only, device))
 
 
 def relocate_state_dict(model: nn.Module, state_dict: Mapping[str, Any], prefix: str = '', *,
@@ -106,9 +109,9 @@ def collect_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, 
             how it is to be gathered; or the optimizer has other parameters.
         RuntimeError: As for :func:`collect_state_dict`.
     """
-    with agreed('collecting the state of an optimizer'):
+    with raise_on_all_ranks('collecting the state of an optimizer'):
         entries, sharded = optimizer_entries(optimizer, state_dict)
-    return _nested(state_dict, _collect(entries, sharded, rank0_only, device))
+    return nested(state_dict, _collect(entries, sharded, rank0_only, device))
 
 
 def relocate_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]
@@ -128,110 +131,120 @@ def relocate_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str,
         ValueError: The optimizer has other parameters, or states have other shapes than theirs.
     """
     entries, sharded = optimizer_entries(optimizer, state_dict)
-    return _nested(state_dict, _relocate(entries, sharded))
+    return nested(state_dict, _relocate(entries, sharded))
 
 
 # --- collect and relocate
 # ---------------------------------------------------------------------------------------
 
+# Not by DTensors: full_tensor() takes the memory of two full tensors on each rank, and gloo fails
+# for some types; distribute_tensor() moves the full tensor to the devices of the mesh.
+
 
 @torch.no_grad()
-def _collect(entries: Entries, sharded: Sharded, rank0_only: bool,
+def _collect(entries: Entries, sharded: Mapping[Any, Tensor], rank0_only: bool,
              device: torch.device | str | None) -> dict[Any, Any]:
-    keeps = world.current().tensor_rank == 0 or not rank0_only
+    keeps = current().tensor_rank == 0 or not rank0_only
     firsts: dict[Any, Any] = {}
-    with agreed('collecting a state dict'):
+    with raise_on_all_ranks('collecting a state dict'):
         shards = {key: entries[key] for key in entries if key in sharded}
-        check_shapes(shards, {key: part_shape(sharded[key]) for key in shards})
+        check_shapes(shards, {key: shard_shape(sharded[key]) for key in shards})
         ties = {key: firsts.setdefault(place(shard), key) for key, shard in shards.items()}
         collected = {key: None if key in shards else _moved(entries[key], device)
                      for key in entries if keeps}
-    same_everywhere('the shards of a state dict', [
-        (key, ties[key], shard.dtype, tuple(global_shape(sharded[key])))
-        for key, shard in shards.items()])
+    _check_same([(key, ties[key], shard.dtype, tuple(global_shape(sharded[key])))
+                 for key, shard in shards.items()])
     buffers: dict[torch.device, Tensor] = {}
     for key, shard in shards.items():
         if ties[key] == key:
-            whole = _gathered(key, shard, sharded[key], keeps, device, buffers)
+            full = _full(key, shard, sharded[key], keeps, device, buffers)
         if keeps:
-            collected[key] = whole if ties[key] == key else collected[ties[key]]
+            collected[key] = full if ties[key] == key else collected[ties[key]]
     return collected
 
 
-def _gathered(key: Any, shard: Tensor, parameter: Tensor, keeps: bool,
-              device: torch.device | str | None, buffers: dict[torch.device, Tensor]
-              ) -> Tensor | None:
-    """Return the whole tensor, or help others to get it.
+def _check_same(facts: list[tuple[Any, ...]]) -> None:
+    """See that all ranks have the same shards.
+
+    Raises:
+        RuntimeError: On all ranks: a rank has others than the first one.
+    """
+    ranks = dist.get_process_group_ranks(current().tensor_group)
+    first, *others = gathered(facts, current().tensor_group)
+    for rank, other in zip(ranks[1:], others):
+        if other != first:
+            one, another = (next((repr(fact) for fact in these if fact not in those),
+                                 'nothing of the kind')
+                            for these, those in ((first, other), (other, first)))
+            raise RuntimeError(
+                f'the shards of a state dict are not the same on all ranks of the group {ranks}: '
+                f'rank {ranks[0]} has {one}, rank {rank} {another}. Let all ranks of a group call '
+                'this for the same model')
+
+
+def _full(key: Any, shard: Tensor, parameter: Tensor, keeps: bool,
+          device: torch.device | str | None, buffers: dict[torch.device, Tensor]
+          ) -> Tensor | None:
+    """Return the full tensor, or help others to get it.
 
     Each rank in turn sends its shard to all others. That works for shards of unequal sizes, and on
     each backend, and takes the memory of one shard. That memory serves for all tensors: gloo's
     threads may hold what they have sent for a while, and would hold many one after the other.
     """
-    here = world.current()
-    dim, shape = split_dim(parameter), global_shape(parameter)
-    parts = [[*shape[:dim], length, *shape[dim + 1:]]
-             for length in sizes.lengths(shape[dim], here.tensor_size)]
-    with agreed(f'collecting {name_of(key)}'):
-        whole = (torch.empty(shape, dtype=shard.dtype, device=device or shard.device) if keeps
-                 else None)
-        buffer = _buffer(prod(parts[0]), shard, buffers)
+    here, dim, shape = current(), _split_dim(parameter), global_shape(parameter)
+    lengths = sizes.lengths(shape[dim], here.tensor_size)
+    with raise_on_all_ranks(f'collecting {name_of(key)}'):
+        full = (torch.empty(shape, dtype=shard.dtype, device=device or shard.device) if keeps
+                else None)
+        buffer = _buffer(prod(shape) // max(shape[dim], 1) * lengths[0], shard, buffers)
     begin = 0
-    for rank, part in enumerate(parts):
-        piece = buffer[:prod(part)]
+    for rank, length in enumerate(lengths):
+        local = [*shape[:dim], length, *shape[dim + 1:]]
+        piece = buffer[:prod(local)].view(local)
         if rank == here.tensor_rank:
-            piece.view(part).copy_(shard)
+            piece.copy_(shard)
         # As bytes, since backends do not know all types.
-        broadcast(piece.view(torch.uint8), here.tensor_group, rank)
-        if whole is not None:
-            whole.narrow(dim, begin, part[dim]).copy_(piece.view(part))
-        begin += part[dim]
-    return whole
+        broadcast(piece.view(-1).view(torch.uint8), here.tensor_group, rank)
+        if full is not None:
+            full.narrow(dim, begin, length).copy_(piece)
+        begin += length
+    return full
 
 
 def _buffer(length: int, shard: Tensor, buffers: dict[torch.device, Tensor]) -> Tensor:
-    """Return memory on the device that shards are sent from: a tensor's before, if it does."""
-    where, size = _device(shard), length * shard.element_size()
+    """Return memory where the group communicates: that of a tensor before, if it is enough."""
+    kind, size = current().mesh.device_type, length * shard.element_size()
+    where = shard.device if shard.device.type == kind else torch.device(kind)
     if where not in buffers or buffers[where].numel() < size:
         buffers[where] = torch.empty(size, dtype=torch.uint8, device=where)
     return buffers[where][:size].view(shard.dtype)
 
 
 @torch.no_grad()
-def _relocate(entries: Entries, sharded: Sharded) -> dict[Any, Any]:
+def _relocate(entries: Entries, sharded: Mapping[Any, Tensor]) -> dict[Any, Any]:
     relocated: dict[Any, Any] = {}
     wrong: dict[Any, Any] = {}
     for key in entries:
+        value = entries[key]
         if key in sharded:
-            relocated[key] = _part(key, entries[key], sharded[key], wrong)
-        else:
-            relocated[key] = entries[key]
+            dim, shape = _split_dim(sharded[key]), global_shape(sharded[key])
+            if value.shape == shape:  # A memory of its own, so that the full one can be freed.
+                value = value.narrow(dim, *sizes.own(shape[dim])).clone()
+            else:
+                wrong[key] = value
+        relocated[key] = value
     check_shapes(wrong, {key: global_shape(sharded[key]) for key in wrong})
     return relocated
 
 
-def _part(key: Any, whole: Tensor, parameter: Tensor, wrong: dict[Any, Tensor]) -> Tensor | None:
-    """Return this rank's shard in a memory of its own, so that the whole tensor can be freed."""
-    here = world.current()
-    dim, shape = split_dim(parameter), global_shape(parameter)
-    if whole.shape != shape:
-        wrong[key] = whole
-        return None
-    begin, length = sizes.part(shape[dim], here.tensor_size, here.tensor_rank)
-    return whole.narrow(dim, begin, length).clone()
-
-
-def _device(shard: Tensor) -> torch.device:
-    """Return where a shard is sent from: the group may not communicate on each device."""
-    kind = world.current().mesh.device_type
-    return shard.device if shard.device.type == kind else torch.device(kind)
+def _split_dim(parameter: Tensor) -> int:
+    dim = storage_dim(parameter)
+    assert dim is not None
+    return dim
 
 
 def _moved(value: Any, device: torch.device | str | None) -> Any:
     return value.to(device) if isinstance(value, Tensor) and device is not None else value
-
-
-# --- state dicts of the kind that was given
-# ---------------------------------------------------------------------------------------
 
 
 def _filled(state_dict: Mapping[str, Any], entries: dict[str, Any]) -> dict[str, Any]:
@@ -242,11 +255,3 @@ def _filled(state_dict: Mapping[str, Any], entries: dict[str, Any]) -> dict[str,
     filled.clear()
     filled.update(entries)
     return filled
-
-
-def _nested(state_dict: Mapping[str, Any], entries: dict[tuple[Any, str], Any]) -> dict[str, Any]:
-    """Return the state dict of an optimizer with other states."""
-    states: dict[Any, dict[str, Any]] = {}
-    for (number, name), value in entries.items():
-        states.setdefault(number, {})[name] = value
-    return {**state_dict, 'state': states}

@@ -6,12 +6,12 @@ lost, the autograd graph may know what it said.
 """
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-__all__ = ['check_dim', 'get_parallel_dim', 'is_made_of_parts', 'is_split', 'is_tagged',
-           'register_parallel_attribute', 'register_parallel_dim', 'set_attribute', 'storage_dim',
-           'to_storage']
+__all__ = ['check_dim', 'get_parallel_dim', 'is_made_of_shards', 'is_split', 'is_tagged',
+           'register_parallel_attribute', 'register_parallel_dim', 'set_attribute',
+           'sharded_parameters', 'storage_dim', 'to_storage']
 
 #: The attribute that holds the parallel dimension: None for a whole tensor, or 0, 1, -1.
 _PARALLEL_DIM = '_parallel_dim'
@@ -99,12 +99,19 @@ def to_storage(dim: int | None, order: int) -> int | None:
     return _STORAGE[order][dim]
 
 
-def is_made_of_parts(tensor: Tensor) -> bool:
-    """Return whether autograd has recorded that a tensor follows from this rank's parts.
+def sharded_parameters(module: nn.Module, prefix: str = '') -> dict[str, nn.Parameter]:
+    """Return the parameters of a module that are shards, by all of their names."""
+    return {prefix + name: parameter
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if storage_dim(parameter) is not None}
+
+
+def is_made_of_shards(tensor: Tensor) -> bool:
+    """Return whether autograd has recorded that a tensor follows from this rank's shards.
 
     So it does if a way back through its graph leads to a parameter that is split, or to where a
-    whole tensor went into parts, as they say by `makes_parts`. Other autograd functions end a way,
-    such as those that put parts together: what they do is not known here.
+    full tensor went into shards, as they say by `makes_shards`. Other autograd functions end a
+    way, such as those that put shards together: what they do is not known here.
     """
     waiting: list[Any] = [tensor.grad_fn]
     seen = {None}
@@ -114,12 +121,9 @@ def is_made_of_parts(tensor: Tensor) -> bool:
             continue
         seen.add(node)
         leaf = getattr(node, 'variable', None)
-        if getattr(node, 'makes_parts', False) or leaf is not None and _is_part(leaf):
+        if getattr(node, 'makes_shards', False) or (
+                leaf is not None and storage_dim(leaf) is not None):
             return True
         if not isinstance(node, BackwardCFunction):
             waiting += [other for other, _ in node.next_functions]
     return False
-
-
-def _is_part(leaf: Tensor) -> bool:
-    return storage_dim(leaf) is not None

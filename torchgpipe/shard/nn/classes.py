@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchgpipe.shard.collectives import all_reduce
-from torchgpipe.shard.debug import differences, is_read
+from torchgpipe.shard.failures import differences, is_read
 
 __all__ = ['Classes', 'meet', 'misfit', 'see']
 

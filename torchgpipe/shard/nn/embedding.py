@@ -5,12 +5,11 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.shard import sizes
-from torchgpipe.shard.initial import shard_init_helper_
-from torchgpipe.shard.nn.convert import convert
 from torchgpipe.shard.nn.functional import embedding
-from torchgpipe.shard.parameter import Layout, ParallelModule
+from torchgpipe.shard.nn.init import shard_init_helper_
+from torchgpipe.shard.nn.module import ParallelModule, convert
+from torchgpipe.shard.parameter import Layout
 from torchgpipe.shard.tags import check_dim
-from torchgpipe.shard.world import current
 
 __all__ = ['ParallelEmbedding']
 
@@ -65,8 +64,7 @@ class ParallelEmbedding(ParallelModule):
         shard_init_helper_(nn.init.normal_, self.weight)
         row = self.padding_idx
         if row is not None and self.dim == 0:
-            world = current()
-            row = sizes.find(row, self.num_embeddings, world.tensor_size, world.tensor_rank)
+            row = sizes.find(row, self.num_embeddings)
         if row is not None:
             with torch.no_grad():
                 self.weight[row] = 0
@@ -104,17 +102,10 @@ class ParallelEmbedding(ParallelModule):
         Raises:
             ValueError: ``dim`` is none, or a weight belongs to another layer, too.
         """
-        check_dim(dim)
-        return convert(module, nn.Embedding, lambda table: cls._like(table, dim))
+        return convert(module, nn.Embedding, cls, dim)
 
-    @classmethod
-    def _like(cls, table: nn.Module, dim: int | None) -> 'ParallelEmbedding':
-        assert isinstance(table, nn.Embedding)
-        new = cls.__new__(cls)
-        new.stand_for(table, {
-            'weight': Layout((table.num_embeddings, table.embedding_dim), dim, 1)})
-        new.dim = dim
-        return new
+    def _layouts_of(self, plain: Any, dim: int | None) -> dict[str, Layout]:
+        return {'weight': Layout((plain.num_embeddings, plain.embedding_dim), dim, 1)}
 
 
 def _checked(padding_idx: int | None, number: int) -> int | None:

@@ -4,7 +4,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchgpipe.shard import sizes
-from torchgpipe.shard.collectives import all_gather, all_sizes, copy, gather, reduce_, scatter
+from torchgpipe.shard.collectives import all_gather, all_sizes
+from torchgpipe.shard.distributed import copy, gather, reduce_, scatter
 from torchgpipe.shard.nn.loss import parallel_cross_entropy
 from torchgpipe.shard.parameter import global_shape, knows_shape
 from torchgpipe.shard.tags import (check_dim, is_split, is_tagged, register_parallel_dim,
@@ -87,7 +88,7 @@ def _part_of_input(x: Tensor, weight: Tensor, in_features: int | None, world: Wo
         return x
     whole = x.size(-1) if in_features is None else in_features
     _check_features(x, whole, name)
-    if sizes.part(whole, world.tensor_size, world.tensor_rank)[1] != length:
+    if sizes.own(whole)[1] != length:
         raise ValueError(f'{name}: {_untagged(x)}; the part of rank {world.tensor_rank} has '
                          f'{length}. {_REMEDY}')
     return scatter(x)
@@ -160,7 +161,7 @@ def _table(weight: Tensor, dim: int | None, number: int | None) -> tuple[int, in
                          'it')
     else:
         world = current()
-        length = sizes.part(number, world.tensor_size, world.tensor_rank)[1]
+        length = sizes.own(number)[1]
         if length != rows:
             raise ValueError(
                 f'parallel_embedding: of num_embeddings={number} rows, the part of rank '
@@ -197,13 +198,11 @@ def _of_some_rows(ids: Tensor, weight: Tensor, number: int, padding_idx: int | N
     wrong = ids[(ids < 0) | (ids >= number)]
     if len(wrong):
         raise IndexError(f'{int(wrong[0])} is not the number of a row in a table of {number}')
-    world = current()
-    begin, length = sizes.part(number, world.tensor_size, world.tensor_rank)
+    begin, length = sizes.own(number)
     # Only those that are here: others would count as looked up, for `max_norm` and the frequency.
     flat = ids.reshape(-1)
     here = ((flat >= begin) & (flat < begin + length)).nonzero()[:, 0]
-    padding = None if padding_idx is None else sizes.find(
-        padding_idx, number, world.tensor_size, world.tensor_rank)
+    padding = None if padding_idx is None else sizes.find(padding_idx, number)
     found = F.embedding(flat[here] - begin, weight, padding, max_norm, norm_type,
                         scale_grad_by_freq, sparse)
     term = found.new_zeros(len(flat), weight.size(1)).index_copy(0, here, found)

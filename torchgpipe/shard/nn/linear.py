@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.shard.initial import shard_init_helper_
-from torchgpipe.shard.nn.convert import convert
 from torchgpipe.shard.nn.functional import linear
-from torchgpipe.shard.parameter import Layout, ParallelModule
+from torchgpipe.shard.nn.init import shard_init_helper_
+from torchgpipe.shard.nn.module import ParallelModule, convert
+from torchgpipe.shard.parameter import Layout
 from torchgpipe.shard.tags import check_dim
 
 __all__ = ['ParallelLinear']
@@ -90,21 +90,13 @@ class ParallelLinear(ParallelModule):
         Raises:
             ValueError: ``dim`` is none, or a weight belongs to another layer, too.
         """
-        check_dim(dim)
-        return convert(module, nn.Linear, lambda linear: cls._like(linear, dim))
+        return convert(module, nn.Linear, cls, dim)
 
-    @classmethod
-    def _like(cls, linear: nn.Module, dim: int | None) -> 'ParallelLinear':
-        assert isinstance(linear, nn.Linear)
-        out_features, in_features = linear.out_features, linear.in_features
-        new = cls.__new__(cls)
-        new.stand_for(linear, {
-            'weight': Layout((out_features, in_features), dim),
-            'bias': Layout((out_features,), _dim_of_bias(dim))})
-        new.dim = dim
-        return new
+    def _layouts_of(self, plain: Any, dim: int | None) -> dict[str, Layout]:
+        shape = plain.out_features, plain.in_features
+        return {'weight': Layout(shape, dim), 'bias': Layout(shape[:1], _dim_of_bias(dim))}
 
 
 def _dim_of_bias(dim: int | None) -> int | None:
-    """It is split where the outputs are."""
+    """Return the parallel dimension of a bias: it is split where the outputs are."""
     return None if dim == 0 else dim

@@ -6,10 +6,10 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from torchgpipe.shard.collectives import all_reduce
-from torchgpipe.shard.debug import compare, is_read
+from torchgpipe.shard.failures import compare, is_read
 from torchgpipe.shard.nn.classes import Classes, meet, misfit, see
 from torchgpipe.shard.nn.cross_entropy import RowLosses
-from torchgpipe.shard.tags import get_parallel_dim, is_made_of_parts, is_split, is_tagged
+from torchgpipe.shard.tags import get_parallel_dim, is_made_of_shards, is_split, is_tagged
 from torchgpipe.shard.world import World, needed_by
 
 __all__ = ['ParallelCrossEntropyLoss', 'parallel_cross_entropy']
@@ -193,7 +193,7 @@ def _check_untagged(input: Tensor, group: ProcessGroup) -> Tensor:
     Raises:
         RuntimeError: They differ by more than by rounding, or were computed from parts.
     """
-    if is_made_of_parts(input):
+    if is_made_of_shards(input):
         raise RuntimeError("logits without a tag follow from this rank's part of a layer, and no "
                            f'gather or reduce has put them together. {_LOST}')
     x = input.detach()
@@ -220,9 +220,9 @@ def _of_shards(input: Tensor, target: Tensor, weight: Tensor | None, ignore_inde
     dtype = torch.promote_types(input.dtype, target.dtype) if probable else input.dtype
     sums = torch.promote_types(dtype, torch.float32)
     rows = ', '.join([*map(str, input.shape[:-1]), 'classes'])
-    compare('parallel_cross_entropy',
-            f'logits of {input.dtype} and shape ({rows}), targets of {target.dtype}', group,
-            input.device)
+    # What ranks exchange are sums, of a type of their own.
+    compare(f'parallel_cross_entropy: logits of {input.dtype} and shape ({rows}), targets of '
+            f'{target.dtype}', group)
     classes = meet(logits.detach(), sums, target, group)
     if weight is not None:
         classes.check_length('weights', weight, ': each rank needs those of all classes')
