@@ -1,4 +1,4 @@
-"""Entries of state dicts: which of them are shards, and whether they are those of a model.
+"""Entries of state dicts: those that are shards as DTensors, and whether they are a model's.
 
 A parameter has one entry for each of its names. In the state dict of an optimizer it has several,
 and those of its shape are shards if it is one.
@@ -10,14 +10,31 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchgpipe.shard.parameter import dtensor, shard_shape
 from torchgpipe.shard.tags import storage_dim
 
-__all__ = ['Entries', 'check_keys', 'check_shapes', 'name_of', 'nested', 'optimizer_entries',
-           'place']
+__all__ = ['Entries', 'Sharded', 'check_keys', 'check_shapes', 'name_of', 'nested',
+           'optimizer_entries', 'views']
 
 #: The values of a state dict by their keys. Those of an optimizer have pairs for keys: the number
 #: of the parameter, and the name of the state.
 Entries = Mapping[Any, Any]
+
+#: The parameters of those values that are shards.
+Sharded = Mapping[Any, Tensor]
+
+
+def views(entries: Entries, sharded: Sharded) -> dict[Any, Any]:
+    """Return entries with DTensors, in the memory of the shards, in the place of these.
+
+    Raises:
+        ValueError: A shard has another shape than this rank's.
+    """
+    found = {key: entries[key] for key in entries}
+    check_shapes({key: value for key, value in found.items() if key in sharded},
+                 {key: shard_shape(parameter) for key, parameter in sharded.items()})
+    return {key: dtensor(sharded[key], value) if key in sharded else value
+            for key, value in found.items()}
 
 
 def optimizer_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]
@@ -73,11 +90,6 @@ def check_shapes(tensors: Entries, shapes: Mapping[Any, torch.Size]) -> None:
             'shards have the shapes that they have in the model, and a state of an optimizer that '
             'of its parameter; what is cut into shards is whole: ' + '; '.join(wrong)
             + '. Is it of another model, or collected already, or not yet?')
-
-
-def place(tensor: Tensor) -> tuple[Any, ...]:
-    """Return where a tensor is: tied parameters have several tensors of a state dict in one."""
-    return id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def name_of(key: Any) -> str:

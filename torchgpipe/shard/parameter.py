@@ -14,7 +14,7 @@ from torchgpipe.shard import sizes
 from torchgpipe.shard.tags import is_tagged, register_parallel_attribute, storage_dim, to_storage
 from torchgpipe.shard.world import current
 
-__all__ = ['Layout', 'dtensor', 'global_shape', 'knows_shape', 'shard_shape']
+__all__ = ['Layout', 'dtensor', 'global_shape', 'knows_shape', 'place', 'shard_shape']
 
 _GLOBAL_SHAPE = '_global_shape'
 
@@ -92,6 +92,11 @@ def _local(shape: Sequence[int], dim: int | None) -> list[int]:
     if dim is not None:
         local[dim] = sizes.own(shape[dim])[1]
     return local
+
+
+def place(tensor: Tensor) -> tuple[Any, ...]:
+    """Return where a tensor is: tied parameters have several tensors of a state dict in one."""
+    return id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def dtensor(parameter: Tensor, local: Tensor | None = None) -> Any:

@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from torchgpipe.shard import sizes
 from torchgpipe.shard.collectives import broadcast
-from torchgpipe.shard.entries import (Entries, check_keys, check_shapes, name_of, nested,
-                                      optimizer_entries, place)
+from torchgpipe.shard.entries import (Entries, Sharded, check_keys, check_shapes, name_of, nested,
+                                      optimizer_entries, views)
 from torchgpipe.shard.failures import gathered, raise_on_all_ranks
-from torchgpipe.shard.parameter import global_shape, shard_shape
+from torchgpipe.shard.parameter import global_shape, place
 from torchgpipe.shard.tags import sharded_parameters, storage_dim
 from torchgpipe.shard.world import current
 
@@ -142,24 +142,23 @@ def relocate_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str,
 
 
 @torch.no_grad()
-def _collect(entries: Entries, sharded: Mapping[Any, Tensor], rank0_only: bool,
+def _collect(entries: Entries, sharded: Sharded, rank0_only: bool,
              device: torch.device | str | None) -> dict[Any, Any]:
     keeps = current().tensor_rank == 0 or not rank0_only
     firsts: dict[Any, Any] = {}
     with raise_on_all_ranks('collecting a state dict'):
-        shards = {key: entries[key] for key in entries if key in sharded}
-        check_shapes(shards, {key: shard_shape(sharded[key]) for key in shards})
-        ties = {key: firsts.setdefault(place(shard), key) for key, shard in shards.items()}
-        collected = {key: None if key in shards else _moved(entries[key], device)
-                     for key in entries if keeps}
-    _check_same([(key, ties[key], shard.dtype, tuple(global_shape(sharded[key])))
-                 for key, shard in shards.items()])
+        found = views(entries, sharded)
+        ties = {key: firsts.setdefault(place(value.to_local()), key)
+                for key, value in found.items() if key in sharded}
+        collected = {key: None if key in ties else _moved(value, device)
+                     for key, value in found.items() if keeps}
+    _check_same([(key, ties[key], found[key].dtype, tuple(found[key].shape)) for key in ties])
     buffers: dict[torch.device, Tensor] = {}
-    for key, shard in shards.items():
-        if ties[key] == key:
-            full = _full(key, shard, sharded[key], keeps, device, buffers)
+    for key, first in ties.items():
+        if key == first:
+            full = _full(name_of(key), found[key], keeps, device, buffers)
         if keeps:
-            collected[key] = full if ties[key] == key else collected[ties[key]]
+            collected[key] = full if key == first else collected[first]
     return collected
 
 
@@ -182,32 +181,29 @@ def _check_same(facts: list[tuple[Any, ...]]) -> None:
                 'this for the same model')
 
 
-def _full(key: Any, shard: Tensor, parameter: Tensor, keeps: bool,
-          device: torch.device | str | None, buffers: dict[torch.device, Tensor]
-          ) -> Tensor | None:
-    """Return the full tensor, or help others to get it.
+def _full(name: str, view: Any, keeps: bool, device: torch.device | str | None,
+          buffers: dict[torch.device, Tensor]) -> Tensor | None:
+    """Return the full tensor of a DTensor, or help others to get it.
 
     Each rank in turn sends its shard to all others. That works for shards of unequal sizes, and on
     each backend, and takes the memory of one shard. That memory serves for all tensors: gloo's
     threads may hold what they have sent for a while, and would hold many one after the other.
     """
-    here, dim, shape = current(), _split_dim(parameter), global_shape(parameter)
-    lengths = sizes.lengths(shape[dim], here.tensor_size)
-    with raise_on_all_ranks(f'collecting {name_of(key)}'):
-        full = (torch.empty(shape, dtype=shard.dtype, device=device or shard.device) if keeps
+    here, shard, dim = current(), view.to_local(), view.placements[-1].dim
+    lengths = sizes.lengths(view.size(dim), here.tensor_size)
+    shapes = [[*view.shape[:dim], length, *view.shape[dim + 1:]] for length in lengths]
+    with raise_on_all_ranks(f'collecting {name}'):
+        full = (torch.empty(view.shape, dtype=shard.dtype, device=device or shard.device) if keeps
                 else None)
-        buffer = _buffer(prod(shape) // max(shape[dim], 1) * lengths[0], shard, buffers)
-    begin = 0
-    for rank, length in enumerate(lengths):
-        local = [*shape[:dim], length, *shape[dim + 1:]]
-        piece = buffer[:prod(local)].view(local)
+        buffer = _buffer(prod(shapes[0]), shard, buffers)
+    for rank, shape in enumerate(shapes):
+        piece = buffer[:prod(shape)].view(shape)
         if rank == here.tensor_rank:
             piece.copy_(shard)
         # As bytes, since backends do not know all types.
         broadcast(piece.view(-1).view(torch.uint8), here.tensor_group, rank)
         if full is not None:
-            full.narrow(dim, begin, length).copy_(piece)
-        begin += length
+            full.narrow(dim, sum(lengths[:rank]), lengths[rank]).copy_(piece)
     return full
 
 
@@ -221,26 +217,20 @@ def _buffer(length: int, shard: Tensor, buffers: dict[torch.device, Tensor]) -> 
 
 
 @torch.no_grad()
-def _relocate(entries: Entries, sharded: Mapping[Any, Tensor]) -> dict[Any, Any]:
+def _relocate(entries: Entries, sharded: Sharded) -> dict[Any, Any]:
     relocated: dict[Any, Any] = {}
     wrong: dict[Any, Any] = {}
     for key in entries:
         value = entries[key]
         if key in sharded:
-            dim, shape = _split_dim(sharded[key]), global_shape(sharded[key])
-            if value.shape == shape:  # A memory of its own, so that the full one can be freed.
-                value = value.narrow(dim, *sizes.own(shape[dim])).clone()
-            else:
+            dim, shape = storage_dim(sharded[key]), global_shape(sharded[key])
+            if value.shape != shape:
                 wrong[key] = value
+            elif dim is not None:  # A memory of its own, so that the full one can be freed.
+                value = value.narrow(dim, *sizes.own(shape[dim])).clone()
         relocated[key] = value
     check_shapes(wrong, {key: global_shape(sharded[key]) for key in wrong})
     return relocated
-
-
-def _split_dim(parameter: Tensor) -> int:
-    dim = storage_dim(parameter)
-    assert dim is not None
-    return dim
 
 
 def _moved(value: Any, device: torch.device | str | None) -> Any:
