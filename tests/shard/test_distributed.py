@@ -219,8 +219,8 @@ def test_only_short_parts_are_copied_before_they_are_sent():
 
 def of_another_size():
     """Give a part that is none of the size."""
-    with pytest.raises(ValueError, match='of a size of 5, the part of rank . of 2 is . long; this '
-                       'one is 7: leave size out'):
+    with pytest.raises(ValueError, match='of a size of 5, the shard of rank . of 2 is . long; '
+                       'this one is 7: leave size out'):
         ts.distributed.gather(torch.ones(7), size=5)
 
 

@@ -51,8 +51,8 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
 
     Raises:
         ValueError: A sharded parameter, or a state of the optimizer, has not the shape of this
-            rank's part.
-        RuntimeError: A rank can not write its part, or failed otherwise; it is named.
+            rank's shard.
+        RuntimeError: A rank can not write its shard, or failed otherwise; it is named.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -107,11 +107,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
 
 @contextmanager
 def _exceptions(what: str) -> Iterator[None]:
-    """Raise an exception for what PyTorch raises on all ranks, as that is none.
-
-    Raises:
-        RuntimeError: Ranks failed; it names them, and says what the first of them raised.
-    """
+    """Raise a RuntimeError for what PyTorch raises on all ranks, which is no exception."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:

@@ -40,14 +40,7 @@ def from_first(tensor: Tensor, world: World) -> Tensor:
 
 
 def all_gather(tensor: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[int]) -> Tensor:
-    """Return the full tensor of the shards of all ranks of a group.
-
-    Args:
-        tensor: This rank's shard.
-        group: The ranks that have one.
-        dim: The dimension that is split.
-        lengths: How long the shard of each rank is.
-    """
+    """Return the full tensor of shards of these lengths, one of each rank, along a dimension."""
     if group.size() == 1:
         return tensor
     # Shards of other lengths may be of one shape as they are sent, which is all PyTorch sees.

@@ -70,11 +70,7 @@ def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
 
 
 def check_wrapped() -> None:
-    """Look at the DDP whose forward pass this is, if it is one's, the first time.
-
-    Raises:
-        ValueError: Shards of several ranks are one parameter for it.
-    """
+    """Raise in the first forward pass of a DDP for which shards are copies of one tensor."""
     ddp = active_ddp()
     if ddp is None or ddp in _checked:
         return

@@ -1,7 +1,7 @@
-"""Parallel groups: make them, ask for this rank's place in them, and move tensors within one.
+"""Parallel groups, and the functions that move tensors within one, for autograd.
 
-Tensors are moved by two pairs of functions, each of which is the other's backward pass. Between a
-full tensor, the same on each rank, and its shards::
+They are two pairs, each of which is the other's backward pass. Between a full tensor, the same on
+each rank, and its shards::
 
                   ┌── scatter ─▶ x[0]  on rank 0
     x, everywhere ┤                                 gather goes the other way
@@ -18,94 +18,24 @@ pass of `gather` takes this rank's shard of the gradient, and that of `reduce` t
 is, while that of `copy` adds up what each rank has found.
 """
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from torchgpipe.private import is_transformed
-from torchgpipe.shard import sizes, world
+from torchgpipe.shard import sizes
 from torchgpipe.shard.collectives import all_gather, all_reduce, all_sizes
 from torchgpipe.shard.ddp import counted, of_own_rows
-from torchgpipe.shard.tags import register_parallel_dim
-from torchgpipe.shard.world import is_initialized
+from torchgpipe.shard.tags import register_parallel_dim, tagged_full
+from torchgpipe.shard.world import (destroy_process_group, get_data_group, get_data_rank,
+                                    get_group, get_group_size, get_mesh, get_rank, get_world_size,
+                                    init_process_group, is_initialized)
 
 __all__ = ['copy', 'destroy_process_group', 'gather', 'get_data_group', 'get_data_rank',
            'get_group', 'get_group_size', 'get_mesh', 'get_rank', 'get_world_size',
            'init_process_group', 'is_initialized', 'reduce', 'scatter']
-
-
-def init_process_group(group_size: int = -1, *, mesh: DeviceMesh | None = None,
-                       timeout: timedelta | None = None) -> None:
-    """Cut the processes of ``torch.distributed`` into parallel groups. All have to call it.
-
-    A group is made of consecutive ranks and holds one copy of the sharded layers. If there are
-    more processes than that, the groups are replicas of each other.
-
-    Args:
-        group_size: How many processes a group has: a divisor of their number, or -1 for all.
-        mesh: Use its groups: it has one axis, or one that is called ``'tensor'``, along which
-            layers are split, and possibly one that is called ``'data'``, of replicas.
-        timeout: For how long a collective of the groups waits for a rank; by default as
-            ``torch.distributed.new_group`` has it, half an hour with gloo.
-
-    Raises:
-        RuntimeError: ``torch.distributed`` is not initialised, or there are groups already.
-        ValueError: The size does not divide the number of processes, or the mesh does not fit.
-    """
-    world.init(group_size, mesh, timeout)
-
-
-def destroy_process_group() -> None:
-    """Forget the parallel groups. A mesh that was handed over stays as it is.
-
-    Raises:
-        RuntimeError: There are none.
-    """
-    world.destroy()
-
-
-def get_group() -> ProcessGroup:
-    """Return this rank's parallel group."""
-    return world.current().tensor_group
-
-
-def get_group_size() -> int:
-    """Return the number of ranks in a parallel group."""
-    return world.current().tensor_size
-
-
-def get_rank() -> int:
-    """Return this rank's number within its parallel group."""
-    return world.current().tensor_rank
-
-
-def get_world_size() -> int:
-    """Return the number of all processes."""
-    return dist.get_world_size()
-
-
-def get_mesh() -> DeviceMesh:
-    """Return the mesh of all ranks, with the axes ``'data'`` and ``'tensor'``."""
-    return world.current().mesh
-
-
-def get_data_group() -> ProcessGroup:
-    """Return the group of the ranks that hold the same part as this one, in each replica."""
-    return world.current().data_group
-
-
-def get_data_rank() -> int:
-    """Return the number of the replica that this rank belongs to."""
-    return world.current().data_rank
-
-
-# --- what moves tensors
-# ----------------------------------------------------------------------------------
 
 
 def scatter(x: Tensor, dim: int = -1) -> Tensor:
@@ -136,7 +66,7 @@ def gather(x: Tensor, dim: int = -1, size: int | None = None) -> Tensor:
             Otherwise the ranks tell each other how long their shards are: of any length.
 
     Returns:
-        A new tensor, the same on all ranks, tagged as whole. Of its gradient, each rank takes its
+        A new tensor, the same on all ranks, tagged as full. Of its gradient, each rank takes its
         shard.
 
     Raises:
@@ -146,23 +76,23 @@ def gather(x: Tensor, dim: int = -1, size: int | None = None) -> Tensor:
     lengths = (all_sizes(x, group, dim) if size is None else
                sizes.lengths(size, group.size()))
     if x.size(dim) != lengths[group.rank()]:
-        raise ValueError(f'of a size of {size}, the part of rank {group.rank()} of {group.size()} '
-                         f'is {lengths[group.rank()]} long; this one is {x.size(dim)}: leave size '
-                         'out where parts have other lengths')
+        raise ValueError(f'of a size of {size}, the shard of rank {group.rank()} of '
+                         f'{group.size()} is {lengths[group.rank()]} long; this one is '
+                         f'{x.size(dim)}: leave size out where shards have other lengths')
     if of_own_rows(x, dim):
         x = counted(x)
     slice, join = _slicing(group, dim, lengths)
-    return _same(_apply(x, join, slice))
+    return tagged_full(_apply(x, join, slice))
 
 
 def reduce(x: Tensor) -> Tensor:
     """Add up a tensor over the group.
 
     Returns:
-        A new tensor, the same on all ranks, tagged as whole. Its gradient is that of each term.
+        A new tensor, the same on all ranks, tagged as full. Its gradient is that of each term.
     """
     add, same = _adding(get_group())
-    return _same(_apply(x, add, same))
+    return tagged_full(_apply(x, add, same))
 
 
 def reduce_(x: Tensor) -> Tensor:
@@ -170,23 +100,17 @@ def reduce_(x: Tensor) -> Tensor:
     group = get_group()
     add, same = _adding(group)
     in_place = group.size() > 1 and x.is_contiguous()
-    return _same(_apply(x, (lambda x: all_reduce(x, group)) if in_place else add, same, in_place))
+    return tagged_full(_apply(x, (lambda x: all_reduce(x, group)) if in_place else add, same, in_place))
 
 
 def copy(x: Tensor) -> Tensor:
     """Return a tensor that each rank of the group uses in another way.
 
     Returns:
-        A new tensor in the same memory, tagged as whole. Its gradient is added up over the group.
+        A new tensor in the same memory, tagged as full. Its gradient is added up over the group.
     """
     add, same = _adding(get_group())
-    return _same(_apply(x, same, add, makes_shards=True))
-
-
-def _same(y: Tensor) -> Tensor:
-    """Tag a new tensor that is the same on all ranks."""
-    register_parallel_dim(y, None)
-    return y
+    return tagged_full(_apply(x, same, add, makes_shards=True))
 
 
 # --- how, for autograd

@@ -25,11 +25,7 @@ Sharded = Mapping[Any, Tensor]
 
 
 def views(entries: Entries, sharded: Sharded) -> dict[Any, Any]:
-    """Return entries with DTensors, in the memory of the shards, in the place of these.
-
-    Raises:
-        ValueError: A shard has another shape than this rank's.
-    """
+    """Return entries with DTensors, in the memory of the shards, in the place of these."""
     found = {key: entries[key] for key in entries}
     check_shapes({key: value for key, value in found.items() if key in sharded},
                  {key: shard_shape(parameter) for key, parameter in sharded.items()})
@@ -39,11 +35,7 @@ def views(entries: Entries, sharded: Sharded) -> dict[Any, Any]:
 
 def optimizer_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]
                       ) -> tuple[dict[tuple[Any, str], Any], dict[tuple[Any, str], Tensor]]:
-    """Return the states of an optimizer, and the parameters of those that are shards.
-
-    Raises:
-        ValueError: The optimizer has other parameters.
-    """
+    """Return the states of an optimizer, and the parameters of those that are shards."""
     here = [group['params'] for group in optimizer.param_groups]
     there = [group['params'] for group in state_dict['param_groups']]
     if [len(group) for group in here] != [len(group) for group in there]:
@@ -62,11 +54,7 @@ def optimizer_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]
 
 
 def check_keys(expected: Iterable[str], found: Iterable[str]) -> None:
-    """See that keys are those of the model.
-
-    Raises:
-        ValueError: Some are missing, or the model does not have them; all of them are named.
-    """
+    """Raise, and name them, if keys of the model are missing, or others are found."""
     expected, found = list(expected), list(found)
     missing, foreign = sorted({*expected} - {*found}), sorted({*found} - {*expected})
     if missing or foreign:
@@ -78,17 +66,13 @@ def check_keys(expected: Iterable[str], found: Iterable[str]) -> None:
 
 
 def check_shapes(tensors: Entries, shapes: Mapping[Any, torch.Size]) -> None:
-    """See that tensors have shapes.
-
-    Raises:
-        ValueError: Some have others; all of them are named.
-    """
+    """Raise, and name them, if tensors have other shapes than these."""
     wrong = [f'{name_of(key)} is {tuple(tensor.shape)} and not {tuple(shapes[key])}'
              for key, tensor in tensors.items() if tensor.shape != shapes[key]]
     if wrong:
         raise ValueError(
             'shards have the shapes that they have in the model, and a state of an optimizer that '
-            'of its parameter; what is cut into shards is whole: ' + '; '.join(wrong)
+            'of its parameter; what is cut into shards is full: ' + '; '.join(wrong)
             + '. Is it of another model, or collected already, or not yet?')
 
 

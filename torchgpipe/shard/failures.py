@@ -48,12 +48,7 @@ _failures: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 def raise_on_all_ranks(what: str, group: ProcessGroup | None = None) -> Iterator[None]:
     """Raise on all ranks of a group if one of them raises within, where nobody communicates.
 
-    Args:
-        what: What is being done, for the message.
-        group: The ranks that do it; those of the parallel group if not given.
-
-    Raises:
-        RuntimeError: Another rank has raised; it names the rank and says what it raised.
+    The message says what was being done, which rank has raised, and what.
     """
     group = group or current().tensor_group
     error: BaseException | None = None

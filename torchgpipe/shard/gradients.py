@@ -162,9 +162,9 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float,
 
 
 def _norms(parameters: list[Tensor], shards: list[bool], norm_type: float) -> Tensor:
-    """Return the norm of each whole gradient, the same on all ranks to the last bit.
+    """Return the norm of each full gradient, the same on all ranks to the last bit.
 
-    The norm of shards is the norm of their norms, of any order. Gradients that are whole on each
+    The norm of shards is the norm of their norms, of any order. Gradients that are full on each
     rank may differ there in the last bits, so those of the first rank count.
     """
     here = current()

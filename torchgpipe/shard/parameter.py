@@ -42,16 +42,12 @@ class Layout:
         setattr(parameter, _GLOBAL_SHAPE, torch.Size(self.shape))
 
     def check(self, name: str, parameter: Tensor) -> None:
-        """See that a parameter may stand for this one.
-
-        Raises:
-            ValueError: It has another shape, or is a shard of something else.
-        """
+        """Raise if a parameter can not stand for this one."""
         if list(parameter.shape) != self.local_shape():
             raise ValueError(
-                f'{name} has the shape {tuple(parameter.shape)}; the part of rank '
+                f'{name} has the shape {tuple(parameter.shape)}; the shard of rank '
                 f'{current().tensor_rank} of {current().tensor_size} has '
-                f'{tuple(self.local_shape())}, of {tuple(self.shape)} as a whole')
+                f'{tuple(self.local_shape())}, of {tuple(self.shape)} as a full tensor')
         if is_tagged(parameter) and storage_dim(parameter) != self.storage:
             raise ValueError(
                 f'{name} is split along dimension {self.storage} in memory, and this parameter '
@@ -64,26 +60,18 @@ def knows_shape(parameter: Tensor) -> bool:
 
 
 def global_shape(parameter: Tensor) -> torch.Size:
-    """Return the shape of what a parameter is a shard of.
-
-    Raises:
-        ValueError: It is a shard of something, and nobody has said of what.
-    """
+    """Return the shape of what a parameter is a shard of, if anybody has said so."""
     if not knows_shape(parameter) and storage_dim(parameter) is not None:
         raise ValueError(
-            f'a parameter of shape {tuple(parameter.shape)} is tagged as a part, and nothing says '
-            'of what: let its module derive from ts.nn.ParallelModule, and add it by '
+            f'a parameter of shape {tuple(parameter.shape)} is tagged as a shard, and nothing '
+            'says of what: let its module derive from ts.nn.ParallelModule, and add it by '
             'register_part(name, shape, dim)')
     shape: torch.Size = getattr(parameter, _GLOBAL_SHAPE, parameter.shape)
     return shape
 
 
 def shard_shape(parameter: Tensor) -> torch.Size:
-    """Return the shape that this rank's shard of a parameter has, whatever stands in it.
-
-    Raises:
-        ValueError: It is a shard of something, and nobody has said of what.
-    """
+    """Return the shape that this rank's shard of a parameter has, whatever stands in it."""
     return torch.Size(_local(global_shape(parameter), storage_dim(parameter)))
 
 

@@ -45,7 +45,7 @@ def lengths(size: int, n: int) -> list[int]:
 
 def slice(tensor: Tensor, num_partitions: int, dim: int | None = None,
           contiguous: bool = False) -> tuple[Tensor, ...]:
-    """Cut a tensor into parts, one for each rank; some may be empty.
+    """Cut a tensor into shards, one for each rank; some may be empty.
 
     >>> import torch
     >>> [piece.tolist() for piece in slice(torch.arange(5), 4)]
@@ -53,18 +53,18 @@ def slice(tensor: Tensor, num_partitions: int, dim: int | None = None,
 
     Args:
         tensor: What is cut.
-        num_partitions: How many parts there shall be.
+        num_partitions: How many shards there shall be.
         dim: The dimension that is cut; the last one by default.
-        contiguous: Whether each part shall be contiguous in memory.
+        contiguous: Whether each shard shall be contiguous in memory.
 
     Returns:
-        Views of the tensor; copies of those parts that have to be made contiguous.
+        Views of the tensor; copies of those shards that have to be made contiguous.
 
     Raises:
-        ValueError: There is no part to make.
+        ValueError: There is no shard to make.
     """
     if num_partitions < 1:
-        raise ValueError(f'a tensor is cut into at least one part, not {num_partitions}')
+        raise ValueError(f'a tensor is cut into at least one shard, not {num_partitions}')
     dim = -1 if dim is None else dim
     pieces = torch.split(tensor, lengths(tensor.size(dim), num_partitions), dim)
     return tuple(piece.contiguous() for piece in pieces) if contiguous else tuple(pieces)

@@ -1,9 +1,9 @@
-"""State dicts: shards gathered into whole tensors, and whole tensors cut into this rank's shards.
+"""State dicts: shards gathered into full tensors, and full tensors cut into this rank's shards.
 
 ::
 
     rank 0   shard 0 ─┐ collect                      relocate  ┌─▶ shard 0   rank 0
-    rank 1   shard 1 ─┴─────────▶ whole tensors ───────────────┴─▶ shard 1   rank 1
+    rank 1   shard 1 ─┴─────────▶ full tensors ────────────────┴─▶ shard 1   rank 1
                                   (of any number of ranks)
 
 Both go through a state dict tensor by tensor. A state of an optimizer is cut as its parameter is,
@@ -35,7 +35,7 @@ __all__ = ['collect_optimizer_state_dict', 'collect_state_dict', 'relocate_optim
 def collect_state_dict(model: nn.Module, state_dict: Mapping[str, Any], prefix: str = '', *,
                        rank0_only: bool = False, device: torch.device | str | None = None
                        ) -> dict[str, Any]:
-    """Gather the shards of a state dict into whole tensors: the state dict of the plain model.
+    """Gather the shards of a state dict into full tensors: the state dict of the plain model.
 
     All ranks of a group have to call it. ::
 
@@ -62,20 +62,20 @@ def collect_state_dict(model: nn.Module, state_dict: Mapping[str, Any], prefix: 
 
 def relocate_state_dict(model: nn.Module, state_dict: Mapping[str, Any], prefix: str = '', *,
                         strict: bool = True) -> dict[str, Any]:
-    """Cut whole tensors into this rank's shards, without communication.
+    """Cut full tensors into this rank's shards, without communication.
 
     ::
 
-        whole = torch.load('model.pt', mmap=True)
-        model.load_state_dict(ts.relocate_state_dict(model, whole))
+        full = torch.load('model.pt', mmap=True)
+        model.load_state_dict(ts.relocate_state_dict(model, full))
 
     One tensor is read after the other, so a mapping that reads them from a file when they are
-    asked for takes the memory of one whole tensor. The number of ranks of the group that the
+    asked for takes the memory of one full tensor. The number of ranks of the group that the
     tensors were collected from, if any, does not matter.
 
     Args:
         model: The model with sharded layers.
-        state_dict: Whole tensors, as of :func:`collect_state_dict` or of the plain model.
+        state_dict: Full tensors, as of :func:`collect_state_dict` or of the plain model.
         prefix: What stands before the model's names in the keys. Other keys are given on.
         strict: See that there are all of the model's keys, and no others behind the prefix.
 
@@ -95,7 +95,7 @@ def collect_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, 
     """Gather the shards of an optimizer's state dict: that of the plain model's optimizer.
 
     A state of the shape of its parameter is a shard as the parameter is. One without dimensions,
-    as a count of steps, is whole. ::
+    as a count of steps, is full. ::
 
         ts.collect_optimizer_state_dict(optimizer, optimizer.state_dict())
 
@@ -120,7 +120,7 @@ def relocate_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str,
 
     ::
 
-        optimizer.load_state_dict(ts.relocate_optimizer_state_dict(optimizer, whole))
+        optimizer.load_state_dict(ts.relocate_optimizer_state_dict(optimizer, full))
 
     Args:
         optimizer: The optimizer, with sharded parameters.
@@ -163,11 +163,7 @@ def _collect(entries: Entries, sharded: Sharded, rank0_only: bool,
 
 
 def _check_same(facts: list[tuple[Any, ...]]) -> None:
-    """See that all ranks have the same shards.
-
-    Raises:
-        RuntimeError: On all ranks: a rank has others than the first one.
-    """
+    """Raise on all ranks if one has other shards than the first one."""
     ranks = dist.get_process_group_ranks(current().tensor_group)
     first, *others = gathered(facts, current().tensor_group)
     for rank, other in zip(ranks[1:], others):

@@ -510,7 +510,7 @@ REFUSALS = {
     'short integers': r'TypeError: targets are .*not torch.int32: target.long\(\)',
     'integers for logits': 'TypeError: logits are floating point numbers.* not torch.int64',
     'no dimension': r'TypeError: logits are floating point numbers .* of shape \(\)',
-    'parallel dimension 0': 'ValueError: logits are whole or split in their last dimension',
+    'parallel dimension 0': 'ValueError: logits are full or split in their last dimension',
     'reduction': "ValueError: a reduction is 'mean', 'sum' or 'none', not 'average'",
     'smoothing': 'ValueError: label_smoothing is from 0 to 1, not 1.5',
 }

@@ -52,16 +52,13 @@ class Classes(NamedTuple):
 
 
 def meet(logits: Tensor, dtype: torch.dtype, target: Tensor, group: ProcessGroup) -> Classes:
-    """Let ranks tell each other what they have.
+    """Let ranks tell each other what they have; raise if they have different targets.
 
     Args:
         logits: Those of this rank, of shape (N, classes of this rank).
         dtype: The type of sums.
         target: The targets, of any shape.
         group: The ranks.
-
-    Raises:
-        RuntimeError: They have different targets.
     """
     (rows, length), rank = logits.shape, group.rank()
     sent = logits.new_full((rows + 4 * group.size(),), -torch.inf, dtype=dtype)
@@ -97,13 +94,7 @@ def _checksum(target: Tensor) -> Tensor:
 
 
 def see(wrong: Tensor, numbers: Tensor, error: Callable[[], Exception]) -> None:
-    """Raise an error if anything is wrong, or make numbers NaN, in place, where it is.
-
-    Args:
-        wrong: Whether, without dimensions; or where, in the numbers' shape.
-        numbers: What the loss follows from.
-        error: Makes the error, on the host.
-    """
+    """Raise an error if anything is wrong, or make numbers NaN where it is, in place."""
     if not is_read(wrong):
         numbers.masked_fill_(wrong, torch.nan)
     elif wrong.any():

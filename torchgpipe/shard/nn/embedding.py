@@ -15,17 +15,17 @@ __all__ = ['ParallelEmbedding']
 
 
 class ParallelEmbedding(ParallelModule):
-    """``nn.Embedding``, split over the ranks of the parallel group. Its output is whole.
+    """``nn.Embedding``, split over the ranks of the parallel group. Its output is full.
 
     Args:
-        num_embeddings: The number of rows of the whole table.
+        num_embeddings: The number of rows of the full table.
         embedding_dim: The number of its columns.
         padding_idx: A row that is zero at first, and gets no gradient.
         max_norm: Rows that are looked up are scaled, in place, to at most this norm.
         norm_type: The p of that norm.
         scale_grad_by_freq: Whether a row's gradient is divided by how often it was looked up.
         sparse: Whether the gradient of the weight is a sparse tensor.
-        _weight: The whole table, to start from.
+        _weight: The full table, to start from.
         dim: What is split: 0 the rows, 1 or -1 the columns, None nothing.
         device: Where the weight shall be; on the meta device it takes no memory.
         dtype: The type of its numbers.
@@ -54,13 +54,13 @@ class ParallelEmbedding(ParallelModule):
             self.register_part('weight', shape, dim, 1, device, dtype)
             self.reset_parameters()
         elif tuple(_weight.shape) == shape:
-            self.put_part('weight', nn.Parameter(_weight), Layout(shape, dim, 1))
+            self._put_shard('weight', nn.Parameter(_weight), Layout(shape, dim, 1))
         else:
-            raise ValueError(f'_weight is the whole table, of shape {shape}, '
+            raise ValueError(f'_weight is the full table, of shape {shape}, '
                              f'and not of {tuple(_weight.shape)}')
 
     def reset_parameters(self) -> None:
-        """Set initial values: this rank's part of those of ``nn.Embedding``."""
+        """Set initial values: this rank's shard of those of ``nn.Embedding``."""
         shard_init_helper_(nn.init.normal_, self.weight)
         row = self.padding_idx
         if row is not None and self.dim == 0:

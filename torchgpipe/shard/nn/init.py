@@ -1,8 +1,9 @@
-"""Initial values: those that one process would draw, on each rank its part of them.
+"""Initial values: those that one process would draw, on each rank its shard of them.
 
-A random number depends on all that were drawn before it. So each rank draws those of the whole, a
-block at a time, and keeps its own. How a method of ``torch.nn.init`` sets values is found out on a
-tensor of the whole's shape without memory: which operations it calls in place, in which order.
+A random number depends on all that were drawn before it. So each rank draws those of the full
+tensor, a block at a time, and keeps its own. How a method of ``torch.nn.init`` sets values is
+found out on a tensor of the full shape without memory: which operations it calls in place, in
+which order.
 """
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
@@ -31,15 +32,15 @@ _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 def shard_init_helper_(init_method: Callable[..., Any], tensor: Tensor, **kwargs: Any) -> Tensor:
-    """Set initial values of a sharded parameter: this rank's part of what one process would draw.
+    """Set initial values of a sharded parameter: this rank's shard of what one process would draw.
 
     All ranks of all groups have to call it, as replicas have the same values. They draw from the
     state of the first rank's generator. Where the others' are in the same state, they all are
     afterwards where they would be in one process; a rank whose own was in another state finds it
-    as it was. Without parallel groups, a parameter that is whole gets values as any other.
+    as it was. Without parallel groups, a parameter that is full gets values as any other.
 
     Methods that draw by ``uniform_`` or ``normal_`` and change each value by itself, such as
-    ``kaiming_uniform_``, ``xavier_normal_`` and ``constant_``, never have the whole tensor in
+    ``kaiming_uniform_``, ``xavier_normal_`` and ``constant_``, never have the full tensor in
     memory. For others, such as ``orthogonal_`` and ``trunc_normal_``, each rank makes it.
 
     Numbers are drawn on the CPU, and copied to where the parameter is: what a layer has that is
@@ -65,40 +66,41 @@ def shard_init_helper_(init_method: Callable[..., Any], tensor: Tensor, **kwargs
         if tensor.is_cpu and (dim is None or world.tensor_size == 1):
             init_method(tensor, **kwargs)
         else:
-            part = tensor.cpu()  # itself, if it is there
-            _set(part, init_method, global_shape(tensor), dim, kwargs)
-            tensor.copy_(part)
+            shard = tensor.cpu()  # itself, if it is there
+            _set(shard, init_method, global_shape(tensor), dim, kwargs)
+            tensor.copy_(shard)
     return tensor
 
 
-def _set(part: Tensor, init_method: Callable[..., Any], shape: Sequence[int], dim: int | None,
+def _set(shard: Tensor, init_method: Callable[..., Any], shape: Sequence[int], dim: int | None,
          kwargs: dict[str, Any]) -> None:
-    """Set this rank's part of what a method sets in a tensor of some shape."""
+    """Set this rank's shard of what a method sets in a tensor of some shape."""
     size = 1 if dim is None else shape[dim]
     begin, length = (0, 1) if dim is None else sizes.own(size)
-    calls = _calls(init_method, shape, part.dtype, kwargs)
+    calls = _calls(init_method, shape, shard.dtype, kwargs)
     if calls is None:
-        whole = torch.empty(shape, dtype=part.dtype, device='cpu')
-        init_method(whole, **kwargs)
-        part.copy_(whole if dim is None else whole.narrow(dim, begin, length))
+        full = torch.empty(shape, dtype=shard.dtype, device='cpu')
+        init_method(full, **kwargs)
+        shard.copy_(full if dim is None else full.narrow(dim, begin, length))
         return
-    # In memory, the whole is made of rows, and this rank has the same elements of each.
+    # In memory, the full tensor is made of rows, and this rank has the same elements of each.
     row = prod(shape[dim or 0:])
     element = row // size
     mine = range(begin * element, (begin + length) * element)
     for operation, args, rest in calls:
         if _name(operation) in _DRAWING:
-            _draw(part, prod(shape), row, mine, lambda x: operation(x, *args, **rest))
+            _draw(shard, prod(shape), row, mine, lambda x: operation(x, *args, **rest))
         else:
-            operation(part, *args, **rest)
+            operation(shard, *args, **rest)
 
 
-def _draw(part: Tensor, number: int, row: int, mine: range,
+def _draw(shard: Tensor, number: int, row: int, mine: range,
           draw: Callable[[Tensor], Any]) -> None:
     """Draw all numbers, block by block, and keep those that lie within a range of each row."""
-    kept = part.view(-1)
-    for start, stop in _blocks(number):
-        block = torch.empty(stop - start, dtype=part.dtype, device='cpu')
+    kept = shard.view(-1)
+    starts = [k * BLOCK for k in range(max(number // BLOCK, 1))]
+    for start, stop in zip(starts, [*starts[1:], number]):
+        block = torch.empty(stop - start, dtype=shard.dtype, device='cpu')
         draw(block)
         for found in _within(block, start % row, row, mine):
             kept[:found.numel()].view(found.shape).copy_(found)
@@ -117,25 +119,19 @@ def _within(block: Tensor, first: int, row: int, mine: range) -> Iterator[Tensor
     yield tail[mine.start:mine.stop]
 
 
-def _blocks(number: int) -> Iterator[tuple[int, int]]:
-    count = max(number // BLOCK, 1)
-    for k in range(count):
-        yield k * BLOCK, number if k == count - 1 else (k + 1) * BLOCK
-
-
 # --- what a method does
 # -----------------------------------------------------------------------------
 
 
 def _calls(init_method: Callable[..., Any], shape: Sequence[int], dtype: torch.dtype,
            kwargs: dict[str, Any]) -> list[_Call] | None:
-    """Return the operations that a method calls, each in place on the whole tensor, if any.
+    """Return the operations that a method calls, each in place on the full tensor, if any.
 
     Those are the ones that draw in blocks as at once, and those that change each value by itself.
     """
     recorder = _Recorder(shape, dtype)
     try:
-        tensor = recorder.whole()
+        tensor = recorder.full()
         with recorder:
             init_method(tensor, **kwargs)
     except Exception:
@@ -144,32 +140,32 @@ def _calls(init_method: Callable[..., Any], shape: Sequence[int], dtype: torch.d
 
 
 class _Recorder(TorchDispatchMode):
-    """Write down the operations on a whole tensor, which has no values."""
+    """Write down the operations on a full tensor, which has no values."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.shape, self.dtype = torch.Size(shape), dtype
         self.calls: list[_Call] = []
 
-    def whole(self) -> Tensor:
-        """Give that tensor. It is not on the meta device, which methods leave as it is."""
-        return on_cpu_without_memory(_Whole, self.shape, self.dtype)
+    def full(self) -> Tensor:
+        """Return that tensor. It is not on the meta device, which methods leave as it is."""
+        return on_cpu_without_memory(_Full, self.shape, self.dtype)
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         first, *rest = *args, *kwargs.values()  # raises, too, where there is nothing
-        if not isinstance(first, _Whole) or any(isinstance(each, Tensor) for each in rest):
+        if not isinstance(first, _Full) or any(isinstance(each, Tensor) for each in rest):
             raise NotImplementedError(operation)
         if _name(operation) == 'detach':
-            return self.whole()
+            return self.full()
         if not _is_by_value(operation):
             raise NotImplementedError(operation)
         self.calls.append((operation, args[1:], kwargs))
         return first
 
 
-class _Whole(Tensor):
+class _Full(Tensor):
     """A tensor without values; the recorder sees what is called on it first."""
 
     @classmethod

@@ -20,16 +20,16 @@ class ParallelLinear(ParallelModule):
     ========  ======================  ====================  ======================
     ``dim``   weight of this rank     input                 output
     ========  ======================  ====================  ======================
-    None      all                     whole                 whole
-    1 or -1   (outputs / n, inputs)   whole                 a part, tagged -1
-    0         (outputs, inputs / n)   whole, or a part      whole
+    None      all                     full                  full
+    1 or -1   (outputs / n, inputs)   full                  a shard, tagged -1
+    0         (outputs, inputs / n)   full, or a shard      full
     ========  ======================  ====================  ======================
 
     The bias is split where the outputs are. Sizes need not be divisible.
 
     Args:
-        in_features: The number of inputs, of the whole.
-        out_features: The number of outputs, of the whole.
+        in_features: The number of inputs, of the full tensor.
+        out_features: The number of outputs, of the full tensor.
         bias: Whether there is one.
         dim: What is split: 1 or -1 the outputs, 0 the inputs, None nothing.
         device: Where the weight shall be; on the meta device it takes no memory.
@@ -57,7 +57,7 @@ class ParallelLinear(ParallelModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set initial values: this rank's part of those of ``nn.Linear``."""
+        """Set initial values: this rank's shard of those of ``nn.Linear``."""
         shard_init_helper_(nn.init.kaiming_uniform_, self.weight, a=sqrt(5))
         if self.bias is not None:
             bound = 1 / sqrt(self.in_features) if self.in_features else 0

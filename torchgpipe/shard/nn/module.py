@@ -61,7 +61,7 @@ class ParallelModule(nn.Module):
         self.register_parameter(name, nn.Parameter(
             torch.empty(layout.local_shape(), device=device, dtype=dtype)))
 
-    def put_part(self, name: str, full: Tensor, layout: Layout) -> None:
+    def _put_shard(self, name: str, full: Tensor, layout: Layout) -> None:
         """Add a parameter with this rank's shard of the first rank's full tensor."""
         self._layouts[name] = layout
         self.register_parameter(name, nn.Parameter(_shard_of_first(full, layout),
@@ -90,23 +90,20 @@ class ParallelModule(nn.Module):
         return super().__call__(*args, **kwargs)
 
     def _check_shards(self) -> None:
-        """See that nobody makes something of the shards who takes them for full tensors.
-
-        Raises:
-            ValueError: Somebody computes one, or has put another parameter in its place.
-        """
+        """Raise if somebody computes a shard, or has put another parameter in its place."""
         for name in self._layouts:
             what = f'the {name} of {type(self).__name__}'
             if name not in self._parameters:
                 raise ValueError(
                     f'{what} is computed, as by weight_norm, a parametrization or pruning, and '
-                    'these take it for a whole: norms and sums would be those of the part that '
-                    'this rank has. Write a layer of your own, derived from ts.nn.ParallelModule')
+                    'these take it for a full tensor: norms and sums would be those of the shard '
+                    'that this rank has. Write a layer of your own, derived from '
+                    'ts.nn.ParallelModule')
             parameter = self._parameters[name]
             if isinstance(parameter, nn.Parameter) and not is_tagged(parameter):
                 raise ValueError(
                     f'{what} is another parameter than the layer was given, put there as '
-                    'fully_shard does, which takes parts for copies of one tensor. Use '
+                    'fully_shard does, which takes shards for copies of one tensor. Use '
                     'DistributedDataParallel or ZeroRedundancyOptimizer over '
                     f'ts.distributed.get_data_group(); or set it by layer.{name} = parameter')
 
@@ -135,7 +132,7 @@ class ParallelModule(nn.Module):
         for name, layout in self._layouts.items():
             found = getattr(state_dict.get(prefix + name), 'shape', None)
             if found == layout.shape and [*found] != layout.local_shape():
-                errors.append(f"{prefix}{name} is whole, and the layer takes this rank's part: "
+                errors.append(f"{prefix}{name} is full, and the layer takes this rank's shard: "
                               'load ts.relocate_state_dict(model, state_dict)')
 
 
@@ -165,10 +162,7 @@ def convert(module: nn.Module, kind: type[nn.Module], new: type[ParallelModule],
             dim: int | None) -> nn.Module:
     """Replace all layers of a kind within a module, or the module if it is one itself.
 
-    A layer that stands in several places stays one.
-
-    Raises:
-        ValueError: A parameter of such a layer is that of another layer, too; or it lacks one.
+    A layer that stands in several places stays one; a parameter of several layers is refused.
     """
     check_dim(dim)
     plain = [each for each in module.modules() if type(each) is kind]
@@ -206,7 +200,7 @@ def _like(plain: nn.Module, kind: type[ParallelModule], dim: int | None) -> Para
         if parameter is None or name not in layouts:
             new.register_parameter(name, parameter)
         else:
-            new.put_part(name, parameter, layouts[name])
+            new._put_shard(name, parameter, layouts[name])
     missing = layouts.keys() - new._parameters.keys()
     if missing:
         raise ValueError(f'{plain} has no parameter {missing.pop()}: something computes it, '

@@ -1,4 +1,4 @@
-"""Layers that read or write the tag of an activation: whether it is whole or this rank's shard."""
+"""Layers that read or write the tag of an activation: whether it is full or this rank's shard."""
 from typing import Any
 
 import torch.nn.functional as F
@@ -11,13 +11,13 @@ __all__ = ['ParallelDropout', 'RegisterParallelDim']
 
 
 class RegisterParallelDim(nn.Identity):  # A layer of PyTorch's, which conversions leave whole.
-    """Say of an activation whether it is whole, or its last dimension this rank's part.
+    """Say of an activation whether it is full, or its last dimension this rank's shard.
 
     Its output is the input, or the tuple of its inputs, in the same memory; each tensor of it is a
     new one, with the tag.
 
     Args:
-        dim: None for whole activations, -1 or 1 for parts.
+        dim: None for full activations, -1 or 1 for shards.
 
     Raises:
         ValueError: ``dim`` is another one.
@@ -44,15 +44,15 @@ class RegisterParallelDim(nn.Identity):  # A layer of PyTorch's, which conversio
 
 
 class ParallelDropout(nn.Module):
-    """``nn.Dropout``: one mask on all ranks where activations are whole, another on each else.
+    """``nn.Dropout``: one mask on all ranks where activations are full, another on each else.
 
-    Masks follow from ``torch.manual_seed``, also in a recomputation. Where activations are whole,
+    Masks follow from ``torch.manual_seed``, also in a recomputation. Where activations are full,
     and all ranks have the same seed, it is the mask that one process draws.
 
     Args:
         p: The probability of zero.
         inplace: Whether the input is changed in place.
-        dim: None for whole activations, -1 or 1 for this rank's part; by default the tag of the
+        dim: None for full activations, -1 or 1 for this rank's shard; by default the tag of the
             input says which. The output is tagged so.
 
     Raises:
@@ -88,7 +88,7 @@ class ParallelDropout(nn.Module):
             return self.dim
         if not is_tagged(input):
             raise ValueError(
-                f"{self}: no tag says whether the input is whole or this rank's part. Put "
+                f"{self}: no tag says whether the input is full or this rank's shard. Put "
                 'ts.nn.RegisterParallelDim(None) or (-1) after the operation that has lost it, or '
                 'give the layer dim')
         return get_parallel_dim(input)
