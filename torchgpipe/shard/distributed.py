@@ -18,6 +18,7 @@ pass of `gather` takes this rank's shard of the gradient, and that of `reduce` t
 is, while that of `copy` adds up what each rank has found.
 """
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,7 +101,9 @@ def reduce_(x: Tensor) -> Tensor:
     group = get_group()
     add, same = _adding(group)
     in_place = group.size() > 1 and x.is_contiguous()
-    return tagged_full(_apply(x, (lambda x: all_reduce(x, group)) if in_place else add, same, in_place))
+    if in_place:
+        add = partial(all_reduce, group=group)
+    return tagged_full(_apply(x, add, same, in_place))
 
 
 def copy(x: Tensor) -> Tensor:

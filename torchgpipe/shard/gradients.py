@@ -88,25 +88,24 @@ def _checksum(parameter: Tensor) -> Tensor:
 
 
 def _kind(gradient: Tensor | None) -> int:
-    """Say what another replica has to know of a gradient that it does not have."""
+    """Return what another replica has to know of a gradient that it does not have."""
     return 0 if gradient is None else 1 + (gradient.sparse_dim() if gradient.is_sparse else 0)
 
 
 def _average(parameter: Tensor, sparse_dims: int) -> None:
     here = current()
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter).to_sparse(sparse_dims) if sparse_dims else (
-            torch.zeros_like(parameter))
-    gradient = parameter.grad
-    sent = gradient.div_(here.data_size)
+        zeros = torch.zeros_like(parameter)
+        parameter.grad = zeros.to_sparse(sparse_dims) if sparse_dims else zeros
+    sent = parameter.grad.div_(here.data_size)
     if sent.device.type != here.mesh.device_type:
         sent = sent.to(here.mesh.device_type)
     if not sparse_dims:
         # Backends go through a memory in its order, which may be another one on another rank.
         sent = sent.contiguous()
     all_reduce(sent, here.data_group)
-    if sent is not gradient:
-        gradient.copy_(sent)
+    if sent is not parameter.grad:
+        parameter.grad.copy_(sent)
 
 
 def _not_averaged(module: nn.Module) -> dict[str, Tensor]:

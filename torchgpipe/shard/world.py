@@ -10,7 +10,6 @@ are the replicas of one part of them. Six ranks in groups of two::
                    ▲
                    └── ranks 1, 3 and 5 hold the same shard
 """
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -26,25 +25,20 @@ __all__ = ['World', 'current', 'destroy_process_group', 'get_data_group', 'get_d
 AXES = ('data', 'tensor')
 
 
-@dataclass(frozen=True, eq=False)
 class World:
     """The mesh, and where this rank is in it."""
 
-    mesh: DeviceMesh
-    tensor_group: ProcessGroup
-    data_group: ProcessGroup
-    tensor_rank: int
-    tensor_size: int
-    data_size: int
-
-    #: All processes, as long as the mesh is good for them.
-    everyone: ProcessGroup
-
-    #: The groups that were made for the mesh, and go with it.
-    own: tuple[ProcessGroup, ...]
-
-    #: Whether fused encoder layers were allowed before.
-    fastpath: bool
+    def __init__(self, mesh: DeviceMesh, own: tuple[ProcessGroup, ...] = ()) -> None:
+        self.mesh = mesh
+        self.tensor_group, self.data_group = mesh.get_group('tensor'), mesh.get_group('data')
+        self.tensor_rank, self.tensor_size = self.tensor_group.rank(), self.tensor_group.size()
+        self.data_size = self.data_group.size()
+        #: All processes, as long as the mesh is good for them.
+        self.everyone = dist.group.WORLD
+        #: The groups that were made for the mesh, and go with it.
+        self.own = own
+        #: Whether fused encoder layers were allowed before.
+        self.fastpath = torch.backends.mha.get_fastpath_enabled()
 
 
 # One for the process, as that of torch.distributed: autograd's threads have to find it, too.
@@ -132,7 +126,7 @@ def _make(group_size: int, timeout: timedelta | None) -> World:
     data, _ = dist.new_subgroups_by_enumeration(grid.T.tolist(), timeout=timeout)
     tensor, _ = dist.new_subgroups_by_enumeration(grid.tolist(), timeout=timeout)
     mesh = DeviceMesh.from_group([data, tensor], _device_type(), grid, mesh_dim_names=AXES)
-    return _world_of(mesh, (data, tensor))
+    return World(mesh, (data, tensor))
 
 
 def _take(group_size: int, mesh: DeviceMesh) -> World:
@@ -149,7 +143,7 @@ def _take(group_size: int, mesh: DeviceMesh) -> World:
         raise ValueError(f'the groups of the mesh have {size} ranks, not {group_size}: leave '
                          'group_size out')
     if names == AXES:
-        return _world_of(mesh, ())
+        return World(mesh)
     grid = mesh.mesh[tuple(slice(None) if name in AXES else i for name, i in zip(names, place))]
     tensor = mesh.get_group(names.index('tensor'))
     own: tuple[ProcessGroup, ...] = ()
@@ -160,16 +154,8 @@ def _take(group_size: int, mesh: DeviceMesh) -> World:
         grid = grid.view(1, -1)
         data = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         own = (data,)
-    return _world_of(DeviceMesh.from_group([data, tensor], mesh.device_type, grid,
-                                           mesh_dim_names=AXES), own)
-
-
-def _world_of(mesh: DeviceMesh, own: tuple[ProcessGroup, ...]) -> World:
-    data, tensor = mesh.get_group('data'), mesh.get_group('tensor')
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    return World(mesh, tensor, data, tensor.rank(), tensor.size(), data.size(),
-                 everyone, own, torch.backends.mha.get_fastpath_enabled())
+    return World(DeviceMesh.from_group([data, tensor], mesh.device_type, grid,
+                                       mesh_dim_names=AXES), own)
 
 
 def _device_type() -> str:

@@ -20,14 +20,14 @@ from torch.distributed import ProcessGroup
 from torchgpipe.shard.collectives import all_reduce
 from torchgpipe.shard.failures import differences, is_read
 
-__all__ = ['Classes', 'meet', 'misfit', 'see']
+__all__ = ['Classes', 'exchange', 'misfit', 'raise_or_nan']
 
 #: A number goes as two, of so many bits, which float32 has exactly.
 BITS = 24
 
 
 class Classes(NamedTuple):
-    """What a rank knows of all classes, on the device, after ranks have met."""
+    """What a rank knows of all classes, on the device, after ranks have told each other."""
 
     #: The largest logit of each row, shape (N, 1).
     largest: Tensor
@@ -42,7 +42,7 @@ class Classes(NamedTuple):
 
     def check_length(self, what: str, x: Tensor, hint: str) -> None:
         """See that there is something for each class, in the last dimension."""
-        see(self.number != x.size(-1), self.largest, lambda: misfit(
+        raise_or_nan(self.number != x.size(-1), self.largest, lambda: misfit(
             what, x, int(self.number), hint))
 
     def places(self, target: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Classes(NamedTuple):
         return places.masked_fill((places < 0) | (places >= self.length), -1)
 
 
-def meet(logits: Tensor, dtype: torch.dtype, target: Tensor, group: ProcessGroup) -> Classes:
+def exchange(logits: Tensor, dtype: torch.dtype, target: Tensor, group: ProcessGroup) -> Classes:
     """Let ranks tell each other what they have; raise if they have different targets.
 
     Args:
@@ -73,7 +73,7 @@ def meet(logits: Tensor, dtype: torch.dtype, target: Tensor, group: ProcessGroup
     high, low = table.long().view(-1, 2, 2).unbind(-1)
     lengths, checksums = ((high << BITS) + low).unbind(-1)
     largest = sent[:rows, None]
-    see(checksums.ne(checksum).any(), largest, lambda: RuntimeError(
+    raise_or_nan(checksums.ne(checksum).any(), largest, lambda: RuntimeError(
         'the ranks of a group have different targets, by their checksums: '
         f'{differences(checksums.tolist(), group)}. Shards of logits belong to the same samples: '
         'let all ranks of a group read the same batch'))
@@ -93,7 +93,7 @@ def _checksum(target: Tensor) -> Tensor:
     return (target.reshape(-1) * odd).sum() % (1 << 2 * BITS)
 
 
-def see(wrong: Tensor, numbers: Tensor, error: Callable[[], Exception]) -> None:
+def raise_or_nan(wrong: Tensor, numbers: Tensor, error: Callable[[], Exception]) -> None:
     """Raise an error if anything is wrong, or make numbers NaN where it is, in place."""
     if not is_read(wrong):
         numbers.masked_fill_(wrong, torch.nan)

@@ -76,7 +76,7 @@ class ParallelEmbedding(ParallelModule):
                          self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
 
     def extra_repr(self) -> str:
-        """Say its sizes and options, those that are not as usual."""
+        """Return its sizes and options, those that are not as usual."""
         usual = {'padding_idx': None, 'max_norm': None, 'norm_type': 2.,
                  'scale_grad_by_freq': False, 'sparse': False}
         options = [f'{name}={getattr(self, name)}' for name, value in usual.items()

@@ -65,7 +65,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dim: int | None,
     if is_split(x):
         raise ValueError(f'{name} takes a full input, and this one is tagged as a shard: '
                          'put it together by ts.distributed.gather')
-    _check_features(x, weight.size(1), name)
+    if x.size(-1) != weight.size(1):
+        raise _misfit(x, name, f'a full one has {weight.size(1)}')
     if dim is None:
         return tagged_full(F.linear(x, weight, bias))
     y = F.linear(copy(x), weight, bias)
@@ -82,25 +83,18 @@ def _shard_of_input(x: Tensor, weight: Tensor, in_features: int | None, world: W
             raise ValueError(f'{name}: the input is tagged as a shard, and has {x.size(-1)} '
                              f'features; the shard of rank {world.tensor_rank} has {length}')
         return x
-    full = x.size(-1) if in_features is None else in_features
-    _check_features(x, full, name)
-    if sizes.own(full)[1] != length:
-        raise ValueError(f'{name}: {_untagged(x)}; the shard of rank {world.tensor_rank} has '
-                         f'{length}. {_REMEDY}')
+    if in_features not in (None, x.size(-1)):
+        raise _misfit(x, name, f'a full one has {in_features}')
+    if sizes.own(x.size(-1))[1] != length:
+        raise _misfit(x, name, f'the shard of rank {world.tensor_rank} has {length}')
     return scatter(x)
 
 
-def _check_features(x: Tensor, number: int, name: object) -> None:
-    if x.size(-1) != number:
-        raise ValueError(f'{name}: {_untagged(x)}; a full one has {number}. {_REMEDY}')
-
-
-def _untagged(x: Tensor) -> str:
-    return f'the input has {x.size(-1)} features, and no tag says that it is a shard'
-
-
-_REMEDY = ("If it is this rank's shard, an operation has lost its tag: put "
-           'ts.nn.RegisterParallelDim(-1) after that operation')
+def _misfit(x: Tensor, name: object, other: str) -> ValueError:
+    return ValueError(
+        f'{name}: the input has {x.size(-1)} features, and no tag says that it is a shard; '
+        f"{other}. If it is this rank's shard, an operation has lost its tag: put "
+        'ts.nn.RegisterParallelDim(-1) after that operation')
 
 
 def parallel_embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None,

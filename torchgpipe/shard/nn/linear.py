@@ -68,7 +68,7 @@ class ParallelLinear(ParallelModule):
         return linear(input, self.weight, self.bias, self.dim, self.in_features, self)
 
     def extra_repr(self) -> str:
-        """Say its sizes."""
+        """Return its sizes."""
         return (f'in_features={self.in_features}, out_features={self.out_features}, '
                 f'bias={self.bias is not None}, dim={self.dim}')
 

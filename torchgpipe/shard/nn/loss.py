@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from torchgpipe.shard.collectives import all_reduce
 from torchgpipe.shard.failures import compare, is_read
-from torchgpipe.shard.nn.classes import Classes, meet, misfit, see
+from torchgpipe.shard.nn.classes import Classes, exchange, misfit, raise_or_nan
 from torchgpipe.shard.nn.cross_entropy import RowLosses
 from torchgpipe.shard.tags import get_parallel_dim, is_made_of_shards, is_split, is_tagged
 from torchgpipe.shard.world import World, needed_by
@@ -146,7 +146,7 @@ def _check_numbers(target: Tensor, classes: int | Tensor, ignore_index: int, num
             f'target{place or ""} is {target[tuple(place)].item()}, but there are {number} '
             f'classes, from 0 to {number - 1}, and ignore_index is {ignore_index}{hint}')
 
-    see(wrong.reshape(-1, 1), numbers, error)
+    raise_or_nan(wrong.reshape(-1, 1), numbers, error)
 
 
 def _check_length(what: str, tensor: Tensor, classes: int, hint: str) -> None:
@@ -196,7 +196,7 @@ def _check_untagged(input: Tensor, group: ProcessGroup) -> Tensor:
     found = torch.stack([total, -total, torch.linalg.vector_norm(x, dtype=torch.float64)])
     largest, other, norm = all_reduce(found, group, dist.ReduceOp.MAX)
     factor = torch.ones_like(largest)
-    see(largest + other > 1e-3 * norm, factor, lambda: RuntimeError(
+    raise_or_nan(largest + other > 1e-3 * norm, factor, lambda: RuntimeError(
         'the ranks of a group have different logits without a tag, so these are not full. '
         f'{_LOST}'))
     return factor.to(input.dtype)
@@ -218,7 +218,7 @@ def _of_shards(input: Tensor, target: Tensor, weight: Tensor | None, ignore_inde
     # What ranks exchange are sums, of a type of their own.
     compare(f'parallel_cross_entropy: logits of {input.dtype} and shape ({rows}), targets of '
             f'{target.dtype}', group)
-    classes = meet(logits.detach(), sums, target, group)
+    classes = exchange(logits.detach(), sums, target, group)
     if weight is not None:
         classes.check_length('weights', weight, ': each rank needs those of all classes')
     if probable:
@@ -235,7 +235,7 @@ def _of_shards(input: Tensor, target: Tensor, weight: Tensor | None, ignore_inde
 
 
 def _check_gradients(target: Tensor, weight: Tensor | None) -> None:
-    """Say that the logits alone get a gradient."""
+    """Raise if more than the logits needs a gradient."""
     if torch.is_grad_enabled() and (target.requires_grad
                                     or weight is not None and weight.requires_grad):
         raise ValueError('sharded logits get a gradient, but not their targets or weights: '

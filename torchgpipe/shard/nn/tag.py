@@ -39,7 +39,7 @@ class RegisterParallelDim(nn.Identity):  # A layer of PyTorch's, which conversio
         return tagged
 
     def extra_repr(self) -> str:
-        """Say the dimension."""
+        """Return the dimension."""
         return f'dim={self.dim}'
 
 
@@ -94,5 +94,5 @@ class ParallelDropout(nn.Module):
         return get_parallel_dim(input)
 
     def extra_repr(self) -> str:
-        """Say its options."""
+        """Return its options."""
         return f'p={self.p}, inplace={self.inplace}, dim={self.dim}'
