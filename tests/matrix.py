@@ -23,7 +23,7 @@ CORE = ['tests/test_private.py', 'tests/test_compile.py', 'tests/test_gpipe.py',
         'tests/engine/checkpoint/test_draws.py', 'tests/engine/checkpoint/test_snapshot.py',
         'tests/engine/test_thread_state.py',
         'tests/schedule/test_schedule.py', 'tests/sequential/test_record.py',
-        'tests/shard/test_scaler.py', 'tests/skip/test_gpipe_gradients.py']
+        'tests/shard/test_gradients_scaler.py', 'tests/skip/test_gpipe_gradients.py']
 
 #: What a stranger does after the README's code.
 MORE = """

@@ -91,8 +91,8 @@ def test_fused_encoder_layers_do_not_read_shards():
 def whole():
     """Load a whole weight into a layer that has a part of it."""
     model = nn.Sequential(layer())
-    with pytest.raises(RuntimeError, match="0.weight is whole, and the layer takes this rank's "
-                       r'part: load ts.relocate_state_dict\(model, state_dict\)'):
+    with pytest.raises(RuntimeError, match="0.weight is full, and the layer takes this rank's "
+                       r'shard: load ts.relocate_state_dict\(model, state_dict\)'):
         model.load_state_dict(nn.Sequential(nn.Linear(6, 4)).state_dict())
     with pytest.raises(RuntimeError) as raised:
         model.load_state_dict(nn.Sequential(nn.Linear(5, 3)).state_dict())

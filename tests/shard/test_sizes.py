@@ -16,7 +16,7 @@ def test_parts_are_those_of_torch_chunk(size, n):
     assert [piece.tolist() for piece in pieces] == [
         *map(torch.Tensor.tolist, chunks), *[[]] * (n - len(chunks))]
     for rank, piece in enumerate(pieces):
-        begin, length = sizes.part(size, n, rank)
+        begin, length = sizes.shard(size, n, rank)
         assert piece.equal(x[begin:begin + length])
     assert sizes.lengths(size, n) == [len(piece) for piece in pieces]
 

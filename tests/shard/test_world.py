@@ -30,8 +30,8 @@ def place():
     assert ts.distributed.is_initialized() and ts.distributed.get_mesh() is now.mesh
     assert now.mesh.mesh_dim_names == ('data', 'tensor')
     assert now.mesh.shape == (now.data_size, now.tensor_size)
-    assert now.mesh.get_coordinate() in ([now.data_rank, now.tensor_rank],
-                                         (now.data_rank, now.tensor_rank))
+    place = ts.distributed.get_data_rank(), now.tensor_rank
+    assert tuple(now.mesh.get_coordinate()) == place
     group, data = ts.distributed.get_group(), ts.distributed.get_data_group()
     assert group is now.mesh.get_group('tensor') and data is now.mesh.get_group('data')
     assert ts.distributed.get_world_size() == dist.get_world_size()

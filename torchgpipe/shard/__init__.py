@@ -1,12 +1,10 @@
 """Tensor-sharded layers: layers too large for one device, split over the processes of a group."""
 from torchgpipe.shard import distributed, nn
 from torchgpipe.shard.checkpoint import load_checkpoint, save_checkpoint
-from torchgpipe.shard.clipping import clip_grad_norm_
+from torchgpipe.shard.ddp import register_ddp_gathered_features, register_ddp_parameters_to_ignore
 from torchgpipe.shard.draws import draws
+from torchgpipe.shard.gradients import GradScaler, average_gradients, clip_grad_norm_
 from torchgpipe.shard.parameter import dtensor
-from torchgpipe.shard.replicas import (average_gradients, register_ddp_gathered_features,
-                                       register_ddp_parameters_to_ignore)
-from torchgpipe.shard.scaler import GradScaler
 from torchgpipe.shard.sizes import slice
 from torchgpipe.shard.state import (collect_optimizer_state_dict, collect_state_dict,
                                     relocate_optimizer_state_dict, relocate_state_dict)

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchgpipe.shard.agreement import agreed
-from torchgpipe.shard.entries import check_keys, check_shapes, optimizer_entries, place
-from torchgpipe.shard.parameter import dtensor, part_shape
+from torchgpipe.shard.entries import check_keys, nested, optimizer_entries, views
+from torchgpipe.shard.failures import raise_on_all_ranks
+from torchgpipe.shard.parameter import dtensor, place
 from torchgpipe.shard.tags import storage_dim
 
 if TYPE_CHECKING:
@@ -51,15 +51,16 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
 
     Raises:
         ValueError: A sharded parameter, or a state of the optimizer, has not the shape of this
-            rank's part.
-        RuntimeError: A rank can not write its part, or failed otherwise; it is named.
+            rank's shard.
+        RuntimeError: A rank can not write its shard, or failed otherwise; it is named.
     """
     import torch.distributed.checkpoint as dcp
 
-    with agreed('saving a checkpoint', dist.group.WORLD):
-        state: dict[str, Any] = {'model': _model_views(model)}
+    with raise_on_all_ranks('saving a checkpoint', dist.group.WORLD):
+        values, parameters = _model_views(model)
+        state: dict[str, Any] = {'model': values}
         if optimizer is not None:
-            state['optimizer'] = _optimizer_views(model, optimizer)
+            state['optimizer'] = _optimizer_views(parameters, optimizer)
     with _exceptions('saving a checkpoint'):
         dcp.save(state, checkpoint_id=path, **options)  # type: ignore[attr-defined]
 
@@ -87,27 +88,26 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
-    with agreed('reading a checkpoint', dist.group.WORLD):
+    with raise_on_all_ranks('reading a checkpoint', dist.group.WORLD):
         reader = storage_reader or dcp.FileSystemReader(path)  # type: ignore[attr-defined]
         saved = reader.read_metadata().state_dict_metadata
-        state: dict[str, Any] = {'model': _model_views(model)}
-        _check_model(state['model'], saved)
+        values, parameters = _model_views(model)
+        state: dict[str, Any] = {'model': values}
+        check_keys([f'model.{key}' for key, value in values.items() if isinstance(value, Tensor)],
+                   [key for key, value in saved.items()
+                    if key.startswith('model.') and _is_tensor(value)])
         if optimizer is not None:
-            state['optimizer'] = _optimizer_form(model, optimizer, saved)
+            state['optimizer'] = _optimizer_form(parameters, optimizer, saved)
     with _exceptions('reading a checkpoint'):
         dcp.load(state, storage_reader=reader, **options)  # type: ignore[attr-defined]
     set_model_state_dict(model, _local(state['model']))
     if optimizer is not None:
-        _load_optimizer(model, optimizer, state['optimizer'])
+        _load_optimizer(parameters, optimizer, state['optimizer'])
 
 
 @contextmanager
 def _exceptions(what: str) -> Iterator[None]:
-    """Raise an exception for what PyTorch raises on all ranks, as that is none.
-
-    Raises:
-        RuntimeError: Ranks failed; it names them, and says what the first of them raised.
-    """
+    """Raise a RuntimeError for what PyTorch raises on all ranks, which is no exception."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -121,31 +121,20 @@ def _exceptions(what: str) -> Iterator[None]:
 # --- the model
 # ------------------------------------------------------------------------------------------
 
+#: Parameters by the names that they have in a checkpoint: those of the plain model.
+Parameters = dict[str, nn.Parameter]
 
-def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return parameters by the names that they have in a checkpoint: those of the plain model."""
+
+def _model_views(model: nn.Module) -> tuple[dict[str, Any], Parameters]:
+    """Return the state dict of a model with DTensors for shards, and the parameters in it."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+    values = get_model_state_dict(model)
     places = {place(parameter): parameter for parameter in model.parameters()}
-    return {key: places[place(value)] for key, value in get_model_state_dict(model).items()
-            if isinstance(value, Tensor) and place(value) in places}
-
-
-def _model_views(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of a model with DTensors in the memory of its shards."""
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-    sharded = {key: parameter for key, parameter in _parameters(model).items()
-               if storage_dim(parameter) is not None}
-    check_shapes(sharded, {key: part_shape(sharded[key]) for key in sharded})
-    return {key: dtensor(sharded[key]) if key in sharded else value
-            for key, value in get_model_state_dict(model).items()}
-
-
-def _check_model(values: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    check_keys([f'model.{key}' for key, value in values.items() if isinstance(value, Tensor)],
-               [key for key, value in saved.items()
-                if key.startswith('model.') and _is_tensor(value)])
+    parameters = {key: places[place(value)] for key, value in values.items()
+                  if isinstance(value, Tensor) and place(value) in places}
+    return views(values, {key: parameter for key, parameter in parameters.items()
+                          if storage_dim(parameter) is not None}), parameters
 
 
 def _is_tensor(saved: Any) -> bool:
@@ -166,54 +155,40 @@ def _local(values: Mapping[str, Any]) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------
 
 
-def _names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Return the names of an optimizer's parameters, for each of its groups."""
-    names: dict[int, str] = {}
-    for key, parameter in _parameters(model).items():
-        names.setdefault(id(parameter), key)  # The first name, as PyTorch takes it.
-    return [[names[id(parameter)] for parameter in group['params']]
-            for group in optimizer.param_groups]
-
-
-def _optimizer_views(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def _optimizer_views(parameters: Parameters, optimizer: Optimizer) -> dict[str, Any]:
     """Return the state dict of an optimizer by names, with DTensors in the memory of shards."""
-    groups, flat = _named_groups(model, optimizer)
-    entries, sharded = optimizer_entries(optimizer, optimizer.state_dict())
-    check_shapes({key: entries[key] for key in sharded},
-                 {key: part_shape(parameter) for key, parameter in sharded.items()})
-    states: dict[str, dict[str, Any]] = {}
-    for (number, entry), value in entries.items():
-        parameter = sharded.get((number, entry))
-        states.setdefault(flat[number], {})[entry] = (
-            value if parameter is None else dtensor(parameter, value))
-    return {'state': states, 'param_groups': groups}
+    groups, names = _named_groups(parameters, optimizer)
+    return nested({'param_groups': groups}, {
+        (names[number], entry): value for (number, entry), value in
+        views(*optimizer_entries(optimizer, optimizer.state_dict())).items()})
 
 
-def _named_groups(model: nn.Module, optimizer: Optimizer
+def _named_groups(parameters: Parameters, optimizer: Optimizer
                   ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the groups of an optimizer with names for numbers, and the names of the numbers."""
-    names = _names(model, optimizer)
-    groups = [{**group, 'params': each}
-              for group, each in zip(optimizer.state_dict()['param_groups'], names)]
-    return groups, [name for each in names for name in each]
+    of_parameters: dict[int, str] = {}
+    for key, parameter in parameters.items():
+        of_parameters.setdefault(id(parameter), key)  # The first name, as PyTorch takes it.
+    names = [of_parameters[id(parameter)] for group in optimizer.param_groups
+             for parameter in group['params']]
+    return [{**group, 'params': [names[number] for number in group['params']]}
+            for group in optimizer.state_dict()['param_groups']], names
 
 
-def _optimizer_form(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]
+def _optimizer_form(parameters: Parameters, optimizer: Optimizer, saved: Mapping[str, Any]
                     ) -> dict[str, Any]:
     """Return what the states of a checkpoint are read into.
 
     These states are the ones that were saved: those of an optimizer come with its first step only,
     and to take one for that would change the count of its steps.
     """
-    groups, flat = _named_groups(model, optimizer)
+    groups, names = _named_groups(parameters, optimizer)
     _check_options(groups, saved)
-    parameters = _parameters(model)
-    states: dict[str, dict[str, Any]] = {}
-    for name in flat:
-        prefix = f'optimizer.state.{name}.'
-        states[name] = {key.removeprefix(prefix): _form(value, parameters[name])
-                        for key, value in saved.items() if key.startswith(prefix)}
-    return {'state': states, 'param_groups': groups}
+    prefixes = {name: f'optimizer.state.{name}.' for name in names}
+    return {'param_groups': groups, 'state': {
+        name: {key.removeprefix(prefix): _form(value, parameters[name])
+               for key, value in saved.items() if key.startswith(prefix)}
+        for name, prefix in prefixes.items()}}
 
 
 def _check_options(groups: list[dict[str, Any]], saved: Mapping[str, Any]) -> None:
@@ -240,8 +215,8 @@ def _form(saved: Any, parameter: Tensor) -> Any:
     return dtensor(parameter, torch.empty_like(parameter, dtype=dtype))
 
 
-def _load_optimizer(model: nn.Module, optimizer: Optimizer, loaded: dict[str, Any]) -> None:
-    groups, flat = _named_groups(model, optimizer)
+def _load_optimizer(parameters: Parameters, optimizer: Optimizer, loaded: dict[str, Any]) -> None:
+    groups, names = _named_groups(parameters, optimizer)
     here, there = ([group['params'] for group in each]
                    for each in (groups, loaded['param_groups']))
     if here != there:
@@ -249,7 +224,7 @@ def _load_optimizer(model: nn.Module, optimizer: Optimizer, loaded: dict[str, An
             'a checkpoint is loaded into an optimizer with the same groups of parameters: this '
             f'one has {here}, the checkpoint {there}. Make the optimizer as it was made before')
     optimizer.load_state_dict({
-        'state': {number: _local(loaded['state'][name]) for number, name in enumerate(flat)
+        'state': {number: _local(loaded['state'][name]) for number, name in enumerate(names)
                   if loaded['state'][name]},
         'param_groups': [
             {**new, 'params': old['params']} for new, old in zip(

@@ -1,79 +1,177 @@
-"""Parallel groups: make them, ask for this rank's place in them, and move tensors within one."""
-from datetime import timedelta
+"""Parallel groups, and the functions that move tensors within one, for autograd.
 
-import torch.distributed as dist
+They are two pairs, each of which is the other's backward pass. Between a full tensor, the same on
+each rank, and its shards::
+
+                  ┌── scatter ─▶ x[0]  on rank 0
+    x, everywhere ┤                                 gather goes the other way
+                  └── scatter ─▶ x[1]  on rank 1
+
+Between a tensor that is the same on each rank, and terms of a sum::
+
+                  ┌── copy ─▶ x  on rank 0
+    x, everywhere ┤                                 reduce goes the other way, and adds them up
+                  └── copy ─▶ x  on rank 1
+
+What is the same on all ranks of the group has the same gradient there. That is why the backward
+pass of `gather` takes this rank's shard of the gradient, and that of `reduce` the gradient as it
+is, while that of `copy` adds up what each rank has found.
+"""
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
-from torchgpipe.shard import world
-from torchgpipe.shard.collectives import copy, gather, reduce, scatter
-from torchgpipe.shard.world import is_initialized
+from torchgpipe.private import is_transformed
+from torchgpipe.shard import sizes
+from torchgpipe.shard.collectives import all_gather, all_reduce, all_sizes
+from torchgpipe.shard.ddp import counted, of_own_rows
+from torchgpipe.shard.tags import register_parallel_dim, tagged_full
+from torchgpipe.shard.world import (destroy_process_group, get_data_group, get_data_rank,
+                                    get_group, get_group_size, get_mesh, get_rank, get_world_size,
+                                    init_process_group, is_initialized)
 
 __all__ = ['copy', 'destroy_process_group', 'gather', 'get_data_group', 'get_data_rank',
            'get_group', 'get_group_size', 'get_mesh', 'get_rank', 'get_world_size',
            'init_process_group', 'is_initialized', 'reduce', 'scatter']
 
 
-def init_process_group(group_size: int = -1, *, mesh: DeviceMesh | None = None,
-                       timeout: timedelta | None = None) -> None:
-    """Cut the processes of ``torch.distributed`` into parallel groups. All have to call it.
-
-    A group is made of consecutive ranks and holds one copy of the sharded layers. If there are
-    more processes than that, the groups are replicas of each other.
+def scatter(x: Tensor, dim: int = -1) -> Tensor:
+    """Take this rank's shard of a tensor that all ranks of the group have.
 
     Args:
-        group_size: How many processes a group has: a divisor of their number, or -1 for all.
-        mesh: Use its groups: it has one axis, or one that is called ``'tensor'``, along which
-            layers are split, and possibly one that is called ``'data'``, of replicas.
-        timeout: For how long a collective of the groups waits for a rank; by default as
-            ``torch.distributed.new_group`` has it, half an hour with gloo.
+        x: The same on all ranks of the group.
+        dim: The dimension that is split; its size need not be divisible.
+
+    Returns:
+        A new tensor, tagged -1 if its last dimension is split. Its gradient is gathered.
+    """
+    group = get_group()
+    slice, join = _slicing(group, dim, sizes.lengths(x.size(dim), group.size()))
+    shard = _apply(x, slice, join, makes_shards=True)
+    if dim % x.dim() == x.dim() - 1:
+        register_parallel_dim(shard, -1)
+    return shard
+
+
+def gather(x: Tensor, dim: int = -1, size: int | None = None) -> Tensor:
+    """Put the shards of all ranks of the group together.
+
+    Args:
+        x: This rank's shard. The shards have the same size in all dimensions but one.
+        dim: The dimension that is split.
+        size: The size that it has in the full tensor, if it is split as :func:`ts.slice` does it.
+            Otherwise the ranks tell each other how long their shards are: of any length.
+
+    Returns:
+        A new tensor, the same on all ranks, tagged as full. Of its gradient, each rank takes its
+        shard.
 
     Raises:
-        RuntimeError: ``torch.distributed`` is not initialised, or there are groups already.
-        ValueError: The size does not divide the number of processes, or the mesh does not fit.
+        ValueError: The shard has another length than one of that size.
     """
-    world.init(group_size, mesh, timeout)
+    group = get_group()
+    lengths = (all_sizes(x, group, dim) if size is None else
+               sizes.lengths(size, group.size()))
+    if x.size(dim) != lengths[group.rank()]:
+        raise ValueError(f'of a size of {size}, the shard of rank {group.rank()} of '
+                         f'{group.size()} is {lengths[group.rank()]} long; this one is '
+                         f'{x.size(dim)}: leave size out where shards have other lengths')
+    if of_own_rows(x, dim):
+        x = counted(x)
+    slice, join = _slicing(group, dim, lengths)
+    return tagged_full(_apply(x, join, slice))
 
 
-def destroy_process_group() -> None:
-    """Forget the parallel groups. A mesh that was handed over stays as it is.
+def reduce(x: Tensor) -> Tensor:
+    """Add up a tensor over the group.
+
+    Returns:
+        A new tensor, the same on all ranks, tagged as full. Its gradient is that of each term.
+    """
+    add, same = _adding(get_group())
+    return tagged_full(_apply(x, add, same))
+
+
+def reduce_(x: Tensor) -> Tensor:
+    """Do the same in the memory of a tensor that nobody else needs."""
+    group = get_group()
+    add, same = _adding(group)
+    in_place = group.size() > 1 and x.is_contiguous()
+    if in_place:
+        add = partial(all_reduce, group=group)
+    return tagged_full(_apply(x, add, same, in_place))
+
+
+def copy(x: Tensor) -> Tensor:
+    """Return a tensor that each rank of the group uses in another way.
+
+    Returns:
+        A new tensor in the same memory, tagged as full. Its gradient is added up over the group.
+    """
+    add, same = _adding(get_group())
+    return tagged_full(_apply(x, same, add, makes_shards=True))
+
+
+# --- how, for autograd
+# ----------------------------------------------------------------------------------
+
+_Function = Callable[[Tensor], Tensor]
+
+
+def _slicing(group: ProcessGroup, dim: int, lengths: Sequence[int]) -> tuple[_Function, _Function]:
+    """Return what takes this rank's shard of a tensor, and what puts shards together."""
+    def slice(x: Tensor) -> Tensor:
+        if group.size() == 1:
+            return x.detach()
+        rank = group.rank()  # A tensor of its own, so that the full one can be freed.
+        return x.narrow(dim, sum(lengths[:rank]), lengths[rank]).clone()
+    # Not the input itself: see the note on an identity without a view.
+    return slice, lambda x: all_gather(x.detach(), group, dim, lengths)
+
+
+def _adding(group: ProcessGroup) -> tuple[_Function, _Function]:
+    """Return what adds up the terms of all ranks, and what each of them does with the sum."""
+    def add(x: Tensor) -> Tensor:
+        if group.size() == 1:
+            return x.detach()
+        return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
+    return add, Tensor.detach
+
+
+class _Paired(torch.autograd.Function):
+    """Apply one of a pair of functions; its backward pass applies the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: _Function, backward: _Function, in_place: bool,
+                makes_shards: bool) -> Tensor:
+        """Apply the first one."""
+        ctx.pair, ctx.makes_shards = (backward, forward), makes_shards
+        if in_place:
+            ctx.mark_dirty(x)
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Apply the second one, whose backward pass is the first one."""
+        gradient: Tensor = _Paired.apply(  # type: ignore[no-untyped-call]
+            grads[0], *ctx.pair, False, not ctx.makes_shards)
+        return gradient, None, None, None, None
+
+
+def _apply(x: Tensor, forward: _Function, backward: _Function, in_place: bool = False,
+           makes_shards: bool = False) -> Tensor:
+    """Apply one of a pair of functions.
 
     Raises:
-        RuntimeError: There are none.
+        RuntimeError: A transform of ``torch.func`` is at work, which knows nothing of other ranks.
     """
-    world.destroy()
-
-
-def get_group() -> ProcessGroup:
-    """Return this rank's parallel group."""
-    return world.current().tensor_group
-
-
-def get_group_size() -> int:
-    """Return the number of ranks in a parallel group."""
-    return world.current().tensor_size
-
-
-def get_rank() -> int:
-    """Return this rank's number within its parallel group."""
-    return world.current().tensor_rank
-
-
-def get_world_size() -> int:
-    """Return the number of all processes."""
-    return dist.get_world_size()
-
-
-def get_mesh() -> DeviceMesh:
-    """Return the mesh of all ranks, with the axes ``'data'`` and ``'tensor'``."""
-    return world.current().mesh
-
-
-def get_data_group() -> ProcessGroup:
-    """Return the group of the ranks that hold the same part as this one, in each replica."""
-    return world.current().data_group
-
-
-def get_data_rank() -> int:
-    """Return the number of the replica that this rank belongs to."""
-    return world.current().data_rank
+    if is_transformed():
+        raise RuntimeError('transforms of torch.func, such as grad, vmap and jvp, do not go '
+                           'through sharded layers: call backward(), or torch.autograd.grad')
+    output: Tensor = _Paired.apply(  # type: ignore[no-untyped-call]
+        x, forward, backward, in_place, makes_shards)
+    return output

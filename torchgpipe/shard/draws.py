@@ -10,7 +10,7 @@ from torchgpipe.shard.collectives import broadcast, from_first
 from torchgpipe.shard.tags import check_dim
 from torchgpipe.shard.world import World, needed_by
 
-__all__ = ['agreed', 'draws']
+__all__ = ['draws', 'same_draws']
 
 
 class _OfDevice:
@@ -23,16 +23,11 @@ class _OfDevice:
 
 
 @contextmanager
-def agreed(world: World, *generators: Any, replicas: bool = False) -> Iterator[None]:
-    """Let all ranks of the group draw what its first one draws.
+def same_draws(world: World, *generators: Any, replicas: bool = False) -> Iterator[None]:
+    """Let all ranks of the group draw from generators what its first one draws.
 
     A rank whose generators were in the same state leaves them where the first one's are then.
-    Another one has its own state again afterwards.
-
-    Args:
-        world: Where the group is.
-        generators: What the ranks draw from.
-        replicas: Whether the groups agree, too, with the first of them.
+    Another one has its own state again afterwards. With `replicas`, all groups draw the same.
     """
     own = [generator.get_state() for generator in generators]
     first = [_of_first(state, world, replicas) for state in own]
@@ -58,9 +53,9 @@ def draws(parallel_dim: int | None, device: torch.device | None = None) -> Itera
     generators back draws them again. All ranks of a group have to enter it together.
 
     Args:
-        parallel_dim: None where a tensor is whole. Then all ranks draw what one process would,
+        parallel_dim: None where a tensor is full. Then all ranks draw what one process would,
             if their seeds are the same, and otherwise what the first rank of the group draws. With
-            -1 or 1, where it is this rank's part, each rank draws numbers of its own.
+            -1 or 1, where it is this rank's shard, each rank draws numbers of its own.
         device: Where they are drawn; by default on the accelerator, if there is one.
     """
     split, world = check_dim(parallel_dim) is not None, needed_by(parallel_dim)
@@ -72,7 +67,7 @@ def draws(parallel_dim: int | None, device: torch.device | None = None) -> Itera
     if world is None or split and world.tensor_size == 1:
         yield
     elif not split:
-        with agreed(world, *generators):
+        with same_draws(world, *generators):
             yield
     else:
         # Ranks with the same seed draw the same number here.

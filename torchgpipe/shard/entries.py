@@ -1,4 +1,4 @@
-"""Entries of state dicts: which of them are shards, and whether they are those of a model.
+"""Entries of state dicts: those that are shards as DTensors, and whether they are a model's.
 
 A parameter has one entry for each of its names. In the state dict of an optimizer it has several,
 and those of its shape are shards if it is one.
@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
+from torchgpipe.shard.parameter import dtensor, shard_shape
 from torchgpipe.shard.tags import storage_dim
 
-__all__ = ['Entries', 'Sharded', 'check_keys', 'check_shapes', 'name_of', 'optimizer_entries',
-           'place', 'sharded_parameters', 'split_dim']
+__all__ = ['Entries', 'Sharded', 'check_keys', 'check_shapes', 'name_of', 'nested',
+           'optimizer_entries', 'views']
 
 #: The values of a state dict by their keys. Those of an optimizer have pairs for keys: the number
 #: of the parameter, and the name of the state.
@@ -23,27 +24,18 @@ Entries = Mapping[Any, Any]
 Sharded = Mapping[Any, Tensor]
 
 
-def sharded_parameters(model: nn.Module, prefix: str = '') -> dict[str, nn.Parameter]:
-    """Return the parameters that are shards by all of their names."""
-    return {prefix + name: parameter
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-            if storage_dim(parameter) is not None}
-
-
-def split_dim(parameter: Tensor) -> int:
-    """Return the dimension in memory along which a shard is split."""
-    dim = storage_dim(parameter)
-    assert dim is not None
-    return dim
+def views(entries: Entries, sharded: Sharded) -> dict[Any, Any]:
+    """Return entries with DTensors, in the memory of the shards, in the place of these."""
+    found = {key: entries[key] for key in entries}
+    check_shapes({key: value for key, value in found.items() if key in sharded},
+                 {key: shard_shape(parameter) for key, parameter in sharded.items()})
+    return {key: dtensor(sharded[key], value) if key in sharded else value
+            for key, value in found.items()}
 
 
 def optimizer_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]
                       ) -> tuple[dict[tuple[Any, str], Any], dict[tuple[Any, str], Tensor]]:
-    """Return the states of an optimizer, and the parameters of those that are shards.
-
-    Raises:
-        ValueError: The optimizer has other parameters.
-    """
+    """Return the states of an optimizer, and the parameters of those that are shards."""
     here = [group['params'] for group in optimizer.param_groups]
     there = [group['params'] for group in state_dict['param_groups']]
     if [len(group) for group in here] != [len(group) for group in there]:
@@ -62,11 +54,7 @@ def optimizer_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]
 
 
 def check_keys(expected: Iterable[str], found: Iterable[str]) -> None:
-    """See that keys are those of the model.
-
-    Raises:
-        ValueError: Some are missing, or the model does not have them; all of them are named.
-    """
+    """Raise, and name them, if keys of the model are missing, or others are found."""
     expected, found = list(expected), list(found)
     missing, foreign = sorted({*expected} - {*found}), sorted({*found} - {*expected})
     if missing or foreign:
@@ -78,25 +66,24 @@ def check_keys(expected: Iterable[str], found: Iterable[str]) -> None:
 
 
 def check_shapes(tensors: Entries, shapes: Mapping[Any, torch.Size]) -> None:
-    """See that tensors have shapes.
-
-    Raises:
-        ValueError: Some have others; all of them are named.
-    """
+    """Raise, and name them, if tensors have other shapes than these."""
     wrong = [f'{name_of(key)} is {tuple(tensor.shape)} and not {tuple(shapes[key])}'
              for key, tensor in tensors.items() if tensor.shape != shapes[key]]
     if wrong:
         raise ValueError(
             'shards have the shapes that they have in the model, and a state of an optimizer that '
-            'of its parameter; what is cut into shards is whole: ' + '; '.join(wrong)
+            'of its parameter; what is cut into shards is full: ' + '; '.join(wrong)
             + '. Is it of another model, or collected already, or not yet?')
-
-
-def place(tensor: Tensor) -> tuple[Any, ...]:
-    """Tell where a tensor is: tied parameters are several tensors of a state dict in one place."""
-    return id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def name_of(key: Any) -> str:
     """Name a tensor of a model, or a state of an optimizer."""
     return f"'{key[1]}' of parameter {key[0]}" if isinstance(key, tuple) else f"'{key}'"
+
+
+def nested(state_dict: Mapping[str, Any], entries: dict[tuple[Any, str], Any]) -> dict[str, Any]:
+    """Return the state dict of an optimizer with other states."""
+    states: dict[Any, dict[str, Any]] = {}
+    for (number, name), value in entries.items():
+        states.setdefault(number, {})[name] = value
+    return {**state_dict, 'state': states}

@@ -1,9 +1,11 @@
-"""Failures: name the ranks that did not take part in a collective.
+"""Failures: what fails on one rank is raised on all ranks of its group, and the rank is named.
 
-When a rank raises, the others wait for it in their next collective. As soon as its process ends,
-those that are connected with it there get an error which names an address, and the rest wait for
-them in turn. So each rank that fails leaves a note in the group's store, and each that waits for
-long looks for such notes. Who has left none after a while is the one that all had waited for::
+Where no rank communicates, ranks ask each other whether one has raised
+(:func:`raise_on_all_ranks`). In a collective, the others wait for a rank that has raised. As soon
+as its process ends, those that are connected with it there get an error which names an address,
+and the rest wait for them in turn. So each rank that fails leaves a note in the group's store, and
+each that waits for long looks for such notes. Who has left none after a while is the one that all
+had waited for::
 
     rank 0    collective ── fails ── note ─┐
     rank 1    raises, ends                 ├─▶ 0, 2, 3 have left a note: it was 1
@@ -13,17 +15,23 @@ long looks for such notes. Who has left none after a while is the one that all h
 On accelerators a collective is only put into a queue. There NCCL's watchdog ends a process whose
 collective does not come to its end.
 """
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch import Tensor
+from torch.distributed import (DebugLevel, ProcessGroup,  # type: ignore[attr-defined]
+                               get_debug_level)
 
 from torchgpipe.context import check_order
+from torchgpipe.shard.world import current
 
-__all__ = ['complete']
+__all__ = ['compare', 'complete', 'differences', 'gathered', 'is_read', 'raise_on_all_ranks']
 
 #: For so long a rank waits for the others before it looks for their notes.
 LOOK = timedelta(seconds=0.5)
@@ -36,11 +44,46 @@ GRACE = timedelta(seconds=5)
 _failures: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 
 
+@contextmanager
+def raise_on_all_ranks(what: str, group: ProcessGroup | None = None) -> Iterator[None]:
+    """Raise on all ranks of a group if one of them raises within, where nobody communicates.
+
+    The message says what was being done, which rank has raised, and what.
+    """
+    group = group or current().tensor_group
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:  # An interrupt, too: the others would wait for this rank.
+        error = raised
+    failed = torch.tensor(float(error is not None), device=current().mesh.device_type)
+    complete(lambda: dist.all_reduce(failed, dist.ReduceOp.MAX, group, async_op=True), group,
+             failed.is_cpu)
+    reason = None if error is None else f'{type(error).__name__}: {error}'
+    reasons = gathered(reason, group) if failed else []
+    if error is not None:
+        raise error
+    for rank, reason in zip(dist.get_process_group_ranks(group), reasons):
+        if reason is not None:
+            raise RuntimeError(f'{what} failed on rank {rank}, so it ended here, too: {reason}')
+
+
+def gathered(value: Any, group: ProcessGroup) -> list[Any]:
+    """Return what each rank of a group has: anything that can be pickled."""
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+# --- collectives
+# ----------------------------------------------------------------------------------
+
+
 def complete(start: Callable[[], Any], group: ProcessGroup, on_cpu: bool) -> None:
     """Start a collective and see it through.
 
     Args:
-        start: Starts it, and gives the work under way.
+        start: Starts it, and returns the work under way.
         group: The ranks that take part.
         on_cpu: Whether its tensors are on the CPU.
 
@@ -75,6 +118,7 @@ def _note(group: ProcessGroup) -> str:
 
 
 def _message(group: ProcessGroup) -> str:
+    """Leave a note, wait for those of the others, and say who has left none."""
     store, ranks = group.get_group_store(), dist.get_process_group_ranks(group)
     note = _note(group)
     store.set(f'{note}/{group.rank()}', '')
@@ -93,3 +137,40 @@ def _message(group: ProcessGroup) -> str:
     return (f'{where}: {names} did not take part. There, an error was raised before, or the '
             'process was ended, or other layers were called: look at what it has printed. '
             'TORCH_DISTRIBUTED_DEBUG=DETAIL lets ranks compare what they are about to do')
+
+
+# --- the debug mode: TORCH_DISTRIBUTED_DEBUG=DETAIL, which PyTorch reads when it is imported
+# ----------------------------------------------------------------------------------
+
+
+def compare(facts: str, group: ProcessGroup) -> None:
+    """Raise on all ranks of a group, in the debug mode, if one has something else in mind.
+
+    In that mode PyTorch compares which collectives ranks call, and the shapes and types of what
+    they send. This is for what can not be seen there.
+
+    Raises:
+        RuntimeError: Facts differ. The message names the ranks.
+    """
+    if get_debug_level() != DebugLevel.DETAIL:
+        return
+    said = gathered(facts, group)
+    if len({*said}) > 1:
+        raise RuntimeError(
+            f'the ranks of a group do not do the same: {differences(said, group)}. Let all of '
+            'them call the same layers in the same order, on tensors that fit together')
+
+
+def is_read(x: Tensor) -> bool:
+    """Return whether the host looks at values: it need not wait for them, or is told to."""
+    return x.is_cpu or get_debug_level() == DebugLevel.DETAIL
+
+
+def differences(facts: Sequence[object], group: ProcessGroup) -> str:
+    """Return which ranks of a group have what, those first that fewest have in common."""
+    ranks = dist.get_process_group_ranks(group)
+    said = []
+    for fact, count in reversed(Counter(facts).most_common()):
+        who = ', '.join(str(rank) for rank, each in zip(ranks, facts) if each == fact)
+        said.append(f'rank {who} has {fact}' if count == 1 else f'ranks {who} have {fact}')
+    return '; '.join(said)

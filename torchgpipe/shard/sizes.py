@@ -1,18 +1,20 @@
-"""Sizes: how a dimension is cut into a part for each rank.
+"""Sizes: how a dimension is cut into a shard for each rank.
 
-All parts have the size of the first one, but those where the dimension ends, which are smaller, or
-empty: ``torch.chunk`` cuts like that, and so do DTensors.
+All shards have the size of the first one, but those where the dimension ends, which are smaller,
+or empty: ``torch.chunk`` cuts like that, and so do DTensors.
 """
 import torch
 from torch import Tensor
 
-__all__ = ['find', 'lengths', 'part', 'slice']
+from torchgpipe.shard.world import current
+
+__all__ = ['find', 'lengths', 'own', 'shard', 'slice']
 
 
-def part(size: int, n: int, rank: int) -> tuple[int, int]:
-    """Return where a rank's part begins, and how long it is.
+def shard(size: int, n: int, rank: int) -> tuple[int, int]:
+    """Return where a rank's shard begins, and how long it is.
 
-    >>> [part(5, 4, rank) for rank in range(4)]
+    >>> [shard(5, 4, rank) for rank in range(4)]
     [(0, 2), (2, 2), (4, 1), (5, 0)]
     """
     longest = -(-size // n)
@@ -20,28 +22,30 @@ def part(size: int, n: int, rank: int) -> tuple[int, int]:
     return begin, min(longest, size - begin)
 
 
-def find(index: int, size: int, n: int, rank: int) -> int | None:
-    """Return where an index is within a rank's part; None if it is not there.
+def own(size: int) -> tuple[int, int]:
+    """Return where the shard of this rank begins, and how long it is."""
+    world = current()
+    return shard(size, world.tensor_size, world.tensor_rank)
 
-    >>> [find(4, 5, 2, rank) for rank in range(2)]
-    [None, 1]
-    """
-    begin, length = part(size, n, rank)
+
+def find(index: int, size: int) -> int | None:
+    """Return where an index is within the shard of this rank; None if it is not there."""
+    begin, length = own(size)
     return index - begin if begin <= index < begin + length else None
 
 
 def lengths(size: int, n: int) -> list[int]:
-    """Return the lengths of all parts.
+    """Return the lengths of all shards.
 
     >>> lengths(7, 2), lengths(5, 4)
     ([4, 3], [2, 2, 1, 0])
     """
-    return [part(size, n, rank)[1] for rank in range(n)]
+    return [shard(size, n, rank)[1] for rank in range(n)]
 
 
 def slice(tensor: Tensor, num_partitions: int, dim: int | None = None,
           contiguous: bool = False) -> tuple[Tensor, ...]:
-    """Cut a tensor into parts, one for each rank; some may be empty.
+    """Cut a tensor into shards, one for each rank; some may be empty.
 
     >>> import torch
     >>> [piece.tolist() for piece in slice(torch.arange(5), 4)]
@@ -49,18 +53,18 @@ def slice(tensor: Tensor, num_partitions: int, dim: int | None = None,
 
     Args:
         tensor: What is cut.
-        num_partitions: How many parts there shall be.
+        num_partitions: How many shards there shall be.
         dim: The dimension that is cut; the last one by default.
-        contiguous: Whether each part shall be contiguous in memory.
+        contiguous: Whether each shard shall be contiguous in memory.
 
     Returns:
-        Views of the tensor; copies of those parts that have to be made contiguous.
+        Views of the tensor; copies of those shards that have to be made contiguous.
 
     Raises:
-        ValueError: There is no part to make.
+        ValueError: There is no shard to make.
     """
     if num_partitions < 1:
-        raise ValueError(f'a tensor is cut into at least one part, not {num_partitions}')
+        raise ValueError(f'a tensor is cut into at least one shard, not {num_partitions}')
     dim = -1 if dim is None else dim
     pieces = torch.split(tensor, lengths(tensor.size(dim), num_partitions), dim)
     return tuple(piece.contiguous() for piece in pieces) if contiguous else tuple(pieces)

@@ -6,14 +6,14 @@ lost, the autograd graph may know what it said.
 """
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-__all__ = ['check_dim', 'get_parallel_dim', 'is_made_of_parts', 'is_split', 'is_tagged',
-           'register_parallel_attribute', 'register_parallel_dim', 'set_attribute', 'storage_dim',
-           'to_storage']
+__all__ = ['check_dim', 'get_parallel_dim', 'is_made_of_shards', 'is_split', 'is_tagged',
+           'register_parallel_attribute', 'register_parallel_dim', 'set_attribute',
+           'sharded_parameters', 'storage_dim', 'tagged_full', 'to_storage']
 
-#: The attribute that holds the parallel dimension: None for a whole tensor, or 0, 1, -1.
+#: The attribute that holds the parallel dimension: None for a full tensor, or 0, 1, -1.
 _PARALLEL_DIM = '_parallel_dim'
 
 #: The attribute that holds the order of a weight: 0 for (out, in), 1 for (number, features).
@@ -24,11 +24,7 @@ _STORAGE = {0: {None: None, 0: 1, 1: 0, -1: 0}, 1: {None: None, 0: 0, 1: 1, -1: 
 
 
 def check_dim(dim: Any) -> int | None:
-    """Return a parallel dimension on.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Return a parallel dimension; raise if it is none."""
     if dim not in _STORAGE[0] or isinstance(dim, bool):
         raise ValueError(f'a parallel dimension is None, 0, 1 or -1, not {dim!r}')
     given: int | None = dim
@@ -38,8 +34,8 @@ def check_dim(dim: Any) -> int | None:
 def register_parallel_dim(tensor: Tensor, dim: int | None = None) -> None:
     """Tag a tensor with its parallel dimension.
 
-    Of an activation, 1 and -1 say that its last dimension is this rank's part; None that it is
-    whole.
+    Of an activation, 1 and -1 say that its last dimension is this rank's shard; None that it is
+    full.
 
     Raises:
         ValueError: There is no such parallel dimension.
@@ -52,7 +48,7 @@ def register_parallel_attribute(tensor: Tensor, dim: int | None = None, order_ty
     """Tag a weight with its parallel dimension and its order.
 
     Args:
-        tensor: This rank's part of a weight.
+        tensor: This rank's shard of a weight.
         dim: Its parallel dimension. In order 0, 1 and -1 split the outputs, 0 the inputs. In order
             1, 0 splits the rows, 1 and -1 the columns.
         order_type: 0 for a weight of shape (out, in), as that of a linear layer, or a bias; 1 for
@@ -79,13 +75,19 @@ def get_parallel_dim(tensor: Tensor) -> int | None:
     return dim
 
 
+def tagged_full(tensor: Tensor) -> Tensor:
+    """Return a new tensor, tagged as the same on all ranks."""
+    register_parallel_dim(tensor, None)
+    return tensor
+
+
 def is_tagged(tensor: Tensor) -> bool:
     """Return whether a tensor says anything about itself."""
     return hasattr(tensor, _PARALLEL_DIM)
 
 
 def is_split(tensor: Tensor) -> bool:
-    """Return whether the last dimension of an activation is this rank's part."""
+    """Return whether the last dimension of an activation is this rank's shard."""
     return get_parallel_dim(tensor) in (1, -1)
 
 
@@ -99,12 +101,19 @@ def to_storage(dim: int | None, order: int) -> int | None:
     return _STORAGE[order][dim]
 
 
-def is_made_of_parts(tensor: Tensor) -> bool:
-    """Return whether autograd has recorded that a tensor follows from this rank's parts.
+def sharded_parameters(module: nn.Module, prefix: str = '') -> dict[str, nn.Parameter]:
+    """Return the parameters of a module that are shards, by all of their names."""
+    return {prefix + name: parameter
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if storage_dim(parameter) is not None}
+
+
+def is_made_of_shards(tensor: Tensor) -> bool:
+    """Return whether autograd has recorded that a tensor follows from this rank's shards.
 
     So it does if a way back through its graph leads to a parameter that is split, or to where a
-    whole tensor went into parts, as they say by `makes_parts`. Other autograd functions end a way,
-    such as those that put parts together: what they do is not known here.
+    full tensor went into shards, as they say by `makes_shards`. Other autograd functions end a
+    way, such as those that put shards together: what they do is not known here.
     """
     waiting: list[Any] = [tensor.grad_fn]
     seen = {None}
@@ -114,12 +123,9 @@ def is_made_of_parts(tensor: Tensor) -> bool:
             continue
         seen.add(node)
         leaf = getattr(node, 'variable', None)
-        if getattr(node, 'makes_parts', False) or leaf is not None and _is_part(leaf):
+        if getattr(node, 'makes_shards', False) or (
+                leaf is not None and storage_dim(leaf) is not None):
             return True
         if not isinstance(node, BackwardCFunction):
             waiting += [other for other, _ in node.next_functions]
     return False
-
-
-def _is_part(leaf: Tensor) -> bool:
-    return storage_dim(leaf) is not None

@@ -8,9 +8,8 @@ are the replicas of one part of them. Six ranks in groups of two::
            ▼   2   3
                4   5
                    ▲
-                   └── ranks 1, 3 and 5 hold the same part
+                   └── ranks 1, 3 and 5 hold the same shard
 """
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -18,32 +17,28 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ['AXES', 'World', 'current', 'destroy', 'init', 'is_initialized', 'needed_by']
+__all__ = ['World', 'current', 'destroy_process_group', 'get_data_group', 'get_data_rank',
+           'get_group', 'get_group_size', 'get_mesh', 'get_rank', 'get_world_size',
+           'init_process_group', 'is_initialized', 'needed_by']
 
 #: The axes of the mesh.
 AXES = ('data', 'tensor')
 
 
-@dataclass(frozen=True, eq=False)
 class World:
     """The mesh, and where this rank is in it."""
 
-    mesh: DeviceMesh
-    tensor_group: ProcessGroup
-    data_group: ProcessGroup
-    tensor_rank: int
-    tensor_size: int
-    data_rank: int
-    data_size: int
-
-    #: All processes, as long as the mesh is good for them.
-    everyone: ProcessGroup
-
-    #: The groups that were made for the mesh, and go with it.
-    own: tuple[ProcessGroup, ...]
-
-    #: Whether fused encoder layers were allowed before.
-    fastpath: bool
+    def __init__(self, mesh: DeviceMesh, own: tuple[ProcessGroup, ...] = ()) -> None:
+        self.mesh = mesh
+        self.tensor_group, self.data_group = mesh.get_group('tensor'), mesh.get_group('data')
+        self.tensor_rank, self.tensor_size = self.tensor_group.rank(), self.tensor_group.size()
+        self.data_size = self.data_group.size()
+        #: All processes, as long as the mesh is good for them.
+        self.everyone = dist.group.WORLD
+        #: The groups that were made for the mesh, and go with it.
+        self.own = own
+        #: Whether fused encoder layers were allowed before.
+        self.fastpath = torch.backends.mha.get_fastpath_enabled()
 
 
 # One for the process, as that of torch.distributed: autograd's threads have to find it, too.
@@ -56,11 +51,7 @@ def is_initialized() -> bool:
 
 
 def current() -> World:
-    """Return the world of this process.
-
-    Raises:
-        RuntimeError: There are no parallel groups yet.
-    """
+    """Return the world of this process; raise if there are no parallel groups yet."""
     if _world is None or not is_initialized():
         raise RuntimeError(
             'there are no parallel groups: call ts.distributed.init_process_group(group_size), '
@@ -72,16 +63,28 @@ def needed_by(dim: int | None) -> World | None:
     """Return the world that a layer of this parallel dimension needs.
 
     A layer that is not split needs none: without parallel groups, it is as the plain one.
-
-    Raises:
-        RuntimeError: It is split, and there are no parallel groups yet.
     """
     return None if dim is None and not is_initialized() else current()
 
 
-def init(group_size: int = -1, mesh: DeviceMesh | None = None,
-         timeout: timedelta | None = None) -> None:
-    """Make the parallel groups, or take them from a mesh. All ranks have to call it."""
+def init_process_group(group_size: int = -1, *, mesh: DeviceMesh | None = None,
+                       timeout: timedelta | None = None) -> None:
+    """Cut the processes of ``torch.distributed`` into parallel groups. All have to call it.
+
+    A group is made of consecutive ranks and holds one copy of the sharded layers. If there are
+    more processes than that, the groups are replicas of each other.
+
+    Args:
+        group_size: How many processes a group has: a divisor of their number, or -1 for all.
+        mesh: Use its groups: it has one axis, or one that is called ``'tensor'``, along which
+            layers are split, and possibly one that is called ``'data'``, of replicas.
+        timeout: For how long a collective of the groups waits for a rank; by default as
+            ``torch.distributed.new_group`` has it, half an hour with gloo.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is not initialised, or there are groups already.
+        ValueError: The size does not divide the number of processes, or the mesh does not fit.
+    """
     global _world
     if not dist.is_initialized():
         raise RuntimeError('parallel groups stand on torch.distributed: call '
@@ -92,12 +95,16 @@ def init(group_size: int = -1, mesh: DeviceMesh | None = None,
                            'before making others')
     _world = _make(group_size, timeout) if mesh is None else _take(group_size, mesh)
     # nn.TransformerEncoderLayer would otherwise read the weights of its layers without calling
-    # them, in eval mode, and take parts for the whole.
+    # them, in eval mode, and take shards for full tensors.
     torch.backends.mha.set_fastpath_enabled(False)
 
 
-def destroy() -> None:
-    """Forget the parallel groups, and end those that were made here."""
+def destroy_process_group() -> None:
+    """Forget the parallel groups. A mesh that was handed over stays as it is.
+
+    Raises:
+        RuntimeError: There are none.
+    """
     global _world
     before, own = current().fastpath, current().own
     _world = None
@@ -119,7 +126,7 @@ def _make(group_size: int, timeout: timedelta | None) -> World:
     data, _ = dist.new_subgroups_by_enumeration(grid.T.tolist(), timeout=timeout)
     tensor, _ = dist.new_subgroups_by_enumeration(grid.tolist(), timeout=timeout)
     mesh = DeviceMesh.from_group([data, tensor], _device_type(), grid, mesh_dim_names=AXES)
-    return _world_of(mesh, (data, tensor))
+    return World(mesh, (data, tensor))
 
 
 def _take(group_size: int, mesh: DeviceMesh) -> World:
@@ -136,7 +143,7 @@ def _take(group_size: int, mesh: DeviceMesh) -> World:
         raise ValueError(f'the groups of the mesh have {size} ranks, not {group_size}: leave '
                          'group_size out')
     if names == AXES:
-        return _world_of(mesh, ())
+        return World(mesh)
     grid = mesh.mesh[tuple(slice(None) if name in AXES else i for name, i in zip(names, place))]
     tensor = mesh.get_group(names.index('tensor'))
     own: tuple[ProcessGroup, ...] = ()
@@ -147,16 +154,8 @@ def _take(group_size: int, mesh: DeviceMesh) -> World:
         grid = grid.view(1, -1)
         data = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         own = (data,)
-    return _world_of(DeviceMesh.from_group([data, tensor], mesh.device_type, grid,
-                                           mesh_dim_names=AXES), own)
-
-
-def _world_of(mesh: DeviceMesh, own: tuple[ProcessGroup, ...]) -> World:
-    data, tensor = mesh.get_group('data'), mesh.get_group('tensor')
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    return World(mesh, tensor, data, tensor.rank(), tensor.size(), data.rank(), data.size(),
-                 everyone, own, torch.backends.mha.get_fastpath_enabled())
+    return World(DeviceMesh.from_group([data, tensor], mesh.device_type, grid,
+                                       mesh_dim_names=AXES), own)
 
 
 def _device_type() -> str:
@@ -166,3 +165,42 @@ def _device_type() -> str:
     if accelerator is None or backends.get(accelerator.type, 'gloo') == 'gloo':
         return 'cpu'
     return accelerator.type
+
+
+# --- this rank's place
+# ----------------------------------------------------------------------------------
+
+
+def get_group() -> ProcessGroup:
+    """Return this rank's parallel group."""
+    return current().tensor_group
+
+
+def get_group_size() -> int:
+    """Return the number of ranks in a parallel group."""
+    return current().tensor_size
+
+
+def get_rank() -> int:
+    """Return this rank's number within its parallel group."""
+    return current().tensor_rank
+
+
+def get_world_size() -> int:
+    """Return the number of all processes."""
+    return dist.get_world_size()
+
+
+def get_mesh() -> DeviceMesh:
+    """Return the mesh of all ranks, with the axes ``'data'`` and ``'tensor'``."""
+    return current().mesh
+
+
+def get_data_group() -> ProcessGroup:
+    """Return the group of the ranks that hold the same shard as this one, in each replica."""
+    return current().data_group
+
+
+def get_data_rank() -> int:
+    """Return the number of the replica that this rank belongs to."""
+    return current().data_group.rank()

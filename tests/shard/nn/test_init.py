@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchgpipe.shard as ts
 from tests.shard.nn.oracle import cut
 from tests.shard.processes import run
-from torchgpipe.shard import initial
+from torchgpipe.shard.nn import init
 from torchgpipe.shard.tags import storage_dim
 
 SHAPES = [(5, 7), (31, 7), (5, 1), (1, 40), (64, 64), (2, 8), (40,), (0, 5), (5, 0),
@@ -75,7 +75,7 @@ class Largest(TorchDispatchMode):
 
 def values():
     """Compare each method for each shape, dimension and type."""
-    initial.BLOCK = 32
+    init.BLOCK = 32
     for method, kwargs, _ in METHODS:
         for shape in SHAPES:
             if len(shape) == 1 and method in ONLY_2D:
@@ -104,7 +104,7 @@ def test_each_method_gives_what_one_process_has(world):
 
 def sizes_in_memory():
     """See what is made on the way."""
-    initial.BLOCK = 32
+    init.BLOCK = 32
     for method, kwargs, in_blocks in METHODS:
         for dim in (0, 1):
             weight = Part((128, 128), dim, torch.float).weight

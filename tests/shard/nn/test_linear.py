@@ -92,12 +92,12 @@ def called_with(dim):
         ts.nn.functional.parallel_linear(x, weight, bias, 2)
     layer = ts.nn.ParallelEmbedding(7, 5, dim=dim)
     for part in (layer.weight, rows) if dim != 0 else (layer.weight,):
-        with pytest.raises(ValueError, match='=9, and the whole table has 7 rows'):
+        with pytest.raises(ValueError, match='=9, and the full table has 7 rows'):
             ts.nn.functional.parallel_embedding(ids, part, num_embeddings=9)
     if dim == 0:
         with pytest.raises(ValueError, match='takes num_embeddings, .* does not know'):
             ts.nn.functional.parallel_embedding(ids, rows)
-        with pytest.raises(ValueError, match='=12 rows, the part of rank .* is .*this weight has'):
+        with pytest.raises(ValueError, match='=12 rows, the shard of rank .*this weight has'):
             ts.nn.functional.parallel_embedding(ids, rows, num_embeddings=12)
 
 
@@ -134,7 +134,7 @@ def refuses():
     assert ts.get_parallel_dim(row(ts.nn.RegisterParallelDim(-1)(y.relu()))) is None
     wrong = torch.randn(2, 1)
     ts.register_parallel_dim(wrong, -1)
-    with pytest.raises(ValueError, match='tagged as a part, and has 1'):
+    with pytest.raises(ValueError, match='tagged as a shard, and has 1'):
         row(wrong)
     for parameter, message in [(torch.zeros(7, 5), 'shape'), (torch.zeros(4, 4), 'shape')]:
         with pytest.raises(ValueError, match=message):

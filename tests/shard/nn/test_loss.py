@@ -22,8 +22,7 @@ SIZES = (5, 7, 31, 32)
 
 def sharded(x, tag=-1):
     """Give this rank's part of whole logits, as the output of a layer has it: tagged."""
-    begin, length = sizes.part(x.size(-1), ts.distributed.get_group_size(),
-                               ts.distributed.get_rank())
+    begin, length = sizes.own(x.size(-1))
     part = x.detach()[..., begin:begin + length].clone()
     ts.register_parallel_dim(part, tag)
     return part
@@ -511,7 +510,7 @@ REFUSALS = {
     'short integers': r'TypeError: targets are .*not torch.int32: target.long\(\)',
     'integers for logits': 'TypeError: logits are floating point numbers.* not torch.int64',
     'no dimension': r'TypeError: logits are floating point numbers .* of shape \(\)',
-    'parallel dimension 0': 'ValueError: logits are whole or split in their last dimension',
+    'parallel dimension 0': 'ValueError: logits are full or split in their last dimension',
     'reduction': "ValueError: a reduction is 'mean', 'sum' or 'none', not 'average'",
     'smoothing': 'ValueError: label_smoothing is from 0 to 1, not 1.5',
 }

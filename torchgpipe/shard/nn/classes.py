@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchgpipe.shard.collectives import all_reduce
-from torchgpipe.shard.debug import differences, is_read
+from torchgpipe.shard.failures import differences, is_read
 
-__all__ = ['Classes', 'meet', 'misfit', 'see']
+__all__ = ['Classes', 'exchange', 'misfit', 'raise_or_nan']
 
 #: A number goes as two, of so many bits, which float32 has exactly.
 BITS = 24
 
 
 class Classes(NamedTuple):
-    """What a rank knows of all classes, on the device, after ranks have met."""
+    """What a rank knows of all classes, on the device, after ranks have told each other."""
 
     #: The largest logit of each row, shape (N, 1).
     largest: Tensor
@@ -42,7 +42,7 @@ class Classes(NamedTuple):
 
     def check_length(self, what: str, x: Tensor, hint: str) -> None:
         """See that there is something for each class, in the last dimension."""
-        see(self.number != x.size(-1), self.largest, lambda: misfit(
+        raise_or_nan(self.number != x.size(-1), self.largest, lambda: misfit(
             what, x, int(self.number), hint))
 
     def places(self, target: Tensor) -> Tensor:
@@ -51,17 +51,14 @@ class Classes(NamedTuple):
         return places.masked_fill((places < 0) | (places >= self.length), -1)
 
 
-def meet(logits: Tensor, dtype: torch.dtype, target: Tensor, group: ProcessGroup) -> Classes:
-    """Let ranks tell each other what they have.
+def exchange(logits: Tensor, dtype: torch.dtype, target: Tensor, group: ProcessGroup) -> Classes:
+    """Let ranks tell each other what they have; raise if they have different targets.
 
     Args:
         logits: Those of this rank, of shape (N, classes of this rank).
         dtype: The type of sums.
         target: The targets, of any shape.
         group: The ranks.
-
-    Raises:
-        RuntimeError: They have different targets.
     """
     (rows, length), rank = logits.shape, group.rank()
     sent = logits.new_full((rows + 4 * group.size(),), -torch.inf, dtype=dtype)
@@ -76,7 +73,7 @@ def meet(logits: Tensor, dtype: torch.dtype, target: Tensor, group: ProcessGroup
     high, low = table.long().view(-1, 2, 2).unbind(-1)
     lengths, checksums = ((high << BITS) + low).unbind(-1)
     largest = sent[:rows, None]
-    see(checksums.ne(checksum).any(), largest, lambda: RuntimeError(
+    raise_or_nan(checksums.ne(checksum).any(), largest, lambda: RuntimeError(
         'the ranks of a group have different targets, by their checksums: '
         f'{differences(checksums.tolist(), group)}. Shards of logits belong to the same samples: '
         'let all ranks of a group read the same batch'))
@@ -96,14 +93,8 @@ def _checksum(target: Tensor) -> Tensor:
     return (target.reshape(-1) * odd).sum() % (1 << 2 * BITS)
 
 
-def see(wrong: Tensor, numbers: Tensor, error: Callable[[], Exception]) -> None:
-    """Raise an error if anything is wrong, or make numbers NaN, in place, where it is.
-
-    Args:
-        wrong: Whether, without dimensions; or where, in the numbers' shape.
-        numbers: What the loss follows from.
-        error: Makes the error, on the host.
-    """
+def raise_or_nan(wrong: Tensor, numbers: Tensor, error: Callable[[], Exception]) -> None:
+    """Raise an error if anything is wrong, or make numbers NaN where it is, in place."""
     if not is_read(wrong):
         numbers.masked_fill_(wrong, torch.nan)
     elif wrong.any():

@@ -112,12 +112,12 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, logits: Tensor) -> Tensor:
-        """Give it on."""
+        """Return the gradient."""
         return gradient
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Say what is not there."""
+        """Raise an error that says what is not there."""
         raise RuntimeError(
             'the gradient of parallel_cross_entropy can not be differentiated again: gather the '
             'logits, ts.distributed.gather(logits), and use torch.nn.functional.cross_entropy')

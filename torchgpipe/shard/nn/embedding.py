@@ -5,28 +5,27 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.shard import sizes
-from torchgpipe.shard.initial import shard_init_helper_
-from torchgpipe.shard.nn.convert import convert
 from torchgpipe.shard.nn.functional import embedding
-from torchgpipe.shard.parameter import Layout, ParallelModule
+from torchgpipe.shard.nn.init import shard_init_helper_
+from torchgpipe.shard.nn.module import ParallelModule, convert
+from torchgpipe.shard.parameter import Layout
 from torchgpipe.shard.tags import check_dim
-from torchgpipe.shard.world import current
 
 __all__ = ['ParallelEmbedding']
 
 
 class ParallelEmbedding(ParallelModule):
-    """``nn.Embedding``, split over the ranks of the parallel group. Its output is whole.
+    """``nn.Embedding``, split over the ranks of the parallel group. Its output is full.
 
     Args:
-        num_embeddings: The number of rows of the whole table.
+        num_embeddings: The number of rows of the full table.
         embedding_dim: The number of its columns.
         padding_idx: A row that is zero at first, and gets no gradient.
         max_norm: Rows that are looked up are scaled, in place, to at most this norm.
         norm_type: The p of that norm.
         scale_grad_by_freq: Whether a row's gradient is divided by how often it was looked up.
         sparse: Whether the gradient of the weight is a sparse tensor.
-        _weight: The whole table, to start from.
+        _weight: The full table, to start from.
         dim: What is split: 0 the rows, 1 or -1 the columns, None nothing.
         device: Where the weight shall be; on the meta device it takes no memory.
         dtype: The type of its numbers.
@@ -55,18 +54,17 @@ class ParallelEmbedding(ParallelModule):
             self.register_part('weight', shape, dim, 1, device, dtype)
             self.reset_parameters()
         elif tuple(_weight.shape) == shape:
-            self.put_part('weight', nn.Parameter(_weight), Layout(shape, dim, 1))
+            self._put_shard('weight', nn.Parameter(_weight), Layout(shape, dim, 1))
         else:
-            raise ValueError(f'_weight is the whole table, of shape {shape}, '
+            raise ValueError(f'_weight is the full table, of shape {shape}, '
                              f'and not of {tuple(_weight.shape)}')
 
     def reset_parameters(self) -> None:
-        """Set initial values: this rank's part of those of ``nn.Embedding``."""
+        """Set initial values: this rank's shard of those of ``nn.Embedding``."""
         shard_init_helper_(nn.init.normal_, self.weight)
         row = self.padding_idx
         if row is not None and self.dim == 0:
-            world = current()
-            row = sizes.find(row, self.num_embeddings, world.tensor_size, world.tensor_rank)
+            row = sizes.find(row, self.num_embeddings)
         if row is not None:
             with torch.no_grad():
                 self.weight[row] = 0
@@ -78,7 +76,7 @@ class ParallelEmbedding(ParallelModule):
                          self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
 
     def extra_repr(self) -> str:
-        """Say its sizes and options, those that are not as usual."""
+        """Return its sizes and options, those that are not as usual."""
         usual = {'padding_idx': None, 'max_norm': None, 'norm_type': 2.,
                  'scale_grad_by_freq': False, 'sparse': False}
         options = [f'{name}={getattr(self, name)}' for name, value in usual.items()
@@ -104,17 +102,10 @@ class ParallelEmbedding(ParallelModule):
         Raises:
             ValueError: ``dim`` is none, or a weight belongs to another layer, too.
         """
-        check_dim(dim)
-        return convert(module, nn.Embedding, lambda table: cls._like(table, dim))
+        return convert(module, nn.Embedding, cls, dim)
 
-    @classmethod
-    def _like(cls, table: nn.Module, dim: int | None) -> 'ParallelEmbedding':
-        assert isinstance(table, nn.Embedding)
-        new = cls.__new__(cls)
-        new.stand_for(table, {
-            'weight': Layout((table.num_embeddings, table.embedding_dim), dim, 1)})
-        new.dim = dim
-        return new
+    def _layouts_of(self, plain: Any, dim: int | None) -> dict[str, Layout]:
+        return {'weight': Layout((plain.num_embeddings, plain.embedding_dim), dim, 1)}
 
 
 def _checked(padding_idx: int | None, number: int) -> int | None:

@@ -1,14 +1,15 @@
-"""Functions of sharded layers, on this rank's parts of their weights."""
+"""Functions of sharded layers, on this rank's shards of their weights."""
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torchgpipe.shard import sizes
-from torchgpipe.shard.collectives import all_gather, all_sizes, copy, gather, reduce_, scatter
+from torchgpipe.shard.collectives import all_gather, all_sizes
+from torchgpipe.shard.distributed import copy, gather, reduce_, scatter
 from torchgpipe.shard.nn.loss import parallel_cross_entropy
 from torchgpipe.shard.parameter import global_shape, knows_shape
 from torchgpipe.shard.tags import (check_dim, is_split, is_tagged, register_parallel_dim,
-                                   set_attribute, storage_dim, to_storage)
+                                   set_attribute, storage_dim, tagged_full, to_storage)
 from torchgpipe.shard.world import World, current
 
 __all__ = ['parallel_cross_entropy', 'parallel_embedding', 'parallel_linear', 'set_attribute']
@@ -16,19 +17,19 @@ __all__ = ['parallel_cross_entropy', 'parallel_embedding', 'parallel_linear', 's
 
 def parallel_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None,
                     dim: int | None = None) -> Tensor:
-    """Apply a linear map of which each rank has a part, as its weight's tag or a dimension says.
+    """Apply a linear map of which each rank has a shard, as its weight's tag or a dimension says.
 
     Args:
-        input: Of shape (…, inputs). It is whole, but where the weight's inputs are split it may be
-            this rank's part, tagged -1.
-        weight: This rank's part: of shape (outputs / n, inputs) with the parallel dimension 1 or
+        input: Of shape (…, inputs). It is full, but where the weight's inputs are split it may be
+            this rank's shard, tagged -1.
+        weight: This rank's shard: of shape (outputs / n, inputs) with the parallel dimension 1 or
             -1, (outputs, inputs / n) with 0, and all of it with None.
-        bias: This rank's part of it in the first case, and all of it otherwise.
+        bias: This rank's shard of it in the first case, and all of it otherwise.
         dim: The parallel dimension of a weight without a tag. None leaves it to the tag; without
-            either, the weight is whole.
+            either, the weight is full.
 
     Returns:
-        A tensor of shape (…, outputs), whole; or (…, outputs / n), tagged -1, in the first case.
+        A tensor of shape (…, outputs), full; or (…, outputs / n), tagged -1, in the first case.
 
     Raises:
         ValueError: The input is not what the weight takes, or the weight has another ``dim``.
@@ -39,11 +40,7 @@ def parallel_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None,
 
 
 def _storage(weight: Tensor, dim: int | None, order: int, name: str) -> int | None:
-    """Return the dimension in memory along which a weight is split, by its tag or by ``dim``.
-
-    Raises:
-        ValueError: They say different things, or ``dim`` is none.
-    """
+    """Return the dimension in memory along which a weight is split, by its tag or by ``dim``."""
     given = to_storage(check_dim(dim), order)
     if not is_tagged(weight):
         return given
@@ -60,83 +57,72 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dim: int | None,
     """Do what :func:`parallel_linear` does; errors name the layer."""
     if dim == 0:
         world = current()
-        x = _part_of_input(x, weight, in_features, world, name)
+        x = _shard_of_input(x, weight, in_features, world, name)
         if world.tensor_size > 1:
             y = reduce_(F.linear(x, weight))
-            return y if bias is None else _whole(y.add_(bias))
-        return _whole(F.linear(x, weight, bias))
+            return y if bias is None else tagged_full(y.add_(bias))
+        return tagged_full(F.linear(x, weight, bias))
     if is_split(x):
-        raise ValueError(f'{name} takes a whole input, and this one is tagged as a part: '
+        raise ValueError(f'{name} takes a full input, and this one is tagged as a shard: '
                          'put it together by ts.distributed.gather')
-    _check_features(x, weight.size(1), name)
+    if x.size(-1) != weight.size(1):
+        raise _misfit(x, name, f'a full one has {weight.size(1)}')
     if dim is None:
-        return _whole(F.linear(x, weight, bias))
+        return tagged_full(F.linear(x, weight, bias))
     y = F.linear(copy(x), weight, bias)
     register_parallel_dim(y, -1)
     return y
 
 
-def _part_of_input(x: Tensor, weight: Tensor, in_features: int | None, world: World,
-                   name: object) -> Tensor:
-    """Return this rank's part of an input that is whole, or is the part already."""
+def _shard_of_input(x: Tensor, weight: Tensor, in_features: int | None, world: World,
+                    name: object) -> Tensor:
+    """Return this rank's shard of an input that is full, or is the shard already."""
     length = weight.size(1)
     if is_split(x):
         if x.size(-1) != length:
-            raise ValueError(f'{name}: the input is tagged as a part, and has {x.size(-1)} '
-                             f'features; the part of rank {world.tensor_rank} has {length}')
+            raise ValueError(f'{name}: the input is tagged as a shard, and has {x.size(-1)} '
+                             f'features; the shard of rank {world.tensor_rank} has {length}')
         return x
-    whole = x.size(-1) if in_features is None else in_features
-    _check_features(x, whole, name)
-    if sizes.part(whole, world.tensor_size, world.tensor_rank)[1] != length:
-        raise ValueError(f'{name}: {_untagged(x)}; the part of rank {world.tensor_rank} has '
-                         f'{length}. {_REMEDY}')
+    if in_features not in (None, x.size(-1)):
+        raise _misfit(x, name, f'a full one has {in_features}')
+    if sizes.own(x.size(-1))[1] != length:
+        raise _misfit(x, name, f'the shard of rank {world.tensor_rank} has {length}')
     return scatter(x)
 
 
-def _check_features(x: Tensor, number: int, name: object) -> None:
-    if x.size(-1) != number:
-        raise ValueError(f'{name}: {_untagged(x)}; a whole one has {number}. {_REMEDY}')
-
-
-def _untagged(x: Tensor) -> str:
-    return f'the input has {x.size(-1)} features, and no tag says that it is a part'
-
-
-_REMEDY = ("If it is this rank's part, an operation has lost its tag: put "
-           'ts.nn.RegisterParallelDim(-1) after that operation')
-
-
-def _whole(y: Tensor) -> Tensor:
-    register_parallel_dim(y, None)
-    return y
+def _misfit(x: Tensor, name: object, other: str) -> ValueError:
+    return ValueError(
+        f'{name}: the input has {x.size(-1)} features, and no tag says that it is a shard; '
+        f"{other}. If it is this rank's shard, an operation has lost its tag: put "
+        'ts.nn.RegisterParallelDim(-1) after that operation')
 
 
 def parallel_embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None,
                        max_norm: float | None = None, norm_type: float = 2.,
                        scale_grad_by_freq: bool = False, sparse: bool = False,
                        num_embeddings: int | None = None, dim: int | None = None) -> Tensor:
-    """Look numbers up in a table of which each rank has a part, as its tag or a dimension says.
+    """Look numbers up in a table of which each rank has a shard, as its tag or a dimension says.
 
     Args:
-        input: Numbers of rows of the whole table, the same on all ranks of the group.
-        weight: This rank's part: some of the rows with the parallel dimension 0, some columns with
-            1 or -1, and all of it with None.
-        padding_idx: A row of the whole table that gets no gradient.
+        input: Numbers of rows of the full table, the same on all ranks of the group.
+        weight: This rank's shard: some rows with the parallel dimension 0, some columns with 1 or
+            -1, and all of it with None.
+        padding_idx: A row of the full table that gets no gradient.
         max_norm: Rows that are looked up are scaled, in place, to at most this norm.
         norm_type: The p of that norm.
         scale_grad_by_freq: Whether a row's gradient is divided by how often it was looked up.
         sparse: Whether the gradient of the weight is a sparse tensor.
-        num_embeddings: The number of rows of the whole table. A sharded layer's weight knows it;
+        num_embeddings: The number of rows of the full table. A sharded layer's weight knows it;
             another one that is split along its rows has to be told.
         dim: The parallel dimension of a weight without a tag. None leaves it to the tag; without
-            either, the weight is whole.
+            either, the weight is full.
 
     Returns:
-        What was looked up, whole on each rank, of shape (…, features) for an input of shape (…).
+        What was looked up, full on each rank, of shape (…, features) for an input of shape (…).
 
     Raises:
         IndexError: A number is not that of a row.
-        ValueError: The weight has another ``dim``, or is no such part of ``num_embeddings`` rows.
+        ValueError: The weight has another ``dim``, or is no such shard of ``num_embeddings`` rows.
     """
     storage = _storage(weight, dim, 1, 'parallel_embedding')
     return embedding(input, weight, _table(weight, storage, num_embeddings), storage, padding_idx,
@@ -144,11 +130,7 @@ def parallel_embedding(input: Tensor, weight: Tensor, padding_idx: int | None = 
 
 
 def _table(weight: Tensor, dim: int | None, number: int | None) -> tuple[int, int]:
-    """Return the shape of the whole table.
-
-    Raises:
-        ValueError: The part of this rank is none of so many rows.
-    """
+    """Return the shape of the full table, for whose rows this rank's shard has to fit."""
     rows, columns = weight.shape
     if dim is None or knows_shape(weight):
         rows, columns = global_shape(weight)
@@ -156,20 +138,20 @@ def _table(weight: Tensor, dim: int | None, number: int | None) -> tuple[int, in
         columns = sum(all_sizes(weight, current().tensor_group, 1))
     elif number is None:
         raise ValueError('parallel_embedding takes num_embeddings, the number of rows of the '
-                         f'whole table, as a weight of shape {tuple(weight.shape)} does not know '
+                         f'full table, as a weight of shape {tuple(weight.shape)} does not know '
                          'it')
     else:
         world = current()
-        length = sizes.part(number, world.tensor_size, world.tensor_rank)[1]
+        length = sizes.own(number)[1]
         if length != rows:
             raise ValueError(
-                f'parallel_embedding: of num_embeddings={number} rows, the part of rank '
+                f'parallel_embedding: of num_embeddings={number} rows, the shard of rank '
                 f'{world.tensor_rank} of {world.tensor_size} is {length}, and this weight has '
                 f'{rows}')
         rows = number
     if number not in (None, rows):
         raise ValueError(f'parallel_embedding is called with num_embeddings={number}, and the '
-                         f'whole table has {rows} rows: leave it out')
+                         f'full table has {rows} rows: leave it out')
     return rows, columns
 
 
@@ -187,7 +169,7 @@ def embedding(ids: Tensor, weight: Tensor, shape: tuple[int, ...], dim: int | No
         if max_norm is not None:
             _scale_rows(ids, weight, columns, max_norm, norm_type)
         return gather(F.embedding(ids, weight, padding_idx, None, *rest), size=columns)
-    return _whole(F.embedding(ids, weight, padding_idx, max_norm, *rest))
+    return tagged_full(F.embedding(ids, weight, padding_idx, max_norm, *rest))
 
 
 def _of_some_rows(ids: Tensor, weight: Tensor, number: int, padding_idx: int | None,
@@ -197,17 +179,15 @@ def _of_some_rows(ids: Tensor, weight: Tensor, number: int, padding_idx: int | N
     wrong = ids[(ids < 0) | (ids >= number)]
     if len(wrong):
         raise IndexError(f'{int(wrong[0])} is not the number of a row in a table of {number}')
-    world = current()
-    begin, length = sizes.part(number, world.tensor_size, world.tensor_rank)
+    begin, length = sizes.own(number)
     # Only those that are here: others would count as looked up, for `max_norm` and the frequency.
     flat = ids.reshape(-1)
     here = ((flat >= begin) & (flat < begin + length)).nonzero()[:, 0]
-    padding = None if padding_idx is None else sizes.find(
-        padding_idx, number, world.tensor_size, world.tensor_rank)
+    padding = None if padding_idx is None else sizes.find(padding_idx, number)
     found = F.embedding(flat[here] - begin, weight, padding, max_norm, norm_type,
                         scale_grad_by_freq, sparse)
     term = found.new_zeros(len(flat), weight.size(1)).index_copy(0, here, found)
-    return _whole(reduce_(term).view(*ids.shape, weight.size(1)))
+    return tagged_full(reduce_(term).view(*ids.shape, weight.size(1)))
 
 
 @torch.no_grad()
@@ -216,7 +196,7 @@ def _scale_rows(ids: Tensor, weight: Tensor, columns: int, max_norm: float,
     """Scale rows that are looked up to a norm at most: that of all columns."""
     group = current().tensor_group
     rows = ids.unique()
-    whole = all_gather(weight[rows], group, 1, sizes.lengths(columns, group.size()))
-    norm = whole.norm(norm_type, 1)
+    full = all_gather(weight[rows], group, 1, sizes.lengths(columns, group.size()))
+    norm = full.norm(norm_type, 1)
     scale = torch.where(norm > max_norm, max_norm / (norm + 1e-7), 1)  # as nn.Embedding has it
     weight[rows] *= scale[:, None]

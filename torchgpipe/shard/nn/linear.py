@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.shard.initial import shard_init_helper_
-from torchgpipe.shard.nn.convert import convert
 from torchgpipe.shard.nn.functional import linear
-from torchgpipe.shard.parameter import Layout, ParallelModule
+from torchgpipe.shard.nn.init import shard_init_helper_
+from torchgpipe.shard.nn.module import ParallelModule, convert
+from torchgpipe.shard.parameter import Layout
 from torchgpipe.shard.tags import check_dim
 
 __all__ = ['ParallelLinear']
@@ -20,16 +20,16 @@ class ParallelLinear(ParallelModule):
     ========  ======================  ====================  ======================
     ``dim``   weight of this rank     input                 output
     ========  ======================  ====================  ======================
-    None      all                     whole                 whole
-    1 or -1   (outputs / n, inputs)   whole                 a part, tagged -1
-    0         (outputs, inputs / n)   whole, or a part      whole
+    None      all                     full                  full
+    1 or -1   (outputs / n, inputs)   full                  a shard, tagged -1
+    0         (outputs, inputs / n)   full, or a shard      full
     ========  ======================  ====================  ======================
 
     The bias is split where the outputs are. Sizes need not be divisible.
 
     Args:
-        in_features: The number of inputs, of the whole.
-        out_features: The number of outputs, of the whole.
+        in_features: The number of inputs, of the full tensor.
+        out_features: The number of outputs, of the full tensor.
         bias: Whether there is one.
         dim: What is split: 1 or -1 the outputs, 0 the inputs, None nothing.
         device: Where the weight shall be; on the meta device it takes no memory.
@@ -57,7 +57,7 @@ class ParallelLinear(ParallelModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set initial values: this rank's part of those of ``nn.Linear``."""
+        """Set initial values: this rank's shard of those of ``nn.Linear``."""
         shard_init_helper_(nn.init.kaiming_uniform_, self.weight, a=sqrt(5))
         if self.bias is not None:
             bound = 1 / sqrt(self.in_features) if self.in_features else 0
@@ -68,7 +68,7 @@ class ParallelLinear(ParallelModule):
         return linear(input, self.weight, self.bias, self.dim, self.in_features, self)
 
     def extra_repr(self) -> str:
-        """Say its sizes."""
+        """Return its sizes."""
         return (f'in_features={self.in_features}, out_features={self.out_features}, '
                 f'bias={self.bias is not None}, dim={self.dim}')
 
@@ -90,21 +90,13 @@ class ParallelLinear(ParallelModule):
         Raises:
             ValueError: ``dim`` is none, or a weight belongs to another layer, too.
         """
-        check_dim(dim)
-        return convert(module, nn.Linear, lambda linear: cls._like(linear, dim))
+        return convert(module, nn.Linear, cls, dim)
 
-    @classmethod
-    def _like(cls, linear: nn.Module, dim: int | None) -> 'ParallelLinear':
-        assert isinstance(linear, nn.Linear)
-        out_features, in_features = linear.out_features, linear.in_features
-        new = cls.__new__(cls)
-        new.stand_for(linear, {
-            'weight': Layout((out_features, in_features), dim),
-            'bias': Layout((out_features,), _dim_of_bias(dim))})
-        new.dim = dim
-        return new
+    def _layouts_of(self, plain: Any, dim: int | None) -> dict[str, Layout]:
+        shape = plain.out_features, plain.in_features
+        return {'weight': Layout(shape, dim), 'bias': Layout(shape[:1], _dim_of_bias(dim))}
 
 
 def _dim_of_bias(dim: int | None) -> int | None:
-    """It is split where the outputs are."""
+    """Return the parallel dimension of a bias: it is split where the outputs are."""
     return None if dim == 0 else dim

@@ -6,21 +6,21 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from torchgpipe.shard.collectives import all_reduce
-from torchgpipe.shard.debug import compare, is_read
-from torchgpipe.shard.nn.classes import Classes, meet, misfit, see
+from torchgpipe.shard.failures import compare, is_read
+from torchgpipe.shard.nn.classes import Classes, exchange, misfit, raise_or_nan
 from torchgpipe.shard.nn.cross_entropy import RowLosses
-from torchgpipe.shard.tags import get_parallel_dim, is_made_of_parts, is_split, is_tagged
+from torchgpipe.shard.tags import get_parallel_dim, is_made_of_shards, is_split, is_tagged
 from torchgpipe.shard.world import World, needed_by
 
 __all__ = ['ParallelCrossEntropyLoss', 'parallel_cross_entropy']
 
 _LOST = ('If they are shards, an operation has lost their tag: put ts.nn.RegisterParallelDim(-1) '
-         'before the loss. If they are whole, or each rank has samples of its own, say so by '
+         'before the loss. If they are full, or each rank has samples of its own, say so by '
          'ts.nn.RegisterParallelDim(None)')
 
 
 class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
-    """Compute the cross entropy between logits, whole or a shard of them, and targets.
+    """Compute the cross entropy between logits, full or a shard of them, and targets.
 
     See :func:`ts.nn.functional.parallel_cross_entropy`, which has the same options, for shapes and
     errors.
@@ -38,7 +38,7 @@ class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
     communicates = True
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss of logits of shape (…, C), or of this rank's part of them."""
+        """Compute the loss of logits of shape (…, C), or of this rank's shard of them."""
         return parallel_cross_entropy(input, target, self.weight, None, self.ignore_index, None,
                                       self.reduction, self.label_smoothing)
 
@@ -47,17 +47,17 @@ def parallel_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None 
                            size_average: bool | None = None, ignore_index: int = -100,
                            reduce: bool | None = None, reduction: str = 'mean',
                            label_smoothing: float = 0.0) -> Tensor:
-    """Compute the cross entropy between logits, whole or a shard of them, and targets.
+    """Compute the cross entropy between logits, full or a shard of them, and targets.
 
     The last dimension of logits is that of the classes: (C,), (N, C), (N, d, C) and so on. What
     :func:`torch.nn.functional.cross_entropy` takes as (N, C, d) is ``logits.movedim(1, -1)`` here.
 
     Logits with the tag 1 or -1 are this rank's classes, of any number, after those of the ranks
-    before it. The loss is the same on all ranks of the group, and the gradient is this rank's part
-    of that of one process. No rank gets logits of another one, or has a tensor of all classes: the
-    ranks exchange some numbers for each row. Memory is needed for the logits, for their gradient,
-    and for some rows at a time. Sums are computed in float32 at least. The loss has the type
-    that it has without shards: that of the logits, or float32 under autocast.
+    before it. The loss is the same on all ranks of the group, and the gradient is this rank's
+    shard of that of one process. No rank gets logits of another one, or has a tensor of all
+    classes: the ranks exchange some numbers for each row. Memory is needed for the logits, for
+    their gradient, and for some rows at a time. Sums are computed in float32 at least. The loss
+    has the type that it has without shards: that of the logits, or float32 under autocast.
 
     Ranks compare class numbers with each other, and with the number of classes, in what they
     exchange anyway. The host does not wait for that: on the CPU an error is raised; on
@@ -68,11 +68,11 @@ def parallel_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None 
 
     Args:
         input: Logits of shape (…, C); or of shape (…, classes of this rank), tagged. If they have
-            no tag, they are whole, which is checked as far as it can be seen: autograd has
-            recorded no part that they follow from, and ranks see in a collective of its own that
+            no tag, they are full, which is checked as far as it can be seen: autograd has
+            recorded no shard that they follow from, and ranks see in a collective of its own that
             they have the same ones. :func:`ts.register_parallel_dim` of None spares both.
         target: Class numbers of shape (…), counted over all ranks, the same on each of them. Or
-            probabilities, either whole, of shape (…, C), or a tagged shard as that of the logits.
+            probabilities, either full, of shape (…, C), or a tagged shard as that of the logits.
         weight: The weights of all classes, shape (C,), on each rank.
         size_average: Deprecated by PyTorch in favour of `reduction`.
         ignore_index: A class number that does not count. Probabilities have none.
@@ -96,7 +96,7 @@ def parallel_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None 
     _check_tensors(input, target, ignore_index)
     if world is not None and is_split(input) and world.tensor_size > 1:
         return _of_shards(input, target, weight, ignore_index, reduction, label_smoothing, world)
-    return _of_whole(input, target, weight, ignore_index, reduction, label_smoothing, world)
+    return _of_full(input, target, weight, ignore_index, reduction, label_smoothing, world)
 
 
 # --- checks
@@ -117,7 +117,7 @@ def _check_tensors(input: Tensor, target: Tensor, ignore_index: int) -> None:
         raise TypeError('logits are floating point numbers of shape (…, classes), not '
                         f'{input.dtype} of shape {tuple(input.shape)}')
     if get_parallel_dim(input) == 0:
-        raise ValueError('logits are whole or split in their last dimension, but these have the '
+        raise ValueError('logits are full or split in their last dimension, but these have the '
                          'parallel dimension 0: register 1, -1 or None')
     if target.is_floating_point():
         if target.dim() != input.dim() or target.shape[:-1] != rows:
@@ -146,7 +146,7 @@ def _check_numbers(target: Tensor, classes: int | Tensor, ignore_index: int, num
             f'target{place or ""} is {target[tuple(place)].item()}, but there are {number} '
             f'classes, from 0 to {number - 1}, and ignore_index is {ignore_index}{hint}')
 
-    see(wrong.reshape(-1, 1), numbers, error)
+    raise_or_nan(wrong.reshape(-1, 1), numbers, error)
 
 
 def _check_length(what: str, tensor: Tensor, classes: int, hint: str) -> None:
@@ -155,12 +155,12 @@ def _check_length(what: str, tensor: Tensor, classes: int, hint: str) -> None:
         raise misfit(what, tensor, classes, hint)
 
 
-# --- logits that are whole
+# --- logits that are full
 # ----------------------------------------------------------------------------------
 
 
-def _of_whole(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int,
-              reduction: str, label_smoothing: float, world: World | None) -> Tensor:
+def _of_full(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int,
+             reduction: str, label_smoothing: float, world: World | None) -> Tensor:
     """Compute the loss of logits of all classes."""
     factor = None
     if world is not None and world.tensor_size > 1 and not is_tagged(input):
@@ -174,7 +174,7 @@ def _of_whole(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index
     else:
         if is_read(target):  # PyTorch looks elsewhere.
             _check_numbers(target, classes, ignore_index, target, '' if factor is None else
-                           f'; these logits have no tag, and count as whole. {_LOST}')
+                           f'; these logits have no tag, and count as full. {_LOST}')
         target = target.long()
     loss = F.cross_entropy(input.movedim(-1, 1) if input.dim() > 1 else input, target, weight,
                            ignore_index=ignore_index, reduction=reduction,
@@ -183,26 +183,21 @@ def _of_whole(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index
 
 
 def _check_untagged(input: Tensor, group: ProcessGroup) -> Tensor:
-    """See that logits of which nobody says what they are may be whole: the same on all ranks.
+    """See that logits of which nobody says what they are may be full: the same on all ranks.
 
     Shards may be that, too, as those of weights that are zero; the graph knows their origin.
-
-    Returns:
-        What the loss is to be multiplied by: 1, or NaN where the host does not look.
-
-    Raises:
-        RuntimeError: They differ by more than by rounding, or were computed from parts.
+    Return what the loss is to be multiplied by: 1, or NaN where the host does not look.
     """
-    if is_made_of_parts(input):
-        raise RuntimeError("logits without a tag follow from this rank's part of a layer, and no "
+    if is_made_of_shards(input):
+        raise RuntimeError("logits without a tag follow from this rank's shard of a layer, and no "
                            f'gather or reduce has put them together. {_LOST}')
     x = input.detach()
     total = x.sum(dtype=torch.float64)
     found = torch.stack([total, -total, torch.linalg.vector_norm(x, dtype=torch.float64)])
     largest, other, norm = all_reduce(found, group, dist.ReduceOp.MAX)
     factor = torch.ones_like(largest)
-    see(largest + other > 1e-3 * norm, factor, lambda: RuntimeError(
-        'the ranks of a group have different logits without a tag, so these are not whole. '
+    raise_or_nan(largest + other > 1e-3 * norm, factor, lambda: RuntimeError(
+        'the ranks of a group have different logits without a tag, so these are not full. '
         f'{_LOST}'))
     return factor.to(input.dtype)
 
@@ -220,10 +215,10 @@ def _of_shards(input: Tensor, target: Tensor, weight: Tensor | None, ignore_inde
     dtype = torch.promote_types(input.dtype, target.dtype) if probable else input.dtype
     sums = torch.promote_types(dtype, torch.float32)
     rows = ', '.join([*map(str, input.shape[:-1]), 'classes'])
-    compare('parallel_cross_entropy',
-            f'logits of {input.dtype} and shape ({rows}), targets of {target.dtype}', group,
-            input.device)
-    classes = meet(logits.detach(), sums, target, group)
+    # What ranks exchange are sums, of a type of their own.
+    compare(f'parallel_cross_entropy: logits of {input.dtype} and shape ({rows}), targets of '
+            f'{target.dtype}', group)
+    classes = exchange(logits.detach(), sums, target, group)
     if weight is not None:
         classes.check_length('weights', weight, ': each rank needs those of all classes')
     if probable:
@@ -240,7 +235,7 @@ def _of_shards(input: Tensor, target: Tensor, weight: Tensor | None, ignore_inde
 
 
 def _check_gradients(target: Tensor, weight: Tensor | None) -> None:
-    """Say that the logits alone get a gradient."""
+    """Raise if more than the logits needs a gradient."""
     if torch.is_grad_enabled() and (target.requires_grad
                                     or weight is not None and weight.requires_grad):
         raise ValueError('sharded logits get a gradient, but not their targets or weights: '

@@ -1,0 +1,221 @@
+"""Gradients before a step: their mean over replicas, their norm, and the scale of the loss.
+
+::
+
+    4 ranks, groups of 2        gradient of               each rank has       one process has
+    group 0: rank 0, rank 1     a sharded layer           its shard's         the mean over groups
+    group 1: rank 2, rank 3     a plain layer, behind     its own samples'    the sum over a group,
+                                which features are                            the mean over groups
+                                gathered over a group
+                                a plain layer else        its group's         the mean over groups
+
+``DistributedDataParallel`` takes the mean over all ranks, which is right in the last row only. It
+is told of the others. All of that is right only where replicas have the same parameters.
+"""
+from collections.abc import Iterable
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchgpipe.private import Scaler
+from torchgpipe.shard.collectives import all_reduce
+from torchgpipe.shard.tags import storage_dim
+from torchgpipe.shard.world import current
+
+__all__ = ['GradScaler', 'average_gradients', 'clip_grad_norm_']
+
+#: Modules whose replicas have been compared.
+_compared: WeakSet[nn.Module] = WeakSet()
+
+
+@torch.no_grad()
+def average_gradients(module: nn.Module) -> None:
+    """Average gradients over the replicas of a group, but those that DDP has averaged already.
+
+    Call it on all ranks after the last ``backward()`` before an optimizer's step, and before
+    :func:`clip_grad_norm_`. With one group it does nothing. Without ``DistributedDataParallel``,
+    all gradients of the module are averaged. A gradient that some replicas do not have counts as
+    zero there. The first time, replicas compare their parameters.
+
+    Args:
+        module: The module, with ``DistributedDataParallel`` in it or around it or without.
+
+    Raises:
+        RuntimeError: On all ranks: a parameter has not the same values in all replicas.
+    """
+    here = current()
+    if here.data_size == 1:
+        return
+    named = _not_averaged(module)
+    if not named:
+        return
+    if module not in _compared:
+        _compare(named)
+        _compared.add(module)
+    parameters = list(named.values())
+    kinds = torch.tensor([_kind(parameter.grad) for parameter in parameters],
+                         device=here.mesh.device_type)
+    all_reduce(kinds, here.data_group, dist.ReduceOp.MAX)
+    for parameter, kind in zip(parameters, kinds.tolist()):
+        if kind:
+            _average(parameter, kind - 1)
+
+
+def _compare(parameters: dict[str, Tensor]) -> None:
+    """See that replicas have the same parameters, as averaged gradients do not make them so."""
+    here = current()
+    sums = torch.stack([_checksum(parameter).to(here.mesh.device_type)
+                        for parameter in parameters.values()])
+    largest = all_reduce(torch.stack([sums, ~sums]), here.data_group, dist.ReduceOp.MAX)
+    differs = all_reduce((largest[0] != ~largest[1]).int(), here.tensor_group, dist.ReduceOp.MAX)
+    if differs.any():
+        names = [name for name, other in zip(parameters, differs.tolist()) if other]
+        raise RuntimeError(
+            f'replicas of a group have other values of {", ".join(names)}: their gradients are '
+            'not those of one model. Let all ranks make the model after the same '
+            'torch.manual_seed, or load the same; or wrap it in DistributedDataParallel, after '
+            'ts.register_ddp_parameters_to_ignore, which give all replicas the values of the '
+            'first one')
+
+
+def _checksum(parameter: Tensor) -> Tensor:
+    """Return the sum of what stands in the memory of a parameter, taken for whole numbers."""
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(parameter.itemsize, torch.int64)
+    return parameter.detach().reshape(-1).view(integer).sum(dtype=torch.int64)
+
+
+def _kind(gradient: Tensor | None) -> int:
+    """Return what another replica has to know of a gradient that it does not have."""
+    return 0 if gradient is None else 1 + (gradient.sparse_dim() if gradient.is_sparse else 0)
+
+
+def _average(parameter: Tensor, sparse_dims: int) -> None:
+    here = current()
+    if parameter.grad is None:
+        zeros = torch.zeros_like(parameter)
+        parameter.grad = zeros.to_sparse(sparse_dims) if sparse_dims else zeros
+    sent = parameter.grad.div_(here.data_size)
+    if sent.device.type != here.mesh.device_type:
+        sent = sent.to(here.mesh.device_type)
+    if not sparse_dims:
+        # Backends go through a memory in its order, which may be another one on another rank.
+        sent = sent.contiguous()
+    all_reduce(sent, here.data_group)
+    if sent is not parameter.grad:
+        parameter.grad.copy_(sent)
+
+
+def _not_averaged(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters that no DDP within averages over all replicas, by their names."""
+    replicas = {*dist.get_process_group_ranks(current().data_group)}
+    averaged = {id(parameter)
+                for ddp in module.modules() if isinstance(ddp, DistributedDataParallel)
+                and replicas <= {*dist.get_process_group_ranks(ddp.process_group)}
+                for name, parameter in ddp.module.named_parameters()
+                if name not in ddp.parameters_to_ignore}
+    return {name: parameter for name, parameter in module.named_parameters()
+            if parameter.requires_grad and id(parameter) not in averaged}
+
+
+# --- the norm
+# ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float,
+                    norm_type: float = 2.0, error_if_nonfinite: bool = False,
+                    foreach: bool | None = None) -> Tensor:
+    """Clip the norm of all gradients: :func:`torch.nn.utils.clip_grad_norm_` for shards.
+
+    The norm is that of one process, the same on all ranks of a group. All of them have to call
+    it, with the same parameters in the same order, after gradients were averaged
+    (:func:`average_gradients`). A parameter that is given twice counts once.
+
+    Args:
+        parameters: Parameters, or one, sharded or not.
+        max_norm: The norm that gradients may have afterwards.
+        norm_type: The order of the norm, as ``1``, ``2`` or ``inf``.
+        error_if_nonfinite: Raise on all ranks if the norm is infinite or not a number.
+        foreach: See :func:`torch.nn.utils.clip_grad_norm_`.
+
+    Returns:
+        The norm before, without dimensions.
+
+    Raises:
+        RuntimeError: The norm is not finite, if that was asked for.
+    """
+    several = [parameters] if isinstance(parameters, Tensor) else parameters
+    unique = list(dict.fromkeys(several))
+    shards = [storage_dim(parameter) is not None for parameter in unique]
+    if not any(shards):
+        # A generator without parameters is handed on, so that PyTorch warns of it.
+        return nn.utils.clip_grad_norm_(unique or several, max_norm, norm_type,
+                                        error_if_nonfinite, foreach)
+    norms = _norms(unique, shards, float(norm_type))
+    total = nn.utils.get_total_norm(norms.unbind(), norm_type, error_if_nonfinite, foreach=False)
+    nn.utils.clip_grads_with_norm_(unique, max_norm, total, foreach)
+    return total
+
+
+def _norms(parameters: list[Tensor], shards: list[bool], norm_type: float) -> Tensor:
+    """Return the norm of each full gradient, the same on all ranks to the last bit.
+
+    The norm of shards is the norm of their norms, of any order. Gradients that are full on each
+    rank may differ there in the last bits, so those of the first rank count.
+    """
+    here = current()
+    device = next((parameter.grad.device for parameter in parameters
+                   if parameter.grad is not None), parameters[0].device)
+    own = torch.stack([_norm(parameter, norm_type).to(device) for parameter in parameters])
+    # A sum with zeros, as backends that can do anything on a device can do this.
+    table = own.new_zeros(here.tensor_size, len(own), device=here.mesh.device_type)
+    table[here.tensor_rank] = own
+    all_reduce(table, here.tensor_group)
+    of_shards = torch.linalg.vector_norm(table, norm_type, dim=0)
+    return torch.where(torch.tensor(shards, device=table.device), of_shards, table[0]).to(device)
+
+
+def _norm(parameter: Tensor, norm_type: float) -> Tensor:
+    """Return the norm of a gradient; without one, what changes the norm of no other."""
+    gradient = parameter.grad
+    if gradient is None or not gradient.numel():
+        return parameter.new_tensor(0.0 if norm_type >= 0 else float('inf'))
+    norm: Tensor = torch.linalg.vector_norm(gradient, norm_type)
+    return norm
+
+
+# --- the scale
+# ----------------------------------------------------------------------------------
+
+
+class GradScaler(Scaler):
+    """:class:`torch.amp.GradScaler` for sharded layers: all ranks skip a step, or none does.
+
+    A gradient that is not finite in one shard is found on one rank only. There the step would be
+    left out and the scale made smaller; the others would take the step, and go on with another
+    scale. So all ranks are asked, once for each optimizer and step. ::
+
+        scaler = ts.GradScaler()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        ts.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    Args:
+        As those of :class:`torch.amp.GradScaler`.
+    """
+
+    def found(self, where: dict[torch.device, Tensor], scale: Tensor
+              ) -> dict[torch.device, Tensor]:
+        """Return what was found on any rank, in place of what was found on devices of this one."""
+        here = current()
+        any_found = torch.stack([
+            torch.zeros_like(scale), *(found.to(scale) for found in where.values())]).amax(0)
+        told = any_found.to(here.mesh.device_type)
+        for group in (here.tensor_group, here.data_group):
+            all_reduce(told, group, dist.ReduceOp.MAX)
+        return {scale.device: told.to(scale.device)}

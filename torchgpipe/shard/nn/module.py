@@ -1,0 +1,208 @@
+"""Modules with shards of parameters: the class to derive from, and conversion of plain layers.
+
+A copy, another device or a checkpoint may put another parameter in the place of a shard, so the
+module that has it tags it again.
+"""
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.shard import sizes
+from torchgpipe.shard.collectives import from_first
+from torchgpipe.shard.ddp import check_wrapped
+from torchgpipe.shard.parameter import Layout
+from torchgpipe.shard.tags import check_dim, is_tagged
+from torchgpipe.shard.world import needed_by
+
+__all__ = ['ParallelModule', 'convert']
+
+
+class ParallelModule(nn.Module):
+    """A module that has a shard of some parameters, as those of this package.
+
+    Derive from it to write a layer of your own::
+
+        class Scale(ts.nn.ParallelModule):
+            def __init__(self, features):
+                super().__init__()
+                # The last dimension of activations is split, and so is this.
+                self.register_part('weight', (features,), dim=1)
+                ts.nn.init.shard_init_helper_(torch.nn.init.ones_, self.weight)
+
+            def forward(self, x):
+                y = x * self.weight
+                ts.register_parallel_dim(y, -1)
+                return y
+    """
+
+    #: For pipelines: see :mod:`torchgpipe.context`.
+    communicates = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._layouts: dict[str, Layout] = {}
+
+    def register_part(self, name: str, shape: tuple[int, ...], dim: int | None, order: int = 0,
+                      device: Any = None, dtype: torch.dtype | None = None) -> None:
+        """Add a parameter of which each rank has a shard; its values are yet to be set.
+
+        Args:
+            name: Its name.
+            shape: The shape of the full tensor.
+            dim: The parallel dimension: see :func:`ts.register_parallel_attribute`.
+            order: 0 for a weight of shape (out, in), or a bias; 1 for one of shape (number,
+                features).
+            device: Where it shall be.
+            dtype: The type of its numbers.
+        """
+        self._layouts[name] = layout = Layout(shape, dim, order)
+        self.register_parameter(name, nn.Parameter(
+            torch.empty(layout.local_shape(), device=device, dtype=dtype)))
+
+    def _put_shard(self, name: str, full: Tensor, layout: Layout) -> None:
+        """Add a parameter with this rank's shard of the first rank's full tensor."""
+        self._layouts[name] = layout
+        self.register_parameter(name, nn.Parameter(_shard_of_first(full, layout),
+                                                   full.requires_grad))
+
+    def _layouts_of(self, plain: Any, dim: int | None) -> dict[str, Layout]:
+        """Return how the parameters of a plain layer are split, for :func:`convert`."""
+        raise NotImplementedError
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add a parameter, or put another one in the place of one.
+
+        Raises:
+            ValueError: It does not have the shape of this rank's shard.
+        """
+        layout = self._layouts.get(name)
+        if layout is not None and param is not None:
+            layout.check(name, param)
+        super().register_parameter(name, param)
+        self._tag()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it, unless its shards were taken for something else."""
+        check_wrapped()
+        self._check_shards()
+        return super().__call__(*args, **kwargs)
+
+    def _check_shards(self) -> None:
+        """Raise if somebody computes a shard, or has put another parameter in its place."""
+        for name in self._layouts:
+            what = f'the {name} of {type(self).__name__}'
+            if name not in self._parameters:
+                raise ValueError(
+                    f'{what} is computed, as by weight_norm, a parametrization or pruning, and '
+                    'these take it for a full tensor: norms and sums would be those of the shard '
+                    'that this rank has. Write a layer of your own, derived from '
+                    'ts.nn.ParallelModule')
+            parameter = self._parameters[name]
+            if isinstance(parameter, nn.Parameter) and not is_tagged(parameter):
+                raise ValueError(
+                    f'{what} is another parameter than the layer was given, put there as '
+                    'fully_shard does, which takes shards for copies of one tensor. Use '
+                    'DistributedDataParallel or ZeroRedundancyOptimizer over '
+                    f'ts.distributed.get_data_group(); or set it by layer.{name} = parameter')
+
+    def _tag(self) -> None:
+        for name, layout in self._layouts.items():
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                layout.tag(parameter)
+
+    # What else puts other parameters in their place: another device or type, a copy or what comes
+    # out of a pickle, and loading where set_swap_module_params_on_conversion was called.
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._tag()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._tag()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._tag()
+        errors: list[str] = args[-1]
+        for name, layout in self._layouts.items():
+            found = getattr(state_dict.get(prefix + name), 'shape', None)
+            if found == layout.shape and [*found] != layout.local_shape():
+                errors.append(f"{prefix}{name} is full, and the layer takes this rank's shard: "
+                              'load ts.relocate_state_dict(model, state_dict)')
+
+
+def _shard_of_first(full: Tensor, layout: Layout) -> Tensor:
+    """Return this rank's shard of what the first rank of all has; one shard at a time is sent."""
+    dim = layout.storage
+    world = needed_by(dim)
+    if full.is_meta:
+        return torch.empty(layout.local_shape(), dtype=full.dtype, device='meta')
+    if world is None:
+        return full.detach().clone()
+    pieces = (full,) if dim is None else sizes.slice(full, world.tensor_size, dim)
+    for rank, piece in enumerate(pieces):
+        sent = piece.to(world.mesh.device_type).clone(
+            memory_format=torch.contiguous_format)
+        from_first(sent, world)
+        if dim is None or rank == world.tensor_rank:
+            mine = sent.to(full.device)
+    return mine
+
+
+# --- conversion
+# ----------------------------------------------------------------------------------
+
+
+def convert(module: nn.Module, kind: type[nn.Module], new: type[ParallelModule],
+            dim: int | None) -> nn.Module:
+    """Replace all layers of a kind within a module, or the module if it is one itself.
+
+    A layer that stands in several places stays one; a parameter of several layers is refused.
+    """
+    check_dim(dim)
+    plain = [each for each in module.modules() if type(each) is kind]
+    _refuse_shared(module, plain)
+    made = {id(each): _like(each, new, dim) for each in plain}
+    if id(module) in made:
+        return made[id(module)]
+    for parent in module.modules():
+        for name, child in parent._modules.items():
+            if id(child) in made:
+                parent.register_module(name, made[id(child)])
+    return module
+
+
+def _refuse_shared(module: nn.Module, plain: list[nn.Module]) -> None:
+    uses = Counter(id(parameter) for each in module.modules()
+                   for parameter in each._parameters.values())
+    for each in plain:
+        for name, parameter in each.named_parameters(recurse=False):
+            if uses[id(parameter)] > 1:
+                raise ValueError(
+                    f'the {name} of {each} is that of another layer, too, and would not be '
+                    'after conversion. Give each a copy, convert, and let both have one parameter '
+                    'again, as in head.weight = embedding.weight, if both are split along the '
+                    'same dimension in memory')
+
+
+def _like(plain: nn.Module, kind: type[ParallelModule], dim: int | None) -> ParallelModule:
+    """Return the sharded layer for a plain one: with its options, its mode and its hooks."""
+    new = kind.__new__(kind)
+    new.__dict__.update(plain.__getstate__(), dim=dim)
+    new._parameters, new._layouts = {}, {}
+    layouts = new._layouts_of(plain, dim)
+    for name, parameter in plain._parameters.items():
+        if parameter is None or name not in layouts:
+            new.register_parameter(name, parameter)
+        else:
+            new._put_shard(name, parameter, layouts[name])
+    missing = layouts.keys() - new._parameters.keys()
+    if missing:
+        raise ValueError(f'{plain} has no parameter {missing.pop()}: something computes it, '
+                         'such as weight_norm. Convert before that is put on')
+    return new
