@@ -54,10 +54,10 @@ def within(name, package):
 
 
 def test_sharded_layers_stand_beside_the_rest():
-    """On private names of PyTorch, what tells of a pipeline, and values; nothing on them."""
+    """On private names of PyTorch, kinds of devices, the context, and values; nothing on them."""
     for name, imported in layers.graph().items():
         others = {other for other in imported if within(other, 'shard') != within(name, 'shard')}
-        below = {'context', 'private', 'structure'}
+        below = {'context', 'devices', 'private', 'structure'}
         assert others <= (below if within(name, 'shard') else set()), name
 
 

@@ -13,7 +13,7 @@ import torch
 
 import torchgpipe
 from benchmarks.harness.simulated import NAME
-from torchgpipe.engine.stream import accelerator, accelerators
+from torchgpipe.devices import accelerator, accelerators
 from torchgpipe.text import table
 
 __all__ = ['Rows', 'cores', 'describe', 'machine', 'output_folder', 'replacing', 'table',

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.balance.live import LiveTensors
+from torchgpipe.devices import synchronize
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.compiled import has_compiled
 from torchgpipe.engine.dependency import get_phony, join
@@ -117,21 +118,21 @@ class Measurement:
         """Run forward and backward, and take the time."""
         input, tracker = self._start()
         device = self.flow.device
-        _synchronize(device)
+        synchronize([device])
         start = time.perf_counter()
         output = self._forward(input, tracker)
-        _synchronize(device)
+        synchronize([device])
         forward = time.perf_counter() - start
         return forward, self._backward(output, tracker)
 
     def _backward(self, output: Batch, tracker: SkipTracker) -> float:
         roots = [x for x in self._results(output, tracker) if x.requires_grad]
         grads = [torch.ones_like(x) for x in roots]
-        _synchronize(self.flow.device)
+        synchronize([self.flow.device])
         start = time.perf_counter()
         if roots:
             torch.autograd.backward(roots, grads)
-        _synchronize(self.flow.device)
+        synchronize([self.flow.device])
         return time.perf_counter() - start if roots else 0.0
 
     def train_in_halves(self) -> bool:
@@ -154,7 +155,7 @@ class Measurement:
         with torch.no_grad():
             while work:
                 work.pop()()
-        _synchronize(self.flow.device)
+        synchronize([self.flow.device])
         self.halves.append((first, time.perf_counter() - start))
         return True
 
@@ -212,8 +213,3 @@ class Measurement:
     def activation_bytes(self) -> int:
         """Return what this layer made and autograd keeps, once later layers have shown theirs."""
         return self._inner_bytes + sum(memory.bytes for memory in self.memories if memory.kept)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type not in ('cpu', 'meta'):
-        torch.accelerator.synchronize(device)

@@ -28,14 +28,15 @@ from torch.nn.parameter import UninitializedBuffer
 from torchgpipe.aliases import Value
 from torchgpipe.balance.measure import Flow, Measurement
 from torchgpipe.balance.profiled import Profile
+from torchgpipe.devices import Device, accelerator, forked_rng, has_data
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.memory import size_of
 from torchgpipe.engine.scatter import cut, fit_rule
-from torchgpipe.engine.stream import accelerator, use_device
+from torchgpipe.engine.stream import use_device
 from torchgpipe.errors import add_note
 from torchgpipe.predict.layers import LayerProfile
 from torchgpipe.skip.skippable import verify_skippables
-from torchgpipe.split import Device, verify_module
+from torchgpipe.split import verify_module
 
 __all__ = ['layerwise_sandbox', 'profile', 'profile_bytes']
 
@@ -79,7 +80,7 @@ def profile(module: nn.Sequential, sample: Value, *, device: Device | None = Non
     if not (math.isfinite(timeout) and timeout >= 0):
         raise ValueError(f'timeout must be a number of seconds, zero or more, but is {timeout}')
     resolved = _take_device(device)
-    if resolved.type == 'meta':
+    if not has_data(resolved):
         raise ValueError("nothing runs on 'meta', so there is no time to measure; there is only "
                          "balance_by_size(…, device='meta')")
     verify_module(module)
@@ -177,7 +178,7 @@ def _take_device(device: Device | None) -> torch.device:
 
 def _check(module: nn.Sequential, sample: Batch, device: torch.device) -> None:
     verify_skippables(module)
-    if device.type != 'meta' and any(x.is_meta for x in sample):
+    if has_data(device) and any(x.is_meta for x in sample):
         raise ValueError(f"the sample is on 'meta', without data to run the layers on '{device}'")
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
@@ -213,9 +214,8 @@ def _random_states(device: torch.device) -> Iterator[None]:
     """Put random states back that a layer may draw from."""
     numpy: Any = sys.modules.get('numpy')
     states = random.getstate(), None if numpy is None else numpy.random.get_state()
-    devices = [] if device.type in ('cpu', 'meta') else [device]
     try:
-        with torch.random.fork_rng(devices, device_type=device.type if devices else 'cpu'):
+        with forked_rng([device]):
             yield
     finally:
         random.setstate(states[0])

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
+from torchgpipe.devices import autocast_types, forked_rng
 from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.values import UNKNOWN
 from torchgpipe.structure import flatten_nested
@@ -61,8 +62,7 @@ def copied_value(value: Any) -> Any:
 
 def modes_now() -> tuple[Any, ...]:
     """Return the modes that a part of a forward may be in, and a layer would not be."""
-    kinds = {'cpu', *([str(torch.accelerator.current_accelerator())]
-                      if torch.accelerator.is_available() else [])}
+    kinds = autocast_types(torch.accelerator.current_accelerator())
     return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *(
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds))
 
@@ -118,11 +118,8 @@ def without_grad(function: Callable[[bool], T]) -> T:
 def same_random_numbers(seed: int = 0) -> Iterator[None]:
     """Draw from a seed, and put the generators of PyTorch and Python back."""
     python = random.getstate()
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    devices = range(torch.accelerator.device_count()) if accelerator else range(0)
     try:
-        with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator
-                                   else 'cuda'):
+        with forked_rng():
             # Other numbers than the recording has drawn, whose way they may change.
             torch.manual_seed(seed)
             random.seed(seed)

@@ -235,7 +235,7 @@ def coarsest_tolerance(tensors: Iterable[Tensor]) -> float:
     for x in tensors:
         if _is_real(x):
             kind = x.device.type
-            lower = kind != 'cpu' or torch.get_float32_matmul_precision() != 'highest'
+            lower = not x.is_cpu or torch.get_float32_matmul_precision() != 'highest'
             found.add(torch.float16 if lower and x.dtype == torch.float32 else x.dtype)
             if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
                 found.add(torch.get_autocast_dtype(kind))

@@ -1,6 +1,5 @@
 """Compare a model in a pipeline with the model itself: what differs, by how much, and why."""
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from textwrap import fill
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.devices import forked_rng, is_cpu
 from torchgpipe.distance import arbitrary_loss
 from torchgpipe.errors import add_note
 from torchgpipe.split import parse_balance
@@ -124,7 +124,7 @@ def check_parity(module: nn.Sequential, sample: Any, balance: Iterable[int] | No
                    dtype=dtype)
     if tolerance is None:
         tolerance = setup.rounding
-    with _random_states_kept():
+    with forked_rng():
         try:
             parity = _check(setup, steps, tolerance)
         except Exception as error:
@@ -180,14 +180,5 @@ def _check(setup: Setup, steps: int, tolerance: float) -> Parity:
 def _draws_in_any_order(setup: Setup) -> bool:
     """Return whether partitions on one accelerator draw in an order that depends on the others."""
     places = [setup.place(j) for j in range(len(setup.balance))]
-    accelerators = [place for place in places if place.type != 'cpu']
+    accelerators = [place for place in places if not is_cpu(place)]
     return len(set(places)) > 1 and len(set(accelerators)) < len(accelerators)
-
-
-@contextmanager
-def _random_states_kept() -> Iterator[None]:
-    """Leave the random generators of the process as they were."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    devices = range(torch.accelerator.device_count()) if accelerator else range(0)
-    with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator else 'cuda'):
-        yield

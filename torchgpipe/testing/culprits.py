@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torchgpipe.distance import close
 from torchgpipe.engine.scatter import cut
+from torchgpipe.engine.stream import rng_state
 from torchgpipe.private import BatchNorm
 from torchgpipe.structure import leaves_of
 from torchgpipe.testing.differences import Difference
@@ -53,9 +54,8 @@ def calls_of(model: nn.Module, device: torch.device) -> list[Call]:
     names = {module: name for name, module in model.named_modules() if name}
 
     def states() -> list[Tensor]:
-        there = [] if device.type == 'cpu' else [
-            torch.get_device_module(device).get_rng_state(device)]
-        return [torch.get_rng_state(), *there]
+        own = rng_state(device)
+        return [torch.get_rng_state()] + ([] if own is None else [own])
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
         begun[threading.get_ident()].append(Call(

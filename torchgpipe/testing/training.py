@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.devices import memory_of
 from torchgpipe.distance import default_tolerance
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.gather import gather
@@ -96,8 +97,7 @@ class Setup:
 
     def place(self, j: int) -> torch.device:
         """Return the device of a partition, for tensors: all CPU devices are one."""
-        device = torch.device(self.options['devices'][j])
-        return torch.device('cpu') if device.type == 'cpu' else device
+        return memory_of(self.options['devices'][j])
 
 
 class Whole:

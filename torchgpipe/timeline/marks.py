@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchgpipe.devices import CPU, is_cpu
 from torchgpipe.engine.stream import (AbstractStream, CPUStream, as_accelerator, get_device,
                                       is_accelerator)
 from torchgpipe.private import at_end_of_backward, backward_pass
 from torchgpipe.schedule.action import Action
 
 __all__ = ['CellBackward', 'Mark', 'Stamp', 'Turns', 'last_nodes', 'nodes_between', 'producers',
-           'seconds', 'stamp', 'synchronize']
+           'seconds', 'stamp']
 
 #: A device, and seconds or an event in a stream of that device.
 Stamp = tuple[torch.device, Any]
@@ -24,7 +25,7 @@ Stamp = tuple[torch.device, Any]
 def stamp(stream: AbstractStream) -> Stamp:
     """Mark now: on the CPU, or when a stream gets there."""
     if not is_accelerator(stream):
-        return torch.device('cpu'), time.perf_counter()
+        return CPU, time.perf_counter()
     event = torch.Event(get_device(stream), enable_timing=True)
     event.record(as_accelerator(stream))
     return get_device(stream), event
@@ -33,16 +34,9 @@ def stamp(stream: AbstractStream) -> Stamp:
 def seconds(start: Stamp, end: Stamp) -> float:
     """Return the time between two points on one device, which is through with both."""
     device, point = end
-    length: float = (start[1].elapsed_time(point) / 1e3 if device.type != 'cpu'
-                     else point - start[1])
+    length: float = (point - start[1] if is_cpu(device)
+                     else start[1].elapsed_time(point) / 1e3)
     return length
-
-
-def synchronize(devices: Iterable[torch.device]) -> None:
-    """Wait until all devices have done what is queued."""
-    for device in {*devices}:
-        if device.type != 'cpu':
-            torch.accelerator.synchronize(device)
 
 
 class Mark(NamedTuple):

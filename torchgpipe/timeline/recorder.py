@@ -24,15 +24,16 @@ import torch
 
 from torchgpipe.aliases import Value
 from torchgpipe.context import context
+from torchgpipe.devices import memory_key, synchronize
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.stream import (AbstractStream, CPUStream, current_stream, get_device,
-                                      is_accelerator, memory_key)
+                                      is_accelerator)
 from torchgpipe.gpipe import GPipe
 from torchgpipe.schedule.action import Action, Timed
 from torchgpipe.timeline.lanes import Copied
 from torchgpipe.timeline.marks import (CellBackward, Mark, Stamp, Turns, last_nodes, nodes_between,
-                                       producers, seconds, stamp, synchronize)
+                                       producers, seconds, stamp)
 from torchgpipe.timeline.timeline import Timeline
 
 __all__ = ['record']
