@@ -15,7 +15,11 @@ Initial values are drawn on the CPU, so they depend neither on devices nor on th
 reset as constructors do it, those within a module first. Where weights are given, only what a
 state dict leaves out is reset, as buffers that are not persistent.
 """
+import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +29,11 @@ from torchgpipe.engine.checkpoint.snapshot import is_plain
 from torchgpipe.errors import add_note
 from torchgpipe.private import RESETS, data_address, lazy_clone, unseen
 from torchgpipe.sequential.parts import to_own_names
-from torchgpipe.weights import Weights, open_weights
 
-__all__ = ['materialize']
+__all__ = ['Weights', 'materialize', 'open_weights']
+
+#: Tensors by their names, or the file that has them.
+Weights = Mapping[str, Any] | str | os.PathLike[str]
 
 
 class Slot(NamedTuple):
@@ -49,7 +55,7 @@ def materialize(module: nn.Sequential, devices: Sequence[torch.device],
     Args:
         module: The layers.
         devices: Where each of them will live.
-        weights: See :func:`~torchgpipe.weights.open_weights`.
+        weights: See :func:`~torchgpipe.materialize.open_weights`.
 
     Raises:
         ValueError: A tensor has no value and no way to get one, or the weights are not those of
@@ -216,3 +222,64 @@ class _Loader:
             raise ValueError(f'the weights are not those of the module: missing {missing}, '
                              f'unexpected {unexpected}. Their names are those of '
                              'module.state_dict(); pass a mapping that has them')
+
+
+def open_weights(weights: Weights) -> Mapping[str, Any]:
+    """Return tensors by their names, without reading them yet.
+
+    Args:
+        weights: A mapping, which is given back; a file of ``torch.save``, which is mapped into
+            memory; or, of the package `safetensors <https://huggingface.co/docs/safetensors>`_, a
+            file ``….safetensors`` or the index ``….safetensors.index.json`` of several.
+
+    Raises:
+        TypeError: It is something else, or the file holds something else.
+    """
+    if isinstance(weights, Mapping):
+        return weights
+    if not isinstance(weights, (str, os.PathLike)):
+        raise TypeError('weights are a mapping from names to tensors, or the path of a file, not '
+                        f'{type(weights).__name__}')
+    path = Path(weights)
+    if path.suffix == '.safetensors':
+        return _SafeTensors.of_file(path)
+    if path.name.endswith('.safetensors.index.json'):
+        files = json.loads(path.read_text())['weight_map']
+        return _SafeTensors({name: path.with_name(file) for name, file in files.items()})
+    found = torch.load(path, map_location='cpu', mmap=True, weights_only=True)
+    if not isinstance(found, Mapping):
+        raise TypeError(f"'{path}' holds no state dict, but {type(found).__name__}; save "
+                        'model.state_dict(), or pass a mapping from names to tensors')
+    return found
+
+
+class _SafeTensors(Mapping[str, Any]):
+    """Tensors in files of safetensors: which name is in which file."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = files
+
+    @staticmethod
+    def of_file(path: Path) -> '_SafeTensors':
+        with _open(path) as file:
+            return _SafeTensors(dict.fromkeys(file.keys(), path))
+
+    def __getitem__(self, name: str) -> Any:
+        # Opened for one tensor at a time, so that what was read of others can leave the memory.
+        with _open(self._files[name]) as file:
+            return file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def _open(path: Path) -> Any:
+    try:
+        package = import_module('safetensors')
+    except ImportError as error:
+        raise ImportError(f"to read '{path}' takes the package safetensors: pip install "
+                          'safetensors') from error
+    return package.safe_open(path, framework='pt')

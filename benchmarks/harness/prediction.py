@@ -16,10 +16,10 @@ from benchmarks.harness.options import Options
 from benchmarks.harness.report import describe, machine, output_folder, table, write_json
 from benchmarks.harness.tables import prediction_notes, prediction_rows
 from torchgpipe.balance import Profile, profile
-from torchgpipe.modes import checkpoint_stops
 from torchgpipe.plan import Costs, simulate
 from torchgpipe.schedule import NAMES, make
 from torchgpipe.schedule.plain import PLAIN_CALL
+from torchgpipe.settings import checkpoint_stops
 
 __all__ = ['predict', 'step_seconds']
 

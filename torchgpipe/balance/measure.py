@@ -24,7 +24,7 @@ from torchgpipe.engine.dependency import get_phony, join
 from torchgpipe.engine.leaves import Leaves
 from torchgpipe.engine.memory import size_of, versions
 from torchgpipe.engine.split_backward import DeferredWork
-from torchgpipe.predict.layers import SkipProfile
+from torchgpipe.predict.blocks import SkipProfile
 from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker

@@ -34,7 +34,7 @@ from torchgpipe.engine.memory import size_of
 from torchgpipe.engine.scatter import cut, fit_rule
 from torchgpipe.engine.stream import use_device
 from torchgpipe.errors import add_note
-from torchgpipe.predict.layers import LayerProfile
+from torchgpipe.predict.blocks import LayerProfile
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.split import verify_module
 

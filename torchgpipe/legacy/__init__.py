@@ -18,6 +18,6 @@ for _old, _new in PATHS.items():
     _package, _, _name = f'torchgpipe.{_old}'.rpartition('.')
     setattr(sys.modules[_package], _name, _module)
 
-_module = import_module('torchgpipe.legacy.tracker')
+_module = import_module('torchgpipe.legacy.portal')
 for _name in _module.__all__:  # beside the trackers that the engine uses
     setattr(sys.modules['torchgpipe.skip.tracker'], _name, getattr(_module, _name))

@@ -5,8 +5,8 @@ from math import inf
 from typing import Any
 
 from torchgpipe.devices import is_cpu
+from torchgpipe.predict.blocks import SkipProfile
 from torchgpipe.predict.costs import Costs, Link, StageCosts
-from torchgpipe.predict.layers import SkipProfile
 from torchgpipe.predict.simulate import Simulation, simulate
 from torchgpipe.schedule import Schedule, make
 from torchgpipe.schedule.plain import PLAIN_CALL, plain_call

@@ -5,9 +5,8 @@ from itertools import accumulate
 from math import inf
 from typing import Protocol
 
-from torchgpipe.modes import Checkpoint, checkpoint_stops
-from torchgpipe.predict.blocks import Blocks
-from torchgpipe.predict.layers import LayerProfile, SkipProfile, check_numbers
+from torchgpipe.predict.blocks import Blocks, LayerProfile, SkipProfile, check_numbers
+from torchgpipe.settings import Checkpoint, checkpoint_stops
 
 __all__ = ['Costs', 'Link', 'Links', 'StageCosts']
 
