@@ -91,7 +91,7 @@ def one(*layers, **options):
 
 
 def linear():
-    """Give a linear layer."""
+    """Return a linear layer."""
     return nn.Linear(4, 4)
 
 
@@ -198,7 +198,7 @@ def alone(program):
 
 
 def sharded(dim):
-    """Give a sharded layer."""
+    """Return a sharded layer."""
     return ts.nn.ParallelLinear(4, 4, dim=dim)
 
 
@@ -267,14 +267,14 @@ class Communicates(nn.Module):
 
 
 def own_parameter():
-    """Give the sequential module a parameter."""
+    """Return the sequential module a parameter."""
     module = nn.Sequential(linear())
     module.register_parameter('scale', nn.Parameter(torch.ones(1)))
     GPipe(module, [1], devices=['cpu'])
 
 
 def own_hook():
-    """Give the sequential module a hook."""
+    """Return the sequential module a hook."""
     module = nn.Sequential(linear())
     module.register_forward_hook(print)
     GPipe(module, [1], devices=['cpu'])
@@ -355,12 +355,12 @@ def transformed(x):
 
 
 def ragged(x):
-    """Give a nested tensor."""
+    """Return a nested tensor."""
     return torch.nested.as_nested_tensor(list(x), layout=torch.jagged)
 
 
 def padded(x):
-    """Give a plain one."""
+    """Return a plain one."""
     return torch.nested.to_padded_tensor(x, 0.0)
 
 

@@ -21,7 +21,7 @@ def assert_same_statistics(deferred, plain, rtol=1e-12):
 
 
 def piped(layer, chunks, mode='never', devices=('cpu',)):
-    """Give the layer in a pipeline, with deferred batch norm."""
+    """Return the layer in a pipeline, with deferred batch norm."""
     return GPipe(nn.Sequential(copy.deepcopy(layer)), [1], devices=devices, chunks=chunks,
                  checkpoint=mode, deferred_batch_norm=True)
 

@@ -49,7 +49,7 @@ def test_no_two_folders_import_each_other():
 
 
 def within(name, package):
-    """Tell whether a module is a package, or in it."""
+    """Return whether a module is a package, or in it."""
     return name == package or name.startswith(package + '.')
 
 
@@ -110,5 +110,5 @@ def test_notes_are_where_the_design_page_says():
 
 
 def cited(path):
-    """Give the titles of notes in a file."""
+    """Return the titles of notes in a file."""
     return {re.sub(r'\s+(# )?', ' ', note) for note in NOTE.findall(path.read_text())}

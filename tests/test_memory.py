@@ -13,7 +13,7 @@ from torchgpipe.balance.live import LiveTensors
 
 
 def make(devices, mode):
-    """Give a pipeline, and weak references to all that passes its layers."""
+    """Return a pipeline, and weak references to all that passes its layers."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(0.1),
                           nn.Linear(4, 4), nn.Tanh())
     gpipe = GPipe(model, [2, 2, 2], devices=devices(3), chunks=4, checkpoint=mode,

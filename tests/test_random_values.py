@@ -47,7 +47,7 @@ FLOATS = ('x', 'turned', 'extra', 'table', 'scalar')
 
 
 def leaves_of_batch(choose, size):
-    """Give leaves for a mini-batch, by their names."""
+    """Return leaves for a mini-batch, by their names."""
     def rand(*shape):
         return torch.rand(*shape, dtype=torch.double) + 0.1
 

@@ -22,7 +22,7 @@ def parse_checkpoint(checkpoint: Any, n: int) -> Checkpoint:
 
 
 def checkpoint_stops(checkpoint: Checkpoint, m: int, n: int) -> list[int]:
-    """Tell how many of ``m`` micro-batches, from the first one on, each partition checkpoints.
+    """Return how many of ``m`` micro-batches, from the first one on, each partition checkpoints.
 
     >>> checkpoint_stops('except_last', m=4, n=2)
     [3, 3]

@@ -107,7 +107,7 @@ class _Owners(Turns):
             self.live.give(grad, j)
 
     def hand_over(self, j: int, place: Any, tensors: Sequence[Tensor]) -> None:
-        """Give a cell what it takes and is where it runs, also where that is no copy."""
+        """Return a cell what it takes and is where it runs, also where that is no copy."""
         for tensor in tensors:
             if tensor.device == memory_of(place):
                 self.live.give(tensor, j)
@@ -115,7 +115,7 @@ class _Owners(Turns):
 
 def peaks_by_partition(partitions: Sequence[nn.Module], run: Callable[[Turns], None]
                        ) -> dict[int, int]:
-    """Give the peak bytes of live tensors of each partition, in a memory that they share.
+    """Return the peak bytes of live tensors of each partition, in a memory that they share.
 
     Args:
         partitions: The partitions.

@@ -52,13 +52,13 @@ def wrap(model: nn.Sequential, setting: Setting, options: Options, batch: int, *
 
 
 def partitions_of(model: nn.Module) -> list[nn.Sequential]:
-    """Give the partitions of a GPipe; a model without one is one partition."""
+    """Return the partitions of a GPipe; a model without one is one partition."""
     partitions: Any = model.partitions if isinstance(model, GPipe) else [model]
     return list(partitions)
 
 
 def memory_of(device: torch.device) -> torch.device:
-    """Give the device whose memory tensors are in: one for all workers on the CPU."""
+    """Return the device whose memory tensors are in: one for all workers on the CPU."""
     return torch.device('cpu') if device.type == 'cpu' else device
 
 

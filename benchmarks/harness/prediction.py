@@ -58,7 +58,7 @@ def _result(experiment: Experiment, setting: Setting, speeds: dict[str, float], 
 
 
 def _speeds(measured: Profile, setting: Setting) -> dict[str, float]:
-    """Give samples per second, by schedule."""
+    """Return samples per second, by schedule."""
     return {name: setting.batch / seconds
             for name, seconds in step_seconds(measured, setting).items()}
 

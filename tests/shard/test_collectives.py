@@ -35,7 +35,7 @@ def summed(value):
 
 
 def mine(x, dim):
-    """Give this rank's part."""
+    """Return this rank's part."""
     return ts.slice(x, current().tensor_size, dim)[current().tensor_rank]
 
 
@@ -235,7 +235,7 @@ def test_only_short_parts_are_copied_before_they_are_sent():
 
 
 def of_another_size():
-    """Give a part that is none of the size."""
+    """Return a part that is none of the size."""
     with pytest.raises(ValueError, match='of a size of 5, the part of rank . of 2 is . long; this '
                        'one is 7: leave size out'):
         ts.distributed.gather(torch.ones(7), size=5)

@@ -12,7 +12,7 @@ from torchgpipe.timeline.picture import KINDS
 
 
 def words(path):
-    """Give the texts in an SVG, in their order."""
+    """Return the texts in an SVG, in their order."""
     return re.findall(r'<text[^>]*>([^<]*)</text>', path.read_text())
 
 
@@ -37,7 +37,7 @@ def test_a_png(tmp_path):
 
 
 def boxes(figure):
-    """Give lane, left edge, width and colour of all boxes of each plot."""
+    """Return lane, left edge, width and colour of all boxes of each plot."""
     from matplotlib.colors import to_hex
 
     return [sorted((round(path.get_extents().y0 + path.get_extents().y1) // 2,

@@ -21,7 +21,7 @@ SIZES = (5, 7, 31, 32)
 
 
 def sharded(x, tag=-1):
-    """Give this rank's part of whole logits, as the output of a layer has it: tagged."""
+    """Return this rank's part of whole logits, as the output of a layer has it: tagged."""
     begin, length = sizes.part(x.size(-1), ts.distributed.get_group_size(),
                                ts.distributed.get_rank())
     part = x.detach()[..., begin:begin + length].clone()
@@ -164,7 +164,7 @@ def test_label_smoothing():
 
 
 def probable():
-    """Give probabilities: whole, or a shard of them."""
+    """Return probabilities: whole, or a shard of them."""
     logits, target = draw(7, (2, 3), 'probabilities')
     for shard_target in (False, True):
         check(logits, target, shard_target, weight=weights(7), label_smoothing=.1)
@@ -396,7 +396,7 @@ def test_the_module_and_whole_logits():
 
 
 def refused(name):
-    """Give the error of a call, on each rank."""
+    """Return the error of a call, on each rank."""
     logits, target = draw(7, (2, 3), 'numbers')
     part, more = sharded(logits), {}
     rank = ts.distributed.get_rank()
@@ -477,7 +477,7 @@ ONLY_IN_DEBUG = {'other types of targets', 'other shapes', 'other types'}
 
 
 def refusals(names):
-    """Give the errors of several calls."""
+    """Return the errors of several calls."""
     return [refused(name) for name in names]
 
 
@@ -642,7 +642,7 @@ def test_a_step_has_two_collectives_and_the_host_waits_for_none():
 
 
 def wrong_unread():
-    """Give what does not fit, where the host reads nothing."""
+    """Return what does not fit, where the host reads nothing."""
     from torchgpipe.shard.nn import classes, loss
     logits, target = draw(7, (2, 3), 'numbers')
     rank = ts.distributed.get_rank()
