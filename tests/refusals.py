@@ -327,7 +327,7 @@ def while_mutation_is_allowed():
         train(wrap(linear(), linear()))
 
 
-def parted():
+def in_other_memories():
     """Change what a copy parted from another tensor, as if devices had memories of their own."""
     with patch('torchgpipe.engine.partition.Engine.apart', lambda *_: True), \
             patch('torchgpipe.engine.copy.copy_tensor', lambda x, *streams: x.clone()):
@@ -335,7 +335,7 @@ def parted():
 
 
 def handed_on():
-    """Hand on a tensor that changes in place in each micro-batch."""
+    """Forward a tensor that changes in place in each micro-batch."""
     kept = torch.zeros(4)
     wrap(Layer(lambda x: (x, kept.add_(1))), Layer(lambda xs: xs[0] + xs[1]))(torch.randn(4, 4))
 
@@ -550,7 +550,7 @@ REFUSALS = [
     lambda: train(wrap(Stash(lambda x: None), Pop())),
     lambda: train(wrap(Stash(lambda x: stash('y', x)), Pop())),
     change_skip,
-    parted,
+    in_other_memories,
     handed_on,
     drawn_elsewhere,
     lambda: train(wrap(linear(), Layer(add_one), checkpoint='always')),

@@ -397,7 +397,7 @@ def test_the_host_never_has_more_than_a_layer(weights):
         assert live.total == 12 * SIZE
     assert sum(x.nbytes for x in gpipe.parameters()) == 12 * SIZE
 
-    # The twin: built on the CPU, all of it is there.
+    # The counterpart: built on the CPU, all of it is there.
     with OnHost().watched() as live:
         GPipe(wide(), [4, 4, 4], devices=places)
     assert live.peak >= 12 * SIZE
@@ -448,5 +448,5 @@ def test_a_file_is_not_read_into_memory_beside_the_model(kind, tmp_path):
         return int(output.stdout) / size
 
     assert 0.9 < measure('path') < 1.3
-    if kind == 'torch':  # The twin: read at once, it is there twice.
+    if kind == 'torch':  # The counterpart: read at once, it is there twice.
         assert measure('mapping') > 1.9

@@ -98,7 +98,7 @@ def test_the_peak_of_a_training_step(devices, n):
     assert 0.8 * expected <= live.peak <= 1.1 * expected + beside
     assert live.now == parameters  # and nothing is left but gradients
 
-    # The twin: without checkpointing it takes far more.
+    # The counterpart: without checkpointing it takes far more.
     gpipe.zero_grad()
     gpipe.checkpoint = 'never'
     with LiveTensors().watched() as live:

@@ -1,4 +1,4 @@
-"""Several threads on one model, or on models that share layers: their cells take turns."""
+"""Several threads on one model, or on models that share layers: their cells are serialized."""
 import copy
 import threading
 

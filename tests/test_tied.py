@@ -311,7 +311,7 @@ def test_buffers_stay_shared_when_their_type_changes(gpipe):
 @apart
 @modes
 def test_passes_and_mini_batches_before_a_step(gpipe, mode):
-    """Two passes are under way, and gradients add up over two backward passes."""
+    """Two passes are in flight, and gradients add up over two backward passes."""
     gpipe.checkpoint = mode
     plain, inputs = unwrapped(gpipe), [tokens(), tokens(4), tokens()]
     losses = [[call(module, x).square().sum() for x in inputs] for module in (plain, gpipe)]

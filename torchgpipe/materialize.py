@@ -36,7 +36,7 @@ __all__ = ['Weights', 'materialize', 'open_weights']
 Weights = Mapping[str, Any] | str | os.PathLike[str]
 
 
-class Slot(NamedTuple):
+class TensorSlot(NamedTuple):
     """The place of a parameter or a buffer, and what is there."""
 
     module: nn.Module
@@ -45,7 +45,7 @@ class Slot(NamedTuple):
 
 
 #: Where each tensor of the meta device is first, by its id, which stays its own as it is here.
-Made = dict[int, Slot]
+FirstSlots = dict[int, TensorSlot]
 
 
 def materialize(module: nn.Sequential, devices: Sequence[torch.device],
@@ -65,7 +65,7 @@ def materialize(module: nn.Sequential, devices: Sequence[torch.device],
     helpless = [slot for layer in module for slot in _Plan(layer, loader is not None).helpless]
     if helpless:
         raise _without_value(module, helpless)
-    made: Made = {}
+    made: FirstSlots = {}
     for (name, layer), device in zip(module._modules.items(), devices):
         plan = _Plan(layer, loader is not None)  # without what stands in earlier layers, too
         slots = [slot for slot in _slots(layer) if slot.tensor.is_meta]
@@ -80,7 +80,7 @@ def materialize(module: nn.Sequential, devices: Sequence[torch.device],
         loader.check()
 
 
-def _without_value(module: nn.Module, slots: list[Slot]) -> ValueError:
+def _without_value(module: nn.Module, slots: list[TensorSlot]) -> ValueError:
     names = {part: name for name, part in module.named_modules()}
     listed = ', '.join(f"'{names[part]}.{name}' of a {type(part).__name__}"
                        for part, name, _ in slots)
@@ -91,21 +91,21 @@ def _without_value(module: nn.Module, slots: list[Slot]) -> ValueError:
         'build that module on the CPU.')
 
 
-def _slots(module: nn.Module, recurse: bool = True) -> Iterator[Slot]:
+def _slots(module: nn.Module, recurse: bool = True) -> Iterator[TensorSlot]:
     """Yield the parameters and buffers of a module, with the places that they are in."""
     for part in module.modules() if recurse else [module]:
         for tensors in (part._parameters, part._buffers):
-            yield from (Slot(part, name, x) for name, x in tensors.items() if x is not None)
+            yield from (TensorSlot(part, name, x) for name, x in tensors.items() if x is not None)
 
 
-def _allocate(slots: Iterable[Slot], device: torch.device) -> None:
+def _allocate(slots: Iterable[TensorSlot], device: torch.device) -> None:
     """Return memory to each place, also to several of one tensor, as constructors do."""
     for module, name, x in slots:
         setattr(module, name, _like(x, torch.empty_strided(
             x.size(), x.stride(), dtype=x.dtype, device=device)))
 
 
-def _move(slots: Iterable[Slot], device: torch.device, made: Made) -> None:
+def _move(slots: Iterable[TensorSlot], device: torch.device, made: FirstSlots) -> None:
     """Move what was made; let a tensor of several places be one again, that of the first place."""
     for slot in slots:
         module, name, x = slot
@@ -140,7 +140,7 @@ class _Plan:
         #: What to call, that of parts first.
         self.resets: list[Callable[[], object]] = []
         #: What nothing gives a value to.
-        self.helpless: list[Slot] = []
+        self.helpless: list[TensorSlot] = []
         for module in _parts_first(layer):
             self._add(module)
 
@@ -158,7 +158,7 @@ class _Plan:
         """Return whether a reset may write to a tensor."""
         return is_plain(x) and (id(x) in self._ids or id(x) in self._loaded)
 
-    def reset(self) -> list[Slot]:
+    def reset(self) -> list[TensorSlot]:
         """Reset them when they have memory; give those tensors that were not written to."""
         with unseen():
             # A copy on write has another address as soon as someone writes.

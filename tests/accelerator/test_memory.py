@@ -49,7 +49,7 @@ def layers(kinds):
 
 
 def keep_pace(gpipe):
-    """Let a partition hand on a gradient when the one before it has begun with the last one.
+    """Let a partition send a gradient when the one before it has begun with the last one.
 
     Autograd has a thread for each device. What one of them is ahead of another is memory as well,
     up to a gradient for each micro-batch, and differs from run to run.

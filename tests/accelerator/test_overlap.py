@@ -129,7 +129,7 @@ class Timeline:
 
 
 def beside(a, b):
-    """Return whether two things are under way at the same time."""
+    """Return whether two things are in flight at the same time."""
     return a[0] < b[1] and b[0] < a[1]
 
 
@@ -235,7 +235,7 @@ def others_bring_skips():
 
 @contextmanager
 def host_waits_for_cells():
-    """Let cells take turns, and the host wait for each."""
+    """Serialize cells, and let the host wait for each."""
     send = Pipeline._send
 
     def send_and_wait(pipeline, i, j, *args):

@@ -1,4 +1,4 @@
-"""Where modules, parameters and buffers stand, and which partitions take turns for it."""
+"""Where modules, parameters and buffers stand, and which partitions are serialized for it."""
 import pytest
 import torch
 from torch import nn

@@ -52,7 +52,7 @@ class Net(nn.Module):
         return self.head(ts.distributed.gather(ts.distributed.scatter(self.both(x)), size=6))
 
     def forward(self, x):
-        """Return logits or features, the mean of what is computed of own rows, and other things."""
+        """Return logits or features, the mean of what own rows give, and other things."""
         features = (self.features(x) if self.reentrant is None else
                     checkpoint(self.features, x, use_reentrant=self.reentrant))
         aside = self.backbone(x).square().mean()

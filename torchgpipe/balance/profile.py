@@ -6,7 +6,7 @@ what the layers before gave, with their skips, and runs several times::
     warm-up      forward, backward     not counted: kernels are chosen, lazy layers get their shape
     memory       forward               which of the tensors that it makes stay alive
     time         forward, backward     again and again; medians
-    halves       forward, backward     beside that, with a backward that is split; medians
+    split        forward, backward     beside that, with a backward that is split; medians
 
 All of that happens with the sample, and with a quarter of it: from both times follows how much of
 a layer's time does not shrink with the batch, and so is spent once per micro-batch.
@@ -235,7 +235,7 @@ def _run(module: nn.Module, layers: list[Measurement], budget: float | None) -> 
         while len(layers[0].seconds) < REPEATS or time.perf_counter() < end:
             for layer in layers:
                 layer.seconds.append(layer.train())
-            splits = splits and layers[0].train_in_halves()
+            splits = splits and layers[0].train_split()
     for layer in layers:
         layer.stop()  # and so off the device, before the next one is on it
     torch.clear_autocast_cache()  # which would keep the layer's weights until autocast ends
@@ -254,12 +254,12 @@ def _result(name: str, layers: list[Measurement]) -> LayerProfile:
 
 
 def _shares(layer: Measurement, backward: float) -> tuple[float | None, float | None]:
-    """Return which parts of a backward its halves take; it is in the first one if not split."""
+    """Return which shares of a backward I and W take; it is all in I if not split."""
     if not layer.seconds:
         return None, None
-    if not (layer.halves and backward):
+    if not (layer.split_seconds and backward):
         return 1.0, 0.0
-    first, second = (median(halves) / backward for halves in zip(*layer.halves))
+    first, second = (median(times) / backward for times in zip(*layer.split_seconds))
     return first, second
 
 

@@ -73,7 +73,7 @@ class LayerProfile:
     forward_overhead: float = 0.0
     #: The same part of ``backward_seconds``.
     backward_overhead: float = 0.0
-    #: The parts of ``backward_seconds`` that its halves take where a schedule splits it: gradients
+    #: The parts of ``backward_seconds`` that a split backward takes: gradients
     #: of what the layer was given, and of its weights. Splitting costs what makes them more than
     #: one together. ``None`` if that was not measured.
     input_share: float | None = None
@@ -119,8 +119,8 @@ class Peak(NamedTuple):
 def peaks(schedule: Schedule, checkpoint: str, is_plain_call: bool = False) -> list[Peak]:
     """Return what each stage of a schedule holds at its peak."""
     numbers = in_flight(schedule)
-    kept = numbers if checkpoint == 'never' else in_flight(schedule, 'BI')
-    return [Peak(number, kept[j], min(number, max(1, len(numbers) - 1)), 1 + is_plain_call)
+    alive = numbers if checkpoint == 'never' else in_flight(schedule, 'BI')
+    return [Peak(number, alive[j], min(number, max(1, len(numbers) - 1)), 1 + is_plain_call)
             for j, number in sorted(numbers.items())]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchgpipe.engine.scatter import cut, fit_rule
-from torchgpipe.sequential.check import check
+from torchgpipe.sequential.check import check_conversion
 from torchgpipe.sequential.convert import convert
 from torchgpipe.sequential.effects import copied, copied_value, without_grad
 from torchgpipe.sequential.errors import ConversionError
@@ -141,7 +141,7 @@ def _check(module: nn.Module, converted: Converted, sample: Any, batch_dim: Any,
     tensors, structure = flatten_nested(sample)
     batches, sizes, _ = cut(sample, 2, fit_rule(batch_dim, sample, converted))
     whole, halves = structure(tensors), [batch.value for batch in batches]
-    check(module, converted, whole, halves[0], advice)
+    check_conversion(module, converted, whole, halves[0], advice)
     if len(halves) > 1:
         check_mixing(module, whole, halves, sizes, batch_dim)
 
@@ -163,7 +163,7 @@ class Stage(Part, NamedLayer):
         return f'Stage({getattr(self._function, "__name__", type(self._function).__name__)})'
 
 
-class _Call:
+class _CallOf:
     """Call a submodule by its name."""
 
     def __init__(self, name: str) -> None:
@@ -182,7 +182,7 @@ def _make_stages(module: nn.Module, stages: Iterable[StageLike], sample: Any) ->
     for stage in stages:
         function = _function(module, stage)
         value, uses = _used(root, function, args, kwargs)
-        layers.append(stage if isinstance(stage, nn.Module) and not isinstance(function, _Call)
+        layers.append(stage if isinstance(stage, nn.Module) and not isinstance(function, _CallOf)
                       else Stage(module, function, with_all_names(module, uses, names)))
         args, kwargs = (value,), {}
     return converted(layers, module, attributes=True)
@@ -196,7 +196,7 @@ def _function(module: nn.Module, stage: StageLike) -> Callable[..., Any]:
         return stage
     name = next((name for name, each in module.named_modules() if each is stage and name), '')
     if name:
-        return _Call(name)
+        return _CallOf(name)
     if any(True for _ in (*stage.parameters(), *stage.buffers())):
         raise ValueError('a stage is a submodule of the model, or a function of it, but this '
                          f'{type(stage).__name__}, which has parameters, is not in it')

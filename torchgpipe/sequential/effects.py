@@ -1,4 +1,4 @@
-"""Side effects of a forward: kept off the user's model, and noticed where a graph misses them.
+"""Side effects of a forward: not on the user's model, and noticed where a graph misses them.
 
 A model runs in copies, which have its parameters and all else for themselves. What a graph would
 not repeat is noticed: another mode, a random number that is drawn unseen, an object that changes,
@@ -102,7 +102,7 @@ def _python_states() -> tuple[Any, ...]:
 def without_grad(function: Callable[[bool], T]) -> T:
     """Return what a function gives without grad mode; or in it, if it asks for gradients itself.
 
-    The function is told whether it is the latter.
+    The function gets whether it is the latter.
     """
     try:
         with torch.no_grad():

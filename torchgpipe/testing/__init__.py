@@ -15,7 +15,7 @@ from torchgpipe.split import parse_balance
 from torchgpipe.testing.culprits import quiet
 from torchgpipe.testing.differences import Comparison, Difference, compare
 from torchgpipe.testing.reasons import ways_out, why_of_micro_batches, why_of_the_pipeline
-from torchgpipe.testing.training import KINDS, InParts, Setup, Whole, Wrapped
+from torchgpipe.testing.training import RESULTS, InParts, Setup, Whole, Wrapped
 from torchgpipe.text import table
 
 __all__ = ['Comparison', 'Difference', 'Parity', 'check_parity']
@@ -57,7 +57,7 @@ def _rows(form: str, comparison: Comparison | None) -> Iterator[list[str]]:
     if comparison is None:
         yield [f'on the {form}', *['?'] * 5]
         return
-    for kind in KINDS:
+    for kind in RESULTS:
         found = [each for each in comparison.differences if each.kind == kind]
         if found:
             first = found[0]

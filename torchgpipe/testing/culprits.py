@@ -16,11 +16,11 @@ from torchgpipe.structure import leaves_of
 from torchgpipe.testing.differences import Difference
 from torchgpipe.testing.training import InParts, Setup, Whole, Wrapped
 
-__all__ = ['calls_of', 'culprit', 'quiet', 'where_in_backward', 'where_in_the_pipeline']
+__all__ = ['culprit', 'quiet', 'recorded_calls', 'where_in_backward', 'where_in_the_pipeline']
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """A call of a module.
 
     Attributes:
@@ -42,15 +42,15 @@ class Call:
     inner_drew: bool = False
 
 
-def calls_of(model: nn.Module, device: torch.device) -> list[Call]:
+def recorded_calls(model: nn.Module, device: torch.device) -> list[ModuleCall]:
     """Return a list to which each call of the modules in a model is added when it ends.
 
     Args:
         model: The model. Each call of a module ends in the thread in which it began.
         device: Where, beside the CPU, it may draw random numbers.
     """
-    found: list[Call] = []
-    begun: dict[int, list[Call]] = defaultdict(list)  # by thread
+    found: list[ModuleCall] = []
+    begun: dict[int, list[ModuleCall]] = defaultdict(list)  # by thread
     names = {module: name for name, module in model.named_modules() if name}
 
     def states() -> list[Tensor]:
@@ -58,7 +58,7 @@ def calls_of(model: nn.Module, device: torch.device) -> list[Call]:
         return [torch.get_rng_state()] + ([] if own is None else [own])
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-        begun[threading.get_ident()].append(Call(
+        begun[threading.get_ident()].append(ModuleCall(
             names[module], module, _copies((args, kwargs)), states=states()))
 
     def end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -87,12 +87,12 @@ def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(some, others))
 
 
-def _trace(form: Callable[[Setup], Whole], setup: Setup, step: int = 0) -> list[Call]:
+def _trace(form: Callable[[Setup], Whole], setup: Setup, step: int = 0) -> list[ModuleCall]:
     """Return the calls of modules in the forward pass of a step, the first of which is 0."""
     trained = form(setup)
     for before in range(step):
         trained.step(before)
-    calls = calls_of(trained.model, setup.place(0))
+    calls = recorded_calls(trained.model, setup.place(0))
     trained.forward(step)
     return calls
 
@@ -133,12 +133,12 @@ def where_in_backward(setup: Setup, differences: Sequence[Difference]) -> str:
     return f". Backward is right until it comes to '{names[-1]}'" if names else ''
 
 
-def _first(call: Call) -> str:
+def _first(call: ModuleCall) -> str:
     return f"'{call.name}' ({type(call.module).__name__}) is the first module to differ"
 
 
-def _wrong(whole: Sequence[Call], parts: Sequence[Call], sizes: Sequence[int]
-           ) -> Iterator[tuple[Call, '_Joined']]:
+def _wrong(whole: Sequence[ModuleCall], parts: Sequence[ModuleCall], sizes: Sequence[int]
+           ) -> Iterator[tuple[ModuleCall, '_Joined']]:
     """Return the calls that gave other outputs for the same inputs."""
     for call, calls in _pairs(whole, parts, len(sizes)):
         inputs = _Joined(call.inputs, [each.inputs for each in calls], sizes)
@@ -147,8 +147,8 @@ def _wrong(whole: Sequence[Call], parts: Sequence[Call], sizes: Sequence[int]
             yield call, outputs
 
 
-def _pairs(whole: Sequence[Call], parts: Sequence[Call], m: int
-           ) -> Iterator[tuple[Call, list[Call]]]:
+def _pairs(whole: Sequence[ModuleCall], parts: Sequence[ModuleCall], m: int
+           ) -> Iterator[tuple[ModuleCall, list[ModuleCall]]]:
     """Return each call, with the m calls that should make the same."""
     number: dict[str, int] = {}
     for call in whole:
@@ -201,7 +201,7 @@ def _dims(x: Tensor, xs: Sequence[Tensor]) -> list[int]:
         for y in xs) and sum(y.shape[dim] for y in xs) == x.shape[dim]]
 
 
-def _why(call: Call, outputs: _Joined) -> str:
+def _why(call: ModuleCall, outputs: _Joined) -> str:
     """Return what a module does that makes it differ."""
     if call.changed:
         return ('it changes its input in place, and so for each micro-batch what all of them '

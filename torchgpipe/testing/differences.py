@@ -3,7 +3,7 @@ import math
 from typing import NamedTuple
 
 from torchgpipe.distance import distance, typical_size
-from torchgpipe.testing.training import KINDS, Record, Whole
+from torchgpipe.testing.training import RESULTS, Record, Whole
 
 __all__ = ['Comparison', 'Difference', 'compare']
 
@@ -38,18 +38,18 @@ class Comparison:
     def __init__(self, tolerance: float) -> None:
         self._tolerance = tolerance
         self._found: dict[tuple[str, str], Difference] = {}
-        self.tensors = dict.fromkeys(KINDS, 0)
-        self.largest = dict.fromkeys(KINDS, 0.0)
+        self.tensors = dict.fromkeys(RESULTS, 0)
+        self.largest = dict.fromkeys(RESULTS, 0.0)
 
     @property
     def differences(self) -> list[Difference]:
         """The differences, kind by kind, the largest first."""
-        return sorted(self._found.values(), key=lambda each: (KINDS.index(each.kind), each.step,
+        return sorted(self._found.values(), key=lambda each: (RESULTS.index(each.kind), each.step,
                                                               -each.distance))
 
     def add(self, step: int, expected: Record, actual: Record) -> None:
         """Compare what came of a step, the first of which is 0."""
-        for kind in KINDS:
+        for kind in RESULTS:
             names = dict.fromkeys(name for of, name in [*expected, *actual] if of == kind)
             self.tensors[kind] = max(self.tensors[kind], len(names))
             typical = typical_size([x for (of, _), x in expected.items() if of == kind])

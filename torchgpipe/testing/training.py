@@ -30,10 +30,10 @@ from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.split import Sequential
 from torchgpipe.structure import call, flatten, flatten_nested, leaves_of, path_name
 
-__all__ = ['InParts', 'KINDS', 'Record', 'Setup', 'Whole', 'Wrapped']
+__all__ = ['InParts', 'RESULTS', 'Record', 'Setup', 'Whole', 'Wrapped']
 
 #: What comes of a step, of which each tensor has one of these kinds.
-KINDS = ('outputs', 'gradients', 'buffers', 'parameters')
+RESULTS = ('outputs', 'gradients', 'buffers', 'parameters')
 
 #: Copies of tensors on the CPU, by kind and name.
 Record = dict[tuple[str, str], Tensor]

@@ -1,6 +1,6 @@
 """Marks: between which points in time a device works for an action, and where in a graph they are.
 
-Points in time are told by the clock on the CPU, and on accelerators by events in their streams.
+Points in time are those of the clock on the CPU, and of events in streams on accelerators.
 """
 import time
 from collections.abc import Callable, Iterable
@@ -15,8 +15,8 @@ from torchgpipe.engine.stream import (AbstractStream, CPUStream, as_accelerator,
 from torchgpipe.private import at_end_of_backward, backward_pass
 from torchgpipe.schedule.action import Action
 
-__all__ = ['CellBackward', 'Mark', 'Stamp', 'Turns', 'last_nodes', 'nodes_between', 'producers',
-           'seconds', 'stamp']
+__all__ = ['CellBackward', 'CpuBackward', 'Mark', 'Stamp', 'last_nodes', 'nodes_between',
+           'producers', 'seconds', 'stamp']
 
 #: A device, and seconds or an event in a stream of that device.
 Stamp = tuple[torch.device, Any]
@@ -71,27 +71,27 @@ class CellBackward:
         return [Mark(self.action, *pair) for pair in zip(self.begins, self.ends)]
 
 
-class Turns:
-    """Whose nodes the CPU's thread runs in backward.
+class CpuBackward:
+    """For which cell the CPU's thread runs nodes in backward, one after the other.
 
     Args:
-        add: Takes note of the end of a turn.
+        add: Takes note of the end of a span.
     """
 
     def __init__(self, add: Callable[[Mark], None]) -> None:
         self._add = add
-        self._turn: tuple[Action, Stamp] | None = None
+        self._span: tuple[Action, Stamp] | None = None
         #: The backward pass, which may have failed since, and then has not come to its end.
         self._pass = -1
 
-    def take(self, action: Action) -> None:
+    def run(self, action: Action) -> None:
         """Let the thread work for an action from now on: one of its nodes is about to run."""
         if backward_pass() != self._pass:
-            self._pass, self._turn = backward_pass(), None
+            self._pass, self._span = backward_pass(), None
             at_end_of_backward(self.end)
-        if self._turn is None or self._turn[0] != action:
+        if self._span is None or self._span[0] != action:
             self.end()
-            self._turn = action, stamp(CPUStream)
+            self._span = action, stamp(CPUStream)
 
     def interrupt(self) -> None:
         """Let the thread do something else, until the next node runs."""
@@ -99,10 +99,10 @@ class Turns:
             self.end()
 
     def end(self) -> None:
-        """Let the thread work for nobody."""
-        if self._turn is not None:
-            self._add(Mark(*self._turn, stamp(CPUStream)))
-            self._turn = None
+        """End what the thread works for."""
+        if self._span is not None:
+            self._add(Mark(*self._span, stamp(CPUStream)))
+            self._span = None
 
 
 #: The node that takes a gradient out of a call, into a parameter.
