@@ -12,8 +12,7 @@ from torchgpipe.devices import forked_rng, is_cpu
 from torchgpipe.distance import arbitrary_loss
 from torchgpipe.errors import add_note
 from torchgpipe.split import parse_balance
-from torchgpipe.testing.culprits import quiet
-from torchgpipe.testing.differences import Comparison, Difference, compare
+from torchgpipe.testing.differences import Comparison, Difference, compare, quiet
 from torchgpipe.testing.reasons import ways_out, why_of_micro_batches, why_of_the_pipeline
 from torchgpipe.testing.training import RESULTS, InParts, Setup, Whole, Wrapped
 from torchgpipe.text import table

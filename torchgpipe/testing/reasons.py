@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchgpipe.structure import Arguments, Path, leaves_of, path_name
-from torchgpipe.testing.culprits import culprit, where_in_backward, where_in_the_pipeline
-from torchgpipe.testing.differences import Difference, compare
+from torchgpipe.testing.differences import (Difference, compare, culprit, where_in_backward,
+                                            where_in_the_pipeline)
 from torchgpipe.testing.training import InParts, Setup, Whole, Wrapped
 
 __all__ = ['ways_out', 'why_of_micro_batches', 'why_of_the_pipeline']

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.helpers import Spy
-from torchgpipe.testing.culprits import recorded_calls
+from torchgpipe.testing.differences import recorded_calls
 
 
 def test_calls_in_two_threads():
