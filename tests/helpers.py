@@ -60,6 +60,15 @@ def assert_same(actual, expected, tolerance=1e-12):
             assert (a.cpu() - b.cpu()).abs().max().item() <= tolerance * scale
 
 
+def assert_trains_alike(reference, gpipe, x, tolerance=1e-10):
+    """Check outputs and gradients of a pipeline against those of the model on the CPU."""
+    expected, actual = reference(x), gpipe(x.to(gpipe.devices[0]))
+    assert actual.device == gpipe.devices[-1]
+    expected.square().sum().backward()
+    actual.square().sum().backward()
+    assert_same([actual.cpu(), *gradients(gpipe)], [expected, *gradients(reference)], tolerance)
+
+
 def nodes(tensor):
     """Return all nodes of the graph that leads to a tensor."""
     found, queue = set(), [tensor.grad_fn]
