@@ -328,7 +328,7 @@ def while_mutation_is_allowed():
 
 
 def in_other_memories():
-    """Change what a copy parted from another tensor, as if devices had memories of their own."""
+    """Change what a copy would separate from another tensor, as if each device had a memory."""
     with patch('torchgpipe.engine.partition.Engine.apart', lambda *_: True), \
             patch('torchgpipe.engine.copy.copy_tensor', lambda x, *streams: x.clone()):
         train(wrap(Layer(lambda x: (x, x[:])), Layer(lambda xs: xs[0].add_(1) + xs[1])))

@@ -62,15 +62,15 @@ def materialize(module: nn.Sequential, devices: Sequence[torch.device],
             the module.
     """
     loader = None if weights is None else _Loader(open_weights(weights), module)
-    helpless = [slot for layer in module for slot in _Plan(layer, loader is not None).helpless]
+    helpless = [slot for layer in module for slot in _Resets(layer, loader is not None).helpless]
     if helpless:
         raise _without_value(module, helpless)
     made: FirstSlots = {}
     for (name, layer), device in zip(module._modules.items(), devices):
-        plan = _Plan(layer, loader is not None)  # without what stands in earlier layers, too
+        reset = _Resets(layer, loader is not None)  # without what stands in earlier layers
         slots = [slot for slot in _slots(layer) if slot.tensor.is_meta]
-        _allocate(slots, torch.device('cpu') if plan.resets else device)
-        forgotten = plan.reset()
+        _allocate(slots, torch.device('cpu') if reset.resets else device)
+        forgotten = reset.run()
         if forgotten:
             raise _without_value(module, forgotten)
         _move(slots, device, made)
@@ -123,7 +123,7 @@ def _like(x: Tensor, value: Tensor) -> Tensor:
     return new
 
 
-class _Plan:
+class _Resets:
     """Which modules of a layer to reset, for which of its tensors.
 
     Args:
@@ -158,8 +158,8 @@ class _Plan:
         """Return whether a reset may write to a tensor."""
         return is_plain(x) and (id(x) in self._ids or id(x) in self._loaded)
 
-    def reset(self) -> list[TensorSlot]:
-        """Reset them when they have memory; give those tensors that were not written to."""
+    def run(self) -> list[TensorSlot]:
+        """Reset them when they have memory; return those tensors that were not written to."""
         with unseen():
             # A copy on write has another address as soon as someone writes.
             fresh = [(slot, now, lazy_clone(now.detach())) for slot in self._needed

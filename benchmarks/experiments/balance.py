@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from benchmarks.harness.job import synchronize
 from benchmarks.harness.page import Section
 from benchmarks.harness.report import Rows, machine, output_folder, table, write_json
 from benchmarks.harness.turns import Turns
 from torchgpipe import GPipe
 from torchgpipe.balance import Balance, profile
+from torchgpipe.devices import synchronize
 from torchgpipe.skip import Namespace, SkipGenerator, Skippable, pop, skippable, stash
 
 CHUNKS = 4

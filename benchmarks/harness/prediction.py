@@ -11,11 +11,11 @@ import torch
 
 from benchmarks.harness.chart import draw_predictions
 from benchmarks.harness.experiment import Experiment, Setting
-from benchmarks.harness.job import memory_of
 from benchmarks.harness.options import Options
 from benchmarks.harness.report import describe, machine, output_folder, table, write_json
 from benchmarks.harness.tables import prediction_notes, prediction_rows
 from torchgpipe.balance import Profile, profile
+from torchgpipe.devices import memory_of
 from torchgpipe.plan import Costs, simulate
 from torchgpipe.schedule import NAMES, make
 from torchgpipe.schedule.plain import PLAIN_CALL

@@ -178,6 +178,6 @@ def _check(setup: Setup, steps: int, tolerance: float) -> Parity:
 
 def _draws_in_any_order(setup: Setup) -> bool:
     """Return whether partitions on one accelerator draw in an order that depends on the others."""
-    places = [setup.place(j) for j in range(len(setup.balance))]
+    places = [setup.device_of(j) for j in range(len(setup.balance))]
     accelerators = [place for place in places if not is_cpu(place)]
     return len(set(places)) > 1 and len(set(accelerators)) < len(accelerators)

@@ -165,7 +165,7 @@ def _trace(form: Callable[[Setup], Whole], setup: Setup, step: int = 0) -> list[
     trained = form(setup)
     for before in range(step):
         trained.step(before)
-    calls = recorded_calls(trained.model, setup.place(0))
+    calls = recorded_calls(trained.model, setup.device_of(0))
     trained.forward(step)
     return calls
 

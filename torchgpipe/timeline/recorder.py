@@ -66,7 +66,7 @@ def record(model: GPipe) -> Iterator[Timeline]:
     """
     engine = model._running_engine()
     recorder = _Observer(engine)
-    timeline = Timeline((), recorder.devices)
+    timeline = Timeline((), recorder.lane_names)
     try:
         with engine.observed(recorder):
             recorder.start()
@@ -95,12 +95,12 @@ class _Observer:
 
     def __init__(self, engine: Engine) -> None:
         self._workers = engine.workers
-        self._places = [partition.device for partition in engine.partitions]
+        self._devices = [partition.device for partition in engine.partitions]
         keys = [partition.worker for partition in engine.partitions]
         lanes = [*dict.fromkeys(keys)]
         self._lanes = [lanes.index(key) for key in keys]
         #: The names of lanes.
-        self.devices = [f'{kind}:{index}' for kind, index in lanes]
+        self.lane_names = [f'{kind}:{index}' for kind, index in lanes]
         self._marks: list[Mark] = []
         self._copies: list[tuple[Copied, Stamp, Stamp]] = []
         self._backwards: list[CellBackward] = []
@@ -113,14 +113,14 @@ class _Observer:
 
     def start(self) -> None:
         """Let time begin, on all devices at once."""
-        synchronize(self._places)
-        self._zero = dict(map(stamp, [CPUStream, *map(current_stream, {*self._places})]))
+        synchronize(self._devices)
+        self._zero = dict(map(stamp, [CPUStream, *map(current_stream, {*self._devices})]))
 
     def cell(self, i: int, m: int, j: int, value: Value, skips: Sequence[torch.Tensor | None]
              ) -> Callable[[Value], None]:
         """Record a cell, and hang what records its backward into the graph."""
         before = producers([*Batch(value), *(x for x in skips if x is not None)])
-        stream = current_stream(self._places[j])
+        stream = current_stream(self._devices[j])
         self._m = max(m, self._m)
         if context.recomputing:
             self._local.backward.interrupt()
@@ -192,7 +192,7 @@ class _Observer:
     def _lane(self, stream: AbstractStream) -> int:
         """Return the first lane of a stream's memory."""
         key = memory_key(get_device(stream))
-        return next(lane for lane, place in zip(self._lanes, self._places)
+        return next(lane for lane, place in zip(self._lanes, self._devices)
                     if memory_key(place) == key)
 
     def unhook(self) -> None:
@@ -202,7 +202,7 @@ class _Observer:
 
     def finish(self) -> tuple[list[Timed], list[Copied]]:
         """Wait for the devices, and return what was recorded, in seconds since the first start."""
-        synchronize(self._places)
+        synchronize(self._devices)
         marks = self._marks + [mark for each in self._backwards for mark in each.marks()]
         actions = [Timed(self._lanes[action.stage], action, *self._times(*points))
                    for action, *points in marks]
