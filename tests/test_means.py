@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from tests.devices import cpu_only
 from tests.helpers import assert_same
-from tests.test_step_losses import PADDED, PROBABILITIES, WEIGHT, models, plain, step
+from tests.test_losses import PADDED, PROBABILITIES, WEIGHT, models, plain, step
 from torchgpipe.means import BY_WEIGHT, LOSSES
 
 pytestmark = cpu_only('it is about losses, not where they are')

@@ -16,7 +16,7 @@ from torchgpipe.engine.gather import REDUCTIONS, gather
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run
 from torchgpipe.engine.scatter import check_rule, cut, fit_rule
-from torchgpipe.materialize import Weights, materialize
+from torchgpipe.materialize import materialize
 from torchgpipe.private import allows_mutation, has_hooks, is_transformed, proxy_mode, uncompiled
 from torchgpipe.schedule.plain import PLAIN_CALL
 from torchgpipe.sequential.convert import not_sequential
@@ -27,6 +27,7 @@ from torchgpipe.split import (parse_balance, parse_devices, split, still_shared,
                               verify_shared, verify_source)
 from torchgpipe.step import Losses, ScheduleLike, run_step
 from torchgpipe.structure import Arguments, flatten_nested
+from torchgpipe.weights import Weights
 
 __all__ = ['GPipe']
 

@@ -15,11 +15,7 @@ Initial values are drawn on the CPU, so they depend neither on devices nor on th
 reset as constructors do it, those within a module first. Where weights are given, only what a
 state dict leaves out is reset, as buffers that are not persistent.
 """
-import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,14 +25,12 @@ from torchgpipe.engine.checkpoint.snapshot import is_plain
 from torchgpipe.errors import add_note
 from torchgpipe.private import RESETS, data_address, lazy_clone, unseen
 from torchgpipe.sequential.parts import to_own_names
+from torchgpipe.weights import Weights, open_weights
 
-__all__ = ['Weights', 'materialize', 'open_weights']
-
-#: Tensors by their names, or the file that has them.
-Weights = Mapping[str, Any] | str | os.PathLike[str]
+__all__ = ['materialize']
 
 
-class TensorSlot(NamedTuple):
+class Slot(NamedTuple):
     """The place of a parameter or a buffer, and what is there."""
 
     module: nn.Module
@@ -45,7 +39,7 @@ class TensorSlot(NamedTuple):
 
 
 #: Where each tensor of the meta device is first, by its id, which stays its own as it is here.
-FirstSlots = dict[int, TensorSlot]
+Made = dict[int, Slot]
 
 
 def materialize(module: nn.Sequential, devices: Sequence[torch.device],
@@ -55,22 +49,22 @@ def materialize(module: nn.Sequential, devices: Sequence[torch.device],
     Args:
         module: The layers.
         devices: Where each of them will live.
-        weights: See :func:`~torchgpipe.materialize.open_weights`.
+        weights: See :func:`~torchgpipe.weights.open_weights`.
 
     Raises:
         ValueError: A tensor has no value and no way to get one, or the weights are not those of
             the module.
     """
     loader = None if weights is None else _Loader(open_weights(weights), module)
-    helpless = [slot for layer in module for slot in _Resets(layer, loader is not None).helpless]
+    helpless = [slot for layer in module for slot in _Plan(layer, loader is not None).helpless]
     if helpless:
         raise _without_value(module, helpless)
-    made: FirstSlots = {}
+    made: Made = {}
     for (name, layer), device in zip(module._modules.items(), devices):
-        reset = _Resets(layer, loader is not None)  # without what stands in earlier layers
+        plan = _Plan(layer, loader is not None)  # without what stands in earlier layers, too
         slots = [slot for slot in _slots(layer) if slot.tensor.is_meta]
-        _allocate(slots, torch.device('cpu') if reset.resets else device)
-        forgotten = reset.run()
+        _allocate(slots, torch.device('cpu') if plan.resets else device)
+        forgotten = plan.reset()
         if forgotten:
             raise _without_value(module, forgotten)
         _move(slots, device, made)
@@ -80,7 +74,7 @@ def materialize(module: nn.Sequential, devices: Sequence[torch.device],
         loader.check()
 
 
-def _without_value(module: nn.Module, slots: list[TensorSlot]) -> ValueError:
+def _without_value(module: nn.Module, slots: list[Slot]) -> ValueError:
     names = {part: name for name, part in module.named_modules()}
     listed = ', '.join(f"'{names[part]}.{name}' of a {type(part).__name__}"
                        for part, name, _ in slots)
@@ -91,21 +85,21 @@ def _without_value(module: nn.Module, slots: list[TensorSlot]) -> ValueError:
         'build that module on the CPU.')
 
 
-def _slots(module: nn.Module, recurse: bool = True) -> Iterator[TensorSlot]:
+def _slots(module: nn.Module, recurse: bool = True) -> Iterator[Slot]:
     """Yield the parameters and buffers of a module, with the places that they are in."""
     for part in module.modules() if recurse else [module]:
         for tensors in (part._parameters, part._buffers):
-            yield from (TensorSlot(part, name, x) for name, x in tensors.items() if x is not None)
+            yield from (Slot(part, name, x) for name, x in tensors.items() if x is not None)
 
 
-def _allocate(slots: Iterable[TensorSlot], device: torch.device) -> None:
+def _allocate(slots: Iterable[Slot], device: torch.device) -> None:
     """Return memory to each place, also to several of one tensor, as constructors do."""
     for module, name, x in slots:
         setattr(module, name, _like(x, torch.empty_strided(
             x.size(), x.stride(), dtype=x.dtype, device=device)))
 
 
-def _move(slots: Iterable[TensorSlot], device: torch.device, made: FirstSlots) -> None:
+def _move(slots: Iterable[Slot], device: torch.device, made: Made) -> None:
     """Move what was made; let a tensor of several places be one again, that of the first place."""
     for slot in slots:
         module, name, x = slot
@@ -123,7 +117,7 @@ def _like(x: Tensor, value: Tensor) -> Tensor:
     return new
 
 
-class _Resets:
+class _Plan:
     """Which modules of a layer to reset, for which of its tensors.
 
     Args:
@@ -140,7 +134,7 @@ class _Resets:
         #: What to call, that of parts first.
         self.resets: list[Callable[[], object]] = []
         #: What nothing gives a value to.
-        self.helpless: list[TensorSlot] = []
+        self.helpless: list[Slot] = []
         for module in _parts_first(layer):
             self._add(module)
 
@@ -158,8 +152,8 @@ class _Resets:
         """Return whether a reset may write to a tensor."""
         return is_plain(x) and (id(x) in self._ids or id(x) in self._loaded)
 
-    def run(self) -> list[TensorSlot]:
-        """Reset them when they have memory; return those tensors that were not written to."""
+    def reset(self) -> list[Slot]:
+        """Reset them when they have memory; give those tensors that were not written to."""
         with unseen():
             # A copy on write has another address as soon as someone writes.
             fresh = [(slot, now, lazy_clone(now.detach())) for slot in self._needed
@@ -222,64 +216,3 @@ class _Loader:
             raise ValueError(f'the weights are not those of the module: missing {missing}, '
                              f'unexpected {unexpected}. Their names are those of '
                              'module.state_dict(); pass a mapping that has them')
-
-
-def open_weights(weights: Weights) -> Mapping[str, Any]:
-    """Return tensors by their names, without reading them yet.
-
-    Args:
-        weights: A mapping, which is given back; a file of ``torch.save``, which is mapped into
-            memory; or, of the package `safetensors <https://huggingface.co/docs/safetensors>`_, a
-            file ``….safetensors`` or the index ``….safetensors.index.json`` of several.
-
-    Raises:
-        TypeError: It is something else, or the file holds something else.
-    """
-    if isinstance(weights, Mapping):
-        return weights
-    if not isinstance(weights, (str, os.PathLike)):
-        raise TypeError('weights are a mapping from names to tensors, or the path of a file, not '
-                        f'{type(weights).__name__}')
-    path = Path(weights)
-    if path.suffix == '.safetensors':
-        return _SafeTensors.of_file(path)
-    if path.name.endswith('.safetensors.index.json'):
-        files = json.loads(path.read_text())['weight_map']
-        return _SafeTensors({name: path.with_name(file) for name, file in files.items()})
-    found = torch.load(path, map_location='cpu', mmap=True, weights_only=True)
-    if not isinstance(found, Mapping):
-        raise TypeError(f"'{path}' holds no state dict, but {type(found).__name__}; save "
-                        'model.state_dict(), or pass a mapping from names to tensors')
-    return found
-
-
-class _SafeTensors(Mapping[str, Any]):
-    """Tensors in files of safetensors: which name is in which file."""
-
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        self._files = files
-
-    @staticmethod
-    def of_file(path: Path) -> '_SafeTensors':
-        with _open(path) as file:
-            return _SafeTensors(dict.fromkeys(file.keys(), path))
-
-    def __getitem__(self, name: str) -> Any:
-        # Opened for one tensor at a time, so that what was read of others can leave the memory.
-        with _open(self._files[name]) as file:
-            return file.get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-
-def _open(path: Path) -> Any:
-    try:
-        package = import_module('safetensors')
-    except ImportError as error:
-        raise ImportError(f"to read '{path}' takes the package safetensors: pip install "
-                          'safetensors') from error
-    return package.safe_open(path, framework='pt')

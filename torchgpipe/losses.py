@@ -1,0 +1,173 @@
+"""The loss of a mini-batch, computed from those of its micro-batches.
+
+::
+
+    normalizer          loss_fn gives           the loss is
+    None                a mean over samples     Σ loss · samples / all samples
+    a function          a mean over what that   Σ loss · counted / all counted
+                        counts in a target
+    a number            a sum                   Σ loss / number
+"""
+from collections.abc import Callable, Sequence
+from math import inf
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.leaves import leaf_of
+from torchgpipe.engine.scatter import cut
+from torchgpipe.errors import add_note
+from torchgpipe.means import LossMonitor, check_reduction, is_of_pytorch, itself, own_normalizer
+from torchgpipe.structure import leaves_of
+
+__all__ = ['Losses']
+
+
+class Losses:
+    """The loss of each micro-batch, and what it counts in the whole.
+
+    Args:
+        function: ``loss_fn(output, target)``.
+        target: A value of any nesting, or ``None``.
+        sizes: The numbers of samples of micro-batches.
+        batch_dim: The rule for the target.
+        normalizer: See above.
+        scale: Makes another loss of one for backward, as ``GradScaler.scale``.
+
+    Raises:
+        ValueError: The target has another number of samples, or the loss is known to be no mean.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Tensor], target: Any, sizes: Sequence[int],
+                 batch_dim: Any, normalizer: Any, scale: Callable[[Tensor], Tensor] | None
+                 ) -> None:
+        self._function = function
+        self._scale = scale
+        self._targets = _scatter(target, sizes, batch_dim)
+        #: The same as leaves, each of which has a graph of its own above it.
+        self._leaves = [Batch.of(tuple(map(leaf_of, batch)), batch.kind)
+                        for batch in self._targets]
+        self._weights = _weights(function, [batch.value for batch in self._leaves], sizes,
+                                 normalizer)
+        self._losses: list[Tensor] = []
+        self._learns = False
+        is_known = normalizer is not None or is_of_pytorch(function)
+        self._monitor = None if is_known else LossMonitor(sizes)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that it is made of."""
+        loss = itself(self._function)
+        return [*loss.modules()] if isinstance(loss, nn.Module) else []
+
+    def __call__(self, i: int, output: Any) -> Tensor:
+        """Compute that of micro-batch ``i``, and give what its backward starts from."""
+        if self._weights[i] == 0:  # The mean of nothing is no number.
+            return torch.zeros((), requires_grad=True)
+        try:
+            given = output, self._leaves[i].value
+            loss = (self._monitor.call(i, self._function, *given) if self._monitor
+                    else self._function(*given))
+            _check(loss, 'loss_fn')
+            scaled = loss = loss * self._weights[i]
+            if self._scale is not None:
+                scaled = self._scale(loss)
+                _check(scaled, 'scale')
+                if loss.requires_grad and not scaled.requires_grad:
+                    raise RuntimeError('scale has detached the loss, so there is nothing to train')
+        except Exception as error:
+            add_note(error, f'in the loss of micro-batch {i} of {len(self._targets)}')
+            raise
+        self._losses.append(loss.detach())
+        if self._monitor and len(self._losses) == len(self._targets):
+            self._monitor.check()
+        self._learns |= scaled.requires_grad
+        # A micro-batch may have nothing to learn from.
+        return scaled if scaled.requires_grad else scaled.detach().requires_grad_()
+
+    def total(self) -> Tensor:
+        """Return the loss of the mini-batch, a scalar.
+
+        Raises:
+            RuntimeError: In none of its micro-batches did it require grad.
+        """
+        if self._losses and not self._learns:
+            raise RuntimeError('the loss does not require grad, so there is nothing to train: '
+                               'neither a parameter nor the input requires grad, or loss_fn has '
+                               'detached it')
+        return torch.stack(self._losses).sum() if self._losses else torch.zeros(())
+
+    def gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the parts of the target that have a gradient, each with that."""
+        return [(x, leaf.grad) for batch, leaves in zip(self._targets, self._leaves)
+                for x, leaf in zip(batch, leaves) if leaf.grad is not None]
+
+
+def _scatter(target: Any, sizes: Sequence[int], batch_dim: Any) -> list[Batch]:
+    """Cut a target as the input was cut."""
+    if not any(isinstance(leaf.value, Tensor) for leaf in leaves_of(target)):
+        return [Batch.of((), lambda tensors: target)] * len(sizes)
+    batches, own, _ = cut(target, len(sizes), batch_dim, 'target')
+    if own != list(sizes):
+        raise ValueError(f'the target has {sum(own)} samples, but the input has {sum(sizes)}; '
+                         'both are cut along their batch dimensions. Say which one that of the '
+                         'target is: target_dim=0')
+    return batches
+
+
+def _check(loss: Any, name: str) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+        raise ValueError(f'{name} must give a scalar tensor of real numbers, but gave '
+                         f'{_outline(loss)}; reduce it, as by loss.mean(), or give the plain call '
+                         'a loss of another form')
+
+
+def _outline(value: Any) -> str:
+    """Write what something is in a few words."""
+    if isinstance(value, Tensor):
+        grad = ' that requires grad' if value.requires_grad else ''
+        return f'a tensor of {value.dtype} of shape {tuple(value.shape)}{grad}'
+    return f'{type(value).__name__} {value}' if isinstance(value, Real) else type(value).__name__
+
+
+def _weights(loss: Any, targets: Sequence[Any], sizes: Sequence[int], normalizer: Any
+             ) -> list[float]:
+    """Return what the loss of each micro-batch counts.
+
+    Numbers are Python's, which are exact, and on no device.
+    """
+    check_reduction(loss, normalizer)
+    if normalizer is None:
+        normalizer = own_normalizer(loss, targets)
+    if normalizer is None:
+        return [size / sum(sizes) for size in sizes]
+    if not callable(normalizer):
+        number = _number(normalizer)
+        if not number:
+            raise ValueError('normalizer must be a function, or a finite number above zero that '
+                             f'the loss is divided by, but is {_outline(normalizer)}')
+        return [1 / number] * len(sizes)
+    given = [normalizer(target) for target in targets]
+    counts = [count for each in given if (count := _number(each)) is not None]
+    if len(counts) < len(given):
+        wrong = next(each for each in given if _number(each) is None)
+        raise ValueError('normalizer must count how much of the target of a micro-batch the loss '
+                         'is a mean over, a finite number not below zero, but gave '
+                         f'{_outline(wrong)}; a function that does is lambda target: (target != '
+                         'ignore_index).sum()')
+    if not sum(counts):
+        raise ValueError('normalizer, or the loss by itself, counts nothing in the whole target, '
+                         'so there is no mean over it; leave out this mini-batch')
+    return [count / sum(counts) for count in counts]
+
+
+def _number(value: Any) -> float | None:
+    """Return a number that can be a count; ``None`` for what can not be one."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < inf:
+        return None
+    return float(value)

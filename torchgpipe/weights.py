@@ -1,0 +1,75 @@
+"""Weights: the tensors of a state dict by their names, each read when it is asked for."""
+import json
+import os
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ['Weights', 'open_weights']
+
+#: Tensors by their names, or the file that has them.
+Weights = Mapping[str, Any] | str | os.PathLike[str]
+
+
+def open_weights(weights: Weights) -> Mapping[str, Any]:
+    """Return tensors by their names, without reading them yet.
+
+    Args:
+        weights: A mapping, which is given back; a file of ``torch.save``, which is mapped into
+            memory; or, of the package `safetensors <https://huggingface.co/docs/safetensors>`_, a
+            file ``….safetensors`` or the index ``….safetensors.index.json`` of several.
+
+    Raises:
+        TypeError: It is something else, or the file holds something else.
+    """
+    if isinstance(weights, Mapping):
+        return weights
+    if not isinstance(weights, (str, os.PathLike)):
+        raise TypeError('weights are a mapping from names to tensors, or the path of a file, not '
+                        f'{type(weights).__name__}')
+    path = Path(weights)
+    if path.suffix == '.safetensors':
+        return _SafeTensors.of_file(path)
+    if path.name.endswith('.safetensors.index.json'):
+        files = json.loads(path.read_text())['weight_map']
+        return _SafeTensors({name: path.with_name(file) for name, file in files.items()})
+    found = torch.load(path, map_location='cpu', mmap=True, weights_only=True)
+    if not isinstance(found, Mapping):
+        raise TypeError(f"'{path}' holds no state dict, but {type(found).__name__}; save "
+                        'model.state_dict(), or pass a mapping from names to tensors')
+    return found
+
+
+class _SafeTensors(Mapping[str, Any]):
+    """Tensors in files of safetensors: which name is in which file."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = files
+
+    @staticmethod
+    def of_file(path: Path) -> '_SafeTensors':
+        with _open(path) as file:
+            return _SafeTensors(dict.fromkeys(file.keys(), path))
+
+    def __getitem__(self, name: str) -> Any:
+        # Opened for one tensor at a time, so that what was read of others can leave the memory.
+        with _open(self._files[name]) as file:
+            return file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def _open(path: Path) -> Any:
+    try:
+        package = import_module('safetensors')
+    except ImportError as error:
+        raise ImportError(f"to read '{path}' takes the package safetensors: pip install "
+                          'safetensors') from error
+    return package.safe_open(path, framework='pt')
