@@ -25,7 +25,7 @@ autodoc_typehints_description_target = 'documented_params'
 autodoc_default_options = {'members': True}
 napoleon_use_ivar = True
 
-modules = ('balance', 'balance.blockpartition', 'balance.profiled', 'predict.layers',
+modules = ('balance', 'balance.blockpartition', 'balance.profiled', 'predict.blocks',
            'balance.profile', 'batchnorm', 'checkpoint', 'copy', 'dependency', 'microbatch',
            'phony', 'pipeline', 'plan', 'schedule', 'skip', 'skip.layout', 'skip.portal',
            'skip.tracker', 'stream', 'testing', 'timeline', 'worker')

@@ -14,7 +14,7 @@ TABLE = re.compile(r'(?<=<!-- import layers -->\n).*?(?=<!-- end of import layer
 
 
 def module(path: Path) -> str:
-    """Give a file's name within the package: ``skip.portal``, and ``skip`` for a folder's."""
+    """Return a file's name within the package: ``skip.portal``, and ``skip`` for a folder's."""
     parts = path.relative_to(PACKAGE.parent).with_suffix('').parts
     return '.'.join(parts).removesuffix('.__init__').removeprefix('torchgpipe.')
 
@@ -23,7 +23,7 @@ FILES = {module(path): path for path in sorted(PACKAGE.glob('**/*.py'))}
 
 
 def imports(path: Path) -> set[str]:
-    """Give the modules of the package that a file imports, anywhere in it."""
+    """Return the modules of the package that a file imports, anywhere in it."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('torchgpipe'):
@@ -38,7 +38,7 @@ def imports(path: Path) -> set[str]:
 
 
 def layers(graph: dict[str, set[str]]) -> dict[str, int]:
-    """Give the layer of each module.
+    """Return the layer of each module.
 
     >>> layers({'a': {'b', 'c'}, 'b': {'c'}, 'c': set()})
     {'a': 2, 'b': 1, 'c': 0}
@@ -65,12 +65,12 @@ def layers(graph: dict[str, set[str]]) -> dict[str, int]:
 
 
 def graph() -> dict[str, set[str]]:
-    """Give what each module of the package imports of it."""
+    """Return what each module of the package imports of it."""
     return {name: imports(path) - {name} for name, path in FILES.items()}
 
 
 def table() -> str:
-    """Give the table, highest layer first, with the first line of each file."""
+    """Return the table, highest layer first, with the first line of each file."""
     found = layers(graph())
     rows = ['| layer | files |', '|---|---|']
     for k in sorted(set(found.values()), reverse=True):
@@ -81,7 +81,7 @@ def table() -> str:
 
 
 def idea(path: Path) -> str:
-    """Give the first line of a file's docstring."""
+    """Return the first line of a file's docstring."""
     docstring = ast.get_docstring(ast.parse(path.read_text()))
     assert docstring, path
     return docstring.splitlines()[0].rstrip('.')

@@ -11,7 +11,7 @@ class Clock:
         self.tick = 0.
 
     def perf_counter(self):
-        """Give the time."""
+        """Return the time."""
         now = self.now
         self.now += self.tick
         return now

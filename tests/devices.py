@@ -10,7 +10,7 @@ ACCELERATOR = str(torch.accelerator.current_accelerator(check_available=True) or
 
 
 def places(letters):
-    """Give a device for each letter: `c` is the CPU, `a` the next of the accelerators."""
+    """Return a device for each letter: `c` is the CPU, `a` the next of the accelerators."""
     count = torch.accelerator.device_count() if 'a' in letters else 0
     return ['cpu' if letter == 'c' else f'{ACCELERATOR}:{j % count}'
             for j, letter in enumerate(letters)]
@@ -23,11 +23,11 @@ class Devices:
         self._make = make
 
     def __call__(self, n):
-        """Give a list of n devices."""
+        """Return a list of n devices."""
         return self._make(n)
 
     def distinct(self, n):
-        """Give n different ones; skip the test if there are fewer."""
+        """Return n different ones; skip the test if there are fewer."""
         if self.are_accelerators and torch.accelerator.device_count() < n:
             pytest.skip(f'needs {n} accelerators')
         return self(n)

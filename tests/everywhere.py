@@ -66,7 +66,7 @@ class Everywhere:
 
 
 def _watch(patch):
-    """Give a list that gets longer when something is told of a device."""
+    """Return a list that gets longer when something is told of a device."""
     seen = []
     for owner, name in TOLD:
         def watched(*args, _function=getattr(owner, name), **kwargs):
@@ -79,7 +79,7 @@ def _watch(patch):
 
 
 def _why_not(item):
-    """Give the reason why a test runs on the CPU only; nothing if it gives none; None if not."""
+    """Return the reason why a test runs on the CPU only; nothing if it gives none; None if not."""
     for mark in item.iter_markers('parametrize'):
         if any(each.name == 'accelerator' for value in mark.args[1]
                for each in getattr(value, 'marks', ())):

@@ -27,7 +27,7 @@ modes = pytest.mark.parametrize('mode', MODES)
 
 
 def tensors_of(value):
-    """Give the tensors of a tensor or a tuple."""
+    """Return the tensors of a tensor or a tuple."""
     return (value,) if isinstance(value, torch.Tensor) else value
 
 
@@ -38,7 +38,7 @@ def micro_batches(x, chunks):
 
 
 def gradients(module):
-    """Give a copy of all gradients, on the CPU."""
+    """Return a copy of all gradients, on the CPU."""
     return [None if p.grad is None else p.grad.clone().cpu() for p in module.parameters()]
 
 
@@ -60,8 +60,17 @@ def assert_same(actual, expected, tolerance=1e-12):
             assert (a.cpu() - b.cpu()).abs().max().item() <= tolerance * scale
 
 
+def assert_trains_alike(reference, gpipe, x, tolerance=1e-10):
+    """Check outputs and gradients of a pipeline against those of the model on the CPU."""
+    expected, actual = reference(x), gpipe(x.to(gpipe.devices[0]))
+    assert actual.device == gpipe.devices[-1]
+    expected.square().sum().backward()
+    actual.square().sum().backward()
+    assert_same([actual.cpu(), *gradients(gpipe)], [expected, *gradients(reference)], tolerance)
+
+
 def nodes(tensor):
-    """Give all nodes of the graph that leads to a tensor."""
+    """Return all nodes of the graph that leads to a tensor."""
     found, queue = set(), [tensor.grad_fn]
     while queue:
         node = queue.pop()
@@ -72,12 +81,12 @@ def nodes(tensor):
 
 
 def on_first(gpipe, x):
-    """Give a copy of a tensor on the device where a pipeline begins."""
+    """Return a copy of a tensor on the device where a pipeline begins."""
     return x.detach().to(gpipe.devices[0], copy=True)
 
 
 def to(device, x):
-    """Give tensors on a device, and anything else as it is."""
+    """Return tensors on a device, and anything else as it is."""
     if isinstance(x, (tuple, list)):
         return type(x)(to(device, each) for each in x)
     return x.to(device) if isinstance(x, torch.Tensor) else x
@@ -113,7 +122,7 @@ def train_both(model, gpipe, x, *, context=None):
 
 
 def small_model(n=4, width=4):
-    """Give a sequential module in float64."""
+    """Return a sequential module in float64."""
     layers = []
     for _ in range(n):
         layers += [nn.Linear(width, width), nn.Tanh()]
@@ -121,7 +130,7 @@ def small_model(n=4, width=4):
 
 
 def threads():
-    """Give all threads but those of autograd, one per device, of which Python may know or not."""
+    """Return threads but those of autograd, one per device, of which Python may know or not."""
     return {thread for thread in threading.enumerate()
             if not isinstance(thread, threading._DummyThread)}
 
@@ -221,7 +230,7 @@ class Child:
         os.close(writing)
 
     def wait(self):
-        """Give its exit code, which is not 0 if it was killed."""
+        """Return its exit code, which is not 0 if it was killed."""
         ended, _, _ = select.select([self._reading], [], [], 20)
         os.close(self._reading)
         if not ended:
@@ -243,7 +252,7 @@ class Spy(nn.Module):
 
 
 def memory_of(x):
-    """Give a weak reference to the memory of a tensor, which tells when it has ``expired``.
+    """Return a weak reference to the memory of a tensor, which tells when it has ``expired``.
 
     To the memory, because what autograd saves may be another tensor over the same memory.
     """

@@ -33,22 +33,22 @@ gpt_page, bert_page, llama_page, t5_page = map(section, [
 
 
 def ids(size, length=7, words=13):
-    """Give sequences of tokens, of shape (size, length)."""
+    """Return sequences of tokens, of shape (size, length)."""
     return torch.randint(words, (size, length))
 
 
 def gpt():
-    """Give a GPT."""
+    """Return a GPT."""
     return gpt_page.gpt(words=13, length=8, width=8, heads=2, depth=3)
 
 
 def bert():
-    """Give a BERT."""
+    """Return a BERT."""
     return bert_page.bert(words=13, length=8, width=8, heads=2, depth=2)
 
 
 def bert_sample(size):
-    """Give ids and a mask, or ids alone every other time."""
+    """Return ids and a mask, or ids alone every other time."""
     if size % 2:
         return Arguments(ids(size))
     mask = torch.rand(size, 7) < 0.7
@@ -57,22 +57,22 @@ def bert_sample(size):
 
 
 def llama():
-    """Give a Llama."""
+    """Return a Llama."""
     return llama_page.llama(words=13, width=8, heads=2, groups=1, depth=2)
 
 
 def llama_sample(size):
-    """Give ids and a rotary table."""
+    """Return ids and a rotary table."""
     return Arguments(ids(size), NoChunk(llama_page.rotary(7, 4).double()))
 
 
 def t5():
-    """Give a T5."""
+    """Return a T5."""
     return t5_page.t5(words=13, width=8, heads=2, depth=2)
 
 
 def t5_sample(size):
-    """Give ids for the encoder and the decoder, and a mask."""
+    """Return ids for the encoder and the decoder, and a mask."""
     mask = torch.arange(7) < torch.randint(3, 8, (size, 1))
     return Arguments(ids(size), ids(size, 5), mask=mask)
 
@@ -115,7 +115,7 @@ class Pyramid(nn.Module):
 
 
 class Detect(nn.Module):
-    """Give scores and boxes for each place of all levels."""
+    """Return scores and boxes for each place of all levels."""
 
     def __init__(self, channels, classes):
         super().__init__()
@@ -148,13 +148,13 @@ class Losses(nn.Module):
 
 
 def detector():
-    """Give a detector with dicts in and out."""
+    """Return a detector with dicts in and out."""
     return nn.Sequential(Stem(3, 4, 3, padding=1), Shrink(4), Shrink(4), Pyramid(4),
                          Detect(4, 5), Losses())
 
 
 def detector_sample(size):
-    """Give images and padded targets."""
+    """Return images and padded targets."""
     valid = torch.rand(size, 3) < 0.6
     valid[0, 0] = True
     return Arguments(image=torch.rand(size, 3, 8, 8).double(), targets={
@@ -163,7 +163,7 @@ def detector_sample(size):
 
 
 def detector_loss(found):
-    """Give the loss of a mini-batch."""
+    """Return the loss of a mini-batch."""
     losses = found['losses']
     return (losses['boxes'] + losses['labels']) / losses['number'] + found['boxes'].mean()
 
@@ -245,7 +245,7 @@ class Up(nn.Module):
 
 
 class Noise(nn.Conv2d):
-    """Give the noise."""
+    """Return the noise."""
 
     def forward(self, value):
         """Do so."""
@@ -253,21 +253,21 @@ class Noise(nn.Conv2d):
 
 
 def diffusion():
-    """Give a U-Net of diffusion."""
+    """Return a U-Net of diffusion."""
     outer, inner = Namespace(), Namespace()
     return nn.Sequential(Time(3, 4), Down(4).isolate(outer), Down(4).isolate(inner), Middle(4),
                          Up(4).isolate(inner), Up(4).isolate(outer), Noise(4, 3, 3, padding=1))
 
 
 def diffusion_sample(size):
-    """Give images, times, and a context every other time."""
+    """Return images, times, and a context every other time."""
     context = torch.rand(size, 3, 4).double() if size % 2 else None
     return Arguments(torch.rand(size, 3, 8, 8).double().requires_grad_(),
                      torch.rand(size).double(), context=context)
 
 
 def mean_square(value):
-    """Give a loss of all tensors of a value."""
+    """Return a loss of all tensors of a value."""
     tensors = value.values() if isinstance(value, dict) else [value]
     return sum(x.square().mean() for x in tensors)
 

@@ -91,7 +91,7 @@ class Nest:
         return self.cls(zip(self.keys, values)) if self.is_mapping else self.cls(*values)
 
     def unpack(self, value):
-        """Give the leaves of a value by their names; see that it is of the right classes."""
+        """Return the leaves of a value by their names; see that it is of the right classes."""
         assert type(value) is self.cls
         found = {}
         for key, part in zip(self.keys, self.parts):
@@ -110,7 +110,7 @@ class Bare:
     """No nesting: the leaf called ``x`` by itself."""
 
     def pack(self, leaves):
-        """Give the leaf."""
+        """Return the leaf."""
         return leaves['x']
 
     def unpack(self, value):

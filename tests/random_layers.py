@@ -25,11 +25,11 @@ class Layer(nn.Module):
         return self.after.pack(self.change(leaves))
 
     def change(self, leaves):
-        """Give other leaves."""
+        """Return other leaves."""
         return {**leaves, 'x': self.linear(leaves['x']).tanh()}
 
     def names(self, names):
-        """Give the names of the leaves that it gives, from those that it gets."""
+        """Return the names of the leaves that it gives, from those that it gets."""
         return names
 
 
@@ -89,7 +89,7 @@ class Forget(Use):
 
 
 class Sum(Layer):
-    """Give a scalar of the micro-batch: a mean or a sum over samples."""
+    """Return a scalar of the micro-batch: a mean or a sum over samples."""
 
     def __init__(self, before, name):
         super().__init__(before)
@@ -106,7 +106,7 @@ class Sum(Layer):
 
 
 class Branch(Layer):
-    """Give another leaf: of its own, or one that lies in the same memory as another one."""
+    """Return another leaf: of its own, or one that lies in the same memory as another one."""
 
     def __init__(self, before, name):
         super().__init__(before)

@@ -91,7 +91,7 @@ def one(*layers, **options):
 
 
 def linear():
-    """Give a linear layer."""
+    """Return a linear layer."""
     return nn.Linear(4, 4)
 
 
@@ -198,7 +198,7 @@ def alone(program):
 
 
 def sharded(dim):
-    """Give a sharded layer."""
+    """Return a sharded layer."""
     return ts.nn.ParallelLinear(4, 4, dim=dim)
 
 
@@ -267,14 +267,14 @@ class Communicates(nn.Module):
 
 
 def own_parameter():
-    """Give the sequential module a parameter."""
+    """Return the sequential module a parameter."""
     module = nn.Sequential(linear())
     module.register_parameter('scale', nn.Parameter(torch.ones(1)))
     GPipe(module, [1], devices=['cpu'])
 
 
 def own_hook():
-    """Give the sequential module a hook."""
+    """Return the sequential module a hook."""
     module = nn.Sequential(linear())
     module.register_forward_hook(print)
     GPipe(module, [1], devices=['cpu'])
@@ -327,15 +327,15 @@ def while_mutation_is_allowed():
         train(wrap(linear(), linear()))
 
 
-def parted():
-    """Change what a copy parted from another tensor, as if devices had memories of their own."""
+def in_other_memories():
+    """Change what a copy would separate from another tensor, as if each device had a memory."""
     with patch('torchgpipe.engine.partition.Engine.apart', lambda *_: True), \
             patch('torchgpipe.engine.copy.copy_tensor', lambda x, *streams: x.clone()):
         train(wrap(Layer(lambda x: (x, x[:])), Layer(lambda xs: xs[0].add_(1) + xs[1])))
 
 
 def handed_on():
-    """Hand on a tensor that changes in place in each micro-batch."""
+    """Forward a tensor that changes in place in each micro-batch."""
     kept = torch.zeros(4)
     wrap(Layer(lambda x: (x, kept.add_(1))), Layer(lambda xs: xs[0] + xs[1]))(torch.randn(4, 4))
 
@@ -355,12 +355,12 @@ def transformed(x):
 
 
 def ragged(x):
-    """Give a nested tensor."""
+    """Return a nested tensor."""
     return torch.nested.as_nested_tensor(list(x), layout=torch.jagged)
 
 
 def padded(x):
-    """Give a plain one."""
+    """Return a plain one."""
     return torch.nested.to_padded_tensor(x, 0.0)
 
 
@@ -550,7 +550,7 @@ REFUSALS = [
     lambda: train(wrap(Stash(lambda x: None), Pop())),
     lambda: train(wrap(Stash(lambda x: stash('y', x)), Pop())),
     change_skip,
-    parted,
+    in_other_memories,
     handed_on,
     drawn_elsewhere,
     lambda: train(wrap(linear(), Layer(add_one), checkpoint='always')),

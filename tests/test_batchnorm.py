@@ -21,7 +21,7 @@ def assert_same_statistics(deferred, plain, rtol=1e-12):
 
 
 def piped(layer, chunks, mode='never', devices=('cpu',)):
-    """Give the layer in a pipeline, with deferred batch norm."""
+    """Return the layer in a pipeline, with deferred batch norm."""
     return GPipe(nn.Sequential(copy.deepcopy(layer)), [1], devices=devices, chunks=chunks,
                  checkpoint=mode, deferred_batch_norm=True)
 
@@ -273,7 +273,7 @@ def test_an_input_without_channels_is_refused():
 
 @one_worker
 def test_without_deferring_the_statistics_differ(devices):
-    """The twin of the tests above: they can fail."""
+    """The counterpart of the tests above: they can fail."""
     plain = nn.BatchNorm1d(3).double()
     gpipe = GPipe(nn.Sequential(copy.deepcopy(plain)), [1], devices=devices(1), chunks=4)
     x = torch.randn(8, 3, dtype=torch.double)

@@ -65,13 +65,13 @@ class Residual(nn.Module):
 
 
 def plain_layers():
-    """Give layers of several kinds."""
+    """Return layers of several kinds."""
     return nn.Sequential(nn.Linear(4, 4), Residual(), nn.BatchNorm1d(4), nn.ReLU(inplace=True),
                          nn.LayerNorm(4), nn.Linear(4, 3))
 
 
 def layers_with_skips():
-    """Give skips within a partition, and from one to another."""
+    """Return skips within a partition, and from one to another."""
     inner = Namespace()
     return nn.Sequential(Stash(4, 4), Residual(), Stash(4, 4).isolate(inner), nn.Tanh(),
                          Pop(4, 4).isolate(inner), Residual(), Pop(4, 4), nn.Linear(4, 3))

@@ -26,12 +26,12 @@ BLOCK = re.compile(r'^```(\S*)[^\n]*\n(.*?)^```$', re.M | re.S)
 
 
 def name(page):
-    """Give a page's name as tests show it."""
+    """Return a page's name as tests show it."""
     return str(page.relative_to(ROOT))
 
 
 def blocks(text):
-    """Give blocks: language, code, line, and the text that follows at once, if any."""
+    """Yield blocks: language, code, line, and the text that follows at once, if any."""
     found = list(BLOCK.finditer(text))
     for block, after in zip(found, [*found[1:], None]):
         follows = after is not None and not text[block.end():after.start()].strip()
@@ -132,7 +132,7 @@ PYTORCHS = [k for k, (_, way_out) in enumerate(ERRORS) if way_out.startswith("Py
 
 
 def raised_by(program):
-    """Give what a program raises, as Python shows it."""
+    """Return what a program raises, as Python shows it."""
     with pytest.raises(Exception) as raised:
         program()
     return f'{raised.type.__name__}: {raised.value}'
@@ -160,19 +160,19 @@ def test_all_errors_are_tried():
 
 
 def slugs(page):
-    """Give the anchors of a page's headings."""
+    """Return the anchors of a page's headings."""
     headings = re.findall(r'^#+ (.*)$', BLOCK.sub('', page.read_text()), re.M)
     return {re.sub(r'[^\w -]', '', heading.lower()).replace(' ', '-') for heading in headings}
 
 
 def broken(text, page):
-    """Give the relative links of a page's text that lead nowhere."""
+    """Return the relative links of a page's text that lead nowhere."""
     return [link for link in re.findall(r'\]\((?!https?:)([^)]*)\)', BLOCK.sub('', text))
             if not leads_somewhere(*link.partition('#')[::2], page)]
 
 
 def leads_somewhere(path, anchor, page):
-    """Tell whether there is such a file, and such a heading in it."""
+    """Return whether there is such a file, and such a heading in it."""
     target = page.parent / path if path else page
     return target.exists() and (not anchor or anchor in slugs(target))
 
@@ -189,7 +189,7 @@ def test_a_link_that_leads_nowhere_would_be_found():
 
 
 def same(english, korean):
-    """Tell whether two READMEs have the same blocks, links, figures and sections."""
+    """Return whether two READMEs have the same blocks, links, figures and sections."""
     def facts(text):
         plain = BLOCK.sub('', text)
         return (BLOCK.findall(text), re.findall(r'\d+\.\d+ ×', plain),
@@ -215,7 +215,7 @@ def test_pictures_are_what_the_script_draws(tmp_path):
 
 
 def commands(page):
-    """Give the shell blocks of a page."""
+    """Return the shell blocks of a page."""
     return [code.strip() for language, code, _, _ in blocks(page.read_text()) if language == 'sh']
 
 

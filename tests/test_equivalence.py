@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.devices import ACCELERATOR, devices, one_worker, places, workers
-from tests.helpers import (MODES, Slow, as_if_on_several, assert_same, call, gradients,
-                           micro_batches, modes, train_both, train_twice)
+from tests.helpers import (MODES, Slow, as_if_on_several, assert_same, assert_trains_alike, call,
+                           gradients, micro_batches, modes, train_both, train_twice)
 from torchgpipe import GPipe
 
 
@@ -199,13 +199,7 @@ def test_accelerators_and_mixed_devices(mode, where):
     reference = copy.deepcopy(model)
     gpipe = GPipe(model, [1, 2, 1], devices=places(where), chunks=4, checkpoint=mode)
     for size in (1, 4, 9):
-        x = torch.randn(size, 3, dtype=torch.double)
-        expected = reference(x)
-        actual = gpipe(x.to(gpipe.devices[0]))
-        assert actual.device == gpipe.devices[-1]
-        expected.square().sum().backward()
-        actual.square().sum().backward()
-        assert_same([actual.cpu(), *gradients(gpipe)], [expected, *gradients(reference)], 1e-10)
+        assert_trains_alike(reference, gpipe, torch.randn(size, 3, dtype=torch.double))
 
 
 @pytest.mark.accelerator
@@ -221,7 +215,4 @@ def test_streams_do_not_race(mode, monkeypatch):
     for _ in range(10):
         x = torch.randn(64, 64, dtype=torch.double)
         reference.zero_grad(), gpipe.zero_grad()
-        expected, actual = reference(x), gpipe(x.to(ACCELERATOR))
-        expected.square().sum().backward()
-        actual.square().sum().backward()
-        assert_same([actual.cpu(), *gradients(gpipe)], [expected, *gradients(reference)], 1e-9)
+        assert_trains_alike(reference, gpipe, x, 1e-9)

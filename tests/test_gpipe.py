@@ -11,7 +11,8 @@ from torch import nn
 
 import torchgpipe
 from tests.devices import cpu_only, one_worker, places, workers
-from tests.helpers import Child, assert_same, call, gradients, nothing, small_model, threads, to
+from tests.helpers import (Child, assert_same, call, gradients, nodes, nothing, small_model,
+                           threads, to)
 from torchgpipe import GPipe, NoChunk
 from torchgpipe.engine.stream import use_device
 from torchgpipe.skip import pop, skippable, stash
@@ -330,18 +331,12 @@ def test_checkpoint_nodes_in_the_graph(devices, mode, count):
     model = GPipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), [1, 1], devices=devices(2),
                   chunks=3, checkpoint=mode)
 
-    def nodes(output):
-        found, todo = set(), [output.grad_fn]
-        while todo:
-            node = todo.pop()
-            if node is not None and node not in found:
-                found.add(node)
-                todo += [next for next, _ in node.next_functions]
-        names = [node.name() for node in found]
+    def numbers(output):
+        names = [node.name() for node in nodes(output)]
         return names.count('CheckpointBackward'), names.count('RecomputeBackward')
 
-    assert nodes(model(torch.rand(3, 1, device=devices.first))) == (count, count)
-    assert nodes(model.eval()(torch.rand(3, 1, device=devices.first))) == (0, 0)
+    assert numbers(model(torch.rand(3, 1, device=devices.first))) == (count, count)
+    assert numbers(model.eval()(torch.rand(3, 1, device=devices.first))) == (0, 0)
 
 
 @workers

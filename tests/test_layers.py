@@ -49,15 +49,15 @@ def test_no_two_folders_import_each_other():
 
 
 def within(name, package):
-    """Tell whether a module is a package, or in it."""
+    """Return whether a module is a package, or in it."""
     return name == package or name.startswith(package + '.')
 
 
 def test_sharded_layers_stand_beside_the_rest():
-    """On private names of PyTorch, what tells of a pipeline, and values; nothing on them."""
+    """On private names of PyTorch, kinds of devices, the context, and values; nothing on them."""
     for name, imported in layers.graph().items():
         others = {other for other in imported if within(other, 'shard') != within(name, 'shard')}
-        below = {'context', 'private', 'structure'}
+        below = {'context', 'devices', 'private', 'structure'}
         assert others <= (below if within(name, 'shard') else set()), name
 
 
@@ -110,5 +110,5 @@ def test_notes_are_where_the_design_page_says():
 
 
 def cited(path):
-    """Give the titles of notes in a file."""
+    """Return the titles of notes in a file."""
     return {re.sub(r'\s+(# )?', ' ', note) for note in NOTE.findall(path.read_text())}

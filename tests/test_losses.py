@@ -23,7 +23,7 @@ PROBABILITIES = torch.rand(7, 5, dtype=torch.double, generator=torch.manual_seed
 
 
 def models():
-    """Give a model of five classes, and the same in a pipeline."""
+    """Return a model of five classes, and the same in a pipeline."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5)).double()
     return model, GPipe(copy.deepcopy(model), [1, 2], devices=['cpu:0', 'cpu:1'], chunks=3)
@@ -89,7 +89,7 @@ class Scaled(nn.Module):
 
 
 def of_logarithms(output, target, **options):
-    """Give the loss of logarithms of probabilities."""
+    """Return the loss of logarithms of probabilities."""
     return F.nll_loss(output.log_softmax(1), target, **options)
 
 

@@ -58,7 +58,7 @@ class Scaled(nn.Module):
 
 
 class Last(nn.Module):
-    """Give the first of several."""
+    """Return the first of several."""
 
     def forward(self, xs):
         """Do so."""
@@ -85,7 +85,7 @@ class Pop(nn.Module):
 
 
 def network():
-    """Give a model of most kinds of layers."""
+    """Return a model of most kinds of layers."""
     return nn.Sequential(
         nn.Linear(4, 4), Stash(4, 4), Scaled(), Pop(), Table(), nn.Unflatten(1, (2, 2)),
         nn.LSTM(2, 4, num_layers=2, batch_first=True), Last(),
@@ -103,7 +103,7 @@ def on_meta(make=network):
 
 
 def values(module):
-    """Give all parameters and buffers by their names, on the CPU."""
+    """Return all parameters and buffers by their names, on the CPU."""
     return {name: x.detach().cpu() for name, x in (*module.named_parameters(),
                                                    *module.named_buffers())}
 
@@ -186,7 +186,7 @@ def test_a_module_that_would_reset_what_has_a_value_is_not_asked(devices):
 
 
 def tied():
-    """Give a model with a parameter, a buffer and a module in two places each."""
+    """Return a model with a parameter, a buffer and a module in two places each."""
     layer = nn.Sequential(nn.Linear(4, 4), Table(), nn.Linear(4, 4), Table(), nn.PReLU())
     layer.append(nn.Sequential(layer[0]))
     layer[0].weight.tag = 'kept'
@@ -355,7 +355,7 @@ SIZE = (WIDTH + 1) * WIDTH * 4
 
 
 def wide(layers=12):
-    """Give a model of equal layers."""
+    """Return a model of equal layers."""
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
 
 
@@ -397,7 +397,7 @@ def test_the_host_never_has_more_than_a_layer(weights):
         assert live.total == 12 * SIZE
     assert sum(x.nbytes for x in gpipe.parameters()) == 12 * SIZE
 
-    # The twin: built on the CPU, all of it is there.
+    # The counterpart: built on the CPU, all of it is there.
     with OnHost().watched() as live:
         GPipe(wide(), [4, 4, 4], devices=places)
     assert live.peak >= 12 * SIZE
@@ -414,7 +414,7 @@ from torchgpipe import GPipe
 
 
 def resident():
-    """Give the bytes of memory that no file stands for."""
+    """Return the bytes of memory that no file stands for."""
     with open('/proc/self/status') as status:
         return int(re.search(r'RssAnon:\\s+(\\d+)', status.read())[1]) << 10
 
@@ -448,5 +448,5 @@ def test_a_file_is_not_read_into_memory_beside_the_model(kind, tmp_path):
         return int(output.stdout) / size
 
     assert 0.9 < measure('path') < 1.3
-    if kind == 'torch':  # The twin: read at once, it is there twice.
+    if kind == 'torch':  # The counterpart: read at once, it is there twice.
         assert measure('mapping') > 1.9

@@ -22,7 +22,7 @@ SUM = partial(F.mse_loss, reduction='sum')
 
 
 def of_module(**options):
-    """Give a loss with a linear layer in it, the same each time."""
+    """Return a loss with a linear layer in it, the same each time."""
     if not hasattr(nn, 'LinearCrossEntropyLoss'):
         pytest.skip('this PyTorch has none')
     torch.manual_seed(2)

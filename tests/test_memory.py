@@ -13,7 +13,7 @@ from torchgpipe.balance.live import LiveTensors
 
 
 def make(devices, mode):
-    """Give a pipeline, and weak references to all that passes its layers."""
+    """Return a pipeline, and weak references to all that passes its layers."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(0.1),
                           nn.Linear(4, 4), nn.Tanh())
     gpipe = GPipe(model, [2, 2, 2], devices=devices(3), chunks=4, checkpoint=mode,
@@ -98,7 +98,7 @@ def test_the_peak_of_a_training_step(devices, n):
     assert 0.8 * expected <= live.peak <= 1.1 * expected + beside
     assert live.now == parameters  # and nothing is left but gradients
 
-    # The twin: without checkpointing it takes far more.
+    # The counterpart: without checkpointing it takes far more.
     gpipe.zero_grad()
     gpipe.checkpoint = 'never'
     with LiveTensors().watched() as live:

@@ -35,7 +35,7 @@ def run(net, sample):
 
 
 def step(net, case, sample):
-    """Give outputs and gradients."""
+    """Return outputs and gradients."""
     net.zero_grad()
     sample = sample if isinstance(sample, Arguments) else Arguments(sample)
     sample = moved(sample, net.devices[0] if isinstance(net, GPipe) else 'cpu')

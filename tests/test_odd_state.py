@@ -223,7 +223,7 @@ KINDS = [HandNorm, MovesFirst, Counts, CountsInPlace, CountsAnew, Late, Frozen, 
 
 
 def state_of(net):
-    """Give all tensors of a model, and the numbers among its attributes."""
+    """Return all tensors of a model, and the numbers among its attributes."""
     return [*gradients(net), *net.state_dict().values(),
             *(torch.tensor(module.calls) for module in net.modules()
               if isinstance(getattr(module, 'calls', None), int))]
@@ -291,7 +291,7 @@ class Case:
             layer.given = masks
 
     def refused(self):
-        """Give what may be refused in this case."""
+        """Return what may be refused in this case."""
         kinds = {type(layer).__name__ for layer in self.plain}
         return [pattern for kind, pattern in REFUSED.items() if kind in kinds]
 

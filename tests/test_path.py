@@ -14,7 +14,7 @@ ROOT = str(Path(torchgpipe.__file__).parent)
 
 
 def called(function):
-    """Give files and functions of the package that a call of a function enters, in any thread."""
+    """Return files and functions of the package that a call enters, in any thread."""
     found = set()
 
     def see(frame, event, arg):

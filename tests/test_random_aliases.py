@@ -111,7 +111,7 @@ class Start(nn.Module):
 
 
 class End(nn.Module):
-    """Give one tensor."""
+    """Return one tensor."""
 
     def forward(self, values):
         """Do so."""

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings('ignore:The .grad attribute of a Tensor'
 BLOCK = 25
 BLOCKS = -(-int(os.environ.get('TORCHGPIPE_RANDOM_CASES', 100)) // BLOCK)
 
-#: Devices for partitions: one worker, two that take turns, a worker each.
+#: Devices for partitions: one worker, two that are serialized, a worker each.
 CPUS = [lambda n: ['cpu'] * n, lambda n: [f'cpu:{j % 2}' for j in range(n)],
         lambda n: [f'cpu:{j}' for j in range(n)]]
 
@@ -47,7 +47,7 @@ FLOATS = ('x', 'turned', 'extra', 'table', 'scalar')
 
 
 def leaves_of_batch(choose, size):
-    """Give leaves for a mini-batch, by their names."""
+    """Return leaves for a mini-batch, by their names."""
     def rand(*shape):
         return torch.rand(*shape, dtype=torch.double) + 0.1
 

@@ -15,7 +15,7 @@ pytestmark = cpu_only('names are the same, wherever the tensors are')
 
 
 def make(seed=0):
-    """Give a model with parameters and buffers, and layers with names."""
+    """Return a model with parameters and buffers, and layers with names."""
     torch.manual_seed(seed)
     return nn.Sequential(OrderedDict(
         first=nn.Linear(3, 4), norm=nn.BatchNorm1d(4), act=nn.Tanh(),

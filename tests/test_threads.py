@@ -1,4 +1,4 @@
-"""Several threads on one model, or on models that share layers: their cells take turns."""
+"""Several threads on one model, or on models that share layers: their cells are serialized."""
 import copy
 import threading
 
@@ -47,7 +47,7 @@ class Count(nn.Module):
 
 
 def make():
-    """Give a model with state."""
+    """Return a model with state."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), Count(), nn.BatchNorm1d(8, momentum=None), nn.Tanh(),
                          nn.Linear(8, 4), Count()).double()

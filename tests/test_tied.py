@@ -29,19 +29,19 @@ layouts = pytest.mark.parametrize('layout', LAYOUTS, ids=str)
 
 
 def devices_of(layout):
-    """Give the devices of a layout."""
+    """Return the devices of a layout."""
     return places(layout) if isinstance(layout, str) else layout
 
 
 def language_model():
-    """Give a small model with one tensor for its embedding and its head."""
+    """Return a small model with one tensor for its embedding and its head."""
     embedding, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
     head.weight = embedding.weight
     return nn.Sequential(embedding, nn.Linear(4, 4), nn.Tanh(), nn.LayerNorm(4), head).double()
 
 
 def tokens(batch=7):
-    """Give an input of that."""
+    """Return an input of that."""
     return torch.randint(7, (batch, 3))
 
 
@@ -93,7 +93,7 @@ class Tied(nn.Module):
         self.embedding = embedding
 
     def forward(self, x):
-        """Give scores."""
+        """Return scores."""
         return x @ self.embedding.weight.T
 
 
@@ -111,7 +111,7 @@ class Scale(nn.Module):
 
 
 def scales(number):
-    """Give layers that share a parameter and a buffer."""
+    """Return layers that share a parameter and a buffer."""
     first = Scale()
     return nn.Sequential(first, *[Scale(first.weight, first.table) for _ in range(number - 1)])
 
@@ -147,7 +147,7 @@ class Last(nn.Module):
         self.layer = layer
 
     def forward(self, x):
-        """Give the output."""
+        """Return the output."""
         return self.layer(x)[0]
 
 
@@ -163,7 +163,7 @@ def test_a_recurrent_layer_twice(layout, mode):
 
 
 def random_layer(rng, earlier):
-    """Give a layer that may share something with earlier ones."""
+    """Return a layer that may share something with earlier ones."""
     kind = rng.choice(['new', 'again', 'within', 'weight', 'bias', 'act', 'scale', 'table'])
     if kind == 'again' and earlier:
         return rng.choice(earlier)
@@ -185,7 +185,7 @@ def random_layer(rng, earlier):
 
 
 def random_model(rng):
-    """Give a model of layers that share much."""
+    """Return a model of layers that share much."""
     layers = [nn.Linear(4, 4)]
     for _ in range(rng.randint(1, 7)):
         layers.append(random_layer(rng, layers))
@@ -221,7 +221,7 @@ def test_random_models(seed, kinds):
 
 @pytest.fixture
 def gpipe(request, monkeypatch):
-    """Give a language model on two devices, or on two of the CPU that stand for such."""
+    """Yield a language model on two devices, or on two of the CPU that stand for such."""
     if request.param == 'cc':
         in_two_memories(monkeypatch)
     devices = ['cpu:0', 'cpu:1'] if request.param == 'cc' else places(request.param)
@@ -238,7 +238,7 @@ apart = pytest.mark.parametrize('gpipe', [
 
 
 def unwrapped(gpipe):
-    """Give a copy of what was wrapped, on the CPU."""
+    """Return a copy of what was wrapped, on the CPU."""
     model = language_model()
     model.load_state_dict({name: x.cpu() for name, x in gpipe.state_dict().items()})
     return model
@@ -311,7 +311,7 @@ def test_buffers_stay_shared_when_their_type_changes(gpipe):
 @apart
 @modes
 def test_passes_and_mini_batches_before_a_step(gpipe, mode):
-    """Two passes are under way, and gradients add up over two backward passes."""
+    """Two passes are in flight, and gradients add up over two backward passes."""
     gpipe.checkpoint = mode
     plain, inputs = unwrapped(gpipe), [tokens(), tokens(4), tokens()]
     losses = [[call(module, x).square().sum() for x in inputs] for module in (plain, gpipe)]
@@ -582,12 +582,12 @@ def test_a_tensor_lives_where_it_is_used_first():
 # What can not be
 
 def scripted():
-    """Give a layer of TorchScript."""
+    """Return a layer of TorchScript."""
     return torch.jit.script(nn.Linear(4, 4))
 
 
 def nested(layer):
-    """Give a pipeline that has a layer."""
+    """Return a pipeline that has a layer."""
     return GPipe(nn.Sequential(layer), [1], devices=['cpu'])
 
 

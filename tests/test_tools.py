@@ -23,7 +23,7 @@ modes = pytest.mark.parametrize('mode', MODES)
 
 
 def module(seed=0):
-    """Give a model with parameters and buffers, and layers with names."""
+    """Return a model with parameters and buffers, and layers with names."""
     torch.manual_seed(seed)
     return nn.Sequential(OrderedDict(
         first=nn.Linear(3, 4), norm=nn.BatchNorm1d(4), act=nn.Tanh(),
@@ -42,7 +42,7 @@ def chunked(net, x):
 
 
 def input():
-    """Give a mini-batch."""
+    """Return a mini-batch."""
     return torch.rand(6, 3, dtype=torch.double)
 
 
@@ -57,7 +57,7 @@ def train(net, optimizer):
 
 
 def adam(net):
-    """Give an optimizer with a state."""
+    """Return an optimizer with a state."""
     return torch.optim.Adam(net.parameters(), 0.1)
 
 

@@ -54,7 +54,7 @@ class Block(nn.Linear):
 
 
 class End(nn.Linear):
-    """Give a dict."""
+    """Return a dict."""
 
     def forward(self, state):
         """Do so."""
@@ -63,7 +63,7 @@ class End(nn.Linear):
 
 
 def network():
-    """Give a model of these layers."""
+    """Return a model of these layers."""
     return nn.Sequential(Start(4, 4), Block(4, 4), Block(4, 4), End(4, 2)).double()
 
 
@@ -100,7 +100,7 @@ def test_structures(devices, mode, masked, size, chunks):
 
 
 class Words(nn.Linear):
-    """Give no batch: a table, a scalar, and as many tensors as there are samples."""
+    """Return no batch: a table, a scalar, and as many tensors as there are samples."""
 
     def forward(self, x):
         """Do so, with an object beside it that can not leave the partition."""
@@ -116,7 +116,7 @@ class Sentence(nn.Module):
 
 
 class Meaning(nn.Linear):
-    """Give a batch again."""
+    """Return a batch again."""
 
     def forward(self, value):
         """Do so."""

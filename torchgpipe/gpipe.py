@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torchgpipe.aliases import Value
 from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.devices import Device, is_cpu, memory_of
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.edges import Pipeline
 from torchgpipe.engine.gather import REDUCTIONS, gather
@@ -16,15 +17,14 @@ from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run
 from torchgpipe.engine.scatter import check_rule, cut, fit_rule
 from torchgpipe.materialize import materialize
-from torchgpipe.modes import Checkpoint, checkpoint_stops, parse_checkpoint
 from torchgpipe.private import allows_mutation, has_hooks, is_transformed, proxy_mode, uncompiled
 from torchgpipe.schedule.plain import PLAIN_CALL
 from torchgpipe.sequential.convert import not_sequential
 from torchgpipe.sequential.parts import to_own_names
-from torchgpipe.settings import Settings
+from torchgpipe.settings import Checkpoint, Settings, checkpoint_stops, parse_checkpoint
 from torchgpipe.skip.skippable import verify_skippables
-from torchgpipe.split import (Device, parse_balance, parse_devices, split, still_shared,
-                              verify_module, verify_shared, verify_source)
+from torchgpipe.split import (parse_balance, parse_devices, split, still_shared, verify_module,
+                              verify_shared, verify_source)
 from torchgpipe.step import Losses, ScheduleLike, run_step
 from torchgpipe.structure import Arguments, flatten_nested
 from torchgpipe.weights import Weights
@@ -445,11 +445,11 @@ class GPipe(nn.Module):
         if {device.type} != {own.type for own in self.devices}:
             return False
         # All CPU devices share one memory; and without a number it is the current device.
-        return device.type == 'cpu' or {torch.empty(0, device=device).device} == {*self.devices}
+        return is_cpu(device) or {torch.empty(0, device=device).device} == {*self.devices}
 
     def _apply(self, fn: Any, recurse: bool = True) -> 'GPipe':
         # A module that has this one as its child moves it without asking any method above.
-        for device in {'cpu' if d.type == 'cpu' else d for d in self.devices}:
+        for device in {*map(memory_of, self.devices)}:
             probe = torch.empty(1, device=device)
             if fn(probe).device != probe.device:
                 raise _denied()

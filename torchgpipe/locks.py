@@ -2,7 +2,7 @@
 
 What may run beside what: a layer works in one thread at a time. A cell holds the locks of its
 layers from its start to its end, and so does a recomputation. So any number of threads may run and
-train the same model, or models that share layers; their cells take turns.
+train the same model, or models that share layers; their cells are serialized.
 
 A child process has the thread that forked and none of the others, so a lock that another one held
 would never be released there.

@@ -1,4 +1,4 @@
-"""The loss of a mini-batch, told from those of its micro-batches.
+"""The loss of a mini-batch, computed from those of its micro-batches.
 
 ::
 
@@ -20,7 +20,7 @@ from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.leaves import leaf_of
 from torchgpipe.engine.scatter import cut
 from torchgpipe.errors import add_note
-from torchgpipe.means import Watch, check_reduction, is_of_pytorch, itself, own_normalizer
+from torchgpipe.means import LossMonitor, check_reduction, is_of_pytorch, itself, own_normalizer
 from torchgpipe.structure import leaves_of
 
 __all__ = ['Losses']
@@ -57,7 +57,7 @@ class Losses:
         self._losses: list[Tensor] = []
         self._learns = False
         is_known = normalizer is not None or is_of_pytorch(function)
-        self._watch = None if is_known else Watch(sizes)
+        self._monitor = None if is_known else LossMonitor(sizes)
 
     def count_in(self, whole: float) -> None:
         """Say what the whole mini-batch counts, of which other processes may have parts.
@@ -82,7 +82,7 @@ class Losses:
             return torch.zeros((), requires_grad=True)
         try:
             given = output, self._leaves[i].value
-            loss = (self._watch.call(i, self._function, *given) if self._watch
+            loss = (self._monitor.call(i, self._function, *given) if self._monitor
                     else self._function(*given))
             _check(loss, 'loss_fn')
             scaled = loss = loss * (self._counts[i] / self._whole)
@@ -95,8 +95,8 @@ class Losses:
             add_note(error, f'in the loss of micro-batch {i} of {len(self._targets)}')
             raise
         self._losses.append(loss.detach())
-        if self._watch and len(self._losses) == len(self._targets):
-            self._watch.check()
+        if self._monitor and len(self._losses) == len(self._targets):
+            self._monitor.check()
         self._learns |= scaled.requires_grad
         # A micro-batch may have nothing to learn from.
         return scaled if scaled.requires_grad else scaled.detach().requires_grad_()

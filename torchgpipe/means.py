@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torchgpipe.private import is_transformed
 from torchgpipe.structure import leaves_of
 
-__all__ = ['Watch', 'check_reduction', 'is_of_pytorch', 'itself', 'own_normalizer']
+__all__ = ['LossMonitor', 'check_reduction', 'is_of_pytorch', 'itself', 'own_normalizer']
 
 #: What is known of a loss, if it has it.
 SETTINGS = ('reduction', 'ignore_index', 'weight')
@@ -113,7 +113,7 @@ def _counted(ignored: int | None, weight: Tensor | None, target: Tensor) -> Any:
         weight[target.where(kept, 0).long()] * kept).sum()
 
 
-class Watch(TorchFunctionMode):
+class LossMonitor(TorchFunctionMode):
     """Sees what losses of PyTorch's that a function calls divide by, and whether it returns a sum.
 
     Not in what is compiled or transformed: values there are none that stay.

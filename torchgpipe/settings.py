@@ -1,7 +1,47 @@
-"""How a model is to be wrapped and run, as data: what a plan says and a pipeline takes."""
+"""Settings of a pipeline, as data: what a plan says, and which micro-batches are checkpointed."""
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ['Settings']
+__all__ = ['Checkpoint', 'Settings', 'checkpoint_stops', 'parse_checkpoint']
+
+#: A mode for all partitions, one for each of them, or a function from a partition's index to one.
+Checkpoint = str | Sequence[str] | Callable[[int], str]
+
+
+def parse_checkpoint(checkpoint: Any, n: int) -> Checkpoint:
+    """Check what was given for ``n`` partitions, and give it back.
+
+    Raises:
+        ValueError: It is none of the modes, has another one in it, or is a list of another length.
+    """
+    if not (callable(checkpoint) or isinstance(checkpoint, (list, tuple))):
+        checkpoint = str(checkpoint)
+    checkpoint_stops(checkpoint, 1, n)
+    return checkpoint  # type: ignore[no-any-return]
+
+
+def checkpoint_stops(checkpoint: Checkpoint, m: int, n: int) -> list[int]:
+    """Return how many of ``m`` micro-batches, from the first one on, each partition checkpoints.
+
+    >>> checkpoint_stops('except_last', m=4, n=2)
+    [3, 3]
+    >>> checkpoint_stops(['always', 'never'], m=4, n=2)
+    [4, 0]
+    >>> checkpoint_stops(lambda j: 'always' if j > 0 else 'never', m=4, n=2)
+    [0, 4]
+    """
+    modes: Sequence[str] = [checkpoint] * n if isinstance(checkpoint, str) else (
+        [checkpoint(j) for j in range(n)] if callable(checkpoint) else checkpoint)
+    if len(modes) != n:
+        raise ValueError(f'checkpoint has {len(modes)} modes for {n} partitions: {modes!r}; give '
+                         'one for each, or one for all of them')
+    stops = {'always': m, 'except_last': m - 1, 'never': 0}
+    for mode in modes:
+        if mode not in stops:
+            raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never': "
+                             f'{mode!r}')
+    return [stops[mode] for mode in modes]
 
 
 @dataclass(frozen=True)

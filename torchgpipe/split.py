@@ -10,16 +10,15 @@ from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.aliases import Slot
+from torchgpipe.devices import (Device, accelerators, current_device, is_cpu, memory_key,
+                                memory_of, parse_device)
 from torchgpipe.engine.compute import Sequential
 from torchgpipe.engine.memory import size_of
 from torchgpipe.engine.places import holder_of, is_pipeline, modules_of, named_slots, tensor_of
-from torchgpipe.engine.stream import accelerators, current_device, memory_key
 from torchgpipe.private import has_hooks
 
-__all__ = ['Device', 'Sequential', 'split', 'parse_balance', 'parse_devices', 'still_shared',
+__all__ = ['Sequential', 'split', 'parse_balance', 'parse_devices', 'still_shared',
            'verify_module', 'verify_shared', 'verify_source']
-
-Device = torch.device | int | str
 
 _RECOMMENDATION = '''
 
@@ -208,12 +207,8 @@ def parse_devices(devices: Iterable[Device] | None, partitions: int) -> list[tor
 
 
 def _resolve(device: Device) -> torch.device:
-    try:
-        resolved = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f'unknown device {device!r}: {reason}') from None
-    if resolved.type == 'cpu':
+    resolved = parse_device(device)
+    if is_cpu(resolved):
         return resolved
     there = accelerators()
     if there and resolved == torch.device(there[0].type):
@@ -240,7 +235,7 @@ def split(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch
         # A parameter moves with each partition that has it, the first one last.
         for partition, device in zip(reversed(partitions), reversed(devices)):
             partition.training = module.training
-            partition.to('cpu' if device.type == 'cpu' else device)
+            partition.to(memory_of(device))
     return partitions
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from benchmarks.harness.job import synchronize
 from benchmarks.harness.page import Section
 from benchmarks.harness.report import Rows, machine, output_folder, table, write_json
 from benchmarks.harness.turns import Turns
 from torchgpipe import GPipe
 from torchgpipe.balance import Balance, profile
+from torchgpipe.devices import synchronize
 from torchgpipe.skip import Namespace, SkipGenerator, Skippable, pop, skippable, stash
 
 CHUNKS = 4
@@ -41,7 +41,7 @@ class Add(Skippable):
 
 
 def residual() -> tuple[nn.Sequential, Tensor]:
-    """Give a flat residual network whose channels double and whose images shrink."""
+    """Return a flat residual network whose channels double and whose images shrink."""
     layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1)]
     for channels in (16, 32, 64):
         for _ in range(3):
@@ -55,14 +55,14 @@ def residual() -> tuple[nn.Sequential, Tensor]:
 
 
 def perceptron() -> tuple[nn.Sequential, Tensor]:
-    """Give linear layers of very different sizes."""
+    """Return linear layers of very different sizes."""
     widths = [512, 2048, 512, 1024, 1024, 3072, 512, 256, 2048, 1024]
     layers = [nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in zip(widths, widths[1:])]
     return nn.Sequential(*layers), torch.rand(512, 512)
 
 
 def transformer() -> tuple[nn.Sequential, Tensor]:
-    """Give an encoder for integers."""
+    """Return an encoder for integers."""
     layers = [nn.TransformerEncoderLayer(192, 6, 768, 0.0, batch_first=True) for _ in range(8)]
     return nn.Sequential(nn.Embedding(1000, 192), *layers, nn.Linear(192, 1000)), \
         torch.randint(1000, (16, 64))
@@ -96,7 +96,7 @@ class Stopwatch(Turns):
 
 def measure(model: nn.Sequential, sample: Tensor, balance: Balance, mode: str, device: str
             ) -> list[float]:
-    """Give the seconds of each partition in a training step: medians of a few."""
+    """Return the seconds of each partition in a training step: medians of a few."""
     gpipe = GPipe(model, balance, devices=[device] * len(balance), chunks=CHUNKS, checkpoint=mode)
     watch = Stopwatch(gpipe)
     sample = sample.to(device)
@@ -161,7 +161,7 @@ def balance(device: str, rounds: int, output: str) -> None:
 
 
 def balance_rows(results: list[dict[str, Any]]) -> Rows:
-    """Give the header and the rows."""
+    """Return the header and the rows."""
     return ['model', 'balance', 'slowest, predicted, ms', 'measured, ms', 'ratio', 'all rounds'], [
         [f"{r['model']} {r['checkpoint']}", str(r['balance']),
          f"{r['predicted_seconds'] * 1e3:.1f}", f"{r['measured_seconds'] * 1e3:.1f}",

@@ -72,7 +72,7 @@ def concurrency(rounds: int, output: str) -> None:
 
 
 def concurrency_rows(results: list[dict[str, float]]) -> Rows:
-    """Give the header and the rows."""
+    """Return the header and the rows."""
     return ['ms per layer', 'ms per cell', 'serial, ms', 'GPipe, ms', 'speed-up'], [
         [f'{value:.3f}' if name == 'layer_ms' else f'{value:.2f}' for name, value in row.items()]
         for row in results]

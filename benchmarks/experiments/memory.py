@@ -21,11 +21,12 @@ from tqdm import tqdm
 
 from benchmarks.harness.campaign import campaign
 from benchmarks.harness.experiment import Experiment, Setting
-from benchmarks.harness.job import Job, memory_of, synchronize
+from benchmarks.harness.job import Job
 from benchmarks.harness.memory import GIB, OwnedTensors, size_of_partition
 from benchmarks.harness.options import Options, experiment_options, take_options
 from benchmarks.harness.published import ACTIVATIONS, AMOEBANETD_MEMORY, MODEL, UNET_MEMORY
 from benchmarks.harness.turns import Turns
+from torchgpipe.devices import memory_of, synchronize
 from torchgpipe.engine.edges import Pipeline
 from torchgpipe.engine.run import Skip
 
@@ -107,7 +108,7 @@ class _Owners(Turns):
             self.live.give(grad, j)
 
     def hand_over(self, j: int, place: Any, tensors: Sequence[Tensor]) -> None:
-        """Give a cell what it takes and is where it runs, also where that is no copy."""
+        """Return a cell what it takes and is where it runs, also where that is no copy."""
         for tensor in tensors:
             if tensor.device == memory_of(place):
                 self.live.give(tensor, j)
@@ -115,7 +116,7 @@ class _Owners(Turns):
 
 def peaks_by_partition(partitions: Sequence[nn.Module], run: Callable[[Turns], None]
                        ) -> dict[int, int]:
-    """Give the peak bytes of live tensors of each partition, in a memory that they share.
+    """Return the peak bytes of live tensors of each partition, in a memory that they share.
 
     Args:
         partitions: The partitions.

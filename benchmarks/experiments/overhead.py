@@ -68,7 +68,7 @@ def steps(n: int, m: int, devices: list[str]) -> dict[str, tuple[Step, Step]]:
 
 
 def measure(n: int, m: int, devices: list[str], rounds: int) -> dict[str, tuple[float, float]]:
-    """Give microseconds per cell of each step, (loop, pipeline): medians over rounds."""
+    """Return microseconds per cell of each step, (loop, pipeline): medians over rounds."""
     calls = {(kind, k): step for kind, pair in steps(n, m, devices).items()
              for k, step in enumerate(pair)}
     repeat = max(2, 256 // (n * m))
@@ -128,7 +128,7 @@ def print_table(where: str, results: list[Any]) -> None:
 
 
 def overhead_rows(results: list[Any]) -> Rows:
-    """Give the header and the rows."""
+    """Return the header and the rows."""
     kinds = list(results[0]['ratio'])
     rows = []
     for result in results:
@@ -140,7 +140,7 @@ def overhead_rows(results: list[Any]) -> Rows:
 
 
 def _parts(results: list[Any]) -> list[str | Rows]:
-    """Give the page a table for each kind of devices."""
+    """Return the page a table for each kind of devices."""
     parts: list[str | Rows] = [f'In {MEANING}.']
     for where in WORKERS:
         parts += [f'On {where}:',

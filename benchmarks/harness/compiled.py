@@ -37,7 +37,7 @@ def compile_partition(partition: nn.Sequential) -> None:
 
 
 def _run(layers: list[nn.Module], number: int) -> Step:
-    """Give a function of some layers, with a code object of its own.
+    """Return a function of some layers, with a code object of its own.
 
     PyTorch counts compilations by code object, and gives up at the eighth.
     """

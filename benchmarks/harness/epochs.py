@@ -5,7 +5,8 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.harness.experiment import Setting
-from benchmarks.harness.job import Job, synchronize
+from benchmarks.harness.job import Job
+from torchgpipe.devices import synchronize
 from torchgpipe.engine.stream import current_stream
 from torchgpipe.timeline.marks import Stamp, seconds, stamp
 
@@ -16,7 +17,7 @@ SAMPLES = 10_000
 
 
 def steps_of_an_epoch(setting: Setting, scale: float) -> int:
-    """Give the number of steps in an epoch: a fraction of those at full scale."""
+    """Return the number of steps in an epoch: a fraction of those at full scale."""
     return max(1, round(SAMPLES / setting.batch * scale))
 
 
@@ -39,7 +40,7 @@ def time_epochs(job: Job, result: dict[str, Any]) -> None:
 
 
 def _now(job: Job) -> Stamp:
-    """Give the time when all devices are through with all that is queued."""
+    """Return the time when all devices are through with all that is queued."""
     synchronize(job.devices)
     now = stamp(current_stream(job.devices[0]))
     synchronize(job.devices)

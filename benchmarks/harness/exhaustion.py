@@ -23,7 +23,7 @@ _UNKNOWN = 2 ** 62
 
 
 def free_memory() -> int:
-    """Give the bytes of the host that are free, or can be; very many where nobody can tell."""
+    """Return the bytes of the host that are free, or can be; very many where nobody can tell."""
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)  # what this process has freed, and keeps for later
     free = (_number('/proc/meminfo', r'MemAvailable: +(\d+) kB') or _UNKNOWN // 1024) * 1024
@@ -68,7 +68,7 @@ def memory_limit() -> Iterator[None]:
 
 
 def is_exhaustion(error: BaseException) -> bool:
-    """Tell an error of an allocator from others."""
+    """Distinguish an error of an allocator from others."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(

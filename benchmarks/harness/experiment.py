@@ -74,7 +74,7 @@ class Setting:
         return max(1, len(self.balance))
 
     def scaled_batch(self, scale: float) -> int:
-        """Give the samples of a mini-batch at a fraction of the published size."""
+        """Return the samples of a mini-batch at a fraction of the published size."""
         return max(1, round(self.batch * scale))
 
 
@@ -121,6 +121,6 @@ class Experiment:
         return mine / base if mine and base else None
 
     def scaled_resolution(self, scale: float) -> int:
-        """Give the height and width of images at a fraction of the published size."""
+        """Return the height and width of images at a fraction of the published size."""
         steps = round(self.resolution * scale / RESOLUTION_STEP)
         return max(LEAST_RESOLUTION, steps * RESOLUTION_STEP)

@@ -13,18 +13,12 @@ from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.options import Options
 from benchmarks.harness.simulated import is_on_host
 from torchgpipe import GPipe
+from torchgpipe.devices import memory_of
 
-__all__ = ['Job', 'autocast', 'memory_of', 'synchronize', 'wrap']
+__all__ = ['Job', 'autocast', 'wrap']
 
 #: Tensors as large as the parameters: weights, gradients and what the optimizer keeps.
 COPIES = {'SGD': 2, 'RMSprop': 3}
-
-
-def synchronize(devices: Sequence[torch.device]) -> None:
-    """Wait until all devices have done what is queued."""
-    for device in set(devices):
-        if device.type != 'cpu':
-            torch.accelerator.synchronize(device)
 
 
 @contextmanager
@@ -52,14 +46,9 @@ def wrap(model: nn.Sequential, setting: Setting, options: Options, batch: int, *
 
 
 def partitions_of(model: nn.Module) -> list[nn.Sequential]:
-    """Give the partitions of a GPipe; a model without one is one partition."""
+    """Return the partitions of a GPipe; a model without one is one partition."""
     partitions: Any = model.partitions if isinstance(model, GPipe) else [model]
     return list(partitions)
-
-
-def memory_of(device: torch.device) -> torch.device:
-    """Give the device whose memory tensors are in: one for all workers on the CPU."""
-    return torch.device('cpu') if device.type == 'cpu' else device
 
 
 class Job:

@@ -16,7 +16,7 @@ GIB = 2 ** 30
 
 
 def size_of_partition(partition: nn.Module, optimizer: Optimizer) -> dict[str, int]:
-    """Give the bytes that stay: parameters (with buffers), gradients, optimizer state."""
+    """Return the bytes that stay: parameters (with buffers), gradients, optimizer state."""
     parameters = list(partition.parameters())
     state = [value for p in parameters for value in optimizer.state[p].values()
              if isinstance(value, Tensor)]
@@ -30,7 +30,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def peak_memory(step: Any, devices: list[torch.device]) -> int:
-    """Give the peak of one step in bytes, beyond what was alive before it, over all devices."""
+    """Return the peak of one step in bytes, beyond what was alive before it, over all devices."""
     accelerators = {device: torch.get_device_module(device) for device in devices
                     if device.type != 'cpu'}
     if not accelerators:
@@ -48,7 +48,7 @@ def peak_memory(step: Any, devices: list[torch.device]) -> int:
 
 
 def peak_of_activations(step: Callable[[], object]) -> int:
-    """Give the peak of what a step makes in forward, in bytes, and not of its gradients.
+    """Return the peak of what a step makes in forward, in bytes, and not of its gradients.
 
     On the CPU, where nobody else keeps count.
     """

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.simulated import SIMULATED, is_simulated, load
-from torchgpipe.engine.stream import accelerator, accelerators, current_device
+from torchgpipe.devices import accelerator, accelerators, current_device
 from torchgpipe.schedule import make
 
 __all__ = ['Options', 'choose_devices', 'experiment_options', 'places', 'take_options']
@@ -34,18 +34,18 @@ class Options:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Give the data type for automatic mixed precision, if that was asked for."""
+        """Return the data type for automatic mixed precision, if that was asked for."""
         return self.dtype if self.dtype.itemsize < 4 else None
 
     def place(self, setting: Setting) -> list[torch.device]:
-        """Give a device for each partition, again from the first where there are too few."""
+        """Return a device for each partition, again from the first where there are too few."""
         if not self.devices:
             return choose_devices(len(setting))
         return [self.devices[j % len(self.devices)] for j in range(len(setting))]
 
 
 def choose_devices(n: int, schedule: str | None = None) -> list[torch.device]:
-    """Give n accelerators, again from the first where there are fewer, or n CPU workers.
+    """Return n accelerators, again from the first where there are fewer, or n CPU workers.
 
     Args:
         n: The number of partitions.
@@ -60,7 +60,7 @@ def choose_devices(n: int, schedule: str | None = None) -> list[torch.device]:
 
 
 def places(schedule: str, n: int) -> list[int]:
-    """Give the number of each partition's device; two partitions, where one has several.
+    """Return the number of each partition's device; two partitions, where one has several.
 
     >>> places('zb-v', 4), places('1f1b', 2)
     ([0, 1, 1, 0], [0, 1])
@@ -139,7 +139,7 @@ def experiment_options(experiment: Experiment, epochs: int = 3, skip_epochs: int
 
 
 def _epochs_of_context() -> int:
-    """Give --epochs, which was parsed before: of one epoch none can be skipped."""
+    """Return --epochs, which was parsed before: of one epoch none can be skipped."""
     return int(click.get_current_context().params['epochs'])
 
 

@@ -11,15 +11,15 @@ import torch
 
 from benchmarks.harness.chart import draw_predictions
 from benchmarks.harness.experiment import Experiment, Setting
-from benchmarks.harness.job import memory_of
 from benchmarks.harness.options import Options
 from benchmarks.harness.report import describe, machine, output_folder, table, write_json
 from benchmarks.harness.tables import prediction_notes, prediction_rows
 from torchgpipe.balance import Profile, profile
-from torchgpipe.modes import checkpoint_stops
+from torchgpipe.devices import memory_of
 from torchgpipe.plan import Costs, simulate
 from torchgpipe.schedule import NAMES, make
 from torchgpipe.schedule.plain import PLAIN_CALL
+from torchgpipe.settings import checkpoint_stops
 
 __all__ = ['predict', 'step_seconds']
 
@@ -58,7 +58,7 @@ def _result(experiment: Experiment, setting: Setting, speeds: dict[str, float], 
 
 
 def _speeds(measured: Profile, setting: Setting) -> dict[str, float]:
-    """Give samples per second, by schedule."""
+    """Return samples per second, by schedule."""
     return {name: setting.batch / seconds
             for name, seconds in step_seconds(measured, setting).items()}
 

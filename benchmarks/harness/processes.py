@@ -50,14 +50,14 @@ class Span(NamedTuple):
 
 
 def seconds(spans: Iterable[Span]) -> float:
-    """Give how long something took, from the first process that began to the last that ended."""
+    """Return how long something took, from the first process that began to the last that ended."""
     begins, ends = zip(*spans)
     length: float = max(ends) - min(begins)
     return length
 
 
 def is_available() -> bool:
-    """Tell whether there is what it takes."""
+    """Return whether there is what it takes."""
     return (METHOD in multiprocessing.get_all_start_methods() and distributed.is_available()
             and distributed.is_gloo_available())
 

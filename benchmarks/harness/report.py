@@ -13,7 +13,7 @@ import torch
 
 import torchgpipe
 from benchmarks.harness.simulated import NAME
-from torchgpipe.engine.stream import accelerator, accelerators
+from torchgpipe.devices import accelerator, accelerators
 from torchgpipe.text import table
 
 __all__ = ['Rows', 'cores', 'describe', 'machine', 'output_folder', 'replacing', 'table',
@@ -59,7 +59,7 @@ def describe(here: dict[str, Any], accelerated: bool = False) -> str:
 
 
 def cores() -> list[int]:
-    """Give the cores that this process may use."""
+    """Return the cores that this process may use."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') \
         else list(range(os.cpu_count() or 1))
 
@@ -84,7 +84,7 @@ def write_json(folder: Path, name: str, results: Any) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a path to write to, whose file takes the place of another when all is written."""
+    """Yield a path to write to, whose file takes the place of another when all is written."""
     new = path.with_name(path.name + '.new')
     try:
         yield new

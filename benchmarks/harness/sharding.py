@@ -39,25 +39,25 @@ def _drop_repeated(context: Any, parameter: Any, value: tuple[int, ...]) -> tupl
 
 
 def memory_cells(row: dict[str, Any]) -> list[str]:
-    """Give what a row says of the rank that has most."""
+    """Return what a row says of the rank that has most."""
     model = max(sum(rank[kind] for kind in ('parameters', 'gradients', 'optimizer'))
                 for rank in row['ranks'])
     return [f'{size / 2 ** 20:.2f}' for size in (model, peak(row))]
 
 
 def difference_cell(row: dict[str, Any]) -> str:
-    """Give by how much losses differ from those of the plain model."""
+    """Return by how much losses differ from those of the plain model."""
     return f"{row['difference']:.0e}" if row['difference'] else '0'
 
 
 def peak(row: dict[str, Any]) -> int:
-    """Give the peak in bytes of the rank that has most."""
+    """Return the peak in bytes of the rank that has most."""
     most: int = max(rank['peak'] for rank in row['ranks'])
     return most
 
 
 def training_rows(rows: Sequence[dict[str, Any]]) -> Rows:
-    """Give the header and the rows."""
+    """Return the header and the rows."""
     return ['', 'first loss', 'last loss', 'largest difference', 'ms per step', *MEMORY], [
         [row['name'], f"{row['losses'][0]:.4f}", f"{row['losses'][-1]:.4f}",
          difference_cell(row), f"{row['seconds'] * 1e3:.1f}", *memory_cells(row)]
@@ -65,7 +65,7 @@ def training_rows(rows: Sequence[dict[str, Any]]) -> Rows:
 
 
 def training_panels(results: dict[str, Any]) -> list[Panel]:
-    """Give the losses, and the most that a process keeps."""
+    """Return the losses, and the most that a process keeps."""
     losses, peaks = {}, {}
     for row in results['rows']:
         losses[row['name']] = range(len(row['losses'])), row['losses']

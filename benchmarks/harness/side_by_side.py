@@ -70,7 +70,7 @@ def _row(name: str, steps: Sequence[Sequence[Step]], figures: Sequence[dict[str,
 
 
 def _difference(row: dict[str, Any], expected: Sequence[float], tolerance: float) -> float:
-    """Give by how much losses differ, and see that it is not more than rounding does."""
+    """Return by how much losses differ, and see that it is not more than rounding does."""
     differences = [abs(loss - other) for loss, other in zip(row['losses'], expected)]
     for step, (difference, loss) in enumerate(zip(differences, expected)):
         if not difference <= tolerance * max(map(abs, expected)):

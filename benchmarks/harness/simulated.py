@@ -12,12 +12,12 @@ NAME = 'simulated accelerator'
 
 
 def is_simulated(device: torch.device | str) -> bool:
-    """Tell whether a device is one of them."""
+    """Return whether a device is one of them."""
     return str(device).startswith(SIMULATED)
 
 
 def is_on_host(device: torch.device) -> bool:
-    """Tell whether the memory of a device is the host's."""
+    """Return whether the memory of a device is the host's."""
     return device.type == 'cpu' or is_simulated(device)
 
 

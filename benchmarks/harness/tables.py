@@ -30,19 +30,19 @@ def published(value: float | None) -> str:
 
 
 def is_accelerated(summary: dict[str, Any]) -> bool:
-    """Tell whether anything was measured on an accelerator."""
+    """Return whether anything was measured on an accelerator."""
     return any(not device.startswith('cpu') for result in summary['settings']
                for device in result['devices'])
 
 
 def is_simulated(summary: dict[str, Any]) -> bool:
-    """Tell whether anything was measured on a simulated accelerator."""
+    """Return whether anything was measured on a simulated accelerator."""
     return any(simulated.is_simulated(device) for result in summary['settings']
                for device in result['devices'])
 
 
 def experiment_rows(summary: dict[str, Any]) -> Rows:
-    """Give the header and the rows: each figure with the published one beside it."""
+    """Return the header and the rows: each figure with the published one beside it."""
     settings = summary['settings']
     sources = sorted({source for result in settings for source in result['published']},
                      key=lambda source: (source != OURS, source))
@@ -77,7 +77,7 @@ def _is_published(settings: list[dict[str, Any]], name: str) -> bool:
 
 
 def partition_rows(summary: dict[str, Any]) -> Rows:
-    """Give the memory of each partition, where it was measured."""
+    """Return the memory of each partition, where it was measured."""
     parts = ['parameters', 'gradients', 'optimizer', 'activations']
     rows = [[f"{result['setting']}, {j}", partition['device'],
              *(f'{partition[part] / 2**30:.3f}' for part in parts)]
@@ -87,7 +87,7 @@ def partition_rows(summary: dict[str, Any]) -> Rows:
 
 
 def prediction_rows(summary: dict[str, Any]) -> Rows:
-    """Give the header and the rows of predicted ratios, with the published ones beside them."""
+    """Return the header and the rows of predicted ratios, with the published ones beside them."""
     settings = summary['settings']
     names = list(dict.fromkeys(name for result in settings for name in result['ratios']))
     sources = list(dict.fromkeys(name for result in settings for name in result['published']))

@@ -52,7 +52,7 @@ class Trainer:
         return loss.detach()
 
     def figures(self) -> dict[str, Any]:
-        """Give bytes of what stays from step to step, and the most that is alive within one.
+        """Return bytes of what stays from step to step, and the most that is alive within one.
 
         On the CPU. It takes a step more, after at least one, in which the optimizer has made what
         it keeps. What the kernels and the exchange need besides tensors is not counted.

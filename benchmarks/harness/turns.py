@@ -7,7 +7,7 @@
                  a node of a partition's graph: its turn, until a node of another one
 
 Workers number their nodes each by itself, and one thread runs those of all partitions on the CPU,
-by these numbers; so partitions may take turns in backward at any node.
+by these numbers; so partitions may alternate in backward at any node.
 """
 import threading
 from collections.abc import Sequence

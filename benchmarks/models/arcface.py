@@ -30,7 +30,7 @@ class ArcFace(nn.Module):
         nn.init.xavier_uniform_(self.weight)
 
     def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
-        """Give scores; with a margin if there are targets, of shape (N,)."""
+        """Return scores; with a margin if there are targets, of shape (N,)."""
         cosines = F.linear(F.normalize(x), F.normalize(self.weight))
         if target is not None:
             cosines = _with_margin(cosines, target, torch.arange(len(self.weight)))
@@ -55,7 +55,7 @@ class ShardedArcFace(ts.nn.ParallelModule):
         self.classes = ts.slice(torch.arange(classes), ranks)[rank]
 
     def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
-        """Give scores; with a margin if there are targets, of shape (N,), of all classes."""
+        """Return scores; with a margin if there are targets, of shape (N,), of all classes."""
         directions = F.normalize(self.weight)
         ts.register_parallel_dim(directions, 1)
         cosines = ts.nn.functional.parallel_linear(F.normalize(x), directions)

@@ -26,7 +26,7 @@ class Stack(NamedTuple):
                                for _ in range(cells)])
 
     def data(self, chunks: int) -> tuple[Tensor, Tensor]:
-        """Give an input and a target of so many micro-batches, the same ones each time."""
+        """Return an input and a target of so many micro-batches, the same ones each time."""
         generator = torch.Generator().manual_seed(0)
         shape = (chunks * self.shape[0], *self.shape[1:])
         return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)

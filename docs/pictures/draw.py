@@ -1,6 +1,6 @@
 """Draw the pictures of the documentation: ``python docs/pictures/draw.py [FOLDER]``.
 
-Cells come from the pipeline's own clock cycles, times from ``timeline.json``. One file serves
+Steps come from schedules that are simulated, times from ``timeline.json``. One file serves
 light and dark pages: nothing has a background, words are grey, and colours lie halfway.
 """
 import json
@@ -8,7 +8,6 @@ import sys
 from html import escape
 from pathlib import Path
 
-from torchgpipe.pipeline import clock_cycles
 from torchgpipe.plan import Costs, StageCosts, simulate
 from torchgpipe.schedule import make
 
@@ -54,7 +53,7 @@ class Picture:
                            f"stroke-width='{width}'{end}/>")
 
     def svg(self):
-        """Give the file."""
+        """Return the file."""
         width, height = self.width + 4, self.height + 4
         arrow = (f"<defs><marker id='arrow' viewBox='0 0 8 8' refX='7' refY='4' markerWidth='6' "
                  f"markerHeight='6' orient='auto'><path d='M0 0 L8 4 L0 8 z' fill='{WORDS}'/>"
@@ -66,25 +65,26 @@ class Picture:
                 f'{arrow}\n' + '\n'.join(self.shapes) + '\n</svg>\n')
 
 
-def schedule(picture, top, m, n, unit, forward=1, backward=2, left=50, label='{}{}'):
-    """Draw a training step, clock by clock; give the place of its end."""
-    x = left
-    for kind, clocks, length in (('F', list(clock_cycles(m, n)), forward),
-                                 ('B', list(clock_cycles(m, n))[::-1], backward)):
-        for cells in clocks:
-            for i, j in cells:
-                picture.box(x, top + 24 * j, unit * length, 24, COLOURS[kind],
-                            label.format(kind, i))
-            x += unit * length
+def plain_call(m, n, forward=1, backward=2):
+    """Return the plain call of equally fast partitions, simulated."""
+    return simulate(make('gpipe', n, m), Costs([StageCosts(forward, backward)] * n))
+
+
+def step(picture, top, m, n, unit, forward=1, backward=2, left=50, label='{}{}'):
+    """Draw a training step; return the place of its end."""
+    simulated = plain_call(m, n, forward, backward)
+    for j, (_, kind, i), start, end in simulated.actions:
+        picture.box(left + unit * start, top + 24 * j, unit * (end - start), 24, COLOURS[kind],
+                    label.format(kind, i))
     for j in range(n):
         picture.words(0, top + 24 * j + 16, f'cuda:{j}')
-    return x
+    return left + unit * simulated.seconds
 
 
 def pipeline():
     """Draw what GPipe does: four micro-batches, four partitions."""
     picture = Picture('Forward and backward of four micro-batches on four devices')
-    end = schedule(picture, 0, m=4, n=4, unit=17)
+    end = step(picture, 0, m=4, n=4, unit=17)
     _time(picture, end, 108)
     return picture
 
@@ -98,15 +98,15 @@ def bubble():
     """Draw the same work as one micro-batch and as four."""
     picture = Picture('The same mini-batch as one micro-batch, and as four')
     picture.words(0, 10, 'chunks=1: one device works at a time')
-    end = schedule(picture, 18, m=1, n=3, unit=10, forward=4, backward=8)
+    end = step(picture, 18, m=1, n=3, unit=10, forward=4, backward=8)
     picture.words(0, 116, 'chunks=4: the same work, half the time')
-    schedule(picture, 124, m=4, n=3, unit=10, label='{1}')
+    step(picture, 124, m=4, n=3, unit=10, label='{1}')
     _time(picture, end, 204)
     return picture
 
 
 def fraction():
-    """Draw the part of the devices' time that is bubble, counted in the clock cycles."""
+    """Draw the part of the devices' time that is bubble."""
     picture = Picture('Bubble by number of micro-batches, for 2, 4 and 8 partitions')
     left, top, width, height, largest = 40, 8, 320, 160, 32
 
@@ -120,17 +120,11 @@ def fraction():
         picture.words(at(m, 0)[0], top + height + 16, str(m), 'middle')
     picture.words(left + width / 2, top + height + 32, 'micro-batches', 'middle')
     for n, colour, y in ((8, 'B', 4), (4, 'R', 2), (2, 'F', 6)):
-        points = [at(m, idle(m, n)) for m in range(1, largest + 1)]
+        points = [at(m, plain_call(m, n).bubble) for m in range(1, largest + 1)]
         picture.path(points, COLOURS[colour], 2)
         picture.words(points[-1][0] + 5, points[-1][1] + y, f'n = {n}', colour=COLOURS[colour])
     picture.width += 34
     return picture
-
-
-def idle(m, n):
-    """Count the part of all places in the clock cycles that is empty."""
-    clocks = list(clock_cycles(m, n))
-    return 1 - sum(map(len, clocks)) / (n * len(clocks))
 
 
 def checkpointing():

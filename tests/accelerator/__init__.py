@@ -23,12 +23,12 @@ _loaded = None
 
 
 def is_available():
-    """Tell whether it can be loaded, or is loaded already."""
+    """Return whether it can be loaded, or is loaded already."""
     return is_loaded() or not reason()
 
 
 def is_loaded():
-    """Tell whether it is the accelerator of this process."""
+    """Return whether it is the accelerator of this process."""
     return _loaded is not None
 
 
@@ -99,7 +99,7 @@ def no_race():
 
 
 def races():
-    """Give what the detector found, as texts."""
+    """Return what the detector found, as texts."""
     return _loaded.races()
 
 

@@ -35,7 +35,7 @@ def reason():
 
 
 def extension():
-    """Give the built module."""
+    """Return the built module."""
     library = _library()
     if not library.exists():
         _build(library)
@@ -46,7 +46,7 @@ def extension():
 
 
 def _find_ninja():
-    """Tell whether there is a ninja, also where the package of that name keeps it."""
+    """Return whether there is a ninja, also where the package of that name keeps it."""
     try:
         from ninja import BIN_DIR
     except ImportError:
@@ -57,7 +57,7 @@ def _find_ninja():
 
 
 def _library():
-    """Give the place of the library: another one for other sources, another PyTorch or Python."""
+    """Return the path of the library: another one for other sources, another PyTorch or Python."""
     digest = hashlib.sha256(repr((torch.__version__, sys.version, FLAGS)).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())

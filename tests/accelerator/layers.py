@@ -23,7 +23,7 @@ class Stash(nn.Linear):
 
 @skippable(pop=['skip'])
 class Pop(nn.Module):
-    """Give what was stashed, and nothing of the input."""
+    """Return what was stashed, and nothing of the input."""
 
     def forward(self, x):
         """Do so."""
@@ -43,7 +43,7 @@ class AddTable(nn.Linear):
 
 
 class First(nn.Module):
-    """Give the first of two tensors."""
+    """Return the first of two tensors."""
 
     def forward(self, xs):
         """Do so."""
@@ -51,7 +51,7 @@ class First(nn.Module):
 
 
 class TwoPlaces(nn.Linear):
-    """Give one tensor on the CPU, and one where the input is."""
+    """Return one tensor on the CPU, and one where the input is."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)

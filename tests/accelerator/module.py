@@ -21,7 +21,7 @@ def on(stream):
 
 
 def make(extension):
-    """Give a module over the built extension."""
+    """Return a module over the built extension."""
     module = types.ModuleType('torch.sim', 'A simulated accelerator.')
     for part in (_devices, _streams, _memory, _random, _autocast):
         vars(module).update(part(extension))
@@ -29,7 +29,7 @@ def make(extension):
 
 
 def _index(device):
-    """Give the index of a device, a number or nothing."""
+    """Return the index of a device, a number or nothing."""
     if device is None:
         return torch.accelerator.current_device_index()
     if isinstance(device, int):

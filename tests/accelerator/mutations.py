@@ -55,12 +55,12 @@ class Mutated:
         self.calls = 0
 
     def __call__(self, value=no_context):
-        """Give a value, or a context that does nothing."""
+        """Return a value, or a context that does nothing."""
         self.calls += 1
         return value
 
     def default(self, device):
-        """Give the default stream of a device."""
+        """Return the default stream of a device."""
         return self(default_stream(device))
 
 

@@ -36,7 +36,7 @@ class Pair:
         self.outputs = []
 
     def forward(self):
-        """Give the losses of both."""
+        """Return the losses of both."""
         x = torch.randn(7, WIDTH, dtype=torch.double)
         expected, actual = self.model(x), self.gpipe(x.to(self.gpipe.devices[0]))
         self.outputs.append((expected.detach(), actual.detach()))
@@ -321,7 +321,7 @@ def the_host_waits():
 
 
 def _tied():
-    """Give layers that have one weight, and two that have one bias."""
+    """Return layers that have one weight, and two that have one bias."""
     first, *layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
     for layer in layers:
         layer.weight = first.weight

@@ -84,7 +84,7 @@ def test_other_devices_are_refused():
 
 
 def models():
-    """Give pairs of a module and an input."""
+    """Return pairs of a module and an input."""
     torch.manual_seed(1)
     image, words = torch.randn(4, 3, 8, 8), torch.randint(0, 9, (4, 5))
     conv = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(),

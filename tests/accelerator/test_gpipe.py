@@ -39,7 +39,7 @@ class Pop(nn.Module):
 
 
 def layers():
-    """Give a model with two skips that cross each other."""
+    """Return a model with two skips that cross each other."""
     a, b = Namespace(), Namespace()
     return nn.Sequential(
         nn.Linear(6, 6), Stash().isolate(a), nn.Tanh(), nn.Linear(6, 6), Stash().isolate(b),

@@ -40,7 +40,7 @@ class Pop(nn.Module):
 
 
 def layers(kinds):
-    """Give `N` times `DEPTH` layers; some are of other kinds, by their places."""
+    """Return `N` times `DEPTH` layers; some are of other kinds, by their places."""
     model = [layer for _ in range(N * DEPTH // 2)
              for layer in (nn.Linear(COLUMNS, COLUMNS), nn.Tanh())]
     for place, kind in kinds.items():
@@ -49,7 +49,7 @@ def layers(kinds):
 
 
 def keep_pace(gpipe):
-    """Let a partition hand on a gradient when the one before it has begun with the last one.
+    """Let a partition send a gradient when the one before it has begun with the last one.
 
     Autograd has a thread for each device. What one of them is ahead of another is memory as well,
     up to a gradient for each micro-batch, and differs from run to run.
@@ -65,7 +65,7 @@ def keep_pace(gpipe):
 
 
 def peaks(gpipe, x):
-    """Give the peak bytes of each device in a step."""
+    """Return the peak bytes of each device in a step."""
     for device in range(N):
         torch.accelerator.synchronize(device)
         torch.accelerator.reset_peak_memory_stats(device)
@@ -77,7 +77,7 @@ def peaks(gpipe, x):
 
 
 def formula(costs, balance, mode, param_scale):
-    """Give the bytes that the guide to memory tells."""
+    """Return the bytes that the guide to memory tells."""
     cuts = [0, *accumulate(balance)]
     blocks, stages = costs.blocks(M, param_scale), held(make('gpipe', N, M), mode, True)
     return [blocks.bytes(*cut) for cut in zip(cuts, cuts[1:], stages)]

@@ -50,7 +50,7 @@ def own_streams():
 
 
 def notices(program, seed):
-    """Tell whether a program fails or races."""
+    """Return whether a program fails or races."""
     accelerator.set_delays(seed, 200)
     with accelerator.detection(lines=False) as races:
         try:
@@ -87,7 +87,7 @@ def test_a_mutation_that_changes_nothing_is_not_noticed(monkeypatch):
 
 
 def calls_of(path):
-    """Give such calls in a file of the package, with the function that they are in."""
+    """Return such calls in a file of the package, with the function that they are in."""
     source = path.read_text()
     module = '.'.join(path.relative_to(Path(torchgpipe.__file__).parents[1]).with_suffix('').parts)
 
@@ -105,7 +105,7 @@ def calls_of(path):
 
 
 def without_mutation(mutations):
-    """Give the calls in the package that no mutation takes out."""
+    """Return the calls in the package that no mutation takes out."""
     taken = [(f'{m.function.__module__}.{m.function.__qualname__}', m.old) for m in mutations]
     folder = Path(torchgpipe.__file__).parent
     calls = [call for part in ('engine', 'skip') for path in sorted((folder / part).rglob('*.py'))

@@ -116,7 +116,7 @@ class Timeline:
             for kind in 'FRB')
 
     def _copies(self, j):
-        """Give those to a partition, of batches first, then of gradients in their order."""
+        """Return those to a partition, of batches first, then of gradients in their order."""
         return [(each.start, each.end) for each in self._recorded if each.target == j]
 
     @property
@@ -129,7 +129,7 @@ class Timeline:
 
 
 def beside(a, b):
-    """Tell whether two things are under way at the same time."""
+    """Return whether two things are in flight at the same time."""
     return a[0] < b[1] and b[0] < a[1]
 
 
@@ -235,7 +235,7 @@ def others_bring_skips():
 
 @contextmanager
 def host_waits_for_cells():
-    """Let cells take turns, and the host wait for each."""
+    """Serialize cells, and let the host wait for each."""
     send = Pipeline._send
 
     def send_and_wait(pipeline, i, j, *args):
@@ -280,7 +280,7 @@ def test_why(mutation, promise):
 
 
 def layers_that_keep_the_host_busy():
-    """Give layers that stash and pop, of which the last recomputation waits for another one.
+    """Return layers that stash and pop, of which the last recomputation waits for another one.
 
     Partition 3 has not queued all of its backward then before partition 0 recomputes micro-batch
     M-2. So what autograd leaves until nothing else is left to do there comes too late.

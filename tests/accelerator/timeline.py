@@ -62,7 +62,7 @@ class Timeline:
         return self
 
     def is_free(self, what, of, after=0):
-        """Tell whether the one does not wait for the other, with so many micro-batches between."""
+        """Return whether one does not wait for the other, with so many micro-batches between."""
         waiting, over = self.events[what], self.events[of]
         assert len(waiting) == len(over) == 3
         return not any(map(accelerator.is_ordered, over, waiting[after:]))

@@ -8,7 +8,7 @@ from torchgpipe.balance.bounded import solve_bounded
 
 
 def brute_force(sequence, furthest):
-    """Give the least bound, or None."""
+    """Return the least bound, or None."""
     best = None
     for cut in itertools.combinations(range(1, len(sequence)), len(furthest) - 1):
         edge = (0, *cut, len(sequence))

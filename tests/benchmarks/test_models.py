@@ -97,7 +97,7 @@ def test_initialisation_of_resnet101():
 
 
 def small(name):
-    """Give a small model of a kind, a batch for it, and the shape of its output."""
+    """Return a small model of a kind, a batch for it, and the shape of its output."""
     torch.manual_seed(0)
     if name == 'resnet101':
         return resnet101(num_classes=10), torch.rand(4, 3, 32, 32), (4, 10)

@@ -26,7 +26,7 @@ DEVICES = tuple(torch.device('cpu', j) for j in range(3))
 
 
 def options(experiment, folder, **changes):
-    """Give the options that a user would have chosen: the CPU, whatever else there is."""
+    """Return the options that a user would have chosen: the CPU, whatever else there is."""
     return Options(**{'settings': experiment.settings, 'devices': DEVICES, 'scale': 1 / 2,
                       'epochs': 2, 'skip_epochs': 1, 'dtype': torch.float32, 'compile': False,
                       'seed': 0, 'output': str(folder), **changes})

@@ -12,7 +12,7 @@ schedules = pytest.mark.parametrize('schedule', NAMES)
 
 
 def loss_of(output, target):
-    """Give a mean over samples; the simulated accelerator has no kernel for that of PyTorch."""
+    """Return a mean over samples; the simulated accelerator has no kernel for that of PyTorch."""
     return (output - target).square().mean()
 
 
@@ -58,7 +58,7 @@ class Merge(nn.Module):
 
 
 def layers(width=4):
-    """Give a model of eight layers with whatever goes between partitions."""
+    """Return a model of eight layers with whatever goes between partitions."""
     return nn.Sequential(
         nn.Linear(width, width), Stash(), nn.Linear(width, width).requires_grad_(False), Branch(),
         Merge(), nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True)), Pop(),

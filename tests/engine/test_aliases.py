@@ -24,13 +24,13 @@ def change(linear, x):
 
 
 def twice(linear, x):
-    """Give a tensor twice."""
+    """Return a tensor twice."""
     y = linear(x)
     return y, y
 
 
 def view(linear, x):
-    """Give a tensor and a view of it."""
+    """Return a tensor and a view of it."""
     y = linear(x)
     return y, y.view(-1, 2, 2)
 
@@ -48,7 +48,7 @@ def pass_on(linear, xs):
 
 
 def models():
-    """Give models in which a partition changes in place what another one has, too."""
+    """Return models in which a partition changes in place what another one has, too."""
     first = Layer(keep)
     first.linear.kept = []
     return {'kept': nn.Sequential(first, Layer(change), nn.Linear(4, 4)),

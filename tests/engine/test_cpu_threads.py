@@ -17,7 +17,7 @@ CPUS = ['cpu:0', 'cpu:1', 'cpu:2']
 
 
 def spying(devices=CPUS, function=lambda x: x, **options):
-    """Give a pipeline, and what it notes of calls: their intra-op threads.
+    """Return a pipeline, and what it notes of calls: their intra-op threads.
 
     It has run once, so that it is known whether its layers draw random numbers.
     """
@@ -97,7 +97,7 @@ def test_a_recomputation_has_as_many_as_its_first_pass():
 
 
 def number_of_a_new_thread():
-    """Give the intra-op threads with which a thread begins."""
+    """Return the intra-op threads with which a thread begins."""
     found = []
     thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
     thread.start()

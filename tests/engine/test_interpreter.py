@@ -215,7 +215,7 @@ def test_no_action_starts_after_a_fault(devices, monkeypatch):
 
 @workers
 def test_keyboard_interrupt_of_the_caller(devices, ctrl_c, monkeypatch):
-    """What is under way ends; nothing starts after it, and nothing is added or kept."""
+    """What is in flight ends; nothing starts after it, and nothing is added or kept."""
     stopping, calls, ended = threading.Event(), [], []
     stop = Workers.stop
     monkeypatch.setattr(Workers, 'stop', lambda workers: (stopping.set(), stop(workers)))

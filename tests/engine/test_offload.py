@@ -52,7 +52,7 @@ def test_dropout_marked_layers_and_shared_tensors(devices):
 
 
 class First(nn.Module):
-    """Give the first of several."""
+    """Return the first of several."""
 
     def forward(self, xs):
         """Do so."""
@@ -123,7 +123,7 @@ def test_an_input_that_is_changed_before_backward(change, waits):
 
 
 def sizes():
-    """Give the bytes that each device has handed out."""
+    """Return the bytes that each device has handed out."""
     for device in range(torch.accelerator.device_count()):
         torch.accelerator.synchronize(device)
     return [torch.accelerator.memory_allocated(device)

@@ -1,4 +1,4 @@
-"""Where modules, parameters and buffers stand, and which partitions take turns for it."""
+"""Where modules, parameters and buffers stand, and which partitions are serialized for it."""
 import pytest
 import torch
 from torch import nn
@@ -45,14 +45,14 @@ def test_what_partitions_share_stands_in_the_later_ones():
 
 
 def with_hook():
-    """Give a layer whose weight is made by a hook."""
+    """Return a layer whose weight is made by a hook."""
     layer = nn.Linear(2, 2)
     layer.register_forward_pre_hook(print)
     return layer
 
 
 def with_forward():
-    """Give a layer that does something else."""
+    """Return a layer that does something else."""
     layer = nn.Linear(2, 2)
     layer.forward = print
     return layer
@@ -68,7 +68,7 @@ def test_what_is_known_not_to_change_by_being_called(module, expected):
 
 
 def serialized(*layers):
-    """Give the partitions, one layer each, that run in an order with others."""
+    """Return the partitions, one layer each, that run in an order with others."""
     engine = Engine([nn.Sequential(layer) for layer in layers])
     return [partition.j for partition in engine.partitions if partition.serialized]
 
@@ -80,7 +80,7 @@ def test_partitions_with_a_module_in_common_take_turns():
 
 
 def held(lock):
-    """Give the locks behind a lock of layers."""
+    """Return the locks behind a lock of layers."""
     return {*getattr(lock, 'locks', [lock])}
 
 

@@ -21,7 +21,7 @@ class Layer(nn.Module):
 
 
 def notes_of(function):
-    """Give the notes of the error that a function raises."""
+    """Return the notes of the error that a function raises."""
     with pytest.raises((RuntimeError, ValueError)) as error:
         function()
     return error.value.__notes__

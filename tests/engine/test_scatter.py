@@ -70,7 +70,7 @@ def test_gather_refuses_other_structures_and_plain_values():
 
 
 def values(value, chunks, rule=0):
-    """Give the values of micro-batches."""
+    """Return the values of micro-batches."""
     return [batch.value for batch in scatter(value, chunks, rule)]
 
 

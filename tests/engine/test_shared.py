@@ -20,7 +20,7 @@ from torchgpipe.engine.shared import SharedTensors
 
 @pytest.fixture
 def devices(request, monkeypatch):
-    """Give two devices with a memory each: of the CPU, which stand for such, or real ones."""
+    """Return two devices with a memory each: of the CPU, which stand for such, or real ones."""
     if request.param == 'cc':
         in_two_memories(monkeypatch)
         return ['cpu:0', 'cpu:1']
@@ -54,7 +54,7 @@ class See(nn.Module):
 
 
 def two(see=lambda weight: None, size=4):
-    """Give two layers with one weight, the second of which shows it."""
+    """Return two layers with one weight, the second of which shows it."""
     weight = nn.Parameter(torch.randn(size, size, dtype=torch.double) / size)
     return nn.Sequential(See(weight), nn.Tanh(), See(weight, see))
 
@@ -65,7 +65,7 @@ def pipe(model, devices, **options):
 
 
 def rows(number=7, width=4):
-    """Give an input."""
+    """Return an input."""
     return torch.randn(number, width, dtype=torch.double)
 
 
@@ -245,7 +245,7 @@ def leave(layer):
 
 
 def counts(change_first, change_last):
-    """Give two layers with one buffer."""
+    """Return two layers with one buffer."""
     first = Count(change_first)
     return nn.Sequential(first, nn.Tanh(), Count(change_last, first.calls))
 

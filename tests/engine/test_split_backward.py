@@ -20,7 +20,7 @@ from torchgpipe.schedule import Schedule
 
 
 def loss_of(output, target):
-    """Give a mean over samples."""
+    """Return a mean over samples."""
     return (output - target).square().mean()
 
 
@@ -188,12 +188,12 @@ def frozen(layer, *names):
 
 
 def linear(*shape, **options):
-    """Give what makes two linear layers, and the shape of a sample."""
+    """Return what makes two linear layers, and the shape of a sample."""
     return lambda: [nn.Linear(4, 6, **options), nn.Tanh(), nn.Linear(6, 4, **options)], (*shape, 4)
 
 
 def convolution(kind, dims, **options):
-    """Give what makes two convolutions, and the shape of a sample."""
+    """Return what makes two convolutions, and the shape of a sample."""
     return (lambda: [kind(4, 8, 3, **options), nn.Tanh(), kind(8, 4, 1)],
             (4, *[9] * dims))
 
@@ -228,7 +228,7 @@ LAYERS = {
 
 
 class Both(nn.Module):
-    """Give a layer that takes two the same for both."""
+    """Return a layer that takes two the same for both."""
 
     def __init__(self, layer):
         super().__init__()

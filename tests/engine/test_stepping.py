@@ -245,7 +245,7 @@ def test_in_v080_a_step_was_off_where_a_skip_stayed_in_another_memory(monkeypatc
 
 
 class Average(nn.Module):
-    """Hand on a moving average of samples, which changes in place."""
+    """Forward a moving average of samples, which changes in place."""
 
     def __init__(self, view=False):
         super().__init__()

@@ -13,7 +13,7 @@ from torchgpipe import GPipe
 
 
 def saved(x, alive, most):
-    """Give a number behind a node that keeps a tensor as long as its graph lives."""
+    """Return a number behind a node that keeps a tensor as long as its graph lives."""
 
     class Node(torch.autograd.Function):
         @staticmethod

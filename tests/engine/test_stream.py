@@ -48,15 +48,15 @@ class Streams:
         return ', '.join(self._here.__dict__.get(name, [])[-number:])
 
     def current_stream(self, device):
-        """Give the compute stream."""
+        """Return the compute stream."""
         return f'compute {device.index}'
 
     def new_stream(self, device):
-        """Give a copy stream."""
+        """Return a copy stream."""
         return f'copy {device.index}'
 
     def get_device(self, stream):
-        """Give the device of a stream."""
+        """Return the device of a stream."""
         return torch.device('cpu', int(stream[-1]))
 
     def wait_stream(self, source, target):
@@ -70,7 +70,7 @@ class Streams:
 
 @pytest.fixture
 def streams(monkeypatch):
-    """Give the notes of all that the engine does with streams."""
+    """Return the notes of all that the engine does with streams."""
     streams = Streams()
     for module in (copy, edges, recomputation, run, worker):
         for name in dir(Streams):

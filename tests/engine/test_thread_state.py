@@ -21,7 +21,7 @@ pytestmark = cpu_only('about the state of threads, which are the same for any de
 
 
 def pipe(model, devices, mode, chunks=4):
-    """Give the model in two partitions."""
+    """Return the model in two partitions."""
     half = len(model) // 2
     return GPipe(model, [half, len(model) - half], devices=devices(2), chunks=chunks,
                  checkpoint=mode)

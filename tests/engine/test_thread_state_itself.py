@@ -34,12 +34,12 @@ class SeeOperations(TorchDispatchMode):
 
 
 def hooks():
-    """Give hooks for saved tensors that do nothing."""
+    """Return hooks for saved tensors that do nothing."""
     return saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def autocast():
-    """Give a context of autocast that differs in all from what is there without it."""
+    """Return a context of autocast that differs in all from what is there without it."""
     return torch.autocast('cpu', torch.float16, cache_enabled=False)
 
 

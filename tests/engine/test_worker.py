@@ -104,7 +104,7 @@ def test_a_thread_does_not_keep_the_interpreter_from_exiting():
 
 
 def is_free(lock):
-    """Tell whether another thread could take a lock."""
+    """Return whether another thread could take a lock."""
     def take():
         taken = lock.acquire(blocking=False)
         if taken:

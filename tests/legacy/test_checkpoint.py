@@ -33,7 +33,7 @@ class Log(torch.autograd.Function):
 
 
 def leaf(devices, *shape, dtype=None):
-    """Give a leaf of the graph on a device."""
+    """Return a leaf of the graph on a device."""
     return torch.rand(shape, dtype=dtype, device=devices.first, requires_grad=True)
 
 

@@ -9,7 +9,7 @@ from torchgpipe.stream import CPUStream, default_stream
 
 
 def streams(devices):
-    """Give the stream of a device twice, to copy to where a tensor is already."""
+    """Return the stream of a device twice, to copy to where a tensor is already."""
     return [default_stream(devices.first)] * 2
 
 

@@ -6,14 +6,14 @@ from torchgpipe.plan.fit import fit, neighbours
 
 
 def blocks_of(times, parameters):
-    """Give those of a profile of layers with these times and bytes of parameters."""
+    """Return those of a profile of layers with these times and bytes of parameters."""
     return Profile(tuple(LayerProfile(str(k), time, time, size, 0, 0, 0, 0)
                          for k, (time, size) in enumerate(zip(times, parameters))), (), 4, 0,
                    'cpu').blocks(4, 1.0)
 
 
 def fitted(schedule, blocks, limits, balance, simulated):
-    """Give the balances that were tried, and that which was found."""
+    """Return the balances that were tried, and that which was found."""
     tried = []
 
     def planned(balance):

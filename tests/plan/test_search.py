@@ -209,13 +209,13 @@ def test_a_thousand_layers_and_sixteen_devices():
 
 
 def stack():
-    """Give equal layers."""
+    """Return equal layers."""
     torch.manual_seed(0)
     return nn.Sequential(*itertools.chain(*[(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]))
 
 
 def squares(output, target):
-    """Give the mean of squares, in operations that each device has."""
+    """Return the mean of squares, in operations that each device has."""
     return (output - target).square().mean()
 
 

@@ -11,7 +11,7 @@ from torchgpipe.schedule.schedule import in_flight
 
 
 def profiled(parameters, skips=(), batch=4):
-    """Give a profile of layers with these bytes of parameters."""
+    """Return a profile of layers with these bytes of parameters."""
     return Profile(tuple(LayerProfile(str(k), 1, 1, size, 0, 0, 160 + 4 * k, 32 + 4 * k)
                          for k, size in enumerate(parameters)), skips, batch, 8, 'cpu')
 

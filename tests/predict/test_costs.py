@@ -9,12 +9,12 @@ from torchgpipe.schedule import make
 
 
 def layer(k, parameters=8, frozen=0, overhead=0.0):
-    """Give a layer that takes 8 s forward and 16 s backward."""
+    """Return a layer that takes 8 s forward and 16 s backward."""
     return LayerProfile(str(k), 8.0, 16.0, parameters, frozen, 1, 40, 80, None, overhead, overhead)
 
 
 def profiled(*layers, skips=()):
-    """Give a profile of layers."""
+    """Return a profile of layers."""
     return Profile(layers, skips, 8, 400, 'cpu')
 
 

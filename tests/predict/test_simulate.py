@@ -15,7 +15,7 @@ SEVERAL = {'interleaved': 2, 'looped-bfs': 2, 'zb-v': 2}
 
 
 def times(simulation):
-    """Give what can be read."""
+    """Return what can be read."""
     return {str(x.action): (x.start, x.end) for x in simulation.actions}
 
 

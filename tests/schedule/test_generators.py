@@ -8,14 +8,14 @@ SEVERAL = {'interleaved': (1, 2, 3), 'looped-bfs': (1, 2, 3), 'zb-v': (2,)}
 
 
 def spans(schedule):
-    """Give the steps of each device from its first action to its last one."""
+    """Return the steps of each device from its first action to its last one."""
     grid, _ = steps(schedule.rows)
     busy = [[k for k, action in enumerate(row) if action] for row in grid]
     return [row[-1] - row[0] + 1 for row in busy]
 
 
 def most_in_flight(row, ends):
-    """Give the largest number of micro-batches whose activations a device holds."""
+    """Return the largest number of micro-batches whose activations a device holds."""
     held, most = 0, 0
     for action in row:
         held += (action.kind == 'F') - (action.kind in ends)

@@ -14,37 +14,37 @@ BATCH = 7
 
 
 def images(*size, batch=BATCH):
-    """Give images."""
+    """Return images."""
     return torch.randn(batch, 3, *size)
 
 
 def tokens(length, words, batch=BATCH):
-    """Give sequences of tokens, in which none is padding."""
+    """Return sequences of tokens, in which none is padding."""
     return torch.randint(1, words, (batch, length))
 
 
 def padded(length, batch=BATCH):
-    """Give a mask of sequences that end anywhere but at once."""
+    """Return a mask of sequences that end anywhere but at once."""
     lengths = torch.randint(2, length + 1, (batch,))
     return (torch.arange(length) < lengths[:, None]).long()
 
 
 def gpt(dropout=0.1):
-    """Give a GPT, and ids with a mask."""
+    """Return a GPT, and ids with a mask."""
     model = GPT(GPTConfig(vocab_size=13, n_positions=10, n_embd=8, n_layer=3, n_head=2,
                           dropout=dropout))
     return model, Arguments(tokens(6, 13), attention_mask=padded(6))
 
 
 def t5(dropout=0.1):
-    """Give a T5, and what an encoder and a decoder read."""
+    """Return a T5, and what an encoder and a decoder read."""
     model = T5(T5Config(vocab_size=13, d_model=8, d_kv=4, d_ff=16, num_layers=2, num_heads=2,
                         num_buckets=8, max_distance=12, dropout_rate=dropout))
     return model, Arguments(tokens(9, 13), attention_mask=padded(9), labels=tokens(5, 13))
 
 
 def clip(dropout=0.1):
-    """Give a model of two towers, and images with their texts."""
+    """Return a model of two towers, and images with their texts."""
     model = CLIP(embed_dim=5, size=12, patch=4, vision_dim=8, vision_depth=2, vocab_size=13,
                  context=6, text_dim=12, text_depth=2, head_dim=4, dropout=dropout)
     return model, Arguments(images(12, 12), tokens(6, 13))

@@ -32,13 +32,13 @@ def linears(number, width=4):
 
 
 def skips(layers):
-    """Give for each skip where it starts and where it ends."""
+    """Return for each skip where it starts and where it ends."""
     starts = {key: k for k, layer in enumerate(layers) for key in layer.stashable()}
     return sorted((starts[key], k) for k, layer in enumerate(layers) for key in layer.poppable())
 
 
 def called(layers):
-    """Give the names of the modules in each layer that have no others in them."""
+    """Return the names of the modules in each layer that have no others in them."""
     return [[name for name, m in layer.named_modules() if name and not [*m.children()]]
             for layer in layers]
 
@@ -293,7 +293,7 @@ class UNet(nn.Module):
 
 
 def least_across(model, x, share):
-    """Give the least bytes at a cut that leaves about this share of the parameters before it."""
+    """Return the least bytes at a cut that leaves about this share of the parameters before it."""
     found = profile(model, x, device='cpu', timeout=0)
     sizes = [layer.parameter_bytes for layer in found.layers]
     return min(

@@ -24,7 +24,7 @@ def to(where, value):
 
 
 def make(name, dropout, seed=0):
-    """Give a model and a sample in float64."""
+    """Return a model and a sample in float64."""
     torch.manual_seed(seed)
     model, sample = MODELS[name](dropout=dropout)
     return model.double(), to(torch.double, sample)
@@ -32,19 +32,19 @@ def make(name, dropout, seed=0):
 
 @functools.cache
 def converted_once(name, dropout):
-    """Give a model, a sequential one that was made of a copy of it, and the sample."""
+    """Return a model, a sequential one that was made of a copy of it, and the sample."""
     model, sample = make(name, dropout)
     return model, to_sequential(copy.deepcopy(model), sample), sample
 
 
 def converted(name, dropout=0.0):
-    """Give copies of these for one test."""
+    """Return copies of these for one test."""
     model, sequential, sample = converted_once(name, dropout)
     return copy.deepcopy(model), copy.deepcopy(sequential), sample
 
 
 def balanced(n, sequential, sample, chunks=1):
-    """Give the number of layers of each partition."""
+    """Return the number of layers of each partition."""
     return balance_by_size(n, sequential, sample, chunks=chunks, device='cpu')
 
 
@@ -57,7 +57,7 @@ def in_parts(model, sample, chunks):
 
 
 def loss_of(output):
-    """Give a loss that tells all elements of an output from each other."""
+    """Return a loss that tells all elements of an output from each other."""
     return sum((x - torch.linspace(-1, 1, x.numel(), dtype=x.dtype, device=x.device).view_as(x))
                .square().mean() for x in flatten(output)[0])
 
@@ -73,7 +73,7 @@ def step(run, optimizer):
 
 
 def named(entries, original):
-    """Give entries by their names in the original, where there is another model, without layers.
+    """Return entries by their names in the original, where there is another model, without layers.
 
     Where there are several of one name, they are the same tensor.
     """
@@ -87,7 +87,7 @@ def named(entries, original):
 
 
 def trained(model, original=None):
-    """Give gradients, parameters and buffers, by their names in the original model.
+    """Return gradients, parameters and buffers, by their names in the original model.
 
     Layers may have more buffers, for tensors that the original has in no buffer.
     """
@@ -100,7 +100,7 @@ def trained(model, original=None):
 
 
 def largest(x):
-    """Give the size of the largest element."""
+    """Return the size of the largest element."""
     return x.detach().double().abs().max().item()
 
 

@@ -283,7 +283,7 @@ def test_a_leaf_may_trace_functions_itself():
 
 
 def functions_now():
-    """Give some of what is replaced."""
+    """Return some of what is replaced."""
     return (torch.arange, torch.finfo, builtins.len, builtins.isinstance, math.sqrt,
             random.random)
 

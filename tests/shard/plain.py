@@ -8,7 +8,7 @@ __all__ = ['close', 'give_gradients', 'gradients', 'pair', 'whole', 'whole_gradi
 
 
 def pair(make):
-    """Give a plain model and a sharded one with its values.
+    """Return a plain model and a sharded one with its values.
 
     Args:
         make: Makes either, from functions that make a linear layer and an embedding.
@@ -33,7 +33,7 @@ def give_gradients(plain, sharded, scale=1.0):
 
 
 def gradients(module):
-    """Give all gradients by their names."""
+    """Return all gradients by their names."""
     return {name: parameter.grad for name, parameter in module.named_parameters()}
 
 

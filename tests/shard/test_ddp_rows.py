@@ -48,11 +48,11 @@ class Net(nn.Module):
         return ts.distributed.gather(x, dim=0) if self.where == 'inside' else x
 
     def last(self, x):
-        """Give logits of features, whole ones in parts on the way."""
+        """Return logits of features, whole ones in parts on the way."""
         return self.head(ts.distributed.gather(ts.distributed.scatter(self.both(x)), size=6))
 
     def forward(self, x):
-        """Give logits, or features, the mean of what is computed of own rows, and other things."""
+        """Return logits or features, the mean of what own rows give, and other things."""
         features = (self.features(x) if self.reentrant is None else
                     checkpoint(self.features, x, use_reentrant=self.reentrant))
         aside = self.backbone(x).square().mean()
@@ -61,7 +61,7 @@ class Net(nn.Module):
 
 
 def samples(number):
-    """Give samples and their targets."""
+    """Return samples and their targets."""
     generator = torch.Generator().manual_seed(1)
     return (torch.randn(number, 4, dtype=torch.double, generator=generator),
             torch.randint(5, (number,), generator=generator))
@@ -76,7 +76,7 @@ def loss_of(found, model, y):
 
 
 def expected(plain, x, y):
-    """Give the gradients of one process."""
+    """Return the gradients of one process."""
     features = plain.both(plain.backbone(x))
     logits = plain.head(plain.both(features))
     (F.cross_entropy(logits * plain.scale, y) + plain.backbone(x).square().mean()).backward()

@@ -93,7 +93,7 @@ def test_initialisation_differs_by_rank_unless_all_seeds_agree():
 
 
 def masks(seed):
-    """Give masks of a whole activation and of a part of one."""
+    """Return masks of a whole activation and of a part of one."""
     torch.manual_seed(seed)
     x = torch.ones(64, dtype=torch.double)
     return [ts.nn.ParallelDropout(0.5, dim=dim)(x) for dim in (None, -1)]

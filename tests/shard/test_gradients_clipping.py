@@ -11,7 +11,7 @@ INF = float('inf')
 
 
 def make(linear, embedding):
-    """Give layers that are whole, row parallel and column parallel; shards are uneven or empty."""
+    """Return layers, whole, row parallel and column parallel; shards are uneven or empty."""
     return nn.Sequential(embedding(7, 5, dim=0), nn.Linear(5, 5), linear(5, 3, dim=1), nn.Tanh(),
                          linear(3, 5, dim=0))
 
@@ -49,7 +49,7 @@ def clip_some():
 
 
 def clip_half():
-    """Give a norm of the type that one process gives."""
+    """Return a norm of the type that one process gives."""
     plain, sharded = pair(make)
     plain, sharded = plain.half(), sharded.half()
     give_gradients(plain, sharded)

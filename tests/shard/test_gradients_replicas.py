@@ -28,19 +28,19 @@ class Net(nn.Module):
                                   linear(7, 5, dim=0))
 
     def forward(self, x):
-        """Give logits."""
+        """Return logits."""
         return self.head(self.backbone(x))
 
 
 def samples(number):
-    """Give samples and their targets."""
+    """Return samples and their targets."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(number, 1, 3, 3, dtype=torch.double, generator=generator)
     return x, torch.randint(5, (number,), generator=generator)
 
 
 def part(tensors, i, parts):
-    """Give one of the parts of a batch."""
+    """Return one of the parts of a batch."""
     return [tensor.view(parts, -1, *tensor.shape[1:])[i] for tensor in tensors]
 
 
@@ -50,7 +50,7 @@ def replicas():
 
 
 def plain_gradients(plain, batch):
-    """Give the gradients of one process."""
+    """Return the gradients of one process."""
     plain.zero_grad()
     F.cross_entropy(plain(batch[0]), batch[1]).backward()
     return gradients(plain)
@@ -208,7 +208,7 @@ def other_seeds():
 
 
 def own_values():
-    """Give parameters values of one's own, in one of the shards, in one of the replicas."""
+    """Set parameters to values of one's own, in one of the shards, in one of the replicas."""
     rank = dist.get_rank()
     _, sharded = pair(Net)
     other, wrapped = copy.deepcopy(sharded), copy.deepcopy(sharded)

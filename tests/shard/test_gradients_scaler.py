@@ -12,7 +12,7 @@ from tests.shard.processes import run
 
 
 def make(linear, embedding):
-    """Give a layer whose outputs are split, and one whose inputs are."""
+    """Return a layer whose outputs are split, and one whose inputs are."""
     return nn.Sequential(linear(4, 6, dim=1), nn.Tanh(), ts.nn.RegisterParallelDim(-1),
                          linear(6, 4, dim=0))
 

@@ -14,7 +14,7 @@ X = torch.linspace(-1, 1, 12, dtype=torch.double).view(2, 6)
 
 
 def layer(dim=1):
-    """Give a sharded layer."""
+    """Return a sharded layer."""
     return ts.nn.ParallelLinear(6, 4, dim=dim, dtype=torch.double)
 
 

@@ -15,7 +15,7 @@ ONE, EACH = ['cpu', 'cpu'], ['cpu:0', 'cpu:1']
 
 
 def layers(parallel):
-    """Give the layers of a model, sharded or not, with the same initial values."""
+    """Return the layers of a model, sharded or not, with the same initial values."""
     torch.manual_seed(1)
     if parallel:
         embed = ts.nn.ParallelEmbedding(CLASSES, WIDTH, dim=0, dtype=torch.double)
@@ -32,7 +32,7 @@ def layers(parallel):
 
 
 def data():
-    """Give tokens, and the class of each."""
+    """Return tokens, and the class of each."""
     generator = torch.Generator().manual_seed(2)
     return [torch.randint(CLASSES, (BATCH,), generator=generator) for _ in range(2)]
 

@@ -45,7 +45,7 @@ def same_states(these, those):
 
 
 def optimizers(parameters):
-    """Give optimizers whose states have all forms."""
+    """Return optimizers whose states have all forms."""
     parameters = list(parameters)
     return [torch.optim.AdamW(parameters, 0.1, amsgrad=True),
             torch.optim.SGD([{'params': parameters[:2], 'lr': 0.1}, {'params': parameters[2:]}],
@@ -54,7 +54,7 @@ def optimizers(parameters):
 
 
 def stepped():
-    """Give a plain model and a sharded one, each with optimizers that have made two steps."""
+    """Return a plain model and a sharded one, each with optimizers that have made two steps."""
     models = pair(Net)
     found = [optimizers(model.parameters()) for model in models]
     for one, another in zip(*found):
@@ -189,7 +189,7 @@ def read_when_asked_for():
 
 
 def refused():
-    """Give checkpoints that do not fit."""
+    """Return checkpoints that do not fit."""
     plain, sharded = pair(Net)
     expected = plain.state_dict()
     for wrong in ({**expected, 'b': 1, 'a': 1}, {'head.weight': expected['head.weight']}):
@@ -210,7 +210,7 @@ def refused():
 
 
 def refused_states():
-    """Give states of optimizers that do not fit."""
+    """Return states of optimizers that do not fit."""
     plain, sharded = pair(Net)
     give_gradients(plain, sharded)
     adafactor = torch.optim.Adafactor(sharded.parameters())

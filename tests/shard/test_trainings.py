@@ -64,18 +64,18 @@ def mean(loss):
 
 
 def part(batch, i, parts):
-    """Give a part of each tensor of a batch."""
+    """Return a part of each tensor of a batch."""
     return [tensor.chunk(parts)[i] for tensor in batch]
 
 
 def of_the_group(*batch):
-    """Give what all ranks of this group read."""
+    """Return what all ranks of this group read."""
     return part(batch, ts.distributed.get_data_rank(),
                 dist.get_world_size() // ts.distributed.get_group_size())
 
 
 def images(generator):
-    """Give images and their classes."""
+    """Return images and their classes."""
     return (torch.randn(8, 2, 5, 5, dtype=torch.double, generator=generator),
             torch.randint(7, (8,), generator=generator))
 
@@ -129,7 +129,7 @@ class Faces(nn.Module):
         self.classes = linear(6, 7, dim=1, bias=False)
 
     def forward(self, x, is_target):
-        """Give 64 times the cosine of each class, the target's with a margin of 0.5."""
+        """Return 64 times the cosine of each class, the target's with a margin of 0.5."""
         cosine = self.cosine(F.normalize(self.features(x)), F.normalize(self.classes.weight))
         sine = (1 - cosine.square()).clamp(min=1e-12).sqrt()
         with_margin = cosine * cos(0.5) - sine * sin(0.5)
@@ -202,7 +202,7 @@ class GPT(nn.Module):
             self.head.weight = self.words.weight
 
     def forward(self, x):
-        """Give logits."""
+        """Return logits."""
         x = self.words(x) + self.places(torch.arange(x.size(1)))
         return self.head(self.norm(self.blocks(x)))
 
@@ -223,7 +223,7 @@ def same_batch(model):
 
 
 def text(generator):
-    """Give tokens and the next ones."""
+    """Return tokens and the next ones."""
     tokens = torch.randint(11, (4, 7), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 

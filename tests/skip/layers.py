@@ -39,7 +39,7 @@ class StashLinear(nn.Module):
 
 
 def stashing(*names):
-    """Give a class that stashes its input under some names."""
+    """Return a class that stashes its input under some names."""
     @skippable(stash=names)
     class StashNames(nn.Module):
         def forward(self, input):
@@ -50,7 +50,7 @@ def stashing(*names):
 
 
 def popping(*names):
-    """Give a class that pops some names."""
+    """Return a class that pops some names."""
     @skippable(pop=names)
     class PopNames(nn.Module):
         def forward(self, input):

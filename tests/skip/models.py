@@ -53,7 +53,7 @@ def build(skips, kinds, computes):
 
 
 def crossing():
-    """Give a model of six layers with skips that cross, nest and share a layer."""
+    """Return a model of six layers with skips that cross, nest and share a layer."""
     torch.manual_seed(1)
     return build([(0, 3), (1, 5), (0, 4), (2, 5), (1, 2)],
                  {f's{k}': kind for k, kind in enumerate(

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tests.devices import ACCELERATOR, places
-from tests.helpers import Slow, as_if_on_several, assert_same, gradients, modes
+from tests.helpers import Slow, as_if_on_several, assert_trains_alike, modes
 from tests.skip.models import WIDTH, crossing
 from torchgpipe import GPipe
 
@@ -19,11 +19,7 @@ def test_accelerators_and_mixed_devices(mode, where):
     reference = copy.deepcopy(model)
     gpipe = GPipe(model, [2, 2, 2], devices=places(where), chunks=4, checkpoint=mode)
     for size in (1, 4, 9):
-        x = torch.randn(size, WIDTH, dtype=torch.double)
-        expected, actual = reference(x), gpipe(x.to(gpipe.devices[0]))
-        expected.square().sum().backward()
-        actual.square().sum().backward()
-        assert_same([actual.cpu(), *gradients(gpipe)], [expected, *gradients(reference)], 1e-10)
+        assert_trains_alike(reference, gpipe, torch.randn(size, WIDTH, dtype=torch.double))
 
 
 @pytest.mark.accelerator
@@ -40,7 +36,4 @@ def test_streams_do_not_race(mode, monkeypatch):
     for _ in range(10):
         x = torch.randn(24, WIDTH, dtype=torch.double)
         reference.zero_grad(), gpipe.zero_grad()
-        expected, actual = reference(x), gpipe(x.to(ACCELERATOR))
-        expected.square().sum().backward()
-        actual.square().sum().backward()
-        assert_same([actual.cpu(), *gradients(gpipe)], [expected, *gradients(reference)], 1e-9)
+        assert_trains_alike(reference, gpipe, x, 1e-9)

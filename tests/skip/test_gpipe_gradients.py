@@ -108,7 +108,7 @@ def test_a_skip_past_what_has_no_gradient(devices, mode):
 
 
 class Both(nn.Module):
-    """Give the input of a skip's partition beside what it computes, as two outputs."""
+    """Return the input of a skip's partition beside what it computes, as two outputs."""
 
     def __init__(self):
         super().__init__()

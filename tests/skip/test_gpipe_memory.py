@@ -16,7 +16,7 @@ from torchgpipe.skip.tracker import current_skip_tracker
 
 
 def make(devices, mode, layer=None):
-    """Give a pipeline with two skips, and weak references to what passes its layers."""
+    """Return a pipeline with two skips, and weak references to what passes its layers."""
     one = Namespace()
     layers = [stashing('a')(), nn.Linear(4, 4), StashLinear().isolate(one), layer or nn.Tanh(),
               Pop().isolate(one), nn.Linear(4, 4), popping('a')()]

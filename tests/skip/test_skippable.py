@@ -57,7 +57,7 @@ class Decorated(Base):
 
 @pytest.fixture(autouse=True)
 def tracker():
-    """Give a tracker of the test's own."""
+    """Yield a tracker of the test's own."""
     tracker = SkipTracker()
     with use_skip_tracker(tracker):
         yield tracker

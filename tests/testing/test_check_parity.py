@@ -33,14 +33,14 @@ class Layer(nn.Linear):
 
 
 def found(*layers, sample=None, **options):
-    """Give what is found of a model of these layers between others."""
+    """Return what is found of a model of these layers between others."""
     model = nn.Sequential(Layer(), *layers, Layer())
     return check_parity(model, torch.rand(7, 4) if sample is None else sample,
                         raise_exception=False, **options)
 
 
 def why(*layers, **options):
-    """Give the one reason that is found, of a model that differs."""
+    """Return the one reason that is found, of a model that differs."""
     parity = found(*layers, **options)
     reason, = parity.reasons
     assert not parity.equal
@@ -199,7 +199,7 @@ def test_tables_that_were_split():
 
 
 class Loss(nn.Module):
-    """Give a loss for each micro-batch."""
+    """Return a loss for each micro-batch."""
 
     def __init__(self, function):
         super().__init__()
@@ -211,7 +211,7 @@ class Loss(nn.Module):
 
 
 def last(layer, **options):
-    """Give the reason for a model that ends in a layer."""
+    """Return the reason for a model that ends in a layer."""
     return check_parity(nn.Sequential(Layer(), layer), torch.rand(7, 4), raise_exception=False,
                         **options).reasons
 
@@ -324,7 +324,7 @@ class Scale(torch.autograd.Function):
 
 
 def scale_by(number):
-    """Give a layer that scales the gradient of the middle of a model."""
+    """Return a layer that scales the gradient of the middle of a model."""
     def function(layer, x):
         if not hasattr(layer, 'box'):
             layer.box = Box()

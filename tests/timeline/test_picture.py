@@ -8,11 +8,11 @@ from tests.timeline.test_timeline import timed, two
 from torchgpipe.plan import Costs, StageCosts, simulate
 from torchgpipe.schedule import make
 from torchgpipe.timeline import Copied, Timeline, compare
-from torchgpipe.timeline.picture import KINDS
+from torchgpipe.timeline.picture import LEGEND
 
 
 def words(path):
-    """Give the texts in an SVG, in their order."""
+    """Return the texts in an SVG, in their order."""
     return re.findall(r'<text[^>]*>([^<]*)</text>', path.read_text())
 
 
@@ -37,7 +37,7 @@ def test_a_png(tmp_path):
 
 
 def boxes(figure):
-    """Give lane, left edge, width and colour of all boxes of each plot."""
+    """Return lane, left edge, width and colour of all boxes of each plot."""
     from matplotlib.colors import to_hex
 
     return [sorted((round(path.get_extents().y0 + path.get_extents().y1) // 2,
@@ -49,7 +49,7 @@ def boxes(figure):
 
 @pytest.mark.parametrize('offset', [0., 7.])
 def test_boxes(offset):
-    forward, backward = KINDS['F'][1], KINDS['B'][1]
+    forward, backward = LEGEND['F'][1], LEGEND['B'][1]
     figure = two(offset).draw()
     assert boxes(figure) == [[(0, 0., 1., forward), (0, 4., 2., backward),
                               (1, 1., 1., forward), (1, 2., 2., backward)]]
@@ -60,7 +60,7 @@ def test_all_kinds():
     actions = [timed(f'0{kind}0', 0, k, k + 1) for k, kind in enumerate('FRBIW')]
     figure = Timeline(actions, ['a', 'b'], [Copied(0, 1, 0, 0., 1.)]).draw()
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        name for name, _ in KINDS.values()]
+        name for name, _ in LEGEND.values()]
     assert len(boxes(figure)[0]) == 6
 
 

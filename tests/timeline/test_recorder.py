@@ -58,7 +58,7 @@ def pipeline(devices, mode='except_last', n=N, layers=(), **options):
 
 
 def batch(model):
-    """Give an input for it."""
+    """Return an input for it."""
     torch.manual_seed(1)
     return torch.rand(2 * M, 8, device=model.devices[0])
 
@@ -81,7 +81,7 @@ def recorded(model, function, **options):
 
 
 def spans(timeline):
-    """Give when actions begin and end by their text, all boxes of one taken together."""
+    """Return when actions begin and end by their text, all boxes of one taken together."""
     found = {}
     for _, action, start, end in timeline.actions:
         before = found.get(str(action), (start, end))
@@ -178,12 +178,12 @@ def clock(monkeypatch):
 
 
 def timed_layers(clock):
-    """Give layers that take 1 and 2 seconds in forward, and 3 and 5 in backward."""
+    """Return layers that take 1 and 2 seconds in forward, and 3 and 5 in backward."""
     return [Timed(clock, lambda _: 1., lambda _: 3.), Timed(clock, lambda _: 2., lambda _: 5.)]
 
 
 def boxes_of(timeline):
-    """Give text, start and end of boxes."""
+    """Return text, start and end of boxes."""
     return [(str(action), start, end) for _, action, start, end in timeline.actions]
 
 
@@ -403,7 +403,7 @@ def test_only_a_skip_has_a_gradient(devices, function):
 
 
 class Pair(nn.Linear):
-    """Give a tensor, and one beside it; that is handed on if it comes from another such layer."""
+    """Return a tensor, and one beside it; forwarded if it comes from another such layer."""
 
     def forward(self, value):
         """Do so."""

@@ -13,7 +13,7 @@ def timed(text, device, start, end):
 
 
 def two(offset=0.):
-    """Give a step on two devices that starts at any time; in another order than by start."""
+    """Return a step on two devices that starts at any time; in another order than by start."""
     actions = [timed('0B0', 0, 4., 6.), timed('0F0', 0, 0., 1.), timed('1F0', 1, 1., 2.),
                timed('1B0', 1, 2., 4.)]
     return Timeline([each._replace(start=each.start + offset, end=each.end + offset)

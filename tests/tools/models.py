@@ -9,7 +9,7 @@ STEPS, RATE = 3, 0.1
 
 
 def plain():
-    """Give the model, which is always the same."""
+    """Return the model, which is always the same."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Sequential(nn.Linear(8, 8), nn.GELU()),
                          nn.Linear(8, 3)).double()
@@ -21,14 +21,14 @@ def wrapped(balance=(2, 2)):
 
 
 def samples():
-    """Give all batches as one: inputs and labels."""
+    """Return all batches as one: inputs and labels."""
     generator = torch.Generator().manual_seed(1)
     return (torch.rand(STEPS * 5, 4, generator=generator, dtype=torch.double),
             torch.randint(3, (STEPS * 5,), generator=generator))
 
 
 def batches():
-    """Give a batch for each step."""
+    """Return a batch for each step."""
     inputs, labels = samples()
     return zip(inputs.split(5), labels.split(5))
 
@@ -46,12 +46,12 @@ def train(model, optimizer, backward=torch.Tensor.backward):
 
 
 def sgd(model):
-    """Give an optimizer that has a state."""
+    """Return an optimizer that has a state."""
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], RATE, momentum=0.9)
 
 
 def trained():
-    """Give the unwrapped model after all steps."""
+    """Return the unwrapped model after all steps."""
     model = plain()
     train(model, sgd(model))
     return model

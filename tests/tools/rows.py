@@ -28,7 +28,7 @@ def works(tool, what, package=None):
 
 
 def table():
-    """Give the table as Markdown."""
+    """Return the table as Markdown."""
     for name in FILES:
         import_module(f'tests.tools.{name}')
     rows = [row for _, rows in sorted(ROWS.items()) for row in rows]

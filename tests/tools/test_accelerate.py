@@ -14,7 +14,7 @@ pytestmark = cpu_only('Accelerate has one state in a process, here that of the C
 
 @pytest.fixture
 def accelerator(no_state):
-    """Give an accelerator."""
+    """Yield an accelerator."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)

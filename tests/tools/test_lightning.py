@@ -14,7 +14,7 @@ on_the_cpu = cpu_only('Lightning is told to run on the CPU')
 
 
 def module_of(net):
-    """Give a LightningModule of a model."""
+    """Return a LightningModule of a model."""
     import lightning
 
     class Module(lightning.LightningModule):
@@ -36,7 +36,7 @@ def module_of(net):
 
 
 def trainer(folder, **options):
-    """Give a Trainer that says nothing and keeps its files in a folder."""
+    """Return a Trainer that says nothing and keeps its files in a folder."""
     import lightning
 
     return lightning.Trainer(
@@ -45,7 +45,7 @@ def trainer(folder, **options):
 
 
 def loader():
-    """Give all batches."""
+    """Return all batches."""
     return DataLoader(TensorDataset(*samples()), 5)
 
 

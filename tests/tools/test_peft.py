@@ -10,7 +10,7 @@ pytestmark = cpu_only('it is about names, which are those of the model on all de
 
 
 def adapt(model):
-    """Give a model with new adapters, always the same, on a layer and on a part of one."""
+    """Return a model with new adapters, always the same, on a layer and on a part of one."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(2)

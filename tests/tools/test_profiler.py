@@ -12,7 +12,7 @@ pytestmark = cpu_only('it is about threads of the host, which accelerators have 
 
 
 def matmuls(events):
-    """Give the thread of each matrix product of a linear layer in forward."""
+    """Return the thread of each matrix product of a linear layer in forward."""
     return [event.thread for event in events if event.name == 'aten::addmm']
 
 

@@ -27,7 +27,7 @@ class Model(nn.Module):
 
 
 def trainer(model, folder, **options):
-    """Give a Trainer that takes the batches in their order."""
+    """Return a Trainer that takes the batches in their order."""
     from transformers import Trainer, TrainingArguments
 
     inputs, labels = samples()
@@ -41,7 +41,7 @@ def trainer(model, folder, **options):
 
 
 def expected():
-    """Give the unwrapped model after all steps."""
+    """Return the unwrapped model after all steps."""
     model = plain()
     train(model, torch.optim.SGD(model.parameters(), RATE))
     return model

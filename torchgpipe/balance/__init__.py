@@ -13,9 +13,10 @@ from torchgpipe.aliases import Value
 from torchgpipe.balance.blockpartition import check_partitions, even_cuts
 from torchgpipe.balance.profile import layerwise_sandbox, profile, profile_bytes
 from torchgpipe.balance.profiled import Balance, Profile, edges_for
+from torchgpipe.devices import Device
 from torchgpipe.engine.scatter import cut, fit_rule
-from torchgpipe.predict.layers import LayerProfile, SkipProfile
-from torchgpipe.split import Device, verify_module
+from torchgpipe.predict.blocks import LayerProfile, SkipProfile
+from torchgpipe.split import verify_module
 
 __all__ = ['Balance', 'LayerProfile', 'Profile', 'SkipProfile', 'balance_by_size',
            'balance_by_time', 'profile']

@@ -1,7 +1,7 @@
 """Cut a sequence of costs into blocks: the largest block as small as can be, the rest even.
 
 Both steps are exact, in integers. First the *bottleneck*, the smallest possible largest sum, by
-bisection: whether a bound can be kept is told by filling blocks greedily. Then, of all cuts that
+bisection: whether a bound can be kept is found by filling blocks greedily. Then, of all cuts that
 keep it, the one with the least sum of squares, which is the most even one, since the mean is
 given; and of those the one whose blocks have the most even lengths::
 

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.balance.live import LiveTensors
+from torchgpipe.devices import synchronize
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.compiled import has_compiled
 from torchgpipe.engine.dependency import get_phony, join
 from torchgpipe.engine.leaves import Leaves
 from torchgpipe.engine.memory import size_of, versions
 from torchgpipe.engine.split_backward import DeferredWork
-from torchgpipe.predict.layers import SkipProfile
+from torchgpipe.predict.blocks import SkipProfile
 from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
@@ -33,7 +34,7 @@ __all__ = ['Flow', 'Measurement']
 
 
 @dataclass
-class Made:
+class ResultMemory:
     """The memory of what a layer gave: which layer made it, if any, and who keeps it."""
 
     maker: int | None
@@ -42,12 +43,12 @@ class Made:
 
 
 @dataclass
-class Between:
+class LayerInput:
     """A tensor between layers: a copy, so that a layer may change what it gets."""
 
     tensor: Tensor
     requires_grad: bool
-    memory: Made
+    memory: ResultMemory
 
     def fresh(self) -> Tensor:
         """Return a tensor to run a layer with: [Note: Who keeps an activation]."""
@@ -62,12 +63,12 @@ class Flow:
 
     def __init__(self, sample: Batch, device: torch.device, size: int) -> None:
         with torch.inference_mode(False):
-            self.values = [Between(x.detach().to(device).clone(), x.requires_grad,
-                                   Made(None, size_of(x))) for x in sample]
+            self.values = [LayerInput(x.detach().to(device).clone(), x.requires_grad,
+                                      ResultMemory(None, size_of(x))) for x in sample]
         self.device = device
         self.size = size
         self.kind = sample.kind
-        self.stashed: dict[Key, tuple[int, Between | None]] = {}
+        self.stashed: dict[Key, tuple[int, LayerInput | None]] = {}
         self.skips: list[SkipProfile] = []
 
 
@@ -77,8 +78,8 @@ class Measurement:
     def __init__(self, flow: Flow, index: int) -> None:
         self.flow, self.index = flow, index
         self.seconds: list[tuple[float, float]] = []
-        self.halves: list[tuple[float, float]] = []
-        self.memories: list[Made] = []
+        self.split_seconds: list[tuple[float, float]] = []
+        self.memories: list[ResultMemory] = []
 
     def start(self, module: nn.Module) -> None:
         """Take what the layers before gave."""
@@ -117,25 +118,25 @@ class Measurement:
         """Run forward and backward, and take the time."""
         input, tracker = self._start()
         device = self.flow.device
-        _synchronize(device)
+        synchronize([device])
         start = time.perf_counter()
         output = self._forward(input, tracker)
-        _synchronize(device)
+        synchronize([device])
         forward = time.perf_counter() - start
         return forward, self._backward(output, tracker)
 
     def _backward(self, output: Batch, tracker: SkipTracker) -> float:
         roots = [x for x in self._results(output, tracker) if x.requires_grad]
         grads = [torch.ones_like(x) for x in roots]
-        _synchronize(self.flow.device)
+        synchronize([self.flow.device])
         start = time.perf_counter()
         if roots:
             torch.autograd.backward(roots, grads)
-        _synchronize(self.flow.device)
+        synchronize([self.flow.device])
         return time.perf_counter() - start if roots else 0.0
 
-    def train_in_halves(self) -> bool:
-        """Run forward and a backward that is split, and take the time of its halves.
+    def train_split(self) -> bool:
+        """Run forward and a backward that is split, and take the time of both parts.
 
         Returns:
             Whether it can be split.
@@ -154,14 +155,14 @@ class Measurement:
         with torch.no_grad():
             while work:
                 work.pop()()
-        _synchronize(self.flow.device)
-        self.halves.append((first, time.perf_counter() - start))
+        synchronize([self.flow.device])
+        self.split_seconds.append((first, time.perf_counter() - start))
         return True
 
     def watch(self) -> None:
-        """Run forward; see which memory is kept, and hand on the results."""
+        """Run forward; see which memory is kept, and forward the results."""
         input, tracker = self._start()
-        given: list[tuple[Any, Between]] = [*zip(input, self.inputs), *(
+        given: list[tuple[Any, LayerInput]] = [*zip(input, self.inputs), *(
             (tracker.tensors[key], value) for key, (_, value) in self.pops.items() if value)]
         known = {x.untyped_storage(): value.memory for x, value in given}
         before = versions([x for x, _ in given])
@@ -172,22 +173,22 @@ class Measurement:
                    if versions([x]) != [version]]
         self.changes = min(changed, default=None)
         given.clear()
-        self._hand_on(output, tracker, known, live)
+        self._forward_results(output, tracker, known, live)
         graph = [x.grad_fn for x in self._results(output, tracker)]
         references = [(weakref.ref(storage), memory) for storage, memory in known.items()]
         known.clear()
         del output, input, tracker
         self._see(graph, references, live)
 
-    def _hand_on(self, output: Batch, tracker: SkipTracker, known: dict[Any, Made],
-                 live: LiveTensors) -> None:
-        def value(x: Tensor) -> Between:
+    def _forward_results(self, output: Batch, tracker: SkipTracker,
+                         known: dict[Any, ResultMemory], live: LiveTensors) -> None:
+        def value(x: Tensor) -> LayerInput:
             storage = x.untyped_storage()
             if storage not in known:
                 made = live.find(x) is not None
-                known[storage] = Made(self.index if made else None, storage.nbytes())
+                known[storage] = ResultMemory(self.index if made else None, storage.nbytes())
                 self.memories += [known[storage]] if made else []
-            return Between(x.detach().clone(), x.requires_grad, known[storage])
+            return LayerInput(x.detach().clone(), x.requires_grad, known[storage])
 
         self.flow.values = [value(x) for x in output]
         self.flow.kind = output.kind
@@ -198,8 +199,8 @@ class Measurement:
         self.flow.skips += [SkipProfile(source, self.index, size_of(skip.tensor))
                             for source, skip in self.pops.values() if skip is not None]
 
-    def _see(self, graph: list[Any], references: Iterable[tuple[Any, Made]], live: LiveTensors
-             ) -> None:
+    def _see(self, graph: list[Any], references: Iterable[tuple[Any, ResultMemory]],
+             live: LiveTensors) -> None:
         """See what is alive now that only the graph is left."""
         outside = 0
         for reference, memory in references:
@@ -212,8 +213,3 @@ class Measurement:
     def activation_bytes(self) -> int:
         """Return what this layer made and autograd keeps, once later layers have shown theirs."""
         return self._inner_bytes + sum(memory.bytes for memory in self.memories if memory.kept)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type not in ('cpu', 'meta'):
-        torch.accelerator.synchronize(device)

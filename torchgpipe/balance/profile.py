@@ -6,7 +6,7 @@ what the layers before gave, with their skips, and runs several times::
     warm-up      forward, backward     not counted: kernels are chosen, lazy layers get their shape
     memory       forward               which of the tensors that it makes stay alive
     time         forward, backward     again and again; medians
-    halves       forward, backward     beside that, with a backward that is split; medians
+    split        forward, backward     beside that, with a backward that is split; medians
 
 All of that happens with the sample, and with a quarter of it: from both times follows how much of
 a layer's time does not shrink with the batch, and so is spent once per micro-batch.
@@ -28,14 +28,15 @@ from torch.nn.parameter import UninitializedBuffer
 from torchgpipe.aliases import Value
 from torchgpipe.balance.measure import Flow, Measurement
 from torchgpipe.balance.profiled import Profile
+from torchgpipe.devices import Device, accelerator, forked_rng, has_data
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.memory import size_of
 from torchgpipe.engine.scatter import cut, fit_rule
-from torchgpipe.engine.stream import accelerator, use_device
+from torchgpipe.engine.stream import use_device
 from torchgpipe.errors import add_note
-from torchgpipe.predict.layers import LayerProfile
+from torchgpipe.predict.blocks import LayerProfile
 from torchgpipe.skip.skippable import verify_skippables
-from torchgpipe.split import Device, verify_module
+from torchgpipe.split import verify_module
 
 __all__ = ['layerwise_sandbox', 'profile', 'profile_bytes']
 
@@ -79,7 +80,7 @@ def profile(module: nn.Sequential, sample: Value, *, device: Device | None = Non
     if not (math.isfinite(timeout) and timeout >= 0):
         raise ValueError(f'timeout must be a number of seconds, zero or more, but is {timeout}')
     resolved = _take_device(device)
-    if resolved.type == 'meta':
+    if not has_data(resolved):
         raise ValueError("nothing runs on 'meta', so there is no time to measure; there is only "
                          "balance_by_size(…, device='meta')")
     verify_module(module)
@@ -177,7 +178,7 @@ def _take_device(device: Device | None) -> torch.device:
 
 def _check(module: nn.Sequential, sample: Batch, device: torch.device) -> None:
     verify_skippables(module)
-    if device.type != 'meta' and any(x.is_meta for x in sample):
+    if has_data(device) and any(x.is_meta for x in sample):
         raise ValueError(f"the sample is on 'meta', without data to run the layers on '{device}'")
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
@@ -213,9 +214,8 @@ def _random_states(device: torch.device) -> Iterator[None]:
     """Put random states back that a layer may draw from."""
     numpy: Any = sys.modules.get('numpy')
     states = random.getstate(), None if numpy is None else numpy.random.get_state()
-    devices = [] if device.type in ('cpu', 'meta') else [device]
     try:
-        with torch.random.fork_rng(devices, device_type=device.type if devices else 'cpu'):
+        with forked_rng([device]):
             yield
     finally:
         random.setstate(states[0])
@@ -235,7 +235,7 @@ def _run(module: nn.Module, layers: list[Measurement], budget: float | None) -> 
         while len(layers[0].seconds) < REPEATS or time.perf_counter() < end:
             for layer in layers:
                 layer.seconds.append(layer.train())
-            splits = splits and layers[0].train_in_halves()
+            splits = splits and layers[0].train_split()
     for layer in layers:
         layer.stop()  # and so off the device, before the next one is on it
     torch.clear_autocast_cache()  # which would keep the layer's weights until autocast ends
@@ -254,12 +254,12 @@ def _result(name: str, layers: list[Measurement]) -> LayerProfile:
 
 
 def _shares(layer: Measurement, backward: float) -> tuple[float | None, float | None]:
-    """Return which parts of a backward its halves take; it is in the first one if not split."""
+    """Return which shares of a backward I and W take; it is all in I if not split."""
     if not layer.seconds:
         return None, None
-    if not (layer.halves and backward):
+    if not (layer.split_seconds and backward):
         return 1.0, 0.0
-    first, second = (median(halves) / backward for halves in zip(*layer.halves))
+    first, second = (median(times) / backward for times in zip(*layer.split_seconds))
     return first, second
 
 

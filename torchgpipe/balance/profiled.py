@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 from torchgpipe.balance.blockpartition import check_partitions, even_cuts, group, positive, ungroup
 from torchgpipe.balance.bounded import solve_bounded, why_not
-from torchgpipe.predict.blocks import Blocks, MemoryLimit, Peak, memory_limits, peaks
+from torchgpipe.predict.blocks import (Blocks, LayerProfile, MemoryLimit, Peak, SkipProfile,
+                                       check_numbers, memory_limits, peaks)
 from torchgpipe.predict.costs import Costs
-from torchgpipe.predict.layers import LayerProfile, SkipProfile, check_numbers
 from torchgpipe.predict.simulate import simulate
 from torchgpipe.schedule.plain import plain_call
 from torchgpipe.text import format_bytes, table

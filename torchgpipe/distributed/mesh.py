@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchgpipe.engine.stream import accelerators
+from torchgpipe.devices import CPU, accelerator, current_device, is_cpu
 
 __all__ = ['AXES', 'Axis', 'alike', 'axis_of', 'device_of', 'init_mesh', 'whole_group']
 
@@ -68,15 +68,15 @@ def init_mesh(data: int = 1, pipe: int = 1, tensor: int = 1, *, device_type: str
     Raises:
         ValueError: The axes do not multiply to the number of processes.
     """
-    kind = device_type or next((each.type for each in accelerators()), 'cpu')
-    if kind != 'cpu':
-        torch.get_device_module(kind).set_device(int(os.environ.get('LOCAL_RANK', 0)))
+    kind = device_type or accelerator() or str(CPU)
+    if not is_cpu(kind) and 'LOCAL_RANK' in os.environ:
+        torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK']))
     if not dist.is_initialized():
         alone = 'RANK' not in os.environ
         # Nobody else has to find it.
         store = dist.HashStore() if alone else None  # type: ignore[attr-defined]
         place: dict[str, Any] = {'store': store, 'rank': 0, 'world_size': 1} if alone else {}
-        dist.init_process_group('gloo' if kind == 'cpu' else None, timeout=timeout, **place)
+        dist.init_process_group('gloo' if is_cpu(kind) else None, timeout=timeout, **place)
     sizes, world = (data, pipe, tensor), dist.get_world_size()
     if min(sizes) < 1 or data * pipe * tensor != world:
         raise ValueError(
@@ -127,7 +127,4 @@ def alike(mesh: DeviceMesh, name: str) -> set[int]:
 
 def device_of(mesh: DeviceMesh) -> torch.device:
     """Return the device of this rank."""
-    if mesh.device_type == 'cpu':
-        return torch.device('cpu')
-    index = torch.get_device_module(mesh.device_type).current_device()
-    return torch.device(mesh.device_type, index)
+    return CPU if is_cpu(mesh.device_type) else current_device()

@@ -23,9 +23,9 @@ from torchgpipe.engine.gather import REDUCTIONS, gather
 from torchgpipe.engine.run import Run
 from torchgpipe.engine.scatter import check_rule, cut, fit_rule
 from torchgpipe.losses import Losses
-from torchgpipe.modes import Checkpoint, checkpoint_stops, parse_checkpoint
 from torchgpipe.schedule import Schedule, make
 from torchgpipe.schedule.messages import Message, Row, with_messages
+from torchgpipe.settings import Checkpoint, checkpoint_stops, parse_checkpoint
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.split import parse_balance, verify_module
 from torchgpipe.step import ScheduleLike, find_schedule

@@ -86,7 +86,7 @@ class Batch:
     def device(self) -> torch.device:
         """The first device that is not the CPU, if any tensor is on one."""
         for tensor in self._tensors:
-            if tensor.device.type != 'cpu':
+            if not tensor.is_cpu:
                 return tensor.device
         return torch.device('cpu')
 

@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from torchgpipe.aliases import Slot
+from torchgpipe.devices import is_cpu, memory_key
 from torchgpipe.engine.checkpoint.observed import Observed
 from torchgpipe.engine.checkpoint.samples import PendingComparison
 from torchgpipe.engine.compute import Compute
 from torchgpipe.engine.observer import Observer, observers
 from torchgpipe.engine.places import modules_of, only_computes, shared_modules, shared_slots
-from torchgpipe.engine.stream import memory_key, no_context
+from torchgpipe.engine.stream import no_context
 from torchgpipe.engine.worker import Workers, device_key
 from torchgpipe.locks import layer_lock, together
 from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
@@ -100,7 +101,7 @@ class Engine:
         self.one_worker = len({partition.worker for partition in self.partitions}) <= 1
         #: How many workers share the cores of the CPU.
         self.cpu_workers = len({partition.worker for partition in self.partitions
-                                if partition.device.type == 'cpu'})
+                                if is_cpu(partition.device)})
         #: Whether what they share has to be copied, and autograd may run nodes in several threads.
         self.several_memories = len({partition.memory for partition in self.partitions}) > 1
         for j, partition in enumerate(self.partitions):

@@ -30,12 +30,13 @@ import torch
 from torch import Tensor
 
 from torchgpipe.aliases import Slot
+from torchgpipe.devices import memory_key
 from torchgpipe.engine.copy import Copy, Wait
 from torchgpipe.engine.dependency import fork
 from torchgpipe.engine.memory import versions
 from torchgpipe.engine.partition import Engine, Partition
 from torchgpipe.engine.places import holder_of, tensor_of
-from torchgpipe.engine.stream import AbstractStream, current_stream, memory_key, wait_stream
+from torchgpipe.engine.stream import AbstractStream, current_stream, wait_stream
 from torchgpipe.errors import uninterrupted
 
 __all__ = ['SharedTensors']

@@ -3,9 +3,7 @@
 Work on the CPU is done when the call returns. So a :data:`CPUStream` never has
 anything to wait for, and every function below does nothing where it meets one.
 
-An accelerator is whatever PyTorch takes for one and has streams: CUDA, XPU, or a backend of
-somebody else's. There is one kind of it in a process. What PyTorch has no generic form for, and
-the package needs, stands here too.
+What PyTorch has no generic form for, and the package needs, stands here too.
 """
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -13,10 +11,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-__all__ = ['AbstractStream', 'CPUStream', 'CPUStreamType', 'accelerator', 'accelerators',
-           'as_accelerator', 'as_cuda', 'current_device', 'current_stream', 'default_stream',
-           'get_device', 'is_accelerator', 'is_cuda', 'memory_key', 'new_stream', 'no_context',
-           'record_stream', 'use_device', 'use_stream', 'wait_stream']
+from torchgpipe.devices import CPU, has_streams
+
+__all__ = ['AbstractStream', 'CPUStream', 'CPUStreamType', 'as_accelerator', 'as_cuda',
+           'current_stream', 'default_stream', 'get_device', 'is_accelerator', 'is_cuda',
+           'new_stream', 'no_context', 'record_stream', 'rng_state', 'use_device', 'use_stream',
+           'wait_stream']
 
 
 class CPUStreamType:
@@ -33,38 +33,6 @@ AbstractStream = torch.Stream | CPUStreamType
 
 #: A context that does nothing, and takes no time to make.
 no_context: AbstractContextManager[Any] = nullcontext()
-
-
-def accelerator() -> str | None:
-    """Return the type of device that has streams here, like ``'cuda'``, if there is one."""
-    # PyTorch also names an accelerator that it was built for and that is not there.
-    return _kind() if torch.accelerator.is_available() else None
-
-
-def _kind() -> str | None:
-    device = torch.accelerator.current_accelerator()
-    # A Mac's GPU has one queue, and PyTorch no streams for it.
-    return None if device is None or device.type == 'mps' else device.type
-
-
-def accelerators() -> list[torch.device]:
-    """Return all devices that have streams."""
-    kind = accelerator()
-    return [] if kind is None else [torch.device(kind, index)
-                                    for index in range(torch.accelerator.device_count())]
-
-
-def memory_key(device: torch.device) -> tuple[str, int]:
-    """Tell in which memory a device works: all CPU devices have one.
-
-    >>> memory_key(torch.device('cpu:1')), memory_key(torch.device('cuda'))
-    (('cpu', 0), ('cuda', 0))
-    """
-    return device.type, 0 if device.type == 'cpu' else device.index or 0
-
-
-def _has_streams(device: torch.device) -> bool:
-    return device.type == _kind()
 
 
 def is_accelerator(stream: AbstractStream) -> bool:
@@ -87,7 +55,7 @@ def new_stream(device: torch.device) -> AbstractStream:
     >>> new_stream(torch.device('cpu'))
     CPUStream
     """
-    if device.type == 'cpu' or not _has_streams(device):
+    if device.type == 'cpu' or not has_streams(device):
         return CPUStream
     return torch.Stream(device)
 
@@ -98,7 +66,7 @@ def current_stream(device: torch.device) -> AbstractStream:
     >>> current_stream(torch.device('cpu'))
     CPUStream
     """
-    if device.type == 'cpu' or not _has_streams(device):
+    if device.type == 'cpu' or not has_streams(device):
         return CPUStream
     return torch.accelerator.current_stream(device)
 
@@ -109,21 +77,16 @@ def default_stream(device: torch.device) -> AbstractStream:
     >>> default_stream(torch.device('cpu'))
     CPUStream
     """
-    if device.type == 'cpu' or not _has_streams(device):
+    if device.type == 'cpu' or not has_streams(device):
         return CPUStream
     module = torch.get_device_module(device)
     find = getattr(module, 'default_stream', torch.accelerator.current_stream)
     return cast(torch.Stream, find(device))
 
 
-def current_device() -> torch.device:
-    """Return the calling thread's current device among the accelerators."""
-    return torch.device(str(accelerator()), torch.accelerator.current_device_index())
-
-
 def use_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make an accelerator current within the context; do nothing for the CPU."""
-    if device.type == 'cpu' or not _has_streams(device):
+    if device.type == 'cpu' or not has_streams(device):
         return no_context
     return torch.accelerator.device_index(device.index)
 
@@ -161,7 +124,7 @@ def get_device(stream: AbstractStream) -> torch.device:
     >>> get_device(CPUStream)
     device(type='cpu')
     """
-    return as_accelerator(stream).device if is_accelerator(stream) else torch.device('cpu')
+    return as_accelerator(stream).device if is_accelerator(stream) else CPU
 
 
 def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
@@ -194,6 +157,14 @@ def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
             memory = tensor.untyped_storage()
             tensor = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
         tensor.record_stream(as_accelerator(stream))
+
+
+def rng_state(device: torch.device) -> Tensor | None:
+    """Return the state of a device's random generator, unless that is the CPU's."""
+    if device.type in ('cpu', 'meta'):
+        return None
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
 
 
 #: As torchgpipe 0.0.7 spelled them.

@@ -12,7 +12,6 @@ import contextvars
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,19 +19,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.context import context
+from torchgpipe.devices import autocast_types
 from torchgpipe.private import (DISPATCH_MODES, FUNCTION_MODES, DeviceContext, Hooks,
                                 innermost_hooks, tree_leaves, tree_map_only)
 
 __all__ = ['ThreadState']
 
 T = TypeVar('T')
-
-
-@cache
-def _autocast_types(accelerator: torch.device | None) -> tuple[str, ...]:
-    there = [] if accelerator is None else [accelerator.type]
-    types = dict.fromkeys(['cpu', 'cuda', 'xpu', 'mps', *there])
-    return tuple(type for type in types if torch.amp.is_autocast_available(type))
 
 
 class _Autocast(NamedTuple):
@@ -44,7 +37,7 @@ class _Autocast(NamedTuple):
 
     @staticmethod
     def capture() -> '_Autocast':
-        types = _autocast_types(torch.accelerator.current_accelerator())
+        types = autocast_types(torch.accelerator.current_accelerator())
         devices = tuple([(torch.is_autocast_enabled(type), torch.get_autocast_dtype(type))
                          for type in types])
         return _Autocast(devices, torch.is_autocast_cache_enabled())
@@ -56,7 +49,7 @@ class _Autocast(NamedTuple):
         ``torch.autocast`` empties it. A worker that only sets flags shares the caller's casts and
         leaves the emptying to the caller: one cast per weight, not one per micro-batch.
         """
-        types = _autocast_types(torch.accelerator.current_accelerator())
+        types = autocast_types(torch.accelerator.current_accelerator())
         for type, (enabled, dtype) in zip(types, self.devices):
             torch.set_autocast_enabled(type, enabled)
             torch.set_autocast_dtype(type, dtype)

@@ -8,9 +8,9 @@ from importlib import import_module
 
 #: Old paths within this package, and where what they had is now.
 PATHS = {'checkpoint': 'legacy.checkpoint', 'copy': 'engine.copy',
-         'dependency': 'engine.dependency', 'microbatch': 'legacy.microbatch',
+         'dependency': 'engine.dependency', 'microbatch': 'legacy.pipeline',
          'phony': 'engine.dependency', 'pipeline': 'legacy.pipeline',
-         'skip.portal': 'legacy.portal', 'stream': 'engine.stream', 'worker': 'legacy.worker'}
+         'skip.portal': 'legacy.portal', 'stream': 'engine.stream', 'worker': 'legacy.pipeline'}
 
 for _old, _new in PATHS.items():
     _module = import_module(f'torchgpipe.{_new}')
@@ -18,6 +18,6 @@ for _old, _new in PATHS.items():
     _package, _, _name = f'torchgpipe.{_old}'.rpartition('.')
     setattr(sys.modules[_package], _name, _module)
 
-_module = import_module('torchgpipe.legacy.tracker')
+_module = import_module('torchgpipe.legacy.portal')
 for _name in _module.__all__:  # beside the trackers that the engine uses
     setattr(sys.modules['torchgpipe.skip.tracker'], _name, getattr(_module, _name))

@@ -1,16 +1,35 @@
-"""The pipeline of torchgpipe 0.0.7, which is made for each forward pass from its parts."""
-from collections.abc import Iterable, Iterator, Sequence
+"""The pipeline of torchgpipe 0.0.7, made for each forward pass: its micro-batches and workers."""
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
 
-from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.batch import Batch, check
 from torchgpipe.engine.edges import Pipeline as EnginePipeline
+from torchgpipe.engine.gather import gather
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.stream import AbstractStream
+from torchgpipe.engine.scatter import scatter
+from torchgpipe.engine.stream import AbstractStream, use_stream
+from torchgpipe.engine.thread_state import ThreadState
+from torchgpipe.engine.worker import device_key
 from torchgpipe.skip.layout import SkipLayout
 
-__all__ = ['Pipeline', 'clock_cycles']
+__all__ = ['Batch', 'Pipeline', 'Task', 'check', 'clock_cycles', 'gather', 'scatter',
+           'spawn_workers']
+
+ExcInfo = tuple[type[BaseException], BaseException, TracebackType]
+
+#: ``(True, (task, batch))`` or ``(False, exc_info)``.
+Result = tuple[bool, Any]
+
+InQueue = SimpleQueue['Task | None']
+OutQueue = SimpleQueue[Result]
 
 
 class Pipeline(EnginePipeline):
@@ -66,3 +85,87 @@ def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
     """
     for k in range(m + n - 1):
         yield [(k - j, j) for j in range(n) if 0 <= k - j < m]
+
+
+class Task:
+    """A piece of work for a worker, with the state of the thread that made it.
+
+    :func:`spawn_workers` has an example.
+
+    Args:
+        stream: The stream that is current while the task computes or finalizes.
+        compute: What the worker calls.
+        finalize: What whoever gets the result calls with it, if anything.
+    """
+
+    __slots__ = ('_compute', '_finalize', '_state', 'stream')
+
+    def __init__(self, stream: AbstractStream, *, compute: Callable[[], Batch],
+                 finalize: Callable[[Batch], None] | None) -> None:
+        self.stream = stream
+        self._compute = compute
+        self._finalize = finalize
+        self._state = ThreadState.capture()
+
+    def compute(self) -> Batch:
+        """Run the work in the maker's state."""
+        with use_stream(self.stream):
+            return self._state.run(self._compute, self._state.num_threads)
+
+    def finalize(self, batch: Batch) -> None:
+        """Run the second half of the work, in the thread that got the result."""
+        if self._finalize is None:
+            return
+        with use_stream(self.stream):
+            self._finalize(batch)
+
+
+def _result_of(task: Task) -> Result:
+    try:
+        return True, (task, task.compute())
+    except BaseException:
+        return False, sys.exc_info()
+
+
+def _work(in_queue: InQueue, out_queue: OutQueue) -> None:
+    while (task := in_queue.get()) is not None:
+        results = [_result_of(task)]
+        # What this frame refers to while it waits for the next task would stay alive.
+        del task
+        out_queue.put(results.pop())
+
+
+@contextmanager
+def spawn_workers(devices: Sequence[torch.device | Any]
+                  ) -> Iterator[tuple[list[InQueue], list[OutQueue]]]:
+    """Run workers within the context.
+
+    >>> from torchgpipe.stream import CPUStream
+    >>> with spawn_workers([torch.device('cpu')]) as (in_queues, out_queues):
+    ...     in_queues[0].put(Task(CPUStream, compute=lambda: Batch(torch.ones(1)), finalize=None))
+    ...     ok, (task, batch) = out_queues[0].get()
+    >>> ok, batch.tensor
+    (True, tensor([1.]))
+
+    Args:
+        devices: One per partition; equal ones share a worker. Any object with the attributes
+            ``type`` and ``index`` will do.
+
+    Yields:
+        Lists of queues, one pair per device: tasks go in, ``(True, (task, batch))`` or
+        ``(False, exc_info)`` comes out.
+    """
+    keys = [device_key(device) for device in devices]
+    queues: dict[Any, tuple[InQueue, OutQueue]] = {
+        key: (SimpleQueue(), SimpleQueue()) for key in keys}
+    threads = [threading.Thread(target=_work, args=pair, daemon=True) for pair in queues.values()]
+    try:
+        for thread in threads:
+            thread.start()
+        yield [queues[key][0] for key in keys], [queues[key][1] for key in keys]
+    finally:
+        for in_queue, _ in queues.values():
+            in_queue.put(None)
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()

@@ -4,8 +4,9 @@ from functools import cached_property, lru_cache
 from math import inf
 from typing import Any
 
+from torchgpipe.devices import is_cpu
+from torchgpipe.predict.blocks import SkipProfile
 from torchgpipe.predict.costs import Costs, Link, StageCosts
-from torchgpipe.predict.layers import SkipProfile
 from torchgpipe.predict.simulate import Simulation, simulate
 from torchgpipe.schedule import Schedule, make
 from torchgpipe.schedule.plain import PLAIN_CALL, plain_call
@@ -47,8 +48,7 @@ class Plan(Settings):
     def simulation(self) -> Simulation:
         """The step as it is predicted, with each action and memory over time."""
         m, n = min(self.chunks, self.batch_size), len({*self.devices})
-        if self.schedule == PLAIN_CALL and all(
-                device.partition(':')[0] == 'cpu' for device in self.devices):
+        if self.schedule == PLAIN_CALL and all(map(is_cpu, self.devices)):
             schedule, pairs = plain_call(n, m, one_thread=True)
             return simulate(schedule, self.costs, pairs)
         return simulate(schedule_of(self.schedule, n, m, len(self.balance) // n,

@@ -20,7 +20,7 @@ __all__ = ['Limits', 'excess', 'fit', 'neighbours']
 #: How often a balance is made again.
 ROUNDS = 4
 
-#: How finely times are told apart, of all layers together.
+#: How finely times are distinguished, of all layers together.
 UNITS = 20000
 
 #: By device, bytes or no limit.

@@ -5,8 +5,8 @@ from statistics import median
 
 import torch
 
+from torchgpipe.devices import Device, memory_of, synchronize
 from torchgpipe.predict.costs import Link
-from torchgpipe.split import Device
 
 __all__ = ['measure_links']
 
@@ -31,7 +31,7 @@ def measure_links(devices: Sequence[Device]) -> tuple[tuple[Link, ...], ...]:
     Returns:
         By the place of the device that sends, and of the one that gets.
     """
-    places = [torch.device('cpu' if str(x).startswith('cpu') else x) for x in devices]
+    places = [memory_of(x) for x in devices]
     return tuple(tuple(_measure(one, other) for other in places) for one in places)
 
 
@@ -47,15 +47,9 @@ def _seconds(tensor: torch.Tensor, target: torch.device) -> float:
     tensor.to(target)  # not counted: memory is allocated, and the way is opened
     times = []
     for _ in range(REPEATS):
-        _synchronize(tensor.device, target)
+        synchronize((tensor.device, target))
         start = time.perf_counter()
         tensor.to(target)
-        _synchronize(tensor.device, target)
+        synchronize((tensor.device, target))
         times.append(time.perf_counter() - start)
     return median(times)
-
-
-def _synchronize(*devices: torch.device) -> None:
-    for device in devices:
-        if device.type != 'cpu':
-            torch.accelerator.synchronize(device)

@@ -23,6 +23,7 @@ from torchgpipe.aliases import Value
 from torchgpipe.balance import Profile, profile
 from torchgpipe.balance.blockpartition import check_partitions
 from torchgpipe.balance.profiled import fastest
+from torchgpipe.devices import Device, memory_of, parse_device
 from torchgpipe.engine.worker import device_key
 from torchgpipe.plan.choice import Plan, schedule_of
 from torchgpipe.plan.fit import Limits, excess, fit, neighbours
@@ -32,7 +33,6 @@ from torchgpipe.predict.costs import Costs, Link, Links
 from torchgpipe.schedule import NAMES
 from torchgpipe.schedule.generators import stages_per_device
 from torchgpipe.schedule.plain import PLAIN_CALL
-from torchgpipe.split import Device
 from torchgpipe.text import format_bytes
 
 __all__ = ['plan']
@@ -89,7 +89,7 @@ def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequ
             limits of memory; then it says by how much.
     """
     names = _names(devices)
-    home = 'cpu' if names[0].startswith('cpu') else names[0]
+    home = memory_of(names[0])
     costs = module if isinstance(module, Profile) else profile(
         module, sample, device=home, timeout=timeout, batch_dim=batch_dim)
     costs = costs if batch is None else costs.scaled(_positive(batch, 'batch'))
@@ -270,13 +270,7 @@ def _chunks(devices: int, batch: int) -> list[int]:
 def _names(devices: Sequence[Device]) -> list[str]:
     if isinstance(devices, (str, int, torch.device)):
         raise TypeError(f'devices must be a sequence of devices: [{devices!r}]')
-    found = []
-    for device in devices:
-        try:
-            found.append(torch.device(device))
-        except (RuntimeError, TypeError) as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(f'unknown device {device!r}: {reason}') from None
+    found = [*map(parse_device, devices)]
     names = [str(device) for device in found]
     if not names or len({*map(device_key, found)}) < len(names):
         raise ValueError(f'devices must be one or more, each of them once, but are {names}; how '

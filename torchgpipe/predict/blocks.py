@@ -1,18 +1,105 @@
-"""Blocks of layers as the stages of a step: what each takes in time, and in memory at its peak."""
+"""What layers take in time and memory: each by itself, and blocks of them as stages of a step."""
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from itertools import accumulate
+from math import inf
 from numbers import Real
 from typing import Any, NamedTuple
 
-from torchgpipe.modes import checkpoint_stops
-from torchgpipe.predict.layers import LayerProfile, SkipProfile
 from torchgpipe.schedule.schedule import Schedule, in_flight
+from torchgpipe.settings import checkpoint_stops
 
-__all__ = ['Blocks', 'MemoryLimit', 'Peak', 'memory_limits', 'peaks']
-
+__all__ = ['Blocks', 'LayerProfile', 'MemoryLimit', 'Peak', 'SkipProfile', 'check_numbers',
+           'memory_limits', 'peaks']
 MemoryLimit = None | int | Sequence[int | None]
+
+
+def check_numbers(record: Any, unlimited: str = '') -> None:
+    """Check that the numbers in a dataclass are finite, and not below zero.
+
+    Args:
+        record: What has been made.
+        unlimited: The field that may be infinite, and not zero.
+
+    Raises:
+        ValueError: One is something else.
+    """
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if field.type not in (int, float, int | None, float | None) or (
+                value is None and field.type in (int | None, float | None)):
+            continue
+        fits = isinstance(value, Real) and (
+            0 < value if field.name == unlimited else 0 <= value < inf)  # type: ignore[operator]
+        if not fits:
+            what = 'number above zero' if field.name == unlimited else (
+                'finite number, not below zero')
+            raise ValueError(f'{field.name!r} of a {type(record).__name__} must be a {what}, but '
+                             f'is {value!r}')
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """What one layer costs in a training step on the sample, by itself.
+
+    Times are medians in seconds, sizes are in bytes.
+
+    >>> LayerProfile('0', 0.5, 1.0, 288, 0, 0, 0, 512).backward_seconds
+    1.0
+    """
+
+    #: In the sequential module.
+    name: str
+    #: Of the forward.
+    forward_seconds: float
+    #: Of the backward.
+    backward_seconds: float
+    #: Of all parameters.
+    parameter_bytes: int
+    #: Of those among them that require no gradient.
+    frozen_bytes: int
+    #: Of all buffers.
+    buffer_bytes: int
+    #: Memory that the forward made and autograd keeps for the backward of this or later layers.
+    activation_bytes: int
+    #: What crosses the boundary if a partition ends here, skips not counted.
+    output_bytes: int
+    #: The layer, by index, whose result this one changes in place, if any; the first such.
+    changes: int | None = None
+    #: The part of ``forward_seconds`` that does not shrink with the batch, and so is spent once
+    #: per micro-batch.
+    forward_overhead: float = 0.0
+    #: The same part of ``backward_seconds``.
+    backward_overhead: float = 0.0
+    #: The parts of ``backward_seconds`` that a split backward takes: gradients
+    #: of what the layer was given, and of its weights. Splitting costs what makes them more than
+    #: one together. ``None`` if that was not measured.
+    input_share: float | None = None
+    weight_share: float | None = None
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+
+
+@dataclass(frozen=True)
+class SkipProfile:
+    """A skip tensor: from which layer to which, by index, and its size.
+
+    >>> SkipProfile(source=0, target=3, bytes=512)
+    SkipProfile(source=0, target=3, bytes=512)
+    """
+
+    #: The layer that stashes it.
+    source: int
+    #: The layer that pops it.
+    target: int
+    #: Of the tensor.
+    bytes: int
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
 
 
 class Peak(NamedTuple):
@@ -32,8 +119,8 @@ class Peak(NamedTuple):
 def peaks(schedule: Schedule, checkpoint: str, is_plain_call: bool = False) -> list[Peak]:
     """Return what each stage of a schedule holds at its peak."""
     numbers = in_flight(schedule)
-    kept = numbers if checkpoint == 'never' else in_flight(schedule, 'BI')
-    return [Peak(number, kept[j], min(number, max(1, len(numbers) - 1)), 1 + is_plain_call)
+    alive = numbers if checkpoint == 'never' else in_flight(schedule, 'BI')
+    return [Peak(number, alive[j], min(number, max(1, len(numbers) - 1)), 1 + is_plain_call)
             for j, number in sorted(numbers.items())]
 
 

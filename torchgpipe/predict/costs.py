@@ -5,9 +5,8 @@ from itertools import accumulate
 from math import inf
 from typing import Protocol
 
-from torchgpipe.modes import Checkpoint, checkpoint_stops
-from torchgpipe.predict.blocks import Blocks
-from torchgpipe.predict.layers import LayerProfile, SkipProfile, check_numbers
+from torchgpipe.predict.blocks import Blocks, LayerProfile, SkipProfile, check_numbers
+from torchgpipe.settings import Checkpoint, checkpoint_stops
 
 __all__ = ['Costs', 'Link', 'Links', 'StageCosts']
 
@@ -126,7 +125,7 @@ class Costs:
            links: Links = Link()) -> 'Costs':
         """Take them from what layers cost.
 
-        Where a profile does not know the halves of backward, they follow by a rule: gradients of
+        Where a profile does not know how backward is split, it follows by a rule: gradients of
         weights take half of it in a layer with parameters to train, as they do in matrix products
         and convolutions; in the first such layer all of it, as what comes before it needs no
         gradient; in layers without such parameters nothing.
@@ -155,14 +154,14 @@ class Costs:
                              'layers that the profile has')
         blocks = profile.blocks(chunks, param_scale)
         m = blocks.m
-        halves = [(one * x, other * x) for x, (one, other) in
-                  zip(blocks.backward, _shares(profile.layers))]
+        parts = [(one * x, other * x) for x, (one, other) in
+                 zip(blocks.backward, _shares(profile.layers))]
         cuts = [0, *accumulate(balance)]
         stages = tuple(StageCosts(
             forward=sum(blocks.forward[a:b]) / m,
             backward=sum(blocks.backward[a:b]) / m,
-            weight_backward=sum(second for _, second in halves[a:b]) / m,
-            input_backward=sum(first for first, _ in halves[a:b]) / m,
+            weight_backward=sum(second for _, second in parts[a:b]) / m,
+            input_backward=sum(first for first, _ in parts[a:b]) / m,
             recomputed=stop,
             activation_bytes=(blocks.activations[b] - blocks.activations[a]) / m,
             backward_bytes=max(blocks.passing[a:b]) / m,
@@ -197,7 +196,7 @@ class Costs:
 
 
 def _shares(layers: Sequence[LayerProfile]) -> Iterator[tuple[float, float]]:
-    """Yield for each layer which parts of its backward the halves take."""
+    """Yield for each layer which shares of its backward ``I`` and ``W`` take."""
     is_first = True
     for x in layers:
         is_trained = x.parameter_bytes > x.frozen_bytes

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 __all__ = ['Action', 'KINDS', 'Timed']
 
-#: The kinds of actions. A whole backward is ``B``; or it comes in two halves, ``I`` and ``W``.
+#: The kinds of actions. A whole backward is ``B``; or it is split into ``I`` and ``W``.
 KINDS = {
     'F': 'forward',
     'R': 'recomputation of the activations that forward did not keep',

@@ -1,7 +1,7 @@
 """The schedules of the literature, each from its paper, for any number of micro-batches.
 
 They differ in how many micro-batches are in flight on a device (its *warm-up*, and so its memory),
-in how many stages it has, and in whether backward comes in two halves.
+in how many stages it has, and in whether backward is split into those of inputs and of weights.
 """
 import sys
 from collections import Counter
@@ -70,7 +70,7 @@ def _1f1b(n: int, m: int, v: int) -> Rows:
 
 def _zb_h1(n: int, m: int, v: int) -> Rows:
     """Zero bubble, handcrafted, in the memory of 1F1B: Qi et al., "Zero Bubble Pipeline
-    Parallelism" (2023). Stage ``s`` puts its W off by ``s`` micro-batches.
+    Parallelism" (2023). Stage ``s`` defers its W by ``s`` micro-batches.
     """
     return [_alternate(s, m, warm_up=n - s, delay=s) for s in range(n)]
 
@@ -81,13 +81,13 @@ def _zb_h2(n: int, m: int, v: int) -> Rows:
 
 
 def _alternate(stage: int, m: int, warm_up: int, delay: int | None = None) -> list[Action]:
-    """Return the actions of one stage: a warm-up, then one backward and one forward in turn.
+    """Return the actions of one stage: a warm-up, then backward and forward alternately.
 
     Args:
         stage: The stage.
         m: The number of micro-batches.
         warm_up: How many forwards come first.
-        delay: By how many micro-batches W is put off, if backward comes in two halves.
+        delay: By how many micro-batches W is deferred, if backward is split.
     """
     row = [Action(stage, 'F', i) for i in range(min(warm_up, m))]
     for i in range(m):

@@ -19,13 +19,14 @@ from torchgpipe.sequential.parts import Converted, original_names
 from torchgpipe.sequential.patches import one_at_a_time
 from torchgpipe.structure import call, leaves_of, path_name
 
-__all__ = ['Tensors', 'check', 'differences', 'fails_by_size', 'first_of']
+__all__ = ['NamedTensors', 'check_conversion', 'differences', 'fails_by_size', 'first_of']
 
 #: Tensors that come of a call, by what they are.
-Tensors = dict[str, Tensor]
+NamedTensors = dict[str, Tensor]
 
 
-def check(module: nn.Module, converted: Converted, sample: Any, half: Any, advice: str) -> None:
+def check_conversion(module: nn.Module, converted: Converted, sample: Any, half: Any, advice: str
+                     ) -> None:
     """Raise what is different in a converted model for a sample or a half of it, with advice.
 
     Raises:
@@ -49,7 +50,7 @@ def check(module: nn.Module, converted: Converted, sample: Any, half: Any, advic
 
 
 def _run(module: nn.Module, value: Any, training: bool,
-         original: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> Tensors:
+         original: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> NamedTensors:
     """Return outputs of a module and its buffers, and in training gradients of a loss.
 
     Names in the original, for those of the module, are given by ``original``.
@@ -78,7 +79,8 @@ def _run(module: nn.Module, value: Any, training: bool,
     return {name: x.detach() for name, x in found.items()}
 
 
-def differences(expected: Tensors, found: Tensors, tolerance: float | None = None) -> list[str]:
+def differences(expected: NamedTensors, found: NamedTensors, tolerance: float | None = None
+                ) -> list[str]:
     """Return which tensors differ by more than rounding, and by how much.
 
     Rounding may come to the tolerance or, without one, to what it does for the type of each.
@@ -101,7 +103,7 @@ def first_of(different: list[str]) -> str:
     return ', '.join(different[:8]) + more
 
 
-def _of_kind(tensors: Tensors, kind: str) -> Tensors:
+def _of_kind(tensors: NamedTensors, kind: str) -> NamedTensors:
     """Return those of some tensors that are outputs, gradients or buffers."""
     return {name: x for name, x in tensors.items() if name.startswith(kind)}
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.sequential.build import build
-from torchgpipe.sequential.cuts import cut
+from torchgpipe.sequential.cuts import cut_graph
 from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers, without_grad
 from torchgpipe.sequential.errors import ConversionError, NeedsLeaf, line_of_error, refused
 from torchgpipe.sequential.layer import Inputs, arguments_of, called_with
@@ -64,7 +64,7 @@ def _converted(module: nn.Module, sample: Any, names: set[str], classes: set[typ
     if tracer.uses_of_training:
         tracer.check_training(_recorded(module, sample, names, classes, flipped=True)[0])
     _check_modes(module, names, classes)
-    steps = cut(tracer.graph, tracer.root, tracer.leaves)
+    steps = cut_graph(tracer.graph, tracer.root, tracer.leaves)
     return build(tracer.graph, steps, module, inputs, tracer.constants)
 
 

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from torchgpipe.engine.memory import size_of
 from torchgpipe.sequential.leaf_modules import LeafModules
 
-__all__ = ['Route', 'cut', 'routes']
+__all__ = ['Route', 'cut_graph', 'routes']
 
 _WITH_WEIGHTS = frozenset((
     F.bilinear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d,
@@ -74,7 +74,7 @@ def _earliest(node: fx.Node, steps: Sequence[fx.Node]) -> int:
     return 0
 
 
-def cut(graph: fx.Graph, root: nn.Module, leaves: LeafModules) -> list[list[fx.Node]]:
+def cut_graph(graph: fx.Graph, root: nn.Module, leaves: LeafModules) -> list[list[fx.Node]]:
     """Return the steps of each layer that a graph is cut into."""
     steps = _ordered(graph)
     across = _Across(graph, steps, root)

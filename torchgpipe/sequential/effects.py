@@ -1,4 +1,4 @@
-"""Side effects of a forward: kept off the user's model, and noticed where a graph misses them.
+"""Side effects of a forward: not on the user's model, and noticed where a graph misses them.
 
 A model runs in copies, which have its parameters and all else for themselves. What a graph would
 not repeat is noticed: another mode, a random number that is drawn unseen, an object that changes,
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
+from torchgpipe.devices import autocast_types, forked_rng
 from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.values import UNKNOWN
 from torchgpipe.structure import flatten_nested
@@ -61,8 +62,7 @@ def copied_value(value: Any) -> Any:
 
 def modes_now() -> tuple[Any, ...]:
     """Return the modes that a part of a forward may be in, and a layer would not be."""
-    kinds = {'cpu', *([str(torch.accelerator.current_accelerator())]
-                      if torch.accelerator.is_available() else [])}
+    kinds = autocast_types(torch.accelerator.current_accelerator())
     return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *(
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds))
 
@@ -102,7 +102,7 @@ def _python_states() -> tuple[Any, ...]:
 def without_grad(function: Callable[[bool], T]) -> T:
     """Return what a function gives without grad mode; or in it, if it asks for gradients itself.
 
-    The function is told whether it is the latter.
+    The function gets whether it is the latter.
     """
     try:
         with torch.no_grad():
@@ -118,11 +118,8 @@ def without_grad(function: Callable[[bool], T]) -> T:
 def same_random_numbers(seed: int = 0) -> Iterator[None]:
     """Draw from a seed, and put the generators of PyTorch and Python back."""
     python = random.getstate()
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    devices = range(torch.accelerator.device_count()) if accelerator else range(0)
     try:
-        with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator
-                                   else 'cuda'):
+        with forked_rng():
             # Other numbers than the recording has drawn, whose way they may change.
             torch.manual_seed(seed)
             random.seed(seed)

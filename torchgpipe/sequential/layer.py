@@ -139,7 +139,7 @@ class Layer(NamedLayer):
     """Run a part of a program.
 
     Args:
-        code: Takes this module, what the layer before forwards, and what skips have brought; and
+        code: Takes this module, what the layer before forwards, and what skips transfer; and
             returns what the layer does, and what goes into skips.
         number: How many values the layer before forwards.
         pops: The names of skips that come here.

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.distance import default_tolerance, distance
-from torchgpipe.sequential.check import Tensors, differences, fails_by_size, first_of
+from torchgpipe.sequential.check import NamedTensors, differences, fails_by_size, first_of
 from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers, without_grad
 from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.patches import one_at_a_time
@@ -98,7 +98,7 @@ def _check_plain_values(given: Sequence[dict[str, Any]]) -> None:
                 'sample. check_sample=False does not look')
 
 
-def _outputs(model: nn.Module, value: Any, is_cut: bool, seed: int = 0) -> Tensors:
+def _outputs(model: nn.Module, value: Any, is_cut: bool, seed: int = 0) -> NamedTensors:
     return _tensors(_given(model, value, is_cut, seed))
 
 
@@ -109,7 +109,7 @@ def _given(model: nn.Module, value: Any, is_cut: bool, seed: int = 0) -> dict[st
     return {f'output{path_name(leaf.path)}': leaf.value for leaf in leaves_of(output)}
 
 
-def _tensors(given: dict[str, Any]) -> Tensors:
+def _tensors(given: dict[str, Any]) -> NamedTensors:
     return {name: x.detach() for name, x in given.items() if isinstance(x, Tensor)}
 
 
@@ -128,14 +128,14 @@ def _is_rounding(model: nn.Module, values: list[Any], sizes: Sequence[int]) -> b
     return not (mixed(whole, parts, 1e-6) or neither_mean_nor_sum(whole, parts, sizes, 1e-6))
 
 
-def mixed(whole: Tensors, halves: Sequence[Tensors], tolerance: float) -> list[str]:
+def mixed(whole: NamedTensors, halves: Sequence[NamedTensors], tolerance: float) -> list[str]:
     """Return which outputs for halves of a sample are not those halves of that for all of it.
 
     What has no batch dimension, such as a scalar, becomes what ``GPipe(…, gather=…)`` says.
     Rounding may come to the tolerance.
     """
     found = []
-    joined: Tensors = {}
+    joined: NamedTensors = {}
     for name in {name: None for outputs in (whole, *halves) for name in outputs}:
         if not all(name in outputs for outputs in (whole, *halves)):
             found.append(f'{name}, which is not there for each')
@@ -152,7 +152,7 @@ def mixed(whole: Tensors, halves: Sequence[Tensors], tolerance: float) -> list[s
     return found + _reals_differ(whole, joined, tolerance)
 
 
-def _reals_differ(expected: Tensors, found: Tensors, tolerance: float) -> list[str]:
+def _reals_differ(expected: NamedTensors, found: NamedTensors, tolerance: float) -> list[str]:
     """Return differences in what is found, but for integers and truths.
 
     These may differ by much where what they are made of differs by rounding.
@@ -179,7 +179,7 @@ def _joined(parts: Sequence[Tensor], expected: Tensor) -> Tensor | None:
     return None
 
 
-def neither_mean_nor_sum(whole: Tensors, halves: Sequence[Tensors], sizes: Sequence[int],
+def neither_mean_nor_sum(whole: NamedTensors, halves: Sequence[NamedTensors], sizes: Sequence[int],
                          tolerance: float) -> dict[str, str]:
     """Return numbers that are neither the mean nor the sum of those for halves of some sizes.
 
@@ -235,7 +235,7 @@ def coarsest_tolerance(tensors: Iterable[Tensor]) -> float:
     for x in tensors:
         if _is_real(x):
             kind = x.device.type
-            lower = kind != 'cpu' or torch.get_float32_matmul_precision() != 'highest'
+            lower = not x.is_cpu or torch.get_float32_matmul_precision() != 'highest'
             found.add(torch.float16 if lower and x.dtype == torch.float32 else x.dtype)
             if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
                 found.add(torch.get_autocast_dtype(kind))

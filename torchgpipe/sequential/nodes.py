@@ -9,8 +9,9 @@ from torch.autograd import Function
 
 from torchgpipe.structure import Kind, Structure, flatten
 
-__all__ = ['Constant', 'apply', 'calls_of', 'compute', 'first_difference', 'form_of', 'guard',
-           'is_about', 'is_in_place', 'is_plain', 'mapped', 'put_together', 'take_apart', 'words']
+__all__ = ['Constant', 'apply', 'calls_in', 'compute', 'first_difference', 'form_of', 'guard',
+           'gives_no_tensor', 'is_about', 'is_in_place', 'mapped', 'put_together', 'take_apart',
+           'words']
 
 
 #: A method of Python or, from PyTorch 2.14 on, one of C++.
@@ -122,7 +123,7 @@ def is_in_place(node: fx.Node) -> bool:
     return node.op == 'call_method' and name.endswith('_') and not name.endswith('__')
 
 
-def is_plain(node: fx.Node) -> bool:
+def gives_no_tensor(node: fx.Node) -> bool:
     """Return whether a node gives no tensor, as far as is known without a sample."""
     inputs = node.all_input_nodes
     return node.op != 'placeholder' and (is_about(node) or (
@@ -154,7 +155,7 @@ def words(node: fx.Node) -> str:
     return f'{name}({", ".join(args)})'
 
 
-def calls_of(graph: fx.Graph) -> list[fx.Node]:
+def calls_in(graph: fx.Graph) -> list[fx.Node]:
     """Return the nodes but for those that read an attribute, perhaps for nothing."""
     return [node for node in graph.nodes if node.op != 'get_attr']
 
@@ -165,7 +166,7 @@ def first_difference(graph: fx.Graph, constants: dict[str, Any], other: fx.Graph
 
     What they refer to by name is in ``constants`` and ``others``.
     """
-    for k, (a, b) in enumerate(zip(calls_of(graph), calls_of(other))):
+    for k, (a, b) in enumerate(zip(calls_in(graph), calls_in(other))):
         if a.format_node() != b.format_node() or not all(map(
                 _same, _constants_of(a, constants), _constants_of(b, others))):
             return k

@@ -76,7 +76,7 @@ class Watcher(Protocol):
 
 
 class Follower(Watcher, Protocol):
-    """Who sees all that a forward does, and is told of it before it happens."""
+    """Who sees all that a forward does, and is notified before it happens."""
 
     def written(self, module: nn.Module, name: str) -> None: ...
 

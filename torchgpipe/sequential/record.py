@@ -29,7 +29,7 @@ from torchgpipe.private import has_hooks
 from torchgpipe.sequential.effects import modes_now
 from torchgpipe.sequential.errors import NeedsLeaf, is_of_torch, line_of, refused
 from torchgpipe.sequential.leaf_modules import LeafModules, modules_within
-from torchgpipe.sequential.nodes import calls_of, first_difference, words
+from torchgpipe.sequential.nodes import calls_in, first_difference, words
 from torchgpipe.sequential.patches import followed
 from torchgpipe.sequential.steps import StepTracer
 from torchgpipe.sequential.values import TracedValue
@@ -162,7 +162,7 @@ class ForwardTracer(StepTracer):
             self._need_leaf('its program goes by whether a tensor has a gradient')
         result = how(example)
         if node.meta['mode']:
-            position = len(calls_of(self.graph))
+            position = len(calls_in(self.graph))
             self.uses_of_training.append(UseOfTraining(position, self._stack[-1:], line_of()))
         elif (node, how.__name__) not in self._guarded:
             self._guarded.add((node, how.__name__))

@@ -24,8 +24,8 @@ from torchgpipe.engine.memory import size_of, storage_id
 from torchgpipe.sequential.effects import (GeneratorStates, has_values, held_beyond, ids_within,
                                            name_of_holder, release, without_grad)
 from torchgpipe.sequential.errors import line_of
-from torchgpipe.sequential.nodes import (Constant, compute, guard, is_about, is_in_place, is_plain,
-                                         mapped, put_together, take_apart)
+from torchgpipe.sequential.nodes import (Constant, compute, gives_no_tensor, guard, is_about,
+                                         is_in_place, mapped, put_together, take_apart)
 from torchgpipe.sequential.values import UNKNOWN, TracedValue, UnknownValue
 from torchgpipe.structure import PLAIN, flatten, flatten_nested
 
@@ -141,8 +141,8 @@ class StepTracer(fx.Tracer):
             self.runs = True
         for x, ids in zip(objects, made_of):
             if ids_within(x) != ids:
-                self.refuse(f'it hands on an object ({type(x).__name__}) that is changed there, '
-                            'and each run would hand on the same one')
+                self.refuse(f'it passes an object ({type(x).__name__}) that is changed there, '
+                            'and each run would pass the same one')
         node.meta['writes'] = [each for each, x, old in versions if x._version != old]
         return found
 
@@ -167,7 +167,7 @@ class StepTracer(fx.Tracer):
             meta['kind'], meta['bytes'] = 'tensor', size_of(example)
             meta['memory'] = storage_id(example) if example.layout is torch.strided else None
         elif example is UNKNOWN:
-            meta['kind'], meta['bytes'] = ('plain', 0) if is_plain(node) else ('tensor', 1)
+            meta['kind'], meta['bytes'] = ('plain', 0) if gives_no_tensor(node) else ('tensor', 1)
             meta['device'] = node.target is getattr and node.args[1] == 'device'
             return self._noted(UnknownValue(node, self))
         elif example is None:
@@ -258,7 +258,7 @@ class StepTracer(fx.Tracer):
         except NotImplementedError:
             pass
         if not self._ids.isdisjoint(ids_within(a)):
-            self.refuse(f'it hands on an object ({type(a).__name__}) that has a part of the model '
+            self.refuse(f'it passes an object ({type(a).__name__}) that has a part of the model '
                         'in it')
         return self._constant(a)
 
@@ -273,7 +273,7 @@ class StepTracer(fx.Tracer):
             values, structure = flatten_nested(value, marks=False, takes=fx.Proxy)
         except TypeError:
             if has_values(value) and self._ids.isdisjoint(ids_within(value)):
-                self.refuse(f'it hands on an object ({type(value).__name__}) with tensors in it')
+                self.refuse(f'it passes an object ({type(value).__name__}) with tensors in it')
             return value
         return self.create_proxy('call_function', put_together,
                                  (self._constant(structure), list(values)), {})

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe.devices import is_cpu
 from torchgpipe.shard.collectives import broadcast, from_first
 from torchgpipe.shard.tags import check_dim
 from torchgpipe.shard.world import World, needed_by
@@ -61,7 +62,7 @@ def draws(parallel_dim: int | None, device: torch.device | None = None) -> Itera
     split, world = check_dim(parallel_dim) is not None, needed_by(parallel_dim)
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True)
-    on_cpu = device is None or device.type == 'cpu'
+    on_cpu = device is None or is_cpu(device)
     generators: list[Any] = [torch.default_generator]
     generators += [] if device is None or on_cpu else [_OfDevice(device.type)]
     if world is None or split and world.tensor_size == 1:

@@ -1,6 +1,5 @@
 """Compare a model in a pipeline with the model itself: what differs, by how much, and why."""
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from textwrap import fill
@@ -9,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.devices import forked_rng, is_cpu
 from torchgpipe.distance import arbitrary_loss
 from torchgpipe.errors import add_note
 from torchgpipe.split import parse_balance
-from torchgpipe.testing.culprits import quiet
-from torchgpipe.testing.differences import Comparison, Difference, compare
+from torchgpipe.testing.differences import Comparison, Difference, compare, quiet
 from torchgpipe.testing.reasons import ways_out, why_of_micro_batches, why_of_the_pipeline
-from torchgpipe.testing.training import KINDS, InParts, Setup, Whole, Wrapped
+from torchgpipe.testing.training import RESULTS, InParts, Setup, Whole, Wrapped
 from torchgpipe.text import table
 
 __all__ = ['Comparison', 'Difference', 'Parity', 'check_parity']
@@ -57,7 +56,7 @@ def _rows(form: str, comparison: Comparison | None) -> Iterator[list[str]]:
     if comparison is None:
         yield [f'on the {form}', *['?'] * 5]
         return
-    for kind in KINDS:
+    for kind in RESULTS:
         found = [each for each in comparison.differences if each.kind == kind]
         if found:
             first = found[0]
@@ -124,7 +123,7 @@ def check_parity(module: nn.Sequential, sample: Any, balance: Iterable[int] | No
                    dtype=dtype)
     if tolerance is None:
         tolerance = setup.rounding
-    with _random_states_kept():
+    with forked_rng():
         try:
             parity = _check(setup, steps, tolerance)
         except Exception as error:
@@ -179,15 +178,6 @@ def _check(setup: Setup, steps: int, tolerance: float) -> Parity:
 
 def _draws_in_any_order(setup: Setup) -> bool:
     """Return whether partitions on one accelerator draw in an order that depends on the others."""
-    places = [setup.place(j) for j in range(len(setup.balance))]
-    accelerators = [place for place in places if place.type != 'cpu']
+    places = [setup.device_of(j) for j in range(len(setup.balance))]
+    accelerators = [place for place in places if not is_cpu(place)]
     return len(set(places)) > 1 and len(set(accelerators)) < len(accelerators)
-
-
-@contextmanager
-def _random_states_kept() -> Iterator[None]:
-    """Leave the random generators of the process as they were."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    devices = range(torch.accelerator.device_count()) if accelerator else range(0)
-    with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator else 'cuda'):
-        yield

@@ -1,11 +1,23 @@
-"""Compare what comes of the steps of two models, tensor by tensor."""
+"""Where two models differ: in which tensors after a step, and from which module on."""
 import math
-from typing import NamedTuple
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-from torchgpipe.distance import distance, typical_size
-from torchgpipe.testing.training import KINDS, Record, Whole
+import torch
+from torch import Tensor, nn
 
-__all__ = ['Comparison', 'Difference', 'compare']
+from torchgpipe.distance import close, distance, typical_size
+from torchgpipe.engine.scatter import cut
+from torchgpipe.engine.stream import rng_state
+from torchgpipe.private import BatchNorm
+from torchgpipe.structure import leaves_of
+from torchgpipe.testing.training import RESULTS, InParts, Record, Setup, Whole, Wrapped
+
+__all__ = ['Comparison', 'Difference', 'compare', 'culprit', 'quiet', 'recorded_calls',
+           'where_in_backward', 'where_in_the_pipeline']
 
 
 class Difference(NamedTuple):
@@ -38,18 +50,18 @@ class Comparison:
     def __init__(self, tolerance: float) -> None:
         self._tolerance = tolerance
         self._found: dict[tuple[str, str], Difference] = {}
-        self.tensors = dict.fromkeys(KINDS, 0)
-        self.largest = dict.fromkeys(KINDS, 0.0)
+        self.tensors = dict.fromkeys(RESULTS, 0)
+        self.largest = dict.fromkeys(RESULTS, 0.0)
 
     @property
     def differences(self) -> list[Difference]:
         """The differences, kind by kind, the largest first."""
-        return sorted(self._found.values(), key=lambda each: (KINDS.index(each.kind), each.step,
+        return sorted(self._found.values(), key=lambda each: (RESULTS.index(each.kind), each.step,
                                                               -each.distance))
 
     def add(self, step: int, expected: Record, actual: Record) -> None:
         """Compare what came of a step, the first of which is 0."""
-        for kind in KINDS:
+        for kind in RESULTS:
             names = dict.fromkeys(name for of, name in [*expected, *actual] if of == kind)
             self.tensors[kind] = max(self.tensors[kind], len(names))
             typical = typical_size([x for (of, _), x in expected.items() if of == kind])
@@ -78,3 +90,207 @@ def compare(expected: Whole, actual: Whole, steps: int, tolerance: float) -> Com
                              'an optimizer with a smaller learning rate')
         comparison.add(step, record, actual.step(step))
     return comparison
+
+
+@dataclass
+class ModuleCall:
+    """A call of a module.
+
+    Attributes:
+        name: The module's name in the model.
+        module: The module.
+        inputs: Copies of the tensors among its arguments.
+        outputs: Copies of the tensors that it gave.
+        drew: Whether it drew random numbers, and not by way of a module within it.
+        changed: Whether it changed an input in place.
+    """
+
+    name: str
+    module: nn.Module
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor] = ()
+    drew: bool = False
+    changed: bool = False
+    states: Sequence[Tensor] = field(default=(), repr=False)
+    inner_drew: bool = False
+
+
+def recorded_calls(model: nn.Module, device: torch.device) -> list[ModuleCall]:
+    """Return a list to which each call of the modules in a model is added when it ends.
+
+    Args:
+        model: The model. Each call of a module ends in the thread in which it began.
+        device: Where, beside the CPU, it may draw random numbers.
+    """
+    found: list[ModuleCall] = []
+    begun: dict[int, list[ModuleCall]] = defaultdict(list)  # by thread
+    names = {module: name for name, module in model.named_modules() if name}
+
+    def states() -> list[Tensor]:
+        own = rng_state(device)
+        return [torch.get_rng_state()] + ([] if own is None else [own])
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        begun[threading.get_ident()].append(ModuleCall(
+            names[module], module, _copies((args, kwargs)), states=states()))
+
+    def end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        outer = begun[threading.get_ident()]
+        call = outer.pop()
+        call.outputs = _copies(output)
+        call.changed = not _equal(call.inputs, _copies((args, kwargs)))
+        drew = not _equal(call.states, states())
+        call.drew = drew and not call.inner_drew
+        if drew and outer:
+            outer[-1].inner_drew = True
+        found.append(call)
+
+    for module in names:
+        module.register_forward_pre_hook(begin, with_kwargs=True)
+        module.register_forward_hook(end, with_kwargs=True)
+    return found
+
+
+def _copies(value: Any) -> list[Tensor]:
+    return [leaf.value.detach().clone() for leaf in leaves_of(value)
+            if isinstance(leaf.value, Tensor)]
+
+
+def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(some, others))
+
+
+def _trace(form: Callable[[Setup], Whole], setup: Setup, step: int = 0) -> list[ModuleCall]:
+    """Return the calls of modules in the forward pass of a step, the first of which is 0."""
+    trained = form(setup)
+    for before in range(step):
+        trained.step(before)
+    calls = recorded_calls(trained.model, setup.device_of(0))
+    trained.forward(step)
+    return calls
+
+
+def quiet(setup: Setup) -> tuple[Setup, list[str]]:
+    """Put modules that draw random numbers into evaluation mode.
+
+    Returns:
+        The setup with these, and the names of modules that draw even so.
+    """
+    while True:
+        names = {call.name for call in _trace(Whole, setup) if call.drew}
+        if names <= setup.quiet:
+            return setup, sorted(names)
+        setup = replace(setup, quiet=setup.quiet | names)
+
+
+def culprit(setup: Setup, step: int) -> list[str]:
+    """Return which module is the first that gives other outputs for the same inputs, and why."""
+    sizes = cut(setup.input(), int(setup.options['chunks']), setup.options.get('batch_dim', 0))[1]
+    calls = _trace(Whole, setup, step), _trace(InParts, setup, step)
+    for call, outputs in _wrong(*calls, sizes):
+        return [f'{_first(call)}: {_why(call, outputs)}']
+    return []
+
+
+def where_in_the_pipeline(setup: Setup, differences: Sequence[Difference], step: int) -> str:
+    """Return which module is the first to give something else in the pipeline, as a sentence."""
+    for call, _ in _wrong(_trace(InParts, setup, step), _trace(Wrapped, setup, step), [1]):
+        return f'. {_first(call)}'
+    return where_in_backward(setup, differences)
+
+
+def where_in_backward(setup: Setup, differences: Sequence[Difference]) -> str:
+    """Return which parameter is the first that backward gives another gradient, as a sentence."""
+    wrong = {each.name for each in differences if each.kind == 'gradients'}
+    names = [name for name, _ in setup.module.named_parameters() if name in wrong]
+    return f". Backward is right until it comes to '{names[-1]}'" if names else ''
+
+
+def _first(call: ModuleCall) -> str:
+    return f"'{call.name}' ({type(call.module).__name__}) is the first module to differ"
+
+
+def _wrong(whole: Sequence[ModuleCall], parts: Sequence[ModuleCall], sizes: Sequence[int]
+           ) -> Iterator[tuple[ModuleCall, '_Joined']]:
+    """Return the calls that gave other outputs for the same inputs."""
+    for call, calls in _pairs(whole, parts, len(sizes)):
+        inputs = _Joined(call.inputs, [each.inputs for each in calls], sizes)
+        outputs = _Joined(call.outputs, [each.outputs for each in calls], sizes)
+        if outputs.apart and (call.changed or not inputs.apart):
+            yield call, outputs
+
+
+def _pairs(whole: Sequence[ModuleCall], parts: Sequence[ModuleCall], m: int
+           ) -> Iterator[tuple[ModuleCall, list[ModuleCall]]]:
+    """Return each call, with the m calls that should make the same."""
+    number: dict[str, int] = {}
+    for call in whole:
+        k = number[call.name] = number.get(call.name, -1) + 1
+        calls = [each for each in parts if each.name == call.name]
+        if len(calls) % m == 0 and k < len(calls) // m:
+            yield call, calls[k::len(calls) // m]
+
+
+class _Joined:
+    """Tensors of the mini-batch, and those of micro-batches that should be parts of them.
+
+    They are the same if those of the micro-batches are, put together in one of the usual ways:
+    side by side along some dimension, added, as a mean weighted by samples, or each by itself.
+    """
+
+    def __init__(self, whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]],
+                 sizes: Sequence[int]) -> None:
+        self._weights = [size / sum(sizes) for size in sizes]
+        #: Of the tensors that are not the same, that of the mini-batch and the others.
+        self.apart = [(x, xs) for x, *xs in zip(whole, *parts) if not self._same(x, xs)]
+
+    def _same(self, x: Tensor, xs: Sequence[Tensor]) -> bool:
+        if any(close(torch.cat(list(xs), dim), x) for dim in _dims(x, xs)):
+            return True
+        if not _alike(x, xs):
+            return False
+        parts = torch.stack(list(xs))
+        mean = torch.stack([part * weight for part, weight in zip(xs, self._weights)]).sum(0)
+        return all(close(part, x) for part in xs) or close(parts.sum(0), x) or close(mean, x)
+
+    def first_is_right(self) -> bool:
+        """Return whether the first micro-batch has what it should have, unlike others."""
+        return all(any(close(xs[0], x.narrow(dim, 0, xs[0].shape[dim])) for dim in _dims(x, xs))
+                   for x, xs in self.apart)
+
+    def without_batch(self) -> bool:
+        """Return whether what is not the same has no dimension of samples."""
+        return all(_alike(x, xs) for x, xs in self.apart)
+
+
+def _alike(x: Tensor, xs: Sequence[Tensor]) -> bool:
+    return all(part.shape == x.shape for part in xs)
+
+
+def _dims(x: Tensor, xs: Sequence[Tensor]) -> list[int]:
+    """Return the dimensions along which tensors, side by side, have some shape."""
+    return [dim for dim in range(x.dim()) if all(
+        y.dim() == x.dim() and y.transpose(0, dim)[0].shape == x.transpose(0, dim)[0].shape
+        for y in xs) and sum(y.shape[dim] for y in xs) == x.shape[dim]]
+
+
+def _why(call: ModuleCall, outputs: _Joined) -> str:
+    """Return what a module does that makes it differ."""
+    if call.changed:
+        return ('it changes its input in place, and so for each micro-batch what all of them '
+                'share, or what another one reads. Let it not work in place')
+    if isinstance(call.module, BatchNorm):
+        return ('batch normalization, which normalises each micro-batch by its own mean and '
+                'variance, as GPipe trains; with deferred_batch_norm=True running statistics move '
+                'once per mini-batch. Evaluation mode, or a norm within each sample, has no '
+                'difference')
+    if outputs.without_batch():
+        return ('it gives something of a whole batch, and those of micro-batches make that of the '
+                'mini-batch neither by their mean, weighted by samples, nor by their sum. A mean '
+                'over something else than samples, as over tokens that are not masked? Give sum '
+                'and number, and divide after the pipeline')
+    if outputs.first_is_right():
+        return ('the first micro-batch is right, and later ones are not: it keeps something from '
+                'call to call, and is called for each micro-batch here')
+    return ('what it gives for a sample depends on which others are in its batch. A normalisation '
+            'or a mean over the batch, or over a dimension that it takes for another one?')

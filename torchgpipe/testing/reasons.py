@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchgpipe.structure import Arguments, Path, leaves_of, path_name
-from torchgpipe.testing.culprits import culprit, where_in_backward, where_in_the_pipeline
-from torchgpipe.testing.differences import Difference, compare
+from torchgpipe.testing.differences import (Difference, compare, culprit, where_in_backward,
+                                            where_in_the_pipeline)
 from torchgpipe.testing.training import InParts, Setup, Whole, Wrapped
 
 __all__ = ['ways_out', 'why_of_micro_batches', 'why_of_the_pipeline']
@@ -16,7 +16,7 @@ __all__ = ['ways_out', 'why_of_micro_batches', 'why_of_the_pipeline']
 Form = Callable[[Setup], Whole]
 
 #: Options to try, and what it means if the numbers are right with them.
-Remedy = tuple[dict[str, Any], str]
+WayOut = tuple[dict[str, Any], str]
 
 
 class Forms(NamedTuple):
@@ -43,7 +43,7 @@ class Forms(NamedTuple):
             'seed: it draws from something that torch.manual_seed does not set, or keeps '
             'something outside of itself. Nothing can be said until it repeats itself']
 
-    def try_all(self, remedies: Iterator[Remedy]) -> list[str]:
+    def try_all(self, remedies: Iterator[WayOut]) -> list[str]:
         """Return with which options the numbers would be right, if with any."""
         return next(([text] for options, text in remedies if self.agree(self.actual, options)), [])
 
@@ -87,7 +87,7 @@ def ways_out(setup: Setup, steps: int) -> list[str]:
             or Forms(setup, InParts, Wrapped, steps).try_all(simpler))
 
 
-def _other_dimensions(setup: Setup) -> Iterator[Remedy]:
+def _other_dimensions(setup: Setup) -> Iterator[WayOut]:
     """Say other things of the dimensions of what goes in and comes out."""
     said = setup.options.get('batch_dim', 0)
     if isinstance(said, int):
@@ -107,7 +107,7 @@ def _other_dimensions(setup: Setup) -> Iterator[Remedy]:
                 f'gather={rule!r} the numbers are those of the unwrapped model')
 
 
-def _shared(paths: Sequence[Path], several: bool) -> Iterator[Remedy]:
+def _shared(paths: Sequence[Path], several: bool) -> Iterator[WayOut]:
     """Let one or two parts of the input be the same for all micro-batches."""
     parts = dict.fromkeys(path[:k] for path in paths for k in range(1 + several, len(path) + 1))
     for some in (*combinations(parts, 1), *combinations(parts, 2)):
@@ -129,7 +129,7 @@ def _rule(paths: Sequence[Path]) -> dict[Any, Any]:
     return rule
 
 
-def _less_machinery(setup: Setup) -> Iterator[Remedy]:
+def _less_machinery(setup: Setup) -> Iterator[WayOut]:
     """Take parts of the machinery away."""
     never = {'checkpoint': 'never'}
     one_thread = {'devices': [setup.options['devices'][0]] * len(setup.balance)}

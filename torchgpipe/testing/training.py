@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.devices import memory_of
 from torchgpipe.distance import default_tolerance
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.gather import gather
@@ -29,10 +30,10 @@ from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.split import Sequential
 from torchgpipe.structure import call, flatten, flatten_nested, leaves_of, path_name
 
-__all__ = ['InParts', 'KINDS', 'Record', 'Setup', 'Whole', 'Wrapped']
+__all__ = ['InParts', 'RESULTS', 'Record', 'Setup', 'Whole', 'Wrapped']
 
 #: What comes of a step, of which each tensor has one of these kinds.
-KINDS = ('outputs', 'gradients', 'buffers', 'parameters')
+RESULTS = ('outputs', 'gradients', 'buffers', 'parameters')
 
 #: Copies of tensors on the CPU, by kind and name.
 Record = dict[tuple[str, str], Tensor]
@@ -74,7 +75,7 @@ class Setup:
     def input(self) -> Any:
         """Copy the sample, to the first device."""
         tensors = [leaf.value for leaf in leaves_of(self.sample) if isinstance(leaf.value, Tensor)]
-        copies = {id(x): self._cast(x.detach()).to(self.place(0), copy=True).requires_grad_(
+        copies = {id(x): self._cast(x.detach()).to(self.device_of(0), copy=True).requires_grad_(
             x.requires_grad) for x in tensors}
         return copy.deepcopy(self.sample, copies)  # which takes these for the copies of tensors
 
@@ -94,10 +95,9 @@ class Setup:
             if x.is_floating_point() or x.is_complex()}
         return max(map(default_tolerance, types or {torch.get_default_dtype()}))
 
-    def place(self, j: int) -> torch.device:
+    def device_of(self, j: int) -> torch.device:
         """Return the device of a partition, for tensors: all CPU devices are one."""
-        device = torch.device(self.options['devices'][j])
-        return torch.device('cpu') if device.type == 'cpu' else device
+        return memory_of(self.options['devices'][j])
 
 
 class Whole:
@@ -114,7 +114,7 @@ class Whole:
     def make(self, model: nn.Sequential) -> nn.Module:
         """Prepare a copy."""
         self._layers = Sequential(*model)
-        return model.to(self.setup.place(0))
+        return model.to(self.setup.device_of(0))
 
     def run(self, value: Any) -> Any:
         """Call it."""
@@ -139,7 +139,7 @@ class Whole:
     def _step(self, step: int) -> Record:
         input, output = self.forward(step)
         tensors, kind = flatten(output)
-        loss = self.setup.loss_fn(kind([x.to(self.setup.place(-1)) for x in tensors]))
+        loss = self.setup.loss_fn(kind([x.to(self.setup.device_of(-1)) for x in tensors]))
         self.model.zero_grad()
         if loss.requires_grad:
             loss.backward()
@@ -171,11 +171,11 @@ class InParts(Whole):
         if options.get('deferred_batch_norm'):
             m = len(cut(self.setup.sample, int(options['chunks']), options.get('batch_dim', 0))[0])
             model = DeferredBatchNorm.convert_deferred_batch_norm(model, m)
-        model, layers = model.to(self.setup.place(0)), iter(model)
+        model, layers = model.to(self.setup.device_of(0)), iter(model)
         self._partitions = [Sequential(*islice(layers, number)) for number in self.setup.balance]
         for j, partition in enumerate(self._partitions):
             for buffer in partition.buffers():
-                buffer.data = buffer.data.to(self.setup.place(j))
+                buffer.data = buffer.data.to(self.setup.device_of(j))
         return model
 
     def run(self, value: Any) -> Any:
@@ -192,9 +192,9 @@ class InParts(Whole):
     def _run(self, batch: Batch, carrier: '_Carrier') -> Batch:
         """Take a micro-batch through all partitions."""
         for j, partition in enumerate(self._partitions):
-            carrier.device = self.setup.place(j)
+            carrier.device = self.setup.device_of(j)
             run: Any = partition
-            if carrier.device != self.setup.place(0):
+            if carrier.device != self.setup.device_of(0):
                 run = partial(_call, partition, {
                     name: x.to(carrier.device) for name, x in partition.named_parameters()})
             batch = Batch(call(run, batch.kind([*map(carrier.carry, batch)])))

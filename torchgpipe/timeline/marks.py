@@ -1,6 +1,6 @@
 """Marks: between which points in time a device works for an action, and where in a graph they are.
 
-Points in time are told by the clock on the CPU, and on accelerators by events in their streams.
+Points in time are those of the clock on the CPU, and of events in streams on accelerators.
 """
 import time
 from collections.abc import Callable, Iterable
@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchgpipe.devices import CPU, is_cpu
 from torchgpipe.engine.stream import (AbstractStream, CPUStream, as_accelerator, get_device,
                                       is_accelerator)
 from torchgpipe.private import at_end_of_backward, backward_pass
 from torchgpipe.schedule.action import Action
 
-__all__ = ['CellBackward', 'Mark', 'Stamp', 'Turns', 'last_nodes', 'nodes_between', 'producers',
-           'seconds', 'stamp', 'synchronize']
+__all__ = ['CellBackward', 'CpuBackward', 'Mark', 'Stamp', 'last_nodes', 'nodes_between',
+           'producers', 'seconds', 'stamp']
 
 #: A device, and seconds or an event in a stream of that device.
 Stamp = tuple[torch.device, Any]
@@ -24,7 +25,7 @@ Stamp = tuple[torch.device, Any]
 def stamp(stream: AbstractStream) -> Stamp:
     """Mark now: on the CPU, or when a stream gets there."""
     if not is_accelerator(stream):
-        return torch.device('cpu'), time.perf_counter()
+        return CPU, time.perf_counter()
     event = torch.Event(get_device(stream), enable_timing=True)
     event.record(as_accelerator(stream))
     return get_device(stream), event
@@ -33,16 +34,9 @@ def stamp(stream: AbstractStream) -> Stamp:
 def seconds(start: Stamp, end: Stamp) -> float:
     """Return the time between two points on one device, which is through with both."""
     device, point = end
-    length: float = (start[1].elapsed_time(point) / 1e3 if device.type != 'cpu'
-                     else point - start[1])
+    length: float = (point - start[1] if is_cpu(device)
+                     else start[1].elapsed_time(point) / 1e3)
     return length
-
-
-def synchronize(devices: Iterable[torch.device]) -> None:
-    """Wait until all devices have done what is queued."""
-    for device in {*devices}:
-        if device.type != 'cpu':
-            torch.accelerator.synchronize(device)
 
 
 class Mark(NamedTuple):
@@ -77,27 +71,27 @@ class CellBackward:
         return [Mark(self.action, *pair) for pair in zip(self.begins, self.ends)]
 
 
-class Turns:
-    """Whose nodes the CPU's thread runs in backward.
+class CpuBackward:
+    """For which cell the CPU's thread runs nodes in backward, one after the other.
 
     Args:
-        add: Takes note of the end of a turn.
+        add: Takes note of the end of a span.
     """
 
     def __init__(self, add: Callable[[Mark], None]) -> None:
         self._add = add
-        self._turn: tuple[Action, Stamp] | None = None
+        self._span: tuple[Action, Stamp] | None = None
         #: The backward pass, which may have failed since, and then has not come to its end.
         self._pass = -1
 
-    def take(self, action: Action) -> None:
+    def run(self, action: Action) -> None:
         """Let the thread work for an action from now on: one of its nodes is about to run."""
         if backward_pass() != self._pass:
-            self._pass, self._turn = backward_pass(), None
+            self._pass, self._span = backward_pass(), None
             at_end_of_backward(self.end)
-        if self._turn is None or self._turn[0] != action:
+        if self._span is None or self._span[0] != action:
             self.end()
-            self._turn = action, stamp(CPUStream)
+            self._span = action, stamp(CPUStream)
 
     def interrupt(self) -> None:
         """Let the thread do something else, until the next node runs."""
@@ -105,10 +99,10 @@ class Turns:
             self.end()
 
     def end(self) -> None:
-        """Let the thread work for nobody."""
-        if self._turn is not None:
-            self._add(Mark(*self._turn, stamp(CPUStream)))
-            self._turn = None
+        """End what the thread works for."""
+        if self._span is not None:
+            self._add(Mark(*self._span, stamp(CPUStream)))
+            self._span = None
 
 
 #: The node that takes a gradient out of a call, into a parameter.

@@ -9,13 +9,13 @@ from torchgpipe.timeline.lanes import Lanes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ['KINDS', 'draw', 'save']
+__all__ = ['LEGEND', 'draw', 'save']
 
 #: What kinds of boxes are called, and their colours: apart also for those who see no red, on light
 #: and on dark.
-KINDS = {'F': ('forward', '#3b78c4'), 'R': ('recomputation', '#7a6bb5'),
-         'B': ('backward', '#c2612c'), 'I': ('backward of inputs', '#c2612c'),
-         'W': ('backward of weights', '#b3922e'), 'C': ('copy', '#4f9d69')}
+LEGEND = {'F': ('forward', '#3b78c4'), 'R': ('recomputation', '#7a6bb5'),
+          'B': ('backward', '#c2612c'), 'I': ('backward of inputs', '#c2612c'),
+          'W': ('backward of weights', '#b3922e'), 'C': ('copy', '#4f9d69')}
 
 #: Text and lines that can be read on white and on black, as SVG has no background.
 NEUTRAL = '#808080'
@@ -56,7 +56,7 @@ def draw(timelines: Mapping[str, Lanes], title: str | None = None) -> 'Figure':
     used = {timed.action.kind for each in timelines.values() for timed in each.actions}
     used |= {'C' for each in timelines.values() if each.copies}
     handles = [Patch(color=colour, label=name)
-               for kind, (name, colour) in KINDS.items() if kind in used]
+               for kind, (name, colour) in LEGEND.items() if kind in used]
     figure.legend(handles=handles, loc='outside upper right', ncols=max(1, len(handles)),
                   frameon=False, labelcolor=NEUTRAL)
     return figure
@@ -77,7 +77,7 @@ def _fill(axes: Any, timeline: Lanes, span: float) -> None:
             (copied.start - zero, copied.end - copied.start))
     for (lane, kind), spans in boxes.items():
         low, height = COPY if kind == 'C' else ACTION
-        axes.broken_barh(spans, (lane + low, height), facecolor=KINDS[kind][1],
+        axes.broken_barh(spans, (lane + low, height), facecolor=LEGEND[kind][1],
                          edgecolor='white', linewidth=.4)
     names = [f'{name}\n{100 * share:.0f} %'
              for name, share in zip(timeline.devices, timeline.utilisations)]

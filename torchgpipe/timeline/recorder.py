@@ -5,12 +5,12 @@ forward, recomputation      from the first layer of a cell to its last
 backward, on accelerators   from the gradient of a cell's output to the end of the node that gives
                             the gradient of its input, or else of its first parameter
 backward, on the CPU        as long as the nodes that run are the cell's: one thread runs those of
-                            all cells, which may take turns, so a cell may have several boxes
+                            all cells, which may alternate, so a cell may have several boxes
 an action of a step         from its first layer or node to its end, the loss included
 copy                        from one device to another, of a batch, of a skip or of a gradient
 ==========================  ======================================================================
 
-On accelerators all this is told by events in the streams that do the work, on the CPU by the
+On accelerators all this is measured by events in the streams that do the work, on the CPU by the
 clock. An event is there when all that was queued before is done; so a box begins where what it
 waits for has come, not where it was queued.
 """
@@ -24,15 +24,16 @@ import torch
 
 from torchgpipe.aliases import Value
 from torchgpipe.context import context
+from torchgpipe.devices import memory_key, synchronize
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.stream import (AbstractStream, CPUStream, current_stream, get_device,
-                                      is_accelerator, memory_key)
+                                      is_accelerator)
 from torchgpipe.gpipe import GPipe
 from torchgpipe.schedule.action import Action, Timed
 from torchgpipe.timeline.lanes import Copied
-from torchgpipe.timeline.marks import (CellBackward, Mark, Stamp, Turns, last_nodes, nodes_between,
-                                       producers, seconds, stamp, synchronize)
+from torchgpipe.timeline.marks import (CellBackward, CpuBackward, Mark, Stamp, last_nodes,
+                                       nodes_between, producers, seconds, stamp)
 from torchgpipe.timeline.timeline import Timeline
 
 __all__ = ['record']
@@ -65,7 +66,7 @@ def record(model: GPipe) -> Iterator[Timeline]:
     """
     engine = model._running_engine()
     recorder = _Observer(engine)
-    timeline = Timeline((), recorder.devices)
+    timeline = Timeline((), recorder.lane_names)
     try:
         with engine.observed(recorder):
             recorder.start()
@@ -79,14 +80,14 @@ class _Local(threading.local):
     """What the recorder knows of a thread."""
 
     def __init__(self, add: Callable[[Mark], None]) -> None:
-        self.turns = Turns(add)
+        self.backward = CpuBackward(add)
         #: Whether it is at a forward of a step, and when its layers have begun.
         self.acting = False
         self.start: Stamp | None = None
 
 
 class _Observer:
-    """What the engine tells what it does.
+    """What the engine notifies of what it does.
 
     Args:
         engine: The partitions.
@@ -94,12 +95,12 @@ class _Observer:
 
     def __init__(self, engine: Engine) -> None:
         self._workers = engine.workers
-        self._places = [partition.device for partition in engine.partitions]
+        self._devices = [partition.device for partition in engine.partitions]
         keys = [partition.worker for partition in engine.partitions]
         lanes = [*dict.fromkeys(keys)]
         self._lanes = [lanes.index(key) for key in keys]
         #: The names of lanes.
-        self.devices = [f'{kind}:{index}' for kind, index in lanes]
+        self.lane_names = [f'{kind}:{index}' for kind, index in lanes]
         self._marks: list[Mark] = []
         self._copies: list[tuple[Copied, Stamp, Stamp]] = []
         self._backwards: list[CellBackward] = []
@@ -112,17 +113,17 @@ class _Observer:
 
     def start(self) -> None:
         """Let time begin, on all devices at once."""
-        synchronize(self._places)
-        self._zero = dict(map(stamp, [CPUStream, *map(current_stream, {*self._places})]))
+        synchronize(self._devices)
+        self._zero = dict(map(stamp, [CPUStream, *map(current_stream, {*self._devices})]))
 
     def cell(self, i: int, m: int, j: int, value: Value, skips: Sequence[torch.Tensor | None]
              ) -> Callable[[Value], None]:
         """Record a cell, and hang what records its backward into the graph."""
         before = producers([*Batch(value), *(x for x in skips if x is not None)])
-        stream = current_stream(self._places[j])
+        stream = current_stream(self._devices[j])
         self._m = max(m, self._m)
         if context.recomputing:
-            self._local.turns.interrupt()
+            self._local.backward.interrupt()
             return partial(self._add, Action(j, 'R', i), stamp(stream), stream)
         start = stamp(stream)
 
@@ -140,7 +141,7 @@ class _Observer:
     def _follow(self, backward: CellBackward, before: set[Any], last: set[Any]) -> None:
         """Hang stamps into the graph of a cell: behind some nodes, up to the last ones."""
         nodes = nodes_between(before, last)
-        # What a cell hands on as it is, like a skip that is carried, has no node of this cell.
+        # What a cell forwards as it is, like a skip that is carried, has no node of this cell.
         first = last & {*nodes}
         if self._local.acting:
             self._of_step[backward.action.micro_batch, backward.action.stage] = backward
@@ -151,7 +152,7 @@ class _Observer:
             self._handles += [node.register_hook(backward.end)
                               for node in last_nodes(before, nodes)]
         else:
-            self._hook(nodes, lambda _: self._local.turns.take(backward.action))
+            self._hook(nodes, lambda _: self._local.backward.run(backward.action))
 
     def _hook(self, nodes: Iterable[Any], hook: Callable[[Any], None]) -> None:
         self._handles += [node.register_prehook(hook) for node in nodes]
@@ -168,7 +169,7 @@ class _Observer:
                 local.acting = False
             assert local.start is not None
             self._add(action, local.start, self._of_step[i, j].stream)
-        elif kind == 'R':  # Its layers have told.
+        elif kind == 'R':  # Its layers are recorded.
             run(action)
         else:
             backward = self._of_step[i, j]
@@ -191,7 +192,7 @@ class _Observer:
     def _lane(self, stream: AbstractStream) -> int:
         """Return the first lane of a stream's memory."""
         key = memory_key(get_device(stream))
-        return next(lane for lane, place in zip(self._lanes, self._places)
+        return next(lane for lane, place in zip(self._lanes, self._devices)
                     if memory_key(place) == key)
 
     def unhook(self) -> None:
@@ -201,7 +202,7 @@ class _Observer:
 
     def finish(self) -> tuple[list[Timed], list[Copied]]:
         """Wait for the devices, and return what was recorded, in seconds since the first start."""
-        synchronize(self._places)
+        synchronize(self._devices)
         marks = self._marks + [mark for each in self._backwards for mark in each.marks()]
         actions = [Timed(self._lanes[action.stage], action, *self._times(*points))
                    for action, *points in marks]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torchgpipe.schedule.action import Timed
 from torchgpipe.timeline.lanes import Lanes
-from torchgpipe.timeline.picture import KINDS, draw, save
+from torchgpipe.timeline.picture import LEGEND, draw, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -101,7 +101,7 @@ class Timeline(Lanes):
         events += [_lane(2 * lane + 1, f'{self.devices[lane]}, copies')
                    for lane in sorted({copied.target for copied in self.copies})]
         for lane, (stage, kind, i), start, end in self.actions:
-            events.append(_event(KINDS[kind][0], i, 2 * lane, start, end, {'stage': stage}))
+            events.append(_event(LEGEND[kind][0], i, 2 * lane, start, end, {'stage': stage}))
         for source, target, i, start, end in self.copies:
             events.append(_event('copy', i, 2 * target + 1, start, end,
                                  {'from': self.devices[source]}))

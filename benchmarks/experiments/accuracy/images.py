@@ -95,14 +95,14 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
 
 def centre_crop(width: int, height: int) -> Crop:
-    """Give the square in the centre."""
+    """Return the square in the centre."""
     side = min(width, height) * 7 / 8
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
 
 
 def random_crop(width: int, height: int, random: torch.Generator) -> Crop:
-    """Give a box of random area and ratio (Szegedy et al., "Going deeper", 2014)."""
+    """Return a box of random area and ratio (Szegedy et al., "Going deeper", 2014)."""
     for _ in range(10):
         a, b, c, d = torch.rand(4, generator=random).tolist()
         area = width * height * (AREA[0] + (AREA[1] - AREA[0]) * a)

@@ -23,7 +23,7 @@ MILESTONES = (30 / 90, 60 / 90, 80 / 90)
 
 
 def learning_rate(progress: float, batch: int) -> float:
-    """Give the learning rate.
+    """Return the learning rate.
 
     >>> [round(learning_rate(epoch / 90, 1024), 4) for epoch in (0, 2.5, 5, 30, 60, 80)]
     [0.1, 0.25, 0.4, 0.04, 0.004, 0.0004]

@@ -17,9 +17,10 @@ from benchmarks.experiments.accuracy.images import (ImageFolder, UnreadableImage
 from benchmarks.experiments.accuracy.progress import Progress
 from benchmarks.experiments.accuracy.recipe import learning_rate, make_optimizer
 from benchmarks.harness.experiment import Experiment, Setting
-from benchmarks.harness.job import autocast, memory_of, wrap
+from benchmarks.harness.job import autocast, wrap
 from benchmarks.harness.options import Options
 from benchmarks.models import resnet101
+from torchgpipe.devices import memory_of
 
 __all__ = ['measure']
 

@@ -44,7 +44,7 @@ class Recogniser(Trainer):
 
     @torch.no_grad()
     def accuracy(self) -> float:
-        """Give the part of the test images whose class has the highest score, without margin."""
+        """Return the part of the test images whose class has the highest score, without margin."""
         images, labels = self._data.test
         scores = self.model['head'](self.model['backbone'](images))
         if self._sharded:

@@ -36,7 +36,7 @@ RECORDED = 3
 
 
 def depth_of(stack: Stack, milliseconds: float) -> int:
-    """Give the layers of a cell, so that all cells of a device take so long in one thread."""
+    """Return the layers of a cell, so that all cells of a device take so long in one thread."""
     layer, (x, _) = stack.layer(), stack.data(1)
     times = []
     for _ in range(20):
@@ -143,7 +143,7 @@ def schedules(stacks: tuple[str, ...], partitions: tuple[int, ...], chunks: tupl
 
 
 def schedule_rows(case: dict[str, Any]) -> Rows:
-    """Give the header and the rows of one stack, partitions and micro-batches."""
+    """Return the header and the rows of one stack, partitions and micro-batches."""
     header = [f"{case['stack']}, n = {case['partitions']}, m = {case['chunks']}", 'ms per step',
               'predicted', 'ratio', 'speed-up', 'of ideal', 'idle, %', 'bubble, %', 'predicted, %',
               'activations, MiB']
@@ -172,7 +172,7 @@ RATIOS = {'1f1b, times as fast as torch 1F1B': ('speed_up', '1f1b', 'torch 1F1B'
 
 
 def summary_rows(cases: Sequence[dict[str, Any]]) -> Rows:
-    """Give what matters most, in medians over stacks."""
+    """Return what matters most, in medians over stacks."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for case in cases:
         name = f"n = {case['partitions']}, m = {case['chunks']}"
@@ -186,7 +186,7 @@ def summary_rows(cases: Sequence[dict[str, Any]]) -> Rows:
 
 
 def _deviation(rows: dict[str, Any]) -> float:
-    """Give by how many percent the time of a schedule is off what was predicted, at most."""
+    """Return by how many percent the time of a schedule is off what was predicted, at most."""
     return max(abs(row['predicted']['ratio'] - 1) * 100 for name, row in rows.items()
                if name in NAMES)
 
@@ -198,7 +198,7 @@ def _ratio(group: Sequence[dict[str, Any]], figure: str, one: str, other: str) -
 
 
 def _parts(results: dict[str, Any]) -> list[str | Rows]:
-    """Give the page the summary, and a table for each case."""
+    """Return the page the summary, and a table for each case."""
     cases = results['cases']
     return [f"Forward of a micro-batch takes at least {results['milliseconds']:g} ms in a "
             f"partition, in one thread; {results['rounds']} rounds. {MEANING}",

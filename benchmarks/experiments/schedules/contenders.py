@@ -45,7 +45,7 @@ class Contender(Protocol):
 
 def contenders(cells: nn.Sequential, data: tuple[Tensor, Tensor], n: int, m: int,
                processes: Processes | None) -> dict[str, Contender]:
-    """Give all of them by name, the baseline first.
+    """Return all of them by name, the baseline first.
 
     Args:
         cells: ``CELLS`` for each device.

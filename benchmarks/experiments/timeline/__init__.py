@@ -26,7 +26,7 @@ OTHERS = {'resnet101': (RESNET_SPEED, 'pipeline-4'), 'amoebanetd': (AMOEBANETD_S
 
 
 def experiment_for(model: str) -> Experiment:
-    """Give the ablation for a model: published for U-Net, with nothing to compare for others."""
+    """Return the ablation for a model: published for U-Net, with nothing to compare for others."""
     if model == 'unet':
         return UNET_TIMELINE
     source, name = OTHERS[model]

@@ -17,7 +17,7 @@ class Stash(Skippable):
     """Stash a large tensor, and go on with a small one."""
 
     def forward(self, x: torch.Tensor) -> SkipGenerator:
-        """Give the first column."""
+        """Yield the first column."""
         yield stash('large', x * 2)
         return x[:, :1].clone()
 
@@ -33,7 +33,7 @@ class Pop(Skippable):
 
 
 def peaks(devices, mode, columns=MIB // 4):
-    """Give the peaks of three partitions; the skip from first to last has 4 MiB."""
+    """Return the peaks of three partitions; the skip from first to last has 4 MiB."""
     level = Namespace()
     model = nn.Sequential(Stash().isolate(level), nn.Linear(1, 1), Pop().isolate(level))
     gpipe = GPipe(model, [1, 1, 1], devices=devices, chunks=1, checkpoint=mode)

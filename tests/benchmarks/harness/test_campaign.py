@@ -25,7 +25,7 @@ def short_epochs(monkeypatch):
 
 
 def results(folder, experiment):
-    """Give the settings of the file that a campaign has written."""
+    """Return the settings of the file that a campaign has written."""
     return json.loads((folder / f'{experiment.name}.json').read_text())['results']['settings']
 
 

@@ -9,7 +9,7 @@ from torchgpipe import GPipe
 
 
 def doubles(*shape):
-    """Give ones in float64."""
+    """Return ones in float64."""
     return torch.ones(shape, dtype=torch.double)
 
 

@@ -21,7 +21,7 @@ class Module(nn.Module):
 
 
 def changes(value, change):
-    """Tell whether a change of a module is noticed."""
+    """Return whether a change of a module is noticed."""
     module = Module(value)
     before = attributes_of(module)
     contents = {name: contents_of(name, value) for name, value in before.items()}

@@ -12,7 +12,7 @@ from torchgpipe import GPipe
 
 
 def make():
-    """Give a model."""
+    """Return a model."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Sigmoid()).double()
 
@@ -23,7 +23,7 @@ def wrap(devices, mode):
 
 
 def inputs():
-    """Give two mini-batches."""
+    """Return two mini-batches."""
     torch.manual_seed(1)
     return torch.rand(2, 6, 4, dtype=torch.double)
 

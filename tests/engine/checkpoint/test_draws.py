@@ -22,7 +22,7 @@ from torchgpipe.engine.checkpoint import random_operations
 from torchgpipe.engine.stream import use_device
 
 SHARED = 'threads that draw from one accelerator are refused, as its generator is moved back'
-APART = 'accelerators have generators of their own, so their partitions need not take turns'
+APART = 'accelerators have generators of their own, so their partitions need not be serialized'
 
 
 class Dropouts(nn.Dropout):

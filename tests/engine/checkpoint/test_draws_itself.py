@@ -22,7 +22,7 @@ cpu = torch.device('cpu')
 
 @pytest.fixture
 def disturb(monkeypatch):
-    """Give what lets another thread draw right after the next so many looks at the generator."""
+    """Return what lets another thread draw right after the next so many looks at the generator."""
     left, real = [0], operations.state_of
 
     def state(generator=torch.default_generator):
@@ -104,7 +104,7 @@ def test_draws_of_another_thread_are_not_taken_for_those_of_a_recomputation(
 
 
 def draw(number):
-    """Give what it means to draw so many numbers from the CPU's generator."""
+    """Return what it means to draw so many numbers from the CPU's generator."""
     before = torch.get_rng_state()
     torch.rand(number)
     return operations.Draw(before, torch.get_rng_state(), cpu)

@@ -21,7 +21,7 @@ from torchgpipe.private import data_address
 
 
 def resident():
-    """Give the bytes that this process has in memory."""
+    """Return the bytes that this process has in memory."""
     gc.collect()
     return int(Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
 

@@ -16,7 +16,7 @@ SIZES = 1, 3, 2
 
 
 class Nest(nn.Module):
-    """Give samples of several lengths."""
+    """Return samples of several lengths."""
 
     def __init__(self, layout):
         super().__init__()
@@ -38,7 +38,7 @@ class Pad(nn.Module):
 
 
 def layers(first):
-    """Give layers with nested tensors between them."""
+    """Return layers with nested tensors between them."""
     return nn.Sequential(first, nn.Linear(4, 4), nn.ReLU(), Pad(), nn.Linear(4, 2)).double()
 
 

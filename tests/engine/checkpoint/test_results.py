@@ -152,7 +152,7 @@ def offloaded(inner, y):
 
 
 def model_of(case):
-    """Give a model of two blocks."""
+    """Return a model of two blocks."""
     return nn.Sequential(*[Block(*CASES[case]) for _ in range(2)], nn.Linear(4, 4)).double()
 
 

@@ -81,7 +81,7 @@ def elsewhere(monkeypatch):
 
 
 def make():
-    """Give a pipeline of two partitions, the second of which does something else each time."""
+    """Return a pipeline of two partitions, the second of which does something else each time."""
     model = nn.Sequential(nn.Linear(4, 4), Layer())
     return GPipe(model, [1, 1], devices=['cpu'] * 2, chunks=2, checkpoint='always')
 

@@ -37,7 +37,7 @@ def seeded(make, seed=1):
 
 
 def cut(whole, dim):
-    """Give this rank's part of what is split along a dimension in memory."""
+    """Return this rank's part of what is split along a dimension in memory."""
     if dim is None:
         return whole
     return ts.slice(whole, ts.distributed.get_group_size(), dim)[ts.distributed.get_rank()]

@@ -10,17 +10,17 @@ from torchgpipe.shard.tags import is_tagged
 
 
 def tagged(dim, *shape):
-    """Give ones."""
+    """Return ones."""
     return ts.nn.RegisterParallelDim(dim)(torch.ones(*shape, requires_grad=True))
 
 
 def each(x):
-    """Give what each rank has."""
+    """Return what each rank has."""
     return ts.distributed.gather(x.detach()[None], 0)
 
 
 def differ(masks):
-    """Tell whether all are different."""
+    """Return whether all are different."""
     return all(not a.equal(b) for i, a in enumerate(masks) for b in masks[:i])
 
 

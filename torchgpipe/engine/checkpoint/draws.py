@@ -30,6 +30,7 @@ from torch import Tensor
 
 from torchgpipe.engine.checkpoint.random_operations import (Call, Draw, DrawMonitor, Mode,
                                                             Recorder, Replayer, disturbed, same)
+from torchgpipe.engine.stream import rng_state
 
 __all__ = ['Draws', 'Position']
 
@@ -65,7 +66,7 @@ class Draws:
         """Run the cell for the first time."""
         recorder, self._recorder = self._recorder, None
         self._mode = recorder
-        self._before = _device_state(self._device)
+        self._before = rng_state(self._device)
         if recorder is not None:
             output = recorder.run(function)
             self._draws, self._random = recorder.draws, recorder.random
@@ -76,7 +77,7 @@ class Draws:
             output = function()
             self._monitor.anyone_drew()
         self._mode = None
-        self._after = _device_state(self._device)
+        self._after = rng_state(self._device)
         return output
 
     @property
@@ -114,7 +115,7 @@ class Draws:
     def position(self) -> 'Position':
         """Tell how far the present pass has come."""
         calls = {} if self._mode is None else self._mode.calls.copy()
-        return Position(calls, _device_state(self._device))
+        return Position(calls, rng_state(self._device))
 
     def go_to(self, position: 'Position') -> None:
         """Go on from where the first pass was, without what it drew on the way there."""
@@ -129,11 +130,3 @@ class Position(NamedTuple):
 
     calls: dict[Any, int]
     state: Tensor | None
-
-
-def _device_state(device: torch.device) -> Tensor | None:
-    """Return the state of a device's own generator."""
-    if device.type in ('cpu', 'meta'):
-        return None
-    state: Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state

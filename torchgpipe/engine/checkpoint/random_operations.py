@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from torchgpipe.devices import is_cpu
 from torchgpipe.engine.checkpoint.operations import Operation, operation_of
 from torchgpipe.errors import other_path
 from torchgpipe.locks import new_lock
@@ -239,7 +240,7 @@ def _is_on_cpu(args: Any, kwargs: Any) -> bool:
     """Return whether a random operation works on the CPU, and so draws from its generator."""
     devices = [x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     device = kwargs.get('device') or torch.device('cpu')
-    return all(x.type == 'cpu' for x in (*devices, device))
+    return all(map(is_cpu, (*devices, device)))
 
 
 def _with_default_moved(draw: Draw, function: Callable[[], T]) -> T:

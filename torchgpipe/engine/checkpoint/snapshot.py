@@ -60,7 +60,7 @@ def copy_on_write(x: Tensor, memories: Memories) -> Tensor | None:
 def _on_write(x: Tensor) -> Tensor | None:
     # What `torch.load` gives can not be resized and knows no allocator. To write to it, were it
     # copied on write, would end the process.
-    if x.device.type != 'cpu' or not x.untyped_storage().resizable():
+    if not x.is_cpu or not x.untyped_storage().resizable():
         return None
     try:
         return lazy_clone(x.detach())
@@ -104,7 +104,7 @@ class Snapshot:
             return True
         tensor, value = self._tensor(), self._value
         # Some kernels ask for the right to write and only read.
-        return (tensor is not None and tensor is now and tensor.device.type == 'cpu'
+        return (tensor is not None and tensor is now and tensor.is_cpu
                 and (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
                 and is_plain(tensor) and torch.equal(tensor, value))
 
@@ -144,7 +144,7 @@ def own_memory(tensor: Tensor) -> None:
 
 def _share_memory(tensor: Tensor, copy: Tensor) -> bool:
     """Return whether nobody has written to a tensor or to its copy on write."""
-    return is_plain(tensor) and tensor.device.type == 'cpu' \
+    return is_plain(tensor) and tensor.is_cpu \
         and data_address(tensor) == data_address(copy)
 
 

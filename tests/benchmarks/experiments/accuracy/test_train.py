@@ -14,7 +14,7 @@ from benchmarks.models import resnet101
 
 @pytest.fixture(scope='module')
 def images(tmp_path_factory):
-    """Give a folder with 20 images for training and 10 for validation."""
+    """Return a folder with 20 images for training and 10 for validation."""
     folder = tmp_path_factory.mktemp('images')
     write_pictures(folder, train=4, val=2)
     return folder
@@ -34,7 +34,7 @@ def without_speed(rows):
 
 
 def arguments(images, output, *more, epochs=2):
-    """Give a command line; a batch of 8 images of 64²."""
+    """Return a command line; a batch of 8 images of 64²."""
     return ['resnet101-accuracy', '--data', images, '--scale', '0.03', '--epochs', epochs,
             '--workers', 0, '--setting', 'pipeline-256', '--output', output, *more]
 

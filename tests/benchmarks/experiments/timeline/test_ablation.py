@@ -15,7 +15,7 @@ from torchgpipe.skip.layout import inspect_skip_layout
 
 
 def unet():
-    """Give a U-Net whose numbers do not depend on random draws."""
+    """Return a U-Net whose numbers do not depend on random draws."""
     model = tiny.UNET.build().double()
     for module in model.modules():
         if isinstance(module, nn.Dropout2d):
@@ -24,7 +24,7 @@ def unet():
 
 
 def train(model, setting, x):
-    """Give output and gradients of the model under a setting of the ablation."""
+    """Return output and gradients of the model under a setting of the ablation."""
     with without(setting.off):
         layers = carry(model) if 'portals' in setting.off else model
         gpipe = GPipe(layers, setting.balance, devices=['cpu:0', 'cpu:1', 'cpu:2'],
@@ -61,7 +61,7 @@ def test_carried_skips_cross_every_boundary():
 def test_layers_that_give_tuples_can_be_carried():
     class Two(nn.Module):
         def forward(self, x):
-            """Give two tensors."""
+            """Return two tensors."""
             return x, x + 1
 
     class One(nn.Module):
@@ -73,7 +73,7 @@ def test_layers_that_give_tuples_can_be_carried():
 
 
 def order_of_backward(off):
-    """Give the order in which micro-batches of the last partition go through backward."""
+    """Return the order in which micro-batches of the last partition go through backward."""
     seen = []
 
     class Look(nn.Module):

@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from tests.helpers import Spy
-from torchgpipe.testing.culprits import calls_of
+from torchgpipe.testing.differences import recorded_calls
 
 
 def test_calls_in_two_threads():
     """The one that began first ends first."""
     began, ended = threading.Event(), threading.Event()
     model = nn.Sequential(Spy(lambda x: began.wait(10)), Spy(lambda x: ended.wait(10)))
-    calls = calls_of(model, torch.device('cpu'))
+    calls = recorded_calls(model, torch.device('cpu'))
 
     def second():
         model[1].register_forward_pre_hook(lambda *_: began.set())

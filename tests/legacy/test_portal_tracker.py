@@ -16,7 +16,7 @@ batch = Batch(torch.ones(1))
 
 @pytest.fixture
 def tracker():
-    """Give a tracker of a layout with one skip to another partition and one within."""
+    """Return a tracker of a layout with one skip to another partition and one within."""
     return SkipTrackerThroughPortals(SkipLayout(num_partitions=2, skip_routes={
         (None, 'far'): (0, 1), (None, 'near'): (0, 0)}))
 

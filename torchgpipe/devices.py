@@ -1,0 +1,124 @@
+"""Kinds of devices: the CPU, accelerators, and devices that have no data, and how they differ.
+
+No file but this one and ``engine.stream`` asks for the type of a device; of a tensor, ``is_cpu``
+and ``is_meta`` tell it. An accelerator is whatever PyTorch takes for one and has streams: CUDA,
+XPU, or a backend of somebody else's. There is one kind of it in a process.
+"""
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
+
+import torch
+
+__all__ = ['CPU', 'Device', 'accelerator', 'accelerators', 'autocast_types', 'current_device',
+           'forked_rng', 'has_data', 'has_streams', 'is_cpu', 'memory_key', 'memory_of',
+           'parse_device', 'synchronize']
+
+#: A device, or what names one.
+Device = torch.device | int | str
+
+CPU = torch.device('cpu')
+
+
+def parse_device(device: Device) -> torch.device:
+    """Return the device that is named, be it there or not.
+
+    Raises:
+        ValueError: There is no such kind of device.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f'unknown device {device!r}: {reason}') from None
+
+
+def is_cpu(device: Device) -> bool:
+    """Return whether a device is the CPU, which has done its work when a call returns.
+
+    >>> is_cpu('cpu:1'), is_cpu('cuda:0')
+    (True, False)
+    """
+    return torch.device(device).type == 'cpu'
+
+
+def has_data(device: torch.device) -> bool:
+    """Return whether tensors on a device have values, and not only shapes."""
+    return device.type != 'meta'
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return whether a device is an accelerator."""
+    return device.type == _kind()
+
+
+def _has_own_state(device: torch.device) -> bool:
+    """Return whether a device has a queue and a random generator of its own."""
+    return not is_cpu(device) and has_data(device)
+
+
+def accelerator() -> str | None:
+    """Return the type of device that has streams here, like ``'cuda'``, if there is one."""
+    # PyTorch also names an accelerator that it was built for and that is not there.
+    return _kind() if torch.accelerator.is_available() else None
+
+
+def _kind() -> str | None:
+    device = torch.accelerator.current_accelerator()
+    # A Mac's GPU has one queue, and PyTorch no streams for it.
+    return None if device is None or device.type == 'mps' else device.type
+
+
+def accelerators() -> list[torch.device]:
+    """Return all devices that have streams."""
+    kind = accelerator()
+    return [] if kind is None else [torch.device(kind, index)
+                                    for index in range(torch.accelerator.device_count())]
+
+
+def current_device() -> torch.device:
+    """Return the calling thread's current device among the accelerators."""
+    return torch.device(str(accelerator()), torch.accelerator.current_device_index())
+
+
+def memory_key(device: torch.device) -> tuple[str, int]:
+    """Return in which memory a device works: all CPU devices have one.
+
+    >>> memory_key(torch.device('cpu:1')), memory_key(torch.device('cuda'))
+    (('cpu', 0), ('cuda', 0))
+    """
+    return device.type, 0 if is_cpu(device) else device.index or 0
+
+
+def memory_of(device: Device) -> torch.device:
+    """Return the device by which tensors name its memory: ``cpu`` for any CPU device."""
+    return CPU if is_cpu(device) else torch.device(device)
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait until each device has done what is queued."""
+    for device in dict.fromkeys(devices):
+        if _has_own_state(device):
+            torch.accelerator.synchronize(device)
+
+
+def forked_rng(devices: Sequence[torch.device] | None = None) -> AbstractContextManager[None]:
+    """Put the random generators of the CPU and of devices back, by default of all that are there.
+
+    >>> with forked_rng():
+    ...     _ = torch.manual_seed(0)
+    """
+    if devices is None:
+        kind = torch.accelerator.current_accelerator(check_available=True)
+        devices = [] if kind is None else [torch.device(kind.type, index) for index
+                                           in range(torch.accelerator.device_count())]
+    own = [device for device in devices if _has_own_state(device)]
+    return torch.random.fork_rng(own, device_type=own[0].type if own else 'cpu')
+
+
+@cache
+def autocast_types(accelerator: torch.device | None) -> tuple[str, ...]:
+    """Return the types of devices that autocast knows, with that of the current accelerator."""
+    there = [] if accelerator is None else [accelerator.type]
+    types = dict.fromkeys(['cpu', 'cuda', 'xpu', 'mps', *there])
+    return tuple(type for type in types if torch.amp.is_autocast_available(type))
