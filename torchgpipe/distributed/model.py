@@ -129,13 +129,13 @@ class DistributedGPipe(nn.Module):
         All ranks call it. Each replica has its part of the mini-batch, of any number of samples.
 
         Args:
-            input: As of :meth:`GPipe.step`; only ranks with the first stage look at it.
+            input: As of :meth:`~torchgpipe.GPipe.step`; only ranks with the first stage look at it.
             target: Only ranks with the last stage look at it.
-            loss_fn: As of :meth:`GPipe.step`.
+            loss_fn: As of :meth:`~torchgpipe.GPipe.step`.
             schedule: The same, for stages at these places.
-            target_dim: As of :meth:`GPipe.step`.
+            target_dim: As of :meth:`~torchgpipe.GPipe.step`.
             normalizer: The same; what a function counts is over all replicas.
-            scale: As of :meth:`GPipe.step`.
+            scale: As of :meth:`~torchgpipe.GPipe.step`.
             return_output: Whether to give the output of this replica, too.
 
         Returns:
@@ -145,7 +145,7 @@ class DistributedGPipe(nn.Module):
         Raises:
             RuntimeError: The model is in evaluation mode, gradients are off, or another rank could
                 not begin.
-            ValueError: As of :meth:`GPipe.step`.
+            ValueError: As of :meth:`~torchgpipe.GPipe.step`.
         """
         if not self.training or not torch.is_grad_enabled():
             raise RuntimeError('a step computes gradients, but they are off, or the model is in '
