@@ -81,7 +81,7 @@ from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.random_operations import DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.copy import Copy, Wait
-from torchgpipe.engine.dependency import fork, join, pass_on
+from torchgpipe.engine.dependency import fork, tie
 from torchgpipe.engine.interpreter import Plan, interpret
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run, Skip
@@ -114,7 +114,7 @@ class Pipeline(Run):
         #: Whether there are edges of order.
         self._orders = self._state.grad and len(batches) > 1 and not is_transformed()
         #: Of each partition, what the output of the next micro-batch is joined with.
-        self._phonies: list[Tensor | None] = [None] * len(engine.partitions)
+        self._before: dict[int, list[Tensor]] = {}
         #: And that of the first micro-batch, which comes last in backward.
         self._last: dict[int, list[Tensor]] = {}
 
@@ -225,24 +225,26 @@ class Pipeline(Run):
             with no_context if departure is None else use_stream(departure):
                 if departure is not None:
                     output[:] = _wait(self._streams[j], departure, output)  # 2
-                if recomputation is not None:
-                    recomputation.join(output)  # 3
-                if self._orders:
-                    self._put_in_order(i, j, output)  # 4
+                self._tie(i, j, output, recomputation)
         self._keep(i, j, cell, output)
 
-    def _put_in_order(self, i: int, j: int, output: list[Tensor]) -> None:
+    def _tie(self, i: int, j: int, output: list[Tensor], recomputation: Recomputation | None
+             ) -> None:
+        """Tie an output to what has to come before the rest of its backward, or after that."""
         k = find_grad(output)
         if k is None:
             return
-        tensor, before = output[k], self._phonies[j]
-        for phony in () if i else self._last.get(j, ()):
-            tensor = join(tensor, phony)
-        if i == len(self._batches) - 1:
-            output[k] = tensor if before is None else join(tensor, before)
-        else:
-            output[k], self._phonies[j] = fork(tensor) if before is None else pass_on(
-                tensor, before)
+        phonies = []
+        if recomputation is not None:
+            phonies.append(recomputation.phony(output[k].device))  # 3
+        if self._orders:
+            phonies += self._before.pop(j, [])  # 4
+            if i == 0:
+                phonies += self._last.get(j, [])
+        if phonies or self._orders:
+            output[k], phony = tie(output[k], *phonies)
+            if self._orders and i < len(self._batches) - 1:
+                self._before[j] = [phony]
 
     def _put_last(self, j: int, phony: Tensor) -> None:
         self._last.setdefault(j, []).append(phony)

@@ -3,7 +3,7 @@
 A parameter or a buffer that stands in partitions in different memories lives in that of the first
 one, its home. The others run with a copy in its place, in all of their cells and recomputations::
 
-    home        parameter ──Wait──▶ Fork ─▶ copy stream ┐
+    home        parameter ──Wait──▶ Tie ──▶ copy stream ┐
                                      └phony             Copy     once in a forward pass
     elsewhere               copy ◀──Wait── copy stream ◀┘
                               ├──▶ cell 0  ├──▶ cell 1  …

@@ -156,16 +156,13 @@ class Recomputation:
             for k, y in zip(where, marked):
                 output[k] = y
 
-    def join(self, output: list[Tensor]) -> None:
-        """Hang ``Recompute`` on the output, or on what a ``Wait`` has made of it, in place.
+    def phony(self, device: torch.device) -> Tensor:
+        """Return what ties an output, or what a ``Wait`` has made of it, to ``Recompute``.
 
-        It takes the input, checks its version and frees it. An input that the first pass changed
+        That takes the input, checks its version and frees it. An input that the first pass changed
         stays here: the recomputation has to raise, and says more than the check of versions would.
         """
-        k = find_grad(output)
-        if k is None:
-            return
-        phony = get_phony(output[k].device, requires_grad=True)
+        phony = get_phony(device, requires_grad=True)
         kept = () if self._changed else self._input
         phony = Recompute.apply(phony, weakref.ref(self), kept)  # type: ignore[no-untyped-call]
         self._phony = phony  # It keeps the node alive, which `phony.grad_fn` need not.
@@ -174,7 +171,13 @@ class Recomputation:
             wait_stream(self._stream, self._packer)
         if kept:
             self._input = ()
-        output[k] = join(output[k], phony)
+        return phony
+
+    def join(self, output: list[Tensor]) -> None:
+        """Hang ``Recompute`` on an output, in place."""
+        k = find_grad(output)
+        if k is not None:
+            output[k] = join(output[k], self.phony(output[k].device))
 
     @uncompiled
     def _number(self, tensor: Tensor) -> int:
