@@ -122,10 +122,10 @@ class Pipeline(Run):
         """Run all cells: at the same time, or one after the other where their order matters."""
         m, known = len(self._batches), 0
         if not (self._engine.one_worker or self._is_serialized):
-            if any(cells.draws() is None for cells in self._cells):
+            if any(cells.draws is None for cells in self._cells):
                 self._run_at_once(0, 1)  # which tells
                 known = 1
-            if not any(cells.draws() for cells in self._cells):
+            if not any(cells.draws for cells in self._cells):
                 self._run_at_once(known, m)
                 return
         if self._engine.one_worker:
@@ -163,10 +163,11 @@ class Pipeline(Run):
         for i in range(start, stop):
             for j, cells in enumerate(self._cells):
                 # Beside one that draws, nobody could tell whether another one begins to.
-                monitor = DrawMonitor() if cells.draws() is False else None
+                alone = self._monitor is None and cells.draws is False
+                cells.monitor = monitor = DrawMonitor() if alone else self._monitor
                 with use_stream(self._streams[j]):
                     self._run_cell(i, j)
-                if monitor is not None:
+                if alone and monitor is not None:
                     self._check_monitor(monitor, [j])
 
     def _as_worker(self, function: Callable[[], None], num_threads: int) -> None:

@@ -107,12 +107,12 @@ class Run:
         self._computes: list[Callable[..., Any]] = [each.compute for each in engine.partitions]
         #: The contexts in which cells have the layers of each partition.
         self._held = [
-            self._hold(partition, partition.lock_alone if self.alone or cells.marked
+            self._hold(partition, partition.lock_alone if self.alone or cells.no_recompute
                        else partition.lock)
             for partition, cells in zip(engine.partitions, self._cells)]
         #: Looks after all of this pass; or, where some partitions draw, after less than that.
         self._monitor = None if any(
-            cells.draws() is not False for cells in self._cells) else DrawMonitor()
+            cells.draws is not False for cells in self._cells) else DrawMonitor()
         for cells in self._cells:
             cells.monitor = self._monitor
         outer = context.micro_batch
@@ -172,7 +172,7 @@ class Run:
         time in any case.
         """
         return self._engine.one_worker or self._state.is_serialized or \
-            self._engine.partitions[j].serialized or self._cells[j].draws() is not False
+            self._engine.partitions[j].serialized or self._cells[j].draws is not False
 
     def _check_monitor(self, monitor: DrawMonitor, partitions: Iterable[int]) -> None:
         """Let partitions that were thought not to draw be looked at again, if anyone drew."""

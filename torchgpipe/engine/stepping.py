@@ -238,7 +238,7 @@ class Step(Run):
 
     def _may_draw(self, j: int) -> bool:
         is_last = j == len(self._cells) - 1  # The loss draws when its cell has run.
-        return self._cells[j].draws() is not False or (
+        return self._cells[j].draws is not False or (
             is_last and self._engine.loss_draws is not False)
 
     def _is_ordered(self, j: int) -> bool:

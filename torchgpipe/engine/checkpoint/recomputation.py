@@ -38,7 +38,9 @@ from torchgpipe.engine.batch import find_grad
 from torchgpipe.engine.checkpoint.compiled import Saved
 from torchgpipe.engine.checkpoint.draws import Draws
 from torchgpipe.engine.checkpoint.layer_state import CellState
+from torchgpipe.engine.checkpoint.random_operations import DrawMonitor
 from torchgpipe.engine.checkpoint.recomputed import RecomputedTensors
+from torchgpipe.engine.checkpoint.restore import run_on
 from torchgpipe.engine.checkpoint.results import Results
 from torchgpipe.engine.checkpoint.samples import PendingComparison, compare, keep
 from torchgpipe.engine.dependency import get_phony, join
@@ -68,8 +70,8 @@ class Recomputation:
     Args:
         function: What is called, with a list of tensors; it gives another one.
         state: The state of the calling thread.
-        draws: The random numbers that it draws.
-        layers: What it is made of, if that changes.
+        draws: The random numbers that it draws, or what tells whether it draws any.
+        layers: What it is made of, as it finds that.
         device: Where it runs.
         blame: Says who changed the input in place.
         pending: Where to put outputs that can't be compared yet.
@@ -78,12 +80,12 @@ class Recomputation:
     """
 
     __slots__ = ('_ahead', '_blame', '_changed', '_compiled', '_draws', '_fills', '_function',
-                 '_input', '_pending', '_layers', '_num_threads', '_offload', '_open',
+                 '_input', '_pending', '_num_threads', '_offload', '_open',
                  '_packer', '_phony', '_results', '_samples', '_saved', '_spread', '_state',
-                 '_stream', '__weakref__')
+                 '_stream', 'layers', '__weakref__')
 
-    def __init__(self, function: Call, state: ThreadState, draws: Draws,
-                 layers: CellState | None, device: torch.device,
+    def __init__(self, function: Call, state: ThreadState,
+                 draws: Draws | DrawMonitor, layers: CellState | None, device: torch.device,
                  blame: Callable[[Any], str] | None = None,
                  pending: deque[PendingComparison] | None = None,
                  results: Results | None = None, offload: Offload | None = None) -> None:
@@ -94,7 +96,7 @@ class Recomputation:
         self._pending: deque[PendingComparison] = deque() if pending is None else pending
         self._state = state
         self._draws = draws
-        self._layers = layers
+        self.layers = layers
         self._stream = current_stream(device)
         self._input: tuple[Tensor, ...] = ()
         #: Puts inputs where they stood, of which one may be several.
@@ -162,9 +164,9 @@ class Recomputation:
         That takes the input, checks its version and frees it. An input that the first pass changed
         stays here: the recomputation has to raise, and says more than the check of versions would.
         """
-        phony = get_phony(device, requires_grad=True)
         kept = () if self._changed else self._input
-        phony = Recompute.apply(phony, weakref.ref(self), kept)  # type: ignore[no-untyped-call]
+        phony: Tensor = Recompute.apply(  # type: ignore[no-untyped-call]
+            get_phony(device, requires_grad=True), weakref.ref(self), kept)
         self._phony = phony  # It keeps the node alive, which `phony.grad_fn` need not.
         if self._state.hooks is not None:  # [Note: Stream of packed inputs]
             self._packer = current_stream(get_device(self._stream))
@@ -211,8 +213,8 @@ class Recomputation:
                 fill.close()
                 self._pending.extend(compare(output, self._samples))
         except Exception:
-            if self._layers is not None:
-                self._layers.watch_again()
+            if self.layers is not None:  # so that more was to be seen than was seen
+                self.layers.layers.observed.watch_again()
             raise
         number = backward_pass()
         self._fills[number] = fill
@@ -281,9 +283,10 @@ class Recomputation:
         function: Callable[[], list[Tensor]] = partial(self._function, self._spread(leaves))
         if self._results is not None:
             function = partial(self._results.replay, function)
-        function = partial(self._draws.replay, function)
-        if self._layers is not None:
-            function = partial(self._layers.run, function)
+        if self._draws.drawn:
+            function = partial(self._draws.replay, function)
+        if self.layers is not None:
+            function = partial(run_on, self.layers, function)
         return self._state.rerun(function, self._num_threads)
 
     def _drop(self, number: int) -> None:
@@ -296,7 +299,7 @@ class Recomputation:
 
     def forget(self) -> None:
         """Let go of what was needed to run again: [Note: Who owns a recomputation]."""
-        del self._function, self._draws, self._layers, self._state, self._blame, self._results
+        del self._function, self._draws, self.layers, self._state, self._blame, self._results
 
     def _is_forgotten(self) -> bool:
         return not hasattr(self, '_function')
