@@ -94,6 +94,7 @@ class Run:
             if partition.arrives or partition.departs else [] for partition in engine.partitions]
         self._streams = [current_stream(partition.device) for partition in engine.partitions]
         stops = checkpoint_stops or [0] * len(engine.partitions)
+        state.check(threads=self.alone or not engine.one_worker or any(stops))
         # Hooks of the user's decide by themselves where what is saved waits, and would look at it
         # while it is still on its way.
         offload = offload and state.hooks is None
