@@ -42,8 +42,7 @@ def find_schedule(schedule: ScheduleLike, engine: Engine, m: int) -> Schedule:
     elif isinstance(schedule, os.PathLike) or str(schedule).endswith('.csv'):
         found = Schedule.parse(Path(schedule).read_text('utf-8-sig'))
     else:
-        v = _stages_per_device(schedule, n, devices)
-        found = _make(schedule, n // v, m, v)
+        found = _named(schedule, n, devices, m)
     _check_fit(found, tuple(workers), m)
     return found
 
@@ -61,8 +60,10 @@ def _stages_per_device(name: str, n: int, devices: int) -> int:
     return v
 
 
-#: The same in all steps of a training.
-_make = lru_cache(maxsize=32)(make)
+@lru_cache(maxsize=32)  # The same in all steps of a training.
+def _named(name: str, n: int, devices: int, m: int) -> Schedule:
+    v = _stages_per_device(name, n, devices)
+    return make(name, n // v, m, v)
 
 
 @lru_cache(maxsize=32)

@@ -87,7 +87,7 @@ class Aliasing:
               ) -> list[Tensor]:
         """Let tensors cross a boundary: return what comes of them behind it."""
         common = self.common(i)
-        where = [k for k, x in enumerate(tensors) if is_among(x, common)]
+        where = [k for k, x in enumerate(tensors) if is_among(x, common)] if common else []
         shares = i in self._once_shared or (len(tensors) > 1 and any(
             share_memory([x], tensors[k + 1:]) for k, x in enumerate(tensors)))
         copied = copy(tensors)

@@ -26,7 +26,7 @@ from torchgpipe.engine.checkpoint.results import MARK, Results
 from torchgpipe.engine.checkpoint.samples import compare_pending
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.partition import Partition
-from torchgpipe.engine.stream import AbstractStream, CPUStream, is_accelerator
+from torchgpipe.engine.stream import AbstractStream, CPUStream
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker
@@ -137,8 +137,8 @@ class Cells:
         self.no_recompute = [module for module in self._modules if MARK in module.__dict__] \
             if self._checkpoint_stop else []
         #: What the layers were seen to do, where it matters.
-        self._observed = None if one_worker and not self._checkpoint_stop else Observed.in_mode(
-            partition.observed, self._modules)
+        self._observed = None if one_worker and not self._checkpoint_stop else partition.observed[
+            tuple([module.training for module in self._modules])]
         #: The layers as the first of these cells that is checkpointed finds them.
         self._layers: Layers | None = None
         #: Tells after the forward pass whether any layers drew that were not known to.
@@ -209,7 +209,7 @@ class Cells:
                 results = Results(self._modules, self.no_recompute, draws)
         else:
             draws = monitor
-        offload = Offload(self._host_stream) if is_accelerator(self._host_stream) else None
+        offload = None if self._host_stream is CPUStream else Offload(self._host_stream)
         blame = None if cell.popped else partial(self._blame, cell.kind)
         return Recomputation(cell, self._state, draws, found, device, blame,
                              self._partition.pending, results, offload)

@@ -121,7 +121,10 @@ class Pipeline(Run):
     def _run_cells(self) -> None:
         """Run all cells: at the same time, or one after the other where their order matters."""
         m, known = len(self._batches), 0
-        if not (self._engine.one_worker or self._is_serialized):
+        # No two could run at the same time, or anyone may see when a cell runs.
+        in_order = self._engine.one_worker or m == 1 or self._state.is_serialized or any(
+            partition.serialized for partition in self._engine.partitions)
+        if not in_order:
             if any(cells.draws is None for cells in self._cells):
                 self._run_at_once(0, 1)  # which tells
                 known = 1
@@ -132,12 +135,6 @@ class Pipeline(Run):
             self._run_in_order(known, m)
         else:
             self._as_worker(partial(self._run_in_order, known, m), self._state.num_threads)
-
-    @property
-    def _is_serialized(self) -> bool:
-        """Whether anyone may see when a cell runs, or no two could run at the same time."""
-        return len(self._batches) == 1 or self._state.is_serialized or any(
-            partition.serialized for partition in self._engine.partitions)
 
     def _run_at_once(self, start: int, stop: int) -> None:
         """Let each worker run its cells, each as soon as those before it are done."""

@@ -66,10 +66,11 @@ def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: A
     joined: dict[Any, Tensor] = {}
     found = []
     for path, *xs in zip(paths, *batches):
-        own_rule = _rule_of(rule, path, xs[0], batch_dim)
+        own_rule = batch_dim if rule is None else _rule_of(rule, path, xs[0], batch_dim)
         key = (*map(id, xs), own_rule)
         if key not in joined:
-            joined[key] = xs[0] if is_among(xs[0], shared) else _join(xs, sizes, own_rule, path)
+            is_shared = shared and is_among(xs[0], shared)
+            joined[key] = xs[0] if is_shared else _join(xs, sizes, own_rule, path)
         found.append(joined[key])
     return first.kind(found)
 

@@ -1,5 +1,5 @@
 """What the engine knows of a partition, and of all of them, from one forward pass to the next."""
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -67,7 +67,7 @@ class Partition:
         #: Outputs that could not be compared yet with those of their recomputation.
         self.pending: deque[PendingComparison] = deque()
         #: What its layers were seen to do, by mode.
-        self.observed: dict[tuple[bool, ...], Observed] = {}
+        self.observed: defaultdict[tuple[bool, ...], Observed] = defaultdict(Observed)
 
 
 class Engine:

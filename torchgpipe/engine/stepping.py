@@ -96,8 +96,7 @@ class Step(Run):
             partition.lock for partition in engine.partitions
             if not modules.isdisjoint(partition.layers.modules()))) if modules else no_context
         self._input = [tuple(batch) for batch in batches]
-        for batch in batches:
-            batch[:] = map(leaf_of, batch)
+        batches[:] = [Batch.of(tuple(map(leaf_of, batch)), batch.kind) for batch in batches]
         #: By micro-batch and partition.
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._grads: dict[tuple[int, int], dict[int, Tensor]] = {}

@@ -15,7 +15,6 @@ devices than the CPU, the same goes for large buffers and for frozen parameters.
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -90,14 +89,9 @@ class Layers:
         #: The values that cells keep.
         self._kept: dict[Slot, Snapshot] = {}
         #: The state of cells of which nothing is kept, as long as any of them has it.
-        self._same: Callable[[], CellState | None] = _gone
-
-    @cached_property
-    def hooks(self) -> dict[nn.Module, dict[str, Any]]:
-        """The hooks of modules when a first cell has ended."""
-        # Not dicts, as the handle of a hook refers to what holds it weakly.
-        return {module: {name: module.__dict__[name].copy() for name in HOOKS}
-                for module, _ in self.plain}
+        self._same: weakref.ref[CellState] | None = None
+        #: The hooks of modules when a first cell has ended.
+        self.hooks: dict[nn.Module, dict[str, Any]] = {}
 
     def _parameters(self) -> tuple[list[SlotTensor], list[SlotTensor]]:
         """Return the parameters that are kept, and those that are told by their version."""
@@ -121,8 +115,9 @@ class Layers:
         kept, told = self._parameters()
         mutated = self.observed.mutated if watch is None else self.modules
         buffered = [module for module in self.modules if module._buffers]
-        now, same = versions([x for _, x in told]), self._same()
+        now = versions([x for _, x in told])
         if not (kept or buffered or mutated):
+            same = None if self._same is None else self._same()
             if same is None or same.told is not told or same.versions != now:
                 same = CellState(self, told, now)
                 self._same = weakref.ref(same)
@@ -145,12 +140,15 @@ class Layers:
 
     def end(self, state: 'CellState', watch: Watch | None) -> 'CellState':
         """Look what the first pass has changed, and return the state with that."""
-        self.hooks  # as of now, since a hook may remove itself
+        if not self.hooks:  # as of now, since a hook may remove itself
+            # Not dicts, as the handle of a hook refers to what holds it weakly.
+            self.hooks = {module: {name: module.__dict__[name].copy() for name in HOOKS}
+                          for module, _ in self.plain}
         after = versions([x for _, x in state.told])
         if watch is None and after == state.versions:
             return state
-        if state is self._same():
-            self._same, state = _gone, CellState(self, state.told, state.versions)
+        if self._same and state is self._same():
+            self._same, state = None, CellState(self, state.told, state.versions)
         state.end_told(after, {} if watch is None else watch.copies)
         if watch is not None:
             observed = self.observed
@@ -264,10 +262,6 @@ class CellState:
                 where = self.buffers if slot[1] in slot[0]._buffers else self.parameters
                 _put(where, slot, Snapshot(tensor, view_of(copy, tensor)).restored)
         self.told, self.versions = told, versions([x for _, x in told])
-
-
-def _gone() -> None:
-    """Answer as a dead weak reference does."""
 
 
 def _put(restores: Restores, slot: Slot, restore: Restore) -> None:

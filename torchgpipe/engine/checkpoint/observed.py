@@ -38,13 +38,6 @@ class Observed:
         self.asks_phase = False
         self._false_alarms = 0
 
-    @staticmethod
-    def in_mode(known: dict[tuple[bool, ...], 'Observed'], modules: Iterable[nn.Module]
-                ) -> 'Observed':
-        """Return what modules were seen to do in the mode that they are in."""
-        mode = tuple([module.training for module in modules])
-        return known.setdefault(mode, Observed()) if mode not in known else known[mode]
-
     def learn(self, recorder: Recorder) -> None:
         """Take note of what a recorder has recorded."""
         self.draws = bool(self.draws or recorder.draws)

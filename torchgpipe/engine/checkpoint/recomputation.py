@@ -205,7 +205,9 @@ class Recomputation:
                 add_note(error, AGAIN)
             raise
         leaves = tuple([x.detach().requires_grad_(x.requires_grad) for x in input])
-        fill = RecomputedTensors(self._saved, self._compiled, self._state.hooks_of_recomputation())
+        fill = RecomputedTensors(
+            self._saved, self._compiled,
+            None if self._state.hooks is None else self._state.hooks_of_recomputation())
         try:
             # Autograd may call this on another stream than the one whose nodes take the tensors.
             with use_stream(self._stream):
@@ -216,11 +218,16 @@ class Recomputation:
             if self.layers is not None:  # so that more was to be seen than was seen
                 self.layers.layers.observed.watch_again()
             raise
+        self._own(fill)
+        return fill
+
+    def _own(self, fill: RecomputedTensors) -> None:
+        """Let the present backward pass have these, and drop at its end what no node asked for."""
         number = backward_pass()
         self._fills[number] = fill
         if number != -1:
-            at_end_of_backward(partial(self._drop, number))
-        return fill
+            drop: Callable[..., Any] = self._fills.pop
+            at_end_of_backward(partial(drop, number, None))
 
     def prefetch(self) -> None:
         """Do so before the backward pass that will need it, in the thread that will run that."""
@@ -232,10 +239,8 @@ class Recomputation:
         fill, self._ahead = self._ahead, None
         if fill is None:
             self.fill()
-            return
-        number = backward_pass()
-        self._fills[number] = fill
-        at_end_of_backward(partial(self._drop, number))
+        else:
+            self._own(fill)
 
     def _take_input(self) -> tuple[Tensor, ...]:
         """Return the input, as it was kept or as the user's hooks unpack it."""
@@ -288,10 +293,6 @@ class Recomputation:
         if self.layers is not None:
             function = partial(run_on, self.layers, function)
         return self._state.rerun(function, self._num_threads)
-
-    def _drop(self, number: int) -> None:
-        """Free what no node of a backward pass asked for."""
-        self._fills.pop(number, None)
 
     def is_filled(self) -> bool:
         """Return whether the present backward pass has its tensors."""
