@@ -34,7 +34,7 @@ def called(function):
 
 
 def counts(devices):
-    """Count for forward and backward of two partitions, all of it checkpointed."""
+    """Count for forward, backward and a step of two partitions, all of it checkpointed."""
     gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], devices=devices,
                   chunks=2, checkpoint='always')
     x = torch.rand(4, 2)
@@ -43,7 +43,15 @@ def counts(devices):
     gpipe._engine.workers.stop()  # The profile is that of threads that start from now on.
     outputs = []
     forward = called(lambda: outputs.append(gpipe(x).sum()))
-    return forward, called(lambda: outputs[0].backward())
+    backward = called(lambda: outputs[0].backward())
+    gpipe.step(x, x, squares, schedule='1f1b')
+    gpipe._engine.workers.stop()
+    return forward, backward, called(lambda: gpipe.step(x, x, squares, schedule='1f1b'))
+
+
+def squares(output, target):
+    """Return a mean over samples."""
+    return (output - target).square().mean()
 
 
 @cpu_only('it counts calls of the host')
