@@ -86,7 +86,6 @@ from torchgpipe.engine.interpreter import Plan, interpret
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run, Skip
 from torchgpipe.engine.stream import AbstractStream, no_context, use_stream
-from torchgpipe.private import is_transformed
 from torchgpipe.schedule.action import Action
 
 __all__ = ['Pipeline']
@@ -112,7 +111,7 @@ class Pipeline(Run):
     def __init__(self, engine: Engine, batches: list[Batch], *args: Any, **options: Any) -> None:
         super().__init__(engine, batches, *args, **options)
         #: Whether there are edges of order.
-        self._orders = self._state.grad and len(batches) > 1 and not is_transformed()
+        self._orders = self._state.grad and len(batches) > 1 and not self._state.transformed
         #: Of each partition, what the output of the next micro-batch is joined with.
         self._before: dict[int, list[Tensor]] = {}
         #: And that of the first micro-batch, which comes last in backward.

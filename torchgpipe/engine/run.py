@@ -119,7 +119,7 @@ class Run:
         outer = context.micro_batch
         self._is_outermost = outer is None
         self._mini_batch = MiniBatch() if outer is None else outer.mini_batch
-        self.aliasing = Aliasing(batches, common)
+        self.aliasing = Aliasing(batches, common, state.transformed)
 
     def _hold(self, partition: Partition, lock: AbstractContextManager[Any]
               ) -> AbstractContextManager[Any]:

@@ -102,6 +102,8 @@ class ThreadState(NamedTuple):
     checkpointing: bool
     recomputing: bool
     workers: frozenset[int]
+    #: Whether a transform of `torch.func` is at work.
+    transformed: bool
     #: Whether a thread that does nothing else is in this state, but for grad mode and autocast.
     plain: bool
 
@@ -111,13 +113,11 @@ class ThreadState(NamedTuple):
         inference = torch.is_inference_mode_enabled()
         hooks = innermost_hooks()
         function, dispatch = FUNCTION_MODES.read(), DISPATCH_MODES.read()
-        checkpointing, recomputing = context.checkpointing, context.recomputing
-        workers = context.workers
+        here = context.checkpointing, context.recomputing, context.workers
         return ThreadState(
             torch.is_grad_enabled(), inference, _Autocast.capture(), hooks, _variables(),
-            torch.get_num_threads(), function, dispatch, checkpointing, recomputing, workers,
-            plain=not any((inference, hooks, function, dispatch, checkpointing, recomputing,
-                           workers)))
+            torch.get_num_threads(), function, dispatch, *here, is_transformed(),
+            plain=not any((inference, hooks, function, dispatch, *here)))
 
     @property
     def is_serialized(self) -> bool:
@@ -152,7 +152,7 @@ class ThreadState(NamedTuple):
                 'a GPipe can not be traced (torch.jit.trace, make_fx, torch.export): a trace '
                 'would hold for one batch size, and miss what runs in other threads. Trace the '
                 'sequential module that was wrapped')
-        if threads and is_transformed():
+        if threads and self.transformed:
             raise RuntimeError(
                 'a transform of torch.func (grad, vmap, jvp, …) does not reach the threads of a '
                 'GPipe, nor its recomputations: the result would be wrong. Transform the '

@@ -1,5 +1,6 @@
 """Private names for saved tensors, the autograd graph, and the memory of tensors."""
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,17 +32,9 @@ def _no_hooks(ignore_is_tracing: bool) -> None:
     raise_missing(_HOOKS_NAME, 'a pipeline within saved-tensor hooks')
 
 
-_innermost_hooks = find(_HOOKS_NAME, otherwise=_no_hooks)
-
-
-def innermost_hooks() -> Hooks | None:
-    """Return this thread's saved-tensor hooks that are in force, if any.
-
-    A worker has to enter the hooks of its caller. The public context manager can only push its
-    own.
-    """
-    hooks: Hooks | None = _innermost_hooks(True)
-    return hooks
+#: Return this thread's saved-tensor hooks that are in force, if any. A worker has to enter the
+#: hooks of its caller. The public context manager can only push its own.
+innermost_hooks: Callable[[], Hooks | None] = partial(find(_HOOKS_NAME, otherwise=_no_hooks), True)
 
 
 #: Return the number of the backward pass that this thread works for, -1 outside of one. What is

@@ -35,15 +35,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.context import context
 from torchgpipe.engine.batch import find_grad
-from torchgpipe.engine.checkpoint.compiled import Saved
 from torchgpipe.engine.checkpoint.draws import Draws
 from torchgpipe.engine.checkpoint.layer_state import CellState
 from torchgpipe.engine.checkpoint.random_operations import DrawMonitor
-from torchgpipe.engine.checkpoint.recomputed import RecomputedTensors
+from torchgpipe.engine.checkpoint.recomputed import RecomputedTensors, Saved
 from torchgpipe.engine.checkpoint.restore import run_on
 from torchgpipe.engine.checkpoint.results import Results
 from torchgpipe.engine.checkpoint.samples import PendingComparison, compare, keep
-from torchgpipe.engine.dependency import get_phony, join
+from torchgpipe.engine.dependency import get_phony, tie
 from torchgpipe.engine.memory import check_nested, versions
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.stream import (AbstractStream, current_stream, get_device, record_stream,
@@ -179,7 +178,7 @@ class Recomputation:
         """Hang ``Recompute`` on an output, in place."""
         k = find_grad(output)
         if k is not None:
-            output[k] = join(output[k], self.phony(output[k].device))
+            output[k], _ = tie(output[k], self.phony(output[k].device))
 
     @uncompiled
     def _number(self, tensor: Tensor) -> int:
