@@ -73,9 +73,9 @@ WAIT, WAIT_BACK = 'wait_stream(next_stream, prev_stream)', 'wait_stream(prev_str
 
 # In backward the later one of two nodes on a tensor comes first.
 RECOMPUTE_LATER = ('''output[:] = _wait(self._streams[j], departure, output)  # 2
-                self._tie(i, j, output, recomputation)
+            self._tie(i, j, output, recomputation)
 ''', '''self._tie(i, j, output, recomputation)
-                    output[:] = mutated(_wait(self._streams[j], departure, output))
+                output[:] = mutated(_wait(self._streams[j], departure, output))
 ''')
 
 MUTATIONS = [Mutation(*mutation) for mutation in [
