@@ -192,6 +192,6 @@ def test_an_output_has_an_edge_to_that_of_the_micro_batch_before(devices, mode):
 def test_there_are_no_edges_to_nowhere():
     gpipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=['cpu'], chunks=4,
                   checkpoint='never')
-    found = [node for node in nodes(gpipe(torch.rand(4, 2)))
-             if isinstance(node, Tie._backward_cls)]
+    output = gpipe(torch.rand(4, 2))
+    found = [node for node in nodes(output) if isinstance(node, Tie._backward_cls)]
     assert sorted(len(node.next_functions) for node in found) == [1, 2, 2, 2]
