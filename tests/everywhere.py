@@ -10,7 +10,7 @@ import pytest
 from torchgpipe.balance.measure import Flow
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.copy import Copy, Wait
-from torchgpipe.engine.dependency import Fork, Join
+from torchgpipe.engine.dependency import Tie
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.worker import Workers
 
@@ -18,8 +18,7 @@ __all__ = ['Everywhere']
 
 #: What is told of a device.
 TOLD = [(Engine, '__init__'), (Workers, '__init__'), (Recomputation, '__init__'),
-        (Flow, '__init__'), (Copy, 'forward'), (Wait, 'forward'),
-        (Fork, 'forward'), (Join, 'forward')]
+        (Flow, '__init__'), (Copy, 'forward'), (Wait, 'forward'), (Tie, 'forward')]
 
 #: The property of a test's report with the reason why the test runs on the CPU only, or None.
 DEVICE = 'device'

@@ -22,7 +22,7 @@ from torchgpipe.context import check_order
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.stream import CPUStream
 from torchgpipe.plan import Costs, Link, Plan, StageCosts, plan, simulate
-from torchgpipe.private import _find
+from torchgpipe.private.lookup import find
 from torchgpipe.schedule import Schedule, make
 from torchgpipe.sequential import from_stages, original_names, to_sequential
 from torchgpipe.skip import pop, skippable, stash
@@ -543,7 +543,7 @@ REFUSALS = [
     lambda: wrap(linear(), linear())(torch.eye(4).to_sparse()),
     lambda: make_fx(wrap(linear(), linear()))(torch.randn(4, 4)),
     lambda: torch.func.vmap(wrap(linear(), linear()))(torch.randn(4, 4, 4)),
-    lambda: _find('torch._C:_gone', 'this')(),
+    lambda: find('torch._C:_gone', 'this')(),
     while_mutation_is_allowed,
     own_call,
     lambda: train(wrap(Layer(leave_grad_mode), linear())),

@@ -69,7 +69,7 @@ def own_names():
 
 def test_private_names_stand_in_one_file_but_for_attributes_that_all_of_pytorch_has():
     own = {*own_names()}
-    found = {name for path in ROOT.rglob('*.py') if path.name != 'private.py'
+    found = {name for path in ROOT.rglob('*.py') if path.parent.name != 'private'
              for name in names_in(path)}
     assert found - own - PYTHONS == {*ATTRIBUTES}
 

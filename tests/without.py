@@ -11,8 +11,9 @@ import re
 import sys
 import warnings
 from contextvars import ContextVar
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ import torch._dynamo
 from torch import nn
 
 VARIABLE = ContextVar('VARIABLE')
-SOURCE = Path(__file__).parent.parent / 'torchgpipe' / 'private.py'
+SOURCES = [*(Path(__file__).parent.parent / 'torchgpipe' / 'private').glob('*.py')]
 
 #: Attributes that are asked for by themselves, and what they are attributes of.
 ATTRIBUTES = {'torch._ops:OpOverload._schema': "'_schema'",
@@ -33,18 +34,23 @@ ATTRIBUTES = {'torch._ops:OpOverload._schema': "'_schema'",
 
 def names():
     """Return all that ``torchgpipe.private`` asks for by name."""
-    found = re.findall(r"'(torch[\w.]*:[\w.]+)'", SOURCE.read_text())
+    found = re.findall(r"'(torch[\w.]*:[\w.]+)'", ''.join(path.read_text() for path in SOURCES))
     return sorted({*found, *ATTRIBUTES})
 
 
 def import_without(name):
     """Import the package, with another name in the place of one."""
     quoted = ATTRIBUTES.get(name, f"'{name}'")
-    source = SOURCE.read_text()
-    assert quoted in source
-    module = sys.modules['torchgpipe.private'] = ModuleType('torchgpipe.private')
-    exec(compile(source.replace(quoted, f"{quoted[:-1]}_gone'"), SOURCE, 'exec'), vars(module))
-    import torchgpipe
+    assert any(quoted in path.read_text() for path in SOURCES)
+
+    def get_code(self, fullname):
+        source = self.get_data(self.path).decode()
+        if fullname.startswith('torchgpipe.private'):
+            source = source.replace(quoted, f"{quoted[:-1]}_gone'")
+        return compile(source, self.path, 'exec')
+
+    with mock.patch.object(SourceFileLoader, 'get_code', get_code):
+        import torchgpipe
     return torchgpipe
 
 

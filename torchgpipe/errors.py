@@ -1,8 +1,6 @@
 """Errors: notes that name the culprit, and the messages that several files share."""
 
-from collections.abc import Callable
-
-__all__ = ['add_note', 'nested', 'other_path', 'uninterrupted']
+__all__ = ['add_note', 'nested', 'other_path']
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -30,16 +28,3 @@ def nested() -> RuntimeError:
         'size of each new one for another size, and has no sizes for the layout torch.strided. '
         'Let a layer make it that is kept out of recomputation, torchgpipe.no_recompute(layer), '
         "with layout=torch.jagged; or use checkpoint='never' for the partitions that it is in.")
-
-
-def uninterrupted(function: Callable[[], None]) -> None:
-    """Call what has to be done to its end, and may be done again; Ctrl-C waits for that."""
-    interrupt = None
-    while True:
-        try:
-            function()
-            break
-        except KeyboardInterrupt as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt

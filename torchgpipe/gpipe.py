@@ -1,7 +1,6 @@
 """What the user holds: a module that runs a sequential model on several devices."""
-import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -9,30 +8,28 @@ from torch import Tensor, nn
 
 from torchgpipe.aliases import Value
 from torchgpipe.batchnorm import DeferredBatchNorm
-from torchgpipe.devices import Device, is_cpu, memory_of
+from torchgpipe.devices import Device
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.edges import Pipeline
-from torchgpipe.engine.gather import REDUCTIONS, gather
+from torchgpipe.engine.gather import check_rules, gather
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run
-from torchgpipe.engine.scatter import check_rule, cut, fit_rule
+from torchgpipe.engine.scatter import check_arguments, cut, fit_rule
 from torchgpipe.materialize import materialize
-from torchgpipe.private import allows_mutation, has_hooks, is_transformed, proxy_mode, uncompiled
+from torchgpipe.placed import Placed, verify
+from torchgpipe.private import uncompiled
 from torchgpipe.schedule.plain import PLAIN_CALL
-from torchgpipe.sequential.convert import not_sequential
-from torchgpipe.sequential.parts import to_own_names
 from torchgpipe.settings import Checkpoint, Settings, checkpoint_stops, parse_checkpoint
-from torchgpipe.skip.skippable import verify_skippables
-from torchgpipe.split import (parse_balance, parse_devices, split, still_shared, verify_module,
-                              verify_shared, verify_source)
-from torchgpipe.step import Losses, ScheduleLike, run_step
+from torchgpipe.split import (parse_balance, parse_chunks, parse_devices, split, verify_shared,
+                              verify_source)
+from torchgpipe.step import Losses, ScheduleLike, check_model, run_step
 from torchgpipe.structure import Arguments, flatten_nested
 from torchgpipe.weights import Weights
 
 __all__ = ['GPipe']
 
 
-class GPipe(nn.Module):
+class GPipe(Placed):
     """Run a sequential module on several devices, micro-batch by micro-batch (GPipe, 2019).
 
     Outputs, gradients, running statistics and ``state_dict`` are those of the module itself. It is
@@ -107,8 +104,6 @@ class GPipe(nn.Module):
     batch_dim: Any
     gather: Any
     offload: bool
-    _names: tuple[str, ...]
-    _known: tuple[nn.Module, ...]
 
     def __init__(self, module: nn.Sequential, balance: Iterable[int] | Settings | None = None, *,
                  devices: Iterable[Device] | None = None, chunks: int = 1,
@@ -116,11 +111,7 @@ class GPipe(nn.Module):
                  deferred_batch_norm: bool = False, batch_dim: Any = 0, gather: Any = None,
                  weights: Weights | None = None, offload: bool = False) -> None:
         super().__init__()
-        check_rule('batch_dim', batch_dim, [None])
-        check_rule('gather', gather, [None, *REDUCTIONS])
-        if batch_dim is None:
-            raise ValueError('batch_dim is None, so there would be nothing to split; name the '
-                             'dimension, or those of parts: batch_dim={\'table\': None}')
+        check_rules(batch_dim, gather)
         self.batch_dim = batch_dim
         self.gather = gather
         self._schedule: str | None = None
@@ -131,12 +122,9 @@ class GPipe(nn.Module):
             verify_source(balance, module)
             self._schedule, devices = balance.schedule, balance.devices
             chunks, checkpoint, balance = balance.chunks, balance.checkpoint, balance.balance
-        self.chunks = _parse_chunks(chunks)
+        self.chunks = parse_chunks(chunks)
         self.offload = bool(offload)
-        if not isinstance(module, nn.Sequential):
-            raise not_sequential(module)
-        verify_module(module)
-        verify_skippables(module)
+        verify(module)
         verify_source(balance, module)
         self.balance = parse_balance(balance, len(module))
         self.checkpoint = parse_checkpoint(checkpoint, len(self.balance))
@@ -146,22 +134,9 @@ class GPipe(nn.Module):
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
         materialize(module, [device for number, device in zip(self.balance, self.devices)
                              for _ in range(number)], weights)
-
-        # [Note: Two views of the layers]
-        # The layers are registered as children under their own names, so that all that goes by
-        # names speaks those of the module, whatever the balance. Partitions are a second view of
-        # the same layers, and no child. They follow where a child is replaced, as tools do that
-        # go by names; the children can not follow, as nobody asks before he takes parameters from
-        # them. Where a layer has the name of an attribute of this class, `model.name` is the
-        # attribute, and what takes names as strings finds the layer.
-        self.training = module.training
         partitions = nn.ModuleList(split(module, self.balance, self.devices))
-        partitions.training = module.training
         self._engine: Engine | None = self._make_engine(partitions)
-        self.__dict__['partitions'] = partitions
-        self.__dict__['_names'] = tuple(module._modules)
-        self.__dict__['_known'] = tuple(module._modules.values())
-        self._modules.update(module._modules)
+        self._place(module, partitions)
 
     @uncompiled
     def forward(self, *args: Value, **kwargs: Value) -> Value:
@@ -195,13 +170,10 @@ class GPipe(nn.Module):
         if not self.devices:
             flatten_nested(input)
             return input
-        if isinstance(input, Arguments):
-            _check_arguments(self.partitions[0], input)
         batches, sizes, common = self._cut(input)
         stops = checkpoint_stops(self.checkpoint if self.training else 'never', len(batches),
                                  len(self.devices))
         engine = self._running_engine()
-        _check_contexts(threads=not engine.one_worker or any(stops))
         pipeline = Pipeline(engine, batches, stops, common=common, offload=self.offload)
         pipeline.run()
         return self._gathered(batches, sizes, pipeline)
@@ -213,6 +185,8 @@ class GPipe(nn.Module):
         return self._engine
 
     def _cut(self, input: Value) -> tuple[list[Batch], list[int], list[int]]:
+        if isinstance(input, Arguments):
+            check_arguments(self._names[0], self[0], input)
         return cut(input, self.chunks, fit_rule(self.batch_dim, input, self))
 
     def _gathered(self, batches: list[Batch], sizes: list[int], pipeline: Run) -> Value:
@@ -266,28 +240,14 @@ class GPipe(nn.Module):
                 has other samples, or the loss is no scalar or known to be no mean. What a layer or
                 the loss raises comes before any gradient is added.
         """
-        if not self.training or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            raise RuntimeError('a step computes gradients, but '
-                               + ('gradients are off (torch.no_grad or inference_mode)'
-                                  if self.training else 'the model is in evaluation mode')
-                               + '; call model(input) for outputs, or model.train() before')
-        if has_hooks(self):
-            raise RuntimeError('a step does not call this model as a whole, so it would leave out '
-                               'the hooks that are registered on it; register them on its layers')
-        if not self.devices:
-            raise ValueError('a step takes at least one partition')
-        if isinstance(input, Arguments):
-            _check_arguments(self.partitions[0], input)
+        check_model(self, len(self.devices))
         batches, sizes, common = self._cut(input)
         engine = self._running_engine()
-        _check_contexts(threads=True)
         if target_dim is None:
             target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
         if isinstance(schedule, str) and schedule == 'auto':
             schedule = self._planned()
         losses = Losses(loss_fn, target, sizes, target_dim, normalizer, scale)
-        if losses.counted is not None:
-            losses.count_in(losses.counted)
         stops = checkpoint_stops(self.checkpoint, len(batches), len(self.devices))
         pipeline = run_step(engine, batches, losses, schedule, checkpoint_stops=stops,
                             common=common, offload=self.offload)
@@ -303,17 +263,6 @@ class GPipe(nn.Module):
 
     def _make_engine(self, partitions: nn.ModuleList) -> Engine:
         return Engine(partitions.children(), self.devices)  # type: ignore[arg-type]
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # A pickle of an earlier version has no rules for batches.
-        known = tuple(map(state['_modules'].get, state['_names']))
-        super().__setstate__({  # type: ignore[no-untyped-call]
-            'batch_dim': 0, 'gather': None, 'offload': False, '_known': known, '_schedule': None,
-            **state})
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy starts with no threads.
-        return {**self.__dict__, '_engine': None}
 
     @property
     def partitions(self) -> nn.ModuleList:
@@ -340,123 +289,6 @@ class GPipe(nn.Module):
             self._replace(layers, partitions)
         return partitions
 
-    def _replace(self, layers: 'OrderedDict[str, Any]', partitions: nn.ModuleList) -> None:
-        module = nn.Sequential(layers)
-        verify_module(module)
-        verify_skippables(module)
-        verify_shared(module, self.balance, self.devices)
-        for new, own in zip(split(module, self.balance, self.devices), partitions):
-            own._modules.update(new._modules)
-        self._known = tuple(layers.values())
-        self._engine = None
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self._layers())
-
-    def __getitem__(self, index: int) -> nn.Module:
-        return self._layers()[index]
-
-    def _layers(self) -> list[nn.Module]:
-        return [layer for partition in self.partitions
-                for layer in partition._modules.values() if layer is not None]
-
-    def get_submodule(self, target: str) -> nn.Module:
-        """Return a module by its name, also a layer that has the name of an attribute of this.
-
-        >>> from collections import OrderedDict
-        >>> model = nn.Sequential(OrderedDict(chunks=nn.Linear(2, 2)))
-        >>> GPipe(model, [1], devices=['cpu']).get_parameter('chunks.bias').shape
-        torch.Size([2])
-        """
-        name, _, rest = target.partition('.')
-        layer = self._modules.get(name)
-        return super().get_submodule(target) if layer is None else layer.get_submodule(rest)
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile each partition, with the arguments of :func:`torch.compile`.
-
-        ``torch.compile(model)`` compiles nothing by itself, as a pipeline hands micro-batches to
-        other threads. What was compiled before, partitions or layers, stays so in it.
-        """
-        for partition in self.partitions:
-            partition.compile(*args, **kwargs)
-
-    def train(self, mode: bool = True) -> 'GPipe':
-        """Set training or evaluation mode."""
-        super().train(mode)
-        self.partitions.train(mode)
-        return self
-
-    def extra_repr(self) -> str:
-        """Say how the layers below are distributed."""
-        devices = [str(device) for device in self.devices]
-        return (f'balance={self.balance}, devices={devices}, chunks={self.chunks}, '
-                f'checkpoint={self.checkpoint!r}')
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
-                        assign: bool = False) -> Any:
-        """Load a state dict; what layers share stays shared, also where tensors are assigned."""
-        with still_shared(self):
-            return super().load_state_dict(state_dict, strict, assign)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # Keys of 0.0.7 are `partitions.<j>.<layer>.…`, from any balance.
-        old = prefix + 'partitions.'
-        for key in [key for key in state_dict if key.startswith(old)]:
-            name = key[len(old):].partition('.')[2]
-            if name.partition('.')[0] in self._names:
-                state_dict.setdefault(prefix + name, state_dict.pop(key))
-        to_own_names(state_dict, prefix, self._modules)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def cuda(self, device: Any = None) -> 'GPipe':
-        """Raise :exc:`TypeError`: the devices were chosen at construction."""
-        raise _denied()
-
-    def cpu(self) -> 'GPipe':
-        """Raise :exc:`TypeError`: the devices were chosen at construction."""
-        raise _denied()
-
-    def to(self, *args: Any, **kwargs: Any) -> 'GPipe':
-        """Change the dtype of parameters and buffers; to move them is a :exc:`TypeError`.
-
-        The device where all of them are already is none to move to.
-
-        >>> model = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=['cpu'])
-        >>> model.to('cpu', torch.float64)[0].weight.dtype
-        torch.float64
-        """
-        if any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
-            raise _denied()
-        asked = args[0] if args else kwargs.get('device')
-        if asked is not None and not isinstance(asked, torch.dtype):
-            try:
-                device = torch.device(asked)
-            except RuntimeError as error:  # a device that this machine does not have
-                raise _denied() from error
-            if not self._is_all_on(device):
-                raise _denied()
-        return super().to(*args, **kwargs)
-
-    def _is_all_on(self, device: torch.device) -> bool:
-        if {device.type} != {own.type for own in self.devices}:
-            return False
-        # All CPU devices share one memory; and without a number it is the current device.
-        return is_cpu(device) or {torch.empty(0, device=device).device} == {*self.devices}
-
-    def _apply(self, fn: Any, recurse: bool = True) -> 'GPipe':
-        # A module that has this one as its child moves it without asking any method above.
-        for device in {*map(memory_of, self.devices)}:
-            probe = torch.empty(1, device=device)
-            if fn(probe).device != probe.device:
-                raise _denied()
-        with still_shared(self):
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
-
 
 def _value_of(args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
     """Return the one value that a pipeline is called with, or what stands for several."""
@@ -465,63 +297,3 @@ def _value_of(args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
     if not args and [*kwargs] == ['input']:  # as a sequential module calls its own
         return kwargs['input']
     return Arguments(*args, **kwargs)
-
-
-def _check_arguments(partition: nn.Module, input: Arguments) -> None:
-    """Check that a first layer takes several arguments."""
-    name, layer = next(partition.named_children())
-    try:
-        signature = inspect.signature(layer.forward)
-    except ValueError:  # It is not Python's.
-        return
-    try:
-        signature.bind(*input.args, **input.kwargs)
-    except TypeError as error:
-        raise TypeError(
-            f"the first layer, '{name}' ({type(layer).__name__}), can not be called with these "
-            f'{len(input.args)} arguments and keywords {sorted(input.kwargs)}: {error}. Its '
-            f'forward takes {signature}. What the model is called with goes to its first layer '
-            'alone; what later layers need travels in the value that each layer returns, such as '
-            'a dict, or as a skip (torchgpipe.skip)') from None
-
-
-def _check_contexts(threads: bool) -> None:
-    """Refuse contexts that follow a computation in a way that does not reach all of it here.
-
-    Args:
-        threads: Whether cells run in other threads, or will run again in backward.
-    """
-    is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-    if is_traced or proxy_mode() is not None:
-        raise RuntimeError('a GPipe can not be traced (torch.jit.trace, make_fx, torch.export): a '
-                           'trace would hold for one batch size, and miss what runs in other '
-                           'threads. Trace the sequential module that was wrapped')
-    if threads and is_transformed():
-        raise RuntimeError('a transform of torch.func (grad, vmap, jvp, …) does not reach the '
-                           'threads of a GPipe, nor its recomputations: the result would be '
-                           'wrong. Transform the sequential module that was wrapped; or put all '
-                           "partitions on one device, with checkpoint='never'")
-    if torch.is_grad_enabled() and allows_mutation():
-        raise RuntimeError('a GPipe can not be called in torch.autograd.graph.'
-                           'allow_mutation_on_saved_tensors(): that one knows a saved tensor by '
-                           'the address where it begins, so it misses micro-batches, which are '
-                           'parts of a tensor, and takes one for another that had the address '
-                           'before; gradients would be wrong. Change a copy, as y = y.mul(2) for '
-                           'y.mul_(2); it takes no more memory than the copy made there')
-
-
-def _denied() -> TypeError:
-    return TypeError('denied to move parameters and buffers, because GPipe should manage device '
-                     'placement; name the devices when you make it: GPipe(module, balance, '
-                     'devices=…)')
-
-
-def _parse_chunks(chunks: int | str | Any) -> int:
-    try:
-        number = int(chunks)
-    except (OverflowError, TypeError, ValueError):
-        raise ValueError('number of chunks must be a positive integer, but got '
-                         f'{chunks!r}') from None
-    if number < 1:
-        raise ValueError(f'number of chunks must be a positive integer, but got {number}')
-    return number

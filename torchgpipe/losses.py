@@ -11,7 +11,7 @@
 from collections.abc import Callable, Sequence
 from math import inf
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -36,14 +36,15 @@ class Losses:
         batch_dim: The rule for the target.
         normalizer: See above.
         scale: Makes another loss of one for backward, as ``GradScaler.scale``.
+        alone: Whether this process has all of the mini-batch. Otherwise :meth:`count_in` follows.
 
     Raises:
         ValueError: The target has another number of samples, or the loss is known to be no mean.
     """
 
     def __init__(self, function: Callable[[Any, Any], Tensor], target: Any, sizes: Sequence[int],
-                 batch_dim: Any, normalizer: Any, scale: Callable[[Tensor], Tensor] | None
-                 ) -> None:
+                 batch_dim: Any, normalizer: Any, scale: Callable[[Tensor], Tensor] | None,
+                 alone: bool = True) -> None:
         self._function = function
         self._scale = scale
         self._targets = _scatter(target, sizes, batch_dim)
@@ -54,6 +55,8 @@ class Losses:
             function, [batch.value for batch in self._leaves], sizes, normalizer)
         #: What this process counts of the mini-batch; ``None`` where the loss is over a number.
         self.counted = None if self._whole else sum(self._counts)
+        if alone and self.counted is not None:
+            self._whole = self.counted or _nothing()
         self._losses: list[Tensor] = []
         self._learns = False
         is_known = normalizer is not None or is_of_pytorch(function)
@@ -65,10 +68,7 @@ class Losses:
         Raises:
             ValueError: It is nothing.
         """
-        if not whole:
-            raise ValueError('normalizer, or the loss by itself, counts nothing in the whole '
-                             'target, so there is no mean over it; leave out this mini-batch')
-        self._whole = whole
+        self._whole = whole or _nothing()
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -172,6 +172,11 @@ def _counted(loss: Any, targets: Sequence[Any], sizes: Sequence[int], normalizer
                          f'{_outline(wrong)}; a function that does is lambda target: (target != '
                          'ignore_index).sum()')
     return counts, 0
+
+
+def _nothing() -> NoReturn:
+    raise ValueError('normalizer, or the loss by itself, counts nothing in the whole target, so '
+                     'there is no mean over it; leave out this mini-batch')
 
 
 def _number(value: Any) -> float | None:

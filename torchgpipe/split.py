@@ -17,8 +17,8 @@ from torchgpipe.engine.memory import size_of
 from torchgpipe.engine.places import holder_of, is_pipeline, modules_of, named_slots, tensor_of
 from torchgpipe.private import has_hooks
 
-__all__ = ['Sequential', 'split', 'parse_balance', 'parse_devices', 'still_shared',
-           'verify_module', 'verify_shared', 'verify_source']
+__all__ = ['Sequential', 'split', 'parse_balance', 'parse_chunks', 'parse_devices',
+           'still_shared', 'verify_module', 'verify_shared', 'verify_source']
 
 _RECOMMENDATION = '''
 
@@ -184,6 +184,18 @@ def _other_module(difference: str) -> ValueError:
     return ValueError('the balance comes from a profile of another module, or of another dtype: '
                       f'{difference}. Profile this module, or pass list(balance) to use the '
                       'numbers all the same')
+
+
+def parse_chunks(chunks: int | str | Any) -> int:
+    """Return a number of micro-batches."""
+    try:
+        number = int(chunks)
+    except (OverflowError, TypeError, ValueError):
+        raise ValueError('number of chunks must be a positive integer, but got '
+                         f'{chunks!r}') from None
+    if number < 1:
+        raise ValueError(f'number of chunks must be a positive integer, but got {number}')
+    return number
 
 
 def parse_devices(devices: Iterable[Device] | None, partitions: int) -> list[torch.device]:

@@ -1,4 +1,4 @@
-"""Values of any nesting: take the tensors out, put the value together again, name a leaf.
+"""Values of any nesting: take the tensors out, put the value together again.
 
 ::
 
@@ -13,7 +13,7 @@ Python values. Each time a value is put together anew, so a layer may change a d
 """
 import enum
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from numbers import Number
 from operator import itemgetter
 from typing import Any
@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.private import tree_flatten, tree_flatten_with_path, tree_unflatten
+from torchgpipe.leaves import (Leaf, NoChunk, Path, attributes, is_leaf, is_object, leaves_of,
+                               path_name)
+from torchgpipe.private import tree_flatten, tree_unflatten
 
 __all__ = ['Arguments', 'Kind', 'Leaf', 'NoChunk', 'Path', 'Repeated', 'Structure', 'bare', 'call',
            'flatten', 'flatten_nested', 'leaves_of', 'once', 'path_name']
@@ -35,9 +37,6 @@ bare: Kind = itemgetter(0)
 #: What may be a leaf beside tensors: it is the same for all micro-batches, and is not moved.
 PLAIN = (type(None), Number, str, bytes, enum.Enum, slice, range, torch.dtype,
          torch.device, torch.layout, torch.memory_format, torch.Size)
-
-#: Where a leaf is: keys, indices and names of attributes, from the outside to the inside.
-Path = tuple[Any, ...]
 
 
 class _TENSOR:
@@ -70,23 +69,6 @@ def call(function: Callable[..., Any], value: Any) -> Any:
     if type(value) is Arguments:
         return function(*value.args, **value.kwargs)
     return function(value)
-
-
-class NoChunk:
-    """Mark a part of an input that all micro-batches share: ``model(x, NoChunk(table))``.
-
-    What is inside, of any nesting, reaches the first layer as it is, without the mark. Its
-    gradient is the sum over micro-batches.
-
-    Args:
-        value: A tensor of any shape, or a value with tensors in it.
-    """
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __repr__(self) -> str:
-        return f'NoChunk({self.value!r})'
 
 
 class Structure:
@@ -213,13 +195,13 @@ def flatten_nested(value: Any, marks: bool = True, takes: type = Tensor
 
 def _flatten(value: Any, tensors: list[Any], marks: bool, takes: type) -> Structure | None:
     """Append the tensors of a value to a list; give ``None`` if a leaf will not do."""
-    leaves, spec = tree_flatten(value, is_leaf=_is_leaf)
+    leaves, spec = tree_flatten(value, is_leaf=is_leaf)
     for k, leaf in enumerate(leaves):
         if isinstance(leaf, takes):
             tensors.append(leaf)
             leaves[k] = _TENSOR
-        elif _is_object(leaf):
-            part = leaves[k] = _flatten(_attributes(leaf), tensors, marks, takes)
+        elif is_object(leaf):
+            part = leaves[k] = _flatten(attributes(leaf), tensors, marks, takes)
             if part is None:
                 return None
             part._cls = type(leaf)
@@ -230,20 +212,6 @@ def _flatten(value: Any, tensors: list[Any], marks: bool, takes: type) -> Struct
         elif not isinstance(leaf, PLAIN):
             return None
     return Structure(spec, leaves)
-
-
-def _is_leaf(value: Any) -> bool:
-    return isinstance(value, torch.Size)  # which would come back as a tuple
-
-
-def _is_object(value: Any) -> bool:
-    return is_dataclass(value) and not isinstance(value, type)
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    names = dict.fromkeys([field.name for field in fields(value)])
-    return {name: getattr(value, name) for name in (names | getattr(value, '__dict__', {}))
-            if hasattr(value, name)}
 
 
 def _refuse(value: Any, marks: bool) -> TypeError:
@@ -264,68 +232,3 @@ def _not_a_tensor(value: Any, where: str) -> TypeError:
         'and between partitions go tensors, and tuples, lists, dicts and dataclasses with '
         'tensors, None and plain Python values in them. Register a class of your own with '
         'PyTorch\'s pytree, or make it a dataclass')
-
-
-class Leaf:
-    """A leaf of a value.
-
-    Attributes:
-        path: Where it is.
-        value: What is there.
-        shared: Whether it is within :class:`NoChunk`.
-    """
-
-    __slots__ = ('path', 'shared', 'value')
-
-    def __init__(self, path: Path, value: Any, shared: bool) -> None:
-        self.path = path
-        self.value = value
-        self.shared = shared
-
-
-def leaves_of(value: Any, path: Path = (), shared: bool = False) -> list[Leaf]:
-    """Return all leaves of a value, with their paths, in the order of :func:`flatten`.
-
-    >>> [(path_name(leaf.path), leaf.value) for leaf in leaves_of({'n': (3, NoChunk([4]))})]
-    [("['n'][0]", 3), ("['n'][1][0]", 4)]
-    """
-    found = []
-    for keys, leaf in _with_paths(value):
-        here = path + keys
-        if isinstance(leaf, NoChunk):
-            found += leaves_of(leaf.value, here, True)
-        elif _is_object(leaf):
-            attributes = ((_Attribute(name), x) for name, x in _attributes(leaf).items())
-            found += [each for name, x in attributes for each in leaves_of(x, (*here, name),
-                                                                           shared)]
-        else:
-            found.append(Leaf(here, leaf, shared))
-    return found
-
-
-class _Attribute(str):
-    """The name of an attribute, in a path."""
-
-    __slots__ = ()
-
-
-def _with_paths(value: Any) -> list[tuple[Path, Any]]:
-    try:
-        found, _ = tree_flatten_with_path(value, is_leaf=_is_leaf)
-    except ValueError:  # A class is registered without names for what is in it.
-        leaves, _ = tree_flatten(value, is_leaf=_is_leaf)
-        return [((k,), leaf) for k, leaf in enumerate(leaves)]
-    return [(tuple(_key(entry) for entry in path), leaf) for path, leaf in found]
-
-
-def _key(entry: Any) -> Any:
-    """Return a dict's key, a sequence's index or an attribute's name from a path of pytree's."""
-    for name in ('key', 'idx'):
-        if hasattr(entry, name):
-            return getattr(entry, name)
-    return _Attribute(entry.name)
-
-
-def path_name(path: Path) -> str:
-    """Write a path as Python would: ``['labels'][0].x``."""
-    return ''.join(f'.{key}' if isinstance(key, _Attribute) else f'[{key!r}]' for key in path)

@@ -73,9 +73,8 @@ WAIT, WAIT_BACK = 'wait_stream(next_stream, prev_stream)', 'wait_stream(prev_str
 
 # In backward the later one of two nodes on a tensor comes first.
 RECOMPUTE_LATER = ('''output[:] = _wait(self._streams[j], departure, output)  # 2
-            if recomputation is not None:
-                recomputation.join(output)  # 3
-''', '''recomputation is not None and recomputation.join(output)
+            self._tie(i, j, output, recomputation)
+''', '''self._tie(i, j, output, recomputation)
                 output[:] = mutated(_wait(self._streams[j], departure, output))
 ''')
 
@@ -191,18 +190,18 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
      P.gradients_accumulate_on_side_streams, 'mutated.default(device)'),
     (recomputation.Recomputation.fill, 'use_stream(self._stream)',
      P.recomputations_overlap_with_what_comes_before),
-    (recomputation.Recomputation.join, 'current_stream(get_device(self._stream))',
+    (recomputation.Recomputation.phony, 'current_stream(get_device(self._stream))',
      P.hooks_pack_inputs, 'mutated(self._stream)'),
-    (recomputation.Recomputation.join, 'wait_stream(self._stream, self._packer)',
+    (recomputation.Recomputation.phony, 'wait_stream(self._stream, self._packer)',
      P.hooks_pack_inputs),
     (recomputation.Recomputation._take_input, 'use_stream(self._packer)', P.hooks_pack_inputs),
     (recomputation.Recomputation._take_input, 'wait_stream(self._stream, self._packer)',
      P.hooks_pack_inputs),
     (recomputation.Recomputation._take_input, 'record_stream(x, self._stream)',
      P.hooks_pack_inputs),
-    (recomputation.Recomputation.join, 'find_grad(output)', P.outputs_in_two_places,
+    (edges.Pipeline._tie, 'find_grad(output)', P.outputs_in_two_places,
      'mutated(0)'),
-    (recomputation.Recomputation.join, 'output[k].device', P.outputs_in_two_places,
+    (edges.Pipeline._tie, 'output[k].device', P.outputs_in_two_places,
      'mutated(torch.device("cpu"))'),
     (samples._event, 'torch.accelerator.current_stream(device).record_event()',
      P.samples_from_another_device, 'mutated(torch.Event(device))'),

@@ -20,6 +20,7 @@ from torchgpipe.engine import edges
 from torchgpipe.engine.checkpoint import samples
 from torchgpipe.engine.edges import Pipeline
 from torchgpipe.engine.stream import no_context
+from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.timeline import record
 
@@ -242,7 +243,7 @@ def host_waits_for_cells():
         send(pipeline, i, j, *args)
         torch.accelerator.synchronize(j)
     with patch.object(Pipeline, '_send', send_and_wait), \
-            patch.object(Pipeline, '_is_serialized', True):
+            patch.object(ThreadState, 'is_serialized', True):
         yield
 
 

@@ -12,7 +12,7 @@ from tests.devices import cpu_only, one_worker, places, workers
 from tests.helpers import (assert_same, call, in_two_memories, memory_of, micro_batches, modes,
                            nodes, on_first)
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.engine import shared
+from torchgpipe.engine import substitute
 from torchgpipe.engine.copy import Copy
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.shared import SharedTensors
@@ -381,22 +381,22 @@ def test_an_interrupt_leaves_no_copy_behind(devices, ctrl_c):
 
 
 @apart_in_this_thread
-@pytest.mark.parametrize('number', [0, 1])
+@pytest.mark.parametrize('number', range(4))
 @pytest.mark.parametrize('late', [False, True])
 def test_an_interrupt_while_copies_are_put_there_or_taken_away(devices, ctrl_c, number, late,
                                                                monkeypatch):
-    real, calls, again = shared._put, [], -1
+    real, calls, again = substitute._call_all, [], -1
 
-    def put(tensors):
-        calls.append(tensors)
+    def call_all(functions):
+        calls.append(functions)
         if late:
-            real(tensors)
+            real(functions)
         if len(calls) == again:
             signal.raise_signal(signal.SIGINT)
         if not late:
-            real(tensors)
+            real(functions)
 
-    monkeypatch.setattr(shared, '_put', put)
+    monkeypatch.setattr(substitute, '_call_all', call_all)
     gpipe = pipe(two(), devices, checkpoint='always')
     output = call(gpipe, rows(3))
     again = len(calls) + 1 + number
@@ -445,13 +445,14 @@ def test_the_device_of_the_parameter_goes_back_through_its_cells_first(devices, 
     gpipe = GPipe(model, [1] * len(where), devices=[devices[k] for k in where], chunks=3,
                   checkpoint='never')
     output = call(gpipe, rows())
-    taken = [node for node in nodes(output) if node.name() == 'ForkBackward'
-             and any(hasattr(last, 'variable') for following, _ in node.next_functions
+    taken = [node for node in nodes(output) if node.name() == 'TieBackward'
+             and any(following.name() == 'WaitBackward' and hasattr(last, 'variable')
+                     for following, _ in node.next_functions
                      for last, _ in following.next_functions)]
     assert len(taken) == 1
     before = [node.name() for node in nodes(output)
               if any(following is taken[0] for following, _ in node.next_functions)]
-    assert sorted(before) == ['CopyBackward', 'JoinBackward']
+    assert sorted(before) == ['CopyBackward', 'TieBackward']
 
 
 @apart

@@ -129,7 +129,7 @@ class DistributedGPipe(nn.Module):
         All ranks call it. Each replica has its part of the mini-batch, of any number of samples.
 
         Args:
-            input: As of :meth:`~torchgpipe.GPipe.step`; only ranks with the first stage look at it.
+            input: As of :meth:`~torchgpipe.GPipe.step`; that of ranks with the first stage counts.
             target: Only ranks with the last stage look at it.
             loss_fn: As of :meth:`~torchgpipe.GPipe.step`.
             schedule: The same, for stages at these places.
@@ -222,14 +222,15 @@ class DistributedGPipe(nn.Module):
         batches, _, common = cuts[0] if cuts else ([Batch.of(()) for _ in sizes], sizes, [])
         return batches, sizes, common, (what, *own)
 
-    def _losses(self, loss_fn: Any, target: Any, sizes: list[int], *options: Any) -> Losses:
+    def _losses(self, loss_fn: Any, target: Any, sizes: list[int], target_dim: Any,
+                normalizer: Any, scale: Any) -> Losses:
         """Return the losses of micro-batches; on ranks without the last stage, of nothing."""
         is_last = self._rank.is_last
         found: list[Losses] = []
 
         def count() -> Facts:
-            found.append(Losses(loss_fn, target, sizes, *options) if is_last else
-                         Losses(_nothing, None, sizes, 0, 1, None))
+            found.append(Losses(loss_fn, target, sizes, target_dim, normalizer, scale, False)
+                         if is_last else Losses(_nothing, None, sizes, 0, 1, None))
             return Facts(counted=found[0].counted or 0.)
 
         said = self._rank.together('the loss of a step', count)

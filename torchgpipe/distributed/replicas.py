@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from torchgpipe.distributed.mesh import Axis
-from torchgpipe.engine.leaves import give, given
+from torchgpipe.engine.leaves import Give, give
 
 __all__ = ['DATA', 'Gradients', 'Replicas', 'local', 'take_first']
 
@@ -68,7 +68,10 @@ class Replicas(nn.Module):
     def forward(self, phony: Tensor, step: Callable[[], Gradients]) -> Tensor:
         """Run a step, and return what leads back to its gradients: [Note: FSDP sees one call]."""
         gradients = step()
-        return given(gradients) if gradients else phony * 1
+        if not gradients:
+            return phony * 1
+        return Give.apply(  # type: ignore[no-any-return, no-untyped-call]
+            [grad for _, grad in gradients], *(x for x, _ in gradients))
 
     def run(self, step: Callable[[], Gradients], others: Sequence[Tensor] = ()) -> None:
         """Run a step, and add its gradients to those of parameters, the replicas' together.

@@ -160,6 +160,7 @@ class Training(_OnRanks, Step):
         super().__init__(engine, batches, way, (own,), loss, **options)
         #: What has a gradient in the end, with that. Other ranks may have parts of it.
         self.gradients: list[tuple[Tensor, Tensor]] = []
+        self._give = self.gradients.extend  # type: ignore[assignment, method-assign]
 
     def _begin(self) -> None:
         self._put_leaves()
@@ -172,9 +173,6 @@ class Training(_OnRanks, Step):
     def _take_gradients(self, message: Message, header: Header, tensors: list[Tensor]) -> None:
         own = self._grads.setdefault((message.action.micro_batch, message.stage), {})
         own.update({each.k: x for each, x in zip(header.outlines, tensors)})
-
-    def _give(self) -> None:
-        self.gradients = self._gradients()
 
 
 class Evaluation(_OnRanks):

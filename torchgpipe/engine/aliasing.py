@@ -26,7 +26,6 @@ from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.memory import is_among, share_memory, versions
 from torchgpipe.engine.partition import Partition
-from torchgpipe.private import is_transformed
 from torchgpipe.skip.namespace import Key
 
 __all__ = ['Aliasing', 'changed_in_place']
@@ -54,12 +53,14 @@ class Aliasing:
     Args:
         batches: The micro-batches.
         common: The indices of tensors that all micro-batches share.
+        transformed: Whether a transform of ``torch.func`` is at work.
     """
 
-    def __init__(self, batches: Sequence[Batch], common: Sequence[int]) -> None:
+    def __init__(self, batches: Sequence[Batch], common: Sequence[int],
+                 transformed: bool = False) -> None:
         self._several = len(batches) > 1
         #: Tensors of a transform of torch.func have no memory.
-        self._follows = self._several and not is_transformed()
+        self._follows = self._several and not transformed
         #: The tensors that all share, which is what a view of them changes.
         self._shared = [batches[0][k] for k in common]
         #: Of each micro-batch, those among its tensors that are these, or copies of them.
@@ -87,7 +88,7 @@ class Aliasing:
               ) -> list[Tensor]:
         """Let tensors cross a boundary: return what comes of them behind it."""
         common = self.common(i)
-        where = [k for k, x in enumerate(tensors) if is_among(x, common)]
+        where = [k for k, x in enumerate(tensors) if is_among(x, common)] if common else []
         shares = i in self._once_shared or (len(tensors) > 1 and any(
             share_memory([x], tensors[k + 1:]) for k, x in enumerate(tensors)))
         copied = copy(tensors)

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from torchgpipe.engine.batch import result_of
 from torchgpipe.engine.checkpoint.draws import Draws
-from torchgpipe.engine.checkpoint.layer_state import CellState
-from torchgpipe.engine.checkpoint.layers import Layers
+from torchgpipe.engine.checkpoint.layer_state import CellState, Layers
+from torchgpipe.engine.checkpoint.observed import Observed, Watch
 from torchgpipe.engine.checkpoint.random_operations import DrawMonitor, Recorder
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
-from torchgpipe.engine.checkpoint.results import Results
+from torchgpipe.engine.checkpoint.results import MARK, Results
 from torchgpipe.engine.checkpoint.samples import compare_pending
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.partition import Partition
-from torchgpipe.engine.stream import AbstractStream, CPUStream, is_accelerator
+from torchgpipe.engine.stream import AbstractStream, CPUStream
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker
@@ -123,32 +123,39 @@ class Cells:
     def __init__(self, partition: Partition, checkpoint_stop: int, state: ThreadState,
                  one_worker: bool, held: AbstractContextManager[Any],
                  host_stream: AbstractStream = CPUStream) -> None:
-        compare_earlier(partition)
+        if partition.pending:
+            compare_earlier(partition)
         self._partition = partition
         self._state = state
+        self._held = held
         self._host_stream = host_stream
         self._checkpoint_stop = checkpoint_stop if state.grad else 0
         self._trainable = self._checkpoint_stop > 0 and any(
             parameter.requires_grad for parameter in partition.layers.parameters())
-        #: What has to be known of the layers, where it matters what they do.
-        self.layers = None if one_worker and not self._checkpoint_stop else Layers(
-            partition.layers, partition.observed, held)
-        #: Whether cells give layers another forward, which are kept out of recomputation.
-        self.marked = self.layers is not None and bool(self.layers.no_recompute)
+        self._modules = [*partition.layers.modules()]
+        #: Those that are kept out of recomputation.
+        self.no_recompute = [module for module in self._modules if MARK in module.__dict__] \
+            if self._checkpoint_stop else []
+        #: What the layers were seen to do, where it matters.
+        self._observed = None if one_worker and not self._checkpoint_stop else partition.observed[
+            tuple([module.training for module in self._modules])]
+        #: The layers as the first of these cells that is checkpointed finds them.
+        self._layers: Layers | None = None
         #: Tells after the forward pass whether any layers drew that were not known to.
         self.monitor: DrawMonitor | None = None
 
+    @property
     def draws(self) -> bool | None:
-        """Return whether they draw from a random generator that other cells draw from, too.
+        """Whether they draw from a random generator that other cells draw from, too.
 
         ``None`` if that is not known yet, or does not matter.
         """
-        return None if self.layers is None else self.layers.observed.draws
+        return None if self._observed is None else self._observed.draws
 
     def watch_draws(self) -> None:
         """Take note that someone drew while these ran, which were not known to."""
-        assert self.layers is not None
-        self.layers.observed.watch_draws()
+        assert self._observed is not None
+        self._observed.watch_draws()
 
     def run(self, i: int, cell: Cell, tensors: list[Tensor]
             ) -> tuple[list[Tensor], Recomputation | None]:
@@ -162,42 +169,51 @@ class Cells:
         Returns:
             The output, and what has to come before it in backward, if the cell is checkpointed.
         """
+        observed = self._observed
         # A cell without anything to train has no graph, so there is nothing to save memory on.
-        if i < self._checkpoint_stop and (self._trainable
-                                          or any([x.requires_grad for x in tensors])):
-            return self._checkpoint(cell, tensors)
-        layers = self.layers
-        if layers is None or layers.observed.draws is not None:
+        if observed is not None and i < self._checkpoint_stop and (
+                self._trainable or any([x.requires_grad for x in tensors])):
+            return self._checkpoint(cell, tensors, observed)
+        if observed is None or observed.draws is not None:
             return cell(tensors), None
         recorder = Recorder()
         output = recorder.run(partial(cell, tensors))
-        layers.observed.learn(recorder)
+        observed.learn(recorder)
         return output, None
 
-    def _checkpoint(self, cell: Cell, tensors: list[Tensor]
+    def _checkpoint(self, cell: Cell, tensors: list[Tensor], observed: Observed
                     ) -> tuple[list[Tensor], Recomputation]:
         """Run it for the first time."""
-        layers = self.layers
-        assert layers is not None
-        observed = layers.observed
-        watch = None if observed.watched and observed.draws is not None else layers.watch()
+        watch = None if observed.watched and observed.draws is not None else Watch(self._modules)
         recorder = watch or (Recorder(observed.random) if observed.draws else None)
-        found = CellState(layers, watch)
-        device = self._partition.device
-        draws = Draws(device, recorder, self.monitor)
-        results = Results(layers.modules, layers.no_recompute, draws) \
-            if layers.no_recompute else None
-        offload = Offload(self._host_stream) if is_accelerator(self._host_stream) else None
-        blame = None if cell.popped else partial(self._blame, cell.kind)
-        recomputation = Recomputation(cell, self._state, draws, found, device, blame,
-                                      self._partition.pending, results, offload)
+        if self._layers is None:
+            self._layers = Layers(self._modules, observed, self._held)
+        found = self._layers.find(watch)
+        own_monitor = DrawMonitor() if self.monitor is None and recorder is None else None
+        recomputation = self._recomputation(cell, found, recorder, self.monitor or own_monitor)
         output = recomputation.first_pass(tensors)
-        found.end()
+        recomputation.layers = self._layers.end(found, watch)
         if recorder is not None:
             observed.learn(recorder)
-        elif draws.may_have_drawn:
+        elif own_monitor is not None and own_monitor.anyone_drew():
             observed.watch_draws()
         return output, recomputation
+
+    def _recomputation(self, cell: Cell, found: CellState, recorder: Recorder | None,
+                       monitor: DrawMonitor | None) -> Recomputation:
+        device, results = self._partition.device, None
+        draws: Draws | DrawMonitor
+        if monitor is None or recorder is not None or self.no_recompute \
+                or not self._partition.on_cpu:
+            draws = Draws(device, recorder, monitor)
+            if self.no_recompute:
+                results = Results(self._modules, self.no_recompute, draws)
+        else:
+            draws = monitor
+        offload = None if self._host_stream is CPUStream else Offload(self._host_stream)
+        blame = None if cell.popped else partial(self._blame, cell.kind)
+        return Recomputation(cell, self._state, draws, found, device, blame,
+                             self._partition.pending, results, offload)
 
     def _blame(self, kind: Kind, tensors: Sequence[Tensor]) -> str:
         return self._partition.compute.blame(kind(tensors))

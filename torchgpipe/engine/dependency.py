@@ -3,12 +3,12 @@
 ``fork`` takes a phony off a tensor, ``join`` puts it onto another one. In backward, whatever comes
 before the fork waits until whatever comes after the join has been started::
 
-    forward    a ──Fork──▶ a'          backward    a ◀──Fork◀── a'
-                    └phony┐                              ▲phony (no gradient)
-               b ─────────Join──▶ b'               b ◀───┴─Join◀── b'
+    forward    a ──Tie──▶ a'           backward    a ◀──Tie◀── a'
+                    └phony┐                             ▲phony (no gradient)
+               b ─────────Tie──▶ b'                b ◀──┴─Tie◀── b'
 
-    1. Join runs as soon as the gradient of b' is there.
-    2. Fork has to wait for Join, also when the gradient of a' came first.
+    1. The second one runs as soon as the gradient of b' is there.
+    2. The first one has to wait for it, also when the gradient of a' came first.
 
 A phony is a tensor without elements: it carries the edge, and no data.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ['Fork', 'Join', 'fork', 'get_phony', 'join', 'pass_on']
+__all__ = ['Fork', 'Join', 'Tie', 'fork', 'get_phony', 'join', 'tie']
 
 # Filled once per device, never emptied, read-only afterwards.
 _phonies: dict[tuple[torch.device, bool], Tensor] = {}
@@ -57,6 +57,23 @@ def get_phony(device: torch.device, *, requires_grad: bool) -> Tensor:
 # hide it.
 
 
+def tie(input: Tensor, *phonies: Tensor) -> tuple[Tensor, Tensor]:
+    """Join a tensor with phonies, and branch another one off it, by one node.
+
+    Args:
+        input: A tensor of any shape.
+        phonies: What came of other tensors beside these.
+
+    Returns:
+        The tensor, which requires grad if it or a phony does, and the phony of shape ``(0,)``.
+        Without grad, nothing is added to the graph.
+    """
+    if torch.is_grad_enabled() and (input.requires_grad or any(
+            [phony.requires_grad for phony in phonies])):
+        return Tie.apply(input, *phonies)  # type: ignore[no-any-return,no-untyped-call]
+    return input, get_phony(input.device, requires_grad=False)
+
+
 def fork(input: Tensor) -> tuple[Tensor, Tensor]:
     """Branch a phony off a tensor.
 
@@ -67,77 +84,31 @@ def fork(input: Tensor) -> tuple[Tensor, Tensor]:
     >>> (a2.sum() + b2.sum()).backward()
     >>> a.grad, b.grad
     (tensor([1., 1.]), tensor([1., 1., 1.]))
-
-    Args:
-        input: A tensor of any shape.
-
-    Returns:
-        The tensor, and the phony of shape ``(0,)``. Without grad, nothing is added to the graph.
     """
-    if torch.is_grad_enabled() and input.requires_grad:
-        return Fork.apply(input)  # type: ignore[no-any-return,no-untyped-call]
-    return input, get_phony(input.device, requires_grad=False)
+    return tie(input)
 
 
 def join(input: Tensor, phony: Tensor) -> Tensor:
     """Merge a phony into a tensor, which requires grad then if the phony does: see :func:`fork`.
-
-    Args:
-        input: A tensor of any shape.
-        phony: What :func:`fork` gave beside another tensor.
-
-    Returns:
-        The tensor.
     """
-    if torch.is_grad_enabled() and (input.requires_grad or phony.requires_grad):
-        return Join.apply(input, phony)  # type: ignore[no-any-return,no-untyped-call]
-    return input
+    return tie(input, phony)[0]
 
 
-def pass_on(input: Tensor, phony: Tensor) -> tuple[Tensor, Tensor]:
-    """Join a tensor with a phony, and branch another one off it, by one node."""
-    if torch.is_grad_enabled() and (input.requires_grad or phony.requires_grad):
-        return PassOn.apply(input, phony)  # type: ignore[no-any-return,no-untyped-call]
-    return input, get_phony(input.device, requires_grad=False)
-
-
-class Fork(torch.autograd.Function):
-    """The autograd function behind :func:`fork`: ``Fork.apply(input)``."""
+class Tie(torch.autograd.Function):
+    """The autograd function behind :func:`tie`: ``Tie.apply(input, *phonies)``."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, input: Tensor, *phonies: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
+        ctx.number = len(phonies)
         phony = get_phony(input.device, requires_grad=False)
         return input.detach(), phony.detach()  # [Note: Identity without a view]
 
     @staticmethod
-    def backward(ctx: Any, grad_input: Tensor | None, grad_phony: Tensor | None) -> Tensor | None:
-        return grad_input
-
-
-class Join(torch.autograd.Function):
-    """The autograd function behind :func:`join`: ``Join.apply(input, phony)``."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, phony: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return input.detach()  # [Note: Identity without a view]
-
-    @staticmethod
-    def backward(ctx: Any, grad_input: Tensor | None) -> tuple[Tensor | None, None]:
-        return grad_input, None
-
-
-class PassOn(torch.autograd.Function):
-    """The autograd function behind :func:`pass_on`: ``PassOn.apply(input, phony)``."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, phony: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        new = get_phony(input.device, requires_grad=False)
-        return input.detach(), new.detach()  # [Note: Identity without a view]
-
-    @staticmethod
     def backward(ctx: Any, grad_input: Tensor | None, grad_phony: Tensor | None
-                 ) -> tuple[Tensor | None, None]:
-        return grad_input, None
+                 ) -> tuple[Tensor | None, ...]:
+        return grad_input, *[None] * ctx.number
+
+
+#: As torchgpipe 0.0.7 named them.
+Fork = Join = Tie

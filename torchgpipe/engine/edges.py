@@ -81,12 +81,11 @@ from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.random_operations import DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.copy import Copy, Wait
-from torchgpipe.engine.dependency import fork, join, pass_on
+from torchgpipe.engine.dependency import fork, tie
 from torchgpipe.engine.interpreter import Plan, interpret
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run, Skip
 from torchgpipe.engine.stream import AbstractStream, no_context, use_stream
-from torchgpipe.private import is_transformed
 from torchgpipe.schedule.action import Action
 
 __all__ = ['Pipeline']
@@ -112,32 +111,29 @@ class Pipeline(Run):
     def __init__(self, engine: Engine, batches: list[Batch], *args: Any, **options: Any) -> None:
         super().__init__(engine, batches, *args, **options)
         #: Whether there are edges of order.
-        self._orders = self._state.grad and len(batches) > 1 and not is_transformed()
+        self._orders = self._state.grad and len(batches) > 1 and not self._state.transformed
         #: Of each partition, what the output of the next micro-batch is joined with.
-        self._phonies: list[Tensor | None] = [None] * len(engine.partitions)
+        self._before: dict[int, list[Tensor]] = {}
         #: And that of the first micro-batch, which comes last in backward.
         self._last: dict[int, list[Tensor]] = {}
 
     def _run_cells(self) -> None:
         """Run all cells: at the same time, or one after the other where their order matters."""
         m, known = len(self._batches), 0
-        if not (self._engine.one_worker or self._is_serialized):
-            if any(cells.draws() is None for cells in self._cells):
+        # No two could run at the same time, or anyone may see when a cell runs.
+        in_order = self._engine.one_worker or m == 1 or self._state.is_serialized or any(
+            partition.serialized for partition in self._engine.partitions)
+        if not in_order:
+            if any(cells.draws is None for cells in self._cells):
                 self._run_at_once(0, 1)  # which tells
                 known = 1
-            if not any(cells.draws() for cells in self._cells):
+            if not any(cells.draws for cells in self._cells):
                 self._run_at_once(known, m)
                 return
         if self._engine.one_worker:
             self._run_in_order(known, m)
         else:
             self._as_worker(partial(self._run_in_order, known, m), self._state.num_threads)
-
-    @property
-    def _is_serialized(self) -> bool:
-        """Whether anyone may see when a cell runs, or no two could run at the same time."""
-        return len(self._batches) == 1 or self._state.is_serialized or any(
-            partition.serialized for partition in self._engine.partitions)
 
     def _run_at_once(self, start: int, stop: int) -> None:
         """Let each worker run its cells, each as soon as those before it are done."""
@@ -163,10 +159,11 @@ class Pipeline(Run):
         for i in range(start, stop):
             for j, cells in enumerate(self._cells):
                 # Beside one that draws, nobody could tell whether another one begins to.
-                monitor = DrawMonitor() if cells.draws() is False else None
+                alone = self._monitor is None and cells.draws is False
+                cells.monitor = monitor = DrawMonitor() if alone else self._monitor
                 with use_stream(self._streams[j]):
                     self._run_cell(i, j)
-                if monitor is not None:
+                if alone and monitor is not None:
                     self._check_monitor(monitor, [j])
 
     def _as_worker(self, function: Callable[[], None], num_threads: int) -> None:
@@ -225,24 +222,26 @@ class Pipeline(Run):
             with no_context if departure is None else use_stream(departure):
                 if departure is not None:
                     output[:] = _wait(self._streams[j], departure, output)  # 2
-                if recomputation is not None:
-                    recomputation.join(output)  # 3
-                if self._orders:
-                    self._put_in_order(i, j, output)  # 4
+                self._tie(i, j, output, recomputation)
         self._keep(i, j, cell, output)
 
-    def _put_in_order(self, i: int, j: int, output: list[Tensor]) -> None:
+    def _tie(self, i: int, j: int, output: list[Tensor], recomputation: Recomputation | None
+             ) -> None:
+        """Tie an output to what has to come before the rest of its backward, or after that."""
         k = find_grad(output)
         if k is None:
             return
-        tensor, before = output[k], self._phonies[j]
-        for phony in () if i else self._last.get(j, ()):
-            tensor = join(tensor, phony)
-        if i == len(self._batches) - 1:
-            output[k] = tensor if before is None else join(tensor, before)
-        else:
-            output[k], self._phonies[j] = fork(tensor) if before is None else pass_on(
-                tensor, before)
+        phonies = []
+        if recomputation is not None:
+            phonies.append(recomputation.phony(output[k].device))  # 3
+        if self._orders:
+            phonies += self._before.pop(j, [])  # 4
+            if i == 0:
+                phonies += self._last.get(j, [])
+        if phonies or self._orders:
+            output[k], phony = tie(output[k], *phonies)
+            if self._orders and i < len(self._batches) - 1:
+                self._before[j] = [phony]
 
     def _put_last(self, j: int, phony: Tensor) -> None:
         self._last.setdefault(j, []).append(phony)

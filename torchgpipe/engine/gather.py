@@ -13,13 +13,22 @@ from torch import Tensor
 
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.memory import is_among
-from torchgpipe.engine.scatter import DEFAULT, look_up
+from torchgpipe.engine.scatter import DEFAULT, check_rule, look_up
 from torchgpipe.structure import Path, Repeated, leaves_of, path_name
 
-__all__ = ['REDUCTIONS', 'gather']
+__all__ = ['REDUCTIONS', 'check_rules', 'gather']
 
 #: How tensors of micro-batches that have no batch dimension may become one.
 REDUCTIONS = ('mean', 'sum', 'stack')
+
+
+def check_rules(batch_dim: Any, gather: Any) -> None:
+    """Check what is said of the batch dimension, and of tensors of micro-batches."""
+    check_rule('batch_dim', batch_dim, [None])
+    check_rule('gather', gather, [None, *REDUCTIONS])
+    if batch_dim is None:
+        raise ValueError('batch_dim is None, so there would be nothing to split; name the '
+                         'dimension, or those of parts: batch_dim={\'table\': None}')
 
 
 def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: Any = None,
@@ -57,10 +66,11 @@ def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: A
     joined: dict[Any, Tensor] = {}
     found = []
     for path, *xs in zip(paths, *batches):
-        own_rule = _rule_of(rule, path, xs[0], batch_dim)
+        own_rule = batch_dim if rule is None else _rule_of(rule, path, xs[0], batch_dim)
         key = (*map(id, xs), own_rule)
         if key not in joined:
-            joined[key] = xs[0] if is_among(xs[0], shared) else _join(xs, sizes, own_rule, path)
+            is_shared = shared and is_among(xs[0], shared)
+            joined[key] = xs[0] if is_shared else _join(xs, sizes, own_rule, path)
         found.append(joined[key])
     return first.kind(found)
 

@@ -140,8 +140,8 @@ class _Shared(NamedTuple):
         return min(self.errors, key=lambda pair: pair[0])
 
     def stops(self, number: int) -> bool:
-        """Return whether an action is not to start."""
-        return bool(self.errors) and self.first_failure()[0] < number
+        """Return whether an action is not to start, since another one has failed."""
+        return self.first_failure()[0] < number
 
 
 def interpret(plan: Plan, run: Callable[[Action], None], workers: Workers,
@@ -194,9 +194,9 @@ def _follow(plan: Plan, key: Hashable, row: Sequence[Action], run: Callable[[Act
     for action in row:
         number = plan.order[action]
         try:
-            while not (plan.waits[action] <= done or shared.stops(number)):
+            while not (plan.waits[action] <= done or (shared.errors and shared.stops(number))):
                 done.add(get())
-            if shared.stops(number):
+            if shared.errors and shared.stops(number):
                 return
             run(action)
         except BaseException as error:

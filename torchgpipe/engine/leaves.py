@@ -14,6 +14,7 @@ part of it in ``parameter.grad``. What a layer keeps of a parameter in another p
 """
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import setitem
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +24,9 @@ from torch.nn.parameter import is_lazy
 
 from torchgpipe.aliases import Slot
 from torchgpipe.engine.split_backward import DeferredWork, Weight
-from torchgpipe.errors import uninterrupted
+from torchgpipe.engine.substitute import Swap, substituted
 
-__all__ = ['Leaves', 'edge_of', 'give', 'given', 'leaf_of']
+__all__ = ['Give', 'Leaves', 'edge_of', 'give', 'leaf_of']
 
 
 class _Place(NamedTuple):
@@ -84,19 +85,17 @@ class Leaves:
 
 
 def _run_within(places: Sequence[_Place], function: Callable[..., Any], *args: Any) -> Any:
-    try:
-        for module, name, _, leaf in places:
-            module._parameters[name] = leaf
+    swaps = [Swap(partial(setitem, module._parameters, name, leaf),
+                  partial(_put_back, module._parameters, name, x, leaf))
+             for module, name, x, leaf in places]
+    with substituted(swaps):
         return function(*args)
-    finally:
-        uninterrupted(partial(_put_back, places))
 
 
-def _put_back(places: Sequence[_Place]) -> None:
-    for module, name, x, leaf in places:
-        parameters = module._parameters  # that of TorchScript is no dict
-        if name in parameters and parameters[name] is leaf:  # or the layer has put another there
-            parameters[name] = x  # type: ignore[assignment]
+def _put_back(parameters: Any, name: str, x: Tensor, leaf: nn.Parameter) -> None:
+    # That of TorchScript is no dict. Or the layer has put another there.
+    if name in parameters and parameters[name] is leaf:
+        parameters[name] = x
 
 
 def give(gradients: list[tuple[Tensor, Tensor]]) -> None:
@@ -107,23 +106,14 @@ def give(gradients: list[tuple[Tensor, Tensor]]) -> None:
             nobody but a parameter has its gradient, and autograd need not copy it.
     """
     if gradients:
-        given(gradients).backward()
+        tensors = [x for x, _ in gradients]
+        grads = [grad for _, grad in gradients]
+        gradients.clear()
+        Give.apply(grads, *tensors).backward()  # type: ignore[no-untyped-call]
 
 
-def given(gradients: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return a scalar from which backward goes to some tensors with gradients that are known.
-
-    Args:
-        gradients: As for :func:`give`.
-    """
-    tensors = [x for x, _ in gradients]
-    grads = [grad for _, grad in gradients]
-    gradients.clear()
-    return _Give.apply(grads, *tensors)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Give(torch.autograd.Function):
-    """Return gradients that are known: ``_Give.apply(gradients, *tensors)``."""
+class Give(torch.autograd.Function):
+    """Return gradients that are known: ``Give.apply(gradients, *tensors)``."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *tensors: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 """What the engine knows of a partition, and of all of them, from one forward pass to the next."""
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -41,6 +41,7 @@ class Partition:
         #: The worker that runs it.
         self.worker = device_key(device)
         self.memory = memory_key(device)
+        self.on_cpu = is_cpu(device)
         #: Skips that come in and go out, with the partition at the other end.
         self.incoming = skip_layout.incoming(j)
         self.outgoing = skip_layout.outgoing(j)
@@ -68,7 +69,7 @@ class Partition:
         #: Outputs that could not be compared yet with those of their recomputation.
         self.pending: deque[PendingComparison] = deque()
         #: What its layers were seen to do, by mode.
-        self.observed: dict[tuple[bool, ...], Observed] = {}
+        self.observed: defaultdict[tuple[bool, ...], Observed] = defaultdict(Observed)
 
 
 class Engine:

@@ -95,6 +95,7 @@ class Run:
             if partition.arrives or partition.departs else [] for partition in engine.partitions]
         self._streams = [current_stream(partition.device) for partition in engine.partitions]
         stops = checkpoint_stops or [0] * len(engine.partitions)
+        state.check(threads=self.alone or not engine.one_worker or any(stops))
         # Hooks of the user's decide by themselves where what is saved waits, and would look at it
         # while it is still on its way.
         offload = offload and state.hooks is None
@@ -108,18 +109,18 @@ class Run:
         self._computes: list[Callable[..., Any]] = [each.compute for each in engine.partitions]
         #: The contexts in which cells have the layers of each partition.
         self._held = [
-            self._hold(partition, partition.lock_alone if self.alone or cells.marked
+            self._hold(partition, partition.lock_alone if self.alone or cells.no_recompute
                        else partition.lock)
             for partition, cells in zip(engine.partitions, self._cells)]
         #: Looks after all of this pass; or, where some partitions draw, after less than that.
         self._monitor = None if any(
-            cells.draws() is not False for cells in self._cells) else DrawMonitor()
+            cells.draws is not False for cells in self._cells) else DrawMonitor()
         for cells in self._cells:
             cells.monitor = self._monitor
         outer = context.micro_batch
         self._is_outermost = outer is None
         self.mini_batch = MiniBatch() if outer is None else outer.mini_batch
-        self.aliasing = Aliasing(batches, common)
+        self.aliasing = Aliasing(batches, common, state.transformed)
 
     def _hold(self, partition: Partition, lock: AbstractContextManager[Any]
               ) -> AbstractContextManager[Any]:
@@ -177,7 +178,7 @@ class Run:
         time in any case.
         """
         return self._engine.one_worker or self._state.is_serialized or \
-            self._engine.partitions[j].serialized or self._cells[j].draws() is not False
+            self._engine.partitions[j].serialized or self._cells[j].draws is not False
 
     def _check_monitor(self, monitor: DrawMonitor, partitions: Iterable[int]) -> None:
         """Let partitions that were thought not to draw be looked at again, if anyone drew."""

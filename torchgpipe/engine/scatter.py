@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchgpipe.engine.batch import Batch
 from torchgpipe.structure import Arguments, Leaf, Path, flatten_nested, leaves_of, once, path_name
 
-__all__ = ['DEFAULT', 'check_rule', 'cut', 'fit_rule', 'look_up', 'scatter']
+__all__ = ['DEFAULT', 'check_arguments', 'check_rule', 'cut', 'fit_rule', 'look_up', 'scatter']
 
 
 def scatter(input: Any, chunks: int, batch_dim: Any = 0) -> list[Batch]:
@@ -181,6 +181,23 @@ def fit_rule(rule: Any, input: Any, layers: Iterable[nn.Module]) -> Any:
         _check_known(by_key, known, 'the call')
     _check_used(fitted, [leaf.path[1:] for leaf in leaves_of(input)], 'the call')
     return fitted
+
+
+def check_arguments(name: str, layer: nn.Module, input: Arguments) -> None:
+    """Check that a first layer takes several arguments."""
+    try:
+        signature = inspect.signature(layer.forward)
+    except ValueError:  # It is not Python's.
+        return
+    try:
+        signature.bind(*input.args, **input.kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"the first layer, '{name}' ({type(layer).__name__}), can not be called with these "
+            f'{len(input.args)} arguments and keywords {sorted(input.kwargs)}: {error}. Its '
+            f'forward takes {signature}. What the model is called with goes to its first layer '
+            'alone; what later layers need travels in the value that each layer returns, such as '
+            'a dict, or as a skip (torchgpipe.skip)') from None
 
 
 def _names_of_arguments(layer: nn.Module) -> list[str] | None:

@@ -3,7 +3,7 @@
 A parameter or a buffer that stands in partitions in different memories lives in that of the first
 one, its home. The others run with a copy in its place, in all of their cells and recomputations::
 
-    home        parameter ──Wait──▶ Fork ─▶ copy stream ┐
+    home        parameter ──Wait──▶ Tie ──▶ copy stream ┐
                                      └phony             Copy     once in a forward pass
     elsewhere               copy ◀──Wait── copy stream ◀┘
                               ├──▶ cell 0  ├──▶ cell 1  …
@@ -23,7 +23,6 @@ run in order, see [Note: Order of draws].
 """
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +36,7 @@ from torchgpipe.engine.memory import versions
 from torchgpipe.engine.partition import Engine, Partition
 from torchgpipe.engine.places import holder_of, tensor_of
 from torchgpipe.engine.stream import AbstractStream, current_stream, wait_stream
-from torchgpipe.errors import uninterrupted
+from torchgpipe.engine.substitute import entry, substituted
 
 __all__ = ['SharedTensors']
 
@@ -193,19 +192,13 @@ class _Held:
     def __enter__(self) -> None:
         with ExitStack() as stack:
             stack.enter_context(self._lock)
-            before = [(slot, tensor_of(slot)) for slot, _ in self._copied]
-            stack.callback(uninterrupted, partial(_put, before))
-            _put(self._copied)
+            stack.enter_context(substituted([
+                entry(holder_of(slot), slot[1], copy) for slot, copy in self._copied]))
             self._entered.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:
         self._replaced += [slot for slot, copy in self._copied if tensor_of(slot) is not copy]
         self._entered.pop().__exit__(*error)
-
-
-def _put(tensors: list[tuple[Slot, Tensor]]) -> None:
-    for slot, tensor in tensors:
-        holder_of(slot)[slot[1]] = tensor
 
 
 def _changed(place: _Place) -> str:

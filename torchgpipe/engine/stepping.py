@@ -80,6 +80,7 @@ class Step(Run):
     """
 
     alone = True  # They have leaves in place of parameters.
+    _give = staticmethod(give)
 
     def __init__(self, engine: Engine, batches: list[Batch], rows: tuple[tuple[Action, ...], ...],
                  loss: Loss, **options: Any) -> None:
@@ -96,8 +97,7 @@ class Step(Run):
             partition.lock for partition in engine.partitions
             if not modules.isdisjoint(partition.layers.modules()))) if modules else no_context
         self._input = [tuple(batch) for batch in batches]
-        for batch in batches:
-            batch[:] = map(leaf_of, batch)
+        batches[:] = [Batch.of(tuple(map(leaf_of, batch)), batch.kind) for batch in batches]
         #: By micro-batch and partition.
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._grads: dict[tuple[int, int], dict[int, Tensor]] = {}
@@ -127,7 +127,7 @@ class Step(Run):
             self._communicating = communicating_worker(self._engine.partitions)
         super().run()
         try:
-            self._give()
+            self._give(self._gradients())
         finally:
             self._state.repair()
 
@@ -156,14 +156,12 @@ class Step(Run):
         with self._loss_lock:
             self._loss = self._leaves.within(self._losses.modules, self._losses, {})
 
-    def _give(self) -> None:
-        give(self._gradients())
-
     def _gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Return what has a gradient in the end, with that, and let go of it."""
         gradients = [*self._leaves.take(), *self._losses.gradients()]
-        for (i, _), grads in self._grads.items():  # All others have been taken.
-            gradients += [(self._input[i][k], grad) for k, grad in grads.items()]
+        # All others have been taken; and nobody but the list may have one of these.
+        gradients += [(self._input[i][k], grad) for (i, _), grads in self._grads.items()
+                      for k, grad in grads.items()]
         self._grads.clear()
         return gradients
 
@@ -242,7 +240,7 @@ class Step(Run):
 
     def _may_draw(self, j: int) -> bool:
         is_last = j == len(self._cells) - 1  # The loss draws when its cell has run.
-        return self._cells[j].draws() is not False or (
+        return self._cells[j].draws is not False or (
             is_last and self._engine.loss_draws is not False)
 
     def _is_ordered(self, j: int) -> bool:

@@ -93,7 +93,7 @@ def use_device(device: torch.device) -> AbstractContextManager[Any]:
 
 def use_stream(stream: AbstractStream) -> AbstractContextManager[Any]:
     """Make a stream, and its device, current within the context; do nothing for the CPU."""
-    return _Current(as_accelerator(stream)) if is_accelerator(stream) else no_context
+    return no_context if stream is CPUStream else _Current(as_accelerator(stream))
 
 
 class _Current:

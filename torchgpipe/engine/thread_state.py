@@ -21,7 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torchgpipe.context import context
 from torchgpipe.devices import autocast_types
 from torchgpipe.private import (DISPATCH_MODES, FUNCTION_MODES, DeviceContext, Hooks,
-                                innermost_hooks, tree_leaves, tree_map_only)
+                                allows_mutation, innermost_hooks, is_transformed, proxy_mode,
+                                tree_leaves, tree_map_only)
 
 __all__ = ['ThreadState']
 
@@ -94,6 +95,8 @@ class ThreadState(NamedTuple):
     checkpointing: bool
     recomputing: bool
     workers: frozenset[int]
+    #: Whether a transform of `torch.func` is at work.
+    transformed: bool
     #: Whether a thread that does nothing else is in this state, but for grad mode and autocast.
     plain: bool
 
@@ -103,13 +106,11 @@ class ThreadState(NamedTuple):
         inference = torch.is_inference_mode_enabled()
         hooks = innermost_hooks()
         function, dispatch = FUNCTION_MODES.read(), DISPATCH_MODES.read()
-        checkpointing, recomputing = context.checkpointing, context.recomputing
-        workers = context.workers
+        here = context.checkpointing, context.recomputing, context.workers
         return ThreadState(
             torch.is_grad_enabled(), inference, _Autocast.capture(), hooks, _variables(),
-            torch.get_num_threads(), function, dispatch, checkpointing, recomputing, workers,
-            plain=not any((inference, hooks, function, dispatch, checkpointing, recomputing,
-                           workers)))
+            torch.get_num_threads(), function, dispatch, *here, is_transformed(),
+            plain=not any((inference, hooks, function, dispatch, *here)))
 
     @property
     def is_serialized(self) -> bool:
@@ -131,6 +132,33 @@ class ThreadState(NamedTuple):
             return None
         inner = getattr(self.hooks[0], '__module__', None) in _CHECKPOINTS
         return None if inner else self.hooks
+
+    def check(self, threads: bool) -> None:
+        """Refuse contexts that follow a computation in a way that does not reach all of it here.
+
+        Args:
+            threads: Whether cells run in other threads, or will run again in backward.
+        """
+        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+        if is_traced or (self.dispatch_modes and proxy_mode() is not None):
+            raise RuntimeError(
+                'a GPipe can not be traced (torch.jit.trace, make_fx, torch.export): a trace '
+                'would hold for one batch size, and miss what runs in other threads. Trace the '
+                'sequential module that was wrapped')
+        if threads and self.transformed:
+            raise RuntimeError(
+                'a transform of torch.func (grad, vmap, jvp, …) does not reach the threads of a '
+                'GPipe, nor its recomputations: the result would be wrong. Transform the '
+                'sequential module that was wrapped; or put all partitions on one device, with '
+                "checkpoint='never'")
+        if self.grad and self.dispatch_modes and allows_mutation():
+            raise RuntimeError(
+                'a GPipe can not be called in torch.autograd.graph.'
+                'allow_mutation_on_saved_tensors(): that one knows a saved tensor by the address '
+                'where it begins, so it misses micro-batches, which are parts of a tensor, and '
+                'takes one for another that had the address before; gradients would be wrong. '
+                'Change a copy, as y = y.mul(2) for y.mul_(2); it takes no more memory than the '
+                'copy made there')
 
     def repair(self) -> None:
         """Put the calling thread back into this state.

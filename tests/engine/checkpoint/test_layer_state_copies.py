@@ -13,9 +13,7 @@ from tests.devices import cpu_only, one_worker
 from tests.engine.checkpoint.layers import ODD, Layer, compare_modes, doubles, skip_unless_movable
 from torchgpipe import GPipe
 from torchgpipe.balance.live import LiveTensors
-from torchgpipe.engine.checkpoint import layer_state
-from torchgpipe.engine.checkpoint import layers as layers_module
-from torchgpipe.engine.checkpoint import snapshot
+from torchgpipe.engine.checkpoint import layer_state, snapshot
 from torchgpipe.engine.checkpoint.snapshot import copy_of
 from torchgpipe.private import data_address
 
@@ -84,15 +82,15 @@ def test_what_a_kernel_only_reads_is_not_copied_for_each_cell():
     gpipe(x).sum().backward()
     gpipe(x).sum().backward()
     layers = []
-    real = layers_module.Layers.__init__
+    real = layer_state.Layers.__init__
 
     def note(self, *args):
         real(self, *args)
         layers.append(self)
 
     copies = []
-    with mock.patch.object(layers_module.Layers, '__init__', note), \
-            mock.patch.object(layers_module, 'copy_of', lambda x, *args: (
+    with mock.patch.object(layer_state.Layers, '__init__', note), \
+            mock.patch.object(layer_state, 'copy_of', lambda x, *args: (
                 copies.append(x), copy_of(x, *args))[1]):
         gpipe(x).sum().backward()
     assert len(layers) == 1 and len(copies) == 1

@@ -5,9 +5,9 @@ The cell runs once, in grad mode, so its autograd graph is the one that the unwr
 would have, only hollow: each tensor that a node would save is replaced by its number, through
 saved-tensor hooks, and freed. In backward the cell runs once more, to make these tensors again::
 
-    forward     x ──▶ [ layers, hollow ] ──▶ y ──Checkpoint──▶ (Wait) ──▶ Join ──▶ y'
+    forward     x ──▶ [ layers, hollow ] ──▶ y ──Checkpoint──▶ (Wait) ──▶ Tie ──▶ y'
                                                                 Recompute ──┘
-    backward    1. Join runs as soon as the gradient is on its way.
+    backward    1. Tie runs as soon as the gradient is on its way.
                 2. Recompute runs the cell again; the tensors it saves fill the hollow graph.
                 3. Wait lets the compute stream wait for the gradient: only after the recomputation
                    has been queued, so the two overlap.

@@ -43,12 +43,14 @@ class Draws:
     Args:
         device: Where it runs.
         recorder: Records its first pass; ``None`` if its layers were seen not to draw.
-        monitor: Tells after the first pass whether anyone drew. By default one that looks at the
-            end of this cell.
+        monitor: Tells after a first pass that is not recorded whether anyone drew.
     """
 
     __slots__ = ('_after', '_before', '_device', '_draws', '_mode', '_moved', '_random',
                  '_recorder', '_monitor')
+
+    #: Whether there may be something to repeat.
+    drawn = True
 
     def __init__(self, device: torch.device, recorder: Recorder | None,
                  monitor: DrawMonitor | None = None) -> None:
@@ -67,28 +69,19 @@ class Draws:
         recorder, self._recorder = self._recorder, None
         self._mode = recorder
         self._before = rng_state(self._device)
-        if recorder is not None:
-            output = recorder.run(function)
-            self._draws, self._random = recorder.draws, recorder.random
-        elif self._monitor is not None:
+        if recorder is None:
             output = function()
         else:
-            self._monitor = DrawMonitor()
-            output = function()
-            self._monitor.anyone_drew()
+            output = recorder.run(function)
+            self._draws, self._random = recorder.draws, recorder.random
         self._mode = None
         self._after = rng_state(self._device)
         return output
 
-    @property
-    def may_have_drawn(self) -> bool:
-        """Whether someone drew in a first pass that was not recorded."""
-        return self._monitor is not None and self._monitor.drawn
-
     def replay(self, function: Callable[[], T]) -> T:
         """Run the cell again, on the numbers that it drew."""
         self._mode = None
-        if self._draws or self.may_have_drawn:
+        if self._draws or (self._monitor is not None and self._monitor.drawn):
             self._mode = Replayer(self._draws, self._random)
             function = partial(self._mode.run, function)
         before, after = self._before, self._after

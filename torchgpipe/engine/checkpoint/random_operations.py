@@ -269,12 +269,21 @@ def disturbed() -> RuntimeError:
 class DrawMonitor:
     """Whether someone drew from the CPU's generator while cells ran that were not recorded.
 
-    It may have been these, which had not been seen to draw before, or another thread.
+    It may have been these, which had not been seen to draw before, or another thread. To the cells
+    it is their :class:`~torchgpipe.engine.checkpoint.draws.Draws`, if they record none.
     """
 
     def __init__(self) -> None:
         self.drawn = False
         self._before = state_of()
+
+    def first_pass(self, function: Callable[[], T]) -> T:
+        """Run a cell for the first time."""
+        return function()
+
+    def replay(self, function: Callable[[], T]) -> T:
+        """Run a cell again beside which someone drew, and see that it does not."""
+        return Replayer({}, set()).run(function)
 
     def anyone_drew(self) -> bool:
         """Look whether the generator is where it was, and remember."""

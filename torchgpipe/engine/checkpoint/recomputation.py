@@ -35,13 +35,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.context import context
 from torchgpipe.engine.batch import find_grad
-from torchgpipe.engine.checkpoint.compiled import Saved
 from torchgpipe.engine.checkpoint.draws import Draws
 from torchgpipe.engine.checkpoint.layer_state import CellState
-from torchgpipe.engine.checkpoint.recomputed import RecomputedTensors
+from torchgpipe.engine.checkpoint.random_operations import DrawMonitor
+from torchgpipe.engine.checkpoint.recomputed import RecomputedTensors, Saved
+from torchgpipe.engine.checkpoint.restore import run_on
 from torchgpipe.engine.checkpoint.results import Results
 from torchgpipe.engine.checkpoint.samples import PendingComparison, compare, keep
-from torchgpipe.engine.dependency import get_phony, join
+from torchgpipe.engine.dependency import get_phony, tie
 from torchgpipe.engine.memory import check_nested, versions
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.stream import (AbstractStream, current_stream, get_device, record_stream,
@@ -68,8 +69,8 @@ class Recomputation:
     Args:
         function: What is called, with a list of tensors; it gives another one.
         state: The state of the calling thread.
-        draws: The random numbers that it draws.
-        layers: What it is made of, if that changes.
+        draws: The random numbers that it draws, or what tells whether it draws any.
+        layers: What it is made of, as it finds that.
         device: Where it runs.
         blame: Says who changed the input in place.
         pending: Where to put outputs that can't be compared yet.
@@ -78,12 +79,12 @@ class Recomputation:
     """
 
     __slots__ = ('_ahead', '_blame', '_changed', '_compiled', '_draws', '_fills', '_function',
-                 '_input', '_pending', '_layers', '_num_threads', '_offload', '_open',
+                 '_input', '_pending', '_num_threads', '_offload', '_open',
                  '_packer', '_phony', '_results', '_samples', '_saved', '_spread', '_state',
-                 '_stream', '__weakref__')
+                 '_stream', 'layers', '__weakref__')
 
-    def __init__(self, function: Call, state: ThreadState, draws: Draws,
-                 layers: CellState | None, device: torch.device,
+    def __init__(self, function: Call, state: ThreadState,
+                 draws: Draws | DrawMonitor, layers: CellState | None, device: torch.device,
                  blame: Callable[[Any], str] | None = None,
                  pending: deque[PendingComparison] | None = None,
                  results: Results | None = None, offload: Offload | None = None) -> None:
@@ -94,7 +95,7 @@ class Recomputation:
         self._pending: deque[PendingComparison] = deque() if pending is None else pending
         self._state = state
         self._draws = draws
-        self._layers = layers
+        self.layers = layers
         self._stream = current_stream(device)
         self._input: tuple[Tensor, ...] = ()
         #: Puts inputs where they stood, of which one may be several.
@@ -156,25 +157,28 @@ class Recomputation:
             for k, y in zip(where, marked):
                 output[k] = y
 
-    def join(self, output: list[Tensor]) -> None:
-        """Hang ``Recompute`` on the output, or on what a ``Wait`` has made of it, in place.
+    def phony(self, device: torch.device) -> Tensor:
+        """Return what ties an output, or what a ``Wait`` has made of it, to ``Recompute``.
 
-        It takes the input, checks its version and frees it. An input that the first pass changed
+        That takes the input, checks its version and frees it. An input that the first pass changed
         stays here: the recomputation has to raise, and says more than the check of versions would.
         """
-        k = find_grad(output)
-        if k is None:
-            return
-        phony = get_phony(output[k].device, requires_grad=True)
         kept = () if self._changed else self._input
-        phony = Recompute.apply(phony, weakref.ref(self), kept)  # type: ignore[no-untyped-call]
+        phony: Tensor = Recompute.apply(  # type: ignore[no-untyped-call]
+            get_phony(device, requires_grad=True), weakref.ref(self), kept)
         self._phony = phony  # It keeps the node alive, which `phony.grad_fn` need not.
         if self._state.hooks is not None:  # [Note: Stream of packed inputs]
             self._packer = current_stream(get_device(self._stream))
             wait_stream(self._stream, self._packer)
         if kept:
             self._input = ()
-        output[k] = join(output[k], phony)
+        return phony
+
+    def join(self, output: list[Tensor]) -> None:
+        """Hang ``Recompute`` on an output, in place."""
+        k = find_grad(output)
+        if k is not None:
+            output[k], _ = tie(output[k], self.phony(output[k].device))
 
     @uncompiled
     def _number(self, tensor: Tensor) -> int:
@@ -200,7 +204,9 @@ class Recomputation:
                 add_note(error, AGAIN)
             raise
         leaves = tuple([x.detach().requires_grad_(x.requires_grad) for x in input])
-        fill = RecomputedTensors(self._saved, self._compiled, self._state.hooks_of_recomputation())
+        fill = RecomputedTensors(
+            self._saved, self._compiled,
+            None if self._state.hooks is None else self._state.hooks_of_recomputation())
         try:
             # Autograd may call this on another stream than the one whose nodes take the tensors.
             with use_stream(self._stream):
@@ -208,14 +214,19 @@ class Recomputation:
                 fill.close()
                 self._pending.extend(compare(output, self._samples))
         except Exception:
-            if self._layers is not None:
-                self._layers.watch_again()
+            if self.layers is not None:  # so that more was to be seen than was seen
+                self.layers.layers.observed.watch_again()
             raise
+        self._own(fill)
+        return fill
+
+    def _own(self, fill: RecomputedTensors) -> None:
+        """Let the present backward pass have these, and drop at its end what no node asked for."""
         number = backward_pass()
         self._fills[number] = fill
         if number != -1:
-            at_end_of_backward(partial(self._drop, number))
-        return fill
+            drop: Callable[..., Any] = self._fills.pop
+            at_end_of_backward(partial(drop, number, None))
 
     def prefetch(self) -> None:
         """Do so before the backward pass that will need it, in the thread that will run that."""
@@ -227,10 +238,8 @@ class Recomputation:
         fill, self._ahead = self._ahead, None
         if fill is None:
             self.fill()
-            return
-        number = backward_pass()
-        self._fills[number] = fill
-        at_end_of_backward(partial(self._drop, number))
+        else:
+            self._own(fill)
 
     def _take_input(self) -> tuple[Tensor, ...]:
         """Return the input, as it was kept or as the user's hooks unpack it."""
@@ -278,14 +287,11 @@ class Recomputation:
         function: Callable[[], list[Tensor]] = partial(self._function, self._spread(leaves))
         if self._results is not None:
             function = partial(self._results.replay, function)
-        function = partial(self._draws.replay, function)
-        if self._layers is not None:
-            function = partial(self._layers.run, function)
+        if self._draws.drawn:
+            function = partial(self._draws.replay, function)
+        if self.layers is not None:
+            function = partial(run_on, self.layers, function)
         return self._state.rerun(function, self._num_threads)
-
-    def _drop(self, number: int) -> None:
-        """Free what no node of a backward pass asked for."""
-        self._fills.pop(number, None)
 
     def is_filled(self) -> bool:
         """Return whether the present backward pass has its tensors."""
@@ -293,7 +299,7 @@ class Recomputation:
 
     def forget(self) -> None:
         """Let go of what was needed to run again: [Note: Who owns a recomputation]."""
-        del self._function, self._draws, self._layers, self._state, self._blame, self._results
+        del self._function, self._draws, self.layers, self._state, self._blame, self._results
 
     def _is_forgotten(self) -> bool:
         return not hasattr(self, '_function')

@@ -6,19 +6,39 @@ Each backward pass has a fill of its own, since several threads may go through a
 retained. A node of PyTorch's own unpacks a tensor exactly once. A `torch.autograd.Function`
 unpacks all its tensors whenever its author says `ctx.saved_tensors`, so these stay until another
 node's turn. What no node asked for is dropped at the end of the pass.
+
+[Note: Saved by compiled code]
+``torch.compile`` keeps several codes for a layer and chooses by the input, the newest ones first.
+So where a recomputation runs, there may be a code that was not there in the first pass, as for
+another size of micro-batches. What a code saves, and in which order, is up to the compiler; and it
+is the code of the first pass whose backward will take it. Only the values tell.
 """
 import weakref
 from collections.abc import Callable
 from sys import _getframe
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchgpipe.engine.checkpoint.compiled import Saved, check_code
+from torchgpipe.engine.checkpoint.samples import agree, elements_of
 from torchgpipe.errors import nested, other_path
 from torchgpipe.private import APPLY, Hooks, PythonNode, compiled_code, current_node, uncompiled
 
-__all__ = ['RecomputedTensors']
+__all__ = ['RecomputedTensors', 'Saved']
+
+
+class Saved(NamedTuple):
+    """What compiled code has saved in a first pass: which code, and some elements."""
+
+    code: object
+    elements: Tensor | None
+
+    @staticmethod
+    def of(code: object, tensor: Tensor) -> 'Saved':
+        """Take note of a tensor."""
+        elements = elements_of(tensor, every=True)
+        # On its device, since it will hardly ever be looked at.
+        return Saved(code, None if elements is None else elements.clone())
 
 
 class RecomputedTensors:
@@ -54,7 +74,7 @@ class RecomputedTensors:
         frame = _getframe(1)
         code = compiled_code(frame) if APPLY is None or frame.f_code is APPLY else None
         if code is not None or k in self._compiled:
-            check_code(k, self._compiled.get(k), code, tensor)
+            _check_code(k, self._compiled.get(k), code, tensor)
         # Detached, lest the recomputation's own graph, of no use, live as long as its tensors.
         alias = tensor.detach()
         hooks = self._hooks
@@ -97,3 +117,19 @@ class RecomputedTensors:
 
 def _gone() -> None:
     """Answer as a dead weak reference does."""
+
+
+def _check_code(k: int, first: Saved | None, code: object | None, tensor: Tensor) -> None:
+    """Compare saved tensor ``k`` with that of the first pass: [Note: Saved by compiled code].
+
+    Raises:
+        RuntimeError: Another code has saved something else.
+    """
+    if code is (None if first is None else first.code):
+        return
+    now = elements_of(tensor, every=True)
+    if first is None or first.elements is None or now is None or not agree(now, first.elements):
+        raise other_path(
+            f'saved tensor {k} is another one, saved by other compiled code, which torch.compile '
+            'has made since, or has chosen for another reason. Call the model again, with all its '
+            'code compiled by now')

@@ -26,7 +26,8 @@ from torchgpipe.engine.checkpoint.draws import Draws, Position
 from torchgpipe.engine.checkpoint.snapshot import Memories, copy_of
 from torchgpipe.engine.dependency import get_phony
 from torchgpipe.engine.memory import check_nested, share_memory, versions
-from torchgpipe.errors import add_note, other_path, uninterrupted
+from torchgpipe.engine.substitute import entry, substituted
+from torchgpipe.errors import add_note, other_path
 from torchgpipe.private import innermost_hooks, name_of_call, unseen, untraced
 from torchgpipe.structure import PLAIN, Kind, flatten, leaves_of
 
@@ -38,8 +39,6 @@ TModule = TypeVar('TModule', bound=nn.Module)
 
 #: The attribute of a module that is kept out of recomputation.
 MARK = 'torchgpipe_no_recompute'
-
-_MISSING = object()
 
 
 def no_recompute(module: TModule) -> TModule:
@@ -133,15 +132,10 @@ class Results:
 
         That one is no part of a compiled layer around it; a compiled layer itself stays compiled.
         """
-        before: list[tuple[dict[str, Any], str, Any]] = []
-        try:
-            for module in self._marked:
-                name, own = name_of_call(module), module.__dict__
-                before.append((own, name, own.get(name, _MISSING)))
-                own[name] = untraced(partial(call, module, getattr(module, name)))
+        names = [(module, name_of_call(module)) for module in self._marked]
+        with substituted([entry(module.__dict__, name, untraced(
+                partial(call, module, getattr(module, name)))) for module, name in names]):
             return function()
-        finally:
-            uninterrupted(partial(_put_back, before))
 
     def _keep(self, hooks: saved_tensors_hooks, module: nn.Module, forward: Callable[..., Any],
               *args: Any, **kwargs: Any) -> Any:
@@ -230,11 +224,3 @@ def _without(hooks: saved_tensors_hooks, function: Callable[[], T]) -> T:
         return function()
     finally:
         hooks.__enter__()
-
-
-def _put_back(before: list[tuple[dict[str, Any], str, Any]]) -> None:
-    for own, name, value in before:
-        if value is _MISSING:
-            own.pop(name, None)
-        else:
-            own[name] = value

@@ -1,0 +1,72 @@
+"""Substitutes: modules have other tensors or attributes for a while, and afterwards their own.
+
+::
+
+    with substituted(swaps):      put  ──▶ a copy, a leaf, a kept value, another forward
+        …                                  whoever looks at the module sees that
+                                  back ──▶ what was there, also after an error or Ctrl-C
+
+All who look at a module meanwhile see that. So it is done under the locks of all layers that have
+it: ``lock_alone`` of :mod:`torchgpipe.engine.partition`.
+"""
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import setitem
+from typing import Any, NamedTuple
+
+__all__ = ['Swap', 'entry', 'substituted']
+
+_MISSING = object()
+
+
+class Swap(NamedTuple):
+    """How to put a substitute into a place, and how to put back what was there."""
+
+    put: Callable[[], object]
+    back: Callable[[], object]
+
+
+def entry(holder: Any, name: str, value: Any) -> Swap:
+    """Return how an entry of a dictionary gets another value."""
+    own = holder[name] if name in holder else _MISSING
+    back = partial(holder.pop, name, None) if own is _MISSING else partial(
+        setitem, holder, name, own)
+    return Swap(partial(setitem, holder, name, value), back)
+
+
+class substituted:
+    """A context in which substitutes are in their places."""
+
+    # One of `contextlib` sets the traceback of an error, and so fails where it can not be set.
+    __slots__ = ('_swaps',)
+
+    def __init__(self, swaps: Sequence[Swap]) -> None:
+        self._swaps = swaps
+
+    def __enter__(self) -> None:
+        try:
+            _call_all([put for put, _ in self._swaps])
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        _uninterrupted(partial(_call_all, [back for _, back in self._swaps]))
+
+
+def _call_all(functions: Iterable[Callable[[], object]]) -> None:
+    for function in functions:
+        function()
+
+
+def _uninterrupted(function: Callable[[], None]) -> None:
+    """Call what has to be done to its end, and may be done again; Ctrl-C waits for that."""
+    interrupt = None
+    while True:
+        try:
+            function()
+            break
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
