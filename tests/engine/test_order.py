@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from tests.devices import DEVICES, cpu_only, workers
-from torchgpipe import GPipe
+from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.stepping import Step
 from torchgpipe.schedule import Schedule, make
 
@@ -233,6 +233,18 @@ def test_in_v082_a_layer_in_several_partitions_changed_in_another_order(
 
 
 @cpu_only('about the order, which devices do not change')
+@pytest.mark.parametrize('schedule', ['interleaved', 'looped-bfs'])
+def test_a_layer_in_one_partition_may_change_where_others_take_turns_with_it(schedule):
+    """Its partition goes through micro-batches in order, and backward does not call it."""
+    count = Count('buffer')
+    gpipe = GPipe(nn.Sequential(nn.Linear(3, 3), count, nn.Linear(3, 3), nn.Linear(3, 3)),
+                  [1] * 4, devices=['cpu:0', 'cpu:1'] * 2, chunks=4, checkpoint='never')
+    x = torch.randn(4, 3)
+    gpipe.step(x, x, squares, schedule=schedule)
+    assert count.calls == 5
+
+
+@cpu_only('about the order, which devices do not change')
 @pytest.mark.parametrize('changes', ['buffer', 'nothing'])
 def test_micro_batches_in_another_order(changes):
     text = make('gpipe', 2, 2).to_csv()
@@ -270,3 +282,23 @@ def test_whose_forwards_run_one_micro_batch_after_the_other(why, monkeypatch):
     with saved_tensors_hooks(lambda x: x, lambda x: x) if why == 'hooks' else torch.enable_grad():
         gpipe.step(x, x, squares)
     assert met == [why == 'nothing']
+
+
+@cpu_only('about the order, which devices do not change')
+def test_on_one_worker_forwards_run_in_the_order_of_the_model():
+    """Also those of which it is known that nobody draws."""
+    log = []
+
+    class Log(nn.Linear):
+        def forward(self, x):
+            if not is_recomputing():
+                log.append(layers.index(self))
+            return super().forward(x)
+
+    layers = [Log(3, 3), Log(3, 3)]
+    gpipe = GPipe(nn.Sequential(*layers), [1, 1], devices=['cpu', 'cpu'], chunks=3,
+                  checkpoint='always')
+    x = torch.randn(6, 3)
+    for _ in range(2):
+        gpipe.step(x, x, squares, schedule='gpipe')
+    assert log == [0, 1] * 6
