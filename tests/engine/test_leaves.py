@@ -1,12 +1,14 @@
 """Leaves in place of parameters: hooks see whole gradients, and layers their own parameters."""
 import copy
 
+import pytest
 import torch
 from torch import nn
 
-from tests.devices import devices
+from tests.devices import cpu_only, devices
 from tests.engine.steps import loss_of, train
 from torchgpipe import GPipe
+from torchgpipe.engine import leaves
 
 
 @devices
@@ -59,3 +61,45 @@ def test_hooks_of_layers(devices):
     for net in (model, gpipe):
         net[1].register_full_backward_hook(lambda layer, input, output: (input[0] * 2,))
     train(model, gpipe, 8)
+
+
+@cpu_only('an interrupt comes to the host')
+def test_an_interrupt_waits_until_layers_have_their_parameters_again(monkeypatch):
+    interrupts, put_back = [KeyboardInterrupt], leaves._put_back
+
+    def interrupt(places):
+        if interrupts:
+            raise interrupts.pop()
+        put_back(places)
+
+    monkeypatch.setattr(leaves, '_put_back', interrupt)
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4)), [1], devices=['cpu'])
+    weight, x = gpipe[0].weight, torch.rand(4, 4)
+    with pytest.raises(KeyboardInterrupt):
+        gpipe.step(x, x, loss_of)
+    assert gpipe[0].weight is weight and weight.grad is None
+
+
+@devices
+def test_a_parameter_that_a_layer_gives_up_does_not_come_back(devices):
+    class GiveUp(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            del self.bias
+            return y
+
+    gpipe = GPipe(nn.Sequential(GiveUp(4, 4)), [1], devices=devices(1), chunks=1,
+                  checkpoint='never')
+    x = torch.rand(4, 4, device=devices.first)
+    gpipe.step(x, x, loss_of)
+    assert [*dict(gpipe[0].named_parameters())] == ['weight']
+
+
+def test_where_the_gradient_of_a_sparse_tensor_enters_its_graph():
+    """Also if that is itself a leaf."""
+    x = torch.eye(2, requires_grad=True)
+    leaf = torch.eye(2).to_sparse().requires_grad_()
+    for y in ((x * 2).to_sparse(), leaf):
+        torch.autograd.backward([leaves.edge_of(y)], [torch.eye(2).to_sparse()])
+    assert torch.equal(x.grad, 2 * torch.eye(2))
+    assert torch.equal(leaf.grad.to_dense(), torch.eye(2))

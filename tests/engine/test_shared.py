@@ -478,3 +478,20 @@ def test_a_parameter_may_be_changed_when_the_pass_has_ended(devices, mode):
             weight.mul_(0.5)
         assert_same([output], [(x @ reference).tanh() @ reference])
         reference.mul_(0.5)
+
+
+@cpu_only('an interrupt comes to the host')
+def test_an_interrupt_waits_until_the_copy_is_taken_away(monkeypatch):
+    in_two_memories(monkeypatch)
+    gpipe = pipe(two(), ['cpu:0', 'cpu:1'])
+    weight, interrupts, put = gpipe[0].weight, [KeyboardInterrupt], shared._put
+
+    def interrupt(tensors):
+        if interrupts and tensors[0][1] is weight:
+            raise interrupts.pop()
+        put(tensors)
+
+    monkeypatch.setattr(shared, '_put', interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        gpipe(rows())
+    assert not interrupts and gpipe[2].weight is weight
