@@ -157,13 +157,14 @@ def test_a_recomputation_goes_with_its_backward(devices, monkeypatch):
 
 
 def test_what_was_put_off_goes_as_soon_as_it_is_done():
+    """Nor does a graph of it keep it."""
     alive, seen = weakref.WeakSet(), []
 
     def put_off():
         token = Token()
         alive.add(token)
-        return lambda token=token: seen.append(len(alive))
+        return lambda token=token: seen.append((len(alive), torch.is_grad_enabled()))
 
     step = SimpleNamespace(_work={(0, 0): [put_off() for _ in range(3)]})
     Step._finish(step, 0, 0)
-    assert seen == [3, 2, 1] and not step._work
+    assert seen == [(3, False), (2, False), (1, False)] and not step._work
