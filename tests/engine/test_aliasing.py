@@ -6,11 +6,12 @@ import torch
 from torch import nn
 
 from tests.devices import cpu_only, cpus
-from tests.engine.steps import loss_of
+from tests.engine.steps import Pop, loss_of
 from tests.helpers import Layer, assert_same, gradients, memory_of
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.engine.aliasing import Aliasing
 from torchgpipe.engine.batch import Batch
+from torchgpipe.skip import skippable, stash
 
 A, B = (None, 'a'), (None, 'b')
 
@@ -180,3 +181,27 @@ def test_a_single_micro_batch_may_change_what_others_would_share(devices, how):
     else:
         loss_of(model(x, NoChunk(shared)), target).backward()
     assert_same(gradients(layers), expected)
+
+
+@cpus
+@cpu_only('versions are the same anywhere')
+@pytest.mark.parametrize('how', ['call', 'step'])
+def test_a_skip_may_not_be_changed_by_a_layer_that_has_it_otherwise(devices, how):
+    kept = []
+
+    @skippable(stash=['skip'])
+    class Stash(nn.Linear):
+        def forward(self, x):
+            kept.append(super().forward(x))
+            yield stash('skip', kept[-1])
+            return kept[-1] * 2
+
+    def change(linear, x):
+        kept[-1].detach().add_(1)
+        return linear(x)
+
+    model = GPipe(nn.Sequential(Stash(4, 4), Layer(change), Pop()), [1, 1, 1],
+                  devices=devices(3), chunks=1, checkpoint='never')
+    x = torch.randn(4, 4)
+    with pytest.raises(RuntimeError, match="the skip tensor 'skip' was changed in place"):
+        model(x) if how == 'call' else model.step(x, x, loss_of)
