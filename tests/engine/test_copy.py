@@ -46,9 +46,10 @@ def test_several_tensors_share_a_node():
     assert a.grad_fn is b.grad_fn and isinstance(a.grad_fn, Wait._backward_cls)
 
 
-def test_a_tensor_without_gradient_gets_none():
+@pytest.mark.parametrize('function', [Copy, Wait])
+def test_a_tensor_without_gradient_gets_none(function):
     a, b = torch.rand(1, requires_grad=True), torch.rand(1, requires_grad=True)
-    c, d = Copy.apply(CPUStream, CPUStream, a, b)
+    c, d = function.apply(CPUStream, CPUStream, a, b)
     c.backward()
     assert a.grad is not None and b.grad is None
 

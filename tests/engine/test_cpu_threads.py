@@ -68,6 +68,20 @@ def test_no_more_workers_divide_them_than_there_are_micro_batches(chunks, share)
 
 
 @here
+def test_cells_that_take_turns_have_all_of_them_where_the_first_micro_batch_tells():
+    seen = []
+
+    def draw(x):
+        seen.append(torch.get_num_threads())
+        torch.rand(1)
+
+    gpipe = GPipe(nn.Sequential(Spy(draw), Spy(draw), Spy(draw)), [1] * 3, devices=CPUS, chunks=3)
+    torch.set_num_threads(6)
+    call(gpipe)
+    assert seen == [2] * 3 + [6] * 6
+
+
+@here
 @pytest.mark.parametrize('devices', [['cpu'], ['cpu', 'cpu:0']])
 def test_one_worker_has_all(devices):
     gpipe, seen = spying(devices)

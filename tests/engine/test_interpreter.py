@@ -247,3 +247,13 @@ def test_keyboard_interrupt_of_the_caller(devices, ctrl_c, monkeypatch):
         gc.enable()
     assert len(calls) == 2 and ended == [True] and gpipe[0].weight.grad is None
     gpipe.step(y, target, loss_of)
+
+
+def test_the_first_failure_of_the_schedule_counts_whichever_was_first_in_time():
+    shared, errors = _Shared({}, []), [ValueError(), KeyError(), KeyboardInterrupt()]
+    shared.fail(5, errors[0])
+    assert [shared.stops(number) for number in (4, 5, 6)] == [False, False, True]
+    shared.fail(3, errors[1])
+    assert shared.first_failure() == (3, errors[1])
+    shared.fail(7, errors[2])  # It stops all.
+    assert shared.first_failure()[1] is errors[2] and shared.stops(0)

@@ -7,6 +7,7 @@ from torch import nn
 from tests.devices import devices
 from tests.engine.steps import loss_of, train
 from torchgpipe import GPipe
+from torchgpipe.engine import leaves
 
 
 @devices
@@ -59,3 +60,28 @@ def test_hooks_of_layers(devices):
     for net in (model, gpipe):
         net[1].register_full_backward_hook(lambda layer, input, output: (input[0] * 2,))
     train(model, gpipe, 8)
+
+
+@devices
+def test_a_parameter_that_a_layer_gives_up_does_not_come_back(devices):
+    class GiveUp(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            del self.bias
+            return y
+
+    gpipe = GPipe(nn.Sequential(GiveUp(4, 4)), [1], devices=devices(1), chunks=1,
+                  checkpoint='never')
+    x = torch.rand(4, 4, device=devices.first)
+    gpipe.step(x, x, loss_of)
+    assert [*dict(gpipe[0].named_parameters())] == ['weight']
+
+
+def test_where_the_gradient_of_a_sparse_tensor_enters_its_graph():
+    """Also if that is itself a leaf."""
+    x = torch.eye(2, requires_grad=True)
+    leaf = torch.eye(2).to_sparse().requires_grad_()
+    for y in ((x * 2).to_sparse(), leaf):
+        torch.autograd.backward([leaves.edge_of(y)], [torch.eye(2).to_sparse()])
+    assert torch.equal(x.grad, 2 * torch.eye(2))
+    assert torch.equal(leaf.grad.to_dense(), torch.eye(2))

@@ -5,10 +5,12 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from tests.devices import DEVICES, cpu_only, workers
-from torchgpipe import GPipe
+from torchgpipe import GPipe, is_recomputing
+from torchgpipe.engine.stepping import Step
 from torchgpipe.schedule import Schedule, make
 
 
@@ -89,6 +91,18 @@ def test_in_v082_a_layer_that_moves_the_generator_in_backward_disturbed_others(d
         meeting.patience = patience
         gpipe.step(x, x.to(gpipe.devices[-1]), squares, schedule='1f1b')
     assert meeting.is_met is not draws  # Else they go on beside each other.
+
+
+@workers
+def test_a_forward_that_draws_nothing_runs_beside_a_backward_where_others_draw(devices):
+    meeting = Meeting()
+    layers = nn.Sequential(Draw(False, meeting), nn.Dropout(0.1), GoBack(meeting))
+    gpipe = GPipe(layers, [1, 2], devices=devices.distinct(2), chunks=4, checkpoint='never')
+    x = torch.rand(4, 2, device=devices.first)
+    for patience in (0, 3):  # In the first step it is not known who draws.
+        meeting.patience = patience
+        gpipe.step(x, x.to(gpipe.devices[-1]), squares, schedule='1f1b')
+    assert meeting.is_met
 
 
 class Noise(torch.autograd.Function):
@@ -219,6 +233,18 @@ def test_in_v082_a_layer_in_several_partitions_changed_in_another_order(
 
 
 @cpu_only('about the order, which devices do not change')
+@pytest.mark.parametrize('schedule', ['interleaved', 'looped-bfs'])
+def test_a_layer_in_one_partition_may_change_where_others_take_turns_with_it(schedule):
+    """Its partition goes through micro-batches in order, and backward does not call it."""
+    count = Count('buffer')
+    gpipe = GPipe(nn.Sequential(nn.Linear(3, 3), count, nn.Linear(3, 3), nn.Linear(3, 3)),
+                  [1] * 4, devices=['cpu:0', 'cpu:1'] * 2, chunks=4, checkpoint='never')
+    x = torch.randn(4, 3)
+    gpipe.step(x, x, squares, schedule=schedule)
+    assert count.calls == 5
+
+
+@cpu_only('about the order, which devices do not change')
 @pytest.mark.parametrize('changes', ['buffer', 'nothing'])
 def test_micro_batches_in_another_order(changes):
     text = make('gpipe', 2, 2).to_csv()
@@ -232,3 +258,47 @@ def test_micro_batches_in_another_order(changes):
         return
     with pytest.raises(RuntimeError, match='another order'):
         gpipe.step(x, x, F.mse_loss, schedule=Schedule.parse(text))
+
+
+@cpu_only('about the order, which devices do not change')
+@pytest.mark.parametrize('why', ['hooks', 'a shared layer', 'draws', 'nothing'])
+def test_whose_forwards_run_one_micro_batch_after_the_other(why, monkeypatch):
+    met, ended, run_cell = [], threading.Event(), Step._run_cell
+
+    def run(step, i, j):
+        if (i, j) == (0, 1):
+            met.append(ended.wait(3 if why == 'nothing' else .2))
+        run_cell(step, i, j)
+        if (i, j) == (1, 0):
+            ended.set()
+
+    layers = {'a shared layer': [Count('nothing')] * 2,
+              'draws': [nn.Dropout(0.1), nn.Dropout(0.1)]}.get(why, [nn.Tanh(), nn.Tanh()])
+    gpipe = GPipe(nn.Sequential(layers[0], nn.Linear(3, 3), layers[1]), [2, 1],
+                  devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint='never')
+    x = torch.randn(4, 3)
+    gpipe.step(x, x, squares)  # In the first step it is not known who draws.
+    monkeypatch.setattr(Step, '_run_cell', run)
+    with saved_tensors_hooks(lambda x: x, lambda x: x) if why == 'hooks' else torch.enable_grad():
+        gpipe.step(x, x, squares)
+    assert met == [why == 'nothing']
+
+
+@cpu_only('about the order, which devices do not change')
+def test_on_one_worker_forwards_run_in_the_order_of_the_model():
+    """Also those of which it is known that nobody draws."""
+    log = []
+
+    class Log(nn.Linear):
+        def forward(self, x):
+            if not is_recomputing():
+                log.append(layers.index(self))
+            return super().forward(x)
+
+    layers = [Log(3, 3), Log(3, 3)]
+    gpipe = GPipe(nn.Sequential(*layers), [1, 1], devices=['cpu', 'cpu'], chunks=3,
+                  checkpoint='always')
+    x = torch.randn(6, 3)
+    for _ in range(2):
+        gpipe.step(x, x, squares, schedule='gpipe')
+    assert log == [0, 1] * 6

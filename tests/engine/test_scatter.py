@@ -159,3 +159,21 @@ def test_a_mean_of_means():
                                          "padding, is not the mean of these means: give the sum "
                                          r"and the count, with gather='sum'.*normalizer="):
         gather([Batch(torch.zeros(()))] * 2, [2, 1])
+
+
+def test_a_tensor_in_two_places_is_cut_once_and_put_together_once():
+    x = torch.arange(4)
+    batches = scatter((x, x), 2)
+    assert [len(batch) for batch in batches] == [1, 1]
+    a, b = gather(batches)
+    assert a is b and torch.equal(a, x)
+    y, z = torch.ones(1), torch.zeros(1)
+    a, b = gather([Batch((y, y)), Batch((z, z))])
+    assert a is b
+
+
+def test_what_all_micro_batches_share_comes_out_as_it_is():
+    shared = torch.ones(5)
+    found = gather([Batch((torch.ones(2), shared)), Batch((torch.ones(1), shared))], [2, 1],
+                   shared=[shared])
+    assert len(found[0]) == 3 and found[1] is shared

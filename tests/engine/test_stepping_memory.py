@@ -1,6 +1,7 @@
 """What is alive in a step and after it."""
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from torch import nn
 
 from tests.devices import cpu_only, devices
 from tests.engine.steps import layers, loss_of
-from tests.helpers import on_first
+from tests.helpers import memory_of, on_first
 from torchgpipe import GPipe
+from torchgpipe.engine import cell
+from torchgpipe.engine.stepping import Step
 
 
 def saved(x, alive, most):
@@ -72,3 +75,96 @@ def test_nothing_is_left_behind():
         assert not seen
     finally:
         gc.enable()
+
+
+class Look(torch.autograd.Function):
+    """Call a function in backward."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        """Multiply, which needs nothing in backward."""
+        ctx.function = function
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Do so."""
+        ctx.function()
+        return grad * 2, None
+
+
+@devices
+def test_what_a_cell_was_given_goes_with_its_backward(devices):
+    given, alive = [], []
+
+    class Seen(nn.Module):
+        def forward(self, x):
+            given.append(memory_of(x))
+            return Look.apply(x, lambda: alive.append(sum(not x.expired() for x in given)))
+
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Seen(), nn.Linear(4, 4)), [1, 1, 1],
+                  devices=devices(3), chunks=4, checkpoint='never')
+    x = on_first(gpipe, torch.randn(8, 4))
+    gpipe.step(x, x.to(gpipe.devices[-1]), loss_of, schedule='gpipe')
+    assert alive == [4, 3, 2, 1]
+
+
+@devices
+def test_gradients_of_micro_batches_go_as_that_of_the_input_comes(devices):
+    given, alive = [], []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            grad = grad * 2
+            given.append(memory_of(grad))
+            return grad
+
+    class Seen(nn.Linear):
+        def forward(self, x):
+            return super().forward(Twice.apply(x))
+
+    gpipe = GPipe(nn.Sequential(Seen(4, 4)), [1], devices=devices(1), chunks=4)
+    x = on_first(gpipe, torch.randn(8, 4)).requires_grad_()
+    x.register_hook(lambda grad: alive.append(sum(not grad.expired() for grad in given)))
+    gpipe.step(x, x.detach(), loss_of)
+    assert len(given) == 4 and alive[0] <= 1
+
+
+@devices
+def test_a_recomputation_goes_with_its_backward(devices, monkeypatch):
+    alive, seen = weakref.WeakSet(), []
+
+    class Counted(cell.Recomputation):
+        def __init__(self, *args):
+            super().__init__(*args)
+            alive.add(self)
+
+    class Seen(nn.Linear):
+        def forward(self, x):
+            return Look.apply(super().forward(x), lambda: seen.append(len(alive)))
+
+    monkeypatch.setattr(cell, 'Recomputation', Counted)
+    gpipe = GPipe(nn.Sequential(Seen(4, 4)), [1], devices=devices(1), chunks=4,
+                  checkpoint='always')
+    x = on_first(gpipe, torch.randn(8, 4))
+    gpipe.step(x, x, loss_of, schedule='gpipe')
+    assert seen == [4, 3, 2, 1]
+
+
+def test_what_was_put_off_goes_as_soon_as_it_is_done():
+    """Nor does a graph of it keep it."""
+    alive, seen = weakref.WeakSet(), []
+
+    def put_off():
+        token = Token()
+        alive.add(token)
+        return lambda token=token: seen.append((len(alive), torch.is_grad_enabled()))
+
+    step = SimpleNamespace(_work={(0, 0): [put_off() for _ in range(3)]})
+    Step._finish(step, 0, 0)
+    assert seen == [(3, False), (2, False), (1, False)] and not step._work

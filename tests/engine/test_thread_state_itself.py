@@ -70,19 +70,24 @@ def test_cells_take_turns_where_the_user_s_code_sees_what_they_do(context, is_se
 
 
 def test_what_an_interrupt_left_behind_is_dropped():
+    entered = [enable_checkpointing(), enable_recomputing()]  # and not left as they are freed
     with hooks(), See(), SeeOperations():
         state = ThreadState.capture()
+        for each in entered:
+            each.__enter__()
         for _ in range(3):
             torch._C._autograd._push_saved_tensors_default_hooks(id, id)
             FUNCTION_MODES.push(See())
             DISPATCH_MODES.push(SeeOperations())
-            enable_checkpointing().__enter__()
-            enable_recomputing().__enter__()
+        torch.set_num_threads(3)
         state.repair()
+        assert torch.get_num_threads() == state.num_threads != 3
         now = ThreadState.capture()
         assert (now.hooks, now.function_modes, now.dispatch_modes) == (
             state.hooks, state.function_modes, state.dispatch_modes)
     assert ThreadState.capture().plain
+    for each in reversed(entered):
+        each.__exit__(None, None, None)
 
 
 def test_a_forward_pass_leaves_nothing_behind_that_an_interrupt_has_cut_short():

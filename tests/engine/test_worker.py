@@ -14,6 +14,7 @@ from torch import nn
 from tests.devices import cpu_only
 from tests.helpers import Child, Spy
 from torchgpipe import GPipe
+from torchgpipe.engine import worker
 from torchgpipe.engine.worker import Worker, Workers, _stop
 
 pytestmark = cpu_only('workers of any device are the same threads')
@@ -132,6 +133,18 @@ def test_no_task_is_given_to_a_worker_while_it_is_told_to_end():
     workers.submit([(cpu, int)])[0].result()
     _stop(WatchedDict(workers._workers), workers._lock)
     assert free == [False, False] and is_free(workers._lock)
+
+
+def test_threads_that_ask_at_once_get_one_stream_to_the_host(monkeypatch):
+    free = []
+
+    def new_stream(device):
+        free.append(is_free(workers._lock))
+        return object()
+
+    monkeypatch.setattr(worker, 'new_stream', new_stream)
+    workers = Workers()
+    assert workers.host_stream(cpu) is workers.host_stream(cpu) and free == [False]
 
 
 def test_a_worker_may_tell_itself_to_end():

@@ -4,6 +4,7 @@ import json
 import pytest
 
 from tests.plan.test_search import GPUS, made_up
+from torchgpipe.balance import LayerProfile, Profile
 from torchgpipe.plan import Link, Plan, plan
 from torchgpipe.schedule import NAMES
 
@@ -33,3 +34,9 @@ def test_something_else_is_not_a_plan(change):
 def test_a_table():
     text = str(plan(made_up(6), devices=GPUS, chunks=[2]))
     assert all(name in text for name in ('plain call', *NAMES, 'bubble', 'cuda:1', '32 samples'))
+
+
+def test_a_model_that_takes_no_time_is_as_fast_as_ever():
+    layers = tuple(LayerProfile(str(k), 0.0, 0.0, 0, 0, 0, 0, 0) for k in range(4))
+    found = plan(Profile(layers, (), 4, 0, 'cpu'), devices=['cpu:0', 'cpu:1'])
+    assert (found.seconds, found.speed_up, found.bubble) == (0, 1, 0)

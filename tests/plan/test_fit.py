@@ -45,3 +45,9 @@ def test_neighbours_keep_a_layer_in_each_stage_and_to_edges():
     assert [*neighbours([1, 1, 2], [0, 1, 2, 3, 4])] == [[1, 2, 1]]
     assert [*neighbours([2, 2], [0, 2, 3, 4])] == [[3, 1]]
     assert [*neighbours([1, 3], [0, 2, 3, 4])] == []  # where a cut is at no edge
+
+
+def test_layers_that_take_no_time():
+    blocks = blocks_of([0] * 4, [100] * 4)
+    assert fitted('1f1b', blocks, [200, 200], [1, 3], lambda a, b: [100 * a, 100 * b]) == (
+        [[2, 2]], [2, 2])

@@ -5,7 +5,7 @@ import pytest
 
 from torchgpipe.balance import LayerProfile, Profile, SkipProfile
 from torchgpipe.plan import Costs, plan, simulate
-from torchgpipe.predict.blocks import Blocks, peaks
+from torchgpipe.predict.blocks import Blocks, Peak, peaks
 from torchgpipe.schedule import Schedule, make
 from torchgpipe.schedule.schedule import in_flight
 
@@ -88,3 +88,12 @@ def test_the_peak_of_a_stage_in_a_step(name, mode):
 def test_a_number_of_parameter_sizes():
     with pytest.raises(ValueError, match='param_scale must be a number of parameter sizes'):
         Blocks((), (), 0, 1, -1.0)
+
+
+def test_the_whole_input_is_there_from_the_start():
+    layers = [LayerProfile(str(k), 1.0, 1.0, 0, 0, 0, 0, 400) for k in range(3)]
+    blocks = Blocks(layers, (), 400, 4, 1.0)
+    peak = Peak(inputs=2, activations=0, skips=0, outputs=0)
+    # And what one layer takes and gives, of one micro-batch.
+    assert blocks.bytes(0, 1, peak) == 400 + 200
+    assert blocks.bytes(1, 2, peak) == 200 + 200

@@ -114,3 +114,8 @@ def test_a_plan_with_other_numbers_is_none():
     data['costs']['stages'][0]['forward'] = -1.0
     with pytest.raises(ValueError, match="this is not a plan.* 'forward' of a StageCosts must"):
         Plan.from_dict(data)
+
+
+def test_no_half_of_a_backward_takes_less_than_no_time():
+    stage = StageCosts(1.0, 2.0, weight_backward=3.0)
+    assert (stage.seconds('W'), stage.seconds('I')) == (3, 0)

@@ -160,7 +160,7 @@ class Training(_OnRanks, Step):
         super().__init__(engine, batches, way, (own,), loss, **options)
         #: What has a gradient in the end, with that. Other ranks may have parts of it.
         self.gradients: list[tuple[Tensor, Tensor]] = []
-        self._give = self.gradients.extend  # type: ignore[assignment, method-assign]
+        self._give = self.gradients.extend  # type: ignore[assignment]
 
     def _begin(self) -> None:
         self._put_leaves()

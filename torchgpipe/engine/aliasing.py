@@ -176,7 +176,7 @@ class Aliasing:
         for x in tensors if self._follows else ():
             # Others have no memory of their own, or no versions.
             if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided \
-                    or x.is_nested or x.is_inference():
+                    or x.is_inference():
                 continue
             storage, now = x.untyped_storage(), x._version
             place = id(storage), x.storage_offset()

@@ -163,7 +163,8 @@ class Engine:
         for partition in self.partitions:
             beside = {j for js in shared.values() if partition.j in js for j in js}
             partition.lock_alone = together(
-                partition.lock, *(self.partitions[j].lock for j in beside))
+                partition.lock, *(self.partitions[j].lock for j in beside), *(
+                    layer_lock([module]) for module, js in shared.items() if partition.j in js))
 
     def apart(self, j: int, k: int) -> bool:
         """Return whether two partitions are in different memories."""

@@ -172,13 +172,12 @@ class Run:
         """Let backward come to where a phony was taken when partition ``j`` has ended it."""
 
     def _is_ordered(self, j: int) -> bool:
-        """Return whether anyone sees when a partition's cells run: [Note: Order of draws].
+        """Return whether anyone sees when a partition's cells run, whether these draw or not.
 
-        Of a partition of which it is not known yet, that may be so. One worker runs one cell at a
-        time in any case.
+        One worker runs one cell at a time in any case.
         """
         return self._engine.one_worker or self._state.is_serialized or \
-            self._engine.partitions[j].serialized or self._cells[j].draws is not False
+            self._engine.partitions[j].serialized
 
     def _check_monitor(self, monitor: DrawMonitor, partitions: Iterable[int]) -> None:
         """Let partitions that were thought not to draw be looked at again, if anyone drew."""

@@ -108,7 +108,7 @@ class Step(Run):
         #: layer may put the generator back to an earlier state there, as `torch.utils.checkpoint`
         #: does, and what another one draws beside it would be lost, or drawn twice.
         self._generator_lock = new_lock() if not engine.one_worker and (
-            engine.loss_draws is not False or engine.backward_draws is not False
+            engine.backward_draws is not False
             or any(map(self._may_draw, range(len(self._cells))))) else no_context
         #: Looks at backwards, as long as it is not known whether they draw.
         self._recorder = Recorder() if not engine.one_worker and engine.backward_draws is None \
@@ -126,10 +126,7 @@ class Step(Run):
         if not self._engine.one_worker:
             self._communicating = communicating_worker(self._engine.partitions)
         super().run()
-        try:
-            self._give(self._gradients())
-        finally:
-            self._state.repair()
+        self._give(self._gradients())
 
     def _run_cells(self) -> None:
         """Run all actions."""

@@ -101,7 +101,7 @@ class Plan(Settings):
         try:
             if data['version'] != 1:
                 raise ValueError(f"its version is {data['version']!r}, not 1")
-            return _plan({**_unlimited(data, None, inf)})
+            return _plan(_unlimited(data, None, inf))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError('this is not a plan, as Plan.to_dict() writes it: '
                              f'{type(error).__name__}: {error}') from None

@@ -4,6 +4,7 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.devices import ACCELERATOR, cpu_only, one_worker
 from tests.helpers import compare_all_pending
@@ -139,3 +140,19 @@ def test_on_an_accelerator():
     torch.accelerator.synchronize()
     with pytest.raises(RuntimeError, match='other values, in partition 0 and an earlier backward'):
         gpipe(torch.rand(4, 4, device=ACCELERATOR))
+
+
+def test_a_mode_of_the_user_s_does_not_see_samples():
+    seen = []
+
+    class See(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.rand(200)
+    with See():
+        kept = samples.keep([x])
+        assert samples.compare([x], kept) == [] and not seen
+        x.sum()
+    assert len(seen) == 1

@@ -1,0 +1,120 @@
+"""A recomputation by itself: what it tells the layers, and what it lets go of."""
+import pytest
+import torch
+from torch import nn
+
+from tests.devices import cpu_only, devices, workers
+from tests.engine.steps import loss_of
+from tests.helpers import memory_of, on_first
+from torchgpipe import GPipe, is_checkpointing, is_recomputing
+from torchgpipe.skip import pop, skippable, stash
+
+
+@devices
+def test_layers_are_told_in_which_pass_they_are(devices):
+    log = []
+
+    class Ask(nn.Linear):
+        def forward(self, x):
+            log.append((is_checkpointing(), is_recomputing()))
+            return super().forward(x)
+
+    gpipe = GPipe(nn.Sequential(Ask(4, 4), nn.Linear(4, 4)), [1, 1], devices=devices(2), chunks=3,
+                  checkpoint='except_last')
+    for _ in range(2):
+        gpipe(on_first(gpipe, torch.rand(3, 4))).sum().backward()
+        assert log == [(True, False), (True, False), (False, False), (False, True), (False, True)]
+        assert not is_checkpointing() and not is_recomputing()
+        log.clear()
+
+
+@devices
+@pytest.mark.parametrize('mode', ['always', 'never'])
+def test_backward_frees_inputs_also_while_the_loss_is_there(devices, mode):
+    given = []
+
+    class Seen(nn.Linear):
+        def forward(self, x):
+            given.append(memory_of(x))
+            return super().forward(x)
+
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Seen(4, 4)), [1, 1], devices=devices(2), chunks=2,
+                  checkpoint=mode)
+    loss = gpipe(on_first(gpipe, torch.rand(4, 4))).sum()
+    assert not any(memory.expired() for memory in given)
+    loss.backward()
+    assert given and all(memory.expired() for memory in given)
+
+
+@workers
+def test_what_was_made_ahead_and_nobody_asks_for_goes_with_backward(devices):
+    """Also where a layer keeps a part of the graph alive."""
+    made, kept = [], []
+
+    class Aside(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            aside = y.exp()
+            if is_recomputing():
+                made.append(memory_of(aside))
+            else:
+                kept.append(aside)
+            return y
+
+    gpipe = GPipe(nn.Sequential(Aside(4, 4), nn.Linear(4, 4)), [1, 1],
+                  devices=devices.distinct(2), chunks=2, checkpoint='always')
+    x = on_first(gpipe, torch.rand(4, 4))
+    gpipe.step(x, x.to(gpipe.devices[-1]), loss_of)
+    assert len(made) == len(kept) == 2 and all(memory.expired() for memory in made)
+
+
+@cpu_only('an error of autograd, the same anywhere')
+def test_an_error_of_a_second_backward_says_that_outputs_have_one_recomputation():
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [2], devices=['cpu'],
+                  checkpoint='always')
+    output = gpipe(torch.rand(4, 4))
+    output[:2].sum().backward()
+    with pytest.raises(RuntimeError, match='second time') as error:
+        output[2:].sum().backward()
+    assert any('come of one recomputation' in note for note in error.value.__notes__)
+
+
+@cpu_only('versions are the same anywhere')
+def test_a_change_of_the_input_is_noticed_also_where_no_sample_is():
+    class Change(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(256))
+
+        def forward(self, x):
+            x[1] += 1
+            return x * self.weight
+
+    gpipe = GPipe(nn.Sequential(Change()), [1], devices=['cpu'], chunks=1, checkpoint='always')
+    loss = gpipe(torch.rand(256)).sum()
+    with pytest.raises(RuntimeError, match='changed the input of the partition in place'):
+        loss.backward()
+
+
+@cpu_only('on its way to another device it would be copied twice')
+def test_a_skip_that_is_the_batch_is_so_again():
+    same = []
+
+    @skippable(stash=['skip'])
+    class Stash(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            yield stash('skip', y)
+            return y
+
+    @skippable(pop=['skip'])
+    class Pop(nn.Linear):
+        def forward(self, x):
+            skip = yield pop('skip')
+            same.append(x is skip)
+            return super().forward(x + skip)
+
+    gpipe = GPipe(nn.Sequential(Stash(4, 4), Pop(4, 4)), [1, 1], devices=['cpu', 'cpu'],
+                  checkpoint=['never', 'always'])
+    gpipe(torch.rand(4, 4)).sum().backward()
+    assert same == [True, True]

@@ -1,0 +1,110 @@
+"""What a step leaves as it was, and what it knows from one micro-batch to the next."""
+import pytest
+import torch
+from torch import nn
+
+from tests.devices import cpu_only, workers
+from tests.engine.steps import loss_of
+from torchgpipe import GPipe
+from torchgpipe.context import context
+from torchgpipe.engine.thread_state import ThreadState
+from torchgpipe.private import DISPATCH_MODES
+
+
+def two(devices, **options):
+    """Return a model in two partitions, and an input and a target for it."""
+    model = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1],
+                  devices=devices.distinct(2), chunks=4, **options)
+    x = torch.randn(8, 4, device=devices.first)
+    return model, x, torch.randn(8, 4).to(model.devices[-1])
+
+
+@workers
+def test_a_loss_that_draws_for_some_micro_batches_is_one_that_draws(devices):
+    model, x, y = two(devices, checkpoint='never')
+    calls = []
+
+    def loss_fn(output, target):
+        calls.append(output)
+        if len(calls) == 1:
+            torch.rand(())
+        return loss_of(output, target)
+
+    model.step(x, y, loss_fn)
+    assert len(calls) == 4 and model._engine.loss_draws
+
+
+@workers
+def test_a_loss_that_does_not_draw_is_looked_at_once(devices):
+    model, x, y = two(devices, checkpoint='never')
+    modes = []
+
+    def loss_fn(output, target):
+        modes.append(len(DISPATCH_MODES.read()))
+        return loss_of(output, target)
+
+    for _ in range(2):
+        model.step(x, y, loss_fn)
+    assert modes[:4] == [1] * 4 and modes[4:] == [0] * 4
+
+
+@workers
+def test_workers_forget_why_they_may_not_communicate(devices):
+    """Each but the last one is told in a step, and all in a call."""
+    model, x, y = two(devices)
+    for run in (lambda: model.step(x, y, loss_of), lambda: model(x)):
+        for _ in range(2):
+            run()
+        told = model._engine.workers.submit([
+            (device, lambda: context.no_order) for device in model.devices])
+        assert [each.result() for each in told] == [None, None] and context.no_order is None
+
+
+@cpu_only('about the thread that takes the step')
+def test_what_an_interrupt_of_a_hook_leaves_behind_is_dropped():
+    def interrupt(grad):
+        # As if Ctrl-C came when a context has pushed them and does not count as entered.
+        torch._C._autograd._push_saved_tensors_default_hooks(id, id)
+        raise KeyboardInterrupt
+
+    model = GPipe(nn.Sequential(nn.Linear(4, 4)), [1], devices=['cpu'], chunks=2)
+    model[0].weight.register_hook(interrupt)
+    x = torch.randn(4, 4)
+    with pytest.raises(KeyboardInterrupt):
+        model.step(x, x, loss_of)
+    assert ThreadState.capture().plain
+
+
+class FailBack(torch.autograd.Function):
+    """Fail in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        """Return a copy."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Do so."""
+        raise ZeroDivisionError
+
+
+@cpu_only('about where a gradient goes, which devices do not change')
+def test_a_weight_that_a_layer_has_kept_is_a_usual_one_after_a_step_that_failed():
+    """Its gradient is not put off to a second half that never comes."""
+    kept = []
+
+    class Keep(nn.Linear):
+        def forward(self, x):
+            kept.append(self.weight)
+            return super().forward(FailBack.apply(x))
+
+    model = GPipe(nn.Sequential(nn.Linear(4, 4), Keep(4, 4)), [1, 1], devices=['cpu', 'cpu'],
+                  chunks=2, checkpoint='never')
+    x = torch.randn(4, 4)
+    with pytest.raises(ZeroDivisionError):
+        model.step(x, x, loss_of, schedule='zb-h1')
+    weight = kept[0]
+    weight.grad = None
+    nn.functional.linear(x, weight).sum().backward()
+    assert torch.allclose(weight.grad, x.sum(0).expand(4, 4))
