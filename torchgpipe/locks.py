@@ -2,10 +2,10 @@
 
 What may run beside what: a layer works in one thread at a time. A cell holds the locks of its
 layers from its start to its end, and so does a recomputation. So any number of threads may run and
-train the same model, or models that share layers; their cells are serialized. There is one
-exception: a layer that only computes may run in several partitions of one memory at a time. Whoever
-gives it other parameters, as a step does, waits for others who do, in whichever model; but a plain
-call of one model beside a step of another one is for the user to keep apart.
+train the same model, or models that share layers; their cells are serialized. But a layer that
+only computes may run in several partitions of one memory at a time. Whoever gives it other
+parameters, as a step does, waits for others who do, in whichever model; a plain call of one model
+beside a step of another one is for the user to keep apart.
 
 A child process has the thread that forked and none of the others, so a lock that another one held
 would never be released there.

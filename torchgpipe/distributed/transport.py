@@ -10,7 +10,6 @@ So cells, order, aliases and errors are those of :mod:`torchgpipe.engine`. A ran
 stages, but has layers in its own ones only.
 """
 from collections.abc import Callable, Sequence
-from functools import partial
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from torchgpipe.schedule import Action
 from torchgpipe.schedule.messages import Message, Receive, Row, Send
 from torchgpipe.structure import bare, leaves_of
 
-__all__ = ['Evaluation', 'Training', 'Way']
+__all__ = ['Evaluation', 'Training', 'Way', 'drive']
 
 
 class Way(NamedTuple):
@@ -37,6 +36,18 @@ class Way(NamedTuple):
 
     row: Row
     messages: Messages
+
+
+def drive(row: Row, do: Callable[[Action | Send | Receive], None]) -> None:
+    """Do one after the other what stands in the row of a rank."""
+    for each in row:
+        with record_function(f'{type(each).__name__} {each}'):
+            do(each)
+
+
+def _cell_of(action: Action, stage: int) -> tuple[int, bool, int]:
+    """Return which cell of a stage needs what an action gives: in forward, or in backward."""
+    return stage, action.kind == 'F', action.micro_batch
 
 
 class _OnRanks(Run):
@@ -48,30 +59,27 @@ class _OnRanks(Run):
         self._way = way
         #: By micro-batch and stage, of what it hands on whether something else lies in its memory.
         self._aliased: dict[tuple[int, int], list[bool]] = {}
+        #: By cell, the messages that it waits for.
+        self._waiting: dict[tuple[int, bool, int], list[Message]] = {}
 
     def _run_cells(self) -> None:
         self._begin()
-        observer = self._engine.observer
-        act: Callable[[Action], None] = self._act if observer is None else partial(
-            observer.act, self._act)
-        waiting: dict[tuple[int, bool, int], list[Message]] = {}
-        for each in self._way.row:
-            with record_function(f'{type(each).__name__} {each}'):
-                if isinstance(each, Receive):
-                    action = each.action
-                    waiting.setdefault((each.stage, action.kind == 'F', action.micro_batch),
-                                       []).append(each)
-                    self._way.messages.receive(each)
-                elif isinstance(each, Send):
-                    self._leave(each)
-                elif each.kind in 'FBI':
-                    for message in waiting.pop((each.stage, each.kind == 'F', each.micro_batch),
-                                               ()):
-                        self._arrive(message)
-                    act(each)
-                else:
-                    act(each)
+        drive(self._way.row, self._do)
         self._way.messages.finish()
+
+    def _do(self, each: Action | Send | Receive) -> None:
+        """Do what stands in the row of this rank."""
+        if isinstance(each, Receive):
+            self._waiting.setdefault(_cell_of(each.action, each.stage), []).append(each)
+            self._way.messages.receive(each)
+        elif isinstance(each, Send):
+            self._leave(each)
+        else:
+            if each.kind in 'FBI':
+                for message in self._waiting.pop(_cell_of(each, each.stage), ()):
+                    self._arrive(message)
+            observer = self._engine.observer
+            self._act(each) if observer is None else observer.act(self._act, each)
 
     def _begin(self) -> None:
         """Prepare the layers."""

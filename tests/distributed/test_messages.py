@@ -1,0 +1,47 @@
+"""Messages: what has to cross, and not a byte more."""
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.devices import cpu_only
+from tests.distributed.models import batch, unet
+from tests.shard.processes import run
+from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.distributed.messages import Messages, outline
+
+pytestmark = cpu_only('processes meet by gloo')
+
+
+def sent():
+    """Count the bytes that a rank sends in a first step, in a second one and in one of others."""
+    put, found = Messages._put, []
+
+    def count(self, x, rank):
+        found[-1] += x.numel() * x.element_size()
+        put(self, x, rank)
+
+    Messages._put = count
+    with torch.device('meta'):
+        module = unet()
+    model = DistributedGPipe(module, [2] * 4, mesh=init_mesh(pipe=4), chunks=4)
+    for step, size in enumerate((8, 8, 6, 6, 8)):
+        found.append(0)
+        model.step(*batch(step, size), F.mse_loss)
+    return found
+
+
+def test_a_u_net_over_four_stages_sends_what_has_to_cross():
+    """Three batches and two skips, one of which goes over two stages; and gradients of all."""
+    first, second, other, same, back = (sum(each) for each in zip(*run(4, sent)))
+    assert second == back == 2 * 5 * 8 * 6 * 8 and same == 2 * 5 * 6 * 6 * 8
+    assert first > second and other > same  # Headers tell of a step that is new.
+
+
+class Own(torch.Tensor):
+    """A class of tensors that messages know nothing of."""
+
+
+@pytest.mark.parametrize('x', [torch.eye(2).to_sparse(), torch.ones(2).as_subclass(Own)])
+def test_what_is_no_plain_dense_tensor_does_not_travel(x):
+    with pytest.raises(TypeError, match='only plain dense tensors travel'):
+        outline(0, x)
