@@ -119,7 +119,8 @@ def schedules(stacks: tuple[str, ...], partitions: tuple[int, ...], chunks: tupl
     Stacks of equal cells, without checkpoints and without optimizer. Beside the schedules of
     GPipe.step: the plain call, the same cells in sequence in one thread, the schedules on one
     worker (where there are no bubbles, so what zero bubble adds is the cost of splitting
-    backward), and torch.distributed.pipelining in a process for each partition. Interleaved and
+    backward), and in a process for each partition torchgpipe.distributed and
+    torch.distributed.pipelining. Interleaved and
     zb-v cut each partition in two.
     """
     folder = output_folder(output)
@@ -164,6 +165,8 @@ def _number(value: float | None, scale: float = 1, digits: int = 2) -> str:
 
 #: What the summary relates: figures of which two rows of a case.
 RATIOS = {'1f1b, times as fast as torch 1F1B': ('speed_up', '1f1b', 'torch 1F1B'),
+          'in processes, 1f1b, times as fast as torch 1F1B': (
+              'speed_up', '1f1b, processes', 'torch 1F1B'),
           '1f1b, times as fast as the plain call': ('speed_up', '1f1b', 'plain call'),
           'zb-h1, times as fast as 1f1b': ('speed_up', 'zb-h1', '1f1b'),
           'on one worker, 1f1b, times as fast as zb-h1': (

@@ -20,7 +20,8 @@ __all__ = ['CELLS', 'Contender', 'OTHERS', 'Pipeline', 'Run', 'contenders']
 #: Cells for each device, so that a schedule may have two stages there.
 CELLS = 2
 
-#: Those of torch.distributed.pipelining.
+#: Those in processes: of torchgpipe.distributed, and of torch.distributed.pipelining.
+OWN = {'gpipe, processes': 'gpipe', '1f1b, processes': '1f1b'}
 OTHERS = {'torch GPipe': 'ScheduleGPipe', 'torch 1F1B': 'Schedule1F1B'}
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -52,7 +53,7 @@ def contenders(cells: nn.Sequential, data: tuple[Tensor, Tensor], n: int, m: int
         data: Input and target.
         n: The number of devices.
         m: The number of micro-batches.
-        processes: Those of torch.distributed.pipelining, if they can be had.
+        processes: One for each device, if they can be had.
     """
     def pipeline(name: str, devices: Sequence[str], step: Any = _by_schedule, threads: int = n
                  ) -> Contender:
@@ -67,7 +68,7 @@ def contenders(cells: nn.Sequential, data: tuple[Tensor, Tensor], n: int, m: int
         found[name] = pipeline(name, [f'cpu:{j}' for j in places(name, stages)])
     for name in ('1f1b', 'zb-h1'):  # No bubbles: what is between them is the cost of the split.
         found[f'{name}, one worker'] = pipeline(name, ['cpu'] * n, threads=1)
-    for name, scheme in OTHERS.items() if processes else ():
+    for name, scheme in (OWN | OTHERS).items() if processes else ():
         found[name] = _There(processes, scheme)
     return found
 
