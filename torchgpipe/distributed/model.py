@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.distributed.clipping import clip
+from torchgpipe.distributed.clocks import merge
 from torchgpipe.distributed.layers import skeleton_of
 from torchgpipe.distributed.messages import Header, Messages
 from torchgpipe.distributed.rank import Rank
@@ -20,10 +22,11 @@ from torchgpipe.distributed.tensor import check_plan
 from torchgpipe.distributed.transport import Evaluation, Training, Way
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.gather import REDUCTIONS, gather
+from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run
 from torchgpipe.engine.scatter import check_rule, cut, fit_rule
 from torchgpipe.losses import Losses
-from torchgpipe.schedule import Schedule, make
+from torchgpipe.schedule import Schedule, Timed, make
 from torchgpipe.schedule.messages import Message, Row, with_messages
 from torchgpipe.settings import Checkpoint, checkpoint_stops, parse_checkpoint
 from torchgpipe.skip.skippable import verify_skippables
@@ -293,6 +296,19 @@ class DistributedGPipe(nn.Module):
         return clip([x.grad for x in own.values() if x.grad is not None],
                     [number not in copies for number in own], max_norm, norm_type,
                     self._rank.pipe.group, self._rank.device)
+
+    def _running_engine(self) -> Engine:
+        return self._rank.engine
+
+    def lane_names(self) -> list[str]:
+        """Return the names of all ranks, as lanes of a timeline have them."""
+        group = self._rank.everyone
+        ranks = self._rank.ranks[:1] if group is None else get_process_group_ranks(group)
+        return [f'rank {rank}' for rank in ranks]
+
+    def merged(self, actions: list[Timed], began: float) -> list[Timed]:
+        """Return the actions of all ranks by one clock, for :func:`torchgpipe.timeline.record`."""
+        return merge(actions, began, self._rank.everyone, self._rank.device)
 
     def train(self, mode: bool = True) -> 'DistributedGPipe':
         """Set training or evaluation mode."""

@@ -15,10 +15,11 @@ clock. An event is there when all that was queued before is done; so a box begin
 waits for has come, not where it was queued.
 """
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -40,12 +41,12 @@ __all__ = ['record']
 
 
 @contextmanager
-def record(model: GPipe) -> Iterator[Timeline]:
+def record(model: 'GPipe | Ranks') -> Iterator[Timeline]:
     """Record what a pipeline does within the context; the timeline is there at its end.
 
     The plain call and its ``backward()``, and :meth:`~torchgpipe.GPipe.step`, are recorded alike.
     Clocks of several accelerators are set when the recording begins, each within some microseconds
-    of the others.
+    of the others. Over processes all ranks record, and each gets the lanes of all.
 
     >>> from torch import nn
     >>> model = GPipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1],
@@ -56,7 +57,7 @@ def record(model: GPipe) -> Iterator[Timeline]:
     ['0B0', '0B1', '0F0', '0F1']
 
     Args:
-        model: The model.
+        model: The model, or a :class:`~torchgpipe.distributed.DistributedGPipe`.
 
     Yields:
         The timeline, which is empty until the context ends, and stays so if that is by an error.
@@ -66,14 +67,40 @@ def record(model: GPipe) -> Iterator[Timeline]:
     """
     engine = model._running_engine()
     recorder = _Observer(engine)
-    timeline = Timeline((), recorder.lane_names)
+    ranks = None if isinstance(model, GPipe) else model
+    timeline = Timeline((), recorder.lane_names if ranks is None else ranks.lane_names())
     try:
         with engine.observed(recorder):
             recorder.start()
             yield timeline
     finally:
         recorder.unhook()
-    timeline.fill(*recorder.finish())
+    actions, copies = recorder.finish()
+    if ranks is not None:
+        actions, copies = ranks.merged(actions, recorder.began), []
+    zero = min((timed.start for timed in actions), default=0.)
+    timeline.fill([timed._replace(start=timed.start - zero, end=timed.end - zero)
+                   for timed in actions],
+                  [copied._replace(start=copied.start - zero, end=copied.end - zero)
+                   for copied in copies])
+
+
+class Ranks(Protocol):
+    """A model on several processes."""
+
+    def _running_engine(self) -> Engine:
+        """Return what runs the stages of this rank."""
+
+    def lane_names(self) -> list[str]:
+        """Return the name of each rank."""
+
+    def merged(self, actions: list[Timed], began: float) -> list[Timed]:
+        """Return the actions of all ranks, by one clock.
+
+        Args:
+            actions: Those of this rank, in seconds since the recording began.
+            began: When that was, by ``time.perf_counter``.
+        """
 
 
 class _Local(threading.local):
@@ -115,6 +142,7 @@ class _Observer:
         """Let time begin, on all devices at once."""
         synchronize(self._devices)
         self._zero = dict(map(stamp, [CPUStream, *map(current_stream, {*self._devices})]))
+        self.began = time.perf_counter()
 
     def cell(self, i: int, m: int, j: int, value: Value, skips: Sequence[torch.Tensor | None]
              ) -> Callable[[Value], None]:
@@ -201,7 +229,7 @@ class _Observer:
             handle.remove()
 
     def finish(self) -> tuple[list[Timed], list[Copied]]:
-        """Wait for the devices, and return what was recorded, in seconds since the first start."""
+        """Wait for the devices, and return what was recorded, in seconds since :meth:`start`."""
         synchronize(self._devices)
         marks = self._marks + [mark for each in self._backwards for mark in each.marks()]
         actions = [Timed(self._lanes[action.stage], action, *self._times(*points))
@@ -209,11 +237,7 @@ class _Observer:
         # Other copies are of what partitions share.
         copies = [copied._replace(start=start, end=end) for copied, *points in self._copies
                   if copied.micro_batch < self._m for start, end in [self._times(*points)]]
-        zero = min((timed.start for timed in actions), default=0.)
-        return ([timed._replace(start=timed.start - zero, end=timed.end - zero)
-                 for timed in actions],
-                [copied._replace(start=copied.start - zero, end=copied.end - zero)
-                 for copied in copies])
+        return actions, copies
 
     def _times(self, *points: Stamp) -> list[float]:
         return [seconds((device, self._zero[device]), (device, point))
