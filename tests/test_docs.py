@@ -21,7 +21,7 @@ ROOT = Path(torchgpipe.__file__).parent.parent
 PAGES = sorted([*ROOT.glob('*.md'), *(page for page in ROOT.glob('docs/**/*.md')
                                       if '_build' not in page.parts)])
 #: Pages whose programs have several processes.
-SLOW = ['docs/guide/sharded.md', 'docs/guide/training.md']
+SLOW = ['docs/guide/processes.md', 'docs/guide/sharded.md', 'docs/guide/training.md']
 BLOCK = re.compile(r'^```(\S*)[^\n]*\n(.*?)^```$', re.M | re.S)
 
 
