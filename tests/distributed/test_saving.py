@@ -334,3 +334,50 @@ def test_running_statistics(tmp_path):
     for rank in found:
         same(values(model), rank)
     assert model[2].num_batches_tracked == 1 and model[2].running_mean.abs().sum() > 0
+
+
+class Extra(nn.Linear):
+    """A layer with a state that is not of tensors alone."""
+
+    def __init__(self, **state):
+        super().__init__(6, 6, dtype=torch.float64)
+        self.state = state
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
+def extra(folder):
+    mesh = init_mesh(pipe=2)
+    model = DistributedGPipe(nn.Sequential(Extra(), Extra(x=torch.ones(2), n=3)), [1, 1],
+                             mesh=mesh)
+    model.save(folder)
+    other = DistributedGPipe(nn.Sequential(Extra(), Extra(x=torch.zeros(2), n=0)), [1, 1],
+                             mesh=mesh)
+    other.load(folder)
+    return [layer.state for layer in other.children()]
+
+
+def test_extra_states(tmp_path):
+    (first,), (second,) = run(2, extra, str(tmp_path))
+    assert first == {} and second['n'] == 3 and second['x'].tolist() == [1, 1]
+    with pytest.raises(RuntimeError, match='loading a checkpoint failed .*_extra_state.y'):
+        load_checkpoint(tmp_path, nn.Sequential(Extra(), Extra(y=1)))
+
+
+def test_groups_of_other_options(tmp_path):
+    """Each parameter keeps its options, wherever it goes; a group has one value of each."""
+    model = some_layers()
+    optimizer = torch.optim.SGD([{'params': [model[0].weight], 'lr': 1.},
+                                 {'params': [model[0].bias], 'lr': 2.}], momentum=.5)
+    save_checkpoint(tmp_path, model, optimizer)
+    other = torch.optim.SGD([{'params': [model[0].bias]}, {'params': [model[0].weight]}], lr=3.)
+    load_checkpoint(tmp_path, model, other)
+    assert [(group['lr'], group['momentum']) for group in other.param_groups] == [
+        (2., .5), (1., .5)]
+    with pytest.raises(ValueError, match="'0.weight' and '0.bias' in one group, .* the lr of the "
+                                         'first is 1.0, and that of the second 2.0'):
+        load_checkpoint(tmp_path, model, torch.optim.SGD(model.parameters()))

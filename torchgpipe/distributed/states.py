@@ -26,6 +26,7 @@ __all__ = ['Index', 'index', 'load_optimizer', 'names_of', 'optimizer_entries', 
 #: Shapes by name; of what is no tensor, ``None``.
 Shapes = dict[str, tuple[int, ...] | None]
 
+#: Where modules have an extra state: of any kind, so that it has any number of entries.
 _EXTRA = '_extra_state'
 
 
@@ -52,12 +53,9 @@ def index(metadata: Metadata) -> Index:
         kind, _, path = key.partition('.')
         section, _, rest = path.partition('.')
         name, _, last = rest.rpartition('.')
-        if kind == 'model':
-            # An extra state may be of several entries.
-            head, extra, _ = path.partition(_EXTRA)
-            found.model[head + extra] = (
-                tuple(value.size) if isinstance(value, TensorStorageMetadata) and not extra
-                else None)
+        if kind == 'model' and _EXTRA not in path:
+            found.model[path] = (
+                tuple(value.size) if isinstance(value, TensorStorageMetadata) else None)
         elif kind == 'optimizer' and section == 'state':
             found.states.setdefault(name, {})[last] = value
         elif kind == 'optimizer':
@@ -69,8 +67,8 @@ def index(metadata: Metadata) -> Index:
 
 def shapes(model: nn.Module) -> Shapes:
     """Return the shapes of what a model, or a rank's part of it, has."""
-    return {name: tuple(value.shape) if isinstance(value, Tensor) and not name.endswith(_EXTRA)
-            else None for name, value in model.state_dict().items()}
+    return {name: tuple(value.shape) if isinstance(value, Tensor) else None
+            for name, value in model.state_dict().items() if not name.endswith(_EXTRA)}
 
 
 # --- the optimizer
