@@ -336,6 +336,41 @@ def test_running_statistics(tmp_path):
     assert model[2].num_batches_tracked == 1 and model[2].running_mean.abs().sum() > 0
 
 
+#: One whose learning rate is a tensor, one with states before the first step, and two others; the
+#: last one's states have other shapes than parameters, which PyTorch has for whole ones only.
+OPTIMIZERS = {
+    'radam': lambda model: torch.optim.RAdam(model.parameters(), torch.tensor(.02)),
+    'adagrad': lambda model: torch.optim.Adagrad(model.parameters(), .02),
+    'sgd': lambda model: torch.optim.SGD(model.parameters(), .02, momentum=.9),
+    'adafactor': lambda model: torch.optim.Adafactor(model.parameters(), .02),
+}
+
+
+def saved_here(folder, name, layout):
+    world = World(layout)
+    optimizer = OPTIMIZERS[name](world.model)
+    steps(world, optimizer, range(2))
+    world.save(folder, optimizer)
+    return steps(world, optimizer, range(2, 4))
+
+
+def loaded_here(folder, name, layout):
+    world = World(layout)
+    optimizer = OPTIMIZERS[name](world.model)
+    world.load(folder, optimizer)
+    return steps(world, optimizer, range(2, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', OPTIMIZERS)
+def test_other_optimizers(name, tmp_path):
+    first = 'replicate' if name == 'adafactor' else 'shard'
+    found = run(4, saved_here, str(tmp_path), name, first)
+    expected = pytest.approx(loaded_here(tmp_path, name, 'plain'), rel=1e-9)
+    second = first if name == 'adafactor' else 'tensor'
+    assert [*found, *run(4, loaded_here, str(tmp_path), name, second)] == [expected] * 8
+
+
 class Extra(nn.Linear):
     """A layer with a state that is not of tensors alone."""
 

@@ -30,7 +30,7 @@ def check_model(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
                          'make the model as it was made before')
 
 
-def check_optimizer(here: Collection[str], options: set[str], saved: Mapping[str, list[str]]
+def check_optimizer(here: Collection[str], options: set[str], saved: Mapping[str, Collection[str]]
                     ) -> None:
     """See that a checkpoint is of an optimizer of these parameters.
 

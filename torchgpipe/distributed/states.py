@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor, Replicate, empty
 from torch.optim import Optimizer
 
 __all__ = ['Index', 'index', 'load_optimizer', 'names_of', 'optimizer_entries', 'optimizer_forms',
@@ -42,7 +41,7 @@ class Index(NamedTuple):
 
     model: Shapes
     states: dict[str, dict[str, Any]]
-    groups: dict[str, list[str]]
+    groups: dict[str, dict[str, Any]]
     random: dict[str, Any]
 
 
@@ -59,7 +58,7 @@ def index(metadata: Metadata) -> Index:
         elif kind == 'optimizer' and section == 'state':
             found.states.setdefault(name, {})[last] = value
         elif kind == 'optimizer':
-            found.groups.setdefault(name, []).append(last)
+            found.groups.setdefault(name, {})[last] = value
         elif kind == 'random':
             found.random[path] = value
     return found
@@ -124,9 +123,10 @@ def optimizer_forms(optimizer: Optimizer, names: Mapping[int, str], saved: Index
     for group in optimizer.param_groups:
         for x in group['params']:
             name = names[id(x)]
-            for key, value in saved.states.get(name, {}).items():
-                forms[f'state.{name}.{key}'] = _form(value, x)
-            forms.update({f'param_groups.{name}.{key}': None for key in saved.groups[name]})
+            for section, entries in (('state', saved.states.get(name, {})),
+                                     ('param_groups', saved.groups[name])):
+                for key, value in entries.items():
+                    forms[f'{section}.{name}.{key}'] = _form(value, x)
     return forms
 
 
@@ -138,9 +138,6 @@ def _form(saved: Any, x: Tensor) -> Any:
         return torch.empty((), dtype=dtype)  # The optimizer knows where it has to be.
     if size == x.shape:
         return torch.empty_like(x, dtype=dtype, requires_grad=False)
-    if isinstance(x, DTensor):
-        whole = [Replicate()] * x.device_mesh.ndim
-        return empty(size, dtype=dtype, device_mesh=x.device_mesh, placements=whole)
     return torch.empty(size, dtype=dtype, device=x.device)
 
 
