@@ -6,12 +6,12 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
-from tests.distributed.models import MODELS, batch
+from tests.distributed.models import MODELS, batch, full
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, init_mesh, load_checkpoint, save_checkpoint
 from torchgpipe.distributed.layers import fill
 
-__all__ = ['LAYOUTS', 'PLAN', 'World', 'adam', 'fresh', 'made', 'steps']
+__all__ = ['LAYOUTS', 'PLAN', 'World', 'adam', 'fresh', 'made', 'same', 'steps', 'values']
 
 PLAN = {'*.up': ColwiseParallel(), '*.down': RowwiseParallel()}
 
@@ -92,3 +92,15 @@ def made(layout, folder, name='perceptron', optimizer=adam):
     losses = steps(world, own, range(2), scheduler)
     world.save(folder, own)
     return losses
+
+
+def values(model):
+    """What a model, or a rank's part of it, has."""
+    return {name: full(x) for name, x in model.state_dict().items()}
+
+
+def same(one, another):
+    """See that one has all that another has, to the bit."""
+    assert one.keys() >= another.keys()
+    for name, x in another.items():
+        torch.testing.assert_close(one[name], x, rtol=0, atol=0)
