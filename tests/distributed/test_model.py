@@ -95,3 +95,19 @@ def test_batch_norm_sees_all_replicas(data):
     found = run(4, trained, {'data': 2, 'pipe': 2}, 'resnet', 2, None, {'sizes': sizes},
                 {'data': data, 'deferred_batch_norm': True}, True)
     check(found, alone('resnet', 6, sizes=sizes))
+
+
+def sharded_floats():
+    """Gradients of a linear layer in single precision, of which each replica has a part."""
+    model = DistributedGPipe([lambda: nn.Linear(6, 4)], [1], mesh=init_mesh(data=2), data='shard')
+    x, weight = torch.ones(3, 6), model.get_parameter('0.weight')
+    model.step(x, torch.zeros(3, 4), nn.functional.mse_loss)
+    linear = nn.Linear(6, 4)
+    linear.load_state_dict({name.removeprefix('0.'): value.full_tensor()
+                            for name, value in model.state_dict().items()})
+    nn.functional.mse_loss(linear(x), torch.zeros(3, 4)).backward()
+    torch.testing.assert_close(weight.grad.full_tensor(), linear.weight.grad)
+
+
+def test_shards_in_single_precision():
+    run(2, sharded_floats)

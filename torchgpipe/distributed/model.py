@@ -3,14 +3,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.distributed import checkpoint as checkpoints
 from torchgpipe.distributed.clipping import clip
 from torchgpipe.distributed.clocks import merge
 from torchgpipe.distributed.layers import skeleton_of
@@ -309,6 +312,41 @@ class DistributedGPipe(nn.Module):
     def merged(self, actions: list[Timed], began: float) -> list[Timed]:
         """Return the actions of all ranks by one clock, for :func:`torchgpipe.timeline.record`."""
         return merge(actions, began, self._rank.everyone, self._rank.device)
+
+    def save(self, folder: str | PathLike[str], optimizer: Optimizer | None = None, *,
+             wait: bool = True) -> checkpoints.Saving | None:
+        """Save the model, its optimizer and the states of generators, for any mesh.
+
+        All ranks call it. What is in the folder stays until all ranks have written theirs.
+
+        Args:
+            folder: What it takes the place of; on a file system that ranks share.
+            optimizer: That of this rank's parameters.
+            wait: Otherwise all is copied to the host, and written while training goes on.
+
+        Returns:
+            ``None``; without waiting, what has ``result()``, which waits, and ``done()``.
+
+        Raises:
+            FileExistsError: The folder has other things in it.
+            ValueError: The optimizer has other parameters.
+            RuntimeError: A rank can not write its part.
+        """
+        return checkpoints.save(self, self._rank, folder, optimizer, wait)
+
+    def load(self, folder: str | PathLike[str], optimizer: Optimizer | None = None) -> None:
+        """Load what was saved on any mesh, or in one process. All ranks call it.
+
+        Args:
+            folder: The folder; its last complete checkpoint is taken.
+            optimizer: That of this rank's parameters.
+
+        Raises:
+            FileNotFoundError: There is no checkpoint.
+            ValueError: It is of another model, or of another optimizer.
+            RuntimeError: A rank can not read its part, or could not begin.
+        """
+        checkpoints.load(self, self._rank, folder, optimizer)
 
     def train(self, mode: bool = True) -> 'DistributedGPipe':
         """Set training or evaluation mode."""

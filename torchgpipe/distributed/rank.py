@@ -3,6 +3,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -41,6 +42,8 @@ class Rank:
         skips: The pairs of stages between which skips go.
         ties: The parameters that other ranks have, too.
         replicas: The stages, and what becomes of their gradients.
+        files: The group of all ranks for checkpoints, when there has been one.
+        saving: The last checkpoint that was not waited for.
 
     Raises:
         ValueError: The mesh or the places do not fit.
@@ -62,6 +65,8 @@ class Rank:
         self._stages = stages
         self.own = [j for j, place in enumerate(self.places) if place == self.pipe.rank]
         self.skips: frozenset[tuple[int, int]] = frozenset()
+        self.files: dist.ProcessGroup | None = None
+        self.saving: Any = None
 
     @property
     def is_first(self) -> bool:

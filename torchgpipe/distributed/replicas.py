@@ -64,6 +64,7 @@ class Replicas(nn.Module):
                         ignored_params={*self._whole})
             assert isinstance(self, FSDPModule)
             self.set_gradient_divide_factor(1.)  # a sum
+            self.set_force_sum_reduction_for_comms(True)  # not NCCL's product with 1 and sum
 
     def forward(self, phony: Tensor, step: Callable[[], Gradients]) -> Tensor:
         """Run a step, and return what leads back to its gradients: [Note: FSDP sees one call]."""

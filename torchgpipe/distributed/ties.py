@@ -27,6 +27,9 @@ class Ties:
         ties: The stages and names of each.
         ranks: The rank of each stage.
         group: The ranks of the pipeline.
+
+    Attributes:
+        names: The names of this rank's copies, each with the name in the first stage.
     """
 
     def __init__(self, model: nn.Module, ties: Sequence[Tie], ranks: Sequence[int],
@@ -34,12 +37,14 @@ class Ties:
         self._group = group
         #: The modules and names by which this rank has them, and all ranks that do.
         self._ties: list[tuple[nn.Module, str, list[int]]] = []
+        self.names: dict[str, str] = {}
         for tie in ties:
             own = [name for j, name in tie if ranks[j] == dist.get_rank()]
             owners = [*dict.fromkeys(ranks[j] for j, _ in tie)]
             if own and len(owners) > 1:
                 path, _, name = own[0].rpartition('.')
                 self._ties.append((model.get_submodule(path), name, owners))
+                self.names.update(dict.fromkeys(own, tie[0][1]))
 
     @torch.no_grad()
     def spread(self) -> None:

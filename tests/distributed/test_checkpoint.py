@@ -1,0 +1,91 @@
+"""Checkpoints: what was saved in a layout goes on in any other one as if nothing had been."""
+from itertools import product
+
+import pytest
+import torch
+
+from tests.devices import cpu_only
+from tests.distributed.saving import LAYOUTS, World, adam, made, steps
+from tests.shard.processes import run
+
+pytestmark = cpu_only('processes meet by gloo')
+
+SIX = ['gpipe', 'plain', 'pipe', 'replicate', 'shard', 'tensor']
+QUICK = [('shard', 'tensor'), ('tensor', 'plain'), ('gpipe', 'shard'), ('shard', 'replicate'),
+         ('replicate', 'plain'), ('tensor', 'gpipe'), ('plain', 'tensor')]
+
+
+def size(layout):
+    """How many ranks a layout takes; none if it is in this process."""
+    total = 1
+    for each in (LAYOUTS[layout][0] or {'none': 0}).values():
+        total *= each
+    return total
+
+
+def save_all(folder, layouts, name):
+    return {each: made(each, f'{folder}/{each}', name) for each in layouts}
+
+
+def load_all(folder, pairs, name):
+    """Load, with an optimizer of other options, and go on."""
+    found = {}
+    for source, layout in pairs:
+        world = World(layout, name)
+        with torch.no_grad():
+            for x in world.model.parameters():
+                x.zero_()
+        optimizer = adam(world.model, 7., betas=(.1, .2))
+        world.load(f'{folder}/{source}', optimizer)
+        found[source, layout] = steps(world, optimizer, range(2, 4))
+    return found
+
+
+def uninterrupted(name):
+    """The losses of four steps in one process."""
+    world = World('plain', name)
+    optimizer = adam(world.model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, .5)
+    return steps(world, optimizer, range(2), scheduler) + steps(world, optimizer, range(2, 4))
+
+
+def cross(folder, pairs, name='perceptron'):
+    """Save in layouts, load in others, with a start of processes for each number of them."""
+    expected = uninterrupted(name)
+    for function, numbers, key, wanted in (
+            (save_all, {source for source, _ in pairs}, lambda each: each, expected[:2]),
+            (load_all, pairs, lambda each: each[1], expected[2:])):
+        for world in sorted({size(key(each)) for each in numbers}):
+            some = [each for each in sorted(numbers) if size(key(each)) == world]
+            found = run(world, function, str(folder), some, name) if world else [
+                function(str(folder), some, name)]
+            for rank in found:
+                assert rank == {each: pytest.approx(wanted, rel=1e-9) for each in some}
+
+
+def test_some_layouts(tmp_path):
+    cross(tmp_path, QUICK)
+
+
+@pytest.mark.slow
+def test_all_layouts(tmp_path):
+    cross(tmp_path, [*product(SIX, SIX)])
+
+
+@pytest.mark.slow
+def test_shards_of_shards_of_other_sizes(tmp_path):
+    """Shards of tensor parallelism, of which replicas have shards; and empty ones."""
+    layouts = ['plain', 'shard-tensor', 'uneven', 'tensor']
+    cross(tmp_path, [*product(layouts, layouts)])
+
+
+def test_tied_weights(tmp_path):
+    """The optimizer has a state for one of them in one process, and one on each rank of a mesh."""
+    layouts = ['plain', 'shard', 'v']
+    cross(tmp_path, [*product(layouts, layouts)], 'tied')
+
+
+@pytest.mark.parametrize('name', ['frozen', 'unet'])
+@pytest.mark.slow
+def test_other_models(name, tmp_path):
+    cross(tmp_path, [('plain', 'pipe'), ('pipe', 'gpipe')], name)

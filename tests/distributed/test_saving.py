@@ -1,0 +1,199 @@
+"""Saving and loading: interrupted, in the background, into the wrong place, of another model."""
+import os
+import re
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from tests.devices import cpu_only
+from tests.distributed.models import perceptron
+from tests.distributed.saving import World, adam, fresh, made, same, steps, values
+from tests.shard.processes import Failure, outcomes, run
+from torchgpipe.distributed import load_checkpoint, save_checkpoint
+
+pytestmark = cpu_only('processes meet by gloo')
+
+
+# --- interrupted
+# -----------------------------------------------------------------------------------------
+
+
+def interrupted(folder, event):
+    """Save, take a step, and save again, which fails on one rank while it writes."""
+    world = World('pipe')
+    optimizer = adam(world.model)
+    steps(world, optimizer, range(1))
+    world.save(folder, optimizer)
+    before = values(world.model)
+    steps(world, optimizer, range(1, 2))
+    write_data = FileSystemWriter.write_data
+
+    def fails(writer, plan, planner):
+        write_data(writer, plan, planner)
+        if event == 'kill':
+            os._exit(1)
+        raise OSError('no space left')
+
+    if dist.get_rank() == 1:
+        FileSystemWriter.write_data = fails
+    for options in ({}, {'wait': False}):
+        with pytest.raises(RuntimeError, match=r'failed on ranks \[1\]: OSError: no space left'):
+            saving = world.save(folder, optimizer, **options)
+            saving.result()
+    FileSystemWriter.write_data = write_data
+    world.load(folder, optimizer)
+    same(before, values(world.model))
+    world.save(folder, optimizer)
+    return before
+
+
+def test_a_save_that_fails_leaves_the_last_one(tmp_path):
+    ranks = run(2, interrupted, str(tmp_path / 'model'), 'raise')
+    other = fresh()
+    load_checkpoint(tmp_path / 'model', other)
+    for before in ranks:
+        same(values(other), before)
+    assert os.listdir(tmp_path) == ['model']
+
+
+def test_a_rank_that_is_killed_leaves_the_last_one(tmp_path):
+    assert all(isinstance(each, Failure) for each in outcomes(
+        2, interrupted, str(tmp_path / 'model'), 'kill'))
+    model = fresh()
+    world, optimizer = World('plain'), None
+    load_checkpoint(tmp_path / 'model', model)
+    optimizer = adam(world.model)
+    steps(world, optimizer, range(1))
+    for name, x in world.model.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], x)
+    save_checkpoint(tmp_path / 'model', model)
+    assert os.listdir(tmp_path) == ['model']
+
+
+def test_between_two_names(tmp_path):
+    """Whatever of the two renamings was the last one: what is left is loaded, and saved over."""
+    made('plain', tmp_path / 'model')
+    expected = fresh()
+    load_checkpoint(tmp_path / 'model', expected)
+    (tmp_path / 'model').rename(tmp_path / 'model.before')
+    shutil.copytree(tmp_path / 'model.before', tmp_path / 'model.saving')
+    model = fresh()
+    load_checkpoint(tmp_path / 'model', model)
+    same(values(model), values(expected))
+    save_checkpoint(tmp_path / 'model', fresh())
+    assert os.listdir(tmp_path) == ['model']
+    shutil.copytree(tmp_path / 'model', tmp_path / 'model.before')
+    save_checkpoint(tmp_path / 'model', model)
+    assert os.listdir(tmp_path) == ['model']
+    load_checkpoint(tmp_path / 'model', model)
+    same(values(model), values(expected))
+
+
+# --- in the background
+# -----------------------------------------------------------------------------------
+
+
+def behind(folder, layout):
+    """Train on while a checkpoint is written, and load it."""
+    world = World(layout)
+    optimizer = adam(world.model)
+    losses = steps(world, optimizer, range(2))
+    saving = world.save(folder, optimizer, wait=False)
+    before = values(world.model)
+    went_on = steps(world, optimizer, range(2, 4))
+    saving.result()
+    assert saving.done()
+    world.save(folder + '2', optimizer, wait=False)
+    world.save(folder + '2', wait=False)  # It waits for the one before.
+    world.load(folder, optimizer)
+    same(before, values(world.model))
+    assert steps(world, optimizer, range(2, 4)) == pytest.approx(went_on, rel=1e-12)
+    return losses
+
+
+@pytest.mark.parametrize('layout', ['shard', 'tensor'])
+def test_training_goes_on_while_a_checkpoint_is_written(layout, tmp_path):
+    run(4, behind, str(tmp_path / 'model'), layout)
+    assert sorted(os.listdir(tmp_path)) == ['model', 'model2']
+
+
+# --- what is refused
+# -------------------------------------------------------------------------------------
+
+
+def refused(function, *args):
+    """Give what is raised."""
+    with pytest.raises(Exception) as found:
+        function(*args)
+    return f'{found.type.__name__}: {found.value}'
+
+
+def refused_folders(folder):
+    world = World('pipe')
+    own = f'{folder}/{dist.get_rank()}'
+    found = [refused(world.load, f'{folder}/{name}') for name in ('nowhere', 'empty', 'broken')]
+    return [*found, refused(world.save, f'{folder}/notes'), refused(world.save, own),
+            refused(world.load, own)]
+
+
+def test_folders_that_are_no_checkpoints(tmp_path):
+    for name in ('empty', 'broken', 'notes'):
+        (tmp_path / name).mkdir()
+    (tmp_path / 'broken/.metadata').write_text('?')
+    (tmp_path / 'notes/notes.txt').write_text('?')
+    made('plain', tmp_path / '1')
+    first, second = run(2, refused_folders, str(tmp_path))
+    for nowhere, empty, broken, notes, other, missing in (first, second):
+        assert re.match(r'FileNotFoundError: .*/nowhere is no checkpoint: it is not there; there '
+                        r'are some at .*/1', nowhere)
+        assert 'empty is no checkpoint: it has no .metadata, which is written last' in empty
+        assert re.match(r'ValueError: .*/broken/.metadata can not be read', broken)
+        assert 'other settings on rank 1' in other
+    assert 'takes the place of the whole folder' in first[3] and 'notes.txt in it' in first[3]
+    assert 'could not begin on rank 0' in second[3]
+    assert first[5].startswith('FileNotFoundError') and 'on rank 0' in second[5]
+    assert os.listdir(tmp_path / 'notes') == ['notes.txt'] and not (tmp_path / '0').exists()
+
+
+def refused_models(folder):
+    world = World('pipe')
+    optimizer = torch.optim.SGD(world.model.parameters(), lr=1., momentum=.9)
+    several = torch.optim.AdamW([x for name, x in world.model.named_parameters()
+                                 if name != '0.up.bias'])
+    found = [refused(world.load, f'{folder}/{name}') for name in ('names', 'sizes')]
+    lost = f'{folder}/lost'
+    return [*found, *(refused(world.load, f'{folder}/{name}', each) for name, each in (
+        ('plain', optimizer), ('plain', several), ('values', optimizer))),
+            refused(world.load, lost), refused(world.save, lost, adam(nn.Linear(2, 3)))]
+
+
+def test_other_models(tmp_path):
+    """Each rank raises the same, whatever part it has."""
+    made('plain', tmp_path / 'plain')
+    other = perceptron()
+    other[7].upp = other[7].up
+    del other[7].up
+    save_checkpoint(tmp_path / 'names', other)
+    other = perceptron()
+    other[1].up = nn.Linear(6, 5, dtype=torch.float64)
+    save_checkpoint(tmp_path / 'sizes', other)
+    save_checkpoint(tmp_path / 'values', perceptron())
+    save_checkpoint(tmp_path / 'lost', perceptron())
+    next((tmp_path / 'lost').glob('*.distcp')).unlink()
+    for found in run(2, refused_models, str(tmp_path)):
+        expected = [
+            r"ValueError: the checkpoint is of another model: it misses '7.up.weight' \(like "
+            r"'7.upp.weight'\), .* the model does not have '7.upp.weight'",
+            r"ValueError: .* of other sizes: in it '1.up.weight' is \(5, 6\), and not \(12, 6\)",
+            r"ValueError: .* of another type: it has .*'betas'.*, but this one .*'momentum'",
+            r"ValueError: .* of other parameters: the optimizer does not have '0.up.bias'",
+            'ValueError: the checkpoint was saved without an optimizer',
+            r'RuntimeError: loading a checkpoint failed on ranks \[.*FileNotFoundError',
+            r'ValueError: 2 parameters of the optimizer are not in the model, with shapes']
+        assert len(found) == len(expected)
+        for text, pattern in zip(found, expected):
+            assert re.match(pattern, text), text
