@@ -2,6 +2,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from torchgpipe.distributed.replicas import DATA, Gradients
 from torchgpipe.distributed.start import Facts, digest
 from torchgpipe.distributed.tensor import check_plan
 from torchgpipe.distributed.transport import Evaluation, Training, Way
+from torchgpipe.distributed.watch import Watch, watched
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.gather import REDUCTIONS, gather
 from torchgpipe.engine.run import Run
@@ -77,6 +79,9 @@ class DistributedGPipe(nn.Module):
         gather: As of :class:`~torchgpipe.GPipe`.
         weights: The same; each rank reads what its layers need.
         offload: As of :class:`~torchgpipe.GPipe`.
+        timeout: How long a rank may wait for others before all end, with an error that names the
+            rank that they wait for; by default 30 minutes. A rank that raises or dies ends all
+            within seconds.
 
     Raises:
         TypeError: The model is neither, or its skips do not match.
@@ -91,9 +96,19 @@ class DistributedGPipe(nn.Module):
                  checkpoint: Checkpoint = 'except_last', places: Sequence[int] | None = None,
                  data: str = 'replicate', tensor_plan: Mapping[str, Any] | None = None,
                  seed: int = 0, deferred_batch_norm: bool = False, batch_dim: Any = 0,
-                 gather: Any = None, weights: Weights | None = None, offload: bool = False
-                 ) -> None:
+                 gather: Any = None, weights: Weights | None = None, offload: bool = False,
+                 timeout: timedelta | None = None) -> None:
         super().__init__()
+        #: Ends all ranks when one fails.
+        self._watch = Watch(mesh, timeout)
+        self._make(module, balance, mesh, chunks, checkpoint, places, data, tensor_plan, seed,
+                   deferred_batch_norm, batch_dim, gather, weights, offload)
+
+    @watched('the making of this model')
+    def _make(self, module: Any, balance: Iterable[int], mesh: DeviceMesh, chunks: int,
+              checkpoint: Checkpoint, places: Sequence[int] | None, data: str,
+              tensor_plan: Mapping[str, Any] | None, seed: int, deferred_batch_norm: bool,
+              batch_dim: Any, gather: Any, weights: Weights | None, offload: bool) -> None:
         skeleton = skeleton_of(module)
         verify_module(skeleton)
         verify_skippables(skeleton)
@@ -121,6 +136,7 @@ class DistributedGPipe(nn.Module):
         #: The headers of messages, by what ranks have said of a step.
         self._known: OrderedDict[Any, dict[Message, Header]] = OrderedDict()
 
+    @watched('a step')
     def step(self, input: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor], *,
              schedule: ScheduleLike = '1f1b', target_dim: Any = None, normalizer: Any = None,
              scale: Callable[[Tensor], Tensor] | None = None, return_output: bool = False) -> Any:
@@ -174,6 +190,7 @@ class DistributedGPipe(nn.Module):
         loss = self._whole(losses)
         return (loss, self._gathered(batches, sizes, training)) if return_output else loss
 
+    @watched('a call')
     def forward(self, input: Any = None) -> Any:
         """Run the model on a mini-batch, without graphs.
 
@@ -256,7 +273,7 @@ class DistributedGPipe(nn.Module):
         known = self._known.setdefault(key, {})
         rank = self._rank
         row = _rows(schedule, rank.skips, tuple(rank.places))[rank.pipe.rank]
-        return Way(row, Messages(rank.pipe.group, rank.ranks, rank.device, known))
+        return Way(row, Messages(rank.pipe.group, rank.ranks, rank.device, known), self._watch.at)
 
     def _gathered(self, batches: list[Batch], sizes: list[int], run: Run) -> Any:
         if not self._rank.is_last:
@@ -276,6 +293,7 @@ class DistributedGPipe(nn.Module):
         finally:
             self._rank.replicas.syncs = before
 
+    @watched('clipping')
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.) -> Tensor:
         """Scale the gradients of the whole model to a norm, as ``torch.nn.utils`` does for one.
 
