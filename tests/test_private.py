@@ -33,7 +33,8 @@ TABLE, ATTRIBUTES = (re.findall(r'^\| `([^`]+)` \|', part, re.M)
 
 
 #: Python's own.
-PYTHONS = {'_at_fork_reinit', '_fields', '_getframe', '_lru_cache_wrapper'}
+PYTHONS = {'_at_fork_reinit', '_current_frames', '_exit', '_fields', '_getframe',
+           '_lru_cache_wrapper'}
 
 
 def names_in(path):

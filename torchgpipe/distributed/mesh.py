@@ -56,6 +56,7 @@ def init_mesh(data: int = 1, pipe: int = 1, tensor: int = 1, *, device_type: str
 
     >>> init_mesh().mesh_dim_names  # one process; torchrun starts several
     ('data', 'pipe', 'tensor')
+    >>> torch.distributed.destroy_process_group()
 
     Args:
         data: How many replicas take their parts of the batch.

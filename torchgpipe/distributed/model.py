@@ -1,8 +1,7 @@
 """What the user holds on each of many processes: a pipeline over ranks, and its replicas."""
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from datetime import timedelta
 from os import PathLike
 from typing import Any
 
@@ -17,33 +16,23 @@ from torchgpipe.distributed import checkpoint as checkpoints
 from torchgpipe.distributed.clipping import clip
 from torchgpipe.distributed.clocks import merge
 from torchgpipe.distributed.layers import skeleton_of
-from torchgpipe.distributed.messages import Header, Messages
 from torchgpipe.distributed.rank import Rank
-from torchgpipe.distributed.replicas import DATA, Gradients
+from torchgpipe.distributed.replicas import DATA
 from torchgpipe.distributed.start import Facts, digest
+from torchgpipe.distributed.steps import Steps
 from torchgpipe.distributed.tensor import check_plan
-from torchgpipe.distributed.transport import Evaluation, Training, Way
-from torchgpipe.engine.batch import Batch
-from torchgpipe.engine.gather import REDUCTIONS, gather
+from torchgpipe.distributed.watch import Watch, watched
+from torchgpipe.engine.gather import REDUCTIONS
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.run import Run
-from torchgpipe.engine.scatter import check_rule, cut, fit_rule
-from torchgpipe.losses import Losses
-from torchgpipe.schedule import Schedule, Timed, make
-from torchgpipe.schedule.messages import Message, Row, with_messages
-from torchgpipe.settings import Checkpoint, checkpoint_stops, parse_checkpoint
+from torchgpipe.engine.scatter import check_rule
+from torchgpipe.schedule import Timed
+from torchgpipe.settings import Checkpoint, parse_checkpoint
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.split import parse_balance, verify_module
-from torchgpipe.step import ScheduleLike, find_schedule
+from torchgpipe.step import ScheduleLike
 from torchgpipe.weights import Weights
 
 __all__ = ['DistributedGPipe']
-
-#: The types that a loss may have.
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-#: So many kinds of steps are remembered, with the headers of their messages.
-_KINDS = 32
 
 
 class DistributedGPipe(nn.Module):
@@ -59,6 +48,7 @@ class DistributedGPipe(nn.Module):
     >>> loss = model.step(torch.ones(8, 4), torch.zeros(8, 2), nn.functional.mse_loss)
     >>> loss.shape, model.get_parameter('2.weight').grad.shape
     (torch.Size([]), torch.Size([2, 8]))
+    >>> torch.distributed.destroy_process_group()
 
     Args:
         module: The model, the same on all ranks: a sequential module, best on the meta device; or
@@ -83,6 +73,9 @@ class DistributedGPipe(nn.Module):
         gather: As of :class:`~torchgpipe.GPipe`.
         weights: The same; each rank reads what its layers need.
         offload: As of :class:`~torchgpipe.GPipe`.
+        timeout: How long a rank may wait for others before all end, with an error that names the
+            rank that they wait for; by default 30 minutes. A rank that raises or dies ends all
+            within seconds.
 
     Raises:
         TypeError: The model is neither, or its skips do not match.
@@ -91,42 +84,46 @@ class DistributedGPipe(nn.Module):
     """
 
     _rank: Rank
+    _steps: Steps
 
     def __init__(self, module: nn.Sequential | Sequence[Callable[[], nn.Module]],
                  balance: Iterable[int], *, mesh: DeviceMesh, chunks: int = 1,
                  checkpoint: Checkpoint = 'except_last', places: Sequence[int] | None = None,
                  data: str = 'replicate', tensor_plan: Mapping[str, Any] | None = None,
                  seed: int = 0, deferred_batch_norm: bool = False, batch_dim: Any = 0,
-                 gather: Any = None, weights: Weights | None = None, offload: bool = False
-                 ) -> None:
+                 gather: Any = None, weights: Weights | None = None, offload: bool = False,
+                 timeout: timedelta | None = None) -> None:
         super().__init__()
-        skeleton = skeleton_of(module)
-        verify_module(skeleton)
-        verify_skippables(skeleton)
-        self.balance = parse_balance(balance, len(skeleton))
-        self.chunks, self.batch_dim, self.gather = int(chunks), batch_dim, gather
-        self.offload = bool(offload)
-        self.checkpoint = parse_checkpoint(checkpoint, len(self.balance))
-        check_rule('batch_dim', batch_dim, [None])
-        check_rule('gather', gather, [None, *REDUCTIONS])
-        if self.chunks < 1 or data not in DATA:
-            raise ValueError(f'chunks must be above zero, and data one of {DATA}, but they are '
-                             f'{chunks!r} and {data!r}')
-        names = iter(skeleton._modules)
-        rank = Rank(mesh, places, [[next(names) for _ in range(n)] for n in self.balance])
-        plan = dict(tensor_plan or {})
-        check_plan(plan, skeleton, rank.tensor.size)
-        rank.together('this model', lambda: Facts(settings=digest(
-            [*skeleton._modules], self.balance, self.chunks, str(self.checkpoint), rank.places,
-            data, sorted(plan), seed, deferred_batch_norm, str(batch_dim), str(gather))))
-        if deferred_batch_norm:
-            DeferredBatchNorm.convert_deferred_batch_norm(skeleton, self.chunks)
-        rank.make(module, skeleton, seed, weights, plan, data)
-        self._modules.update(rank.made)
-        self.__dict__['_rank'] = rank
-        #: The headers of messages, by what ranks have said of a step.
-        self._known: OrderedDict[Any, dict[Message, Header]] = OrderedDict()
+        #: Ends all ranks when one fails.
+        self._watch = Watch(mesh, timeout)
+        with self._watch.run('the making of this model'):
+            skeleton = skeleton_of(module)
+            verify_module(skeleton)
+            verify_skippables(skeleton)
+            self.balance = parse_balance(balance, len(skeleton))
+            self.chunks, self.batch_dim, self.gather = int(chunks), batch_dim, gather
+            self.offload = bool(offload)
+            self.checkpoint = parse_checkpoint(checkpoint, len(self.balance))
+            check_rule('batch_dim', batch_dim, [None])
+            check_rule('gather', gather, [None, *REDUCTIONS])
+            if self.chunks < 1 or data not in DATA:
+                raise ValueError('chunks must be above zero, and data one of '
+                                 f'{DATA}, but they are {chunks!r} and {data!r}')
+            names = iter(skeleton._modules)
+            rank = Rank(mesh, places, [[next(names) for _ in range(n)] for n in self.balance])
+            plan = dict(tensor_plan or {})
+            check_plan(plan, skeleton, rank.tensor.size)
+            rank.together('this model', lambda: Facts(settings=digest(
+                [*skeleton._modules], self.balance, self.chunks, str(self.checkpoint), rank.places,
+                data, sorted(plan), seed, deferred_batch_norm, str(batch_dim), str(gather))))
+            if deferred_batch_norm:
+                DeferredBatchNorm.convert_deferred_batch_norm(skeleton, self.chunks)
+            rank.make(module, skeleton, seed, weights, plan, data)
+            self._modules.update(rank.made)
+            self.__dict__['_rank'] = rank
+            self._steps = Steps(rank, self, self._watch.at)
 
+    @watched('a step')
     def step(self, input: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor], *,
              schedule: ScheduleLike = '1f1b', target_dim: Any = None, normalizer: Any = None,
              scale: Callable[[Tensor], Tensor] | None = None, return_output: bool = False) -> Any:
@@ -158,28 +155,10 @@ class DistributedGPipe(nn.Module):
                                'evaluation mode; call model(input) for outputs')
         if target_dim is None:
             target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
-        rank = self._rank
-        batches, sizes, common, key = self._begin(input, 'step', schedule)
-        losses = self._losses(loss_fn, target, sizes, target_dim, normalizer, scale)
-        m = len(batches)
-        stops = tuple(checkpoint_stops(self.checkpoint, m, len(self.balance)))
-        workers = [('rank', place) for place in rank.places]
-        found = find_schedule(schedule, workers, m).recomputing(stops)
-        way = self._way(found, (key, found))
-        training = Training(rank.engine, batches, way, losses, checkpoint_stops=stops,
-                            common=common, offload=self.offload)
+        return self._steps.train(input, schedule, self.checkpoint, return_output,
+                                 (loss_fn, target, target_dim, normalizer, scale))
 
-        training.mini_batch.gather = rank.replicas.gather
-
-        def run() -> Gradients:
-            training.run()
-            return rank.ties.together(training.gradients)
-
-        others = [x for module in losses.modules for x in module.parameters(recurse=False)]
-        rank.replicas.run(run, others)
-        loss = self._whole(losses)
-        return (loss, self._gathered(batches, sizes, training)) if return_output else loss
-
+    @watched('a call')
     def forward(self, input: Any = None) -> Any:
         """Run the model on a mini-batch, without graphs.
 
@@ -189,86 +168,7 @@ class DistributedGPipe(nn.Module):
         Returns:
             The output of this replica on ranks with the last stage, ``None`` on others.
         """
-        batches, sizes, common, key = self._begin(input, 'call', 'gpipe')
-        found = _forward(len(self.balance), len(batches))
-        with torch.no_grad():
-            evaluation = Evaluation(self._rank.engine, batches, self._way(found, (key, found)),
-                                    common=common)
-
-            def run() -> Gradients:
-                evaluation.run()
-                return []
-
-            self._rank.replicas.evaluate(run)
-            return self._gathered(batches, sizes, evaluation)
-
-    def _begin(self, input: Any, what: str, schedule: Any
-               ) -> tuple[list[Batch], list[int], list[int], Any]:
-        """Return micro-batches, their sizes, which tensors they share, and what a step is like."""
-        cuts: list[tuple[list[Batch], list[int], list[int]]] = []
-        text = schedule.to_csv() if isinstance(schedule, Schedule) else str(schedule)
-        modes = [(module.training, *(x.requires_grad for x in module.parameters(recurse=False)))
-                 for module in self.modules()]
-
-        def read() -> Facts:
-            settings, looks = digest(what, text, self._rank.replicas.syncs), digest(modes)
-            if not self._rank.is_first:
-                return Facts(settings=settings, digest=looks)
-            cuts.append(cut(input, self.chunks, fit_rule(self.batch_dim, input, self.children())))
-            batches, sizes, common = cuts[0]
-            outlines = [[(x.shape, x.dtype, x.requires_grad) for x in batch] for batch in batches]
-            kind = batches[0].kind([None] * len(batches[0]))  # type: ignore[list-item]
-            return Facts(len(batches), sum(sizes), 0., settings,
-                         digest(looks, outlines, kind, common))
-
-        said = self._rank.together(f'a {what} of this model', read)
-        own = [said[rank] for rank in self._rank.pipe.ranks]
-        first = said[self._rank.ranks[0]]
-        sizes = [first.size // first.m + (i < first.size % first.m) for i in range(first.m)]
-        batches, _, common = cuts[0] if cuts else ([Batch.of(()) for _ in sizes], sizes, [])
-        return batches, sizes, common, (what, *own)
-
-    def _losses(self, loss_fn: Any, target: Any, sizes: list[int], target_dim: Any,
-                normalizer: Any, scale: Any) -> Losses:
-        """Return the losses of micro-batches; on ranks without the last stage, of nothing."""
-        is_last = self._rank.is_last
-        found: list[Losses] = []
-
-        def count() -> Facts:
-            found.append(Losses(loss_fn, target, sizes, target_dim, normalizer, scale, False)
-                         if is_last else Losses(_nothing, None, sizes, 0, 1, None))
-            return Facts(counted=found[0].counted or 0.)
-
-        said = self._rank.together('the loss of a step', count)
-        if found[0].counted is not None:
-            found[0].count_in(self._rank.sum(said))
-        return found[0]
-
-    def _whole(self, losses: Losses) -> Tensor:
-        """Return the loss of the whole mini-batch."""
-        def count() -> Facts:
-            if not self._rank.is_last:
-                return Facts()
-            total = losses.total()
-            return Facts(counted=float(total), digest=_DTYPES.index(total.dtype))
-
-        said = self._rank.together('the loss of a step', count)
-        dtype = _DTYPES[said[self._rank.ranks[-1]].digest]
-        return torch.tensor(self._rank.sum(said), dtype=dtype, device=self._rank.device)
-
-    def _way(self, schedule: Schedule, key: Any) -> Way:
-        if key not in self._known and len(self._known) >= _KINDS:
-            self._known.popitem(last=False)
-        known = self._known.setdefault(key, {})
-        rank = self._rank
-        row = _rows(schedule, rank.skips, tuple(rank.places))[rank.pipe.rank]
-        return Way(row, Messages(rank.pipe.group, rank.ranks, rank.device, known))
-
-    def _gathered(self, batches: list[Batch], sizes: list[int], run: Run) -> Any:
-        if not self._rank.is_last:
-            return None
-        batch_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
-        return gather(batches, sizes, self.gather, batch_dim, run.aliasing.common(0))
+        return self._steps.evaluate(input)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -282,6 +182,7 @@ class DistributedGPipe(nn.Module):
         finally:
             self._rank.replicas.syncs = before
 
+    @watched('clipping')
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.) -> Tensor:
         """Scale the gradients of the whole model to a norm, as ``torch.nn.utils`` does for one.
 
@@ -313,6 +214,7 @@ class DistributedGPipe(nn.Module):
         """Return the actions of all ranks by one clock, for :func:`torchgpipe.timeline.record`."""
         return merge(actions, began, self._rank.everyone, self._rank.device)
 
+    @watched('saving')
     def save(self, folder: str | PathLike[str], optimizer: Optimizer | None = None, *,
              wait: bool = True) -> checkpoints.Saving | None:
         """Save the model, its optimizer and the states of generators, for any mesh.
@@ -334,6 +236,7 @@ class DistributedGPipe(nn.Module):
         """
         return checkpoints.save(self, self._rank, folder, optimizer, wait)
 
+    @watched('loading')
     def load(self, folder: str | PathLike[str], optimizer: Optimizer | None = None) -> None:
         """Load what was saved on any mesh, or in one process. All ranks call it.
 
@@ -353,21 +256,3 @@ class DistributedGPipe(nn.Module):
         super().train(mode)
         self._rank.replicas.train(mode)
         return self
-
-
-@lru_cache(maxsize=_KINDS)
-def _rows(schedule: Schedule, skips: frozenset[tuple[int, int]], places: tuple[int, ...]
-          ) -> tuple[Row, ...]:
-    return with_messages(schedule, sorted(skips), places)
-
-
-@lru_cache(maxsize=_KINDS)
-def _forward(stages: int, m: int) -> Schedule:
-    """Return the forward of micro-batches as a schedule."""
-    rows = make('gpipe', stages, m).rows
-    return Schedule(tuple(tuple(each for each in row if each.kind == 'F') for row in rows))
-
-
-def _nothing(output: Any, target: Any) -> Tensor:
-    """Stand for a loss where there is none."""
-    raise AssertionError('this rank does not have the last stage')

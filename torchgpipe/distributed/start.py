@@ -10,7 +10,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-__all__ = ['Facts', 'digest', 'together']
+__all__ = ['Facts', 'NotBegun', 'digest', 'together']
+
+
+class NotBegun(RuntimeError):
+    """Another rank could not begin."""
 
 
 class Facts(NamedTuple):
@@ -67,8 +71,8 @@ def together(what: str, function: Callable[[], Facts], group: dist.ProcessGroup 
     rows = torch.stack(found).tolist()
     for rank, (failed, *_) in zip(ranks, rows):
         if failed:
-            raise RuntimeError(f'{what} could not begin on rank {rank}, so it ended here, too; '
-                               'look at what that rank has raised')
+            raise NotBegun(f'{what} could not begin on rank {rank}, so it ended here, too; '
+                           'look at what that rank has raised')
     said = {rank: Facts(int(m), int(size), counted, int(settings), int(other))
             for rank, (_, m, size, counted, settings, other) in zip(ranks, rows)}
     for rank, each in said.items():

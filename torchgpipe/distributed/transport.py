@@ -32,10 +32,11 @@ __all__ = ['Evaluation', 'Training', 'Way', 'drive']
 
 
 class Way(NamedTuple):
-    """What a rank does in a step, and what carries its messages."""
+    """What a rank does in a step, what carries its messages, and who is told before each."""
 
     row: Row
     messages: Messages
+    at: Callable[[Action | Message | None], None]
 
 
 def drive(row: Row, do: Callable[[Action | Send | Receive], None]) -> None:
@@ -66,9 +67,11 @@ class _OnRanks(Run):
         self._begin()
         drive(self._way.row, self._do)
         self._way.messages.finish()
+        self._way.at(None)
 
     def _do(self, each: Action | Send | Receive) -> None:
         """Do what stands in the row of this rank."""
+        self._way.at(each)
         if isinstance(each, Receive):
             self._waiting.setdefault(_cell_of(each.action, each.stage), []).append(each)
             self._way.messages.receive(each)

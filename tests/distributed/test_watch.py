@@ -1,0 +1,283 @@
+"""Ranks that raise, die or are stuck: all end, and say which one it was, where and in what."""
+import gc
+import threading
+import weakref
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.devices import cpu_only
+from tests.distributed.failing import Fault, endings
+from tests.distributed.models import Block, batch
+from tests.shard.processes import run
+from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.distributed.records import Record, blame
+from torchgpipe.distributed.watcher import EXIT
+
+pytestmark = cpu_only('processes meet by gloo')
+
+LIMIT = timedelta(seconds=3)
+
+#: The middle one of three, and its place, as all have to name it.
+MIDDLE = 'rank 1 (data 0, pipe 1, tensor 0)'
+
+
+def built(fault=None, at=3, timeout=LIMIT, **settings):
+    """A model of three stages of two layers, one of which has a fault."""
+    layers = [Block() for _ in range(6)]
+    if fault is not None:
+        layers[at] = fault
+    return DistributedGPipe(nn.Sequential(*layers), [2, 2, 2], mesh=init_mesh(pipe=3), chunks=2,
+                            checkpoint='never', timeout=timeout, **settings)
+
+
+def steps(model, number=3, loss=F.mse_loss, **options):
+    """Take steps."""
+    for step in range(number):
+        model.step(*batch(step, 4), loss, **options)
+
+
+def in_layer(release, how, backward=False, at=3, timeout=LIMIT):
+    steps(built(Fault(how, backward), at, timeout))
+
+
+def in_loss(release):
+    fault = Fault('raise')
+
+    def loss(output, target):
+        fault.happen()
+        return F.mse_loss(output, target)
+
+    steps(built(), loss=loss)
+
+
+def in_hook(release):
+    model = built()
+    if '2' in model._modules:
+        model._modules['2'].register_forward_hook(Fault('raise').happen)
+    steps(model)
+
+
+def named(found, *texts, codes=None):
+    """See that all ranks have ended, with an error, and that what each has printed has texts."""
+    for rank, (code, text) in enumerate(found):
+        assert code is not None, f'rank {rank} is left, having printed {text}'
+        assert code != 0, text
+        if code > 0:
+            for each in texts:
+                assert each in text, (rank, text)
+    if codes is not None:
+        assert [code for code, _ in found] == codes, found
+
+
+def test_raises_in_a_layer():
+    named(endings(3, in_layer, 'raise'), MIDDLE, 'it is broken', 'micro-batch 1', 'partition 1',
+          "layer '3'", 'forward of stage 1')
+
+
+@pytest.mark.slow
+def test_raises_in_backward():
+    named(endings(3, in_layer, 'raise', True), MIDDLE, 'it is broken', 'micro-batch 1',
+          'backward of stage 1')
+
+
+@pytest.mark.slow
+def test_raises_in_the_loss():
+    named(endings(3, in_loss), 'rank 2 (data 0, pipe 2, tensor 0)', 'it is broken', 'stage 2',
+          'micro-batch 1')
+
+
+@pytest.mark.slow
+def test_raises_in_a_hook():
+    named(endings(3, in_hook), MIDDLE, 'it is broken', "layer '2'", 'micro-batch 1')
+
+
+def stays(release):
+    try:
+        in_layer(release, 'raise')
+    except ValueError:
+        release.wait()
+        raise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('tcp', [False, True])
+def test_raises_and_the_process_stays(tcp):
+    found = endings(3, stays, stays=[1], tcp=tcp)
+    named(found, MIDDLE, 'it is broken', "layer '3'", 'micro-batch 1', codes=[EXIT, 1, EXIT])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('tcp', [False, True])
+def test_is_killed(tcp):
+    named(endings(3, in_layer, 'kill', tcp=tcp), f'{MIDDLE} is gone')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('tcp', [False, True])
+def test_rank_0_is_killed_which_may_have_the_store(tcp):
+    found = endings(3, in_layer, 'kill', False, 0, tcp=tcp)
+    named(found, 'rank 0 (data 0, pipe 0, tensor 0)')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('tcp', [False, True])
+def test_rank_0_raises_which_may_have_the_store(tcp):
+    found = endings(3, in_layer, 'raise', False, 0, tcp=tcp)
+    named(found, 'rank 0 (data 0, pipe 0, tensor 0)', 'it is broken', 'micro-batch 1')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('backward', [False, True])
+def test_is_stuck(backward):
+    found = endings(3, in_layer, 'stuck', backward)
+    named(found, f'{MIDDLE} does not wait, but computes', 'micro-batch 1', 'failing.py',
+          ('backward' if backward else 'forward') + ' of stage 1')
+    assert found[1][0] == EXIT
+    for _, text in found:
+        assert backward or "layer '3'" in text
+
+
+def outside(release):
+    model = built()
+    steps(model, 1)
+    if '2' in model._modules:
+        release.wait()
+    steps(model, 1)
+
+
+@pytest.mark.slow
+def test_is_stuck_outside_of_steps():
+    """It gets an error when it comes to a step."""
+    found = endings(3, outside, stays=[1])
+    named(found, f'{MIDDLE} is not where the others are', 'in outside', codes=[EXIT, 1, EXIT])
+
+
+def in_replicas(release, *faults):
+    mesh = init_mesh(data=2, pipe=2)
+    layers = [Block(), Fault(faults[mesh.get_local_rank('data')])]
+    steps(DistributedGPipe(nn.Sequential(*layers), [1, 1], mesh=mesh, chunks=2, timeout=LIMIT,
+                           checkpoint='never'))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('faults', [('raise', 'raise'), ('raise', 'kill'), ('stuck', 'stuck')])
+def test_two_fail(faults):
+    found = endings(4, in_replicas, *faults)
+    named(found, *(['it is broken'] if 'raise' in faults else []), 'micro-batch 1', "layer '1'",
+          'forward of stage 1')
+    for rank in (0, 2):
+        assert ('rank 1 (data 0, pipe 1, tensor 0)' in found[rank][1]
+                or 'rank 3 (data 1, pipe 1, tensor 0)' in found[rank][1])
+
+
+@pytest.mark.slow
+def test_the_group_ends_a_wait_before_the_model_does():
+    """The error of a timeout is one that names the rank, too."""
+    found = endings(3, in_layer, 'stuck', False, 3, timedelta(minutes=30), group_timeout=3)
+    named(found, f'{MIDDLE} does not wait, but computes', 'forward of stage 1', 'micro-batch 1')
+
+
+def unequal_arguments(release):
+    built(seed=int(torch.distributed.get_rank() == 1))
+
+
+def fewer_layers(release):
+    rank = torch.distributed.get_rank()
+    DistributedGPipe(nn.Sequential(*[Block() for _ in range(6)]), [2, 2, 2 - (rank == 1)],
+                     mesh=init_mesh(pipe=3), timeout=LIMIT)
+
+
+def unequal_schedules(release):
+    steps(built(), schedule='gpipe' if torch.distributed.get_rank() == 1 else '1f1b')
+
+
+def unequal_batches(release):
+    rank = torch.distributed.get_rank()
+    model = DistributedGPipe(nn.Sequential(Block(), Block()), [1, 1], chunks=2, timeout=LIMIT,
+                             mesh=init_mesh(data=2, pipe=2))
+    x, target = batch(0, 4)
+    model.step(x, target, F.mse_loss)
+    model.step(x[:, :3] if rank // 2 else x, target, F.mse_loss)
+
+
+def no_input(release):
+    x, target = batch(0, 4)
+    built().step(None, target, F.mse_loss)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('function, texts', [
+    (unequal_arguments, ['other settings on rank 1']),
+    (fewer_layers, [MIDDLE, 'ValueError']),
+    (unequal_schedules, ['other settings on rank 1']),
+    (no_input, ['rank 0 (data 0, pipe 0, tensor 0)', 'TypeError', 'in a step'])])
+def test_ranks_do_not_begin_alike(function, texts):
+    named(endings(3, function), *texts)
+
+
+@pytest.mark.slow
+def test_replicas_have_unequal_batches():
+    named(endings(4, unequal_batches), 'rank 2 (data 1, pipe 0, tensor 0)', 'forward of stage 0',
+          'micro-batch 0', "layer '0'")
+
+
+def healthy(release):
+    steps(built())
+
+
+@pytest.mark.parametrize('tcp', [False, True])
+def test_nothing_is_printed_when_all_goes_well(tcp):
+    """Whichever rank ends first, and takes the store along."""
+    assert endings(3, healthy, tcp=tcp) == [(0, '')] * 3
+
+
+def collected():
+    model = built()
+    steps(model, 1)
+    during = watches()
+    x, target = batch(0, 4)
+    with pytest.raises(RuntimeError, match='evaluation'):
+        model.eval().step(x, target, F.mse_loss)
+    model.train()
+    steps(model, 1)
+    alive = weakref.ref(model)
+    torch.distributed.barrier()
+    del model
+    gc.collect()
+    return during, watches(), alive() is None
+
+
+def watches():
+    return sum(thread.name == 'torchgpipe watch' for thread in threading.enumerate())
+
+
+def test_goes_on_after_an_error_of_all_and_leaves_no_thread():
+    assert run(3, collected) == [(1, 0, True)] * 3
+
+
+def alone():
+    DistributedGPipe(nn.Sequential(Block()), [1], mesh=init_mesh()).step(*batch(0, 4), F.mse_loss)
+    return watches()
+
+
+def test_one_process_has_no_thread():
+    assert run(1, alone) == [0]
+
+
+def test_who_is_to_blame():
+    waits, busy = Record(run=2, state='waits'), Record(run=2, state='computes', text='this')
+    raised = Record(run=2, state='failed', error='E')
+    assert blame({0: waits, 1: busy}, 2) == ([], True)
+    assert blame({0: waits, 1: busy}, 2, late=True)[0] == [
+        (1, 'does not wait, but computes in this, for 0.0 s')]
+    assert blame({0: waits, 1: raised}, 2, lost=[0]) == ([(1, 'raised E')], True)
+    assert blame({0: waits, 1: raised}, 3) == ([], True)
+    assert 'had raised E' in blame({0: waits, 1: raised}, 3, late=True)[0][0][1]
+    assert blame({0: waits, 1: waits._replace(error='E', found=True)}, 2) == ([(1, 'E')], False)
+    assert [rank for rank, _ in blame({0: waits, 1: waits}, 2, lost=[0])[0]] == [0]
+    assert [rank for rank, _ in blame({0: waits, 1: waits}, 2, late=True)[0]] == [0, 1]
+    assert blame({0: None}, 1, late=True)[0] == [(0, 'has not made this model')]

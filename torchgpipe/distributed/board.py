@@ -1,0 +1,103 @@
+"""A board in the store of ``torch.distributed``: each rank says there what others have to know.
+
+It has a connection of its own, as one is locked while a call on it waits.
+"""
+import os
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from torchgpipe.distributed.records import Record
+
+__all__ = ['Board']
+
+#: How many boards a process has made, by their ranks.
+_made: Counter[tuple[int, ...]] = Counter()
+
+#: For so long it waits for the store.
+_TIMEOUT = timedelta(seconds=5)
+
+
+class Board:
+    """What ranks say; it raises nothing, as the store goes with the process that has it.
+
+    Args:
+        ranks: They. All of them make boards in the same order.
+
+    Attributes:
+        gone: Whether there is no store any more.
+        goes_with_us: Whether this process has it.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._ranks = tuple(ranks)
+        self._rank = dist.get_rank()
+        self._known: set[int] = set()
+        self.gone = False
+        store: Any = dist.group.WORLD
+        base = store = store.get_group_store()
+        while isinstance(base, dist.PrefixStore):  # type: ignore[attr-defined]
+            base = base.underlying_store
+        self.goes_with_us = (
+            isinstance(base, dist.TCPStore) and self._rank == 0  # type: ignore[attr-defined]
+            and os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True')
+        _made[self._ranks] += 1
+        name = zlib.crc32(repr(self._ranks).encode())
+        self._store = dist.PrefixStore(  # type: ignore[attr-defined]
+            f'torchgpipe.watch/{name}/{_made[self._ranks]}', store.clone())
+        self._store.set_timeout(_TIMEOUT)
+
+    def say(self, record: Record, news: bool) -> int:
+        """Say something of this rank.
+
+        Args:
+            record: What it is.
+            news: Whether others have to look at it.
+
+        Returns:
+            How many news there were up to now.
+        """
+        try:
+            self._store.set(str(self._rank), record.pack())
+            return int(self._store.add('news', int(news)))
+        except Exception:  # Whichever it is, there is no store any more.
+            self.gone = True
+            return 0
+
+    def leave(self, record: Record, lasts: float) -> None:
+        """Say the last thing.
+
+        Args:
+            record: What it is.
+            lasts: For so many seconds the store stays for others that have not left, if this
+                process has it: what they say to one that has gone, PyTorch complains of.
+        """
+        self.say(record, True)
+        deadline = time.monotonic() + lasts * self.goes_with_us
+        try:
+            left = 1
+            while self._store.add('left', left) < len(self._ranks) \
+                    and time.monotonic() < deadline:
+                left = 0
+                time.sleep(.02)
+        except Exception:  # Whichever it is, there is no store any more.
+            self.gone = True
+
+    def read(self) -> dict[int, Record | None]:
+        """Return what the others have said last; ``None`` if nothing yet."""
+        others = [rank for rank in self._ranks if rank != self._rank]
+        try:
+            self._known |= {rank for rank in others
+                            if rank not in self._known and self._store.check([str(rank)])}
+            there = [rank for rank in others if rank in self._known]
+            said = self._store.multi_get([*map(str, there)]) if there else []
+        except Exception:  # Whichever it is, there is no store any more.
+            self.gone = True
+            return {}
+        found = dict(zip(there, map(Record.parse, said)))
+        return {rank: found.get(rank) for rank in others}

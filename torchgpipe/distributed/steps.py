@@ -1,0 +1,226 @@
+"""Steps and calls of a model on many ranks: how they begin on all of them, and what comes of them.
+
+::
+
+    cut the input ──▶ say so ──▶ count the target ──▶ say so ──▶ row ──▶ say the loss
+    on the first                 on the last                 messages    from the last
+
+What ranks say is a few numbers: :mod:`torchgpipe.distributed.start`.
+"""
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from torchgpipe.distributed.messages import Header, Messages
+from torchgpipe.distributed.rank import Rank
+from torchgpipe.distributed.replicas import Gradients
+from torchgpipe.distributed.start import Facts, digest
+from torchgpipe.distributed.transport import Evaluation, Training, Way
+from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.gather import gather
+from torchgpipe.engine.run import Run
+from torchgpipe.engine.scatter import cut, fit_rule
+from torchgpipe.losses import Losses
+from torchgpipe.schedule import Action, Schedule, make
+from torchgpipe.schedule.messages import Message, Row, with_messages
+from torchgpipe.settings import Checkpoint, checkpoint_stops
+from torchgpipe.step import find_schedule
+
+__all__ = ['Steps']
+
+#: The types that a loss may have.
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+#: So many kinds of steps are remembered, with the headers of their messages.
+_KINDS = 32
+
+
+class Model(Protocol):
+    """What has the layers of this rank, and settings."""
+
+    balance: list[int]
+    chunks: int
+    batch_dim: Any
+    gather: Any
+    offload: bool
+
+    def modules(self) -> Any:
+        """Return all modules."""
+
+    def children(self) -> Any:
+        """Return the layers."""
+
+
+class _Start(NamedTuple):
+    """What is known when a step begins.
+
+    Args:
+        batches: The micro-batches, empty ones on ranks without the first stage.
+        sizes: Their numbers of samples.
+        common: Which of their tensors all share.
+        kind: What the step is like; messages of one kind have the same headers.
+    """
+
+    batches: list[Batch]
+    sizes: list[int]
+    common: list[int]
+    kind: Any
+
+
+class Steps:
+    """The steps and calls of one rank.
+
+    Args:
+        rank: What it has.
+        model: The model.
+        at: Called before each action and message.
+    """
+
+    def __init__(self, rank: Rank, model: Model,
+                 at: Callable[[Action | Message | None], None]) -> None:
+        self._rank = rank
+        self._model = model
+        self._at = at
+        #: The headers of messages, by what ranks have said of a step.
+        self._known: OrderedDict[Any, dict[Message, Header]] = OrderedDict()
+
+    def train(self, input: Any, schedule: Any, checkpoint: Checkpoint, return_output: bool,
+              loss: Sequence[Any]) -> Any:
+        """Take a step.
+
+        Args:
+            input: The input.
+            schedule: The schedule, or its name.
+            checkpoint: The mode of checkpointing.
+            return_output: Whether to return the output, too.
+            loss: The function, the target, its batch dimension, the normalizer, and the scale.
+        """
+        rank, model = self._rank, self._model
+        start = self._begin(input, 'step', schedule)
+        losses = self._losses(start.sizes, *loss)
+        m = len(start.batches)
+        stops = tuple(checkpoint_stops(checkpoint, m, len(model.balance)))
+        workers = [('rank', place) for place in rank.places]
+        found = find_schedule(schedule, workers, m).recomputing(stops)
+        training = Training(rank.engine, start.batches, self._way(found, start.kind), losses,
+                            checkpoint_stops=stops, common=start.common, offload=model.offload)
+        training.mini_batch.gather = rank.replicas.gather
+
+        def run() -> Gradients:
+            training.run()
+            return rank.ties.together(training.gradients)
+
+        rank.replicas.run(run, [x for module in losses.modules
+                                for x in module.parameters(recurse=False)])
+        whole = self._whole(losses)
+        return (whole, self._gathered(start, training)) if return_output else whole
+
+    def evaluate(self, input: Any) -> Any:
+        """Run the forward alone, without graphs."""
+        rank, start = self._rank, self._begin(input, 'call', 'gpipe')
+        found = _forward(len(self._model.balance), len(start.batches))
+        with torch.no_grad():
+            evaluation = Evaluation(rank.engine, start.batches, self._way(found, start.kind),
+                                    common=start.common)
+            evaluation.mini_batch.gather = rank.replicas.gather
+
+            def run() -> Gradients:
+                evaluation.run()
+                return []
+
+            rank.replicas.evaluate(run)
+            return self._gathered(start, evaluation)
+
+    def _begin(self, input: Any, what: str, schedule: Any) -> _Start:
+        """Cut the input on ranks that have it, and let all know of it."""
+        rank, model = self._rank, self._model
+        cuts: list[tuple[list[Batch], list[int], list[int]]] = []
+        text = schedule.to_csv() if isinstance(schedule, Schedule) else str(schedule)
+        modes = [(module.training, *(x.requires_grad for x in module.parameters(recurse=False)))
+                 for module in model.modules()]
+
+        def read() -> Facts:
+            settings, looks = digest(what, text, rank.replicas.syncs), digest(modes)
+            if not rank.is_first:
+                return Facts(settings=settings, digest=looks)
+            rule = fit_rule(model.batch_dim, input, model.children())
+            cuts.append(cut(input, model.chunks, rule))
+            batches, sizes, common = cuts[0]
+            outlines = [[(x.shape, x.dtype, x.requires_grad) for x in batch] for batch in batches]
+            kind = batches[0].kind([None] * len(batches[0]))  # type: ignore[list-item]
+            return Facts(len(batches), sum(sizes), 0., settings,
+                         digest(looks, outlines, kind, common))
+
+        said = rank.together(f'a {what} of this model', read)
+        own, first = [said[each] for each in rank.pipe.ranks], said[rank.ranks[0]]
+        sizes = [first.size // first.m + (i < first.size % first.m) for i in range(first.m)]
+        batches, _, common = cuts[0] if cuts else ([Batch.of(()) for _ in sizes], sizes, [])
+        return _Start(batches, sizes, common, (what, *own))
+
+    def _losses(self, sizes: list[int], loss_fn: Any, target: Any, target_dim: Any,
+                normalizer: Any, scale: Any) -> Losses:
+        """Return the losses of micro-batches; on ranks without the last stage, of nothing."""
+        rank = self._rank
+        found: list[Losses] = []
+
+        def count() -> Facts:
+            found.append(Losses(loss_fn, target, sizes, target_dim, normalizer, scale, False)
+                         if rank.is_last else Losses(_nothing, None, sizes, 0, 1, None))
+            return Facts(counted=found[0].counted or 0.)
+
+        said = rank.together('the loss of a step', count)
+        if found[0].counted is not None:
+            found[0].count_in(rank.sum(said))
+        return found[0]
+
+    def _whole(self, losses: Losses) -> Tensor:
+        """Return the loss of the whole mini-batch."""
+        rank = self._rank
+
+        def count() -> Facts:
+            if not rank.is_last:
+                return Facts()
+            total = losses.total()
+            return Facts(counted=float(total), digest=_DTYPES.index(total.dtype))
+
+        said = rank.together('the loss of a step', count)
+        dtype = _DTYPES[said[rank.ranks[-1]].digest]
+        return torch.tensor(rank.sum(said), dtype=dtype, device=rank.device)
+
+    def _way(self, schedule: Schedule, kind: Any) -> Way:
+        """Return what this rank does, and its messages."""
+        rank, key = self._rank, (kind, schedule)
+        if key not in self._known and len(self._known) >= _KINDS:
+            self._known.popitem(last=False)
+        known = self._known.setdefault(key, {})
+        row = _rows(schedule, rank.skips, tuple(rank.places))[rank.pipe.rank]
+        return Way(row, Messages(rank.pipe.group, rank.ranks, rank.device, known), self._at)
+
+    def _gathered(self, start: _Start, run: Run) -> Any:
+        """Return the output on ranks that have it."""
+        if not self._rank.is_last:
+            return None
+        dim = self._model.batch_dim if isinstance(self._model.batch_dim, int) else 0
+        return gather(start.batches, start.sizes, self._model.gather, dim, run.aliasing.common(0))
+
+
+@lru_cache(maxsize=_KINDS)
+def _rows(schedule: Schedule, skips: frozenset[tuple[int, int]], places: tuple[int, ...]
+          ) -> tuple[Row, ...]:
+    return with_messages(schedule, sorted(skips), places)
+
+
+@lru_cache(maxsize=_KINDS)
+def _forward(stages: int, m: int) -> Schedule:
+    """Return the forward of micro-batches as a schedule."""
+    rows = make('gpipe', stages, m).rows
+    return Schedule(tuple(tuple(each for each in row if each.kind == 'F') for row in rows))
+
+
+def _nothing(output: Any, target: Any) -> Tensor:
+    """Stand for a loss where there is none."""
+    raise AssertionError('this rank does not have the last stage')

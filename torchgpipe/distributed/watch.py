@@ -1,0 +1,131 @@
+"""A watch: when a rank raises, dies or is stuck, all others end, and say which one and where.
+
+Each rank has a thread that says each second, in the store of ``torch.distributed``, what the rank
+does. It looks at the others only when one of them has failed, or its own rank waits for long::
+
+    rank 0    waits ───────────────────────────── named error, or exit status 70
+    rank 1    raises ── record: what, where ──┐      ▲
+    store     0 waits, 1 raised, 2 waits ◀────┘ ─────┤
+    rank 2    waits ───────────────────────────── named error, or exit status 70
+
+A main thread that the backend tells of a closed connection raises an error that names the rank.
+One that is still stuck after a time of grace can not be woken, so its process ends.
+"""
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchgpipe.distributed.records import doing, text_of
+from torchgpipe.distributed.watcher import Own, Watcher
+from torchgpipe.distributed.whereabouts import is_from_others
+from torchgpipe.errors import add_note
+from torchgpipe.schedule import Action
+from torchgpipe.schedule.messages import Message
+
+__all__ = ['Watch', 'watched']
+
+#: For so long a rank waits if its model says nothing, as ``torch.distributed`` has it.
+_LIMIT = timedelta(minutes=30)
+
+#: A thread that stands in a call of the store is not waited for longer, in seconds.
+_LAST_CALL = 10.
+
+P = ParamSpec('P')
+T = TypeVar('T')
+
+
+class Watch:
+    """The watch of one rank over its model.
+
+    Args:
+        mesh: The ranks of the model.
+        timeout: How long one may wait for others.
+    """
+
+    def __init__(self, mesh: DeviceMesh, timeout: timedelta | None = None) -> None:
+        self._depth = 0
+        self._own = own = Own()
+        self._watcher: Watcher | None = None
+        if mesh.size() > 1 and mesh.get_coordinate() is not None:
+            self._watcher = watcher = Watcher(own, mesh, (timeout or _LIMIT).total_seconds())
+            thread = threading.Thread(target=watcher.loop, name='torchgpipe watch', daemon=True)
+            thread.start()
+            # At exit, too: a thread must not be in the store when Python goes.
+            weakref.finalize(self, _stop, watcher, thread, os.getpid())
+
+    def at(self, now: Action | Message | None) -> None:
+        """Take note of what comes next in a step."""
+        own = self._own
+        own.now = now
+        own.count += 1
+
+    @contextmanager
+    def run(self, what: str) -> Iterator[None]:
+        """Watch while something runs that all ranks take part in.
+
+        Args:
+            what: What it is.
+
+        Raises:
+            RuntimeError: Another rank has failed; it is named.
+        """
+        self._depth += 1
+        try:
+            if self._depth > 1:
+                yield
+                return
+            self._own.begin(what)
+            try:
+                yield
+            except BaseException as error:
+                self._fail(error)
+                raise
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._own.end()
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell the others of an error; or, if it only says that another rank failed, find it."""
+        if self._watcher is None:
+            return
+        own, name = self._own, self._watcher.name
+        at = own.what + ''.join(f': {each}' for each in [doing(own.now)] if each)
+        add_note(error, f'on {name}, in {at}')
+        if not is_from_others(error):
+            self._watcher.tell(text_of(error))
+            return
+        found = self._watcher.tell('')
+        if found:
+            raise RuntimeError(f'{at}, ended on {name}, as {found}') from error
+
+
+def watched(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Let the watch of a model see a method of it.
+
+    Args:
+        what: What the method does, for errors.
+    """
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        @wraps(method)
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
+            model: Any = args[0]
+            with model._watch.run(what):
+                return method(*args, **kwargs)
+        return run
+    return decorate
+
+
+def _stop(watcher: Watcher, thread: threading.Thread, process: int) -> None:
+    # A forked child has no such thread, and may have a lock that nobody opens.
+    if process == os.getpid():
+        watcher.stop()
+        if thread is not threading.current_thread():
+            thread.join(_LAST_CALL)

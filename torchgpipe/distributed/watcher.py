@@ -1,0 +1,220 @@
+"""The thread of a watch: it says what its rank does, and looks for the one that all wait for."""
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchgpipe.distributed.board import Board
+from torchgpipe.distributed.records import Record, blame, doing, names_of
+from torchgpipe.distributed.whereabouts import Whereabouts, whereabouts
+from torchgpipe.schedule import Action
+from torchgpipe.schedule.messages import Message
+
+__all__ = ['EXIT', 'GRACE', 'Own', 'Watcher']
+
+#: With what status a process ends that can not be woken.
+EXIT = 70
+
+#: For so many seconds a rank looks for the culprit, and lets its main thread end by itself.
+GRACE = 5.
+
+#: After so many seconds without a word a rank is gone, where the backend says that some rank is.
+_SILENCE = 3.
+
+#: And where nobody says so: Python says nothing while something holds its lock.
+_LONG_SILENCE = 30.
+
+#: For so many seconds a process that has the store waits for the last words of others.
+_LEAVE = 2.
+
+
+class Own:
+    """What the main thread of a rank does; it writes, and the thread of the watch reads."""
+
+    def __init__(self) -> None:
+        self.run = self.count = self.thread = 0
+        self.inside = False
+        self.what = ''
+        self.now: Action | Message | None = None
+        #: What it has raised: a text, an empty one if others did; ``None`` if nothing.
+        self.error: str | None = None
+        #: What others have raised.
+        self.found = ''
+
+    def begin(self, what: str) -> None:
+        """Begin a run."""
+        self.what, self.now, self.error, self.found = what, None, None, ''
+        self.thread = threading.get_ident()
+        self.run += 1
+        self.inside = True
+
+    def end(self) -> None:
+        """End it."""
+        self.inside, self.now = False, None
+
+
+class Watcher:
+    """What the thread of a watch runs.
+
+    Args:
+        own: What the main thread does.
+        mesh: The ranks.
+        limit: For how many seconds one may wait.
+    """
+
+    def __init__(self, own: Own, mesh: DeviceMesh, limit: float) -> None:
+        self._own, self._limit = own, limit
+        self._names = names_of(mesh)
+        self.name = self._names[dist.get_rank()]
+        self._period = min(1., limit / 10)
+        self._board = Board(self._names)
+        self._wake, self._answered = threading.Event(), threading.Event()
+        self._stops = False
+        self._beat = self._cleared = 0
+        #: Where the main thread was seen, since when; and the same with the line that it is in.
+        self._mark: Any = None
+        self._line: Any = None
+        self._since = self._line_since = 0.
+        self._where = Whereabouts(False, '')
+        #: By rank, its last beat, and when that was seen first.
+        self._beats: dict[int, tuple[int, float]] = {}
+        #: Who is to blame, and since when the main thread has been stuck with that.
+        self._found, self._found_at = '', 0.
+
+    def tell(self, error: str) -> str:
+        """Tell others of an error of the main thread, and return who else is to blame for it.
+
+        Args:
+            error: What it is; nothing if others are to blame.
+        """
+        self._answered.clear()
+        self._own.error = error
+        self._wake.set()
+        self._answered.wait(2 * GRACE)
+        if self._board.goes_with_us:  # The others read it before this process may end.
+            time.sleep(2 * self._period)
+        return self._own.found
+
+    def stop(self) -> None:
+        """Let the loop end."""
+        self._stops = True
+        self._wake.set()
+
+    def loop(self) -> None:
+        """Say what the main thread does, again and again, and look at the others."""
+        asked = 0.
+        while not self._stops:
+            now = time.monotonic()
+            asks = self._own.error is not None and not self._answered.is_set()
+            asked = (asked or now) if asks else 0.
+            self._see(now)
+            news = self._say(now)
+            if asks and (self._own.error or self._find_for_main(now, asked)):
+                self._answered.set()
+            elif not asks and self._own.inside:
+                self._look(now, news)
+            self._wake.wait(min(self._period, .1) if asks else self._period)
+            self._wake.clear()
+        if not self._board.gone:
+            lasts = _LEAVE if self._own.error is None else 0.
+            self._board.leave(self._record(time.monotonic(), 'ended'), lasts)
+
+    def _see(self, now: float) -> None:
+        """See where the main thread is."""
+        own = self._own
+        mark = own.run, own.count, own.inside
+        if mark != self._mark:
+            self._mark, self._since, self._found = mark, now, ''
+            if own.error is None:
+                own.found = ''
+        self._where = whereabouts(own.thread, own.inside and now - self._since > self._period)
+        line = mark, self._where
+        if line != self._line:
+            self._line, self._line_since = line, now
+
+    def _say(self, now: float, news: bool = False) -> int:
+        """Say what the rank does, and return how many news there were.
+
+        Args:
+            now: The time.
+            news: Whether the others have to look at it; they have in any case if it has failed.
+        """
+        if self._board.gone:
+            return 0
+        own = self._own
+        asks = own.error is not None and not self._answered.is_set()
+        return self._board.say(self._record(
+            now, 'failed' if own.error is not None else 'outside' if not own.inside else
+            'waits' if self._where.waits else 'computes'), news or asks)
+
+    def _record(self, now: float, state: str) -> Record:
+        own = self._own
+        self._beat += 1
+        since = self._line_since if state == 'waits' else self._since
+        text = ': '.join(filter(None, [own.what, doing(own.now)])) if own.inside else ''
+        return Record(self._beat, own.run, state, now - since, text, self._where.text,
+                      own.error or own.found, not own.error)
+
+    def _find_for_main(self, now: float, asked: float) -> bool:
+        """Find who is to blame for an error of the main thread; return whether it is over."""
+        late = now - asked >= GRACE
+        found, is_sure = self._blame(now, _SILENCE, late)
+        self._own.found = found
+        if found and is_sure:
+            self._say(now)
+        return bool(found) or late
+
+    def _look(self, now: float, news: int) -> None:
+        """Look at the others; end the process if its main thread is stuck for good."""
+        waited = now - self._line_since if self._where.waits else 0.
+        silence = min(self._limit / 2, _LONG_SILENCE)
+        if news == self._cleared and waited < silence and not self._board.gone:
+            self._beats.clear()
+            return
+        found, is_sure = self._blame(now, max(silence, _SILENCE), waited >= self._limit)
+        if not found:
+            self._cleared, self._found, self._own.found = news, '', ''
+        elif not self._found:
+            self._found, self._found_at = found, now
+            if is_sure:  # The one that is stuck may not look by itself.
+                self._own.found = found
+                self._say(now, True)
+        elif now - self._found_at >= GRACE:
+            self._end(now)
+
+    def _blame(self, now: float, silence: float, late: bool) -> tuple[str, bool]:
+        """Return who is to blame for that the main thread can not go on, and whether it is sure.
+
+        Args:
+            now: The time.
+            silence: After how many seconds without a word a rank is gone.
+            late: Whether the main thread has waited for long enough.
+        """
+        records = {} if self._board.gone else self._board.read()
+        if self._board.gone:
+            return self._found or (
+                'the store of torch.distributed has gone with the process that had it: that of '
+                f'{self._names.get(0, "rank 0")}, or torchrun'), False
+        lost = []
+        for rank, each in records.items():
+            beat = 0 if each is None else each.beat
+            if rank not in self._beats or self._beats[rank][0] != beat:
+                self._beats[rank] = beat, now
+            elif each is not None and now - self._beats[rank][1] >= silence:
+                lost.append(rank)
+        found, is_sure = blame(records, self._own.run, lost, late)
+        if not is_sure:
+            (rank, text), = found
+            return f'{self._names[rank]} has found that {text}', False
+        return '; and '.join(f'{self._names[rank]} {text}' for rank, text in found), True
+
+    def _end(self, now: float) -> None:
+        what = ': '.join(filter(None, [self._own.what, doing(self._own.now)]))
+        print(f'torchgpipe: {self.name} is stuck in {what}, {self._where.text}, for '
+              f'{now - self._line_since:.1f} s; its process ends, as {self._found}',
+              file=sys.stderr, flush=True)
+        os._exit(EXIT)

@@ -1,0 +1,90 @@
+"""Where a thread is: whether it waits for other ranks, and in which layer and line.
+
+It is read off the frames of the thread, by another one; so it costs the thread nothing.
+"""
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from torchgpipe.distributed.start import NotBegun
+from torchgpipe.engine.compute import Sequential
+
+__all__ = ['Whereabouts', 'is_from_others', 'whereabouts']
+
+#: What waits for other ranks, if it has the innermost frame; but for what computes on shards.
+_WAITING = ('torch.distributed.', 'torchgpipe.distributed.', 'torchgpipe.shard.')
+_COMPUTING = ('torch.distributed.tensor',)
+
+#: What only hands calls on.
+_PASSED = ('torch._ops', 'torch._library', 'torch.autograd', 'torch.overrides', 'torch.utils',
+           'contextlib')
+
+#: Whose lines say nothing to a reader: PyTorch's, and those of Python's locks and connections.
+_UNSAID = {'torch', *sys.stdlib_module_names}
+
+#: How errors of a connection to another rank begin or go on, where they have no type of their own.
+_BACKENDS = ('gloo', 'NCCL')
+
+
+class Whereabouts(NamedTuple):
+    """Where a thread is.
+
+    Args:
+        waits: Whether it waits for other ranks.
+        text: The layer, if it is known, and the line.
+    """
+
+    waits: bool
+    text: str
+
+
+def whereabouts(thread: int, layer: bool = False) -> Whereabouts:
+    """Return where a thread is.
+
+    Args:
+        thread: Its number.
+        layer: Whether to look for the layer. It keeps what a frame has alive until that has ended,
+            so it is for threads that are stuck.
+    """
+    innermost = frame = sys._current_frames().get(thread)
+    waits, line, name = False, '', ''
+    decided = False
+    while frame is not None:
+        module = frame.f_globals.get('__name__', '')
+        if not decided and not module.startswith(_PASSED):
+            decided = True
+            waits = module.startswith(_WAITING) and not module.startswith(_COMPUTING)
+        if not line and module.partition('.')[0] not in _UNSAID:
+            line = _line(frame)
+        if layer and not name and frame.f_code is Sequential.forward.__code__:
+            name = _layer(frame)
+        frame = frame.f_back
+    if innermost is None:
+        return Whereabouts(False, 'no line, as its thread has ended')
+    return Whereabouts(waits, name + (line or _line(innermost)))
+
+
+def _line(frame: FrameType) -> str:
+    code = frame.f_code
+    return f'{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}'
+
+
+def _layer(frame: FrameType) -> str:
+    partition, layer = frame.f_locals.get('self'), frame.f_locals.get('module')
+    names = [] if partition is None or layer is None else [
+        name for name, each in partition._modules.items() if each is layer]
+    return f"layer '{names[0]}', " if names else ''
+
+
+def is_from_others(error: BaseException) -> bool:
+    """Return whether an error only says that another rank, or the way to it, has failed."""
+    each: BaseException | None = error
+    while each is not None:
+        if isinstance(each, (dist.DistError, NotBegun)) or (
+                isinstance(each, RuntimeError) and any(name in str(each) for name in _BACKENDS)):
+            return True
+        each = each.__cause__
+    return False
