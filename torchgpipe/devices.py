@@ -4,15 +4,16 @@ No file but this one and ``engine.stream`` asks for the type of a device; of a t
 and ``is_meta`` tell it. An accelerator is whatever PyTorch takes for one and has streams: CUDA,
 XPU, or a backend of somebody else's. There is one kind of it in a process.
 """
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 
 import torch
+from torch import Tensor
 
 __all__ = ['CPU', 'Device', 'accelerator', 'accelerators', 'autocast_types', 'current_device',
            'forked_rng', 'has_data', 'has_streams', 'is_cpu', 'memory_key', 'memory_of',
-           'parse_device', 'synchronize']
+           'parse_device', 'rng_states', 'set_rng_states', 'synchronize']
 
 #: A device, or what names one.
 Device = torch.device | int | str
@@ -114,6 +115,27 @@ def forked_rng(devices: Sequence[torch.device] | None = None) -> AbstractContext
                                            in range(torch.accelerator.device_count())]
     own = [device for device in devices if _has_own_state(device)]
     return torch.random.fork_rng(own, device_type=own[0].type if own else 'cpu')
+
+
+def rng_states(devices: Iterable[torch.device]) -> dict[str, Tensor]:
+    """Return the states of the generators of the CPU and of devices, by names."""
+    return {'cpu': torch.get_rng_state(), **{
+        name: torch.get_device_module(device).get_rng_state(device)
+        for name, device in _own_generators(devices)}}
+
+
+def set_rng_states(devices: Iterable[torch.device], states: Mapping[str, Tensor]) -> None:
+    """Put the generators of the CPU and of devices into states, as far as there are some."""
+    if 'cpu' in states:
+        torch.set_rng_state(states['cpu'])
+    for name, device in _own_generators(devices):
+        if name in states:
+            torch.get_device_module(device).set_rng_state(states[name], device)
+
+
+def _own_generators(devices: Iterable[torch.device]) -> Iterator[tuple[str, torch.device]]:
+    own = sorted({*filter(_has_own_state, devices)}, key=str)
+    yield from ((f'{device.type}{k}', device) for k, device in enumerate(own))
 
 
 @cache

@@ -34,7 +34,8 @@ def fresh(name='perceptron'):
     with torch.device('meta'):
         module = MODELS[name]()
     return nn.Sequential(OrderedDict(fill(module, module, [*module._modules],
-                                          torch.device('cpu'), 0, lambda name, layer: None)))
+                                          torch.device('cpu'), 0, None,
+                                          lambda name, layer: None)))
 
 
 def adam(model, lr=.02, **options):

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
+from torchgpipe.devices import rng_states, set_rng_states
+
 __all__ = ['Index', 'index', 'load_optimizer', 'names_of', 'optimizer_entries', 'optimizer_forms',
            'random_entries', 'restore_random', 'shapes']
 
@@ -188,23 +190,11 @@ def random_entries(place: str, devices: Iterable[torch.device]) -> dict[str, Ten
         place: The mesh and the rank.
         devices: The devices of the rank.
     """
-    entries = {f'{place}.cpu': torch.get_rng_state()}
-    for k, device in enumerate(_accelerators(devices)):
-        module = torch.get_device_module(device.type)
-        entries[f'{place}.{device.type}{k}'] = module.get_rng_state(device)
-    return entries
+    return {f'{place}.{name}': state for name, state in rng_states(devices).items()}
 
 
 def restore_random(place: str, devices: Iterable[torch.device], entries: Mapping[str, Tensor]
                    ) -> None:
     """Give generators their states, as far as there are some."""
-    if f'{place}.cpu' in entries:
-        torch.set_rng_state(entries[f'{place}.cpu'])
-    for k, device in enumerate(_accelerators(devices)):
-        if f'{place}.{device.type}{k}' in entries:
-            torch.get_device_module(device.type).set_rng_state(
-                entries[f'{place}.{device.type}{k}'], device)
-
-
-def _accelerators(devices: Iterable[torch.device]) -> list[torch.device]:
-    return sorted({each for each in devices if each.type not in ('cpu', 'meta')}, key=str)
+    set_rng_states(devices, {key[len(place) + 1:]: state for key, state in entries.items()
+                             if key.startswith(f'{place}.')})
