@@ -1,13 +1,16 @@
 """Messages: what has to cross, and not a byte more."""
+import time
+import weakref
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from tests.devices import cpu_only
-from tests.distributed.models import batch, unet
+from tests.distributed.models import batch, perceptron, unet
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-from torchgpipe.distributed.messages import Messages, outline
+from torchgpipe.distributed.messages import AHEAD, Messages, outline
 
 pytestmark = cpu_only('processes meet by gloo')
 
@@ -35,6 +38,53 @@ def test_a_u_net_over_four_stages_sends_what_has_to_cross():
     first, second, other, same, back = (sum(each) for each in zip(*run(4, sent)))
     assert second == back == 9 * 8 * 6 * 8 and same == 9 * 6 * 6 * 8
     assert first > second and other > same  # Headers tell of a step that is new.
+
+
+def lifetimes():
+    """Count what a rank has sent and still has: at most at a time, and when all was sent."""
+    send, finish, most, there, left = Messages.send, Messages.finish, [0], [], []
+
+    def watch(self, message, header, tensors):
+        there.extend(map(weakref.ref, tensors))
+        send(self, message, header, tensors)
+        most.append(max(map(len, self._sent.values())))
+
+    def end(self):
+        left.append(sum(each() is not None for each in there))
+        finish(self)
+
+    Messages.send, Messages.finish = watch, end
+    model = DistributedGPipe(perceptron(), [4, 4], mesh=init_mesh(pipe=2), chunks=16,
+                             checkpoint='never')
+    model.step(*batch(0, 16), F.mse_loss)
+    return max(most), left
+
+
+def test_what_was_sent_dies_soon():
+    for most, left in run(2, lifetimes):
+        assert most <= AHEAD  # of 16
+        assert left[0] <= 1  # the last one
+
+
+class Slow(torch.nn.Module):
+    """A layer that takes its time."""
+
+    def forward(self, x):
+        time.sleep(.2)
+        return x
+
+
+def unfinished():
+    """Count the messages of a call that are not through when it returns."""
+    works, send = [], torch.distributed.isend
+    model = DistributedGPipe([torch.nn.Identity, Slow], [1, 1], mesh=init_mesh(pipe=2), chunks=4)
+    torch.distributed.isend = lambda *args: works.append(send(*args)) or works[-1]
+    model(torch.ones(4, 1 << 21))
+    return sum(not work.is_completed() for work in works)
+
+
+def test_a_call_returns_when_all_has_left():
+    assert run(2, unfinished) == [0, 0]
 
 
 class Own(torch.Tensor):

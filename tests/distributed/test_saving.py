@@ -154,7 +154,7 @@ def test_folders_that_are_no_checkpoints(tmp_path):
         assert re.match(r'ValueError: .*/broken/.metadata can not be read', broken)
         assert 'other settings on rank 1' in other
     assert 'takes the place of the whole folder' in first[3] and 'notes.txt in it' in first[3]
-    assert 'could not begin on rank 0' in second[3]
+    assert 'as rank 0' in second[3] and 'notes.txt in it' in second[3]
     assert first[5].startswith('FileNotFoundError') and 'on rank 0' in second[5]
     assert os.listdir(tmp_path / 'notes') == ['notes.txt'] and not (tmp_path / '0').exists()
 

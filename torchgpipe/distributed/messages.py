@@ -14,6 +14,7 @@ Who owns what: a tensor is its message's until the send has ended; so nobody may
 arrives is the receiver's own.
 """
 import pickle
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,10 +22,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchgpipe.devices import is_cpu
 from torchgpipe.schedule.messages import Message
 from torchgpipe.structure import Kind
 
 __all__ = ['Header', 'Messages', 'Outline', 'outline']
+
+
+#: So many messages to one rank may be on their way at a time.
+AHEAD = 4
 
 
 class Outline(NamedTuple):
@@ -99,7 +105,8 @@ class Messages:
         self._ranks = ranks
         self._device = device
         self._known = known
-        self._sent: list[tuple[Any, Tensor]] = []
+        #: By rank, what is on its way there: of each message, its tensors.
+        self._sent: defaultdict[int, deque[list[tuple[Any, Tensor]]]] = defaultdict(deque)
         self._received: dict[Message, tuple[Header, list[Tensor], list[Any]]] = {}
 
     def send(self, message: Message, header: Header, tensors: Sequence[Tensor]) -> None:
@@ -109,7 +116,8 @@ class Messages:
             RuntimeError: It is not like that of earlier steps.
         """
         rank, known = self._ranks[message.stage], self._known.get(message)
-        self._sent = [(work, x) for work, x in self._sent if not work.is_completed()]
+        self._make_room(self._sent[rank])
+        self._sent[rank].append([])
         if known is None or known.varies:
             self._known[message] = header
             data = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
@@ -146,14 +154,30 @@ class Messages:
 
     def finish(self) -> None:
         """Wait until all has left."""
-        while self._sent:
-            self._sent.pop()[0].wait()
+        for sent in self._sent.values():
+            while sent:
+                _see_through(sent.popleft())
+
+    def _make_room(self, sent: 'deque[list[tuple[Any, Tensor]]]') -> None:
+        """Let go of what has arrived, and on the CPU wait for what was sent long ago.
+
+        Gloo says of no send that it has ended, to whoever does not wait for it. It ends without
+        anything else of this rank, as a message stands where sends may wait for their receives.
+        """
+        while sent and (all(work.is_completed() for work, _ in sent[0])
+                        or is_cpu(self._device) and len(sent) >= AHEAD):
+            _see_through(sent.popleft())
 
     def _put(self, x: Tensor, rank: int) -> None:
-        self._sent.append((dist.isend(x, rank, self._group), x))
+        self._sent[rank][-1].append((dist.isend(x, rank, self._group), x))
 
     def _get(self, x: Tensor, rank: int) -> Any:
         return dist.irecv(x, rank, self._group)
+
+
+def _see_through(message: list[tuple[Any, Tensor]]) -> None:
+    for work, _ in message:
+        work.wait()
 
 
 def _inverse(order: Sequence[int]) -> list[int]:
