@@ -1,5 +1,4 @@
 """Messages: what has to cross, and not a byte more."""
-import time
 import weakref
 
 import pytest
@@ -66,25 +65,32 @@ def test_what_was_sent_dies_soon():
         assert left[0] <= 1  # the last one
 
 
-class Slow(torch.nn.Module):
-    """A layer that takes its time."""
+class Late(torch.nn.Module):
+    """A layer that waits until the other rank has started to send all that it has."""
 
     def forward(self, x):
-        time.sleep(.2)
+        torch.distributed.group.WORLD.get_group_store().wait(['sent'])
         return x
 
 
 def unfinished():
     """Count the messages of a call that are not through when it returns."""
     works, send = [], torch.distributed.isend
-    model = DistributedGPipe([torch.nn.Identity, Slow], [1, 1], mesh=init_mesh(pipe=2), chunks=4)
-    torch.distributed.isend = lambda *args: works.append(send(*args)) or works[-1]
+    model = DistributedGPipe([torch.nn.Identity, Late], [1, 1], mesh=init_mesh(pipe=2), chunks=4)
+
+    def count(*args):
+        works.append(send(*args))
+        if len(works) == 4 * 3:  # A header is sent in two parts.
+            torch.distributed.group.WORLD.get_group_store().set('sent', '')
+        return works[-1]
+
+    torch.distributed.isend = count
     model(torch.ones(4, 1 << 21))
-    return sum(not work.is_completed() for work in works)
+    return [work.is_completed() for work in works]
 
 
 def test_a_call_returns_when_all_has_left():
-    assert run(2, unfinished) == [0, 0]
+    assert run(2, unfinished) == [[True] * 12, []]
 
 
 class Own(torch.Tensor):
