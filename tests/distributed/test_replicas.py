@@ -2,6 +2,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from tests.devices import cpu_only
@@ -139,3 +140,17 @@ def test_a_module_with_values_keeps_those_of_the_first_replica():
         first, _ = found[rank % 2]
         for name, x in state.items():
             assert torch.equal(x, first[name])
+
+
+def sharded():
+    """Tell whether parameters are sharded after a call, and after a step."""
+    model = DistributedGPipe(perceptron(), [8], mesh=init_mesh(data=2), data='shard')
+    x, target = batch(0, 4)
+    model(x)
+    found = [all(isinstance(each, DTensor) for each in model.parameters())]
+    model.step(x, target, F.mse_loss)
+    return [*found, all(isinstance(each, DTensor) for each in model.parameters())]
+
+
+def test_parameters_are_shards_but_within_steps_and_calls():
+    assert run(2, sharded) == [[True, True]] * 2
