@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from benchmarks.experiments import schedules
-from benchmarks.experiments.schedules.contenders import CELLS, OTHERS, contenders
+from benchmarks.experiments.schedules.contenders import CELLS, OTHERS, OWN, contenders
 from benchmarks.experiments.schedules.predict import Prediction, predict
 from benchmarks.experiments.schedules.stages import Stage
 from benchmarks.harness import processes
@@ -78,7 +78,7 @@ def run_tiny(run, folder):
 @pytest.mark.skipif(not processes.is_available(), reason='needs gloo')
 def test_schedules(run, tmp_path):
     out, names = run_tiny(run, tmp_path)
-    assert names == [*HERE, *OTHERS] and all(name in out for name in names)
+    assert names == [*HERE, *OWN, *OTHERS] and all(name in out for name in names)
 
 
 @pytest.mark.slow
@@ -141,6 +141,7 @@ def test_the_summary_by_hand():
     assert header[1:] == ['n = 2, m = 8']
     assert dict(rows) == {
         '1f1b, of ideal': '0.50', '1f1b, times as fast as torch 1F1B': '—',
+        'in processes, 1f1b, times as fast as torch 1F1B': '—',
         '1f1b, times as fast as the plain call': '1.50', 'zb-h1, times as fast as 1f1b': '1.33',
         'on one worker, 1f1b, times as fast as zb-h1': '1.25',
         'activations, 1f1b to gpipe': '1.00', 'largest error of a prediction, %': '25'}

@@ -95,9 +95,9 @@ def order_of_backward(off):
 
 def test_without_dependency_there_is_no_edge_between_micro_batches():
     seen, edges = order_of_backward([])
-    assert seen == [3, 2, 1, 0] and 'Join' in edges
+    assert seen == [3, 2, 1, 0] and 'Tie' in edges
     seen, edges = order_of_backward(['dependency'])
-    assert sorted(seen) == [0, 1, 2, 3] and 'Join' not in edges
+    assert sorted(seen) == [0, 1, 2, 3] and 'Tie' not in edges
 
 
 def test_without_streams_copies_use_the_stream_of_the_computation(monkeypatch):
