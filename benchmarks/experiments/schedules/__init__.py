@@ -195,7 +195,7 @@ def _deviation(rows: dict[str, Any]) -> float:
 
 
 def _ratio(group: Sequence[dict[str, Any]], figure: str, one: str, other: str) -> str:
-    if other not in group[0]:
+    if not {one, other} <= group[0].keys():
         return '—'
     return f'{median(rows[one][figure] / rows[other][figure] for rows in group):.2f}'
 
