@@ -154,3 +154,16 @@ def sharded():
 
 def test_parameters_are_shards_but_within_steps_and_calls():
     assert run(2, sharded) == [[True, True]] * 2
+
+
+def tied_values():
+    """Give the values of tied weights that differed."""
+    torch.manual_seed(torch.distributed.get_rank())
+    model = DistributedGPipe(tied(), [4, 4], mesh=init_mesh(pipe=2))
+    return {name: x.detach() for name, x in model.named_parameters(remove_duplicate=False)}
+
+
+def test_tied_weights_are_those_of_the_first_stage():
+    first, second = run(2, tied_values)
+    assert torch.equal(first['0.weight'], second['4.weight'])
+    assert torch.equal(first['0.weight'], second['7.weight'])

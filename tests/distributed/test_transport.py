@@ -170,14 +170,23 @@ class End(Do):
         return (x + skip) * self.weight
 
 
-def changed_skip():
+class Pass(Do):
+    def __init__(self):
+        super().__init__(None)
+
+    def forward(self, x):
+        return x.view_as(x)
+
+
+def changed_skip(between, places):
     """Change the batch where its skip has been sent elsewhere."""
-    layers = [Begin(), ChangeBatch(), End()]
-    model = DistributedGPipe(nn.Sequential(*layers), [1, 1, 1], mesh=init_mesh(pipe=3), chunks=2,
-                             checkpoint='never')
+    layers = [Begin(), *(Pass() for _ in range(between)), ChangeBatch(), End()]
+    model = DistributedGPipe(nn.Sequential(*layers), [1] * len(layers), places=places,
+                             mesh=init_mesh(pipe=max(places) + 1), chunks=2, checkpoint='never')
     model.step(torch.ones(4, 3), torch.zeros(4, 3), square)
 
 
-def test_a_skip_whose_memory_another_rank_changes_is_refused():
-    _, second, _ = outcomes(3, changed_skip, timeout=20)
+@pytest.mark.parametrize('between, places', [(0, [0, 1, 2]), (1, [0, 0, 1, 1])])
+def test_a_skip_whose_memory_another_rank_changes_is_refused(between, places):
+    _, second, *_ = outcomes(max(places) + 1, changed_skip, between, places, timeout=20)
     assert isinstance(second, Failure) and 'in place' in second.text
