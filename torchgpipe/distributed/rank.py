@@ -11,7 +11,7 @@ from torchgpipe.distributed.layers import fill, ties_of
 from torchgpipe.distributed.mesh import alike, axis_of, device_of, whole_group
 from torchgpipe.distributed.replicas import Replicas, take_first
 from torchgpipe.distributed.start import Facts, together
-from torchgpipe.distributed.tensor import split_layer
+from torchgpipe.distributed.tensor import shared_in, split_layer, tie_again
 from torchgpipe.distributed.ties import Ties
 from torchgpipe.engine.compute import Sequential
 from torchgpipe.engine.partition import Engine
@@ -107,8 +107,11 @@ class Rank:
                     take_first(layer, axis)
             split_layer(name, layer, plan, self.tensor.mesh)
 
+        shared = shared_in({name: skeleton.get_submodule(name) for j in own
+                            for name in stages[j]}) if model is skeleton else []
         self.made = made = fill(model, skeleton, [name for j in own for name in stages[j]],
                                 self.device, seed, weights, finish)
+        tie_again(shared)
         partitions = [Sequential(OrderedDict((name, made[name]) for name in names)
                                  if j in own else OrderedDict())
                       for j, names in enumerate(stages)]

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torchgpipe.distributed.mesh import Axis
 from torchgpipe.engine.leaves import Give, give
 
-__all__ = ['DATA', 'Gradients', 'Replicas', 'local', 'take_first']
+__all__ = ['DATA', 'Gradients', 'Replicas', 'like', 'local', 'take_first']
 
 #: Pairs of a tensor and its gradient.
 Gradients = list[tuple[Tensor, Tensor]]
@@ -81,16 +81,29 @@ class Replicas(nn.Module):
             step: Gives the gradients of this rank.
             others: Parameters that are in none of the stages, but in those of a loss.
         """
-        if self._shards:
-            assert isinstance(self, FSDPModule)
-            self.set_requires_gradient_sync(self.syncs)
-            whole = [x for x in self._whole if x.requires_grad]
-            output = self(torch.zeros((), requires_grad=True),
-                          lambda: self._together(step(), [*whole, *others]))
-            output.backward()
-        else:
-            parameters = [x for x in self.parameters() if x.requires_grad]
-            give(self._together(step(), [*parameters, *others]))
+        if not self._shards:
+            own = [x for x in self.parameters() if x.requires_grad]
+            give(self._together(step(), [*own, *others]))
+            return
+
+        def run() -> Gradients:
+            # FSDP reduces those that it is in charge of, and has them whole here.
+            gradients, whole = step(), {*map(id, self._whole)}
+            sharded = [x for x in self.parameters() if x.requires_grad and id(x) not in whole]
+            learning = [x for x in self._whole if x.requires_grad]
+            return self._together(self._completed(gradients, sharded), [*learning, *others],
+                                  sharded)
+
+        self(torch.zeros((), requires_grad=True), run).backward()
+
+    def _completed(self, gradients: Gradients, sharded: Sequence[Tensor]) -> Gradients:
+        """Return gradients, with zeros for those that other replicas have and this one has not."""
+        group, there = self._axis.group, {id(x) for x, _ in gradients}
+        assert group is not None
+        flags = torch.tensor([id(x) in there for x in sharded], device=sharded[0].device)
+        anywhere = torch.stack(_gathered(group, flags.to(torch.uint8))).amax(0).tolist()
+        return gradients + [(x, torch.zeros_like(x)) for x, found in zip(sharded, anywhere)
+                            if found and id(x) not in there]
 
     @property
     def gather(self) -> Callable[[Tensor], Sequence[Tensor]] | None:
@@ -108,22 +121,35 @@ class Replicas(nn.Module):
             else:
                 run()
 
-    def _together(self, gradients: Gradients, parameters: Sequence[Tensor]) -> Gradients:
-        """Return the gradients of some parameters from all replicas; or keep them for later."""
+    def _together(self, gradients: Gradients, parameters: Iterable[Tensor],
+                  sharded: Sequence[Tensor] = ()) -> Gradients:
+        """Return the gradients of some parameters from all replicas; or keep them for later.
+
+        Args:
+            gradients: Those of this rank.
+            parameters: The parameters, which others have, too.
+            sharded: Those whose gradients FSDP puts together.
+        """
         if self._axis.group is None and self.syncs and not self._pending:
             return gradients
-        numbers = {*map(id, parameters)}
-        found = [(x, grad) for x, grad in gradients if id(x) not in numbers]
+        summed = {id(x): x for x in parameters}  # One may stand in a loss and in the model.
+        kept = {**summed, **{id(x): x for x in sharded}}
+        found = [(x, grad) for x, grad in gradients if id(x) not in kept]
         for x, grad in gradients:
-            if id(x) in numbers:
+            if id(x) in kept:
                 before = self._pending.get(id(x))
                 self._pending[id(x)] = grad if before is None else before + grad
         if not self.syncs:
             return found
-        own = {id(x): self._pending.pop(id(x)) for x in parameters if id(x) in self._pending}
-        if self._axis.group is None:
-            return found + [(x, own[id(x)]) for x in parameters if id(x) in own]
-        return found + [*_summed(parameters, own, self._axis.group)]
+        own, self._pending = self._pending, {}
+        group = self._axis.group
+        local_only = kept.values() if group is None else sharded
+        found += [(x, own[id(x)]) for x in local_only if id(x) in own]
+        return found if group is None else found + [*_summed([*summed.values()], own, group)]
+
+    def forget(self) -> None:
+        """Let go of gradients that were kept for a later step."""
+        self._pending = {}
 
 
 def _summed(parameters: Sequence[Tensor], found: dict[int, Tensor], group: dist.ProcessGroup
@@ -140,7 +166,7 @@ def _summed(parameters: Sequence[Tensor], found: dict[int, Tensor], group: dist.
 
     for _, each in groupby(sorted(parameters, key=kind), kind):
         same = [*each]
-        grads = [_like(x, found.get(id(x))) for x in same]
+        grads = [like(x, found.get(id(x))) for x in same]
         there = [float(id(x) in found) for x in same]
         flat = torch.cat([*(local(grad).reshape(-1) for grad in grads),
                           local(grads[0]).new_tensor(there)])
@@ -158,7 +184,7 @@ def _gathered(group: dist.ProcessGroup, x: Tensor) -> list[Tensor]:
     return found
 
 
-def _like(x: Tensor, grad: Tensor | None) -> Tensor:
+def like(x: Tensor, grad: Tensor | None) -> Tensor:
     """Return the gradient of a parameter, laid out as that is; zeros if there is none."""
     if grad is None:
         return torch.zeros_like(x)

@@ -1,14 +1,17 @@
 """Tensor parallelism: which modules of a model are split over ranks, by the names of modules."""
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-__all__ = ['check_plan', 'split_layer']
+from torchgpipe.engine.places import named_slots
+
+__all__ = ['check_plan', 'layout_of', 'shared_in', 'split_apart', 'split_layer', 'tie_again']
 
 
 def check_plan(plan: Mapping[str, Any], module: nn.Module, size: int) -> None:
@@ -44,3 +47,39 @@ def split_layer(name: str, layer: nn.Module, plan: Mapping[str, Any], mesh: Devi
                 if fnmatchcase(path, pattern):
                     parallelize_module(module, mesh, style)
                     break
+
+
+def layout_of(x: object) -> str:
+    """Return in words how a parameter is split."""
+    return str(x.placements) if isinstance(x, DTensor) else 'whole'
+
+
+def split_apart(layouts: Mapping[str, str]) -> ValueError:
+    """Return the error for one parameter that is split in several ways, by its names."""
+    return ValueError(f'one parameter has several names, and tensor_plan splits it in other ways '
+                      f'there: {dict(layouts)}; let all of them be split alike')
+
+
+def shared_in(layers: Mapping[str, nn.Module]) -> list[list[tuple[str, nn.Module, str]]]:
+    """Return where each parameter that stands in several places is: full name, module, name."""
+    found: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for prefix, layer in layers.items():
+        for full, (module, name), x in named_slots(layer, prefix):
+            if isinstance(x, nn.Parameter):
+                found.setdefault(id(x), []).append((full, module, name))
+    return [places for places in found.values() if len(places) > 1]
+
+
+def tie_again(shared: Sequence[Sequence[tuple[str, nn.Module, str]]]) -> None:
+    """Let a parameter that was split in each of its places be one again.
+
+    Raises:
+        ValueError: It was split in other ways.
+    """
+    for places in shared:
+        tensors = [module._parameters[name] for _, module, name in places]
+        layouts = {full: layout_of(x) for (full, _, _), x in zip(places, tensors)}
+        if len({*layouts.values()}) > 1:
+            raise split_apart(layouts)
+        for _, module, name in places[1:]:
+            module._parameters[name] = tensors[0]

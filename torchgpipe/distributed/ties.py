@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchgpipe.distributed.layers import Tie
-from torchgpipe.distributed.replicas import Gradients, local
+from torchgpipe.distributed.replicas import Gradients, like, local
+from torchgpipe.distributed.tensor import layout_of, split_apart
 
 __all__ = ['Ties']
 
@@ -35,6 +36,7 @@ class Ties:
     def __init__(self, model: nn.Module, ties: Sequence[Tie], ranks: Sequence[int],
                  group: dist.ProcessGroup | None) -> None:
         self._group = group
+        self._model, self._any = model, bool(ties)
         #: The modules and names by which this rank has them, and all ranks that do.
         self._ties: list[tuple[nn.Module, str, list[int]]] = []
         self.names: dict[str, str] = {}
@@ -48,7 +50,12 @@ class Ties:
 
     @torch.no_grad()
     def spread(self) -> None:
-        """Let all copies be that of the first stage."""
+        """Let all copies be that of the first stage.
+
+        Raises:
+            ValueError: They are split in other ways.
+        """
+        self._check_layouts()
         for module, name, (first, *others) in self._ties:
             x = local(module._parameters[name])  # type: ignore[arg-type]
             if dist.get_rank() == first:
@@ -59,22 +66,51 @@ class Ties:
                 dist.recv(value, first, self._group)
                 x.copy_(value)
 
+    def _check_layouts(self) -> None:
+        if self._group is None or not self._any:
+            return
+        own = {self.names[full]: (full, layout_of(module._parameters[name]))
+               for module, name, _ in self._ties for full in self.names
+               if full.rpartition('.')[2] == name and self._model.get_submodule(
+                   full.rpartition('.')[0]) is module}
+        found: list[dict[str, tuple[str, str]]] = [{} for _ in range(self._group.size())]
+        dist.all_gather_object(found, own, self._group)
+        for first in dict.fromkeys(key for each in found for key in each):
+            names = dict(each[first] for each in found if first in each)
+            if len({*names.values()}) > 1:
+                raise split_apart(names)
+
     def together(self, gradients: Gradients) -> Gradients:
-        """Return gradients, of parameters that other ranks have the sum of all."""
-        own = {id(x): (x, grad) for x, grad in gradients}
+        """Return gradients, of parameters that other ranks have the sum of all.
+
+        Raises:
+            RuntimeError: A parameter is frozen on some of them.
+        """
+        own = {id(module._parameters[name]) for module, name, _ in self._ties}
+        grads = {id(x): grad for x, grad in gradients if id(x) in own}
+        found = [(x, grad) for x, grad in gradients if id(x) not in own]
         for module, name, ranks in self._ties:
             x = module._parameters[name]
             assert x is not None
-            if x.requires_grad:
-                grad = own[id(x)][1] if id(x) in own else torch.zeros_like(x)
-                own[id(x)] = x, self._sum(grad, ranks)
-        return [*own.values()]
+            grad, there, learning = self._sum(x, grads.get(id(x)), ranks)
+            if 0 < learning < len(ranks):
+                raise RuntimeError(
+                    f"'{name}' of a {type(module).__name__}, which stages on ranks {ranks} share, "
+                    f'requires grad on {learning} of them; freeze it on all, or on none')
+            if there and learning:
+                found.append((x, grad))
+        return found
 
-    def _sum(self, grad: Tensor, ranks: Sequence[int]) -> Tensor:
-        """Return the sum of what ranks have; in their order, so that all have the same."""
-        here, (first, *others) = local(grad).contiguous(), ranks
+    def _sum(self, x: Tensor, grad: Tensor | None, ranks: Sequence[int]
+             ) -> tuple[Tensor, int, int]:
+        """Return the sum of what ranks have; how many have something; on how many it is trained.
+
+        It is in their order, so that all have the same.
+        """
+        result = like(x, grad)
+        said = local(result).new_tensor([grad is not None, x.requires_grad])
+        total, (first, *others) = torch.cat([local(result).reshape(-1), said]), ranks
         if dist.get_rank() == first:
-            total = here.clone()
             for rank in others:
                 part = torch.empty_like(total)
                 dist.recv(part, rank, self._group)
@@ -82,12 +118,11 @@ class Ties:
             for rank in others:
                 dist.send(total, rank, self._group)
         else:
-            dist.send(here, first, self._group)
-            total = torch.empty_like(here)
+            dist.send(total, first, self._group)
             dist.recv(total, first, self._group)
-        result = grad.clone(memory_format=torch.contiguous_format)
-        local(result).copy_(total)
-        return result
+        local(result).copy_(total[:-2].view_as(local(result)))
+        there, learning = total[-2:].tolist()
+        return result, int(there), int(learning)
 
     @property
     def copies(self) -> set[int]:
