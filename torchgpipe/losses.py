@@ -62,6 +62,11 @@ class Losses:
         is_known = normalizer is not None or is_of_pytorch(function)
         self._monitor = None if is_known else LossMonitor(sizes)
 
+    @property
+    def divisors(self) -> tuple[float, float]:
+        """What the loss divides by in this process: :meth:`LossMonitor.summary`."""
+        return self._monitor.summary() if self._monitor else (0., 0.)
+
     def count_in(self, whole: float) -> None:
         """Say what the whole mini-batch counts, of which other processes may have parts.
 

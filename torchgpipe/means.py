@@ -7,6 +7,7 @@ What a function does not say is seen where it calls a loss of PyTorch's.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import nan
 from numbers import Real
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torchgpipe.private import is_transformed
 from torchgpipe.structure import leaves_of
 
-__all__ = ['LossMonitor', 'check_reduction', 'is_of_pytorch', 'itself', 'own_normalizer']
+__all__ = ['LossMonitor', 'check_reduction', 'is_of_pytorch', 'itself', 'no_mean_over_samples',
+           'own_normalizer']
 
 #: What is known of a loss, if it has it.
 SETTINGS = ('reduction', 'ignore_index', 'weight')
@@ -100,7 +102,7 @@ def own_normalizer(loss: Any, targets: Sequence[Any]) -> Callable[[Tensor], Any]
     if isinstance(weight, Tensor) or any(
             bool((x == ignored).any()) for x in tensors if not x.is_floating_point()):
         what = itself(loss)
-        raise _no_mean_over_samples(getattr(what, '__name__', type(what).__name__))
+        raise no_mean_over_samples(getattr(what, '__name__', type(what).__name__))
     return None
 
 
@@ -189,7 +191,20 @@ class LossMonitor(TorchFunctionMode):
             whole = sum(counts)
             if any(abs(count * sum(self._sizes) - size * whole) > 1e-5 * size * abs(whole)
                    for count, size in zip(counts, self._sizes)):
-                raise _no_mean_over_samples(max(names))
+                raise no_mean_over_samples(max(names))
+
+    def summary(self) -> tuple[float, float]:
+        """Return in two numbers what this process divides by, to compare it with others.
+
+        The first one is the same where each micro-batch anywhere divides by the same, the second
+        one where all divide in proportion to their samples.
+        """
+        same, ratio = 0., 0.
+        for k, divisions in enumerate(zip(*self._divisions), 1):
+            counts = [float(count) for _, _, count in divisions]
+            same += k * (counts[0] if len({*counts}) == 1 else nan)
+            ratio += k * sum(counts) / sum(self._sizes)
+        return same, ratio
 
 
 def _weight_of_l1_loss() -> Any:
@@ -206,7 +221,7 @@ def _sum() -> ValueError:
                       'the whole mini-batch is divided by')
 
 
-def _no_mean_over_samples(name: str) -> ValueError:
+def no_mean_over_samples(name: str) -> ValueError:
     return ValueError(
         f'{name} divides by what it counts in a target (ignore_index, class weights), not by the '
         'number of samples; say what that is: normalizer=lambda target: (target != ignore_index)'

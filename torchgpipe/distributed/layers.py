@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from torchgpipe.engine.places import named_slots
 from torchgpipe.materialize import materialize
 from torchgpipe.sequential.parts import to_own_names
 from torchgpipe.weights import Weights, open_weights
 
-__all__ = ['Tie', 'fill', 'skeleton_of', 'ties_of']
+__all__ = ['Tie', 'check_statistics', 'fill', 'skeleton_of', 'ties_of']
 
 #: A parameter in several stages: each stage, and its name there; in the order of stages.
 Tie = tuple[tuple[int, str], ...]
@@ -139,6 +140,26 @@ def _seeded(seed: int, i: int) -> Iterator[None]:
         torch.default_generator.manual_seed(
             (seed * 0x9E3779B97F4A7C15 + i * 0xD1B54A32D192ED03) % (1 << 63))
         yield
+
+
+def check_statistics(model: Any, stages: Sequence[Iterable[str]], ranks: Sequence[int]) -> None:
+    """Refuse running statistics that several ranks would have to move.
+
+    Raises:
+        ValueError: There are such.
+    """
+    owners: dict[nn.Module, set[int]] = {}
+    for names, rank in zip(stages, ranks):
+        for name in names:
+            for module in model.get_submodule(name).modules():
+                if isinstance(module, _NormBase) and module.track_running_stats:
+                    owners.setdefault(module, set()).add(rank)
+    for module, there in owners.items():
+        if len(there) > 1:
+            raise ValueError(
+                f'a {type(module).__name__} stands in stages of ranks {sorted(there)}, and each '
+                'would move its running statistics by itself; put these stages on one rank, or '
+                'give each place a layer of its own')
 
 
 def ties_of(model: Any, stages: Sequence[Iterable[str]]) -> list[Tie]:

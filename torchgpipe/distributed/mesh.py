@@ -117,13 +117,14 @@ def whole_group(mesh: DeviceMesh) -> ProcessGroup | None:
     return dist.new_group(ranks, use_local_synchronization=True)  # type: ignore[no-any-return]
 
 
-def alike(mesh: DeviceMesh, name: str) -> set[int]:
-    """Return the ranks of a mesh that are where this one is along an axis."""
-    names, place = mesh.mesh_dim_names or (), mesh.get_coordinate()
-    if name not in names or place is None:
+def alike(mesh: DeviceMesh, name: str, place: int | None = None) -> set[int]:
+    """Return the ranks of a mesh that are where this one is along an axis, or at some place."""
+    names, own = mesh.mesh_dim_names or (), mesh.get_coordinate()
+    if name not in names or own is None:
         return {*mesh.mesh.flatten().tolist()}
     number = names.index(name)
-    return {*mesh.mesh.select(number, place[number]).flatten().tolist()}
+    where = own[number] if place is None else place
+    return {*mesh.mesh.select(number, where).flatten().tolist()}
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

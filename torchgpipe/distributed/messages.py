@@ -123,6 +123,11 @@ class Messages:
             data = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
             self._put(torch.tensor([len(data)]).to(self._device), rank)
             self._put(data.to(self._device), rank)
+        elif not header.outlines and known.outlines and not known.size:
+            # Where there is no gradient, it is zero.
+            tensors = [torch.zeros(each.shape, dtype=each.dtype, device=self._device)
+                       for each in known.outlines]
+            header = known
         elif known != header:
             raise RuntimeError(_other(message, known, header))
         for x, each in zip(tensors, header.outlines):
@@ -195,4 +200,6 @@ def _other(message: Message, known: Header, header: Header) -> str:
 def _text(header: Header) -> str:
     tensors = ', '.join(f'{each.dtype} {each.shape}' + ' with grad' * each.requires_grad
                         for each in header.outlines)
-    return f'({tensors or "nothing"})'
+    places: Any = [None] * header.size
+    value = '' if header.kind is None else f' in {header.kind(places)!r}'
+    return f'({tensors or "nothing"}){value}'

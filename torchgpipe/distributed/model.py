@@ -5,7 +5,6 @@ from datetime import timedelta
 from os import PathLike
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +28,7 @@ from torchgpipe.schedule import Timed
 from torchgpipe.settings import Checkpoint, parse_checkpoint
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.split import parse_balance, verify_module
-from torchgpipe.step import ScheduleLike
+from torchgpipe.step import ScheduleLike, check_model
 from torchgpipe.weights import Weights
 
 __all__ = ['DistributedGPipe']
@@ -41,6 +40,7 @@ class DistributedGPipe(nn.Module):
     Each process makes the layers of its own stages only. Loss, gradients and running statistics
     are those of one process that has the whole model and the whole mini-batch.
 
+    >>> import torch
     >>> from torchgpipe.distributed import DistributedGPipe, init_mesh
     >>> with torch.device('meta'):
     ...     module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -150,9 +150,7 @@ class DistributedGPipe(nn.Module):
                 not begin.
             ValueError: As of :meth:`~torchgpipe.GPipe.step`.
         """
-        if not self.training or not torch.is_grad_enabled():
-            raise RuntimeError('a step computes gradients, but they are off, or the model is in '
-                               'evaluation mode; call model(input) for outputs')
+        check_model(self, len(self.balance))
         if target_dim is None:
             target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
         return self._steps.train(input, schedule, self.checkpoint, return_output,
@@ -200,6 +198,11 @@ class DistributedGPipe(nn.Module):
         return clip([x.grad for x in own.values() if x.grad is not None],
                     [number not in copies for number in own], max_norm, norm_type,
                     self._rank.pipe.group, self._rank.device)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, and drop those that steps within :meth:`no_sync` have left."""
+        super().zero_grad(set_to_none)
+        self._rank.replicas.forget()
 
     def _running_engine(self) -> Engine:
         return self._rank.engine

@@ -5,9 +5,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import broadcast
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchgpipe.distributed.layers import fill, ties_of
+from torchgpipe.devices import rng_states, set_rng_states
+from torchgpipe.distributed.layers import check_statistics, fill, ties_of
 from torchgpipe.distributed.mesh import alike, axis_of, device_of, whole_group
 from torchgpipe.distributed.replicas import Replicas, take_first
 from torchgpipe.distributed.start import Facts, together
@@ -32,6 +34,7 @@ class Rank:
     Attributes:
         data, pipe, tensor: The axes.
         everyone: The group of all ranks.
+        last: The ranks with the last stage among these, one of each replica.
         alike: The ranks that have the same shards of layers, or those of other stages.
         device: That of this rank.
         places: The rank of each stage along the pipe axis.
@@ -62,6 +65,8 @@ class Rank:
         self.device = device_of(mesh)
         self.places = _parse_places(places, len(stages), self.pipe.size)
         self.ranks = [self.pipe.ranks[place] for place in self.places]
+        #: The ranks that have the last stage, of all replicas.
+        self.last = {*alike(mesh, 'pipe', self.places[-1])} & self.alike
         self._stages = stages
         self.own = [j for j, place in enumerate(self.places) if place == self.pipe.rank]
         self.skips: frozenset[tuple[int, int]] = frozenset()
@@ -91,6 +96,7 @@ class Rank:
             data: What ranks along the data axis do with parameters.
         """
         stages, own = self._stages, self.own
+        check_statistics(skeleton, stages, self.ranks)
         # What layers share is seen while they are what the user made of them.
         ties = ties_of(skeleton, stages)
         layout = inspect_skip_layout([
@@ -123,6 +129,19 @@ class Rank:
     def together(self, what: str, function: Callable[[], Facts]) -> dict[int, Facts]:
         """Call a function on all ranks, and return what each says: see `start`."""
         return together(what, function, self.everyone, self.device)
+
+    def draw_alike(self) -> None:
+        """Let ranks that share layers draw the same numbers from now on: those of the first one.
+
+        What is not split of an activation, each of them has, and drops.
+        """
+        if self.tensor.group is not None:
+            states = rng_states([self.device])
+            for state in states.values():
+                there = state.to(self.device)
+                broadcast(there, self.tensor.ranks[0], self.tensor.group)
+                state.copy_(there)
+            set_rng_states([self.device], states)
 
     def sum(self, said: Mapping[int, Facts]) -> float:
         """Return what replicas have counted; all shards of a layer have counted the same."""

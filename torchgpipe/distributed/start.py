@@ -26,6 +26,7 @@ class Facts(NamedTuple):
         counted: What it counts of the whole loss.
         settings: A digest of what has to be the same on all ranks.
         digest: A digest of what decides how the messages of this rank look.
+        divisors: What its loss divides by, in two numbers.
     """
 
     m: int = 0
@@ -33,6 +34,7 @@ class Facts(NamedTuple):
     counted: float = 0.
     settings: int = 0
     digest: int = 0
+    divisors: tuple[float, float] = (0., 0.)
 
 
 def digest(*values: object) -> int:
@@ -60,7 +62,8 @@ def together(what: str, function: Callable[[], Facts], group: dist.ProcessGroup 
     except BaseException as raised:  # An interrupt, too: the others would wait for this rank.
         error = raised
     if group is not None:
-        own = torch.tensor([error is not None, *facts], dtype=torch.float64, device=device)
+        own = torch.tensor([error is not None, *facts[:-1], *facts.divisors],
+                           dtype=torch.float64, device=device)
         found = [torch.empty_like(own) for _ in range(group.size())]
         dist.all_gather(found, own, group)
     if error is not None:
@@ -73,8 +76,8 @@ def together(what: str, function: Callable[[], Facts], group: dist.ProcessGroup 
         if failed:
             raise NotBegun(f'{what} could not begin on rank {rank}, so it ended here, too; '
                            'look at what that rank has raised')
-    said = {rank: Facts(int(m), int(size), counted, int(settings), int(other))
-            for rank, (_, m, size, counted, settings, other) in zip(ranks, rows)}
+    said = {rank: Facts(int(m), int(size), counted, int(settings), int(other), (same, ratio))
+            for rank, (_, m, size, counted, settings, other, same, ratio) in zip(ranks, rows)}
     for rank, each in said.items():
         if each.settings != said[ranks[0]].settings:
             raise RuntimeError(f'{what} has other settings on rank {rank} than on rank '

@@ -8,8 +8,10 @@
 What ranks say is a few numbers: :mod:`torchgpipe.distributed.start`.
 """
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
+from math import isnan
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,7 +26,9 @@ from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.gather import gather
 from torchgpipe.engine.run import Run
 from torchgpipe.engine.scatter import cut, fit_rule
+from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.losses import Losses
+from torchgpipe.means import no_mean_over_samples
 from torchgpipe.schedule import Action, Schedule, make
 from torchgpipe.schedule.messages import Message, Row, with_messages
 from torchgpipe.settings import Checkpoint, checkpoint_stops
@@ -87,6 +91,8 @@ class Steps:
         self._at = at
         #: The headers of messages, by what ranks have said of a step.
         self._known: OrderedDict[Any, dict[Message, Header]] = OrderedDict()
+        #: What was raised in the middle of a step.
+        self._failed = ''
 
     def train(self, input: Any, schedule: Any, checkpoint: Checkpoint, return_output: bool,
               loss: Sequence[Any]) -> Any:
@@ -114,8 +120,9 @@ class Steps:
             training.run()
             return rank.ties.together(training.gradients)
 
-        rank.replicas.run(run, [x for module in losses.modules
-                                for x in module.parameters(recurse=False)])
+        others = [x for module in losses.modules for x in module.parameters(recurse=False)]
+        with self._whole_step():
+            rank.replicas.run(run, others)
         whole = self._whole(losses)
         return (whole, self._gathered(start, training)) if return_output else whole
 
@@ -132,25 +139,43 @@ class Steps:
                 evaluation.run()
                 return []
 
-            rank.replicas.evaluate(run)
+            with self._whole_step():
+                rank.replicas.evaluate(run)
             return self._gathered(start, evaluation)
+
+    @contextmanager
+    def _whole_step(self) -> Iterator[None]:
+        """Take note of an error between messages: nobody knows then which of them have come."""
+        try:
+            yield
+        except BaseException as error:
+            self._failed = f'{type(error).__name__}: {error}'
+            raise
 
     def _begin(self, input: Any, what: str, schedule: Any) -> _Start:
         """Cut the input on ranks that have it, and let all know of it."""
         rank, model = self._rank, self._model
         cuts: list[tuple[list[Batch], list[int], list[int]]] = []
         text = schedule.to_csv() if isinstance(schedule, Schedule) else str(schedule)
+        autocast = ThreadState.capture().autocast
         modes = [(module.training, *(x.requires_grad for x in module.parameters(recurse=False)))
                  for module in model.modules()]
 
+        if self._failed:
+            raise RuntimeError('this model can not go on, as a rank failed in the middle of an '
+                               'earlier step, where others wait for its messages: start again '
+                               f'from a checkpoint. It had raised {self._failed}')
+        rank.draw_alike()
+
         def read() -> Facts:
-            settings, looks = digest(what, text, rank.replicas.syncs), digest(modes)
+            settings, looks = digest(what, text, rank.replicas.syncs), digest(modes, autocast)
             if not rank.is_first:
                 return Facts(settings=settings, digest=looks)
             rule = fit_rule(model.batch_dim, input, model.children())
             cuts.append(cut(input, model.chunks, rule))
             batches, sizes, common = cuts[0]
-            outlines = [[(x.shape, x.dtype, x.requires_grad) for x in batch] for batch in batches]
+            outlines = [[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in batch]
+                        for batch in batches]
             kind = batches[0].kind([None] * len(batches[0]))  # type: ignore[list-item]
             return Facts(len(batches), sum(sizes), 0., settings,
                          digest(looks, outlines, kind, common))
@@ -168,6 +193,8 @@ class Steps:
         found: list[Losses] = []
 
         def count() -> Facts:
+            if scale is not None and not rank.is_last:
+                scale(torch.zeros((), device=rank.device))  # A scaler is made when it is used.
             found.append(Losses(loss_fn, target, sizes, target_dim, normalizer, scale, False)
                          if rank.is_last else Losses(_nothing, None, sizes, 0, 1, None))
             return Facts(counted=found[0].counted or 0.)
@@ -185,9 +212,12 @@ class Steps:
             if not rank.is_last:
                 return Facts()
             total = losses.total()
-            return Facts(counted=float(total), digest=_DTYPES.index(total.dtype))
+            return Facts(counted=float(total), digest=_DTYPES.index(total.dtype),
+                         divisors=losses.divisors)
 
         said = rank.together('the loss of a step', count)
+        _check_divisors([each.divisors for number, each in said.items()
+                         if number in rank.last])
         dtype = _DTYPES[said[rank.ranks[-1]].digest]
         return torch.tensor(rank.sum(said), dtype=dtype, device=rank.device)
 
@@ -219,6 +249,14 @@ def _forward(stages: int, m: int) -> Schedule:
     """Return the forward of micro-batches as a schedule."""
     rows = make('gpipe', stages, m).rows
     return Schedule(tuple(tuple(each for each in row if each.kind == 'F') for row in rows))
+
+
+def _check_divisors(divisors: Sequence[tuple[float, float]]) -> None:
+    """Refuse a loss that replicas divide by other numbers than those of their samples."""
+    same, ratios = zip(*divisors)
+    differ = len({*same}) > 1 or any(map(isnan, same))
+    if differ and max(ratios) - min(ratios) > 1e-5 * max(map(abs, ratios)):
+        raise no_mean_over_samples('loss_fn')
 
 
 def _nothing(output: Any, target: Any) -> Tensor:

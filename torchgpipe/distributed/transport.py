@@ -179,7 +179,9 @@ class Training(_OnRanks, Step):
     def _backward_of(self, message: Message) -> tuple[Header, list[Tensor]]:
         (_, _, i), prev_j = message.action, message.stage
         grads = self._grads.pop((i, prev_j), {})
-        return Header(tuple([outline(k, x) for k, x in grads.items()])), [*grads.values()]
+        # A micro-batch with nothing to learn has none: maybe the next time it will.
+        return Header(tuple([outline(k, x) for k, x in grads.items()]), varies=not grads), [
+            *grads.values()]
 
     def _take_gradients(self, message: Message, header: Header, tensors: list[Tensor]) -> None:
         own = self._grads.setdefault((message.action.micro_batch, message.stage), {})

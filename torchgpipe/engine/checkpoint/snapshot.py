@@ -119,7 +119,9 @@ class Snapshot:
         tensor = self._tensor()
         if self._on_write or tensor is None or tensor is not now:
             return False
-        if tensor.layout is not torch.strided:  # of which PyTorch compares no values
+        # PyTorch compares no values of other layouts; and those of a tensor that is split over
+        # processes by a collective, to which others need not come.
+        if tensor.layout is not torch.strided or not is_plain(tensor):
             return versions([tensor]) != self._versions
         return not torch.equal(self._value, tensor)
 
