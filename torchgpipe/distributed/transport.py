@@ -60,6 +60,8 @@ class _OnRanks(Run):
         self._way = way
         #: By micro-batch and stage, of what it hands on whether something else lies in its memory.
         self._aliased: dict[tuple[int, int], list[bool]] = {}
+        #: Micro-batch and both stages of messages with something that requires grad.
+        self._learning: set[tuple[int, int, int]] = set()
         #: By cell, the messages that it waits for.
         self._waiting: dict[tuple[int, bool, int], list[Message]] = {}
 
@@ -130,6 +132,8 @@ class _OnRanks(Run):
         (prev_j, _, i), j = message.action, message.stage
         for x, each in zip(tensors, header.outlines):
             x.requires_grad_(each.requires_grad)
+        if any(each.requires_grad for each in header.outlines):
+            self._learning.add((i, prev_j, j))
         keys = self._keys(prev_j, j)
         self.aliasing.arrive(i, [x for x, each in zip(tensors, header.outlines) if each.aliased],
                              [x for x, each in zip(tensors, header.outlines) if each.common],
@@ -177,10 +181,11 @@ class Training(_OnRanks, Step):
         self._put_leaves()
 
     def _backward_of(self, message: Message) -> tuple[Header, list[Tensor]]:
-        (_, _, i), prev_j = message.action, message.stage
+        (j, _, i), prev_j = message.action, message.stage
         grads = self._grads.pop((i, prev_j), {})
         # A micro-batch with nothing to learn has none: maybe the next time it will.
-        return Header(tuple([outline(k, x) for k, x in grads.items()]), varies=not grads), [
+        varies = not grads and (i, prev_j, j) in self._learning
+        return Header(tuple([outline(k, x) for k, x in grads.items()]), varies=varies), [
             *grads.values()]
 
     def _take_gradients(self, message: Message, header: Header, tensors: list[Tensor]) -> None:
