@@ -117,7 +117,7 @@ NEEDED = {
     'torch.utils._pytree:tree_flatten': VALUES,
     'torch.utils._pytree:tree_flatten_with_path':
         VALUES | {'step', 'step_with_halves', 'kept_out_of_recomputation'},
-    'torch.utils._pytree:tree_leaves': PIPELINES | {'balanced'},
+    'torch.utils._pytree:tree_leaves': PIPELINES | {'balanced', 'transformed'},
     'torch.utils._pytree:tree_unflatten': VALUES,
     'torch:_lazy_clone': {'built_on_the_meta_device'},
 }

@@ -167,3 +167,48 @@ def test_tied_weights_are_those_of_the_first_stage():
     first, second = run(2, tied_values)
     assert torch.equal(first['0.weight'], second['4.weight'])
     assert torch.equal(first['0.weight'], second['7.weight'])
+
+
+class Either(nn.Module):
+    """A layer of which replicas use other parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x):
+        return self.other(x) if x.sum() > 0 else self.one(x)
+
+
+def parts(data):
+    """Give gradients where each replica uses one part."""
+    mesh = init_mesh(data=2)
+    model = DistributedGPipe(nn.Sequential(Either()), [1], mesh=mesh, data=data)
+    x = torch.ones(2, 6, dtype=torch.float64) * (1 if mesh.get_local_rank('data') else -1)
+    model.step(x, x, F.mse_loss)
+    return {name: full(each.grad) for name, each in model.named_parameters()}
+
+
+def test_in_other_replicas_other_parameters_may_learn():
+    (one, _), (other, _) = run(2, parts, 'replicate'), run(2, parts, 'shard')
+    assert one.keys() == other.keys()
+    assert all(torch.equal(grad, other[name]) for name, grad in one.items())
+
+
+def ignoring(output, target):
+    """A mean over what is not ignored, which nobody knows of."""
+    return F.cross_entropy(output, target, ignore_index=-100)
+
+
+def ignored():
+    """Take a step in which replicas ignore other numbers of labels."""
+    mesh = init_mesh(data=2)
+    model = DistributedGPipe(nn.Sequential(nn.Linear(3, 4)), [1], mesh=mesh)
+    target = torch.tensor([0, 1, 2, -100] if mesh.get_local_rank('data') else [0, 1, 2, 3])
+    with pytest.raises(ValueError, match='normalizer='):
+        model.step(torch.ones(4, 3), target, ignoring)
+    return True
+
+
+def test_a_loss_that_replicas_divide_by_other_numbers_is_refused():
+    assert run(2, ignored) == [True, True]

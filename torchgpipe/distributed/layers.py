@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from torchgpipe.engine.places import named_slots
 from torchgpipe.materialize import materialize
+from torchgpipe.private import BatchNorm
 from torchgpipe.sequential.parts import to_own_names
 from torchgpipe.weights import Weights, open_weights
 
@@ -152,7 +152,7 @@ def check_statistics(model: Any, stages: Sequence[Iterable[str]], ranks: Sequenc
     for names, rank in zip(stages, ranks):
         for name in names:
             for module in model.get_submodule(name).modules():
-                if isinstance(module, _NormBase) and module.track_running_stats:
+                if isinstance(module, BatchNorm) and module.track_running_stats:
                     owners.setdefault(module, set()).add(rank)
     for module, there in owners.items():
         if len(there) > 1:

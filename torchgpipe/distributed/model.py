@@ -44,7 +44,7 @@ class DistributedGPipe(nn.Module):
     >>> from torchgpipe.distributed import DistributedGPipe, init_mesh
     >>> with torch.device('meta'):
     ...     module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    >>> model = DistributedGPipe(module, [2, 1], mesh=init_mesh(), chunks=4)
+    >>> model = DistributedGPipe(module, [2, 1], mesh=init_mesh(device_type='cpu'), chunks=4)
     >>> loss = model.step(torch.ones(8, 4), torch.zeros(8, 2), nn.functional.mse_loss)
     >>> loss.shape, model.get_parameter('2.weight').grad.shape
     (torch.Size([]), torch.Size([2, 8]))

@@ -58,7 +58,7 @@ def names_of(mesh: DeviceMesh) -> dict[int, str]:
 
     >>> import torch
     >>> from torchgpipe.distributed import init_mesh
-    >>> names_of(init_mesh())
+    >>> names_of(init_mesh(device_type='cpu'))
     {0: 'rank 0 (data 0, pipe 0, tensor 0)'}
     >>> torch.distributed.destroy_process_group()
     """
