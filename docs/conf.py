@@ -37,9 +37,9 @@ doctest_global_setup = '\n'.join([
 nitpicky = True
 nitpick_ignore_regex = [
     ('py:.*', r'(torch|typing|nn|_?queue|collections|contextlib|datetime|os)\..*'),
-    ('py:class', r'torchgpipe\.(.*\.)?(T\w*|ThreadState|Workers|CPUStreamType|HasActions)'),
+    ('py:class', r'torchgpipe\.(.*\.)?(T\w*|ThreadState|Workers|CPUStreamType|HasActions|Ranks)'),
     ('py:class', r'torchgpipe\.predict\.(.*\.)?(Blocks|Measured)'),
-    ('py:class', 'OutQueue|Figure|StorageReader'),
+    ('py:class', 'OutQueue|Figure|StorageReader|Future'),
 ]
 
 
