@@ -80,3 +80,32 @@ def without_plan():
 
 def test_an_axis_without_a_plan_is_refused():
     assert all('tensor_plan says of no layer' in each.text for each in outcomes(2, without_plan))
+
+
+def adapted():
+    """Train where layers that are split are frozen, and recomputed."""
+    with torch.device('meta'):
+        module = MODELS['perceptron']()
+    for k in (0, 1, 4, 5):
+        module[k].requires_grad_(False)
+    model = DistributedGPipe(module, [4, 4], mesh=init_mesh(pipe=2, tensor=2), chunks=3,
+                             checkpoint='always', tensor_plan=plan())
+    return train(model, lambda x: x, sizes=(8, 8))[0][-1][0]
+
+
+def test_frozen_layers_that_are_split_are_recomputed():
+    assert len({*run(4, adapted, timeout=60)}) == 1
+
+
+def tied_and_split():
+    """Give how many parameters there are where one of two places is split by its own name."""
+    first = nn.Linear(6, 6, bias=False)
+    last = nn.Linear(6, 6, bias=False)
+    last.weight = first.weight
+    model = DistributedGPipe(nn.Sequential(first, nn.Tanh(), last), [3], mesh=init_mesh(tensor=2),
+                             tensor_plan={'0': ColwiseParallel(), '2': ColwiseParallel()})
+    return len([*model.parameters()])
+
+
+def test_what_is_tied_on_one_rank_stays_so_when_it_is_split():
+    assert run(2, tied_and_split) == [1, 1]

@@ -190,3 +190,19 @@ def changed_skip(between, places):
 def test_a_skip_whose_memory_another_rank_changes_is_refused(between, places):
     _, second, *_ = outcomes(max(places) + 1, changed_skip, between, places, timeout=20)
     assert isinstance(second, Failure) and 'in place' in second.text
+
+
+def shared_gradient():
+    """Give the gradient of what all micro-batches share."""
+    model = DistributedGPipe(nn.Sequential(Do(shared), Do(end)), [1, 1], mesh=init_mesh(pipe=2),
+                             chunks=2, checkpoint='never')
+    table = torch.full((3,), 2., requires_grad=True)
+    model.step((torch.ones(4, 3), NoChunk(table)), torch.zeros(4, 3), square)
+    return None if table.grad is None else table.grad.tolist()
+
+
+def test_the_gradient_of_what_all_share_is_that_of_all():
+    table = torch.full((3,), 2., requires_grad=True)
+    gpipe = GPipe(nn.Sequential(Do(shared), Do(end)), [1, 1], devices=['cpu'] * 2, chunks=2)
+    gpipe.step((torch.ones(4, 3), NoChunk(table)), torch.zeros(4, 3), square)
+    assert run(2, shared_gradient) == [table.grad.tolist(), None]
