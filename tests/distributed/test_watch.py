@@ -270,14 +270,16 @@ def test_one_process_has_no_thread():
 
 def test_who_is_to_blame():
     waits, busy = Record(run=2, state='waits'), Record(run=2, state='computes', text='this')
-    raised = Record(run=2, state='failed', error='E')
+    raised = Record(run=2, state='failed', error='E', raised_in=2)
     assert blame({0: waits, 1: busy}, 2) == ([], True)
     assert blame({0: waits, 1: busy}, 2, late=True)[0] == [
         (1, 'does not wait, but computes in this, for 0.0 s')]
     assert blame({0: waits, 1: raised}, 2, lost=[0]) == ([(1, 'raised E')], True)
-    assert blame({0: waits, 1: raised}, 3) == ([], True)
+    goes_on = raised._replace(run=3, state='waits')
+    assert blame({0: waits, 1: goes_on}, 2) == ([(1, 'raised E')], True)
+    assert blame({0: waits, 1: raised}, 3) == blame({0: waits, 1: goes_on}, 3) == ([], True)
     assert 'had raised E' in blame({0: waits, 1: raised}, 3, late=True)[0][0][1]
-    assert blame({0: waits, 1: waits._replace(error='E', found=True)}, 2) == ([(1, 'E')], False)
+    assert blame({0: waits, 1: waits._replace(found='E')}, 2) == ([(1, 'E')], False)
     assert [rank for rank, _ in blame({0: waits, 1: waits}, 2, lost=[0])[0]] == [0]
     assert [rank for rank, _ in blame({0: waits, 1: waits}, 2, late=True)[0]] == [0, 1]
     assert blame({0: None}, 1, late=True)[0] == [(0, 'has not made this model')]

@@ -30,8 +30,10 @@ class Record(NamedTuple):
         seconds: For how long that has been so.
         text: What it does.
         where: In which layer and line.
-        error: What it has raised, or found out.
-        found: Whether that is about others.
+        error: What it has raised last. It stays there when the rank goes on after that, as others
+            may look for it later.
+        raised_in: In which run that was.
+        found: What it has found out about others in this run.
     """
 
     beat: int = 0
@@ -41,7 +43,8 @@ class Record(NamedTuple):
     text: str = ''
     where: str = ''
     error: str = ''
-    found: bool = False
+    raised_in: int = 0
+    found: str = ''
 
     def pack(self) -> str:
         """Return it as text."""
@@ -110,12 +113,12 @@ def blame(records: Mapping[int, Record | None], run: int, lost: Collection[int] 
     """
     there = {rank: each for rank, each in records.items() if each is not None}
     raised = [(rank, f'raised {each.error}') for rank, each in there.items()
-              if each.error and not each.found and each.run >= run]
+              if each.error and each.raised_in >= run]
     if raised:
         return raised, True
     for rank, each in there.items():
-        if each.found and each.error and each.run >= run:
-            return [(rank, each.error)], False
+        if each.found and each.run >= run:
+            return [(rank, each.found)], False
     gone = [(rank, _gone(each)) for rank, each in there.items()
             if each.state == 'ended' and each.run < run
             or rank in lost and each.state not in ('failed', 'ended')]
@@ -133,9 +136,14 @@ def _is_late(record: Record | None, run: int) -> bool:
     return record.run < run and record.state in ('outside', 'failed')
 
 
+def _has_raised(record: Record) -> bool:
+    """Return whether a rank has raised something in the run in which it is."""
+    return bool(record.error) and record.raised_in == record.run
+
+
 def _gone(record: Record) -> str:
     if record.state == 'ended':
-        why = f' after it had raised {record.error}' if record.error else ''
+        why = f' after it had raised {record.error}' if _has_raised(record) else ''
         return f'has ended{why}, and takes no part in what others do'
     return f'is gone: it has given no sign of life since it {_state(record)}'
 
@@ -145,7 +153,7 @@ def _busy(record: Record | None) -> str:
         return 'has not made this model'
     if record.state == 'computes':
         return f'does not wait, but {_state(record)}'
-    why = f', as it had raised {record.error}' if record.error else ''
+    why = f', as it had raised {record.error}' if _has_raised(record) else ''
     return f'is not where the others are{why}, but {_state(record)}'
 
 

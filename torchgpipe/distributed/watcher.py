@@ -42,6 +42,8 @@ class Own:
         self.now: Action | Message | None = None
         #: What it has raised: a text, an empty one if others did; ``None`` if nothing.
         self.error: str | None = None
+        #: In which run it has raised something of its own last, and what.
+        self.raised = 0, ''
         #: What others have raised.
         self.found = ''
 
@@ -92,6 +94,8 @@ class Watcher:
             error: What it is; nothing if others are to blame.
         """
         self._answered.clear()
+        if error:
+            self._own.raised = self._own.run, error
         self._own.error = error
         self._wake.set()
         self._answered.wait(2 * GRACE)
@@ -157,7 +161,7 @@ class Watcher:
         since = self._line_since if state == 'waits' else self._since
         text = ': '.join(filter(None, [own.what, doing(own.now)])) if own.inside else ''
         return Record(self._beat, own.run, state, now - since, text, self._where.text,
-                      own.error or own.found, not own.error)
+                      own.raised[1], own.raised[0], own.found)
 
     def _find_for_main(self, now: float, asked: float) -> bool:
         """Find who is to blame for an error of the main thread; return whether it is over."""
