@@ -54,8 +54,10 @@ def within(name, package):
 
 
 def test_sharded_layers_stand_beside_the_rest():
-    """On private names of PyTorch, kinds of devices, the context, and values; nothing on them."""
+    """On private names, kinds of devices, the context, and values; many processes on them."""
     for name, imported in layers.graph().items():
+        if within(name, 'distributed'):
+            continue
         others = {other for other in imported if within(other, 'shard') != within(name, 'shard')}
         below = {'context', 'devices', 'private', 'structure'}
         assert others <= (below if within(name, 'shard') else set()), name

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.optim import Optimizer
 
@@ -25,6 +24,7 @@ from torchgpipe.distributed.start import Facts, digest
 from torchgpipe.distributed.states import (Index, index, load_optimizer, names_of,
                                            optimizer_entries, optimizer_forms, random_entries,
                                            restore_random, shapes)
+from torchgpipe.shard.checkpoint import as_errors
 
 __all__ = ['Saving', 'load', 'load_checkpoint', 'save', 'save_checkpoint']
 
@@ -54,7 +54,7 @@ class Saving:
             RuntimeError: It failed, on some rank.
             TimeoutError: It takes longer than so many seconds.
         """
-        with _exceptions('saving a checkpoint'):
+        with as_errors('saving a checkpoint'):
             error = self._future.exception(timeout)
             self._told = True
             if error is not None:
@@ -87,7 +87,7 @@ def save(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | No
             state, storage_writer=writer, process_group=group))
         rank.saving = saving
         return saving
-    with _exceptions('saving a checkpoint'):
+    with as_errors('saving a checkpoint'):
         state_dict_saver.save(state, storage_writer=writer, process_group=group)
     return None
 
@@ -113,7 +113,7 @@ def load(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | No
            [each for _, each in everywhere if each is not None], saved)
     names = rank.ties.names
     state = _forms(model, optimizer, names, saved, _place(rank))
-    with _exceptions('loading a checkpoint'):
+    with as_errors('loading a checkpoint'):
         state_dict_loader.load(state, storage_reader=FileSystemReader(where), process_group=group)
 
     def finish() -> Facts:
@@ -141,7 +141,7 @@ def save_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | No
     path = resolved(folder)
     state = _contents(module, optimizer, {}, _ALONE, _devices(module))
     make_way(path)
-    with _exceptions('saving a checkpoint'), _quiet():
+    with as_errors('saving a checkpoint'), _quiet():
         state_dict_saver.save(state, storage_writer=Writer(path), no_dist=True)
 
 
@@ -164,7 +164,7 @@ def load_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | No
     saved, names = index(metadata), _names(module, optimizer, {})
     _check([shapes(module)], [] if names is None else [names], saved)
     state = _forms(module, optimizer, {}, saved, _ALONE)
-    with _exceptions('loading a checkpoint'), _quiet():
+    with as_errors('loading a checkpoint'), _quiet():
         state_dict_loader.load(state, storage_reader=FileSystemReader(where), no_dist=True)
     _put(module, optimizer, {}, state, _ALONE, _devices(module))
 
@@ -248,21 +248,6 @@ def _place(rank: Rank) -> str:
 
 def _devices(module: nn.Module) -> set[torch.device]:
     return {x.device for x in (*module.parameters(), *module.buffers())}
-
-
-@contextmanager
-def _exceptions(what: str) -> Iterator[None]:
-    """Raise an exception for what PyTorch raises on all ranks, as that is none.
-
-    Raises:
-        RuntimeError: Ranks failed; it names them, and says what the first of them raised.
-    """
-    try:
-        yield
-    except CheckpointException as error:
-        raised, _ = next(iter(error.failures.values()))
-        raise RuntimeError(f'{what} failed on ranks {[*error.failures]}: {type(raised).__name__}: '
-                           f'{raised}') from error
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torchgpipe.private import BatchNorm
 from torchgpipe.sequential.parts import to_own_names
 from torchgpipe.weights import Weights, open_weights
 
-__all__ = ['Tie', 'check_statistics', 'fill', 'skeleton_of', 'ties_of']
+__all__ = ['Tie', 'check_statistics', 'fill', 'shared_in', 'skeleton_of', 'ties_of']
 
 #: A parameter in several stages: each stage, and its name there; in the order of stages.
 Tie = tuple[tuple[int, str], ...]
@@ -162,18 +162,24 @@ def check_statistics(model: Any, stages: Sequence[Iterable[str]], ranks: Sequenc
                 'give each place a layer of its own')
 
 
-def ties_of(model: Any, stages: Sequence[Iterable[str]]) -> list[Tie]:
-    """Return the parameters that stand in several stages of a sequential module.
+def shared_in(layers: Mapping[str, nn.Module]) -> list[list[tuple[str, nn.Module, str]]]:
+    """Return where each parameter that stands in several places is: full name, module, name."""
+    found: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for prefix, layer in layers.items():
+        for full, (module, name), x in named_slots(layer, prefix):
+            if isinstance(x, nn.Parameter):
+                found.setdefault(id(x), []).append((full, module, name))
+    return [places for places in found.values() if len(places) > 1]
+
+
+def ties_of(model: nn.Sequential, stages: Sequence[Iterable[str]]) -> list[Tie]:
+    """Return the parameters that stand in several stages of a model.
 
     Args:
-        model: The module. Functions make layers that share nothing.
+        model: Its layers.
         stages: The names of the layers of each stage.
     """
-    found: dict[int, list[tuple[int, str]]] = {}
-    if isinstance(model, nn.Module):
-        for j, names in enumerate(stages):
-            for name in names:
-                for full, _, tensor in named_slots(model.get_submodule(name), name):
-                    if isinstance(tensor, nn.Parameter):
-                        found.setdefault(id(tensor), []).append((j, full))
-    return [tuple(each) for each in found.values() if len({j for j, _ in each}) > 1]
+    owners = {name: j for j, names in enumerate(stages) for name in names}
+    found = [tuple((owners[full.partition('.')[0]], full) for full, _, _ in places)
+             for places in shared_in({name: model.get_submodule(name) for name in owners})]
+    return [tie for tie in found if len({j for j, _ in tie}) > 1]

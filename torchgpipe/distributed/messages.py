@@ -123,8 +123,8 @@ class Messages:
             data = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
             self._put(torch.tensor([len(data)]).to(self._device), rank)
             self._put(data.to(self._device), rank)
-        elif not header.outlines and known.outlines and not known.size:
-            # Where there is no gradient, it is zero.
+        elif message.action.kind != 'F' and not header.outlines:
+            # A micro-batch with nothing to learn has no gradients: they are zero.
             tensors = [torch.zeros(each.shape, dtype=each.dtype, device=self._device)
                        for each in known.outlines]
             header = known

@@ -5,15 +5,14 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import broadcast
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchgpipe.devices import rng_states, set_rng_states
-from torchgpipe.distributed.layers import check_statistics, fill, ties_of
+from torchgpipe.distributed.layers import check_statistics, fill, shared_in, ties_of
 from torchgpipe.distributed.mesh import alike, axis_of, device_of, whole_group
 from torchgpipe.distributed.replicas import Replicas, take_first
 from torchgpipe.distributed.start import Facts, together
-from torchgpipe.distributed.tensor import shared_in, split_layer, tie_again
+from torchgpipe.distributed.tensor import split_layer, tie_again
 from torchgpipe.distributed.ties import Ties
 from torchgpipe.engine.compute import Sequential
 from torchgpipe.engine.partition import Engine
@@ -65,7 +64,6 @@ class Rank:
         self.device = device_of(mesh)
         self.places = _parse_places(places, len(stages), self.pipe.size)
         self.ranks = [self.pipe.ranks[place] for place in self.places]
-        #: The ranks that have the last stage, of all replicas.
         self.last = {*alike(mesh, 'pipe', self.places[-1])} & self.alike
         self._stages = stages
         self.own = [j for j, place in enumerate(self.places) if place == self.pipe.rank]
@@ -139,7 +137,7 @@ class Rank:
             states = rng_states([self.device])
             for state in states.values():
                 there = state.to(self.device)
-                broadcast(there, self.tensor.ranks[0], self.tensor.group)
+                dist.broadcast(there, self.tensor.ranks[0], self.tensor.group)
                 state.copy_(there)
             set_rng_states([self.device], states)
 

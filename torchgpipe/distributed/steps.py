@@ -116,15 +116,18 @@ class Steps:
                             checkpoint_stops=stops, common=start.common, offload=model.offload)
         training.mini_batch.gather = rank.replicas.gather
 
-        def run() -> Gradients:
-            training.run()
-            return rank.ties.together(training.gradients)
+        whole: list[Tensor] = []
 
-        others = [x for module in losses.modules for x in module.parameters(recurse=False)]
-        with self._whole_step():
-            rank.replicas.run(run, others)
-        whole = self._whole(losses)
-        return (whole, self._gathered(start, training)) if return_output else whole
+        def run() -> Gradients:
+            with self._messages_told():
+                training.run()
+                gradients = rank.ties.together(training.gradients)
+            whole.append(self._whole(losses))  # If that raises, no gradient has been added.
+            return gradients
+
+        rank.replicas.run(run, [x for module in losses.modules
+                                for x in module.parameters(recurse=False)])
+        return (whole[0], self._gathered(start, training)) if return_output else whole[0]
 
     def evaluate(self, input: Any) -> Any:
         """Run the forward alone, without graphs."""
@@ -136,15 +139,15 @@ class Steps:
             evaluation.mini_batch.gather = rank.replicas.gather
 
             def run() -> Gradients:
-                evaluation.run()
+                with self._messages_told():
+                    evaluation.run()
                 return []
 
-            with self._whole_step():
-                rank.replicas.evaluate(run)
+            rank.replicas.evaluate(run)
             return self._gathered(start, evaluation)
 
     @contextmanager
-    def _whole_step(self) -> Iterator[None]:
+    def _messages_told(self) -> Iterator[None]:
         """Take note of an error between messages: nobody knows then which of them have come."""
         try:
             yield
@@ -154,18 +157,17 @@ class Steps:
 
     def _begin(self, input: Any, what: str, schedule: Any) -> _Start:
         """Cut the input on ranks that have it, and let all know of it."""
+        if self._failed:
+            raise RuntimeError('this model can not go on, as a rank failed in the middle of an '
+                               'earlier step, where others wait for its messages: start again '
+                               f'from a checkpoint. It had raised {self._failed}')
         rank, model = self._rank, self._model
+        rank.draw_alike()
         cuts: list[tuple[list[Batch], list[int], list[int]]] = []
         text = schedule.to_csv() if isinstance(schedule, Schedule) else str(schedule)
         autocast = ThreadState.capture().autocast
         modes = [(module.training, *(x.requires_grad for x in module.parameters(recurse=False)))
                  for module in model.modules()]
-
-        if self._failed:
-            raise RuntimeError('this model can not go on, as a rank failed in the middle of an '
-                               'earlier step, where others wait for its messages: start again '
-                               f'from a checkpoint. It had raised {self._failed}')
-        rank.draw_alike()
 
         def read() -> Facts:
             settings, looks = digest(what, text, rank.replicas.syncs), digest(modes, autocast)

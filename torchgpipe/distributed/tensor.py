@@ -9,9 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from torchgpipe.engine.places import named_slots
-
-__all__ = ['check_plan', 'layout_of', 'shared_in', 'split_apart', 'split_layer', 'tie_again']
+__all__ = ['check_plan', 'layout_of', 'split_apart', 'split_layer', 'tie_again']
 
 
 def check_plan(plan: Mapping[str, Any], module: nn.Module, size: int) -> None:
@@ -58,16 +56,6 @@ def split_apart(layouts: Mapping[str, str]) -> ValueError:
     """Return the error for one parameter that is split in several ways, by its names."""
     return ValueError(f'one parameter has several names, and tensor_plan splits it in other ways '
                       f'there: {dict(layouts)}; let all of them be split alike')
-
-
-def shared_in(layers: Mapping[str, nn.Module]) -> list[list[tuple[str, nn.Module, str]]]:
-    """Return where each parameter that stands in several places is: full name, module, name."""
-    found: dict[int, list[tuple[str, nn.Module, str]]] = {}
-    for prefix, layer in layers.items():
-        for full, (module, name), x in named_slots(layer, prefix):
-            if isinstance(x, nn.Parameter):
-                found.setdefault(id(x), []).append((full, module, name))
-    return [places for places in found.values() if len(places) > 1]
 
 
 def tie_again(shared: Sequence[Sequence[tuple[str, nn.Module, str]]]) -> None:

@@ -35,18 +35,21 @@ class Ties:
 
     def __init__(self, model: nn.Module, ties: Sequence[Tie], ranks: Sequence[int],
                  group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self._model, self._any = model, bool(ties)
+        self._group, self._any = group, bool(ties)
         #: The modules and names by which this rank has them, and all ranks that do.
         self._ties: list[tuple[nn.Module, str, list[int]]] = []
+        #: How they are split here, by their names in the first stage and here.
+        self._layouts: dict[str, tuple[str, str]] = {}
         self.names: dict[str, str] = {}
         for tie in ties:
             own = [name for j, name in tie if ranks[j] == dist.get_rank()]
             owners = [*dict.fromkeys(ranks[j] for j, _ in tie)]
             if own and len(owners) > 1:
                 path, _, name = own[0].rpartition('.')
-                self._ties.append((model.get_submodule(path), name, owners))
-                self.names.update(dict.fromkeys(own, tie[0][1]))
+                module, first = model.get_submodule(path), tie[0][1]
+                self._ties.append((module, name, owners))
+                self._layouts[first] = own[0], layout_of(module._parameters[name])
+                self.names.update(dict.fromkeys(own, first))
 
     @torch.no_grad()
     def spread(self) -> None:
@@ -69,16 +72,12 @@ class Ties:
     def _check_layouts(self) -> None:
         if self._group is None or not self._any:
             return
-        own = {self.names[full]: (full, layout_of(module._parameters[name]))
-               for module, name, _ in self._ties for full in self.names
-               if full.rpartition('.')[2] == name and self._model.get_submodule(
-                   full.rpartition('.')[0]) is module}
         found: list[dict[str, tuple[str, str]]] = [{} for _ in range(self._group.size())]
-        dist.all_gather_object(found, own, self._group)
+        dist.all_gather_object(found, self._layouts, self._group)
         for first in dict.fromkeys(key for each in found for key in each):
-            names = dict(each[first] for each in found if first in each)
-            if len({*names.values()}) > 1:
-                raise split_apart(names)
+            layouts = dict(each[first] for each in found if first in each)
+            if len({*layouts.values()}) > 1:
+                raise split_apart(layouts)
 
     def together(self, gradients: Gradients) -> Gradients:
         """Return gradients, of parameters that other ranks have the sum of all.

@@ -60,8 +60,6 @@ class _OnRanks(Run):
         self._way = way
         #: By micro-batch and stage, of what it hands on whether something else lies in its memory.
         self._aliased: dict[tuple[int, int], list[bool]] = {}
-        #: Micro-batch and both stages of messages with something that requires grad.
-        self._learning: set[tuple[int, int, int]] = set()
         #: By cell, the messages that it waits for.
         self._waiting: dict[tuple[int, bool, int], list[Message]] = {}
 
@@ -91,14 +89,7 @@ class _OnRanks(Run):
 
     def _leave(self, message: Message) -> None:
         """Send what an action has computed for another stage."""
-        if message.action.kind == 'F':
-            header, tensors = self._forward(message)
-        else:
-            header, tensors = self._backward_of(message)
-        self._way.messages.send(message, header, tensors)
-
-    def _backward_of(self, message: Message) -> tuple[Header, list[Tensor]]:
-        raise NotImplementedError
+        self._way.messages.send(message, *self._forward(message))
 
     def _forward(self, message: Message) -> tuple[Header, list[Tensor]]:
         """Return the batch and the skips that a cell has for another stage."""
@@ -123,17 +114,12 @@ class _OnRanks(Run):
                           for k, x in zip(numbers, tensors)])
         return Header(outlines, size, kind, tuple(skips), varies), tensors
 
-    def _arrive(self, message: Message) -> None:
+    def _arrive(self, message: Message) -> Header:
         """Put what another stage has computed where a cell finds it."""
         header, tensors = self._way.messages.wait(message)
-        if message.action.kind != 'F':
-            self._take_gradients(message, header, tensors)
-            return
         (prev_j, _, i), j = message.action, message.stage
         for x, each in zip(tensors, header.outlines):
             x.requires_grad_(each.requires_grad)
-        if any(each.requires_grad for each in header.outlines):
-            self._learning.add((i, prev_j, j))
         keys = self._keys(prev_j, j)
         self.aliasing.arrive(i, [x for x, each in zip(tensors, header.outlines) if each.aliased],
                              [x for x, each in zip(tensors, header.outlines) if each.common],
@@ -145,9 +131,7 @@ class _OnRanks(Run):
         for key, k in zip(keys, header.skips):
             self._skips[i][key] = Skip(None) if k is None else Skip(
                 tensors[k], versions([tensors[k]])[0], prev_j, header.outlines[k].k)
-
-    def _take_gradients(self, message: Message, header: Header, tensors: list[Tensor]) -> None:
-        raise NotImplementedError
+        return header
 
     def _keep(self, i: int, j: int, cell: Cell, output: Sequence[Tensor]) -> None:
         self._aliased[i, j] = self.aliasing.leave(i, output)
@@ -173,6 +157,8 @@ class Training(_OnRanks, Step):
                  ) -> None:
         own = tuple([each for each in way.row if isinstance(each, Action)])
         super().__init__(engine, batches, way, (own,), loss, **options)
+        #: Micro-batch and both stages of what came with something that requires grad.
+        self._learning: set[tuple[int, int, int]] = set()
         #: What has a gradient in the end, with that. Other ranks may have parts of it.
         self.gradients: list[tuple[Tensor, Tensor]] = []
         self._give = self.gradients.extend  # type: ignore[assignment]
@@ -180,17 +166,28 @@ class Training(_OnRanks, Step):
     def _begin(self) -> None:
         self._put_leaves()
 
-    def _backward_of(self, message: Message) -> tuple[Header, list[Tensor]]:
-        (j, _, i), prev_j = message.action, message.stage
+    def _leave(self, message: Message) -> None:
+        (j, kind, i), prev_j = message
+        if kind == 'F':
+            super()._leave(message)
+            return
         grads = self._grads.pop((i, prev_j), {})
         # A micro-batch with nothing to learn has none: maybe the next time it will.
         varies = not grads and (i, prev_j, j) in self._learning
-        return Header(tuple([outline(k, x) for k, x in grads.items()]), varies=varies), [
-            *grads.values()]
+        outlines = tuple([outline(k, x) for k, x in grads.items()])
+        self._way.messages.send(message, Header(outlines, varies=varies), [*grads.values()])
 
-    def _take_gradients(self, message: Message, header: Header, tensors: list[Tensor]) -> None:
-        own = self._grads.setdefault((message.action.micro_batch, message.stage), {})
-        own.update({each.k: x for each, x in zip(header.outlines, tensors)})
+    def _arrive(self, message: Message) -> Header:
+        (prev_j, kind, i), j = message
+        if kind == 'F':
+            header = super()._arrive(message)
+            if any(each.requires_grad for each in header.outlines):
+                self._learning.add((i, prev_j, j))
+        else:
+            header, grads = self._way.messages.wait(message)
+            self._grads.setdefault((i, j), {}).update(
+                {each.k: grad for each, grad in zip(header.outlines, grads)})
+        return header
 
 
 class Evaluation(_OnRanks):

@@ -10,7 +10,6 @@ message, once for each worker that waits for it::
 """
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache, partial
-from itertools import zip_longest
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ import torch
 from torchgpipe.engine.worker import Workers, device_key
 from torchgpipe.schedule.action import Action
 from torchgpipe.schedule.plain import forward_order
-from torchgpipe.schedule.schedule import Grid, steps, waits_for
+from torchgpipe.schedule.schedule import Grid, by_step, steps, waits_for
 
 __all__ = ['Plan', 'interpret']
 
@@ -78,7 +77,7 @@ def _plan(grid: Grid, devices: Sequence[torch.device], pairs: Iterable[tuple[Act
     merged: dict[Hashable, tuple[torch.device, list[Action]]] = {}
     owners: dict[Action, Hashable] = {}
     order: dict[Action, int] = {}
-    for k, action in enumerate(_by_step(grid)):
+    for k, action in enumerate(by_step(grid)):
         order[action], device = k, devices[action.stage]
         owners[action] = key = device_key(device)
         merged.setdefault(key, (device, []))[1].append(action)
@@ -93,12 +92,6 @@ def _plan(grid: Grid, devices: Sequence[torch.device], pairs: Iterable[tuple[Act
     return Plan(merged, waits, tells, order, device_key(devices[-1]))
 
 
-def _by_step(grid: Sequence[Sequence[Action | None]]) -> Iterable[Action]:
-    """Yield the actions of a schedule, those of its first step first."""
-    for column in zip_longest(*grid):
-        yield from filter(None, column)
-
-
 def _in_order(rows: Sequence[Sequence[Action]], ordered: frozenset[int]
               ) -> tuple[list[tuple[Action, Action]], Grid, bool]:
     """Return pairs of forwards of which the second one waits for the first one, and all steps.
@@ -108,7 +101,7 @@ def _in_order(rows: Sequence[Sequence[Action]], ordered: frozenset[int]
     Both come from one order of all forwards. It does not depend on which stages are ordered, as
     draws of a stage make others beside it suspect for a while.
     """
-    forwards = [x for x in _by_step(steps(rows)[0]) if x.kind == 'F']
+    forwards = [x for x in by_step(steps(rows)[0]) if x.kind == 'F']
     by_micro_batch = sorted(forwards, key=lambda action: (action.micro_batch, action.stage))
     _, stuck = steps(rows, _pairs(by_micro_batch))
     pairs = _pairs([x for x in (forwards if stuck else by_micro_batch) if x.stage in ordered])

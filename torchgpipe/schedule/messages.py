@@ -16,11 +16,10 @@ be where a receive stands right before its use: the rank that sends may wait for
 meanwhile.
 """
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
 from typing import NamedTuple
 
 from torchgpipe.schedule.action import Action
-from torchgpipe.schedule.schedule import Schedule, steps
+from torchgpipe.schedule.schedule import Schedule, by_step, steps
 
 __all__ = ['Message', 'Receive', 'Row', 'Send', 'with_messages']
 
@@ -83,7 +82,7 @@ def with_messages(schedule: Schedule, skips: Iterable[tuple[int, int]] = (),
         readers[one].add(other)
         writers[other].add(one)
     rows: list[list[Action | Send | Receive]] = [[] for _ in range(1 + max(owners.values()))]
-    for action in _one_order(schedule.rows):
+    for action in by_step(steps(schedule.rows)[0]):
         here = owners[action.stage]
         rows[here].append(action)
         for stage in sorted(_receivers(action, readers, writers)):
@@ -91,12 +90,6 @@ def with_messages(schedule: Schedule, skips: Iterable[tuple[int, int]] = (),
                 rows[here].append(Send(action, stage))
                 rows[owners[stage]].append(Receive(action, stage))
     return tuple(map(tuple, rows))
-
-
-def _one_order(rows: Sequence[Sequence[Action]]) -> Iterable[Action]:
-    """Yield all actions, those of the first step first."""
-    for column in zip_longest(*steps(rows)[0]):
-        yield from filter(None, column)
 
 
 def _receivers(action: Action, readers: dict[int, set[int]], writers: dict[int, set[int]]

@@ -11,12 +11,13 @@ What an action waits for, beside the action before it on its device::
 """
 import csv
 import io
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from torchgpipe.schedule.action import Action
 
-__all__ = ['Grid', 'Schedule', 'WAITS', 'in_flight', 'steps', 'waits_for']
+__all__ = ['Grid', 'Schedule', 'WAITS', 'by_step', 'in_flight', 'steps', 'waits_for']
 
 #: What stands in a grid: an action that starts in a step, or nothing.
 Grid = list[list[Action | None]]
@@ -229,6 +230,12 @@ def steps(rows: Sequence[Sequence[Action]], pairs: Iterable[tuple[Action, Action
             if action:
                 done.add(queue.pop())
     return grid, []
+
+
+def by_step(grid: Grid) -> Iterator[Action]:
+    """Yield the actions of a schedule, those of its first step first."""
+    for column in zip_longest(*grid):
+        yield from filter(None, column)
 
 
 def in_flight(schedule: Schedule, start: str = 'F') -> dict[int, int]:

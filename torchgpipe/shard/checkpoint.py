@@ -61,7 +61,7 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
         state: dict[str, Any] = {'model': values}
         if optimizer is not None:
             state['optimizer'] = _optimizer_views(parameters, optimizer)
-    with _exceptions('saving a checkpoint'):
+    with as_errors('saving a checkpoint'):
         dcp.save(state, checkpoint_id=path, **options)  # type: ignore[attr-defined]
 
 
@@ -98,7 +98,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
                     if key.startswith('model.') and _is_tensor(value)])
         if optimizer is not None:
             state['optimizer'] = _optimizer_form(parameters, optimizer, saved)
-    with _exceptions('reading a checkpoint'):
+    with as_errors('reading a checkpoint'):
         dcp.load(state, storage_reader=reader, **options)  # type: ignore[attr-defined]
     set_model_state_dict(model, _local(state['model']))
     if optimizer is not None:
@@ -106,7 +106,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
 
 
 @contextmanager
-def _exceptions(what: str) -> Iterator[None]:
+def as_errors(what: str) -> Iterator[None]:
     """Raise a RuntimeError for what PyTorch raises on all ranks, which is no exception."""
     from torch.distributed.checkpoint.api import CheckpointException
 
