@@ -12,7 +12,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor_config
 
 from tests.devices import cpu_only, devices, one_worker, places
-from tests.helpers import assert_same, gradients, in_a_new_thread, memory_of, modes, on_first
+from tests.helpers import (MODES, assert_same, gradients, in_a_new_thread, memory_of, modes,
+                           on_first)
+from tests.whole import first
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.checkpoint import enable_recomputing
 from torchgpipe.engine.checkpoint import recomputation
@@ -137,7 +139,7 @@ def test_the_numbers_are_those_of_the_model(how, make, balance, mode, devices):
 
 
 @devices
-@pytest.mark.parametrize('how', ['layers', 'some partitions', 'forward'])
+@pytest.mark.parametrize('how', first(1, ['some partitions', 'layers', 'forward']))
 def test_micro_batches_of_several_sizes(how, devices):
     layers, backend = plain_layers().double(), Backend()
     gpipe = GPipe(copy.deepcopy(layers), [2, 4], devices=devices(2), chunks=3)
@@ -148,7 +150,7 @@ def test_micro_batches_of_several_sizes(how, devices):
 
 
 @devices
-@modes
+@pytest.mark.parametrize('mode', first(1, MODES))
 def test_a_compiled_step_around_it(mode, devices):
     layers, backend = layers_with_skips().double(), Backend()
     gpipe = GPipe(copy.deepcopy(layers), [3, 5], devices=devices(2), chunks=3, checkpoint=mode)

@@ -79,6 +79,7 @@ def test_shards_of_shards_of_other_sizes(tmp_path):
     cross(tmp_path, [*product(layouts, layouts)])
 
 
+@pytest.mark.slow
 def test_tied_weights(tmp_path):
     """The optimizer has a state for one of them in one process, and one on each rank of a mesh."""
     layouts = ['plain', 'shard', 'v']

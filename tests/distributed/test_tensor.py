@@ -54,7 +54,7 @@ def initial(axes, stages):
 
 
 @pytest.mark.parametrize('axes', [
-    {'pipe': 2}, {'tensor': 2}, {'data': 2},
+    {'pipe': 2}, {'tensor': 2}, pytest.param({'data': 2}, marks=pytest.mark.slow),
     pytest.param({'data': 2, 'pipe': 2}, marks=pytest.mark.slow),
     pytest.param({'data': 2, 'pipe': 2, 'tensor': 2}, marks=pytest.mark.slow)])
 def test_initial_values_are_the_same_on_all_meshes(axes):

@@ -9,6 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from tests.devices import DEVICES, cpu_only, workers
+from tests.whole import first
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.stepping import Step
 from torchgpipe.schedule import Schedule, make
@@ -81,7 +82,7 @@ class GoBack(nn.Module):
 
 
 @workers
-@pytest.mark.parametrize('draws', [True, False])
+@pytest.mark.parametrize('draws', first(1, [True, False]))
 def test_in_v082_a_layer_that_moves_the_generator_in_backward_disturbed_others(devices, draws):
     meeting = Meeting()
     gpipe = GPipe(nn.Sequential(Draw(draws, meeting), GoBack(meeting)), [1, 1],
@@ -124,7 +125,7 @@ class Noise(torch.autograd.Function):
 
 
 @workers
-@pytest.mark.parametrize('draws', [True, False])
+@pytest.mark.parametrize('draws', first(1, [True, False]))
 def test_in_v082_so_did_one_that_draws_in_backward_only(devices, draws):
     class Noisy(nn.Linear):
         def forward(self, x):

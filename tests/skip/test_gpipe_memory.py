@@ -6,10 +6,11 @@ import torch
 from torch import nn
 
 from tests.devices import devices, one_worker
-from tests.helpers import (STEPS, WeakLog, call, compare_all_pending, drop_failed_backward,
+from tests.helpers import (MODES, STEPS, WeakLog, call, compare_all_pending, drop_failed_backward,
                            memory_of, modes)
 from tests.skip.layers import Pop, StashLinear, popping, stashing
 from tests.skip.models import WIDTH
+from tests.whole import first
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.skip import Namespace, skippable, stash
 from torchgpipe.skip.tracker import current_skip_tracker
@@ -137,7 +138,7 @@ def test_a_long_training_does_not_grow(devices, mode):
 
 @one_worker
 @pytest.mark.filterwarnings('ignore:Using backward.. with create_graph')
-@modes
+@pytest.mark.parametrize('mode', first(1, MODES))
 @pytest.mark.parametrize('create_graph', [False, True])
 def test_skips_die_after_a_backward_that_does_not_get_through(devices, mode, create_graph):
     def fail(grad):
@@ -178,7 +179,7 @@ def test_skips_die_after_a_backward_that_does_not_get_through(devices, mode, cre
 
 
 @one_worker
-@modes
+@pytest.mark.parametrize('mode', first(1, MODES))
 def test_a_gradient_penalty_leaks_nothing(devices, mode):
     @skippable(stash=['skip'])
     class StashParameter(nn.Module):

@@ -36,6 +36,7 @@ def test_a_larger_angle_has_a_smaller_score():
     assert x.grad.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(not is_available(), reason='needs gloo')
 def test_arcface(run, tmp_path):

@@ -64,6 +64,7 @@ def test_pieces_of_a_text():
     assert torch.equal(Batches('abcabcab', 4).draw(), Batches('abcabcab', 4).draw())
 
 
+@pytest.mark.slow
 def test_mingpt(run, tmp_path):
     code, out, err = run('mingpt', '--processes', 2, '--steps', 20, '--width', 32, '--heads', 2,
                          '--depth', 1, '--context', 8, '--output', tmp_path)

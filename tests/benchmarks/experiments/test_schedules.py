@@ -74,6 +74,7 @@ def run_tiny(run, folder):
     return out, [row['name'] for row in case['rows']]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(not processes.is_available(), reason='needs gloo')
 def test_schedules(run, tmp_path):

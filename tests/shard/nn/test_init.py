@@ -97,7 +97,7 @@ def values():
                     assert torch.rand(1).equal(after), (method, shape, dim)
 
 
-@pytest.mark.parametrize('world', [1, 2, 4])
+@pytest.mark.parametrize('world', [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_method_gives_what_one_process_has(world):
     run(world, values, group=world)
 

@@ -90,7 +90,7 @@ def grid(all_sizes, shapes):
     (2, 1, [(2, 3)]),
     (2, 2, [(6,), (2, 3)]),
     (4, 2, [(2, 3)]),
-    (4, 4, [(2, 3)]),
+    pytest.param(4, 4, [(2, 3)], marks=pytest.mark.slow),
 ])
 def test_loss_and_gradient_are_those_of_one_process(world, group, shapes):
     run(world, grid, SIZES, shapes, group=group)
@@ -203,6 +203,7 @@ def million(classes, batch, dtype):
     return (size + live.peak) / (2 * size), shapes.largest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('dtype, bound', [(torch.float32, 1.05), (torch.bfloat16, 1.2)])
 def test_a_million_classes_need_no_one_hot_and_no_whole_logits(dtype, bound):
     """What is to be met is 1.3 times logits and gradient."""
