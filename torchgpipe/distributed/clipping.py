@@ -1,35 +1,52 @@
 """Clipping: the norm of all gradients, of which each rank has some, or parts of some."""
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from torchgpipe.distributed.replicas import local
 
-__all__ = ['clip']
+__all__ = ['clip', 'is_counted']
+
+
+def is_counted(grad: Tensor, places: Mapping[str, int]) -> bool:
+    """Return whether this rank counts what it has of a gradient.
+
+    Of ranks that have the same, it is the first one that does.
+
+    Args:
+        grad: The gradient.
+        places: The number of this rank along each axis of the mesh along which others have the
+            gradient, too, or parts of it.
+    """
+    split = {name for name, placement in zip(
+        grad.device_mesh.mesh_dim_names or (), grad.placements)
+        if not placement.is_replicate()} if isinstance(grad, DTensor) else {}
+    return not any(place for axis, place in places.items() if axis not in split)
 
 
 @torch.no_grad()
-def clip(gradients: Sequence[Tensor], counted: Iterable[bool], max_norm: float, norm_type: float,
-         group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
+def clip(gradients: Sequence[Tensor], copies: Sequence[Tensor], places: Mapping[str, int],
+         max_norm: float, norm_type: float, group: dist.ProcessGroup | None, device: torch.device
+         ) -> Tensor:
     """Scale gradients, in place, to a norm; return what it was.
 
     Args:
         gradients: Those of this rank.
-        counted: Which of them are in the norm; another rank counts the others.
+        copies: Those that it has, too, but that another rank counts.
+        places: See :func:`is_counted`.
         max_norm: The largest norm that they may have.
         norm_type: The type of the norm; ``inf`` for the largest value.
-        group: The ranks that have other gradients.
+        group: All ranks.
         device: That of this rank.
     """
     power = 1. if norm_type == float('inf') else norm_type
     norms = [torch.zeros((), dtype=torch.float64, device=device)]
-    for grad, counts in zip(gradients, counted):
-        if counts:
-            norm = torch.linalg.vector_norm(grad, norm_type)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    for grad in map(_summed, gradients):
+        if is_counted(grad, places) and local(grad).numel():  # Nothing has no largest value.
+            norm = torch.linalg.vector_norm(local(grad), norm_type)
             norms.append(norm.to(device, torch.float64) ** power)
     stacked = torch.stack(norms)
     total = stacked.amax() if norm_type == float('inf') else stacked.sum()
@@ -38,6 +55,14 @@ def clip(gradients: Sequence[Tensor], counted: Iterable[bool], max_norm: float, 
         dist.all_reduce(total, operation, group)
     total = total ** (1 / power)
     scale = (max_norm / (total + 1e-6)).clamp(max=1)
-    for grad in gradients:
+    for grad in (*gradients, *copies):
         local(grad).mul_(scale.to(grad.dtype))
     return total
+
+
+def _summed(grad: Tensor) -> Tensor:
+    """Return a gradient of which no rank has a summand only."""
+    if isinstance(grad, DTensor) and any(each.is_partial() for each in grad.placements):
+        return grad.redistribute(placements=[
+            Replicate() if each.is_partial() else each for each in grad.placements])
+    return grad

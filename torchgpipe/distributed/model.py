@@ -193,11 +193,13 @@ class DistributedGPipe(nn.Module):
         Returns:
             The norm that they had, on all ranks, in float64.
         """
-        copies = self._rank.ties.copies
-        own = {id(x): x for x in self.parameters() if x.grad is not None}
-        return clip([x.grad for x in own.values() if x.grad is not None],
-                    [number not in copies for number in own], max_norm, norm_type,
-                    self._rank.pipe.group, self._rank.device)
+        rank = self._rank
+        grads: dict[bool, list[Tensor]] = {False: [], True: []}
+        for x in {id(x): x for x in self.parameters()}.values():
+            if x.grad is not None:
+                grads[id(x) in rank.ties.copies].append(x.grad)
+        return clip(grads[False], grads[True], {each.name: each.rank for each in (
+            rank.data, rank.tensor)}, max_norm, norm_type, rank.everyone, rank.device)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and drop those that steps within :meth:`no_sync` have left."""
