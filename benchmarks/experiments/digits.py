@@ -1,5 +1,6 @@
 """Train a small convolutional network on real handwritten digits, with and without GPipe."""
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -14,7 +15,10 @@ from benchmarks.harness.memory import peak_memory
 from benchmarks.harness.options import choose_devices
 from benchmarks.harness.report import machine, output_folder, table
 from torchgpipe import GPipe
+from torchgpipe.devices import accelerators, is_cpu, memory_of
+from torchgpipe.plan import plan
 from torchgpipe.schedule import NAMES
+from torchgpipe.schedule.plain import PLAIN_CALL
 
 BATCH = 64
 
@@ -26,8 +30,8 @@ class Data(NamedTuple):
     test: tuple[Tensor, Tensor]
 
 
-class Result(NamedTuple):
-    """What one training gave."""
+class Curve(NamedTuple):
+    """What one training gave: accuracy, losses, seconds and bytes of a step."""
 
     accuracy: float
     losses: list[float]
@@ -58,134 +62,220 @@ def network() -> nn.Sequential:
                          nn.Linear(512, 10))
 
 
-def train(name: str, model: Any, data: Data, epochs: int, devices: list[torch.device],
-          schedule: str | None = None) -> Result:
-    """Train a model, by the plain call or by a schedule, and measure."""
-    (x, y), (test_x, test_y) = data
-    generator = torch.Generator().manual_seed(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
-    steps = epochs * -(-len(x) // BATCH)
-    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=steps)
-    losses, seconds = [], []
+class Training:
+    """A model in training, with so many threads for each kernel.
 
-    def step(index: Tensor) -> float:
-        optimizer.zero_grad()
-        image, label = x[index].to(devices[0]), y[index].to(devices[-1])
-        if schedule is not None:
-            return model.step(image, label, F.cross_entropy, schedule=schedule).item()
-        loss = F.cross_entropy(model(image), label)
+    Args:
+        model: The model.
+        devices: Where its input goes, and where its output comes from.
+        threads: So many.
+        schedule: By which it takes steps; otherwise it is called.
+        steps: How many steps there will be.
+    """
+
+    def __init__(self, model: Any, devices: Sequence[torch.device], threads: int, steps: int,
+                 schedule: str | None = None) -> None:
+        self._model, self._devices, self._schedule = model, devices, schedule
+        self._threads = threads
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+        self._rates = torch.optim.lr_scheduler.OneCycleLR(self._optimizer, 0.2, total_steps=steps)
+        self._losses: list[float] = []
+        self._seconds: list[float] = []
+
+    def epoch(self, data: Data, number: int) -> None:
+        """Train on all images, in an order that the number decides."""
+        torch.set_num_threads(self._threads)
+        x, y = data.train
+        generator = torch.Generator().manual_seed(number)
+        for index in torch.randperm(len(x), generator=generator).split(BATCH):
+            start = time.perf_counter()
+            self._losses.append(self._step(x[index], y[index]))
+            self._optimizer.step()
+            self._seconds.append(time.perf_counter() - start)
+            self._rates.step()
+
+    def _step(self, image: Tensor, label: Tensor) -> float:
+        self._optimizer.zero_grad()
+        image, label = image.to(self._devices[0]), label.to(self._devices[-1])
+        if self._schedule is not None:
+            loss = self._model.step(image, label, F.cross_entropy, schedule=self._schedule)
+            return loss.item()  # type: ignore[no-any-return]
+        loss = F.cross_entropy(self._model(image), label)
         loss.backward()
         return loss.item()
 
-    with tqdm(total=steps, desc=name, unit='step', leave=False) as bar:
-        for _ in range(epochs):
-            for index in torch.randperm(len(x), generator=generator).split(BATCH):
-                start = time.perf_counter()
-                losses.append(step(index))
-                optimizer.step()
-                seconds.append(time.perf_counter() - start)
-                rates.step()
+    def result(self, data: Data) -> Curve:
+        """Return what the training gave, and the peak memory of one more step."""
+        torch.set_num_threads(self._threads)
+        x, y = data.test
+        self._model.eval()
+        with torch.no_grad():
+            right = self._model(x.to(self._devices[0])).argmax(1).cpu() == y
+        self._model.train()
+        self._optimizer.zero_grad()
+        image, label = (each[:BATCH] for each in data.train)
+        memory = peak_memory(lambda: self._step(image, label), [*self._devices])
+        return Curve(right.double().mean().item(), self._losses, median(self._seconds), memory)
+
+
+def train(trainings: dict[str, Training], data: Data, epochs: int) -> dict[str, Curve]:
+    """Let all of them train, an epoch each in turn."""
+    with tqdm(total=epochs * len(trainings), unit='epoch', leave=False) as bar:
+        for number in range(epochs):
+            for name, training in trainings.items():
+                bar.set_description(name)
+                training.epoch(data, number)
                 bar.update()
-                bar.set_postfix(loss=f'{losses[-1]:.3f}', refresh=False)
-    model.eval()
-    with torch.no_grad():
-        right = model(test_x.to(devices[0])).argmax(1).cpu() == test_y
-    model.train()
-    optimizer.zero_grad()
-    memory = peak_memory(lambda: step(torch.arange(BATCH)), devices)
-    return Result(right.double().mean().item(), losses, median(seconds), memory)
+    return {name: training.result(data) for name, training in trainings.items()}
 
 
-def draw(results: dict[str, Result], path: Path) -> None:
-    """Draw the loss curves, smoothed over ten steps, over the raw ones."""
+def draw(results: dict[str, Curve], path: Path) -> None:
+    """Draw the loss curves, smoothed over ten steps, and bars of time and memory beside them."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), layout='constrained')
-    axes = figure.subplots()
-    for color, (name, result) in zip(('#3b6fb6', '#d1603d'), results.items()):
+    figure = Figure(figsize=(11, 4.5), layout='constrained')
+    curves, times, memory = figure.subplots(1, 3, width_ratios=[3, 1, 1])
+    colors = ['#3b6fb6', '#8fb0dc', '#e3a08a', '#d1603d'][:len(results)]
+    for color, (name, result) in zip(colors, results.items()):
         losses = torch.tensor(result.losses)
-        axes.plot(losses, color=color, alpha=0.2, linewidth=0.8)
         smooth = F.avg_pool1d(F.pad(losses[None, None], (9, 0), 'replicate'), 10, 1)[0, 0]
-        axes.plot(smooth, color=color, label=f'{name}: {result.accuracy:.2%} on the test set')
-    axes.set(xlabel='step', ylabel='training loss', yscale='log',
-             title='Handwritten digits: the same training with and without GPipe')
-    axes.legend()
-    axes.grid(alpha=0.3)
+        curves.plot(smooth, color=color, label=f'{name}: {result.accuracy:.2%} on the test set')
+    curves.set(xlabel='step', ylabel='training loss', yscale='log',
+               title='Handwritten digits: the same training, run in several ways')
+    curves.legend()
+    curves.grid(alpha=0.3)
+    for axes, title, values in (
+            (times, 'ms per step', [each.seconds * 1e3 for each in results.values()]),
+            (memory, 'peak memory, MiB', [each.memory / 2**20 for each in results.values()])):
+        bars = axes.bar([*range(len(values))], values, color=colors)
+        axes.bar_label(bars, fmt='%.3g')
+        axes.set(title=title, xticks=[])
     figure.savefig(path, dpi=120)
 
 
-def parse_balance(context: Any, parameter: Any, value: str) -> list[int]:
+def parse_balance(context: Any, parameter: Any, value: str | None) -> list[int] | None:
     """Read a balance like 7,8."""
     try:
-        return [int(number) for number in value.split(',')]
+        return None if value is None else [int(number) for number in value.split(',')]
     except ValueError:
         raise click.BadParameter(f'{value!r} is not a list of whole numbers like 7,8') from None
+
+
+class Choice(NamedTuple):
+    """How the pipeline is run, and whether a plan says so."""
+
+    schedule: str
+    balance: list[int]
+    devices: list[torch.device]
+    chunks: int
+    checkpoint: str
+    planned: bool
+
+
+def choose(data: Data, balance: list[int] | None, chunks: int | None, checkpoint: str | None,
+           schedule: str | None) -> Choice:
+    """Return how the pipeline is to be run: by a plan, but for what the user has chosen."""
+    if balance is not None:
+        places = choose_devices(len(balance), None if schedule == PLAIN_CALL else schedule)
+        return Choice(schedule or '1f1b', balance, places, chunks or 4, checkpoint or 'never',
+                      False)
+    devices = choose_devices(min(max(len(accelerators()), 2), 4))
+    found = plan(network(), data.train[0][:BATCH], devices=list(dict.fromkeys(devices)),
+                 param_scale=3, schedules=[schedule] if schedule else (PLAIN_CALL, *NAMES),
+                 chunks=None if chunks is None else [chunks],
+                 checkpoints=[checkpoint] if checkpoint else ('never', 'except_last', 'always'))
+    return Choice(found.schedule, [*found.balance], [*map(torch.device, found.devices)],
+                  found.chunks, found.checkpoint, True)
+
+
+def contenders(choice: Choice, threads: int, steps: int) -> dict[str, Training]:
+    """Return the trainings, by name."""
+    def piped() -> GPipe:
+        torch.manual_seed(0)
+        return GPipe(network(), choice.balance, devices=devices, chunks=choice.chunks,
+                     checkpoint=choice.checkpoint, deferred_batch_norm=True)
+
+    devices = choice.devices
+    first = [memory_of(devices[0])]
+    found = {}
+    for number in sorted({threads, 1}, reverse=True) if is_cpu(devices[0]) else [threads]:
+        torch.manual_seed(0)
+        name = f'unwrapped, {number} thread{"s" * (number > 1)}'
+        found[name if is_cpu(devices[0]) else 'unwrapped'] = Training(
+            network().to(first[0]), first, number, steps)
+    found['GPipe, plain call'] = Training(piped(), devices, 1, steps)
+    if choice.schedule != PLAIN_CALL:
+        found[f'GPipe, {choice.schedule}'] = Training(
+            piped(), devices, 1, steps, choice.schedule)
+    return found
 
 
 @click.command()
 @click.option('--epochs', type=click.IntRange(1), default=12, show_default=True,
               help='Passes over the training set.')
-@click.option('--chunks', type=click.IntRange(1), default=4, show_default=True,
+@click.option('--chunks', type=click.IntRange(1, BATCH), show_default='by a plan',
               help='Micro-batches in a mini-batch of 64.')
-@click.option('--balance', callback=parse_balance, default='6,10', show_default=True,
-              metavar='N,N,…', help='Layers in each partition; 16 in all.')
+@click.option('--balance', callback=parse_balance, show_default='by a plan', metavar='N,N,…',
+              help='Layers in each partition; 16 in all. What else is not chosen is 4 chunks, '
+              'never, 1f1b then.')
 @click.option('--checkpoint', type=click.Choice(['always', 'except_last', 'never']),
-              default='except_last', show_default=True,
-              help='Which micro-batches are computed again in backward.')
-@click.option('--schedule', type=click.Choice([*NAMES]), show_default='the plain call',
-              help='Train by GPipe.step, in this order; interleaved, looped-bfs and zb-v have two '
-              'partitions on each device.')
+              show_default='by a plan', help='Which micro-batches are computed again in backward.')
+@click.option('--schedule', type=click.Choice([PLAIN_CALL, *NAMES]), show_default='by a plan',
+              help='The order of a step; interleaved, looped-bfs and zb-v have two partitions on '
+              'each device.')
 @click.option('--output', default='results', show_default=True, metavar='DIR',
               help='Where the picture goes.')
-def digits(epochs: int, chunks: int, balance: list[int], checkpoint: str, schedule: str | None,
-           output: str) -> None:
-    """Train on scikit-learn's handwritten digits twice, unwrapped and in GPipe.
+def digits(epochs: int, chunks: int | None, balance: list[int] | None, checkpoint: str | None,
+           schedule: str | None, output: str) -> None:
+    """Train on scikit-learn's handwritten digits, unwrapped and in GPipe, and compare.
 
-    The partitions are on all accelerators, or else on cpu:0, cpu:1 and so on.
+    The partitions are on all accelerators, or else on cpu:0 and cpu:1, which have a thread each.
+    The unwrapped model has as many threads as there are, and then one.
     """
-    folder = output_folder(output)
-    torch.manual_seed(0)
-    plain = network()
-    torch.manual_seed(0)
+    folder, threads = output_folder(output), torch.get_num_threads()
+    data = load()
+    torch.set_num_threads(1)  # what each worker has, for the plan
     try:
-        devices = choose_devices(len(balance), schedule)
-        piped = GPipe(network(), balance, devices=devices, chunks=chunks, checkpoint=checkpoint,
-                      deferred_batch_norm=True)
+        choice = choose(data, balance, chunks, checkpoint, schedule)
+        trainings = contenders(choice, threads, epochs * -(-len(data.train[0]) // BATCH))
     except ValueError as error:
         raise click.ClickException(str(error).splitlines()[0]) from None
-    if chunks > BATCH:
-        raise click.ClickException(f'--chunks {chunks} is more than the {BATCH} samples of a '
-                                   'mini-batch')
-
-    data = load()
-    first = torch.device('cpu') if devices[0].type == 'cpu' else devices[0]
-    results = {'unwrapped': train('unwrapped', plain.to(first), data, epochs, [first])}
-    name = f'GPipe, {schedule}' if schedule else 'GPipe'
-    results[name] = train(name, piped, data, epochs, devices, schedule)
-
+    finally:
+        torch.set_num_threads(threads)
+    results = train(trainings, data, epochs)
+    torch.set_num_threads(threads)
     draw(results, folder / 'digits.png')
-    print_results(results, piped, chunks, checkpoint)
-    click.echo(f"loss curves: {folder / 'digits.png'}")
+    print_results(results, choice, threads)
+    click.echo(f"loss curves, times, memory: {folder / 'digits.png'}")
 
 
-def print_results(results: dict[str, Result], model: GPipe, chunks: int, checkpoint: str) -> None:
+def print_results(results: dict[str, Curve], choice: Choice, threads: int) -> None:
     """Print the table, and what it was measured on."""
     here = machine()
     click.echo(f"torch {here['torch']}, {', '.join(here['gpus']) or here['cpu']}, {here['date']}")
-    click.echo(f'GPipe on {", ".join(map(str, model.devices))}: balance {model.balance}, {chunks} '
-               f"chunks, checkpoint '{checkpoint}'\n")
-    click.echo(table(['', 'test accuracy', 'ms per step', 'peak memory, MiB'], [
+    chosen = ', by a plan' if choice.planned else ''
+    click.echo(f'GPipe on {", ".join(map(str, choice.devices))}{chosen}: balance '
+               f"{choice.balance}, {choice.chunks} chunks, checkpoint "
+               f"'{choice.checkpoint}'\n")
+    rows = [*results.values()]
+    alone = next((k for k, name in enumerate(results) if name.endswith('1 thread')), 0)
+    click.echo(table(['', 'test accuracy', 'ms per step', 'times as fast', 'peak memory, MiB'], [
         [name, f'{result.accuracy:.2%}', f'{result.seconds * 1e3:.1f}',
-         f'{result.memory / 2**20:.2f}'] for name, result in results.items()]))
-    a, b = (torch.tensor(result.losses) for result in results.values())
-    click.echo(f'\nlargest difference of the losses: {(a - b).abs().max():.4f} '
-               f'(mean {(a - b).abs().mean():.4f}) in {len(a)} steps; each micro-batch is '
+         f'{rows[alone].seconds / result.seconds:.2f}', f'{result.memory / 2**20:.2f}']
+        for name, result in results.items()]))
+    losses = [torch.tensor(result.losses) for result in rows]
+    differences = torch.stack([(each - losses[0]).abs() for each in losses[1:]])
+    click.echo(f'\nlargest difference of the losses: {differences.max():.4f} (mean '
+               f'{differences.mean():.4f}) in {len(losses[0])} steps; each micro-batch is '
                'normalised by itself.')
+    click.echo(f'times as fast: as {[*results][alone]}.')
     click.echo('peak memory: of one training step, beyond parameters and optimizer state.')
-    if all(device.type == 'cpu' for device in model.devices):
-        click.echo("On a CPU the unwrapped model's kernels use all cores, too, on the whole "
-                   'mini-batch, and nothing is\ncomputed twice. So GPipe takes longer here; '
-                   'workers on a CPU are for trying and testing.')
+    if is_cpu(choice.devices[0]):
+        click.echo(
+            f'Each of {len({*choice.devices})} workers has one thread, and a partition of the '
+            'model. The plain call goes back in one\nthread on a CPU; a step by a schedule does '
+            f'in all. With {threads} threads the kernels of the unwrapped model\nshare the whole '
+            'mini-batch, which needs one memory for all; a pipeline does not.')
 
 
 COMMANDS = [digits]

@@ -2,25 +2,36 @@
 import re
 
 import pytest
+import torch
 
 from benchmarks.harness.options import choose_devices
 
 
-def test_digits(run, tmp_path):
-    code, out, _ = run('digits', '--epochs', 3, '--checkpoint', 'always', '--output', tmp_path)
+def test_digits(run, tmp_path, monkeypatch):
+    """By a plan; the unwrapped model with all threads, and with one."""
+    numbers = []
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: 2)
+    monkeypatch.setattr(torch, 'set_num_threads', numbers.append)
+    code, out, _ = run('digits', '--epochs', 3, '--chunks', 2, '--checkpoint', 'always',
+                       '--schedule', '1f1b', '--output', tmp_path)
     assert code == 0
-    accuracies = re.findall(r'(?:unwrapped|GPipe) +([\d.]+)%', out)
-    assert len(accuracies) == 2 and all(float(accuracy) > 90 for accuracy in accuracies)
-    assert 'largest difference of the losses' in out
+    accuracies = re.findall(r'^(.+?)  +([\d.]+)%', out, re.M)
+    assert [name for name, _ in accuracies] == [
+        'unwrapped, 2 threads', 'unwrapped, 1 thread', 'GPipe, plain call', 'GPipe, 1f1b']
+    assert all(float(accuracy) > 90 for _, accuracy in accuracies)
+    assert numbers[:3] == [1, 2, 2] and numbers[-1] == 2
+    assert 'by a plan' in out and "2 chunks, checkpoint 'always'" in out
+    assert re.search(r'^unwrapped, 1 thread .* 1\.00 ', out, re.M)
     assert (tmp_path / 'digits.png').read_bytes().startswith(b'\x89PNG')
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('schedule, balance', [('1f1b', '6,10'), ('zb-v', '3,3,3,7')])
+@pytest.mark.parametrize('schedule, balance', [
+    ('1f1b', '6,10'), ('zb-v', '3,3,3,7'), ('plain call', '6,10')])
 def test_digits_by_a_schedule(run, tmp_path, schedule, balance):
     code, out, _ = run('digits', '--epochs', 2, '--schedule', schedule, '--balance', balance,
                        '--output', tmp_path)
-    assert code == 0
+    assert code == 0 and 'by a plan' not in out
     accuracy = re.search(rf'GPipe, {schedule} +([\d.]+)%', out)
     assert float(accuracy[1]) > 85
 
