@@ -111,3 +111,17 @@ def sharded_floats():
 
 def test_shards_in_single_precision():
     run(2, sharded_floats)
+
+
+def hooked():
+    """Take a step of a model that has a hook of its own."""
+    model = DistributedGPipe([lambda: nn.Linear(6, 4)], [1], mesh=init_mesh())
+    handle = model.register_forward_hook(print)
+    with pytest.raises(RuntimeError, match='the hooks that are registered on it'):
+        model.step(torch.ones(3, 6), torch.zeros(3, 4), nn.functional.mse_loss)
+    handle.remove()
+    model.step(torch.ones(3, 6), torch.zeros(3, 4), nn.functional.mse_loss)
+
+
+def test_a_step_refuses_hooks_of_the_whole_model():
+    run(1, hooked)

@@ -2,13 +2,16 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn import functional as F
 
 from tests.devices import cpu_only
-from tests.distributed.models import MODELS, full, train
+from tests.distributed.models import MODELS, Block, batch, full, train
 from tests.distributed.test_model import alone, check, part
 from tests.shard.processes import outcomes, run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.distributed.replicas import like
 from torchgpipe.distributed.tensor import check_plan
 
 pytestmark = cpu_only('processes meet by gloo')
@@ -109,3 +112,38 @@ def tied_and_split():
 
 def test_what_is_tied_on_one_rank_stays_so_when_it_is_split():
     assert run(2, tied_and_split) == [1, 1]
+
+
+class Dropped(Block):
+    """A layer that drops some of what is not split."""
+
+    def forward(self, x):
+        return F.dropout(super().forward(x))
+
+
+def dropped(axes):
+    """Give losses and norms where each rank has a generator in another state."""
+    torch.manual_seed(torch.distributed.get_rank())
+    model = DistributedGPipe([Dropped, Dropped], [2], mesh=init_mesh(**axes), chunks=2,
+                             tensor_plan=plan() if axes else None)
+    return [(model.step(*batch(step, 4), F.mse_loss).item(), model.clip_grad_norm_(1.).item())
+            for step in range(2)]
+
+
+def test_ranks_along_the_tensor_axis_drop_the_same():
+    """They draw what the first one does; that is also what one process has."""
+    (one, two), = run(1, dropped, {})
+    for found in run(2, dropped, {'tensor': 2}):
+        assert found == [pytest.approx(one, rel=1e-10), pytest.approx(two, rel=1e-10)]
+
+
+def laid_out():
+    """Give a gradient of which each rank has a summand, laid out as its parameter is."""
+    mesh = init_mesh(tensor=2)['tensor']
+    x = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])
+    grad = DTensor.from_local(torch.ones(4, 2) + torch.distributed.get_rank(), mesh, [Partial()])
+    return like(x, grad).to_local().tolist()
+
+
+def test_a_gradient_gets_the_layout_of_its_parameter():
+    assert run(2, laid_out) == [[[3, 3], [3, 3]]] * 2

@@ -192,6 +192,42 @@ def test_a_skip_whose_memory_another_rank_changes_is_refused(between, places):
     assert isinstance(second, Failure) and 'in place' in second.text
 
 
+@skippable(stash=['x'])
+class Sometimes(Do):
+    def __init__(self):
+        super().__init__(None)
+
+    def forward(self, x):
+        y = x * self.weight
+        yield stash('x', y if x.sum() > 0 else None)
+        return y
+
+
+@skippable(pop=['x'])
+class EndOrNot(Do):
+    def __init__(self):
+        super().__init__(None)
+
+    def forward(self, x):
+        skip = yield pop('x')
+        return (x if skip is None else x + skip) * self.weight
+
+
+def skipped(*inputs):
+    """Take steps with a skip that has a message of its own."""
+    model = DistributedGPipe(nn.Sequential(Sometimes(), Pass(), EndOrNot()), [1] * 3,
+                             mesh=init_mesh(pipe=2), places=[0, 0, 1], chunks=2)
+    for x in inputs:
+        model.step(x, torch.zeros(4, 3), square)
+
+
+def test_a_skip_that_is_none_in_a_later_step_is_refused():
+    first, second = outcomes(2, skipped, torch.ones(4, 3), torch.zeros(4, 3), timeout=20)
+    assert ('what stage 0 sends to stage 2 for micro-batch 0 is (nothing), but in an earlier step '
+            'with equal inputs it was (torch.float32 (2, 3) with grad)') in first.text
+    assert isinstance(second, Failure)
+
+
 def shared_gradient():
     """Give the gradient of what all micro-batches share."""
     model = DistributedGPipe(nn.Sequential(Do(shared), Do(end)), [1, 1], mesh=init_mesh(pipe=2),

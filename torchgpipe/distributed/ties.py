@@ -96,7 +96,7 @@ class Ties:
                 raise RuntimeError(
                     f"'{name}' of a {type(module).__name__}, which stages on ranks {ranks} share, "
                     f'requires grad on {learning} of them; freeze it on all, or on none')
-            if there and learning:
+            if there:
                 found.append((x, grad))
         return found
 
