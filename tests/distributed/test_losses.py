@@ -68,6 +68,28 @@ def test_a_loss_that_replicas_divide_by_other_numbers_is_refused():
     assert run(2, ignored) == [True, True]
 
 
+def regular(output, target):
+    """A mean over samples, with one over parameters, which do not depend on them."""
+    classes = torch.eye(4)
+    return F.mse_loss(output, classes[target]) + F.cross_entropy(classes, torch.arange(4))
+
+
+def of_other_sizes(axes):
+    """Give the loss where replicas have other numbers of samples."""
+    mesh = init_mesh(**axes)
+    model = DistributedGPipe(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), [1, 1], mesh=mesh)
+    sizes = [3, 1] if 'data' in axes else [4]
+    x, target = (each.split(sizes)[mesh.get_local_rank('data')]
+                 for each in (torch.ones(4, 3), torch.tensor([0, 1, 2, 3])))
+    return [model.step(x, target, loss).item() for loss in (ignoring, regular)]
+
+
+def test_a_loss_that_replicas_divide_by_their_samples_is_none_of_these():
+    expected, = run(1, of_other_sizes, {})
+    for axes in ({'data': 2}, {'pipe': 2}):
+        assert run(2, of_other_sizes, axes) == [pytest.approx(expected)] * 2
+
+
 def labelled():
     """Mini-batches of which a half has no labels, and of which both have some."""
     for step, there in enumerate([[1, 0], [1, 1], [0, 1], [1, 0]]):

@@ -67,6 +67,7 @@ def test_initial_values_are_the_same_on_all_meshes(axes):
     for each in run(ranks, initial, axes, 2 if 'pipe' in axes else 1):
         found.update(each)
     assert found.keys() == expected.keys()
+    assert not torch.equal(expected['1.up.weight'], expected['2.up.weight'])
     for name, x in expected.items():
         assert torch.equal(found[name], x), name
 
@@ -102,11 +103,16 @@ def test_frozen_layers_that_are_split_are_recomputed():
 
 def tied_and_split():
     """Give how many parameters there are where one of two places is split by its own name."""
-    first = nn.Linear(6, 6, bias=False)
-    last = nn.Linear(6, 6, bias=False)
-    last.weight = first.weight
-    model = DistributedGPipe(nn.Sequential(first, nn.Tanh(), last), [3], mesh=init_mesh(tensor=2),
-                             tensor_plan={'0': ColwiseParallel(), '2': ColwiseParallel()})
+    def made(plan):
+        first, last = (nn.Linear(6, 6, bias=False) for _ in range(2))
+        last.weight = first.weight
+        return DistributedGPipe(nn.Sequential(first, nn.Tanh(), last), [3],
+                                mesh=init_mesh(tensor=2), tensor_plan=plan)
+
+    with pytest.raises(ValueError, match="splits it in other ways there: .*'2.weight': 'whole'"):
+        made({'0': ColwiseParallel()})
+    model = made({'0': ColwiseParallel(), '2': ColwiseParallel(), '[02]': RowwiseParallel()})
+    assert model.get_parameter('2.weight').placements == (Shard(0),)  # The first line counts.
     return len([*model.parameters()])
 
 
@@ -147,3 +153,16 @@ def laid_out():
 
 def test_a_gradient_gets_the_layout_of_its_parameter():
     assert run(2, laid_out) == [[[3, 3], [3, 3]]] * 2
+
+
+def values():
+    """Give the values of a model that each rank has made with others."""
+    torch.manual_seed(torch.distributed.get_rank())
+    model = DistributedGPipe(nn.Sequential(Block(), nn.Linear(6, 6)), [2],
+                             mesh=init_mesh(tensor=2), tensor_plan=plan())
+    return {name: full(x) for name, x in model.named_parameters()}
+
+
+def test_a_module_with_values_keeps_those_of_the_first_shard():
+    first, second = run(2, values)
+    assert all(torch.equal(x, second[name]) for name, x in first.items())

@@ -2,12 +2,14 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn import functional as F
 
 from tests.devices import cpu_only
-from tests.distributed.models import Block, batch, tied
-from tests.shard.processes import run
+from tests.distributed.models import Block, Head, batch, tied
+from tests.shard.processes import outcomes, run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.distributed.ties import Ties
 
 pytestmark = cpu_only('processes meet by gloo')
 
@@ -23,6 +25,44 @@ def test_tied_weights_are_those_of_the_first_stage():
     first, second = run(2, tied_values)
     assert torch.equal(first['0.weight'], second['4.weight'])
     assert torch.equal(first['0.weight'], second['7.weight'])
+
+
+def own_tie():
+    """Give what a tie of stages of one rank does to a gradient: nothing."""
+    layer = nn.Linear(2, 2)
+    ties = Ties(nn.Sequential(layer), [((0, '0.weight'), (1, '1.weight'))], [0, 0], None)
+    grad = torch.ones(2, 2)
+    (_, found), = ties.together([(layer.weight, grad)])
+    return found is grad and not ties.names
+
+
+def test_stages_of_one_rank_share_a_gradient_as_it_is():
+    assert run(1, own_tie) == [True]
+
+
+def split_apart():
+    """Split a tied weight on one of its ranks only."""
+    DistributedGPipe(tied(), [4, 4], mesh=init_mesh(pipe=2, tensor=2),
+                     tensor_plan={'0': ColwiseParallel()})
+
+
+def test_a_tied_weight_that_is_split_in_two_ways_is_refused():
+    for each in outcomes(4, split_apart):
+        assert "{'0.weight': '(Shard(dim=0),)', '4.weight': 'whole'}" in each.text
+
+
+def behind_another():
+    """Tie a weight behind another one, where the first place is on another rank."""
+    with torch.device('meta'):
+        first = nn.Linear(6, 6, bias=False)
+        module = nn.Sequential(first, nn.Sequential(nn.Linear(6, 6), Head(first.weight)))
+    model = DistributedGPipe(module, [1, 1], mesh=init_mesh(pipe=2))
+    return {name: x.detach() for name, x in model.named_parameters()}
+
+
+def test_a_tied_weight_is_made_where_it_stands_first():
+    first, second = run(2, behind_another)
+    assert torch.equal(first['0.weight'], second['1.1.weight'])
 
 
 class Spare(Block):

@@ -2,6 +2,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tests.devices import cpu_only
 from tests.shard.processes import Failure, outcomes, run
@@ -81,6 +82,22 @@ def take(value, weight):
 def test_values_of_all_kinds():
     inputs = [torch.arange(12.).view(4, 3) - 5, torch.arange(12.).view(4, 3) * 2]
     check([make, take], *inputs)
+
+
+def first_of(value, weight):
+    """Hand on what has come, the first tensor of it with a weight."""
+    leaves, spec = tree_flatten(value)
+    return tree_unflatten([leaves[0] * weight, *leaves[1:]], spec)
+
+
+def sum_of(value, weight):
+    return sum(tree_leaves(value)) * weight
+
+
+def test_inputs_that_are_alike_but_for_strides_nesting_or_what_is_shared():
+    x, y = torch.arange(24.).view(2, 4, 3)
+    check([first_of, sum_of], x, x.T.contiguous().T, (x, NoChunk(y[:2])), (x, y), [x, y],
+          x.double())
 
 
 def grow(x, weight):

@@ -39,5 +39,5 @@ def clip(gradients: Sequence[Tensor], counted: Iterable[bool], max_norm: float, 
     total = total ** (1 / power)
     scale = (max_norm / (total + 1e-6)).clamp(max=1)
     for grad in gradients:
-        local(grad).mul_(scale.to(grad.dtype))
+        local(grad).mul_(scale)
     return total
