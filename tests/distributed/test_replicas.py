@@ -97,7 +97,7 @@ def values():
     torch.manual_seed(torch.distributed.get_rank())
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     module[1].running_mean.normal_()
-    module[2].weight = nn.Parameter(torch.randn(3, 3).T)
+    module[2].weight = nn.Parameter(torch.randn(3, 6)[:, ::2])
     own = {name: x.clone() for name, x in module.state_dict().items()}
     model = DistributedGPipe(module, [2, 1], mesh=init_mesh(data=2, pipe=2))
     return own, dict(model.state_dict())
