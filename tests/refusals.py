@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.parametrizations import weight_norm
 
 import torchgpipe.shard as ts
+from tests.distributed.refusals import REFUSALS as DISTRIBUTED
 from tests.helpers import in_two_memories
 from torchgpipe import GPipe, NoChunk, is_recomputing, no_recompute
 from torchgpipe.balance import Profile, SkipProfile, profile
@@ -640,4 +641,5 @@ REFUSALS = [
     lambda: take_step(model=wrap(Communicates(), linear(), Communicates())),
     lambda: take_step(model=wrap(linear(), Communicates(), Communicates(False),
                                  balance=[1, 1, 1], devices=['cpu:0', 'cpu:1', 'cpu:2'])),
-    lambda: wrap(linear(), Communicates(False))(torch.randn(4, 4))]
+    lambda: wrap(linear(), Communicates(False))(torch.randn(4, 4)),
+    *[partial(processes, program) for program in DISTRIBUTED]]

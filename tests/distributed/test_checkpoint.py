@@ -3,10 +3,12 @@ from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.devices import cpu_only
+from tests.distributed.failing import Fault
 from tests.distributed.saving import LAYOUTS, World, adam, made, steps
-from tests.shard.processes import run
+from tests.shard.processes import Failure, outcomes, run
 
 pytestmark = cpu_only('processes meet by gloo')
 
@@ -90,3 +92,36 @@ def test_tied_weights(tmp_path):
 @pytest.mark.slow
 def test_other_models(name, tmp_path):
     cross(tmp_path, [('plain', 'pipe'), ('pipe', 'gpipe')], name)
+
+
+def ended(folder, how):
+    """Save after each step; in the third one something happens on the last rank."""
+    world, fault = World('replicate'), Fault(how)
+    fault.calls = -3  # A step calls a layer three times: one micro-batch of two is recomputed.
+    if dist.get_rank() == 3:
+        world.model.get_submodule('7').register_forward_hook(fault.happen)
+    optimizer = adam(world.model)
+    for step in range(4):
+        steps(world, optimizer, [step])
+        world.save(folder, optimizer)
+
+
+def resumed(folder, layout):
+    """Go on from the last checkpoint; give the number of steps that it has, and the losses."""
+    world = World(layout)
+    optimizer = adam(world.model)
+    world.load(folder, optimizer)
+    done = {int(state['step']) for state in optimizer.state.values()}
+    return done, steps(world, optimizer, range(max(done), 4))
+
+
+@pytest.mark.parametrize('how', ['raise', pytest.param('kill', marks=pytest.mark.slow)])
+def test_a_run_that_has_ended_is_resumed(how, tmp_path):
+    """On two ranks and on as many as before, as if nothing had been."""
+    plain = World('plain')
+    expected = steps(plain, adam(plain.model), range(4))[2:]
+    for each in outcomes(4, ended, str(tmp_path / 'model'), how, timeout=30):
+        assert isinstance(each, Failure)
+    for layout in ('pipe', 'replicate'):
+        for found in run(size(layout), resumed, str(tmp_path / 'model'), layout):
+            assert found == ({2}, pytest.approx(expected, rel=1e-9))

@@ -1,4 +1,6 @@
 """Meshes that fit, and what is said of those that do not."""
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -28,6 +30,7 @@ def wrong():
             lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, chunks=0),
             lambda: DistributedGPipe([nn.Linear(2, 2)], [1], mesh=mesh),
             lambda: DistributedGPipe([lambda: 3, lambda: 4], [1, 1], mesh=mesh),
+            lambda: DistributedGPipe(3, [1, 1], mesh=mesh),
             lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, seed=rank),
             lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, chunks=1 + rank)):
         with pytest.raises((TypeError, ValueError, RuntimeError)) as info:
@@ -36,9 +39,16 @@ def wrong():
     model = DistributedGPipe(layers, [1, 1], mesh=mesh, chunks=2)
     x, target = torch.ones(4, 2), torch.ones(4, 2)
     loss = nn.functional.mse_loss
+
+    def on_one_without_sync():
+        with model.no_sync() if rank else nullcontext():
+            model.step(x, target, loss)
+
     for step in (
             lambda: model.step(x, target, loss, schedule='zb-v'),
             lambda: model.step(x, target, loss, schedule=['1f1b', 'gpipe'][rank]),
+            lambda: model(x) if rank else model.step(x, target, loss, schedule='gpipe'),
+            on_one_without_sync,
             lambda: model.step(x if rank else x[:0], target, loss),
             lambda: model.step(x, target[:3], loss),
             lambda: model.step(x, target, nn.MSELoss(reduction='sum')),
@@ -54,14 +64,14 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_training_goes_on():
     (first, loss), (second, other) = run(2, wrong)
     words = ['3 processes, but there are 2', 'data=0', 'name them by mesh_dim_names', "'dp'",
              'places are [0]', 'places are [0, 0]', "'fsdp'", 'chunks must be above zero',
-             'a Linear in it', 'function 0 of the model gave a int', 'other settings on rank 1',
-             'other settings on rank 1', 'places=[0, 0]', 'other settings on rank 1',
-             '', '', '', 'evaluation mode']
+             'a Linear in it', 'function 0 of the model gave a int', 'this is a int',
+             'other settings on rank 1', 'other settings on rank 1', 'places=[0, 0]',
+             *['other settings on rank 1'] * 3, '', '', '', 'evaluation mode']
     for one, two, word in zip(first, second, words, strict=True):
         assert word in one and word in two, (one, two)
-    assert 'empty' in first[14] and 'rank 0' in second[14]
-    assert 'rank 1' in first[15] and 'the target has 3 samples' in second[15]
-    assert 'rank 1' in first[16] and 'sum' in second[16]
+    assert 'empty' in first[17] and 'rank 0' in second[17]
+    assert 'rank 1' in first[18] and 'the target has 3 samples' in second[18]
+    assert 'rank 1' in first[19] and 'sum' in second[19]
     assert loss == other
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from tests.devices import cpu_only
 from tests.distributed.models import batch, perceptron, unet
 from tests.shard.processes import run
-from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.distributed import DistributedGPipe, init_mesh, steps
 from torchgpipe.distributed.messages import AHEAD, Messages, outline
 
 pytestmark = cpu_only('processes meet by gloo')
@@ -101,3 +101,44 @@ class Own(torch.Tensor):
 def test_what_is_no_plain_dense_tensor_does_not_travel(x):
     with pytest.raises(TypeError, match='only plain dense tensors travel'):
         outline(0, x)
+
+
+def kinds():
+    """Take steps of more kinds than are remembered; give losses, and how many are."""
+    steps._KINDS = 2
+    model = DistributedGPipe(perceptron(2).float(), [1, 1], mesh=init_mesh(pipe=2), chunks=2)
+    found = []
+    for step, size in enumerate((8, 6, 4, 8, 6)):
+        x, target = batch(step, size)
+        found.append(model.step(x.float(), target.float(), F.mse_loss).item())
+        with torch.autocast('cpu', enabled=size == 6):
+            found.append(model.step(x.float(), target.float(), F.mse_loss).item())
+    return found, len(model._steps._known)
+
+
+def test_steps_of_many_kinds():
+    """What is forgotten is told again; autocast makes another kind of equal inputs."""
+    torch.manual_seed(0)
+    module, expected = perceptron(2).float(), []
+    for step, size in enumerate((8, 6, 4, 8, 6)):
+        x, target = (each.float() for each in batch(step, size))
+        expected.append(F.mse_loss(module(x), target).item())
+        with torch.autocast('cpu', enabled=size == 6):
+            expected.append(F.mse_loss(module(x), target).item())
+    assert run(2, kinds) == [(pytest.approx(expected, rel=1e-3), 2)] * 2
+
+
+def changing():
+    """Take steps in which the first stage learns, does not, and does again."""
+    model = DistributedGPipe(perceptron(2), [1, 1], mesh=init_mesh(pipe=2), chunks=2)
+    found = []
+    for learns in (True, False, True):
+        model.zero_grad()
+        model.requires_grad_(learns or torch.distributed.get_rank() == 1)
+        model.step(*batch(0, 4), F.mse_loss)
+        found.append(any(x.grad is not None for x in model.parameters()))
+    return found
+
+
+def test_what_a_stage_learns_may_change():
+    assert run(2, changing) == [[True, False, True], [True, True, True]]

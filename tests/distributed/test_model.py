@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from tests.devices import cpu_only
-from tests.distributed.models import MODELS, train
+from tests.distributed.models import MODELS, batch, train
+from tests.distributed.saving import fresh
 from tests.shard.processes import run
 from tests.whole import first
 from torchgpipe import GPipe
@@ -114,3 +115,54 @@ def sharded_floats():
 
 def test_shards_in_single_precision():
     run(2, sharded_floats)
+
+
+def hooked():
+    """Take a step of a model that has a hook of its own."""
+    model = DistributedGPipe([lambda: nn.Linear(6, 4)], [1], mesh=init_mesh())
+    handle = model.register_forward_hook(print)
+    with pytest.raises(RuntimeError, match='the hooks that are registered on it'):
+        model.step(torch.ones(3, 6), torch.zeros(3, 4), nn.functional.mse_loss)
+    handle.remove()
+    model.step(torch.ones(3, 6), torch.zeros(3, 4), nn.functional.mse_loss)
+
+
+def test_a_step_refuses_hooks_of_the_whole_model():
+    run(1, hooked)
+
+
+def clipped(axes):
+    """Give norms of other types, and a gradient that is no larger than it may be."""
+    with torch.device('meta'):
+        module = MODELS['tied']()
+    model = DistributedGPipe(module, [4, 4], mesh=init_mesh(**axes))
+    model.step(*batch(0, 4), nn.functional.mse_loss)
+    found = [model.clip_grad_norm_(100., kind).item() for kind in (1., 2., float('inf'))]
+    return [*found, *(model.clip_grad_norm_(.2, float('inf')).item() for _ in range(2))]
+
+
+def test_norms_of_other_types():
+    (*whole, most, before, after), = run(1, clipped, {})
+    assert before == most and after == pytest.approx(.2, rel=1e-4) and most > .2
+    for found in run(2, clipped, {'pipe': 2}):
+        assert found == pytest.approx([*whole, most, before, after], rel=1e-10)
+    model = fresh('tied')
+    nn.functional.mse_loss(model(batch(0, 4)[0]), batch(0, 4)[1]).backward()
+    assert [*whole, most] == pytest.approx([
+        nn.utils.get_total_norm([x.grad for x in model.parameters()], kind).item()
+        for kind in (1., 2., float('inf'))])
+
+
+def called():
+    """Give what a call does to running statistics; and its output along another dimension."""
+    mesh, x = init_mesh(data=2), torch.arange(24.).view(8, 3)
+    norm = DistributedGPipe([lambda: nn.BatchNorm1d(3)], [1], mesh=mesh, chunks=2,
+                            deferred_batch_norm=True)
+    norm(x.chunk(2)[torch.distributed.get_rank()])
+    torch.testing.assert_close(norm.get_buffer('0.running_mean'), x.mean(0) * .1)
+    model = DistributedGPipe([nn.Tanh], [1], mesh=mesh, chunks=2, batch_dim=1)
+    torch.testing.assert_close(model(x), x.tanh())
+
+
+def test_calls_without_gradients():
+    run(2, called)

@@ -8,21 +8,23 @@ from torch.nn import functional as F
 from tests.devices import cpu_only
 from tests.distributed.models import batch, full, perceptron, tied
 from tests.shard.processes import run
-from tests.whole import first
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 
 pytestmark = cpu_only('processes meet by gloo')
 
 
-def accumulated(data, make):
+def accumulated(axes, data, make):
     """Add up three steps; give the gradients, and those of one step of all."""
-    mesh = init_mesh(data=2, pipe=2)
+    mesh = init_mesh(**axes)
     with torch.device('meta'):
         module = make()
     model = DistributedGPipe(module, [4, 4], mesh=mesh, chunks=2, data=data)
     rank = mesh.get_local_rank('data')
-    parts = [tuple(x.chunk(2)[rank] for x in batch(step, 4)) for step in range(3)]
+    parts = [tuple(x.chunk(axes.get('data', 1))[rank] for x in batch(step, 4))
+             for step in range(3)]
     with model.no_sync():
+        model.step(*parts[2], F.mse_loss)
+        model.zero_grad()  # It drops what that has left.
         for x, target in parts[:2]:
             model.step(x, target, F.mse_loss)
     assert all(x.grad is None for x in model.parameters())
@@ -34,10 +36,12 @@ def accumulated(data, make):
     return several, {name: full(x.grad) for name, x in model.named_parameters()}
 
 
-@pytest.mark.parametrize('data', ['replicate', 'shard'])
+@pytest.mark.parametrize('ranks, axes, data', [
+    (4, {'data': 2, 'pipe': 2}, 'replicate'), (4, {'data': 2, 'pipe': 2}, 'shard'),
+    (2, {'pipe': 2}, 'replicate')])
 @pytest.mark.parametrize('make', [perceptron, pytest.param(tied, marks=pytest.mark.slow)])
-def test_steps_without_reduction_are_added_up(data, make):
-    for several, each in run(4, accumulated, data, make):
+def test_steps_without_reduction_are_added_up(ranks, axes, data, make):
+    for several, each in run(ranks, accumulated, axes, data, make):
         assert several.keys() == each.keys()
         for name, grad in several.items():
             torch.testing.assert_close(grad, each[name], rtol=1e-12, atol=1e-12)
@@ -61,45 +65,7 @@ def test_a_step_reduces_once(data):
         assert len(names) == 1, names
 
 
-class Scaled(nn.Module):
-    """A loss with a parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    def forward(self, output, target):
-        return (output * self.weight - target).square().mean()
-
-
-def loss_parameter(data):
-    """Give the gradient of a loss's parameter."""
-    mesh = init_mesh(data=2, pipe=1)
-    with torch.device('meta'):
-        module = perceptron()
-    model = DistributedGPipe(module, [8], mesh=mesh, data=data)
-    loss, rank = Scaled(), mesh.get_local_rank('data')
-    x, target = batch(0, 5)
-    value = model.step(x.split([2, 3])[rank], target.split([2, 3])[rank], loss)
-    return value.item(), loss.weight.grad.item()
-
-
-def loss_parameter_alone():
-    with torch.device('meta'):
-        module = perceptron()
-    model = DistributedGPipe(module, [8], mesh=init_mesh())
-    loss = Scaled()
-    return model.step(*batch(0, 5), loss).item(), loss.weight.grad.item()
-
-
-@pytest.mark.parametrize('data', first(1, ['shard', 'replicate']))
-def test_parameters_of_the_loss_are_reduced_too(data):
-    (expected, grad), = run(1, loss_parameter_alone)
-    for value, own in run(2, loss_parameter, data):
-        assert (value, own) == pytest.approx((expected, grad), rel=1e-12)
-
-
-def unused():
+def unused(data):
     """Give which parameters have a gradient, where a layer is used on the second replica only."""
     class Some(nn.Module):
         def __init__(self):
@@ -112,14 +78,15 @@ def unused():
             return self.other(x) if x.sum() > 0 else self.used(x)
 
     mesh = init_mesh(data=2)
-    model = DistributedGPipe(nn.Sequential(Some()), [1], mesh=mesh)
+    model = DistributedGPipe(nn.Sequential(Some()), [1], mesh=mesh, data=data)
     x = torch.ones(2, 6, dtype=torch.float64) * (1 if mesh.get_local_rank('data') else -1)
     model.step(x, x, F.mse_loss)
     return {name: x.grad is not None for name, x in model.named_parameters()}
 
 
-def test_what_one_replica_uses_has_a_gradient_on_all_and_what_none_uses_has_none():
-    first, second = run(2, unused)
+@pytest.mark.parametrize('data', ['replicate', 'shard'])
+def test_what_one_replica_uses_has_a_gradient_on_all_and_what_none_uses_has_none(data):
+    first, second = run(2, unused, data)
     assert first == second == {
         f'0.{name}.{kind}': name != 'never' for name in ('used', 'other', 'never')
         for kind in ('weight', 'bias')}
@@ -130,6 +97,7 @@ def values():
     torch.manual_seed(torch.distributed.get_rank())
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     module[1].running_mean.normal_()
+    module[2].weight = nn.Parameter(torch.randn(3, 6)[:, ::2])
     own = {name: x.clone() for name, x in module.state_dict().items()}
     model = DistributedGPipe(module, [2, 1], mesh=init_mesh(data=2, pipe=2))
     return own, dict(model.state_dict())
@@ -155,19 +123,6 @@ def sharded():
 
 def test_parameters_are_shards_but_within_steps_and_calls():
     assert run(2, sharded) == [[True, True]] * 2
-
-
-def tied_values():
-    """Give the values of tied weights that differed."""
-    torch.manual_seed(torch.distributed.get_rank())
-    model = DistributedGPipe(tied(), [4, 4], mesh=init_mesh(pipe=2))
-    return {name: x.detach() for name, x in model.named_parameters(remove_duplicate=False)}
-
-
-def test_tied_weights_are_those_of_the_first_stage():
-    first, second = run(2, tied_values)
-    assert torch.equal(first['0.weight'], second['4.weight'])
-    assert torch.equal(first['0.weight'], second['7.weight'])
 
 
 class Either(nn.Module):
@@ -196,20 +151,37 @@ def test_in_other_replicas_other_parameters_may_learn():
     assert all(torch.equal(grad, other[name]) for name, grad in one.items())
 
 
-def ignoring(output, target):
-    """A mean over what is not ignored, which nobody knows of."""
-    return F.cross_entropy(output, target, ignore_index=-100)
+def thawed(data):
+    """Give gradients where what learns changes from step to step, and those of the input."""
+    module = perceptron(2)
+    module[0].requires_grad_(False)
+    model = DistributedGPipe(module, [1, 1], mesh=init_mesh(data=2), data=data)
+    found = []
+    for step, learns in enumerate([(False, True), (True, False), (False, True), (True, True)]):
+        model.zero_grad()
+        for layer, each in zip(model.children(), learns):
+            layer.requires_grad_(each)
+        x, target = (part.chunk(2)[torch.distributed.get_rank()] for part in batch(step, 4))
+        model.step(x.requires_grad_(), target, F.mse_loss)
+        found.append((x.grad, {name: full(x.grad) for name, x in model.named_parameters()
+                               if x.grad is not None}))
+    return found
 
 
-def ignored():
-    """Take a step in which replicas ignore other numbers of labels."""
-    mesh = init_mesh(data=2)
-    model = DistributedGPipe(nn.Sequential(nn.Linear(3, 4)), [1], mesh=mesh)
-    target = torch.tensor([0, 1, 2, -100] if mesh.get_local_rank('data') else [0, 1, 2, 3])
-    with pytest.raises(ValueError, match='normalizer='):
-        model.step(torch.ones(4, 3), target, ignoring)
-    return True
-
-
-def test_a_loss_that_replicas_divide_by_other_numbers_is_refused():
-    assert run(2, ignored) == [True, True]
+@pytest.mark.parametrize('data', ['replicate', 'shard'])
+def test_what_learns_may_change(data):
+    """Also what was frozen when the model was made, and so is on all replicas."""
+    torch.manual_seed(0)
+    module, ranks = perceptron(2), run(2, thawed, data)
+    for step, learns in enumerate([(False, True), (True, False), (False, True), (True, True)]):
+        module.zero_grad()
+        for layer, each in zip(module, learns):
+            layer.requires_grad_(each)
+        x, target = batch(step, 4)
+        F.mse_loss(module(x.requires_grad_()), target).backward()
+        assert torch.allclose(torch.cat([found[step][0] for found in ranks]), x.grad)
+        expected = {name: x.grad for name, x in module.named_parameters() if x.grad is not None}
+        for found in ranks:
+            assert found[step][1].keys() == expected.keys()
+            for name, grad in found[step][1].items():
+                torch.testing.assert_close(grad, expected[name], rtol=1e-10, atol=1e-12)

@@ -210,10 +210,11 @@ def test_groups_of_other_options(tmp_path):
     optimizer = torch.optim.SGD([{'params': [model[0].weight], 'lr': 1.},
                                  {'params': [model[0].bias], 'lr': 2.}], momentum=.5)
     save_checkpoint(tmp_path, model, optimizer)
-    other = torch.optim.SGD([{'params': [model[0].bias]}, {'params': [model[0].weight]}], lr=3.)
+    other = torch.optim.SGD([{'params': [model[0].bias]}, {'params': [model[0].weight]},
+                             {'params': []}], lr=3.)
     load_checkpoint(tmp_path, model, other)
     assert [(group['lr'], group['momentum']) for group in other.param_groups] == [
-        (2., .5), (1., .5)]
+        (2., .5), (1., .5), (3., 0)]
     with pytest.raises(ValueError, match="'0.weight' and '0.bias' in one group, .* the lr of the "
                                          'first is 1.0, and that of the second 2.0'):
         load_checkpoint(tmp_path, model, torch.optim.SGD(model.parameters()))

@@ -15,6 +15,7 @@ from tests.distributed.saving import World, adam, fresh, made, same, steps, valu
 from tests.shard.processes import Failure, outcomes, run
 from tests.whole import first
 from torchgpipe.distributed import load_checkpoint, save_checkpoint
+from torchgpipe.distributed.matching import check_model, check_optimizer
 
 pytestmark = cpu_only('processes meet by gloo')
 
@@ -138,7 +139,7 @@ def refused_folders(folder):
     own = f'{folder}/{dist.get_rank()}'
     found = [refused(world.load, f'{folder}/{name}') for name in ('nowhere', 'empty', 'broken')]
     return [*found, refused(world.save, f'{folder}/notes'), refused(world.save, own),
-            refused(world.load, own)]
+            refused(world.load, own), refused(world.save, f'{own}.own/model')]
 
 
 def test_folders_that_are_no_checkpoints(tmp_path):
@@ -147,10 +148,14 @@ def test_folders_that_are_no_checkpoints(tmp_path):
     (tmp_path / 'broken/.metadata').write_text('?')
     (tmp_path / 'notes/notes.txt').write_text('?')
     made('plain', tmp_path / '1')
+    shutil.copytree(tmp_path / '1', tmp_path / '0.saving')
     first, second = run(2, refused_folders, str(tmp_path))
-    for nowhere, empty, broken, notes, other, missing in (first, second):
+    for nowhere, empty, broken, notes, other, missing, apart in (first, second):
         assert re.match(r'FileNotFoundError: .*/nowhere is no checkpoint: it is not there; there '
                         r'are some at .*/1', nowhere)
+        assert '.saving' not in nowhere
+        assert re.match(r"RuntimeError: saving a checkpoint failed on ranks \[0\]: RuntimeError: "
+                        r'__1_0.distcp of another rank is not in .*/0.own/model.saving', apart)
         assert 'empty is no checkpoint: it has no .metadata, which is written last' in empty
         assert re.match(r'ValueError: .*/broken/.metadata can not be read', broken)
         assert 'other settings on rank 1' in other
@@ -167,6 +172,8 @@ def refused_models(folder):
                                  if name != '0.up.bias'])
     found = [refused(world.load, f'{folder}/{name}') for name in ('names', 'sizes')]
     lost = f'{folder}/lost'
+    apart = refused(world.load, f"{folder}/{['plain', 'values'][dist.get_rank()]}")
+    assert 'loading a checkpoint has other settings on rank 1' in apart
     return [*found, *(refused(world.load, f'{folder}/{name}', each) for name, each in (
         ('plain', optimizer), ('plain', several), ('values', optimizer))),
             refused(world.load, lost), refused(world.save, lost, adam(nn.Linear(2, 3)))]
@@ -198,3 +205,22 @@ def test_other_models(tmp_path):
         assert len(found) == len(expected)
         for text, pattern in zip(found, expected):
             assert re.match(pattern, text), text
+
+
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / 'real').mkdir()
+    (tmp_path / 'link').symlink_to('real')
+    save_checkpoint(tmp_path / 'link', perceptron())
+    save_checkpoint(tmp_path / 'link', perceptron())
+    load_checkpoint(tmp_path / 'real', perceptron())
+    assert sorted(os.listdir(tmp_path)) == ['link', 'real'] and (tmp_path / 'link').is_symlink()
+
+
+def test_what_is_said_of_other_names_and_options():
+    """Few of many names; and nothing of options that schedulers add, or another release has."""
+    with pytest.raises(ValueError, match="does not have '0', '1', '2', '3', '4' and 3 more"):
+        check_model({}, {str(k): () for k in range(8)})
+    check_optimizer(['x'], {'lr', 'initial_lr'}, {'x': {'lr', 'new'}})
+    check_optimizer(['x'], {'lr', 'new'}, {'x': {'lr', 'initial_lr'}})
+    with pytest.raises(ValueError, match=r"it has \['old'\], but this one \['new'\]"):
+        check_optimizer(['x'], {'lr', 'new'}, {'x': {'lr', 'old'}})

@@ -2,13 +2,16 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn import functional as F
 
 from tests.devices import cpu_only
-from tests.distributed.models import MODELS, full, train
+from tests.distributed.models import MODELS, Block, batch, full, train
 from tests.distributed.test_model import alone, check, part
 from tests.shard.processes import outcomes, run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.distributed.replicas import like
 from torchgpipe.distributed.tensor import check_plan
 
 pytestmark = cpu_only('processes meet by gloo')
@@ -64,6 +67,7 @@ def test_initial_values_are_the_same_on_all_meshes(axes):
     for each in run(ranks, initial, axes, 2 if 'pipe' in axes else 1):
         found.update(each)
     assert found.keys() == expected.keys()
+    assert not torch.equal(expected['1.up.weight'], expected['2.up.weight'])
     for name, x in expected.items():
         assert torch.equal(found[name], x), name
 
@@ -99,13 +103,66 @@ def test_frozen_layers_that_are_split_are_recomputed():
 
 def tied_and_split():
     """Give how many parameters there are where one of two places is split by its own name."""
-    first = nn.Linear(6, 6, bias=False)
-    last = nn.Linear(6, 6, bias=False)
-    last.weight = first.weight
-    model = DistributedGPipe(nn.Sequential(first, nn.Tanh(), last), [3], mesh=init_mesh(tensor=2),
-                             tensor_plan={'0': ColwiseParallel(), '2': ColwiseParallel()})
+    def made(plan):
+        first, last = (nn.Linear(6, 6, bias=False) for _ in range(2))
+        last.weight = first.weight
+        return DistributedGPipe(nn.Sequential(first, nn.Tanh(), last), [3],
+                                mesh=init_mesh(tensor=2), tensor_plan=plan)
+
+    with pytest.raises(ValueError, match="splits it in other ways there: .*'2.weight': 'whole'"):
+        made({'0': ColwiseParallel()})
+    model = made({'0': ColwiseParallel(), '2': ColwiseParallel(), '[02]': RowwiseParallel()})
+    assert model.get_parameter('2.weight').placements == (Shard(0),)  # The first line counts.
     return len([*model.parameters()])
 
 
 def test_what_is_tied_on_one_rank_stays_so_when_it_is_split():
     assert run(2, tied_and_split) == [1, 1]
+
+
+class Dropped(Block):
+    """A layer that drops some of what is not split."""
+
+    def forward(self, x):
+        return F.dropout(super().forward(x))
+
+
+def dropped(axes):
+    """Give losses and norms where each rank has a generator in another state."""
+    torch.manual_seed(torch.distributed.get_rank())
+    model = DistributedGPipe([Dropped, Dropped], [2], mesh=init_mesh(**axes), chunks=2,
+                             tensor_plan=plan() if axes else None)
+    return [(model.step(*batch(step, 4), F.mse_loss).item(), model.clip_grad_norm_(1.).item())
+            for step in range(2)]
+
+
+def test_ranks_along_the_tensor_axis_drop_the_same():
+    """They draw what the first one does; that is also what one process has."""
+    (one, two), = run(1, dropped, {})
+    for found in run(2, dropped, {'tensor': 2}):
+        assert found == [pytest.approx(one, rel=1e-10), pytest.approx(two, rel=1e-10)]
+
+
+def laid_out():
+    """Give a gradient of which each rank has a summand, laid out as its parameter is."""
+    mesh = init_mesh(tensor=2)['tensor']
+    x = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])
+    grad = DTensor.from_local(torch.ones(4, 2) + torch.distributed.get_rank(), mesh, [Partial()])
+    return like(x, grad).to_local().tolist()
+
+
+def test_a_gradient_gets_the_layout_of_its_parameter():
+    assert run(2, laid_out) == [[[3, 3], [3, 3]]] * 2
+
+
+def values():
+    """Give the values of a model that each rank has made with others."""
+    torch.manual_seed(torch.distributed.get_rank())
+    model = DistributedGPipe(nn.Sequential(Block(), nn.Linear(6, 6)), [2],
+                             mesh=init_mesh(tensor=2), tensor_plan=plan())
+    return {name: full(x) for name, x in model.named_parameters()}
+
+
+def test_a_module_with_values_keeps_those_of_the_first_shard():
+    first, second = run(2, values)
+    assert all(torch.equal(x, second[name]) for name, x in first.items())

@@ -2,6 +2,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tests.devices import cpu_only
 from tests.shard.processes import Failure, outcomes, run
@@ -81,6 +82,22 @@ def take(value, weight):
 def test_values_of_all_kinds():
     inputs = [torch.arange(12.).view(4, 3) - 5, torch.arange(12.).view(4, 3) * 2]
     check([make, take], *inputs)
+
+
+def first_of(value, weight):
+    """Hand on what has come, the first tensor of it with a weight."""
+    leaves, spec = tree_flatten(value)
+    return tree_unflatten([leaves[0] * weight, *leaves[1:]], spec)
+
+
+def sum_of(value, weight):
+    return sum(tree_leaves(value)) * weight
+
+
+def test_inputs_that_are_alike_but_for_strides_nesting_or_what_is_shared():
+    x, y = torch.arange(24.).view(2, 4, 3)
+    check([first_of, sum_of], x, x.T.contiguous().T, (x, NoChunk(y[:2])), (x, y), [x, y],
+          x.double())
 
 
 def grow(x, weight):
@@ -190,6 +207,42 @@ def changed_skip(between, places):
 def test_a_skip_whose_memory_another_rank_changes_is_refused(between, places):
     _, second, *_ = outcomes(max(places) + 1, changed_skip, between, places, timeout=20)
     assert isinstance(second, Failure) and 'in place' in second.text
+
+
+@skippable(stash=['x'])
+class Sometimes(Do):
+    def __init__(self):
+        super().__init__(None)
+
+    def forward(self, x):
+        y = x * self.weight
+        yield stash('x', y if x.sum() > 0 else None)
+        return y
+
+
+@skippable(pop=['x'])
+class EndOrNot(Do):
+    def __init__(self):
+        super().__init__(None)
+
+    def forward(self, x):
+        skip = yield pop('x')
+        return (x if skip is None else x + skip) * self.weight
+
+
+def skipped(*inputs):
+    """Take steps with a skip that has a message of its own."""
+    model = DistributedGPipe(nn.Sequential(Sometimes(), Pass(), EndOrNot()), [1] * 3,
+                             mesh=init_mesh(pipe=2), places=[0, 0, 1], chunks=2)
+    for x in inputs:
+        model.step(x, torch.zeros(4, 3), square)
+
+
+def test_a_skip_that_is_none_in_a_later_step_is_refused():
+    first, second = outcomes(2, skipped, torch.ones(4, 3), torch.zeros(4, 3), timeout=20)
+    assert ('what stage 0 sends to stage 2 for micro-batch 0 is (nothing), but in an earlier step '
+            'with equal inputs it was (torch.float32 (2, 3) with grad)') in first.text
+    assert isinstance(second, Failure)
 
 
 def shared_gradient():

@@ -23,7 +23,7 @@ from torchgpipe.weights import Weights, open_weights
 
 __all__ = ['Tie', 'check_statistics', 'fill', 'shared_in', 'skeleton_of', 'ties_of']
 
-#: A parameter in several stages: each stage, and its name there; in the order of stages.
+#: A parameter in several places: the stage of each, and its name there; in the order of stages.
 Tie = tuple[tuple[int, str], ...]
 
 
@@ -173,13 +173,12 @@ def shared_in(layers: Mapping[str, nn.Module]) -> list[list[tuple[str, nn.Module
 
 
 def ties_of(model: nn.Sequential, stages: Sequence[Iterable[str]]) -> list[Tie]:
-    """Return the parameters that stand in several stages of a model.
+    """Return the parameters that stand in several places of a model.
 
     Args:
         model: Its layers.
         stages: The names of the layers of each stage.
     """
     owners = {name: j for j, names in enumerate(stages) for name in names}
-    found = [tuple((owners[full.partition('.')[0]], full) for full, _, _ in places)
-             for places in shared_in({name: model.get_submodule(name) for name in owners})]
-    return [tie for tie in found if len({j for j, _ in tie}) > 1]
+    return [tuple((owners[full.partition('.')[0]], full) for full, _, _ in places)
+            for places in shared_in({name: model.get_submodule(name) for name in owners})]

@@ -2,6 +2,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -117,7 +118,7 @@ class DistributedGPipe(nn.Module):
                 [*skeleton._modules], self.balance, self.chunks, str(self.checkpoint), rank.places,
                 data, sorted(plan), seed, deferred_batch_norm, str(batch_dim), str(gather))))
             if deferred_batch_norm:
-                DeferredBatchNorm.convert_deferred_batch_norm(skeleton, self.chunks)
+                module = _deferred(module, skeleton, self.chunks)
             rank.make(module, skeleton, seed, weights, plan, data)
             self._modules.update(rank.made)
             self.__dict__['_rank'] = rank
@@ -261,3 +262,14 @@ class DistributedGPipe(nn.Module):
         super().train(mode)
         self._rank.replicas.train(mode)
         return self
+
+
+def _deferred(model: Any, skeleton: nn.Module, chunks: int) -> Any:
+    """Return a model, or functions that make its layers, with deferred batch normalization."""
+    convert = DeferredBatchNorm.convert_deferred_batch_norm
+    convert(skeleton, chunks)
+
+    def make(function: Callable[[], nn.Module]) -> nn.Module:
+        return convert(function(), chunks)
+
+    return model if model is skeleton else [partial(make, function) for function in model]

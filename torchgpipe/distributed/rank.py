@@ -33,7 +33,7 @@ class Rank:
     Attributes:
         data, pipe, tensor: The axes.
         everyone: The group of all ranks.
-        last: The ranks with the last stage among these, one of each replica.
+        last: The ranks with the last stage.
         alike: The ranks that have the same shards of layers, or those of other stages.
         device: That of this rank.
         places: The rank of each stage along the pipe axis.
@@ -64,7 +64,7 @@ class Rank:
         self.device = device_of(mesh)
         self.places = _parse_places(places, len(stages), self.pipe.size)
         self.ranks = [self.pipe.ranks[place] for place in self.places]
-        self.last = {*alike(mesh, 'pipe', self.places[-1])} & self.alike
+        self.last = alike(mesh, 'pipe', self.places[-1])
         self._stages = stages
         self.own = [j for j, place in enumerate(self.places) if place == self.pipe.rank]
         self.skips: frozenset[tuple[int, int]] = frozenset()

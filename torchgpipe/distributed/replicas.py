@@ -89,7 +89,7 @@ class Replicas(nn.Module):
         def run() -> Gradients:
             # FSDP reduces those that it is in charge of, and has them whole here.
             gradients, whole = step(), {*map(id, self._whole)}
-            sharded = [x for x in self.parameters() if x.requires_grad and id(x) not in whole]
+            sharded = [x for x in self.parameters() if id(x) not in whole]
             learning = [x for x in self._whole if x.requires_grad]
             return self._together(self._completed(gradients, sharded), [*learning, *others],
                                   sharded)

@@ -220,7 +220,8 @@ class Steps:
         said = rank.together('the loss of a step', count)
         _check_divisors([each.divisors for number, each in said.items()
                          if number in rank.last])
-        dtype = _DTYPES[said[rank.ranks[-1]].digest]
+        # A replica that counts nothing has no loss; float32, the first one, is no type of its own.
+        dtype = _DTYPES[max(said[each].digest for each in rank.last)]
         return torch.tensor(rank.sum(said), dtype=dtype, device=rank.device)
 
     def _way(self, schedule: Schedule, kind: Any) -> Way:

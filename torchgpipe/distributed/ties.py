@@ -35,7 +35,7 @@ class Ties:
 
     def __init__(self, model: nn.Module, ties: Sequence[Tie], ranks: Sequence[int],
                  group: dist.ProcessGroup | None) -> None:
-        self._group, self._any = group, bool(ties)
+        self._group = group
         #: The modules and names by which this rank has them, and all ranks that do.
         self._ties: list[tuple[nn.Module, str, list[int]]] = []
         #: How they are split here, by their names in the first stage and here.
@@ -70,7 +70,7 @@ class Ties:
                 x.copy_(value)
 
     def _check_layouts(self) -> None:
-        if self._group is None or not self._any:
+        if self._group is None:
             return
         found: list[dict[str, tuple[str, str]]] = [{} for _ in range(self._group.size())]
         dist.all_gather_object(found, self._layouts, self._group)
@@ -96,7 +96,7 @@ class Ties:
                 raise RuntimeError(
                     f"'{name}' of a {type(module).__name__}, which stages on ranks {ranks} share, "
                     f'requires grad on {learning} of them; freeze it on all, or on none')
-            if there and learning:
+            if there:
                 found.append((x, grad))
         return found
 

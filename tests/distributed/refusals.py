@@ -1,0 +1,186 @@
+"""What many processes refuse: a small program in one of them for each row of that section."""
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import functional as F
+
+from torchgpipe.distributed import DistributedGPipe, init_mesh, load_checkpoint, save_checkpoint
+from torchgpipe.distributed.layers import check_statistics
+from torchgpipe.distributed.messages import Header, Messages, outline
+from torchgpipe.distributed.start import Facts, NotBegun, together
+from torchgpipe.distributed.tensor import check_plan, tie_again
+from torchgpipe.distributed.ties import Ties
+from torchgpipe.distributed.watch import Watch
+from torchgpipe.schedule import Action
+from torchgpipe.schedule.messages import Send
+
+__all__ = ['REFUSALS']
+
+CPU = torch.device('cpu')
+
+
+def wrap(*layers, **options):
+    """Make a model of one process."""
+    return DistributedGPipe(options.pop('module', nn.Sequential(*layers)), [1],
+                            **{'mesh': init_mesh(device_type='cpu'), **options})
+
+
+def other_axes():
+    """Name an axis as it is named elsewhere."""
+    wrap(nn.Linear(2, 2), mesh=init_device_mesh('cpu', (1,), mesh_dim_names=('dp',)))
+
+
+def other_settings():
+    """Get together with a rank of other settings."""
+    def gather(found, own, group):
+        for rank, each in enumerate(found):
+            each.copy_(own + rank * (torch.arange(len(own)) == 4))
+
+    with patch.object(dist, 'all_gather', gather), \
+            patch.object(dist, 'get_process_group_ranks', lambda group: [0, 1]):
+        together('a step of this model', Facts, SimpleNamespace(size=lambda: 2), CPU)
+
+
+def split_in_two_ways():
+    """Split a weight in one of its two places."""
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    mesh = init_device_mesh('cpu', (1,))
+    first.weight = nn.Parameter(distribute_tensor(first.weight, mesh, [Shard(0)]))
+    tie_again([[('0.weight', first, 'weight'), ('1.weight', second, 'weight')]])
+
+
+def shared_statistics():
+    """Share statistics between ranks."""
+    norm = nn.BatchNorm1d(2)
+    check_statistics(nn.Sequential(norm, nn.Sequential(norm)), [['0'], ['1']], [0, 1])
+
+
+def frozen_on_one():
+    """Tie weights of two ranks, of which one is frozen."""
+    module = nn.Sequential(nn.Linear(2, 2))
+    ties = Ties(module, [((0, '0.weight'), (1, '1.weight'))], [0, 1], None)
+    with patch.object(ties, '_sum', lambda x, *others: (x, 1, 1)):
+        ties.together([])
+
+
+def other_message():
+    """Send what is not like that of an earlier step."""
+    message = Send(Action(0, 'F', 0), 1)
+    known = {message: Header((outline(0, torch.ones(2)),))}
+    Messages(None, [0, 0], CPU, known).send(message, Header((outline(0, torch.ones(3)),)), [])
+
+
+class Fails(nn.Linear):
+    """A layer that fails."""
+
+    def forward(self, x):
+        """Fail."""
+        raise ValueError('it is broken')
+
+
+def goes_on():
+    """Take another step after one that has failed."""
+    model = wrap(Fails(2, 2))
+    for _ in range(2):
+        try:
+            model.step(torch.ones(2, 2), torch.ones(2, 2), F.mse_loss)
+        except ValueError:
+            pass
+
+
+def ended():
+    """End a step as another rank does."""
+    watch = Watch(init_mesh(device_type='cpu'))
+    watch._watcher = SimpleNamespace(name='rank 0 (data 0, pipe 0, tensor 0)',
+                                     tell=lambda text: 'rank 1 raised ValueError: it is broken')
+    with watch.run('a step'):
+        raise NotBegun
+
+
+def made(layer=None, kind=torch.optim.SGD):
+    """Make a layer and its optimizer."""
+    module = nn.Sequential(layer or nn.Linear(2, 2))
+    return module, kind(module.parameters(), lr=.1)
+
+
+def checkpoint(load, change=lambda folder: None, save=made):
+    """Load a checkpoint that does not fit."""
+    def program():
+        with TemporaryDirectory() as folder:
+            save_checkpoint(Path(folder) / 'model', *save())
+            change(Path(folder) / 'model')
+            load_checkpoint(Path(folder) / 'model', *load())
+    return program
+
+
+def other_things():
+    """Save into a folder with other things in it."""
+    with TemporaryDirectory() as folder:
+        (Path(folder) / 'notes.txt').touch()
+        save_checkpoint(folder, *made())
+
+
+def not_written():
+    """Save where there is no room."""
+    with TemporaryDirectory() as folder, \
+            patch('torch.save', side_effect=OSError('no space left')):
+        save_checkpoint(folder, *made())
+
+
+def other_options():
+    """Make an optimizer of two groups."""
+    module, _ = made()
+    return module, torch.optim.SGD([{'params': [module[0].weight]},
+                                    {'params': [module[0].bias], 'lr': .2}], lr=.1)
+
+
+def nested_state():
+    """Make an optimizer that keeps a list."""
+    module, optimizer = made()
+    optimizer.state[module[0].weight]['history'] = [torch.ones(2)]
+    return module, optimizer
+
+
+def frozen_bias():
+    """Make an optimizer of the weight alone."""
+    module, _ = made()
+    return module, torch.optim.SGD([module[0].weight], lr=.1)
+
+
+REFUSALS = [
+    lambda: init_mesh(pipe=2, device_type='cpu'),
+    other_axes,
+    lambda: wrap(nn.Linear(2, 2), data='fsdp'),
+    lambda: wrap(nn.Linear(2, 2), places=[1]),
+    lambda: wrap(module=[nn.Linear(2, 2)]),
+    lambda: wrap(module=[lambda: 3]),
+    lambda: wrap(nn.Linear(2, 2), tensor_plan={'1': None}),
+    lambda: check_plan({}, nn.Sequential(), 2),
+    split_in_two_ways,
+    shared_statistics,
+    other_settings,
+    ended,
+    goes_on,
+    lambda: outline(0, torch.eye(2).to_sparse()),
+    other_message,
+    frozen_on_one,
+    lambda: load_checkpoint('nowhere', *made()),
+    checkpoint(made, lambda folder: (folder / '.metadata').write_text('?')),
+    other_things,
+    not_written,
+    checkpoint(made, lambda folder: next(folder.glob('*.distcp')).unlink()),
+    checkpoint(lambda: made(nn.Sequential(nn.Linear(2, 2)))),
+    checkpoint(lambda: made(nn.Linear(2, 3))),
+    checkpoint(made, save=lambda: made()[:1]),
+    checkpoint(lambda: (made()[0], made()[1])),
+    checkpoint(frozen_bias),
+    checkpoint(lambda: made(kind=torch.optim.AdamW)),
+    checkpoint(made, save=other_options),
+    checkpoint(made, save=nested_state)]

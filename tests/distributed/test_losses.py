@@ -1,0 +1,155 @@
+"""The loss of a mini-batch over ranks: its parameters, what it counts, and how it is scaled."""
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.nn import functional as F
+
+from tests.devices import cpu_only
+from tests.distributed.models import batch, full, perceptron
+from tests.distributed.saving import fresh
+from tests.shard.processes import run
+from tests.whole import first
+from torchgpipe.distributed import DistributedGPipe, init_mesh
+
+pytestmark = cpu_only('processes meet by gloo')
+
+
+def built(axes, **options):
+    """A model over some ranks, with the values of `fresh()`."""
+    with torch.device('meta'):
+        module = perceptron()
+    return DistributedGPipe(module, [4, 4], mesh=init_mesh(**axes), **options)
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter, which stands in it twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.same = nn.ParameterList([self.weight])
+
+    def forward(self, output, target):
+        return (output * self.weight - target).square().mean()
+
+
+def loss_parameter(data):
+    """Give the gradient of a loss's parameter."""
+    model, loss = built({'data': 2}, data=data), Scaled()
+    x, target = (x.split([2, 3])[torch.distributed.get_rank()] for x in batch(0, 5))
+    return model.step(x, target, loss).item(), loss.weight.grad.item()
+
+
+@pytest.mark.parametrize('data', first(1, ['shard', 'replicate']))
+def test_parameters_of_the_loss_are_reduced_too(data):
+    loss, (x, target) = Scaled(), batch(0, 5)
+    value = loss(fresh()(x), target)
+    value.backward()
+    for found in run(2, loss_parameter, data):
+        assert found == pytest.approx((value.item(), loss.weight.grad.item()), rel=1e-12)
+
+
+def ignoring(output, target):
+    """A mean over what is not ignored, which nobody knows of."""
+    return F.cross_entropy(output, target, ignore_index=-100)
+
+
+def ignored():
+    """Take a step in which replicas ignore other numbers of labels."""
+    mesh = init_mesh(data=2)
+    model = DistributedGPipe(nn.Sequential(nn.Linear(3, 4)), [1], mesh=mesh)
+    target = torch.tensor([0, 1, 2, -100] if mesh.get_local_rank('data') else [0, 1, 2, 3])
+    with pytest.raises(ValueError, match='normalizer='):
+        model.step(torch.ones(4, 3), target, ignoring)
+    return True
+
+
+def test_a_loss_that_replicas_divide_by_other_numbers_is_refused():
+    assert run(2, ignored) == [True, True]
+
+
+def regular(output, target):
+    """A mean over samples, with one over parameters, which do not depend on them."""
+    classes = torch.eye(4)
+    return F.mse_loss(output, classes[target]) + F.cross_entropy(classes, torch.arange(4))
+
+
+def of_other_sizes(axes):
+    """Give the loss where replicas have other numbers of samples."""
+    mesh = init_mesh(**axes)
+    model = DistributedGPipe(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), [1, 1], mesh=mesh)
+    sizes = [3, 1] if 'data' in axes else [4]
+    x, target = (each.split(sizes)[mesh.get_local_rank('data')]
+                 for each in (torch.ones(4, 3), torch.tensor([0, 1, 2, 3])))
+    return [model.step(x, target, loss).item() for loss in (ignoring, regular)]
+
+
+def test_a_loss_that_replicas_divide_by_their_samples_is_none_of_these():
+    expected, = run(1, of_other_sizes, {})
+    for axes in ({'data': 2}, {'pipe': 2}):
+        assert run(2, of_other_sizes, axes) == [pytest.approx(expected)] * 2
+
+
+def labelled():
+    """Mini-batches of which a half has no labels, and of which both have some."""
+    for step, there in enumerate([[1, 0], [1, 1], [0, 1], [1, 0]]):
+        x, _ = batch(step, 4)
+        yield x, torch.tensor([0, 3, 5, 2]).where(torch.tensor(there).bool().repeat_interleave(2),
+                                                  -100)
+
+
+def halves(axes, options):
+    """Give the loss and the gradients of such mini-batches, of which each replica has a half."""
+    model, found = built(axes, chunks=axes.get('pipe', 1), **options), []
+    data = axes.get('data', 1)
+    for x, target in labelled():
+        model.zero_grad()
+        rank = torch.distributed.get_rank() % data
+        loss = model.step(x.chunk(data)[rank], target.chunk(data)[rank], F.cross_entropy)
+        found.append((loss.item(), {name: full(x.grad) for name, x in model.named_parameters()}))
+    return found
+
+
+@pytest.mark.parametrize('axes, options', [
+    ({'pipe': 2}, {}), ({'data': 2}, {}), ({'data': 2}, {'data': 'shard'})])
+def test_a_micro_batch_or_a_replica_without_labels(axes, options):
+    """Whether it has none in the first step, from which messages are known, or in a later one."""
+    model, ranks = fresh(), run(2, halves, axes, options)
+    for step, (x, target) in enumerate(labelled()):
+        model.zero_grad()
+        loss = F.cross_entropy(model(x), target)
+        loss.backward()
+        for found in ranks:
+            value, grads = found[step]
+            assert value == pytest.approx(loss.item(), rel=1e-12) and grads
+            for name, grad in grads.items():
+                torch.testing.assert_close(grad, model.get_parameter(name).grad, rtol=1e-10,
+                                           atol=1e-12)
+
+
+def by_a_scaler():
+    """Train with a scaler, and infinite gradients on the first rank in one step."""
+    model, scaler = built({'pipe': 2}, chunks=2), ShardedGradScaler('cpu', init_scale=4.)
+    optimizer, losses = torch.optim.SGD(model.parameters(), .1), []
+    for step in range(3):
+        optimizer.zero_grad()
+        losses.append(model.step(*batch(step, 4), F.mse_loss, scale=scaler.scale).item())
+        if step == 1 and torch.distributed.get_rank() == 0:
+            model.get_parameter('0.up.bias').grad[0] = float('inf')
+        scaler.step(optimizer)
+        scaler.update()
+    return losses, scaler.get_scale()
+
+
+def test_all_ranks_follow_a_scaler():
+    """Also one without the last stage, which has no loss to scale."""
+    model, losses = fresh(), []
+    for step in range(3):
+        x, target = batch(step, 4)
+        loss = F.mse_loss(model(x), target)
+        losses.append(loss.item())
+        with torch.no_grad():
+            for p, grad in zip(model.parameters(), torch.autograd.grad(loss, model.parameters())):
+                p -= .1 * grad * (step != 1)
+    assert run(2, by_a_scaler) == [(pytest.approx(losses, rel=1e-12), 2.)] * 2

@@ -1,0 +1,109 @@
+"""Ties: parameters that stand in stages of several ranks, with one value and one gradient."""
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.nn import functional as F
+
+from tests.devices import cpu_only
+from tests.distributed.models import Block, Head, batch, tied
+from tests.shard.processes import outcomes, run
+from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.distributed.ties import Ties
+
+pytestmark = cpu_only('processes meet by gloo')
+
+
+def tied_values():
+    """Give the values of tied weights that differed."""
+    torch.manual_seed(torch.distributed.get_rank())
+    model = DistributedGPipe(tied(), [4, 4], mesh=init_mesh(pipe=2))
+    return {name: x.detach() for name, x in model.named_parameters(remove_duplicate=False)}
+
+
+def test_tied_weights_are_those_of_the_first_stage():
+    first, second = run(2, tied_values)
+    assert torch.equal(first['0.weight'], second['4.weight'])
+    assert torch.equal(first['0.weight'], second['7.weight'])
+
+
+def own_tie():
+    """Give what a tie of stages of one rank does to a gradient: nothing."""
+    layer = nn.Linear(2, 2)
+    ties = Ties(nn.Sequential(layer), [((0, '0.weight'), (1, '1.weight'))], [0, 0], None)
+    grad = torch.ones(2, 2)
+    (_, found), = ties.together([(layer.weight, grad)])
+    return found is grad and not ties.names
+
+
+def test_stages_of_one_rank_share_a_gradient_as_it_is():
+    assert run(1, own_tie) == [True]
+
+
+def split_apart():
+    """Split a tied weight on one of its ranks only."""
+    DistributedGPipe(tied(), [4, 4], mesh=init_mesh(pipe=2, tensor=2),
+                     tensor_plan={'0': ColwiseParallel()})
+
+
+def test_a_tied_weight_that_is_split_in_two_ways_is_refused():
+    for each in outcomes(4, split_apart):
+        assert "{'0.weight': '(Shard(dim=0),)', '4.weight': 'whole'}" in each.text
+
+
+def behind_another():
+    """Tie a weight behind another one, where the first place is on another rank."""
+    with torch.device('meta'):
+        first = nn.Linear(6, 6, bias=False)
+        module = nn.Sequential(first, nn.Sequential(nn.Linear(6, 6), Head(first.weight)))
+    model = DistributedGPipe(module, [1, 1], mesh=init_mesh(pipe=2))
+    return {name: x.detach() for name, x in model.named_parameters()}
+
+
+def test_a_tied_weight_is_made_where_it_stands_first():
+    first, second = run(2, behind_another)
+    assert torch.equal(first['0.weight'], second['1.1.weight'])
+
+
+class Spare(Block):
+    """A layer with a weight that it does not use."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.spare = weight
+
+
+def spare():
+    """Tell which parameters have a gradient."""
+    weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    model = DistributedGPipe(nn.Sequential(Spare(weight), Spare(weight)), [1, 1],
+                             mesh=init_mesh(pipe=2))
+    model.step(*batch(0, 4), F.mse_loss)
+    return {name: x.grad is not None for name, x in model.named_parameters()}
+
+
+def test_what_no_stage_uses_has_no_gradient():
+    for found in run(2, spare):
+        assert len(found) == 5
+        assert all(there is not name.endswith('spare') for name, there in found.items())
+
+
+def frozen_on_one():
+    """Give what is raised where a tied weight is frozen on one rank; and by the step after it."""
+    model = DistributedGPipe(tied(), [4, 4], mesh=init_mesh(pipe=2))
+    if torch.distributed.get_rank() == 1:
+        model.get_parameter('4.weight').requires_grad_(False)
+    found = []
+    for step in range(2):
+        with pytest.raises(RuntimeError) as error:
+            model.step(*batch(step, 4), F.mse_loss)
+        found.append(str(error.value))
+    return found
+
+
+def test_a_tied_weight_that_is_frozen_on_one_rank_is_refused():
+    """And a model goes on no more when it has raised something in the middle of a step."""
+    for first, second in run(2, frozen_on_one):
+        assert 'requires grad on 1 of them; freeze it on all, or on none' in first
+        assert second.startswith('this model can not go on')
+        assert second.endswith(f'It had raised RuntimeError: {first}')
