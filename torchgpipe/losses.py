@@ -126,7 +126,8 @@ class Losses:
 
 def _scatter(target: Any, sizes: Sequence[int], batch_dim: Any) -> list[Batch]:
     """Cut a target as the input was cut."""
-    if not any(isinstance(leaf.value, Tensor) for leaf in leaves_of(target)):
+    if not (isinstance(target, Tensor) or any(
+            isinstance(leaf.value, Tensor) for leaf in leaves_of(target))):
         return [Batch.of((), lambda tensors: target)] * len(sizes)
     batches, own, _ = cut(target, len(sizes), batch_dim, 'target')
     if own != list(sizes):

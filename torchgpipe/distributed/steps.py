@@ -109,7 +109,7 @@ class Steps:
         start = self._begin(input, 'step', schedule)
         losses = self._losses(start.sizes, *loss)
         m = len(start.batches)
-        stops = tuple(checkpoint_stops(checkpoint, m, len(model.balance)))
+        stops = checkpoint_stops(checkpoint, m, len(model.balance))
         workers = [('rank', place) for place in rank.places]
         found = find_schedule(schedule, workers, m).recomputing(stops)
         training = Training(rank.engine, start.batches, self._way(found, start.kind), losses,

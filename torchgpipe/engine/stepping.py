@@ -29,13 +29,13 @@ from torchgpipe.engine.compiled import has_compiled
 from torchgpipe.engine.copy import Wait, copy_tensor
 from torchgpipe.engine.interpreter import Plan, interpret
 from torchgpipe.engine.leaves import Leaves, edge_of, give, leaf_of
-from torchgpipe.engine.order import Unordered, beside, communicating_worker
+from torchgpipe.engine.order import Unordered, beside
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run, Skip
 from torchgpipe.engine.split_backward import DeferredWork
 from torchgpipe.engine.stream import CPUStream, no_context, use_stream, wait_stream
 from torchgpipe.errors import add_note
-from torchgpipe.locks import layer_lock, new_lock, together
+from torchgpipe.locks import layer_lock, together
 from torchgpipe.schedule.action import Action
 
 __all__ = ['Loss', 'Step']
@@ -107,7 +107,7 @@ class Step(Run):
         #: Held by forwards that draw from the generator of the CPU, and by all that goes back: a
         #: layer may put the generator back to an earlier state there, as `torch.utils.checkpoint`
         #: does, and what another one draws beside it would be lost, or drawn twice.
-        self._generator_lock = new_lock() if not engine.one_worker and (
+        self._generator_lock = engine.generator_lock if not engine.one_worker and (
             engine.backward_draws is not False
             or any(map(self._may_draw, range(len(self._cells))))) else no_context
         #: Looks at backwards, as long as it is not known whether they draw.
@@ -124,7 +124,7 @@ class Step(Run):
             BaseException: What an action raised, the first one. Then no gradient was added.
         """
         if not self._engine.one_worker:
-            self._communicating = communicating_worker(self._engine.partitions)
+            self._communicating = self._engine.communicating_worker
         super().run()
         self._give(self._gradients())
 
