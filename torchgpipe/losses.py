@@ -49,7 +49,7 @@ class Losses:
         self._scale = scale
         self._targets = _scatter(target, sizes, batch_dim)
         #: The same as leaves, each of which has a graph of its own above it.
-        self._leaves = [Batch.of(tuple(map(leaf_of, batch)), batch.kind)
+        self._leaves = [Batch(tuple(map(leaf_of, batch.tensors)), batch.kind)
                         for batch in self._targets]
         self._counts, self._whole = _counted(
             function, [batch.value for batch in self._leaves], sizes, normalizer)
@@ -121,14 +121,14 @@ class Losses:
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Return the parts of the target that have a gradient, each with that."""
         return [(x, leaf.grad) for batch, leaves in zip(self._targets, self._leaves)
-                for x, leaf in zip(batch, leaves) if leaf.grad is not None]
+                for x, leaf in zip(batch.tensors, leaves.tensors) if leaf.grad is not None]
 
 
 def _scatter(target: Any, sizes: Sequence[int], batch_dim: Any) -> list[Batch]:
     """Cut a target as the input was cut."""
     if not (isinstance(target, Tensor) or any(
             isinstance(leaf.value, Tensor) for leaf in leaves_of(target))):
-        return [Batch.of((), lambda tensors: target)] * len(sizes)
+        return [Batch((), lambda tensors: target)] * len(sizes)
     batches, own, _ = cut(target, len(sizes), batch_dim, 'target')
     if own != list(sizes):
         raise ValueError(f'the target has {sum(own)} samples, but the input has {sum(sizes)}; '

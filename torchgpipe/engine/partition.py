@@ -12,7 +12,6 @@ from torchgpipe.aliases import Slot
 from torchgpipe.devices import is_cpu, memory_key
 from torchgpipe.engine.checkpoint.observed import Observed
 from torchgpipe.engine.checkpoint.samples import PendingComparison
-from torchgpipe.engine.compute import Compute
 from torchgpipe.engine.observer import Observer, observers
 from torchgpipe.engine.places import modules_of, only_computes, shared_modules, shared_slots
 from torchgpipe.engine.stream import no_context
@@ -38,7 +37,8 @@ class Partition:
         self.j = j
         self.layers = layers
         self.device = device
-        self.compute = Compute(j, layers, device)
+        #: Who is told of each run of the layers, if anyone.
+        self.observer: Observer | None = None
         #: The worker that runs it.
         self.worker = device_key(device)
         self.memory = memory_key(device)
@@ -163,7 +163,7 @@ class Engine:
     def _tell(self, observer: Observer | None) -> None:
         self.observer = observer
         for partition in self.partitions:
-            partition.compute.observer = observer
+            partition.observer = observer
 
     def _lock(self, shared: dict[nn.Module, tuple[int, ...]]) -> None:
         """Let no two partitions run a module at the same time, unless it only computes.

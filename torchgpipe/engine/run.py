@@ -105,8 +105,8 @@ class Run:
                   self._hold(partition, partition.lock_alone),
                   engine.workers.host_stream(partition.device) if offload else CPUStream)
             for partition, stop in zip(engine.partitions, stops)]
-        #: What computes the cells of each partition.
-        self._computes: list[Callable[..., Any]] = [each.compute for each in engine.partitions]
+        #: What cells call: the layers of each partition.
+        self._layers: list[Callable[..., Any]] = [each.layers for each in engine.partitions]
         #: The contexts in which cells have the layers of each partition.
         self._held = [
             self._hold(partition, partition.lock_alone if self.alone or cells.no_recompute
@@ -136,7 +136,7 @@ class Run:
         if not self._engine.one_worker:
             self._engine.workers.check_caller()
         parts = self._engine.several_memories and self._state.grad
-        inputs = [x.grad_fn for batch in self._batches for x in batch] if parts else []
+        inputs = [x.grad_fn for batch in self._batches for x in batch.tensors] if parts else []
         try:
             if self._shared is None:
                 self._run_cells()
@@ -147,7 +147,8 @@ class Run:
             if self._is_outermost:
                 self.mini_batch.end()
             if parts:
-                part_contexts(inputs, itertools.chain(*self._batches))
+                part_contexts(inputs, [
+                    x for batch in self._batches for x in batch.tensors])
         finally:
             self._state.repair()
 
@@ -188,7 +189,7 @@ class Run:
     def _run_cell(self, i: int, j: int) -> None:
         """Take micro-batch ``i`` through partition ``j``."""
         partition, m, outside = self._engine.partitions[j], len(self._batches), context.micro_batch
-        cell = Cell(self._computes[j], i, m, self._batches[i].kind, partition.outgoing)
+        cell = Cell(partition, self._layers[j], i, m, self._batches[i].kind)
         context.micro_batch = MicroBatch(i, m, j, next(_serial), self.mini_batch, partition.lock)
         try:
             tensors = self._bring(
@@ -226,4 +227,4 @@ class Run:
             self._skips[i][key] = Skip(None)
         for k, key in enumerate(cell.stashed, number):
             self._skips[i][key] = Skip(output[k], versions([output[k]])[0], j, k)
-        self._batches[i] = Batch.of(tuple(output[:number]), cell.kind)
+        self._batches[i] = Batch(tuple(output[:number]), cell.kind)

@@ -96,8 +96,9 @@ class Step(Run):
         self._loss_lock = together(layer_lock(modules), *(
             partition.lock for partition in engine.partitions
             if not modules.isdisjoint(partition.layers.modules()))) if modules else no_context
-        self._input = [tuple(batch) for batch in batches]
-        batches[:] = [Batch.of(tuple(map(leaf_of, batch)), batch.kind) for batch in batches]
+        self._input = [batch.tensors for batch in batches]
+        batches[:] = [Batch(tuple(map(leaf_of, batch.tensors)), batch.kind)
+                      for batch in batches]
         #: By micro-batch and partition.
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._grads: dict[tuple[int, int], dict[int, Tensor]] = {}
@@ -147,8 +148,8 @@ class Step(Run):
         for partition in self._engine.partitions:
             copies = {} if self._shared is None else self._shared.copies(partition.j)
             with partition.lock_alone:
-                self._computes[partition.j] = self._leaves.within(
-                    partition.layers.modules(), partition.compute, copies,
+                self._layers[partition.j] = self._leaves.within(
+                    partition.layers.modules(), partition.layers, copies,
                     self._deferred.get(partition.j))
         with self._loss_lock:
             self._loss = self._leaves.within(self._losses.modules, self._losses, {})
@@ -189,7 +190,7 @@ class Step(Run):
             self._state.run(partial(self._run_cell, i, j), self._share)
 
     def _bring(self, i: int, j: int, popped: Sequence[Skip]) -> list[Tensor]:
-        batch = self._batches[i]
+        batch = self._batches[i].tensors
         sources = [(j - 1, k) for k in range(len(batch))] + [(skip.j, skip.k) for skip in popped]
         tensors = [*batch, *(skip.tensor for skip in popped if skip.tensor is not None)]
         return self.aliasing.cross(i, tensors, partial(self._carry, i, j, sources))

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from torchgpipe.aliases import Function, Value
 from torchgpipe.context import context, is_checkpointing, is_recomputing
-from torchgpipe.engine.batch import Batch, result_of
+from torchgpipe.engine.batch import result_of
 from torchgpipe.engine.checkpoint.draws import Draws
 from torchgpipe.engine.checkpoint.random_operations import Recorder
 from torchgpipe.engine.checkpoint.recomputation import Checkpoint, Recomputation, Recompute
 from torchgpipe.engine.thread_state import ThreadState
+from torchgpipe.legacy.microbatch import Batch
 from torchgpipe.structure import Kind
 
 __all__ = ['Checkpoint', 'Checkpointing', 'Recompute', 'checkpoint', 'enable_checkpointing',
