@@ -32,6 +32,7 @@ from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.partition import Partition
 from torchgpipe.engine.stream import AbstractStream, CPUStream
 from torchgpipe.engine.thread_state import ThreadState
+from torchgpipe.errors import changed_input
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker
 from torchgpipe.structure import Arguments, Kind, Repeated, bare, flatten
@@ -268,7 +269,7 @@ class Cells:
         else:
             draws = monitor
         offload = None if self._host_stream is CPUStream else Offload(self._host_stream)
-        why = None if cell.popped else partial(_blame, self._partition, cell.kind)
+        why = changed_input if cell.popped else partial(_blame, self._partition, cell.kind)
         return Recomputation(cell, self._state, draws, found, device, why,
                              self._partition.pending, results, offload)
 

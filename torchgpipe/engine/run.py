@@ -118,7 +118,6 @@ class Run:
         for cells in self._cells:
             cells.monitor = self._monitor
         outer = context.micro_batch
-        self._is_outermost = outer is None
         self.mini_batch = MiniBatch() if outer is None else outer.mini_batch
         self.aliasing = Aliasing(batches, common, state.transformed)
 
@@ -144,7 +143,7 @@ class Run:
                 self._shared.run(self._put_last, self._run_cells)
             if self._monitor is not None:
                 self._check_monitor(self._monitor, range(len(self._cells)))
-            if self._is_outermost:
+            if context.micro_batch is None:  # It is the outermost run.
                 self.mini_batch.end()
             if parts:
                 part_contexts(inputs, [
@@ -171,14 +170,6 @@ class Run:
 
     def _put_last(self, j: int, phony: Tensor) -> None:
         """Let backward come to where a phony was taken when partition ``j`` has ended it."""
-
-    def _is_ordered(self, j: int) -> bool:
-        """Return whether anyone sees when a partition's cells run, whether these draw or not.
-
-        One worker runs one cell at a time in any case.
-        """
-        return self._engine.one_worker or self._state.is_serialized or \
-            self._engine.partitions[j].serialized
 
     def _check_monitor(self, monitor: DrawMonitor, partitions: Iterable[int]) -> None:
         """Let partitions that were thought not to draw be looked at again, if anyone drew."""

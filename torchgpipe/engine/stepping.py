@@ -132,8 +132,11 @@ class Step(Run):
     def _run_cells(self) -> None:
         """Run all actions."""
         engine = self._engine
+        # Whether anyone sees when cells run, also where these do not draw.
+        all_ordered = engine.one_worker or self._state.is_serialized
         plan = Plan.of(self._rows, tuple([partition.device for partition in engine.partitions]),
-                       frozenset(filter(self._is_ordered, range(len(self._cells)))))
+                       frozenset([j for j, partition in enumerate(engine.partitions)
+                                  if all_ordered or partition.serialized or self._may_draw(j)]))
         self._put_leaves()
         run = self._act if engine.observer is None else partial(engine.observer.act, self._act)
         watch = None if plan.in_order else Unordered(engine, self._rows)
@@ -175,47 +178,48 @@ class Step(Run):
         alone = kind != 'F' or self._may_draw(j)
         try:
             with use_stream(self._streams[j]), self._generator_lock if alone else no_context:
-                self._run_action(i, j, kind)
+                if kind != 'F':
+                    self._state.run_backward(partial(self._ACTIONS[kind], self, i, j))
+                elif self._engine.one_worker:
+                    self._run_cell(i, j)
+                else:
+                    self._state.run(partial(self._run_cell, i, j), self._share)
+        except Exception as error:
+            if kind != 'F':
+                add_note(error, f'in backward of partition {j} on '
+                                f'{self._engine.partitions[j].device}, micro-batch {i} of '
+                                f'{len(self._batches)}')
+            raise
         finally:
             context.no_order = before
             if deferred is not None:
                 deferred.work, deferred.splits = None, False
 
-    def _run_action(self, i: int, j: int, kind: str) -> None:
-        if kind != 'F':
-            self._state.run_backward(partial(self._go_back, i, j, kind))
-        elif self._engine.one_worker:
-            self._run_cell(i, j)
-        else:
-            self._state.run(partial(self._run_cell, i, j), self._share)
-
     def _bring(self, i: int, j: int, popped: Sequence[Skip]) -> list[Tensor]:
         batch = self._batches[i].tensors
         sources = [(j - 1, k) for k in range(len(batch))] + [(skip.j, skip.k) for skip in popped]
         tensors = [*batch, *(skip.tensor for skip in popped if skip.tensor is not None)]
+        if len(tensors) == 1 and i not in self.aliasing.watched:  # as mostly
+            return self._carry(i, j, sources, tensors)
         return self.aliasing.cross(i, tensors, partial(self._carry, i, j, sources))
 
     def _carry(self, i: int, j: int, sources: Sequence[tuple[int, int]],
                tensors: list[Tensor]) -> list[Tensor]:
         """Return tensors in the graph of a cell, and keep where their gradients come out."""
-        arrived = [self._copied(i, j, prev_j, x) for (prev_j, _), x in zip(sources, tensors)]
         if self._engine.partitions[j].arrives:
+            tensors = [self._copied(i, j, prev_j, x) for (prev_j, _), x in zip(sources, tensors)]
             wait_stream(self._streams[j], self._copy_streams[j][i])
         self._graphs[i, j] = _Graph([], [
-            (*source, x) for source, x in zip(sources, arrived) if x.requires_grad])
+            (*source, x) for source, x in zip(sources, tensors) if x.requires_grad])
         # A leaf could not be changed in place.
-        return [*Wait.apply(CPUStream, CPUStream, *arrived)]  # type: ignore[no-untyped-call]
+        return [*Wait.apply(CPUStream, CPUStream, *tensors)]  # type: ignore[no-untyped-call]
 
     def _copied(self, i: int, j: int, prev_j: int, x: Tensor) -> Tensor:
-        if not self._is_apart(prev_j, j):
+        if prev_j < 0 or not self._engine.apart(prev_j, j):
             return x
         prev_stream, next_stream = self._copy_streams[prev_j][i], self._copy_streams[j][i]
         copy = copy_tensor(x.detach(), prev_stream, next_stream, self._streams[j])
         return copy.requires_grad_(x.requires_grad)
-
-    def _is_apart(self, prev_j: int, j: int) -> bool:
-        partitions = self._engine.partitions
-        return prev_j >= 0 and partitions[prev_j].memory != partitions[j].memory
 
     def _send(self, i: int, j: int, cell: Cell, output: list[Tensor],
               recomputation: Recomputation | None) -> None:
@@ -224,7 +228,7 @@ class Step(Run):
             stream, departure = self._streams[j], self._copy_streams[j][i]
             output = [*Wait.apply(stream, departure, *output)]  # type: ignore[no-untyped-call]
         if recomputation is not None:
-            recomputation.join(output)
+            recomputation.phony(self._engine.partitions[j].device)
             self._recomputations[i, j] = recomputation
         roots = self._graphs[i, j].roots
         if j < len(self._cells) - 1:
@@ -241,9 +245,6 @@ class Step(Run):
         return self._cells[j].draws is not False or (
             is_last and self._engine.loss_draws is not False)
 
-    def _is_ordered(self, j: int) -> bool:
-        return super()._is_ordered(j) or self._may_draw(j)
-
     def _loss_of(self, i: int, output: Any) -> Tensor:
         """Return the loss of micro-batch ``i``; where others draw, look whether it draws, too."""
         with self._loss_lock:
@@ -254,15 +255,6 @@ class Step(Run):
             self._engine.loss_draws = bool(recorder.draws)
             return loss
 
-    def _go_back(self, i: int, j: int, kind: str) -> None:
-        try:
-            self._ACTIONS[kind](self, i, j)
-        except Exception as error:
-            add_note(error, f'in backward of partition {j} on '
-                            f'{self._engine.partitions[j].device}, micro-batch {i} of '
-                            f'{len(self._batches)}')
-            raise
-
     def _recompute(self, i: int, j: int) -> None:
         """Run a checkpointed cell again, while its gradient is on its way."""
         if (i, j) in self._recomputations:
@@ -271,15 +263,18 @@ class Step(Run):
     def _backward(self, i: int, j: int) -> None:
         """Take the gradients of what a cell gave through its graph, and send on what comes out."""
         graph = self._graphs.pop((i, j))
-        self._recomputations.pop((i, j), None)
         grads = self._grads.pop((i, j), {})
         roots = [(edge, grads[k]) for k, edge in graph.roots if k in grads]
+        if roots:
+            self._recompute(i, j)  # unless the schedule has done so before
+        self._recomputations.pop((i, j), None)
         run = partial(torch.autograd.backward, [edge for edge, _ in roots],
                       [grad for _, grad in roots])
         run() if self._recorder is None else self._recorder.run(run)
         for prev_j, k, leaf in graph.leaves:
             if leaf.grad is not None:
-                self._send_back(i, j, prev_j, k, leaf.grad)
+                self._grads.setdefault((i, prev_j), {})[k] = self._send_back(
+                    i, j, prev_j, leaf.grad) if self._engine.partitions[j].arrives else leaf.grad
 
     def _finish(self, i: int, j: int) -> None:
         """Compute the gradients of weights that backward has put off."""
@@ -290,10 +285,10 @@ class Step(Run):
 
     _ACTIONS = {'R': _recompute, 'B': _backward, 'I': _backward, 'W': _finish}
 
-    def _send_back(self, i: int, j: int, prev_j: int, k: int, grad: Tensor) -> None:
-        """Let a gradient arrive where its tensor came from."""
-        if self._is_apart(prev_j, j):
-            prev_stream, next_stream = self._copy_streams[prev_j][i], self._copy_streams[j][i]
-            wait_stream(next_stream, self._streams[j])
-            grad = copy_tensor(grad, next_stream, prev_stream, self._streams[prev_j])
-        self._grads.setdefault((i, prev_j), {})[k] = grad
+    def _send_back(self, i: int, j: int, prev_j: int, grad: Tensor) -> Tensor:
+        """Return a gradient where its tensor came from."""
+        if prev_j < 0 or not self._engine.apart(prev_j, j):
+            return grad
+        prev_stream, next_stream = self._copy_streams[prev_j][i], self._copy_streams[j][i]
+        wait_stream(next_stream, self._streams[j])
+        return copy_tensor(grad, next_stream, prev_stream, self._streams[prev_j])

@@ -126,24 +126,53 @@ class Batch:
 
 
 def scatter(input: Any, chunks: int, batch_dim: Any = 0) -> list[Batch]:
-    """Split a mini-batch along its batch dimension: see :func:`torchgpipe.engine.scatter.cut`.
+    """Split a mini-batch along its batch dimension.
 
     >>> import torch
     >>> [len(batch.tensor) for batch in scatter(torch.zeros(7, 2), chunks=3)]
     [3, 2, 2]
+
+    Args:
+        input: A tensor of shape ``(batch, …)``, or a structure of such tensors. Scalars, and what
+            is in a :class:`~torchgpipe.NoChunk`, are the same for all micro-batches.
+        chunks: The largest number of micro-batches.
+        batch_dim: The rule for the batch dimension, ``None`` for what is the same for all.
+
+    Returns:
+        ``min(chunks, batch)`` batches, whose sizes differ by one at most, larger ones first.
+
+    Raises:
+        TypeError: The input is not made of tensors and plain values.
+        ValueError: Batch sizes disagree, are zero, or there is no tensor to split.
     """
     return [Batch.of(batch.tensors, batch.kind) for batch in cut(input, chunks, batch_dim)[0]]
 
 
-def gather(batches: Sequence[Batch], *args: Any, **options: Any) -> Any:
-    """Put micro-batches together: see :func:`torchgpipe.engine.gather.gather`.
+def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: Any = None,
+           batch_dim: int = 0, shared: Sequence[Tensor] = ()) -> Any:
+    """Put micro-batches together.
 
     >>> import torch
     >>> gather([Batch(torch.zeros(2, 3)), Batch(torch.ones(1, 3))]).shape
     torch.Size([3, 3])
+
+    Args:
+        batches: At least one batch, all of one structure.
+        sizes: How many samples went into each, to check that as many came out.
+        rule: For tensors, by which dimension they are put together, or ``'mean'``, ``'sum'`` or
+            ``'stack'``. Such a word alone is for scalars only.
+        batch_dim: The dimension for all others.
+        shared: Tensors of the first one that are the same for all micro-batches.
+
+    Returns:
+        A value of that structure, its tensors of shape ``(batch, …)``.
+
+    Raises:
+        ValueError: The number of samples or the structure changed within the pipeline, or there is
+            a scalar without a rule.
     """
     return gathering.gather([engine.Batch(tuple(batch), batch.kind) for batch in batches],
-                            *args, **options)
+                            sizes, rule, batch_dim, shared)
 
 
 def check(input: Any) -> None:
