@@ -1,6 +1,6 @@
 """Errors: notes that name the culprit, and the messages that several files share."""
 
-__all__ = ['add_note', 'nested', 'other_path']
+__all__ = ['add_note', 'changed_input', 'nested', 'other_path']
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -19,6 +19,12 @@ def other_path(difference: str) -> RuntimeError:
         'the recomputation of a checkpointed micro-batch took another path than its first pass: '
         f'{difference}. Gradients would be wrong. Let the layers do the same in both passes '
         "(torchgpipe.is_recomputing() tells them apart), or use checkpoint='never'.")
+
+
+def changed_input(input: object) -> str:
+    """Say that a checkpointed call has changed its input, where nobody knows which layer did."""
+    return ('the input of a checkpointed micro-batch, or a skip tensor that it popped, was '
+            "changed in place; change a copy instead (inplace=False), or use checkpoint='never'")
 
 
 def nested() -> RuntimeError:

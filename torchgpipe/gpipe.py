@@ -19,7 +19,8 @@ from torchgpipe.materialize import materialize
 from torchgpipe.placed import Placed, verify
 from torchgpipe.private import uncompiled
 from torchgpipe.schedule.plain import PLAIN_CALL
-from torchgpipe.settings import Checkpoint, Settings, checkpoint_stops, parse_checkpoint
+from torchgpipe.settings import (Checkpoint, Settings, checkpoint_stops, parse_checkpoint,
+                                 stops_of_mode)
 from torchgpipe.split import (parse_balance, parse_chunks, parse_devices, split, verify_shared,
                               verify_source)
 from torchgpipe.step import Losses, ScheduleLike, check_model, run_step
@@ -135,7 +136,7 @@ class GPipe(Placed):
         materialize(module, [device for number, device in zip(self.balance, self.devices)
                              for _ in range(number)], weights)
         partitions = nn.ModuleList(split(module, self.balance, self.devices))
-        self._engine: Engine | None = self._make_engine(partitions)
+        self._engine: Engine | None = Engine([*partitions], self.devices)
         self._place(module, partitions)
 
     @uncompiled
@@ -170,24 +171,29 @@ class GPipe(Placed):
         if not self.devices:
             flatten_nested(input)
             return input
-        batches, sizes, common = self._cut(input)
-        stops = checkpoint_stops(self.checkpoint if self.training else 'never', len(batches),
-                                 len(self.devices))
-        engine = self._running_engine()
-        pipeline = Pipeline(engine, batches, stops, common=common, offload=self.offload)
+        batches, sizes, options = self._cut(input)
+        pipeline = Pipeline(self._running_engine(), batches, **options)
         pipeline.run()
         return self._gathered(batches, sizes, pipeline)
 
     def _running_engine(self) -> Engine:
         partitions = self.partitions  # Where a layer has been replaced, there is no engine now.
         if self._engine is None:
-            self._engine = self._make_engine(partitions)
+            self._engine = Engine([*partitions], self.devices)
         return self._engine
 
-    def _cut(self, input: Value) -> tuple[list[Batch], list[int], list[int]]:
+    def _cut(self, input: Value) -> tuple[list[Batch], list[int], dict[str, Any]]:
+        """Return the micro-batches of an input, their sizes, and options of their pass."""
         if isinstance(input, Arguments):
             check_arguments(self._names[0], self[0], input)
-        return cut(input, self.chunks, fit_rule(self.batch_dim, input, self))
+        rule = self.batch_dim
+        rule = rule if isinstance(rule, int) else fit_rule(rule, input, self)
+        batches, sizes, common = cut(input, self.chunks, rule)
+        mode = self.checkpoint if self.training else 'never'
+        stops = (stops_of_mode if isinstance(mode, str) else checkpoint_stops)(
+            mode, len(batches), len(self.devices))
+        return batches, sizes, {
+            'checkpoint_stops': stops, 'common': common, 'offload': self.offload}
 
     def _gathered(self, batches: list[Batch], sizes: list[int], pipeline: Run) -> Value:
         batch_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
@@ -241,16 +247,14 @@ class GPipe(Placed):
                 the loss raises comes before any gradient is added.
         """
         check_model(self, len(self.devices))
-        batches, sizes, common = self._cut(input)
+        batches, sizes, options = self._cut(input)
         engine = self._running_engine()
         if target_dim is None:
             target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
         if isinstance(schedule, str) and schedule == 'auto':
             schedule = self._planned()
         losses = Losses(loss_fn, target, sizes, target_dim, normalizer, scale)
-        stops = checkpoint_stops(self.checkpoint, len(batches), len(self.devices))
-        pipeline = run_step(engine, batches, losses, schedule, checkpoint_stops=stops,
-                            common=common, offload=self.offload)
+        pipeline = run_step(engine, batches, losses, schedule, **options)
         loss = losses.total()
         return (loss, self._gathered(batches, sizes, pipeline)) if return_output else loss
 
@@ -260,9 +264,6 @@ class GPipe(Placed):
                              'one; name a schedule, or make it by a plan: GPipe(module, plan) of '
                              'torchgpipe.plan.plan(module, sample, devices=…)')
         return 'gpipe' if self._schedule == PLAIN_CALL else self._schedule  # in the same order
-
-    def _make_engine(self, partitions: nn.ModuleList) -> Engine:
-        return Engine(partitions.children(), self.devices)  # type: ignore[arg-type]
 
     @property
     def partitions(self) -> nn.ModuleList:

@@ -20,7 +20,7 @@ from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.leaves import leaf_of
 from torchgpipe.engine.scatter import cut
 from torchgpipe.errors import add_note
-from torchgpipe.means import LossMonitor, check_reduction, is_of_pytorch, itself, own_normalizer
+from torchgpipe.means import Known, LossMonitor, check_reduction, itself, own_normalizer
 from torchgpipe.structure import leaves_of
 
 __all__ = ['Losses']
@@ -49,17 +49,20 @@ class Losses:
         self._scale = scale
         self._targets = _scatter(target, sizes, batch_dim)
         #: The same as leaves, each of which has a graph of its own above it.
-        self._leaves = [Batch.of(tuple(map(leaf_of, batch)), batch.kind)
+        self._leaves = [Batch(tuple(map(leaf_of, batch.tensors)), batch.kind)
                         for batch in self._targets]
+        module, known = itself(function), Known.of(function)
+        #: The modules that it is made of.
+        self.modules = [*module.modules()] if isinstance(module, nn.Module) else []
         self._counts, self._whole = _counted(
-            function, [batch.value for batch in self._leaves], sizes, normalizer)
+            known, [batch.value for batch in self._leaves], sizes, normalizer)
         #: What this process counts of the mini-batch; ``None`` where the loss is over a number.
         self.counted = None if self._whole else sum(self._counts)
         if alone and self.counted is not None:
             self._whole = self.counted or _nothing()
         self._losses: list[Tensor] = []
         self._learns = False
-        is_known = normalizer is not None or is_of_pytorch(function)
+        is_known = normalizer is not None or known.is_of_pytorch
         self._monitor = None if is_known else LossMonitor(sizes)
 
     @property
@@ -74,12 +77,6 @@ class Losses:
             ValueError: It is nothing.
         """
         self._whole = whole or _nothing()
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The modules that it is made of."""
-        loss = itself(self._function)
-        return [*loss.modules()] if isinstance(loss, nn.Module) else []
 
     def __call__(self, i: int, output: Any) -> Tensor:
         """Compute that of micro-batch ``i``, and give what its backward starts from."""
@@ -121,13 +118,14 @@ class Losses:
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Return the parts of the target that have a gradient, each with that."""
         return [(x, leaf.grad) for batch, leaves in zip(self._targets, self._leaves)
-                for x, leaf in zip(batch, leaves) if leaf.grad is not None]
+                for x, leaf in zip(batch.tensors, leaves.tensors) if leaf.grad is not None]
 
 
 def _scatter(target: Any, sizes: Sequence[int], batch_dim: Any) -> list[Batch]:
     """Cut a target as the input was cut."""
-    if not any(isinstance(leaf.value, Tensor) for leaf in leaves_of(target)):
-        return [Batch.of((), lambda tensors: target)] * len(sizes)
+    if not (isinstance(target, Tensor) or any(
+            isinstance(leaf.value, Tensor) for leaf in leaves_of(target))):
+        return [Batch((), lambda tensors: target)] * len(sizes)
     batches, own, _ = cut(target, len(sizes), batch_dim, 'target')
     if own != list(sizes):
         raise ValueError(f'the target has {sum(own)} samples, but the input has {sum(sizes)}; '
@@ -151,7 +149,7 @@ def _outline(value: Any) -> str:
     return f'{type(value).__name__} {value}' if isinstance(value, Real) else type(value).__name__
 
 
-def _counted(loss: Any, targets: Sequence[Any], sizes: Sequence[int], normalizer: Any
+def _counted(loss: Known, targets: Sequence[Any], sizes: Sequence[int], normalizer: Any
              ) -> tuple[list[float], float]:
     """Return what the loss of each micro-batch counts; and out of what, where that is a number.
 

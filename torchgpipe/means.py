@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import nan
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torchgpipe.private import is_transformed
 from torchgpipe.structure import leaves_of
 
-__all__ = ['LossMonitor', 'check_reduction', 'is_of_pytorch', 'itself', 'no_mean_over_samples',
+__all__ = ['Known', 'LossMonitor', 'check_reduction', 'itself', 'no_mean_over_samples',
            'own_normalizer']
 
 #: What is known of a loss, if it has it.
@@ -46,25 +46,34 @@ def itself(loss: Any) -> Any:
     return owner if isinstance(owner, nn.Module) and loss.__name__ == 'forward' else loss
 
 
-def is_of_pytorch(loss: Any) -> bool:
-    """Return whether a loss is one of PyTorch's, which does what its settings say."""
-    what = itself(loss)
-    code = getattr(what.forward, '__func__', None) if isinstance(what, nn.Module) else what
-    is_torch = str(getattr(code, '__module__', '')).startswith('torch.nn.')
-    return is_torch and 'reduction' in _settings(loss)
+class Known(NamedTuple):
+    """What is known of a loss by its settings."""
 
+    #: By the names that those of PyTorch's have.
+    settings: Mapping[str, Any]
+    reduction: Any
+    #: Whether it is one of PyTorch's, which does what its settings say.
+    is_of_pytorch: bool
+    name: str
 
-def _settings(loss: Any) -> Mapping[str, Any]:
-    """Return the settings of a loss, by the names that those of PyTorch's have."""
-    what = itself(loss)
-    if isinstance(what, nn.Module):
-        return {name: getattr(what, name) for name in SETTINGS if hasattr(what, name)}
-    try:
-        bound = inspect.signature(loss).bind(None, None)
-    except (TypeError, ValueError):  # It is not Python's, or takes something else.
-        return {}
-    bound.apply_defaults()
-    return bound.arguments
+    @classmethod
+    def of(cls, loss: Any) -> 'Known':
+        """Look at a loss."""
+        what, settings = itself(loss), {}
+        if isinstance(what, nn.Module):
+            code = getattr(what.forward, '__func__', None)
+            settings = {name: getattr(what, name) for name in SETTINGS if hasattr(what, name)}
+        else:
+            code = what
+            try:
+                bound = inspect.signature(loss).bind(None, None)
+                bound.apply_defaults()
+                settings = bound.arguments
+            except (TypeError, ValueError):  # It is not Python's, or takes something else.
+                pass
+        is_torch = str(getattr(code, '__module__', '')).startswith('torch.nn.')
+        return cls(settings, _reduction(settings), is_torch and 'reduction' in settings,
+                   getattr(what, '__name__', type(what).__name__))
 
 
 def _reduction(settings: Mapping[str, Any]) -> Any:
@@ -74,35 +83,33 @@ def _reduction(settings: Mapping[str, Any]) -> Any:
     return settings.get('reduction', 'mean')
 
 
-def check_reduction(loss: Any, normalizer: Any) -> None:
+def check_reduction(loss: Known, normalizer: Any) -> None:
     """Refuse what is known to be no mean, or no scalar."""
-    reduction, is_known = _reduction(_settings(loss)), is_of_pytorch(loss)
-    if reduction == 'none' and is_known:
+    if loss.reduction == 'none' and loss.is_of_pytorch:
         raise ValueError("the loss is one of each sample (reduction='none'), and a step takes a "
                          "scalar: reduction='mean', or reduction='sum' and a normalizer")
-    if reduction == 'sum' and (normalizer is None or (is_known and callable(normalizer))):
+    if loss.reduction == 'sum' and (
+            normalizer is None or (loss.is_of_pytorch and callable(normalizer))):
         raise _sum()
 
 
-def own_normalizer(loss: Any, targets: Sequence[Any]) -> Callable[[Tensor], Any] | None:
+def own_normalizer(loss: Known, targets: Sequence[Any]) -> Callable[[Tensor], Any] | None:
     """Return what counts what the mean of a loss is one over; ``None`` if it is one over samples.
 
     Raises:
         ValueError: It is known to be one over something else, and not how that is counted.
     """
-    settings = _settings(loss)
-    if 'ignore_index' not in settings or _reduction(settings) != 'mean':
+    if 'ignore_index' not in loss.settings or loss.reduction != 'mean':
         return None
-    ignored, weight = settings['ignore_index'], settings.get('weight')
-    if is_of_pytorch(loss) and all(isinstance(target, Tensor) for target in targets):
+    ignored, weight = loss.settings['ignore_index'], loss.settings.get('weight')
+    if loss.is_of_pytorch and all(isinstance(target, Tensor) for target in targets):
         return partial(_counted, ignored, weight)
     if ignored is None:
         return None
     tensors = [leaf.value for leaf in leaves_of(list(targets)) if isinstance(leaf.value, Tensor)]
     if isinstance(weight, Tensor) or any(
             bool((x == ignored).any()) for x in tensors if not x.is_floating_point()):
-        what = itself(loss)
-        raise no_mean_over_samples(getattr(what, '__name__', type(what).__name__))
+        raise no_mean_over_samples(loss.name)
     return None
 
 

@@ -1,9 +1,10 @@
 """Settings of a pipeline, as data: what a plan says, and which micro-batches are checkpointed."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-__all__ = ['Checkpoint', 'Settings', 'checkpoint_stops', 'parse_checkpoint']
+__all__ = ['Checkpoint', 'Settings', 'checkpoint_stops', 'parse_checkpoint', 'stops_of_mode']
 
 #: A mode for all partitions, one for each of them, or a function from a partition's index to one.
 Checkpoint = str | Sequence[str] | Callable[[int], str]
@@ -21,15 +22,15 @@ def parse_checkpoint(checkpoint: Any, n: int) -> Checkpoint:
     return checkpoint  # type: ignore[no-any-return]
 
 
-def checkpoint_stops(checkpoint: Checkpoint, m: int, n: int) -> list[int]:
+def checkpoint_stops(checkpoint: Checkpoint, m: int, n: int) -> tuple[int, ...]:
     """Return how many of ``m`` micro-batches, from the first one on, each partition checkpoints.
 
     >>> checkpoint_stops('except_last', m=4, n=2)
-    [3, 3]
+    (3, 3)
     >>> checkpoint_stops(['always', 'never'], m=4, n=2)
-    [4, 0]
+    (4, 0)
     >>> checkpoint_stops(lambda j: 'always' if j > 0 else 'never', m=4, n=2)
-    [0, 4]
+    (0, 4)
     """
     modes: Sequence[str] = [checkpoint] * n if isinstance(checkpoint, str) else (
         [checkpoint(j) for j in range(n)] if callable(checkpoint) else checkpoint)
@@ -41,7 +42,11 @@ def checkpoint_stops(checkpoint: Checkpoint, m: int, n: int) -> list[int]:
         if mode not in stops:
             raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never': "
                              f'{mode!r}')
-    return [stops[mode] for mode in modes]
+    return tuple([stops[mode] for mode in modes])
+
+
+#: The same for one mode of all partitions, which is the same in all steps of a training.
+stops_of_mode = lru_cache(maxsize=64)(checkpoint_stops)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from torch.nn.parameter import is_lazy
 from torchgpipe.aliases import Slot
 from torchgpipe.devices import (Device, accelerators, current_device, is_cpu, memory_key,
                                 memory_of, parse_device)
-from torchgpipe.engine.compute import Sequential
+from torchgpipe.engine.cell import Sequential
 from torchgpipe.engine.memory import size_of
 from torchgpipe.engine.places import holder_of, is_pipeline, modules_of, named_slots, tensor_of
-from torchgpipe.private import has_hooks
+from torchgpipe.private import hooks_of
 
 __all__ = ['Sequential', 'split', 'parse_balance', 'parse_chunks', 'parse_devices',
            'still_shared', 'verify_module', 'verify_shared', 'verify_source']
@@ -62,7 +62,7 @@ def _verify_plain(module: nn.Sequential) -> None:
         raise ValueError('a sequential module to be partitioned has its parameters and buffers in '
                          f'its layers, but this one has some of its own: {names}; move them into '
                          'the layer that uses them')
-    if has_hooks(module):
+    if any(hooks_of(module)):
         raise ValueError('a sequential module to be partitioned can not have hooks of its own; '
                          'register them on its layers, or on the GPipe')
     for name, layer in module._modules.items():

@@ -12,7 +12,7 @@ from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.stepping import Step
 from torchgpipe.losses import Losses
-from torchgpipe.private import has_hooks
+from torchgpipe.private import hooks_of
 from torchgpipe.schedule import Schedule, make
 from torchgpipe.schedule.generators import stages_per_device
 
@@ -94,7 +94,7 @@ def check_model(model: nn.Module, n: int) -> None:
                            + ('gradients are off (torch.no_grad or inference_mode)'
                               if model.training else 'the model is in evaluation mode')
                            + '; call model(input) for outputs, or model.train() before')
-    if has_hooks(model):
+    if any(hooks_of(model)):
         raise RuntimeError('a step does not call this model as a whole, so it would leave out '
                            'the hooks that are registered on it; register them on its layers')
     if not n:
@@ -105,12 +105,12 @@ _recomputing = lru_cache(maxsize=32)(Schedule.recomputing)
 
 
 def run_step(engine: Engine, batches: list[Batch], losses: Losses, schedule: ScheduleLike,
-             checkpoint_stops: Sequence[int], **options: Any) -> Step:
+             checkpoint_stops: tuple[int, ...], **options: Any) -> Step:
     """Run a step; afterwards the batches hold the outputs."""
     workers = [partition.worker for partition in engine.partitions]
     found = find_schedule(schedule, workers, len(batches))
     if not engine.one_worker:  # Otherwise it never waits for a gradient.
-        found = _recomputing(found, tuple(checkpoint_stops))
+        found = _recomputing(found, checkpoint_stops)
     step = Step(engine, batches, found.rows, losses, checkpoint_stops=checkpoint_stops, **options)
     step.run()
     return step

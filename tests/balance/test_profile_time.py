@@ -11,6 +11,7 @@ from tests.devices import cpu_only
 from torchgpipe.balance import balance_by_time, profile
 from torchgpipe.balance.profile import profile_bytes
 from torchgpipe.engine.batch import Batch
+from torchgpipe.structure import bare
 
 pytestmark = cpu_only('the clock that a test moves is that of the host')
 
@@ -85,7 +86,7 @@ def test_halves_of_backward(clock):
 
 
 def test_no_halves_without_times():
-    layer, = profile_bytes(nn.Sequential(nn.Linear(4, 4)), Batch(torch.rand(8, 4)), 8,
+    layer, = profile_bytes(nn.Sequential(nn.Linear(4, 4)), Batch((torch.rand(8, 4),), bare), 8,
                            'cpu').layers
     assert (layer.input_share, layer.weight_share) == (None, None)
 

@@ -30,7 +30,7 @@ class Way:
     """The way of micro-batch 0 through cells, as a run leads it."""
 
     def __init__(self, shared=(), several=True):
-        self.aliasing = Aliasing([Batch((torch.ones(1), *shared))] * (1 + several),
+        self.aliasing = Aliasing([Batch((torch.ones(1), *shared), tuple)] * (1 + several),
                                  range(1, 1 + len(shared)))
         self.j = 0
 

@@ -9,7 +9,7 @@ from torchgpipe import GPipe, no_recompute
 from torchgpipe.engine.edges import Pipeline
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.places import modules_of, only_computes, shared_modules, shared_slots
-from torchgpipe.engine.scatter import scatter
+from torchgpipe.engine.scatter import cut
 from torchgpipe.locks import layer_lock
 
 pytestmark = cpu_only('what stands where is the same on any device')
@@ -116,7 +116,7 @@ def test_a_module_that_is_kept_out_of_recomputation_is_for_one_at_a_time():
                     [torch.device('cpu:0'), torch.device('cpu:1')])
     first = engine.partitions[0]
     for lock in (first.lock, first.lock_alone):
-        pipeline = Pipeline(engine, scatter(torch.rand(2, 2), chunks=2), [2, 2])
+        pipeline = Pipeline(engine, cut(torch.rand(2, 2), chunks=2)[0], [2, 2])
         assert pipeline._held[0] is lock
         no_recompute(known)
 

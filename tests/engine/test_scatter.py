@@ -3,9 +3,8 @@ import pytest
 import torch
 
 from torchgpipe import Arguments, NoChunk
-from torchgpipe.engine.batch import Batch
-from torchgpipe.engine.gather import gather
-from torchgpipe.engine.scatter import check_rule, scatter
+from torchgpipe.engine.scatter import check_rule
+from torchgpipe.microbatch import Batch, gather, scatter
 
 JAGGED = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
 

@@ -17,7 +17,7 @@ from torchgpipe.engine.interpreter import _in_order
 from torchgpipe.engine.leaves import Leaves
 from torchgpipe.schedule import make
 from torchgpipe.skip import pop, skippable, stash
-from torchgpipe.structure import leaves_of
+from torchgpipe.structure import bare, leaves_of
 
 #: How long a thread waits for another one that the lock keeps away.
 SECONDS = 0.3
@@ -305,7 +305,7 @@ def test_what_does_not_change_or_is_another_one_each_time_may_be_handed_on(devic
 
 
 def test_another_tensor_may_have_the_number_of_one_that_is_gone():
-    aliasing = Aliasing([Batch(torch.ones(1))] * 2, [])
+    aliasing = Aliasing([Batch((torch.ones(1),), bare)] * 2, [])
     for k in range(100):
         x = torch.zeros(2)
         if k % 2:

@@ -4,7 +4,7 @@ import torch
 
 from tests.devices import one_worker
 from torchgpipe.checkpoint import enable_checkpointing, enable_recomputing
-from torchgpipe.engine.batch import Batch
+from torchgpipe.microbatch import Batch
 from torchgpipe.skip import tracker as tracker_module
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.stream import default_stream

@@ -242,7 +242,7 @@ def assert_nothing_observes(model):
     """Check that no recorder is left."""
     engine = model._engine
     assert observers == [] and engine.observer is None
-    assert all(partition.compute.observer is None for partition in engine.partitions)
+    assert all(partition.observer is None for partition in engine.partitions)
 
 
 @devices

@@ -28,7 +28,7 @@ from torchgpipe.predict.blocks import SkipProfile
 from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
-from torchgpipe.structure import call
+from torchgpipe.structure import call, flatten
 
 __all__ = ['Flow', 'Measurement']
 
@@ -64,7 +64,7 @@ class Flow:
     def __init__(self, sample: Batch, device: torch.device, size: int) -> None:
         with torch.inference_mode(False):
             self.values = [LayerInput(x.detach().to(device).clone(), x.requires_grad,
-                                      ResultMemory(None, size_of(x))) for x in sample]
+                                      ResultMemory(None, size_of(x))) for x in sample.tensors]
         self.device = device
         self.size = size
         self.kind = sample.kind
@@ -103,16 +103,16 @@ class Measurement:
         tracker = SkipTracker()
         for key, (_, value) in self.pops.items():
             tracker.tensors[key] = None if value is None else value.fresh()
-        return Batch.of(tensors, self.kind), tracker
+        return Batch(tensors, self.kind), tracker
 
     def _forward(self, input: Batch, tracker: SkipTracker) -> Batch:
         with use_skip_tracker(tracker):
-            return Batch(call(self.module, input.value))
+            return Batch(*flatten(call(self.module, input.value)))
 
     def _results(self, output: Batch, tracker: SkipTracker) -> list[Tensor]:
         """Return all that the layer gave: outputs, and what it stashed."""
         stashed = [tracker.tensors[key] for key in self.stashes]
-        return [*output, *(x for x in stashed if x is not None)]
+        return [*output.tensors, *(x for x in stashed if x is not None)]
 
     def train(self) -> tuple[float, float]:
         """Run forward and backward, and take the time."""
@@ -162,7 +162,7 @@ class Measurement:
     def watch(self) -> None:
         """Run forward; see which memory is kept, and forward the results."""
         input, tracker = self._start()
-        given: list[tuple[Any, LayerInput]] = [*zip(input, self.inputs), *(
+        given: list[tuple[Any, LayerInput]] = [*zip(input.tensors, self.inputs), *(
             (tracker.tensors[key], value) for key, (_, value) in self.pops.items() if value)]
         known = {x.untyped_storage(): value.memory for x, value in given}
         before = versions([x for x, _ in given])
@@ -190,9 +190,9 @@ class Measurement:
                 self.memories += [known[storage]] if made else []
             return LayerInput(x.detach().clone(), x.requires_grad, known[storage])
 
-        self.flow.values = [value(x) for x in output]
+        self.flow.values = [value(x) for x in output.tensors]
         self.flow.kind = output.kind
-        self.output_bytes = sum(size_of(x) for x in output)
+        self.output_bytes = sum(map(size_of, output.tensors))
         for key in self.stashes:
             tensor = tracker.tensors[key]
             self.flow.stashed[key] = self.index, None if tensor is None else value(tensor)

@@ -178,7 +178,7 @@ def _take_device(device: Device | None) -> torch.device:
 
 def _check(module: nn.Sequential, sample: Batch, device: torch.device) -> None:
     verify_skippables(module)
-    if has_data(device) and any(x.is_meta for x in sample):
+    if has_data(device) and any(x.is_meta for x in sample.tensors):
         raise ValueError(f"the sample is on 'meta', without data to run the layers on '{device}'")
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
@@ -206,7 +206,7 @@ def _measure(module: nn.Sequential, samples: list[tuple[Batch, int]], device: to
                                 f'{" and ".join(str(flow.size) for flow in flows)} samples')
                 raise
     return Profile(tuple(map(_result, names, measured)), tuple(flows[0].skips), size,
-                   sum(size_of(x) for x in sample), str(device))
+                   sum(map(size_of, sample.tensors)), str(device))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torchgpipe.distributed.replicas import Replicas, take_first
 from torchgpipe.distributed.start import Facts, together
 from torchgpipe.distributed.tensor import split_layer, tie_again
 from torchgpipe.distributed.ties import Ties
-from torchgpipe.engine.compute import Sequential
+from torchgpipe.engine.cell import Sequential
 from torchgpipe.engine.partition import Engine
 from torchgpipe.skip.layout import inspect_skip_layout
 from torchgpipe.weights import Weights

@@ -109,7 +109,7 @@ class Steps:
         start = self._begin(input, 'step', schedule)
         losses = self._losses(start.sizes, *loss)
         m = len(start.batches)
-        stops = tuple(checkpoint_stops(checkpoint, m, len(model.balance)))
+        stops = checkpoint_stops(checkpoint, m, len(model.balance))
         workers = [('rank', place) for place in rank.places]
         found = find_schedule(schedule, workers, m).recomputing(stops)
         training = Training(rank.engine, start.batches, self._way(found, start.kind), losses,
@@ -176,16 +176,16 @@ class Steps:
             rule = fit_rule(model.batch_dim, input, model.children())
             cuts.append(cut(input, model.chunks, rule))
             batches, sizes, common = cuts[0]
-            outlines = [[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in batch]
+            outlines = [[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in batch.tensors]
                         for batch in batches]
-            kind = batches[0].kind([None] * len(batches[0]))  # type: ignore[list-item]
+            kind = batches[0].kind([None] * len(batches[0].tensors))  # type: ignore[list-item]
             return Facts(len(batches), sum(sizes), 0., settings,
                          digest(looks, outlines, kind, common))
 
         said = rank.together(f'a {what} of this model', read)
         own, first = [said[each] for each in rank.pipe.ranks], said[rank.ranks[0]]
         sizes = [first.size // first.m + (i < first.size % first.m) for i in range(first.m)]
-        batches, _, common = cuts[0] if cuts else ([Batch.of(()) for _ in sizes], sizes, [])
+        batches, _, common = cuts[0] if cuts else ([Batch((), tuple) for _ in sizes], sizes, [])
         return _Start(batches, sizes, common, (what, *own))
 
     def _losses(self, sizes: list[int], loss_fn: Any, target: Any, target_dim: Any,

@@ -95,7 +95,7 @@ class _OnRanks(Run):
         """Return the batch and the skips that a cell has for another stage."""
         (j, _, i), next_j = message.action, message.stage
         batch, waiting = self._batches[i], self._skips[i]
-        tensors: list[Tensor] = [*batch] if next_j == j + 1 else []
+        tensors: list[Tensor] = [*batch.tensors] if next_j == j + 1 else []
         numbers, size = [*range(len(tensors))], len(tensors)
         skips: list[int | None] = []
         for key in self._keys(j, next_j):
@@ -108,7 +108,7 @@ class _OnRanks(Run):
         if size:
             kind = None if batch.kind is bare else batch.kind
             varies = kind is not None and _has_numbers(batch.value)
-            self._batches[i] = Batch.of(())  # It dies when it has left.
+            self._batches[i] = Batch((), tuple)  # It dies when it has left.
         aliased = self._aliased[i, j]
         outlines = tuple([outline(k, x, aliased[k], self.aliasing.is_common(i, x))
                           for k, x in zip(numbers, tensors)])
@@ -126,8 +126,8 @@ class _OnRanks(Run):
                              {key for key, k in zip(keys, header.skips)
                               if k is not None and header.outlines[k].common})
         if header.size:
-            self._batches[i] = Batch.of(tuple(tensors[:header.size]),
-                                        bare if header.kind is None else header.kind)
+            self._batches[i] = Batch(tuple(tensors[:header.size]),
+                                     bare if header.kind is None else header.kind)
         for key, k in zip(keys, header.skips):
             self._skips[i][key] = Skip(None) if k is None else Skip(
                 tensors[k], versions([tensors[k]])[0], prev_j, header.outlines[k].k)
@@ -197,7 +197,8 @@ class Evaluation(_OnRanks):
         self._run_cell(action.micro_batch, action.stage)
 
     def _bring(self, i: int, j: int, popped: Sequence[Skip]) -> list[Tensor]:
-        return [*self._batches[i], *(skip.tensor for skip in popped if skip.tensor is not None)]
+        skips = [skip.tensor for skip in popped if skip.tensor is not None]
+        return [*self._batches[i].tensors, *skips]
 
     def _send(self, i: int, j: int, cell: Cell, output: list[Tensor],
               recomputation: Recomputation | None) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from torchgpipe.distributed.start import NotBegun
-from torchgpipe.engine.compute import Sequential
+from torchgpipe.engine.cell import Sequential
 
 __all__ = ['Whereabouts', 'is_from_others', 'whereabouts']
 

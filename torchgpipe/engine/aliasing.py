@@ -62,9 +62,9 @@ class Aliasing:
         #: Tensors of a transform of torch.func have no memory.
         self._follows = self._several and not transformed
         #: The tensors that all share, which is what a view of them changes.
-        self._shared = [batches[0][k] for k in common]
+        self._shared = [batches[0].tensors[k] for k in common]
         #: Of each micro-batch, those among its tensors that are these, or copies of them.
-        self._common = {i: [batch[k] for k in common]
+        self._common = {i: [batch.tensors[k] for k in common]
                         for i, batch in enumerate(batches)} if common else {}
         #: And the skips that are such tensors.
         self._common_skips: defaultdict[int, set[Key]] = defaultdict(set)

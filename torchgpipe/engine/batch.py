@@ -1,134 +1,37 @@
 """A micro-batch: the tensors of a value, and what puts the value together again."""
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from torchgpipe.aliases import Function, Tensors
-from torchgpipe.structure import Kind, Repeated, bare, flatten, once
+from torchgpipe.aliases import Tensors
+from torchgpipe.structure import Kind, bare, flatten, once
 
-__all__ = ['Batch', 'check', 'find_grad', 'result_of']
+__all__ = ['Batch', 'find_grad', 'result_of']
 
 
+@dataclass(slots=True, eq=False)
 class Batch:
-    """One micro-batch: a tensor (then it is *atomic*), or a value with tensors in it.
-
-    As a sequence it is that of its tensors, in the order in which they stand in the value.
+    """One micro-batch.
 
     >>> import torch
-    >>> batch = Batch((torch.zeros(2, 3), torch.ones(2)))
-    >>> batch.atomic, len(batch), batch[1].shape
-    (False, 2, torch.Size([2]))
+    >>> batch = Batch(*flatten((torch.zeros(2, 3), None)))
+    >>> len(batch.tensors), batch.value[0].shape
+    (1, torch.Size([2, 3]))
 
     Args:
-        value: A tensor or a structure of tensors, of any shapes.
-
-    Attributes:
-        kind: Puts a value like this one together from other tensors.
+        tensors: The tensors of a value, in the order in which they stand there.
+        kind: Puts a value like this one together from tensors.
     """
 
-    __slots__ = ('_tensors', 'kind')
-
-    _tensors: Tensors
+    tensors: Tensors
     kind: Kind
-
-    def __init__(self, value: Any) -> None:
-        if isinstance(value, Tensor):  # as mostly, so without a call
-            self._tensors, self.kind = (value,), bare
-        else:
-            self._tensors, self.kind = flatten(value)
-
-    @classmethod
-    def of(cls, tensors: Tensors, kind: Kind = tuple) -> 'Batch':
-        """Make a batch of some kind of its tensors; of a tuple, if no kind is named."""
-        batch = cls.__new__(cls)
-        batch._tensors, batch.kind = tensors, kind
-        return batch
-
-    def spread(self) -> 'Batch':
-        """Return it with a tensor for each place of the value."""
-        kind = self.kind
-        return Batch.of(kind.spread(self._tensors), kind.kind) if isinstance(kind, Repeated) \
-            else self
 
     @property
     def value(self) -> Any:
         """The value; what holds its tensors is made anew."""
-        return self._tensors[0] if self.kind is bare else self.kind(self._tensors)
-
-    @property
-    def atomic(self) -> bool:
-        """Whether the value is a tensor itself."""
-        return self.kind is bare
-
-    @property
-    def tensor(self) -> Tensor:
-        """The tensor of an atomic batch; :exc:`AttributeError` otherwise."""
-        if not self.atomic:
-            raise AttributeError(f'a batch of {len(self)} tensors has no single tensor; '
-                                 'use tensors')
-        return self._tensors[0]
-
-    @property
-    def tensors(self) -> Tensors:
-        """The tensors of a non-atomic batch; :exc:`AttributeError` otherwise."""
-        if self.atomic:
-            raise AttributeError('an atomic batch has no tuple of tensors; use tensor')
-        return self._tensors
-
-    @property
-    def tensor_or_tensors(self) -> Any:
-        """The value, whichever it is."""
-        return self.value
-
-    @property
-    def device(self) -> torch.device:
-        """The first device that is not the CPU, if any tensor is on one."""
-        for tensor in self._tensors:
-            if not tensor.is_cpu:
-                return tensor.device
-        return torch.device('cpu')
-
-    def call(self, function: Function) -> 'Batch':
-        """Call a function with the value, and make a batch of what it returns."""
-        return Batch.of(*result_of(function(self.value)))
-
-    def find_grad(self) -> int | None:
-        """Return the index of the first tensor that requires grad, or ``None``."""
-        return find_grad(self._tensors)
-
-    def __repr__(self) -> str:
-        return f'Batch({self.value!r})'
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def __getitem__(self, index: int) -> Tensor:
-        if self.atomic and index != 0:
-            raise IndexError(f'index {index} into an atomic batch, which has index 0 only')
-        return self._tensors[index]
-
-    def __setitem__(self, index: int | slice, value: Any) -> None:
-        if isinstance(index, slice):
-            if index != slice(None):
-                raise NotImplementedError('only a whole batch can be assigned: batch[:] = tensors')
-            self._set_all(tuple(value))
-        else:
-            self[index]  # which raises if there is none
-            tensors = list(self._tensors)
-            tensors[index] = value
-            self._tensors = tuple(tensors)
-
-    def _set_all(self, tensors: Sequence[Tensor]) -> None:
-        if len(tensors) != len(self._tensors):
-            if self.atomic:
-                raise IndexError(f'{len(tensors)} tensors for an atomic batch, which holds one')
-            self.kind = tuple
-        self._tensors = tuple(tensors)
+        return self.kind(self.tensors)
 
 
 def result_of(value: Any) -> tuple[Tensors, Kind]:
@@ -136,6 +39,7 @@ def result_of(value: Any) -> tuple[Tensors, Kind]:
 
     A tensor in several places goes on once.
 
+    >>> import torch
     >>> x = torch.ones(2)
     >>> tensors, kind = result_of({'x': x, 'y': x})
     >>> len(tensors), kind(tensors)['x'] is kind(tensors)['y']
@@ -147,35 +51,11 @@ def result_of(value: Any) -> tuple[Tensors, Kind]:
     return (tensors, kind) if len(tensors) == 1 else once(tensors, kind)
 
 
-def find_grad(tensors: Iterable[Tensor]) -> int | None:
+def find_grad(tensors: Sequence[Tensor]) -> int | None:
     """Return the index of the first tensor that requires grad, or ``None``.
 
     One on the CPU comes last: so a node that is hung on the tensor runs in backward in the same
     thread as the node that gave it beside others.
     """
-    found = None
-    for k, x in enumerate(tensors):
-        if x.requires_grad:
-            if not x.is_cpu:
-                return k
-            if found is None:
-                found = k
-    return found
-
-
-def check(input: Any) -> None:
-    """Check that a value may cross a partition boundary: tensors, or a structure of them.
-
-    >>> import torch
-    >>> check((torch.zeros(2, 3), None))
-    >>> check('text')  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    TypeError: expected Tensor, but got str as the value; ...
-
-    Args:
-        input: The value, of any shape.
-
-    Raises:
-        TypeError: It is something else, or a structure with something else in it.
-    """
-    flatten(input)
+    found = [k for k, x in enumerate(tensors) if x.requires_grad]
+    return next((k for k in found if not tensors[k].is_cpu), found[0] if found else None)

@@ -14,8 +14,10 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from torchgpipe.context import context
 from torchgpipe.engine.batch import result_of
 from torchgpipe.engine.checkpoint.draws import Draws
 from torchgpipe.engine.checkpoint.layer_state import CellState, Layers
@@ -24,15 +26,40 @@ from torchgpipe.engine.checkpoint.random_operations import DrawMonitor, Recorder
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.checkpoint.results import MARK, Results
 from torchgpipe.engine.checkpoint.samples import compare_pending
+from torchgpipe.engine.compiled import compiled
+from torchgpipe.engine.culprit import add_culprit, blame, left_grad_mode
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.partition import Partition
 from torchgpipe.engine.stream import AbstractStream, CPUStream
 from torchgpipe.engine.thread_state import ThreadState
+from torchgpipe.errors import changed_input
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker
-from torchgpipe.structure import Kind, Repeated, flatten
+from torchgpipe.structure import Arguments, Kind, Repeated, bare, flatten
 
-__all__ = ['Cell', 'Cells', 'compare_earlier']
+__all__ = ['Cell', 'Cells', 'Sequential', 'compare_earlier']
+
+
+class Sequential(nn.Sequential):
+    """The layers of a partition, of which the first one may take several arguments."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call each layer with what the layer before gave, the first one with the arguments."""
+        first = True
+        value: Any = None
+        for module in self:
+            value = module(*args, **kwargs) if first else module(value)
+            first = False
+        return value
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the layers together, with the arguments of :func:`torch.compile`."""
+        self.forward = compiled(self, *args, **kwargs)  # type: ignore[method-assign]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is not compiled, as PyTorch has it with each module.
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {name: value for name, value in state.items() if name != 'forward'}
 
 
 class Cell:
@@ -41,11 +68,11 @@ class Cell:
     A graph may own it, through a recomputation, so it owns no tensor.
 
     Args:
-        compute: Takes ``(i, m, tracker, value)``.
+        partition: The partition.
+        layers: What to call: its layers, as the run has them.
         i: The micro-batch.
         m: How many there are.
         kind: Puts the input together.
-        stashes: The skips that go to other partitions.
 
     Attributes:
         popped: The skips that come from other partitions, after the batch.
@@ -54,16 +81,16 @@ class Cell:
         stashed: The skips that stand after the output, once it was called.
     """
 
-    __slots__ = ('_compute', '_i', '_input_kind', '_is_new', '_m', '_stashes', 'absent', 'kind',
+    __slots__ = ('_i', '_input_kind', '_is_new', '_layers', '_m', '_partition', 'absent', 'kind',
                  'popped', 'stashed')
 
-    def __init__(self, compute: Callable[..., Any], i: int, m: int, kind: Kind,
-                 stashes: Sequence[tuple[int, Key]]) -> None:
-        self._compute = compute
+    def __init__(self, partition: Partition, layers: Callable[..., Any], i: int, m: int, kind: Kind
+                 ) -> None:
+        self._partition = partition
+        self._layers = layers
         self._i = i
         self._m = m
         self._input_kind = self.kind = kind
-        self._stashes = stashes
         self._is_new = True
         self.popped: list[Key] = []
         self.absent: list[Key] = []
@@ -76,17 +103,48 @@ class Cell:
             tensors: The batch and the skips. These are taken out of the list, so that they live no
                 longer than the layers need them.
         """
-        has_skips = self._stashes or self.popped or self.absent
-        tracker = self._tracker(tensors) if has_skips else None
-        value = self._compute(self._i, self._m, tracker, self._input_kind(tensors))
-        if self._is_new:
-            output, self.kind = result_of(value)
-            self._is_new = False
+        partition = self._partition
+        tracker = self._tracker(tensors) if partition.has_skips else None
+        value: Any = self._input_kind(tensors)
+        end = None if partition.observer is None else partition.observer.cell(
+            self._i, self._m, partition.j, value,
+            [] if tracker is None else [*tracker.tensors.values()])
+        outside, context.skips = context.skips, tracker
+        grad = torch.is_grad_enabled()
+        try:
+            # By hand, not by `call`: each Python call counts here.
+            value = (self._layers(*value.args, **value.kwargs) if type(value) is Arguments
+                     else self._layers(value))
+            if torch.is_grad_enabled() is not grad:
+                raise left_grad_mode(grad)
+        except Exception as error:
+            add_culprit(error, partition, self._i, self._m)
+            raise
+        finally:
+            context.skips = outside
+        output: Sequence[Tensor] = [value]
+        if isinstance(value, Tensor):  # as mostly
+            self.kind = bare
         else:
-            output = (value,) if isinstance(value, Tensor) else flatten(value)[0]
-            if isinstance(self.kind, Repeated):  # as in the first pass, whatever is one here
-                output = self.kind.collect(output)
+            output = self._tensors_of(value)
+        self._is_new = False
+        if end is not None:
+            end(value)
         return [*output] if tracker is None else [*output, *self._skips_in(tracker)]
+
+    def _tensors_of(self, value: Any) -> Sequence[Tensor]:
+        """Return the tensors that the layers gave, and in the first pass keep their kind."""
+        try:
+            if self._is_new:
+                output, self.kind = result_of(value)
+                return output
+            output = flatten(value)[0]
+        except TypeError as error:
+            last = next(reversed(self._partition.layers._modules))
+            add_culprit(error, self._partition, self._i, self._m, last)
+            raise
+        # As in the first pass, whatever is one here.
+        return self.kind.collect(output) if isinstance(self.kind, Repeated) else output
 
     def _tracker(self, tensors: list[Tensor]) -> SkipTracker:
         """Return a tracker with the skips that come in."""
@@ -99,7 +157,7 @@ class Cell:
     def _skips_in(self, tracker: SkipTracker) -> list[Tensor]:
         """Return the skips that go out, with all changes in place since they were stashed."""
         found = {}
-        for _, key in self._stashes:
+        for _, key in self._partition.outgoing:
             if key not in tracker.tensors:
                 raise RuntimeError(f"'{key[1]}' must be stashed but have not")
             if (x := tracker.tensors[key]) is not None:
@@ -211,12 +269,9 @@ class Cells:
         else:
             draws = monitor
         offload = None if self._host_stream is CPUStream else Offload(self._host_stream)
-        blame = None if cell.popped else partial(self._blame, cell.kind)
-        return Recomputation(cell, self._state, draws, found, device, blame,
+        why = changed_input if cell.popped else partial(_blame, self._partition, cell.kind)
+        return Recomputation(cell, self._state, draws, found, device, why,
                              self._partition.pending, results, offload)
-
-    def _blame(self, kind: Kind, tensors: Sequence[Tensor]) -> str:
-        return self._partition.compute.blame(kind(tensors))
 
 
 def compare_earlier(partition: Partition) -> None:
@@ -231,3 +286,7 @@ def compare_earlier(partition: Partition) -> None:
         for observed in partition.observed.values():
             observed.watch_again()
         raise
+
+
+def _blame(partition: Partition, kind: Kind, tensors: Sequence[Tensor]) -> str:
+    return blame(partition, kind(tensors))

@@ -1,17 +1,22 @@
-"""Compiled nodes of a graph: let them run in several threads at the same time.
+"""Compiled layers: compile what can be, and let several threads go back through it at once.
 
 Autograd has a thread for each accelerator, and gives all of them the same copy of the caller's
 context variables. Compiled code enters it in backward, which two threads can not do at once:
 "cannot enter context". A pipeline is what lets them try.
 """
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchgpipe.private import compiled_codes, is_compiled, is_compiled_module, own_context
 
-__all__ = ['has_compiled', 'part_contexts']
+__all__ = ['compiled', 'has_compiled', 'part_contexts']
 
 
 def has_compiled(partition: nn.Module) -> bool:
@@ -39,3 +44,41 @@ def part_contexts(inputs: Iterable[Any], outputs: Iterable[Tensor]) -> None:
         if is_compiled(node):
             node.register_prehook(own_context)
         found += [next for next, _ in node.next_functions]
+
+
+def compiled(layers: nn.Sequential, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """Return what calls layers one after the other, compiled together where they can be.
+
+    Args:
+        layers: The layers.
+        *args: Those of :func:`torch.compile`.
+        **kwargs: And these.
+    """
+    # PyTorch gives up a loop for one layer that it can not compile.
+    is_left = [hasattr(layer.forward, '_torchdynamo_disable') for layer in layers]
+    runs = [partial(torch.compile(_own_code(_run), *args, **kwargs), layers,
+                    tuple([name for name, _ in group]))
+            for _, group in groupby(zip(layers._modules, is_left), itemgetter(1))]
+    return partial(_run_all, runs)
+
+
+def _run(layers: nn.Sequential, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
+    """Do what the forward does, for some of the layers."""
+    name, *others = names
+    value = layers._modules[name](*args, **kwargs)
+    for name in others:
+        value = layers._modules[name](value)
+    return value
+
+
+def _own_code(function: Any) -> Callable[..., Any]:
+    """Copy a function: PyTorch counts how often it has compiled a code, and soon gives up."""
+    return FunctionType(function.__code__.replace(), function.__globals__)
+
+
+def _run_all(runs: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
+    run, *others = runs
+    value = run(*args, **kwargs)
+    for run in others:
+        value = run(value)
+    return value

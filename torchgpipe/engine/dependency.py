@@ -1,4 +1,4 @@
-"""Edges in the autograd graph that carry no data.
+"""Nodes in the autograd graph that change no data: what comes first, and what is run again before.
 
 ``fork`` takes a phony off a tensor, ``join`` puts it onto another one. In backward, whatever comes
 before the fork waits until whatever comes after the join has been started::
@@ -11,13 +11,19 @@ before the fork waits until whatever comes after the join has been started::
     2. The first one has to wait for it, also when the gradient of a' came first.
 
 A phony is a tensor without elements: it carries the edge, and no data.
+
+Two more nodes have a checkpointed call run again: one that is tied to an output, so that it comes
+before the gradient is there, and one behind which nothing can do without.
 """
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ['Fork', 'Join', 'Tie', 'fork', 'get_phony', 'join', 'tie']
+from torchgpipe.private import retains_graph
+
+__all__ = ['Checkpoint', 'Fork', 'Join', 'Recompute', 'Tie', 'fork', 'get_phony', 'join', 'tie']
 
 # Filled once per device, never emptied, read-only afterwards.
 _phonies: dict[tuple[torch.device, bool], Tensor] = {}
@@ -108,6 +114,51 @@ class Tie(torch.autograd.Function):
     def backward(ctx: Any, grad_input: Tensor | None, grad_phony: Tensor | None
                  ) -> tuple[Tensor | None, ...]:
         return grad_input, *[None] * ctx.number
+
+
+class Checkpoint(torch.autograd.Function):
+    """Mark the output of a checkpointed call; in backward, see that its graph is filled.
+
+    Takes ``(phony, recomputation, *output)`` and gives the output: step 4 of the note "How
+    checkpointing works".
+    """
+
+    @staticmethod
+    def forward(ctx: Any, phony: Tensor, recomputation: Any,
+                *output: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.recomputation = recomputation
+        return tuple(y.detach() for y in output)  # [Note: Identity without a view]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.recomputation.fill()
+        return (None, None, *grads)
+
+
+class Recompute(torch.autograd.Function):
+    """Run a checkpointed call again, before its gradient is there. In a step, `R` does so.
+
+    Takes ``(phony, recomputation, input)`` and gives a phony: step 2 of the note "How
+    checkpointing works".
+    """
+
+    @staticmethod
+    def forward(ctx: Any, phony: Tensor, recomputation: Callable[[], Any],
+                input: tuple[Tensor, ...]) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.recomputation = recomputation  # weakly: [Note: Who owns a recomputation]
+        ctx.save_for_backward(*input)
+        return phony.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, ...]:
+        recomputation = ctx.recomputation()
+        assert recomputation is not None, 'Checkpoint, which runs next, owns it'
+        recomputation.fill()
+        if not retains_graph():
+            recomputation.forget()
+        return None, None, None
 
 
 #: As torchgpipe 0.0.7 named them.

@@ -96,8 +96,8 @@ class Pipeline(Run):
 
     >>> from torch import nn
     >>> from torchgpipe.engine.gather import gather
-    >>> from torchgpipe.engine.scatter import scatter
-    >>> batches = scatter(torch.ones(4, 2), chunks=2)
+    >>> from torchgpipe.engine.scatter import cut
+    >>> batches, _, _ = cut(torch.ones(4, 2), chunks=2)
     >>> Pipeline(Engine([nn.Sequential(nn.Flatten()), nn.Sequential(nn.ReLU())]), batches).run()
     >>> gather(batches).shape
     torch.Size([4, 2])
@@ -183,7 +183,7 @@ class Pipeline(Run):
     # ------------------------------------------------------------------------------------
 
     def _bring(self, i: int, j: int, popped: Sequence[Skip]) -> list[Tensor]:
-        partition, tensors = self._engine.partitions[j], [*self._batches[i]]
+        partition, tensors = self._engine.partitions[j], [*self._batches[i].tensors]
         # First what is there for long: it would be copied behind what has to be computed yet.
         skips = [self._copy(i, skip.j, j, [skip.tensor])[0] for skip in popped
                  if skip.tensor is not None]

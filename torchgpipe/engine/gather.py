@@ -14,7 +14,7 @@ from torch import Tensor
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.memory import is_among
 from torchgpipe.engine.scatter import DEFAULT, check_rule, look_up
-from torchgpipe.structure import Path, Repeated, leaves_of, path_name
+from torchgpipe.structure import Path, Repeated, bare, leaves_of, path_name
 
 __all__ = ['REDUCTIONS', 'check_rules', 'gather']
 
@@ -36,7 +36,7 @@ def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: A
     """Put micro-batches together.
 
     >>> import torch
-    >>> gather([Batch(torch.zeros(2, 3)), Batch(torch.ones(1, 3))]).shape
+    >>> gather([Batch((torch.zeros(2, 3),), bare), Batch((torch.ones(1, 3),), bare)]).shape
     torch.Size([3, 3])
 
     Args:
@@ -55,17 +55,19 @@ def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: A
             a scalar without a rule.
     """
     if any(isinstance(batch.kind, Repeated) for batch in batches):
-        batches = [batch.spread() for batch in batches]
+        batches = [_spread(batch) for batch in batches]
     first = batches[0]
-    if any(len(batch) != len(first) or batch.kind != first.kind for batch in batches):
+    if any(len(batch.tensors) != len(first.tensors) or batch.kind != first.kind
+           for batch in batches):
         raise ValueError('the micro-batches came out of the pipeline with different numbers of '
-                         f'tensors, or with other plain values: {[len(x) for x in batches]} '
-                         f'tensors, {", ".join(_outline(batch) for batch in batches)}')
-    paths = [()] if first.atomic else [
+                         'tensors, or with other plain values: '
+                         f'{[len(x.tensors) for x in batches]} tensors, '
+                         f'{", ".join(map(_outline, batches))}')
+    paths = [()] if first.kind is bare else [
         leaf.path for leaf in leaves_of(first.value) if isinstance(leaf.value, Tensor)]
     joined: dict[Any, Tensor] = {}
     found = []
-    for path, *xs in zip(paths, *batches):
+    for path, *xs in zip(paths, *[batch.tensors for batch in batches]):
         own_rule = batch_dim if rule is None else _rule_of(rule, path, xs[0], batch_dim)
         key = (*map(id, xs), own_rule)
         if key not in joined:
@@ -75,9 +77,15 @@ def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: A
     return first.kind(found)
 
 
+def _spread(batch: Batch) -> Batch:
+    """Return a batch with a tensor for each place of the value."""
+    kind = batch.kind
+    return Batch(kind.spread(batch.tensors), kind.kind) if isinstance(kind, Repeated) else batch
+
+
 def _outline(batch: Batch) -> str:
     """Write a value with the shapes of its tensors in their places."""
-    return repr(batch.kind([tuple(x.shape) for x in batch]))  # type: ignore[misc]
+    return repr(batch.kind([tuple(x.shape) for x in batch.tensors]))  # type: ignore[misc]
 
 
 def _rule_of(rule: Any, path: Path, x: Tensor, batch_dim: int) -> int | str:

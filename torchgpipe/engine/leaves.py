@@ -84,12 +84,13 @@ class Leaves:
         return found
 
 
-def _run_within(places: Sequence[_Place], function: Callable[..., Any], *args: Any) -> Any:
+def _run_within(places: Sequence[_Place], function: Callable[..., Any], *args: Any, **kwargs: Any
+                ) -> Any:
     swaps = [Swap(partial(setitem, module._parameters, name, leaf),
                   partial(_put_back, module._parameters, name, x, leaf))
              for module, name, x, leaf in places]
     with substituted(swaps):
-        return function(*args)
+        return function(*args, **kwargs)
 
 
 def _put_back(parameters: Any, name: str, x: Tensor, leaf: nn.Parameter) -> None:

@@ -1,28 +1,11 @@
 """The order of a step: what workers may not do beside each other, or in another order."""
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from torchgpipe.engine.checkpoint.attributes import are_same, state_of
-from torchgpipe.engine.partition import Engine, Partition
+from torchgpipe.engine.partition import Engine
 from torchgpipe.schedule.action import Action
 
-__all__ = ['Unordered', 'beside', 'communicating_worker']
-
-
-def communicating_worker(partitions: Sequence[Partition]) -> Hashable:
-    """Return the worker that communicates with other processes, or may do so for the loss.
-
-    Raises:
-        RuntimeError: There are several.
-    """
-    found = [partition for partition in partitions if partition.communicates]
-    if len({partition.worker for partition in found}) > 1:
-        names = ', '.join(f'{partition.j} on {partition.device}' for partition in found)
-        raise RuntimeError(
-            f'partitions {names} communicate with other processes, and each worker goes through '
-            'its actions of a step by itself: the ranks would not come to their collectives in '
-            'the same order. Put these partitions on one device; or use the plain call, '
-            'model(input) and loss.backward(), which runs one cell after the other')
-    return (found or partitions)[-1].worker
+__all__ = ['Unordered', 'beside']
 
 
 def beside(j: int) -> str:

@@ -1,7 +1,8 @@
 """What the engine knows of a partition, and of all of them, from one forward pass to the next."""
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,12 +12,11 @@ from torchgpipe.aliases import Slot
 from torchgpipe.devices import is_cpu, memory_key
 from torchgpipe.engine.checkpoint.observed import Observed
 from torchgpipe.engine.checkpoint.samples import PendingComparison
-from torchgpipe.engine.compute import Compute
 from torchgpipe.engine.observer import Observer, observers
 from torchgpipe.engine.places import modules_of, only_computes, shared_modules, shared_slots
 from torchgpipe.engine.stream import no_context
 from torchgpipe.engine.worker import Workers, device_key
-from torchgpipe.locks import layer_lock, together
+from torchgpipe.locks import layer_lock, new_lock, together
 from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
 
 __all__ = ['Engine', 'Partition']
@@ -37,7 +37,8 @@ class Partition:
         self.j = j
         self.layers = layers
         self.device = device
-        self.compute = Compute(j, layers, device)
+        #: Who is told of each run of the layers, if anyone.
+        self.observer: Observer | None = None
         #: The worker that runs it.
         self.worker = device_key(device)
         self.memory = memory_key(device)
@@ -95,6 +96,8 @@ class Engine:
         self.loss_draws: bool | None = None
         #: And whether the backward of any cell was, as that of an `autograd.Function` may.
         self.backward_draws: bool | None = None
+        #: Held in a step by all that draws from the generator of the CPU, or may put it back.
+        self.generator_lock = new_lock()
         #: Who is told of actions, if anyone.
         self.observer: Observer | None = None
         #: On one device nothing can run at the same time, so a thread would only make its caller
@@ -121,6 +124,24 @@ class Engine:
         self.changing = [module for module in shared if not only_computes(module)]
         self._lock(shared)
 
+    @cached_property
+    def communicating_worker(self) -> Hashable:
+        """The worker that communicates with other processes in a step, or may do so for the loss.
+
+        Raises:
+            RuntimeError: There are several.
+        """
+        found = [partition for partition in self.partitions if partition.communicates]
+        if len({partition.worker for partition in found}) > 1:
+            names = ', '.join(f'{partition.j} on {partition.device}' for partition in found)
+            raise RuntimeError(
+                f'partitions {names} communicate with other processes, and each worker goes '
+                'through its actions of a step by itself: the ranks would not come to their '
+                'collectives in the same order. Put these partitions on one device; or use the '
+                'plain call, model(input) and loss.backward(), which runs one cell after the '
+                'other')
+        return (found or self.partitions)[-1].worker
+
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
         """Tell somebody what is done within the context.
@@ -142,7 +163,7 @@ class Engine:
     def _tell(self, observer: Observer | None) -> None:
         self.observer = observer
         for partition in self.partitions:
-            partition.compute.observer = observer
+            partition.observer = observer
 
     def _lock(self, shared: dict[nn.Module, tuple[int, ...]]) -> None:
         """Let no two partitions run a module at the same time, unless it only computes.

@@ -105,8 +105,8 @@ class Run:
                   self._hold(partition, partition.lock_alone),
                   engine.workers.host_stream(partition.device) if offload else CPUStream)
             for partition, stop in zip(engine.partitions, stops)]
-        #: What computes the cells of each partition.
-        self._computes: list[Callable[..., Any]] = [each.compute for each in engine.partitions]
+        #: What cells call: the layers of each partition.
+        self._layers: list[Callable[..., Any]] = [each.layers for each in engine.partitions]
         #: The contexts in which cells have the layers of each partition.
         self._held = [
             self._hold(partition, partition.lock_alone if self.alone or cells.no_recompute
@@ -118,7 +118,6 @@ class Run:
         for cells in self._cells:
             cells.monitor = self._monitor
         outer = context.micro_batch
-        self._is_outermost = outer is None
         self.mini_batch = MiniBatch() if outer is None else outer.mini_batch
         self.aliasing = Aliasing(batches, common, state.transformed)
 
@@ -136,7 +135,7 @@ class Run:
         if not self._engine.one_worker:
             self._engine.workers.check_caller()
         parts = self._engine.several_memories and self._state.grad
-        inputs = [x.grad_fn for batch in self._batches for x in batch] if parts else []
+        inputs = [x.grad_fn for batch in self._batches for x in batch.tensors] if parts else []
         try:
             if self._shared is None:
                 self._run_cells()
@@ -144,10 +143,11 @@ class Run:
                 self._shared.run(self._put_last, self._run_cells)
             if self._monitor is not None:
                 self._check_monitor(self._monitor, range(len(self._cells)))
-            if self._is_outermost:
+            if context.micro_batch is None:  # It is the outermost run.
                 self.mini_batch.end()
             if parts:
-                part_contexts(inputs, itertools.chain(*self._batches))
+                part_contexts(inputs, [
+                    x for batch in self._batches for x in batch.tensors])
         finally:
             self._state.repair()
 
@@ -171,14 +171,6 @@ class Run:
     def _put_last(self, j: int, phony: Tensor) -> None:
         """Let backward come to where a phony was taken when partition ``j`` has ended it."""
 
-    def _is_ordered(self, j: int) -> bool:
-        """Return whether anyone sees when a partition's cells run, whether these draw or not.
-
-        One worker runs one cell at a time in any case.
-        """
-        return self._engine.one_worker or self._state.is_serialized or \
-            self._engine.partitions[j].serialized
-
     def _check_monitor(self, monitor: DrawMonitor, partitions: Iterable[int]) -> None:
         """Let partitions that were thought not to draw be looked at again, if anyone drew."""
         if monitor.anyone_drew():
@@ -188,7 +180,7 @@ class Run:
     def _run_cell(self, i: int, j: int) -> None:
         """Take micro-batch ``i`` through partition ``j``."""
         partition, m, outside = self._engine.partitions[j], len(self._batches), context.micro_batch
-        cell = Cell(self._computes[j], i, m, self._batches[i].kind, partition.outgoing)
+        cell = Cell(partition, self._layers[j], i, m, self._batches[i].kind)
         context.micro_batch = MicroBatch(i, m, j, next(_serial), self.mini_batch, partition.lock)
         try:
             tensors = self._bring(
@@ -226,4 +218,4 @@ class Run:
             self._skips[i][key] = Skip(None)
         for k, key in enumerate(cell.stashed, number):
             self._skips[i][key] = Skip(output[k], versions([output[k]])[0], j, k)
-        self._batches[i] = Batch.of(tuple(output[:number]), cell.kind)
+        self._batches[i] = Batch(tuple(output[:number]), cell.kind)

@@ -3,7 +3,7 @@
 ::
 
     input      {'x': (8, 3), 'table': NoChunk((5, 2))}        batch dimension 0, 4 chunks
-    scatter    {'x': (2, 3), 'table': (5, 2)}  × 4            views of it; a shared one is whole
+    cut        {'x': (2, 3), 'table': (5, 2)}  × 4            views of it; a shared one is whole
 
 A *rule* says something of each tensor of a value. Where it is a dict or a sequence, it goes by the
 keys of the value, as deep as it goes itself: ``{'mask': 1}`` is a rule for ``mask`` and all in it.
@@ -15,69 +15,66 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.aliases import Tensors
 from torchgpipe.engine.batch import Batch
-from torchgpipe.structure import Arguments, Leaf, Path, flatten_nested, leaves_of, once, path_name
+from torchgpipe.structure import (Arguments, Kind, Leaf, Path, bare, flatten_nested, leaves_of,
+                                  once, path_name)
 
-__all__ = ['DEFAULT', 'check_arguments', 'check_rule', 'cut', 'fit_rule', 'look_up', 'scatter']
+__all__ = ['DEFAULT', 'check_arguments', 'check_rule', 'cut', 'fit_rule', 'look_up']
 
 
-def scatter(input: Any, chunks: int, batch_dim: Any = 0) -> list[Batch]:
+def cut(input: Any, chunks: int, batch_dim: Any = 0, what: str = 'input'
+        ) -> tuple[list[Batch], list[int], list[int]]:
     """Split a mini-batch along its batch dimension.
 
     >>> import torch
-    >>> [len(batch.tensor) for batch in scatter(torch.zeros(7, 2), chunks=3)]
-    [3, 2, 2]
+    >>> batches, sizes, shared = cut(torch.zeros(7, 2), chunks=3)
+    >>> sizes, batches[0].value.shape
+    ([3, 2, 2], torch.Size([3, 2]))
 
     Args:
         input: A tensor of shape ``(batch, …)``, or a structure of such tensors. Scalars, and what
             is in a :class:`~torchgpipe.NoChunk`, are the same for all micro-batches.
         chunks: The largest number of micro-batches.
         batch_dim: The rule for the batch dimension, ``None`` for what is the same for all.
+        what: What errors call it.
 
     Returns:
-        ``min(chunks, batch)`` batches, whose sizes differ by one at most, larger ones first.
+        ``min(chunks, batch)`` batches, whose sizes differ by one at most, larger ones first; these
+        sizes; and the indices of tensors that all share.
 
     Raises:
         TypeError: The input is not made of tensors and plain values.
         ValueError: Batch sizes disagree, are zero, or there is no tensor to split.
     """
-    return cut(input, chunks, batch_dim)[0]
-
-
-def cut(input: Any, chunks: int, batch_dim: Any = 0, what: str = 'input'
-        ) -> tuple[list[Batch], list[int], list[int]]:
-    """Do as :func:`scatter` does; give the batches, their sizes, and which tensors are shared.
-
-    Errors call the value ``what``.
-    """
-    batch, dims = _read(input, batch_dim)
-    tensors = tuple(batch)
+    tensors, kind, dims = _read(input, batch_dim)
     size = _batch_size(input, tensors, dims, what)
     # A tensor in several places that is cut alike is one in each micro-batch, too.
     keys = [*zip(map(id, tensors), dims)]
     if len({*keys}) < len(keys):
-        batch = Batch.of(*once(tensors, batch.kind, keys))
-        dims, tensors = [dim for _, dim in dict.fromkeys(keys)], tuple(batch)
+        tensors, kind = once(tensors, kind, keys)
+        dims = [dim for _, dim in dict.fromkeys(keys)]
     m = min(chunks, size)
     sizes = [size // m + (i < size % m) for i in range(m)]
     shared = [k for k, dim in enumerate(dims) if dim is None]
     if m == 1:
-        return [batch], sizes, shared
+        return [Batch(tensors, kind)], sizes, shared
     parts = [(x,) * m if dim is None else x.split(sizes, dim) for x, dim in zip(tensors, dims)]
-    return [Batch.of(xs, batch.kind) for xs in zip(*parts)], sizes, shared
+    return [Batch(xs, kind) for xs in zip(*parts)], sizes, shared
 
 
-def _read(input: Any, batch_dim: Any) -> tuple[Batch, list[int | None]]:
-    """Return a value as a batch, and the batch dimension of each of its tensors."""
+def _read(input: Any, batch_dim: Any) -> tuple[Tensors, Kind, list[int | None]]:
+    """Return the tensors of a value, what puts it together, and the batch dimension of each."""
     if isinstance(input, Tensor):
-        return Batch(input), [batch_dim if isinstance(batch_dim, int) else 0]
+        return (input,), bare, [batch_dim if isinstance(batch_dim, int) else 0]
     if isinstance(input, tuple) and not input:
         raise ValueError('the input is an empty tuple; a pipeline needs at least one tensor')
-    batch = Batch.of(*flatten_nested(input))
+    tensors, kind = flatten_nested(input)
     # Several arguments go by their positions and names.
     start = 1 if isinstance(input, Arguments) else 0
-    return batch, [_batch_dim(leaf, leaf.path[start:], batch_dim) for leaf in leaves_of(input)
-                   if isinstance(leaf.value, Tensor)]
+    return tensors, kind, [
+        _batch_dim(leaf, leaf.path[start:], batch_dim) for leaf in leaves_of(input)
+        if isinstance(leaf.value, Tensor)]
 
 
 def _batch_dim(leaf: Leaf, path: Path, rule: Any) -> int | None:

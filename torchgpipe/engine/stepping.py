@@ -29,13 +29,13 @@ from torchgpipe.engine.compiled import has_compiled
 from torchgpipe.engine.copy import Wait, copy_tensor
 from torchgpipe.engine.interpreter import Plan, interpret
 from torchgpipe.engine.leaves import Leaves, edge_of, give, leaf_of
-from torchgpipe.engine.order import Unordered, beside, communicating_worker
+from torchgpipe.engine.order import Unordered, beside
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run, Skip
 from torchgpipe.engine.split_backward import DeferredWork
 from torchgpipe.engine.stream import CPUStream, no_context, use_stream, wait_stream
 from torchgpipe.errors import add_note
-from torchgpipe.locks import layer_lock, new_lock, together
+from torchgpipe.locks import layer_lock, together
 from torchgpipe.schedule.action import Action
 
 __all__ = ['Loss', 'Step']
@@ -96,8 +96,9 @@ class Step(Run):
         self._loss_lock = together(layer_lock(modules), *(
             partition.lock for partition in engine.partitions
             if not modules.isdisjoint(partition.layers.modules()))) if modules else no_context
-        self._input = [tuple(batch) for batch in batches]
-        batches[:] = [Batch.of(tuple(map(leaf_of, batch)), batch.kind) for batch in batches]
+        self._input = [batch.tensors for batch in batches]
+        batches[:] = [Batch(tuple(map(leaf_of, batch.tensors)), batch.kind)
+                      for batch in batches]
         #: By micro-batch and partition.
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._grads: dict[tuple[int, int], dict[int, Tensor]] = {}
@@ -107,7 +108,7 @@ class Step(Run):
         #: Held by forwards that draw from the generator of the CPU, and by all that goes back: a
         #: layer may put the generator back to an earlier state there, as `torch.utils.checkpoint`
         #: does, and what another one draws beside it would be lost, or drawn twice.
-        self._generator_lock = new_lock() if not engine.one_worker and (
+        self._generator_lock = engine.generator_lock if not engine.one_worker and (
             engine.backward_draws is not False
             or any(map(self._may_draw, range(len(self._cells))))) else no_context
         #: Looks at backwards, as long as it is not known whether they draw.
@@ -124,15 +125,18 @@ class Step(Run):
             BaseException: What an action raised, the first one. Then no gradient was added.
         """
         if not self._engine.one_worker:
-            self._communicating = communicating_worker(self._engine.partitions)
+            self._communicating = self._engine.communicating_worker
         super().run()
         self._give(self._gradients())
 
     def _run_cells(self) -> None:
         """Run all actions."""
         engine = self._engine
+        # Whether anyone sees when cells run, also where these do not draw.
+        all_ordered = engine.one_worker or self._state.is_serialized
         plan = Plan.of(self._rows, tuple([partition.device for partition in engine.partitions]),
-                       frozenset(filter(self._is_ordered, range(len(self._cells)))))
+                       frozenset([j for j, partition in enumerate(engine.partitions)
+                                  if all_ordered or partition.serialized or self._may_draw(j)]))
         self._put_leaves()
         run = self._act if engine.observer is None else partial(engine.observer.act, self._act)
         watch = None if plan.in_order else Unordered(engine, self._rows)
@@ -147,8 +151,8 @@ class Step(Run):
         for partition in self._engine.partitions:
             copies = {} if self._shared is None else self._shared.copies(partition.j)
             with partition.lock_alone:
-                self._computes[partition.j] = self._leaves.within(
-                    partition.layers.modules(), partition.compute, copies,
+                self._layers[partition.j] = self._leaves.within(
+                    partition.layers.modules(), partition.layers, copies,
                     self._deferred.get(partition.j))
         with self._loss_lock:
             self._loss = self._leaves.within(self._losses.modules, self._losses, {})
@@ -174,47 +178,48 @@ class Step(Run):
         alone = kind != 'F' or self._may_draw(j)
         try:
             with use_stream(self._streams[j]), self._generator_lock if alone else no_context:
-                self._run_action(i, j, kind)
+                if kind != 'F':
+                    self._state.run_backward(partial(self._ACTIONS[kind], self, i, j))
+                elif self._engine.one_worker:
+                    self._run_cell(i, j)
+                else:
+                    self._state.run(partial(self._run_cell, i, j), self._share)
+        except Exception as error:
+            if kind != 'F':
+                add_note(error, f'in backward of partition {j} on '
+                                f'{self._engine.partitions[j].device}, micro-batch {i} of '
+                                f'{len(self._batches)}')
+            raise
         finally:
             context.no_order = before
             if deferred is not None:
                 deferred.work, deferred.splits = None, False
 
-    def _run_action(self, i: int, j: int, kind: str) -> None:
-        if kind != 'F':
-            self._state.run_backward(partial(self._go_back, i, j, kind))
-        elif self._engine.one_worker:
-            self._run_cell(i, j)
-        else:
-            self._state.run(partial(self._run_cell, i, j), self._share)
-
     def _bring(self, i: int, j: int, popped: Sequence[Skip]) -> list[Tensor]:
-        batch = self._batches[i]
+        batch = self._batches[i].tensors
         sources = [(j - 1, k) for k in range(len(batch))] + [(skip.j, skip.k) for skip in popped]
         tensors = [*batch, *(skip.tensor for skip in popped if skip.tensor is not None)]
+        if len(tensors) == 1 and i not in self.aliasing.watched:  # as mostly
+            return self._carry(i, j, sources, tensors)
         return self.aliasing.cross(i, tensors, partial(self._carry, i, j, sources))
 
     def _carry(self, i: int, j: int, sources: Sequence[tuple[int, int]],
                tensors: list[Tensor]) -> list[Tensor]:
         """Return tensors in the graph of a cell, and keep where their gradients come out."""
-        arrived = [self._copied(i, j, prev_j, x) for (prev_j, _), x in zip(sources, tensors)]
         if self._engine.partitions[j].arrives:
+            tensors = [self._copied(i, j, prev_j, x) for (prev_j, _), x in zip(sources, tensors)]
             wait_stream(self._streams[j], self._copy_streams[j][i])
         self._graphs[i, j] = _Graph([], [
-            (*source, x) for source, x in zip(sources, arrived) if x.requires_grad])
+            (*source, x) for source, x in zip(sources, tensors) if x.requires_grad])
         # A leaf could not be changed in place.
-        return [*Wait.apply(CPUStream, CPUStream, *arrived)]  # type: ignore[no-untyped-call]
+        return [*Wait.apply(CPUStream, CPUStream, *tensors)]  # type: ignore[no-untyped-call]
 
     def _copied(self, i: int, j: int, prev_j: int, x: Tensor) -> Tensor:
-        if not self._is_apart(prev_j, j):
+        if prev_j < 0 or not self._engine.apart(prev_j, j):
             return x
         prev_stream, next_stream = self._copy_streams[prev_j][i], self._copy_streams[j][i]
         copy = copy_tensor(x.detach(), prev_stream, next_stream, self._streams[j])
         return copy.requires_grad_(x.requires_grad)
-
-    def _is_apart(self, prev_j: int, j: int) -> bool:
-        partitions = self._engine.partitions
-        return prev_j >= 0 and partitions[prev_j].memory != partitions[j].memory
 
     def _send(self, i: int, j: int, cell: Cell, output: list[Tensor],
               recomputation: Recomputation | None) -> None:
@@ -223,7 +228,7 @@ class Step(Run):
             stream, departure = self._streams[j], self._copy_streams[j][i]
             output = [*Wait.apply(stream, departure, *output)]  # type: ignore[no-untyped-call]
         if recomputation is not None:
-            recomputation.join(output)
+            recomputation.phony(self._engine.partitions[j].device)
             self._recomputations[i, j] = recomputation
         roots = self._graphs[i, j].roots
         if j < len(self._cells) - 1:
@@ -240,9 +245,6 @@ class Step(Run):
         return self._cells[j].draws is not False or (
             is_last and self._engine.loss_draws is not False)
 
-    def _is_ordered(self, j: int) -> bool:
-        return super()._is_ordered(j) or self._may_draw(j)
-
     def _loss_of(self, i: int, output: Any) -> Tensor:
         """Return the loss of micro-batch ``i``; where others draw, look whether it draws, too."""
         with self._loss_lock:
@@ -253,15 +255,6 @@ class Step(Run):
             self._engine.loss_draws = bool(recorder.draws)
             return loss
 
-    def _go_back(self, i: int, j: int, kind: str) -> None:
-        try:
-            self._ACTIONS[kind](self, i, j)
-        except Exception as error:
-            add_note(error, f'in backward of partition {j} on '
-                            f'{self._engine.partitions[j].device}, micro-batch {i} of '
-                            f'{len(self._batches)}')
-            raise
-
     def _recompute(self, i: int, j: int) -> None:
         """Run a checkpointed cell again, while its gradient is on its way."""
         if (i, j) in self._recomputations:
@@ -270,15 +263,18 @@ class Step(Run):
     def _backward(self, i: int, j: int) -> None:
         """Take the gradients of what a cell gave through its graph, and send on what comes out."""
         graph = self._graphs.pop((i, j))
-        self._recomputations.pop((i, j), None)
         grads = self._grads.pop((i, j), {})
         roots = [(edge, grads[k]) for k, edge in graph.roots if k in grads]
+        if roots:
+            self._recompute(i, j)  # unless the schedule has done so before
+        self._recomputations.pop((i, j), None)
         run = partial(torch.autograd.backward, [edge for edge, _ in roots],
                       [grad for _, grad in roots])
         run() if self._recorder is None else self._recorder.run(run)
         for prev_j, k, leaf in graph.leaves:
             if leaf.grad is not None:
-                self._send_back(i, j, prev_j, k, leaf.grad)
+                self._grads.setdefault((i, prev_j), {})[k] = self._send_back(
+                    i, j, prev_j, leaf.grad) if self._engine.partitions[j].arrives else leaf.grad
 
     def _finish(self, i: int, j: int) -> None:
         """Compute the gradients of weights that backward has put off."""
@@ -289,10 +285,10 @@ class Step(Run):
 
     _ACTIONS = {'R': _recompute, 'B': _backward, 'I': _backward, 'W': _finish}
 
-    def _send_back(self, i: int, j: int, prev_j: int, k: int, grad: Tensor) -> None:
-        """Let a gradient arrive where its tensor came from."""
-        if self._is_apart(prev_j, j):
-            prev_stream, next_stream = self._copy_streams[prev_j][i], self._copy_streams[j][i]
-            wait_stream(next_stream, self._streams[j])
-            grad = copy_tensor(grad, next_stream, prev_stream, self._streams[prev_j])
-        self._grads.setdefault((i, prev_j), {})[k] = grad
+    def _send_back(self, i: int, j: int, prev_j: int, grad: Tensor) -> Tensor:
+        """Return a gradient where its tensor came from."""
+        if prev_j < 0 or not self._engine.apart(prev_j, j):
+            return grad
+        prev_stream, next_stream = self._copy_streams[prev_j][i], self._copy_streams[j][i]
+        wait_stream(next_stream, self._streams[j])
+        return copy_tensor(grad, next_stream, prev_stream, self._streams[prev_j])

@@ -50,23 +50,19 @@ class substituted:
             self.__exit__()
             raise
 
-    def __exit__(self, *error: object) -> None:
-        _uninterrupted(partial(_call_all, [back for _, back in self._swaps]))
+    def __exit__(self, *raised: object) -> None:
+        # What is put back may be put back again, so Ctrl-C waits until all is.
+        interrupt = None
+        while True:
+            try:
+                _call_all([back for _, back in self._swaps])
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
 
 def _call_all(functions: Iterable[Callable[[], object]]) -> None:
     for function in functions:
         function()
-
-
-def _uninterrupted(function: Callable[[], None]) -> None:
-    """Call what has to be done to its end, and may be done again; Ctrl-C waits for that."""
-    interrupt = None
-    while True:
-        try:
-            function()
-            break
-        except KeyboardInterrupt as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt

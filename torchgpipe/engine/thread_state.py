@@ -99,6 +99,9 @@ class ThreadState(NamedTuple):
     transformed: bool
     #: Whether a thread that does nothing else is in this state, but for grad mode and autocast.
     plain: bool
+    #: Whether cells have to run in a certain order, since the user's code sees what they do. Hooks
+    #: may count what they pack, as ``torch.utils.checkpoint`` does, and modes may do anything.
+    is_serialized: bool
 
     @staticmethod
     def capture() -> 'ThreadState':
@@ -110,17 +113,9 @@ class ThreadState(NamedTuple):
         return ThreadState(
             torch.is_grad_enabled(), inference, _Autocast.capture(), hooks, _variables(),
             torch.get_num_threads(), function, dispatch, *here, is_transformed(),
-            plain=not any((inference, hooks, function, dispatch, *here)))
-
-    @property
-    def is_serialized(self) -> bool:
-        """Whether cells have to run in a certain order, since the user's code sees what they do.
-
-        Hooks may count what they pack, as ``torch.utils.checkpoint`` does, and modes may do
-        anything.
-        """
-        return not self.plain and bool(self.hooks or self.dispatch_modes or not all(
-            isinstance(mode, DeviceContext) for mode in self.function_modes))
+            plain=not any((inference, hooks, function, dispatch, *here)),
+            is_serialized=bool(hooks or dispatch or not all([
+                isinstance(mode, DeviceContext) for mode in function])))
 
     def hooks_of_recomputation(self) -> Hooks | None:
         """Return the hooks for what a recomputation saves: those of the user, if there are any.
@@ -269,13 +264,9 @@ def _variables() -> contextvars.Context:
     """
     variables = contextvars.copy_context()
     for variable, value in variables.items():
-        if any(map(_has_graph, tree_leaves(value))):
+        if any(isinstance(x, Tensor) and x.grad_fn is not None for x in tree_leaves(value)):
             variables.run(variable.set, tree_map_only(Tensor, Tensor.detach, value))
     return variables
-
-
-def _has_graph(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.grad_fn is not None
 
 
 #: Where hooks of checkpoints come from.

@@ -8,7 +8,7 @@ from importlib import import_module
 
 #: Old paths within this package, and where what they had is now.
 PATHS = {'checkpoint': 'legacy.checkpoint', 'copy': 'engine.copy',
-         'dependency': 'engine.dependency', 'microbatch': 'legacy.pipeline',
+         'dependency': 'engine.dependency', 'microbatch': 'legacy.microbatch',
          'phony': 'engine.dependency', 'pipeline': 'legacy.pipeline',
          'skip.portal': 'legacy.portal', 'stream': 'engine.stream', 'worker': 'legacy.pipeline'}
 

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from torchgpipe.aliases import Function, Value
 from torchgpipe.context import context, is_checkpointing, is_recomputing
-from torchgpipe.engine.batch import Batch, result_of
+from torchgpipe.engine.batch import find_grad, result_of
 from torchgpipe.engine.checkpoint.draws import Draws
 from torchgpipe.engine.checkpoint.random_operations import Recorder
-from torchgpipe.engine.checkpoint.recomputation import Checkpoint, Recomputation, Recompute
+from torchgpipe.engine.checkpoint.recomputation import Recomputation
+from torchgpipe.engine.dependency import Checkpoint, Recompute, join
 from torchgpipe.engine.thread_state import ThreadState
+from torchgpipe.legacy.microbatch import Batch
 from torchgpipe.structure import Kind
 
 __all__ = ['Checkpoint', 'Checkpointing', 'Recompute', 'checkpoint', 'enable_checkpointing',
@@ -122,8 +124,10 @@ class Checkpointing:
         """
         if self._recomputation is not None and torch.is_grad_enabled():
             output = [*batch]
-            self._recomputation.join(output)
-            batch[:] = output
+            k = find_grad(output)
+            if k is not None:
+                output[k] = join(output[k], self._recomputation.phony(output[k].device))
+                batch[:] = output
 
 
 class _Call:

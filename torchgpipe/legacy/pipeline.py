@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchgpipe.engine.batch import Batch, check
+from torchgpipe.engine.batch import Batch as EngineBatch
 from torchgpipe.engine.edges import Pipeline as EnginePipeline
-from torchgpipe.engine.gather import gather
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.scatter import scatter
 from torchgpipe.engine.stream import AbstractStream, use_stream
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.engine.worker import device_key
+from torchgpipe.legacy.microbatch import Batch, check, gather, scatter
 from torchgpipe.skip.layout import SkipLayout
 
 __all__ = ['Batch', 'Pipeline', 'Task', 'check', 'clock_cycles', 'gather', 'scatter',
@@ -58,13 +57,17 @@ class Pipeline(EnginePipeline):
                  copy_streams: Sequence[Sequence[AbstractStream]] | None = None,
                  skip_layout: SkipLayout | None = None, checkpoint_stop: int = 0) -> None:
         engine = Engine(partitions, devices, skip_layout)
-        super().__init__(engine, batches, [checkpoint_stop] * len(engine.partitions), copy_streams)
+        self._given = batches
+        super().__init__(engine, [EngineBatch(tuple(batch), batch.kind) for batch in batches],
+                         [checkpoint_stop] * len(engine.partitions), copy_streams)
 
     def run(self) -> None:
         """Run all cells, and end the threads; afterwards the batches hold the outputs."""
+        self._given.clear()  # So a tensor lives no longer than the engine needs it.
         try:
             super().run()
         finally:
+            self._given += [Batch.of(batch.tensors, batch.kind) for batch in self._batches]
             self._engine.workers.stop()
 
 

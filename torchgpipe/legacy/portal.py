@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from torchgpipe.context import context
-from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.copy import copy_tensor
 from torchgpipe.engine.dependency import get_phony
 from torchgpipe.engine.stream import AbstractStream, current_stream, get_device
+from torchgpipe.legacy.microbatch import Batch
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.namespace import Key, Namespace
 from torchgpipe.skip.tracker import SkipTracker

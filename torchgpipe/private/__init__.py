@@ -16,7 +16,7 @@ from torchgpipe.private.lookup import TESTED
 from torchgpipe.private.modes import (DISPATCH_MODES, FUNCTION_MODES, DeviceContext, ModeStack,
                                       TorchDispatchMode, allows_mutation, is_transformed,
                                       proxy_mode, schema_of, unseen)
-from torchgpipe.private.modules import (HOOKS, RESETS, BatchNorm, has_hooks, is_full_backward_hook,
+from torchgpipe.private.modules import (HOOKS, RESETS, BatchNorm, hooks_of, is_full_backward_hook,
                                         script_attributes, tree_flatten, tree_flatten_with_path,
                                         tree_leaves, tree_map_only, tree_unflatten)
 from torchgpipe.private.processes import Scaler, active_ddp, ignore_in_ddp
@@ -24,7 +24,7 @@ from torchgpipe.private.processes import Scaler, active_ddp, ignore_in_ddp
 __all__ = ['TESTED', 'APPLY', 'DISPATCH_MODES', 'FUNCTION_MODES', 'HOOKS', 'RESETS', 'BatchNorm',
            'DeviceContext', 'Hooks', 'ModeStack', 'PythonNode', 'Scaler', 'TorchDispatchMode',
            'active_ddp', 'allows_mutation', 'at_end_of_backward', 'backward_pass', 'compiled_code',
-           'compiled_codes', 'current_node', 'data_address', 'has_hooks', 'ignore_in_ddp',
+           'compiled_codes', 'current_node', 'data_address', 'hooks_of', 'ignore_in_ddp',
            'innermost_hooks', 'is_compiled', 'is_compiled_module', 'is_full_backward_hook',
            'is_transformed', 'lazy_clone', 'name_of_call', 'on_cpu_without_memory', 'own_context',
            'proxy_mode', 'retains_graph', 'schema_of', 'script_attributes', 'tree_flatten',

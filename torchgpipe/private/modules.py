@@ -1,11 +1,13 @@
 """Private names for modules, and for values of any nesting."""
+from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchgpipe.private.lookup import find
 
-__all__ = ['HOOKS', 'RESETS', 'BatchNorm', 'has_hooks', 'is_full_backward_hook',
+__all__ = ['HOOKS', 'RESETS', 'BatchNorm', 'hooks_of', 'is_full_backward_hook',
            'script_attributes', 'tree_flatten', 'tree_flatten_with_path', 'tree_leaves',
            'tree_map_only', 'tree_unflatten']
 
@@ -44,9 +46,8 @@ HOOKS = ('_forward_hooks', '_forward_hooks_with_kwargs', '_forward_hooks_always_
          '_backward_pre_hooks')
 
 
-def has_hooks(module: torch.nn.Module) -> bool:
-    """Return whether a call of a module calls hooks of its own."""
-    return any(getattr(module, name) for name in HOOKS)
+#: Return the hooks that a call of a module calls: if any is not empty, it has some.
+hooks_of: Callable[[torch.nn.Module], tuple[Any, ...]] = attrgetter(*HOOKS)
 
 
 #: The attribute in which a module keeps whether its backward hooks are full ones.

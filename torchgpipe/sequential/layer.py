@@ -21,7 +21,6 @@ from typing import Any
 
 from torch import Tensor
 
-from torchgpipe.engine.batch import Batch
 from torchgpipe.private import uncompiled
 from torchgpipe.sequential.nodes import form_of
 from torchgpipe.sequential.parts import NamedLayer
@@ -31,9 +30,6 @@ from torchgpipe.structure import Arguments, Structure, flatten_nested
 
 __all__ = ['Code', 'FirstLayer', 'Inputs', 'Layer', 'SkipLayer', 'arguments_of',
            'called_with']
-
-# The batch for trackers' methods, which have no use for it.
-_no_batch = Batch(())
 
 
 class Code:
@@ -230,11 +226,11 @@ class _Forward:
 @uncompiled
 def _pop(keys: Sequence[Key]) -> list[Any]:
     tracker = current_skip_tracker()
-    return [tracker.load(_no_batch, *key) for key in keys]
+    return [tracker.load(None, *key) for key in keys]
 
 
 @uncompiled
 def _stash(keys: Sequence[Key], tensors: Sequence[Tensor]) -> None:
     tracker = current_skip_tracker()
     for key, tensor in zip(keys, tensors):
-        tracker.save(_no_batch, *key, tensor)
+        tracker.save(None, *key, tensor)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx, nn
 
 from torchgpipe.engine.checkpoint.attributes import attributes_of, contents_of
-from torchgpipe.private import has_hooks
+from torchgpipe.private import hooks_of
 from torchgpipe.sequential.effects import modes_now
 from torchgpipe.sequential.errors import NeedsLeaf, is_of_torch, line_of, refused
 from torchgpipe.sequential.leaf_modules import LeafModules, modules_within
@@ -75,7 +75,7 @@ class ForwardTracer(StepTracer):
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the forward with values, and record it up to what it returns."""
-        if has_hooks(self.root):
+        if any(hooks_of(self.root)):
             self.refuse('it has hooks of its own', 'register them on its submodules, or on the '
                         'GPipe')
         self._modes = modes_now()

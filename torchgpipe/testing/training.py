@@ -183,7 +183,7 @@ class InParts(Whole):
         options = self.setup.options
         batch_dim = options.get('batch_dim', 0)
         batches, sizes, common = cut(value, int(options['chunks']), batch_dim)
-        carrier = _Carrier([batches[0][k] for k in common])
+        carrier = _Carrier([batches[0].tensors[k] for k in common])
         with use_skip_tracker(carrier):
             outputs = [self._run(batch, carrier) for batch in batches]
         return gather(outputs, sizes, options.get('gather'),
@@ -197,7 +197,7 @@ class InParts(Whole):
             if carrier.device != self.setup.device_of(0):
                 run = partial(_call, partition, {
                     name: x.to(carrier.device) for name, x in partition.named_parameters()})
-            batch = Batch(call(run, batch.kind([*map(carrier.carry, batch)])))
+            batch = Batch(*flatten(call(run, batch.kind([*map(carrier.carry, batch.tensors)]))))
         return batch
 
 

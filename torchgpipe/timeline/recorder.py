@@ -26,12 +26,12 @@ import torch
 from torchgpipe.aliases import Value
 from torchgpipe.context import context
 from torchgpipe.devices import memory_key, synchronize
-from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.stream import (AbstractStream, CPUStream, current_stream, get_device,
                                       is_accelerator)
 from torchgpipe.gpipe import GPipe
 from torchgpipe.schedule.action import Action, Timed
+from torchgpipe.structure import flatten
 from torchgpipe.timeline.lanes import Copied
 from torchgpipe.timeline.marks import (CellBackward, CpuBackward, Mark, Stamp, last_nodes,
                                        nodes_between, producers, seconds, stamp)
@@ -147,7 +147,7 @@ class _Observer:
     def cell(self, i: int, m: int, j: int, value: Value, skips: Sequence[torch.Tensor | None]
              ) -> Callable[[Value], None]:
         """Record a cell, and hang what records its backward into the graph."""
-        before = producers([*Batch(value), *(x for x in skips if x is not None)])
+        before = producers([*flatten(value)[0], *(x for x in skips if x is not None)])
         stream = current_stream(self._devices[j])
         self._m = max(m, self._m)
         if context.recomputing:
@@ -160,7 +160,7 @@ class _Observer:
                 self._local.start = start
             else:
                 self._add(Action(j, 'F', i), start, stream)
-            self._follow(CellBackward(i, j, stream), before, producers(Batch(output)))
+            self._follow(CellBackward(i, j, stream), before, producers(flatten(output)[0]))
         return end
 
     def _add(self, action: Action, start: Stamp, stream: AbstractStream, *_: Any) -> None:

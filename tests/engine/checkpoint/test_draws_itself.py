@@ -15,7 +15,7 @@ from torchgpipe.engine.checkpoint import draws
 from torchgpipe.engine.checkpoint import random_operations as operations
 from torchgpipe.engine.edges import Pipeline
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.scatter import scatter
+from torchgpipe.engine.scatter import cut
 
 cpu = torch.device('cpu')
 
@@ -147,7 +147,7 @@ def test_no_cell_runs_beside_one_that_draws(before, after, expected, monkeypatch
     """It could begin to draw, and the generator would not tell."""
     partitions = [nn.Sequential(nn.Identity()), nn.Sequential(nn.Identity())]
     pipeline, log = Pipeline(Engine(partitions, [cpu, torch.device('cpu:1')]),
-                             scatter(torch.ones(3, 2), 3)), []
+                             cut(torch.ones(3, 2), 3)[0]), []
 
     def note(how, *which):
         log.append((how, *which))

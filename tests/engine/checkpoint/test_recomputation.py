@@ -1,4 +1,6 @@
 """A recomputation by itself: what it tells the layers, and what it lets go of."""
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -6,7 +8,8 @@ from torch import nn
 from tests.devices import cpu_only, devices, workers
 from tests.engine.steps import loss_of
 from tests.helpers import memory_of, on_first
-from torchgpipe import GPipe, is_checkpointing, is_recomputing
+from torchgpipe import GPipe, is_checkpointing, is_recomputing, no_recompute
+from torchgpipe.engine.checkpoint.results import Results
 from torchgpipe.skip import pop, skippable, stash
 
 
@@ -66,6 +69,50 @@ def test_what_was_made_ahead_and_nobody_asks_for_goes_with_backward(devices):
     x = on_first(gpipe, torch.rand(4, 4))
     gpipe.step(x, x.to(gpipe.devices[-1]), loss_of)
     assert len(made) == len(kept) == 2 and all(memory.expired() for memory in made)
+
+
+@devices
+def test_what_a_step_kept_to_run_again_goes_also_where_a_part_of_the_graph_stays(devices):
+    kept = []
+
+    class Aside(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            aside = y.exp()
+            if not is_recomputing():
+                kept.append(aside)
+            return y
+
+    gpipe = GPipe(nn.Sequential(no_recompute(nn.Linear(4, 4)), Aside(4, 4)), [2],
+                  devices=devices(1), chunks=2, checkpoint='always')
+    x = on_first(gpipe, torch.rand(4, 4))
+    for call in (lambda: gpipe.step(x, x, loss_of), lambda: gpipe(x).sum().backward()):
+        call()
+        gc.collect()
+        assert kept and not any(isinstance(each, Results) for each in gc.get_objects())
+        with pytest.raises(RuntimeError, match='second time') as error:
+            kept.pop().sum().backward()
+        assert any('come of one recomputation' in note for note in error.value.__notes__)
+
+
+@cpu_only('a step on one worker has no recomputations in its schedule')
+def test_a_cell_whose_output_gets_no_gradient_is_not_run_again():
+    calls = []
+
+    class Count(nn.Linear):
+        def forward(self, x):
+            calls.append(is_recomputing())
+            return super().forward(x)
+
+    class Detach(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.detach())
+
+    gpipe = GPipe(nn.Sequential(Count(4, 4), Detach(4, 4)), [1, 1], devices=['cpu', 'cpu'],
+                  chunks=2, checkpoint='always')
+    x = torch.rand(4, 4)
+    gpipe.step(x, x, loss_of)
+    assert calls == [False, False]
 
 
 @cpu_only('an error of autograd, the same anywhere')

@@ -34,7 +34,6 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.context import context
-from torchgpipe.engine.batch import find_grad
 from torchgpipe.engine.checkpoint.draws import Draws
 from torchgpipe.engine.checkpoint.layer_state import CellState
 from torchgpipe.engine.checkpoint.random_operations import DrawMonitor
@@ -42,18 +41,17 @@ from torchgpipe.engine.checkpoint.recomputed import RecomputedTensors, Saved
 from torchgpipe.engine.checkpoint.restore import run_on
 from torchgpipe.engine.checkpoint.results import Results
 from torchgpipe.engine.checkpoint.samples import PendingComparison, compare, keep
-from torchgpipe.engine.dependency import get_phony, tie
+from torchgpipe.engine.dependency import Checkpoint, Recompute, get_phony
 from torchgpipe.engine.memory import check_nested, versions
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.stream import (AbstractStream, current_stream, get_device, record_stream,
                                       use_stream, wait_stream)
 from torchgpipe.engine.thread_state import ThreadState
-from torchgpipe.errors import add_note
-from torchgpipe.private import (APPLY, at_end_of_backward, backward_pass, compiled_code,
-                                retains_graph, uncompiled)
+from torchgpipe.errors import add_note, changed_input
+from torchgpipe.private import APPLY, at_end_of_backward, backward_pass, compiled_code, uncompiled
 from torchgpipe.structure import Kind, once
 
-__all__ = ['Checkpoint', 'Recomputation', 'Recompute']
+__all__ = ['Recomputation']
 
 #: What is called again.
 Call = Callable[[list[Tensor]], list[Tensor]]
@@ -72,7 +70,7 @@ class Recomputation:
         draws: The random numbers that it draws, or what tells whether it draws any.
         layers: What it is made of, as it finds that.
         device: Where it runs.
-        blame: Says who changed the input in place.
+        blame: Says who changed the input in place, given that.
         pending: Where to put outputs that can't be compared yet.
         results: Those of layers that are not to run again, if any.
         offload: Lets the input wait elsewhere, if it should.
@@ -85,7 +83,7 @@ class Recomputation:
 
     def __init__(self, function: Call, state: ThreadState,
                  draws: Draws | DrawMonitor, layers: CellState | None, device: torch.device,
-                 blame: Callable[[Any], str] | None = None,
+                 blame: Callable[[Any], str] = changed_input,
                  pending: deque[PendingComparison] | None = None,
                  results: Results | None = None, offload: Offload | None = None) -> None:
         self._function = function
@@ -160,8 +158,9 @@ class Recomputation:
     def phony(self, device: torch.device) -> Tensor:
         """Return what ties an output, or what a ``Wait`` has made of it, to ``Recompute``.
 
-        That takes the input, checks its version and frees it. An input that the first pass changed
-        stays here: the recomputation has to raise, and says more than the check of versions would.
+        That takes the input, checks its version and frees it. Who calls :meth:`prefetch` need not
+        tie anything. An input that the first pass changed stays here: the recomputation has to
+        raise, and says more than the check of versions would.
         """
         kept = () if self._changed else self._input
         phony: Tensor = Recompute.apply(  # type: ignore[no-untyped-call]
@@ -173,12 +172,6 @@ class Recomputation:
         if kept:
             self._input = ()
         return phony
-
-    def join(self, output: list[Tensor]) -> None:
-        """Hang ``Recompute`` on an output, in place."""
-        k = find_grad(output)
-        if k is not None:
-            output[k], _ = tie(output[k], self.phony(output[k].device))
 
     @uncompiled
     def _number(self, tensor: Tensor) -> int:
@@ -194,13 +187,34 @@ class Recomputation:
             self._compiled[k] = Saved.of(code, tensor)
         return k
 
-    @uncompiled
     def fill(self) -> RecomputedTensors:
-        """Run the function again, and keep what its nodes save for this backward pass."""
+        """Return the tensors of the present backward pass."""
+        found = self._fills.get(backward_pass())
+        return self._refill() if found is None else found
+
+    def _refill(self) -> RecomputedTensors:
+        """Let the pass have new ones, and drop at its end what no node asked for."""
+        fill, self._ahead = self._ahead or self._run_again(), None
+        number = backward_pass()
+        self._fills[number] = fill
+        if number != -1:
+            drop: Callable[..., Any] = self._fills.pop
+            at_end_of_backward(partial(drop, number, None))
+        return fill
+
+    def prefetch(self) -> None:
+        """Run again before the one backward pass that will need it, and let go of the rest."""
+        self._ahead = self._run_again()
+        self.forget()
+        self._phony = None
+
+    @uncompiled
+    def _run_again(self) -> RecomputedTensors:
+        """Run the function again, and keep what its nodes save."""
         try:
             input = self._take_input()
         except RuntimeError as error:
-            if self._is_forgotten():
+            if not hasattr(self, '_function'):  # It has been forgotten.
                 add_note(error, AGAIN)
             raise
         leaves = tuple([x.detach().requires_grad_(x.requires_grad) for x in input])
@@ -217,33 +231,13 @@ class Recomputation:
             if self.layers is not None:  # so that more was to be seen than was seen
                 self.layers.layers.observed.watch_again()
             raise
-        self._own(fill)
         return fill
-
-    def _own(self, fill: RecomputedTensors) -> None:
-        """Let the present backward pass have these, and drop at its end what no node asked for."""
-        number = backward_pass()
-        self._fills[number] = fill
-        if number != -1:
-            drop: Callable[..., Any] = self._fills.pop
-            at_end_of_backward(partial(drop, number, None))
-
-    def prefetch(self) -> None:
-        """Do so before the backward pass that will need it, in the thread that will run that."""
-        self.fill()
-        self._ahead = self._fills.pop(backward_pass())
-
-    def use_prefetched(self) -> None:
-        """Let the present backward pass have its tensors, unless that was done ahead."""
-        fill, self._ahead = self._ahead, None
-        if fill is None:
-            self.fill()
-        else:
-            self._own(fill)
 
     def _take_input(self) -> tuple[Tensor, ...]:
         """Return the input, as it was kept or as the user's hooks unpack it."""
         node: Any = None if self._phony is None else self._phony.grad_fn
+        if node is None and not hasattr(self, '_function'):
+            raise RuntimeError('Trying to backward through the graph of a step a second time')
         if node is None or self._changed:
             input = self._input
         elif self._packer is None:
@@ -258,32 +252,6 @@ class Recomputation:
         return input if self._offload is None else self._offload.fetch(input, self._stream)
 
     def _recompute(self, leaves: tuple[Tensor, ...], fill: RecomputedTensors) -> list[Tensor]:
-        # What an interrupt leaves behind of these hooks is dropped by autograd when the backward
-        # pass ends.
-        outside = context.checkpointing, context.recomputing
-        context.checkpointing, context.recomputing = False, True
-        try:
-            with torch.enable_grad(), saved_tensors_hooks(fill.keep, _own_gradient):
-                output = self._run(leaves)
-        except Exception:
-            # Most likely PyTorch's "a leaf Variable that requires grad …". It shows the line.
-            if self._changed:
-                raise self._changed_in_place(leaves)
-            raise
-        finally:
-            context.checkpointing, context.recomputing = outside
-        if self._changed:
-            raise self._changed_in_place(leaves)
-        return output
-
-    def _changed_in_place(self, leaves: tuple[Tensor, ...]) -> RuntimeError:
-        return RuntimeError(
-            'the input of a checkpointed micro-batch, or a skip tensor that it popped, was '
-            'changed in place; change a copy instead (inplace=False), or use '
-            "checkpoint='never'"
-            if self._blame is None else self._blame(self._spread(leaves)))
-
-    def _run(self, leaves: tuple[Tensor, ...]) -> list[Tensor]:
         function: Callable[[], list[Tensor]] = partial(self._function, self._spread(leaves))
         if self._results is not None:
             function = partial(self._results.replay, function)
@@ -291,27 +259,35 @@ class Recomputation:
             function = partial(self._draws.replay, function)
         if self.layers is not None:
             function = partial(run_on, self.layers, function)
-        return self._state.rerun(function, self._num_threads)
-
-    def is_filled(self) -> bool:
-        """Return whether the present backward pass has its tensors."""
-        return backward_pass() in self._fills
+        # What an interrupt leaves behind of these hooks is dropped by autograd when the backward
+        # pass ends.
+        outside = context.checkpointing, context.recomputing
+        context.checkpointing, context.recomputing = False, True
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(fill.keep, _own_gradient):
+                output = self._state.rerun(function, self._num_threads)
+        except Exception:
+            # Most likely PyTorch's "a leaf Variable that requires grad …". It shows the line.
+            if self._changed:
+                raise RuntimeError(self._blame(self._spread(leaves)))
+            raise
+        finally:
+            context.checkpointing, context.recomputing = outside
+        if self._changed:
+            raise RuntimeError(self._blame(self._spread(leaves)))
+        return output
 
     def forget(self) -> None:
         """Let go of what was needed to run again: [Note: Who owns a recomputation]."""
         del self._function, self._draws, self.layers, self._state, self._blame, self._results
 
-    def _is_forgotten(self) -> bool:
-        return not hasattr(self, '_function')
-
     def _unpack(self, k: int) -> Tensor:
         """Unpack hook of the first pass: [Note: Lifetime of a recomputed tensor]."""
         if self._open:
             _own_gradient(k)
-        fill = self._fills.get(backward_pass())
-        tensor = None if fill is None else fill.take(k)
+        tensor = self.fill().take(k)
         if tensor is None:
-            tensor = self.fill().take(k)
+            tensor = self._refill().take(k)
             assert tensor is not None
         return tensor
 
@@ -320,49 +296,3 @@ def _own_gradient(k: int) -> Tensor:
     raise RuntimeError(
         'a layer asked for gradients within its own forward, from which checkpointing has taken '
         "the tensors; use checkpoint='never' for such a model")
-
-
-class Checkpoint(torch.autograd.Function):
-    """Mark the output of a checkpointed call; in backward, see that its graph is filled.
-
-    Takes ``(phony, recomputation, *output)`` and gives the output: step 4 of the note "How
-    checkpointing works".
-    """
-
-    @staticmethod
-    def forward(ctx: Any, phony: Tensor, recomputation: Recomputation,
-                *output: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.recomputation = recomputation
-        return tuple(y.detach() for y in output)  # [Note: Identity without a view]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not ctx.recomputation.is_filled():
-            ctx.recomputation.fill()
-        return (None, None, *grads)
-
-
-class Recompute(torch.autograd.Function):
-    """Run a checkpointed call again, before its gradient is there.
-
-    Takes ``(phony, recomputation, input)`` and gives a phony: step 2 of the note "How
-    checkpointing works".
-    """
-
-    @staticmethod
-    def forward(ctx: Any, phony: Tensor, recomputation: Callable[[], Recomputation | None],
-                input: tuple[Tensor, ...]) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.recomputation = recomputation  # [Note: Who owns a recomputation]
-        ctx.save_for_backward(*input)
-        return phony.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, ...]:
-        recomputation = ctx.recomputation()
-        assert recomputation is not None, 'Checkpoint, which runs next, owns it'
-        recomputation.use_prefetched()
-        if not retains_graph():
-            recomputation.forget()
-        return None, None, None
