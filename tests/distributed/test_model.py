@@ -166,3 +166,16 @@ def called():
 
 def test_calls_without_gradients():
     run(2, called)
+
+
+def outputs():
+    """Give the output of a step, and that of a call."""
+    model = DistributedGPipe([lambda: nn.Linear(3, 4), nn.Tanh], [1, 1], mesh=init_mesh(pipe=2))
+    x = torch.ones(2, 3)
+    _, output = model.step(x, torch.zeros(2, 4), nn.functional.mse_loss, return_output=True)
+    return [None if each is None else each.tolist() for each in (output, model(x))]
+
+
+def test_ranks_with_the_last_stage_have_the_output():
+    first, (one, other) = run(2, outputs)
+    assert first == [None, None] and one == other and len(one) == 2

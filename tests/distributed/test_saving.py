@@ -2,6 +2,7 @@
 import os
 import re
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -123,6 +124,30 @@ def test_training_goes_on_while_a_checkpoint_is_written(layout, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ['model', 'model2']
 
 
+def staged(folder):
+    """Give how often a rank copies what it saves, and what is raised where one can not."""
+    world, stage, calls = World('pipe'), FileSystemWriter.stage, []
+
+    def count(writer, state):
+        calls.append(state)
+        return stage(writer, state)
+
+    def fails(writer, state):
+        raise MemoryError('no room')
+
+    FileSystemWriter.stage = count
+    world.save(folder, wait=False).result()
+    if dist.get_rank() == 1:
+        FileSystemWriter.stage = fails
+    return len(calls), refused(lambda: world.save(folder, wait=False))
+
+
+def test_all_ranks_are_told_of_one_that_can_not_copy_what_it_saves(tmp_path):
+    (once, first), (_, second) = run(2, staged, str(tmp_path / 'model'))
+    assert once == 1 and second.startswith('MemoryError')
+    assert 'as rank 1' in first and 'MemoryError: no room' in first
+
+
 # --- what is refused
 # -------------------------------------------------------------------------------------
 
@@ -210,9 +235,11 @@ def test_other_models(tmp_path):
 def test_a_link_stays_one(tmp_path):
     (tmp_path / 'real').mkdir()
     (tmp_path / 'link').symlink_to('real')
-    save_checkpoint(tmp_path / 'link', perceptron())
-    save_checkpoint(tmp_path / 'link', perceptron())
-    load_checkpoint(tmp_path / 'real', perceptron())
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')  # PyTorch warns of one process.
+        save_checkpoint(tmp_path / 'link', perceptron())
+        save_checkpoint(tmp_path / 'link', perceptron())
+        load_checkpoint(tmp_path / 'real', perceptron())
     assert sorted(os.listdir(tmp_path)) == ['link', 'real'] and (tmp_path / 'link').is_symlink()
 
 

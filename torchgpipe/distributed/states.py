@@ -196,5 +196,4 @@ def random_entries(place: str, devices: Iterable[torch.device]) -> dict[str, Ten
 def restore_random(place: str, devices: Iterable[torch.device], entries: Mapping[str, Tensor]
                    ) -> None:
     """Give generators their states, as far as there are some."""
-    set_rng_states(devices, {key[len(place) + 1:]: state for key, state in entries.items()
-                             if key.startswith(f'{place}.')})
+    set_rng_states(devices, {key[len(place) + 1:]: state for key, state in entries.items()})
