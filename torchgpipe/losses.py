@@ -8,7 +8,8 @@
                         counts in a target
     a number            a sum                   Σ loss / number
 """
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import inf
 from numbers import Real
 from typing import Any, NoReturn
@@ -21,9 +22,9 @@ from torchgpipe.engine.leaves import leaf_of
 from torchgpipe.engine.scatter import cut
 from torchgpipe.errors import add_note
 from torchgpipe.means import LossMonitor, check_reduction, is_of_pytorch, itself, own_normalizer
-from torchgpipe.structure import leaves_of
+from torchgpipe.structure import call, leaves_of
 
-__all__ = ['Losses']
+__all__ = ['Losses', 'with_counts']
 
 
 class Losses:
@@ -136,6 +137,28 @@ def _scatter(target: Any, sizes: Sequence[int], batch_dim: Any) -> list[Batch]:
     return batches
 
 
+def with_counts(rule: Any, batches: Sequence[Batch]) -> Any:
+    """Return a rule of ``gather`` with means in place of functions that count.
+
+    Args:
+        rule: The rule.
+        batches: The input. What is in the output is a mean over what a function of it counts.
+    """
+    if isinstance(rule, Mapping):
+        return {key: with_counts(each, batches) for key, each in rule.items()}
+    if isinstance(rule, (list, tuple)):
+        return [with_counts(each, batches) for each in rule]
+    if not callable(rule):
+        return rule
+    counts = _count(partial(call, rule), [batch.value for batch in batches], 'gather', 'input')
+    return partial(_mean_of, counts, sum(counts) or _nothing('gather', 'input'))
+
+
+def _mean_of(counts: Sequence[float], whole: float, xs: Sequence[Tensor]) -> Tensor:
+    # The mean of nothing is no number.
+    return torch.stack([x * (count / whole) for count, x in zip(counts, xs) if count]).sum(0)
+
+
 def _check(loss: Any, name: str) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
         raise ValueError(f'{name} must give a scalar tensor of real numbers, but gave '
@@ -168,20 +191,26 @@ def _counted(loss: Any, targets: Sequence[Any], sizes: Sequence[int], normalizer
             raise ValueError('normalizer must be a function, or a finite number above zero that '
                              f'the loss is divided by, but is {_outline(normalizer)}')
         return [1.] * len(sizes), number
-    given = [normalizer(target) for target in targets]
+    return _count(normalizer, targets, 'normalizer', 'target'), 0
+
+
+def _count(function: Callable[[Any], Any], values: Sequence[Any], name: str, what: str
+           ) -> list[float]:
+    """Return what a function counts in each value."""
+    given = [function(value) for value in values]
     counts = [count for each in given if (count := _number(each)) is not None]
     if len(counts) < len(given):
         wrong = next(each for each in given if _number(each) is None)
-        raise ValueError('normalizer must count how much of the target of a micro-batch the loss '
+        raise ValueError(f'{name} must count how much of the {what} of a micro-batch the loss '
                          'is a mean over, a finite number not below zero, but gave '
                          f'{_outline(wrong)}; a function that does is lambda target: (target != '
                          'ignore_index).sum()')
-    return counts, 0
+    return counts
 
 
-def _nothing() -> NoReturn:
-    raise ValueError('normalizer, or the loss by itself, counts nothing in the whole target, so '
-                     'there is no mean over it; leave out this mini-batch')
+def _nothing(name: str = 'normalizer, or the loss by itself,', what: str = 'target') -> NoReturn:
+    raise ValueError(f'{name} counts nothing in the whole {what}, so there is no mean over it; '
+                     'leave out this mini-batch')
 
 
 def _number(value: Any) -> float | None:

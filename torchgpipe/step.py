@@ -11,12 +11,12 @@ from torch import nn
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.stepping import Step
-from torchgpipe.losses import Losses
+from torchgpipe.losses import Losses, with_counts
 from torchgpipe.private import has_hooks
 from torchgpipe.schedule import Schedule, make
 from torchgpipe.schedule.generators import stages_per_device
 
-__all__ = ['Losses', 'ScheduleLike', 'check_model', 'find_schedule', 'run_step']
+__all__ = ['Losses', 'ScheduleLike', 'check_model', 'find_schedule', 'run_step', 'with_counts']
 
 #: A schedule, its name, or the path of a file with one as CSV.
 ScheduleLike = str | os.PathLike[str] | Schedule
