@@ -16,13 +16,14 @@ from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run
 from torchgpipe.engine.scatter import check_arguments, cut, fit_rule, value_of
 from torchgpipe.materialize import materialize
+from torchgpipe.means import no_mean_in_the_model
 from torchgpipe.placed import Placed, verify
 from torchgpipe.private import uncompiled
 from torchgpipe.schedule.plain import PLAIN_CALL
 from torchgpipe.settings import Checkpoint, Settings, checkpoint_stops, parse_checkpoint
 from torchgpipe.split import (parse_balance, parse_chunks, parse_devices, split, verify_shared,
                               verify_source)
-from torchgpipe.step import Losses, ScheduleLike, check_model, run_step, with_counts
+from torchgpipe.step import Losses, ScheduleLike, check_model, run_step, seen_means, with_counts
 from torchgpipe.structure import Arguments, flatten_nested
 from torchgpipe.weights import Weights
 
@@ -176,7 +177,10 @@ class GPipe(Placed):
                                  len(self.devices))
         engine = self._running_engine()
         pipeline = Pipeline(engine, batches, stops, common=common, offload=self.offload)
+        pipeline.losses = rule and seen_means(rule, sizes)
         pipeline.run()
+        if pipeline.losses:
+            pipeline.losses.check(no_mean_in_the_model)
         return self._gathered(batches, sizes, rule, pipeline)
 
     def _running_engine(self) -> Engine:

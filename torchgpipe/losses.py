@@ -8,7 +8,7 @@
                         counts in a target
     a number            a sum                   Σ loss / number
 """
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
 from numbers import Real
@@ -24,7 +24,7 @@ from torchgpipe.errors import add_note
 from torchgpipe.means import LossMonitor, check_reduction, is_of_pytorch, itself, own_normalizer
 from torchgpipe.structure import call, leaves_of
 
-__all__ = ['Losses', 'with_counts']
+__all__ = ['Losses', 'seen_means', 'with_counts']
 
 
 class Losses:
@@ -61,12 +61,13 @@ class Losses:
         self._losses: list[Tensor] = []
         self._learns = False
         is_known = normalizer is not None or is_of_pytorch(function)
-        self._monitor = None if is_known else LossMonitor(sizes)
+        #: Sees what losses in the function, or in layers, divide by.
+        self.monitor = None if is_known else LossMonitor(sizes)
 
     @property
     def divisors(self) -> tuple[float, float]:
         """What the loss divides by in this process: :meth:`LossMonitor.summary`."""
-        return self._monitor.summary() if self._monitor else (0., 0.)
+        return self.monitor.summary() if self.monitor else (0., 0.)
 
     def count_in(self, whole: float) -> None:
         """Say what the whole mini-batch counts, of which other processes may have parts.
@@ -88,7 +89,7 @@ class Losses:
             return torch.zeros((), requires_grad=True)
         try:
             given = output, self._leaves[i].value
-            loss = (self._monitor.call(i, self._function, *given) if self._monitor
+            loss = (self.monitor.call(i, self._function, *given) if self.monitor
                     else self._function(*given))
             _check(loss, 'loss_fn')
             scaled = loss = loss * (self._counts[i] / self._whole)
@@ -101,8 +102,8 @@ class Losses:
             add_note(error, f'in the loss of micro-batch {i} of {len(self._targets)}')
             raise
         self._losses.append(loss.detach())
-        if self._monitor and len(self._losses) == len(self._targets):
-            self._monitor.check()
+        if self.monitor and len(self._losses) == len(self._targets):
+            self.monitor.check()
         self._learns |= scaled.requires_grad
         # A micro-batch may have nothing to learn from.
         return scaled if scaled.requires_grad else scaled.detach().requires_grad_()
@@ -152,6 +153,20 @@ def with_counts(rule: Any, batches: Sequence[Batch]) -> Any:
         return rule
     counts = _count(partial(call, rule), [batch.value for batch in batches], 'gather', 'input')
     return partial(_mean_of, counts, sum(counts) or _nothing('gather', 'input'))
+
+
+def seen_means(rule: Any, sizes: Sequence[int]) -> LossMonitor | None:
+    """Return what sees whether means are over samples, if a rule of ``gather`` takes them so."""
+    words = [*_words(rule)]
+    return LossMonitor(sizes) if 'mean' in words and not any(map(callable, words)) else None
+
+
+def _words(rule: Any) -> Iterator[Any]:
+    if not isinstance(rule, (Mapping, list, tuple)):
+        yield rule
+        return
+    for each in rule.values() if isinstance(rule, Mapping) else rule:
+        yield from _words(each)
 
 
 def _mean_of(counts: Sequence[float], whole: float, xs: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,6 @@
 """Labels in the call: the loss of a language model, as that of the whole mini-batch."""
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -168,6 +170,69 @@ def test_a_mean_over_the_labels_of_the_mini_batch(name):
             normalizer=lambda labels: count(None, None, labels))), expected)
         with torch.no_grad():
             assert_near([value_of(pipe(**batch))], expected[:1])
+
+
+class Classifier(nn.Module):
+    """Its loss is a submodule."""
+
+    def __init__(self, leaf=False):
+        super().__init__()
+        self.body, self.loss = nn.Linear(4, 5), nn.CrossEntropyLoss()
+        self.loss = Doubled(self.loss) if leaf else self.loss
+
+    def forward(self, x, labels):
+        """Compute it."""
+        return {'loss': self.loss(self.body(x), labels)}
+
+
+class Doubled(nn.Module):
+    """A loss within another module."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, logits, labels):
+        """Compute it."""
+        return 2 * self.loss(logits, labels)
+
+
+@language_models
+@pytest.mark.parametrize('checkpoint', ['always', 'never'])
+def test_a_mean_over_labels_is_taken_for_no_mean_over_samples(name, checkpoint):
+    """It is refused before gradients are added; where all count the same, it is one."""
+    model, layers, count = make(name)
+    pipe = pipeline(layers, 3, gather='mean', checkpoint=checkpoint)
+    batch = padded(7)
+    for _ in range(2):
+        with pytest.raises(ValueError, match='gather={.loss.: lambda ids, mask, labels'):
+            pipe(**batch)
+        with pytest.raises(ValueError, match="a loss of PyTorch's .* normalizer=lambda target"):
+            pipe.step(Arguments(**batch), batch['labels'], lambda output, _: value_of(output))
+        with torch.no_grad(), pytest.raises(ValueError, match="so gather='mean' is not the loss"):
+            pipe.eval()(**batch)
+        pipe.train()
+    assert all(p.grad is None for p in model.parameters())
+    pipe.step(Arguments(**batch), batch['labels'], lambda output, _: value_of(output),
+              normalizer=len)
+    batch['labels'] = batch['input_ids']
+    batch['attention_mask'] = torch.ones_like(batch['attention_mask'])
+    expected = trained(model, lambda: value_of(model(**batch)))
+    assert_near(trained(model, lambda: value_of(pipe(**batch))), expected)
+    assert_near(trained(model, lambda: pipe.step(
+        Arguments(**batch), None, lambda output, _: value_of(output))), expected)
+
+
+@pytest.mark.parametrize('leaf', [False, True])
+def test_a_loss_that_is_a_submodule(leaf):
+    model = Classifier(leaf)
+    x, labels = torch.rand(5, 4), torch.tensor([1, 2, -100, 3, -100])
+    layers = to_sequential(model, Arguments(x, labels), leaves=[Doubled] if leaf else [])
+    layers = pickle.loads(pickle.dumps(layers))
+    pipe = GPipe(layers, [len(layers)], devices=['cpu'], chunks=2, gather='mean')
+    with pytest.raises(ValueError, match="so gather='mean' is not the loss"):
+        pipe(x, labels)
+    torch.testing.assert_close(pipe(x, labels.clamp(0)), model(x, labels.clamp(0)))
 
 
 def test_a_number_that_the_model_is_given():

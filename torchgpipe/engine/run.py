@@ -120,6 +120,8 @@ class Run:
         outer = context.micro_batch
         self._is_outermost = outer is None
         self.mini_batch = MiniBatch() if outer is None else outer.mini_batch
+        #: Sees what losses within layers divide by, where that matters.
+        self.losses: Any = None
         self.aliasing = Aliasing(batches, common, state.transformed)
 
     def _hold(self, partition: Partition, lock: AbstractContextManager[Any]
@@ -189,7 +191,8 @@ class Run:
         """Take micro-batch ``i`` through partition ``j``."""
         partition, m, outside = self._engine.partitions[j], len(self._batches), context.micro_batch
         cell = Cell(self._computes[j], i, m, self._batches[i].kind, partition.outgoing)
-        context.micro_batch = MicroBatch(i, m, j, next(_serial), self.mini_batch, partition.lock)
+        context.micro_batch = MicroBatch(i, m, j, next(_serial), self.mini_batch, partition.lock,
+                                         self.losses)
         try:
             tensors = self._bring(
                 i, j, self._pop(i, partition, cell) if partition.incoming else ())
