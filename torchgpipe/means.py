@@ -58,8 +58,7 @@ def is_of_pytorch(loss: Any) -> bool:
 def watches(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of a layer, in which a pipeline sees what losses divide by."""
     def call(*given: Any) -> Any:
-        cell = None if torch.compiler.is_compiling() or context.recomputing \
-            else context.micro_batch
+        cell = None if torch.compiler.is_compiling() else context.micro_batch
         if cell is None or cell.losses is None:
             return function(*given)
         return cell.losses.see(cell.i, function, *given)

@@ -235,6 +235,23 @@ def test_a_loss_that_is_a_submodule(leaf):
     torch.testing.assert_close(pipe(x, labels.clamp(0)), model(x, labels.clamp(0)))
 
 
+def test_a_mean_over_samples_beside_one_that_is_counted():
+    class Two(Llama):
+        """It has another loss, which is a mean over samples."""
+
+        def forward(self, input_ids, attention_mask, labels):
+            """Compute both."""
+            output = super().forward(input_ids, attention_mask, labels)
+            return {**output, 'size': output['logits'].square().mean()}
+
+    torch.manual_seed(0)
+    model = Two().double()
+    layers = to_sequential(model, Arguments(**padded(4)))
+    pipe = pipeline(layers, 3, gather={'loss': counted_shifted, 'size': 'mean'})
+    output, expected = pipe(**padded(7)), model(**padded(7))
+    assert_near([output['loss'], output['size']], [expected['loss'], expected['size']])
+
+
 def test_a_number_that_the_model_is_given():
     """``num_items_in_batch`` of transformers, as a tensor: it may be another one in each call."""
     model, layers, _ = make('Llama', num_items_in_batch=torch.tensor(7))

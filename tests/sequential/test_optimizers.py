@@ -167,6 +167,16 @@ def test_what_is_refused():
         optimizer_state(source.state_dict(), pipe, torch.optim.LBFGS(pipe.parameters()), source)
 
 
+def test_names_of_a_state_dict_come_before_those_of_the_source():
+    model, optimizer, pipe = trained(named)
+    own = named(pipe)
+    source = torch.optim.AdamW([*reversed([*model.named_parameters()])][:7])
+    state = state_of(optimizer)
+    expected = optimizer_state(state, pipe, own)
+    found = optimizer_state(state, pipe, own, source)
+    assert all(x is found['state'][k] for k, x in expected['state'].items())
+
+
 def other_shape(state):
     """Return a state dict of another model."""
     state = copy.deepcopy(state)
