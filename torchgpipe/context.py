@@ -66,7 +66,7 @@ class MicroBatch(NamedTuple):
     """Micro-batch ``i`` of ``m`` in partition ``j``.
 
     ``cell`` is a number that no other cell has, for layers that are called twice in one. ``lock``
-    is the lock of the partition's layers.
+    is the lock of the partition's layers. ``losses`` sees what losses divide by, if that matters.
     """
 
     i: int
@@ -75,6 +75,7 @@ class MicroBatch(NamedTuple):
     cell: int
     mini_batch: MiniBatch
     lock: AbstractContextManager[Any]
+    losses: Any = None
 
 
 class _Context(threading.local):

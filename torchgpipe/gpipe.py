@@ -14,8 +14,9 @@ from torchgpipe.engine.edges import Pipeline
 from torchgpipe.engine.gather import check_rules, gather
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run
-from torchgpipe.engine.scatter import check_arguments, cut, fit_rule
+from torchgpipe.engine.scatter import check_arguments, cut, fit_rule, value_of
 from torchgpipe.materialize import materialize
+from torchgpipe.means import no_mean_in_the_model
 from torchgpipe.placed import Placed, verify
 from torchgpipe.private import uncompiled
 from torchgpipe.schedule.plain import PLAIN_CALL
@@ -23,7 +24,7 @@ from torchgpipe.settings import (Checkpoint, Settings, checkpoint_stops, parse_c
                                  stops_of_mode)
 from torchgpipe.split import (parse_balance, parse_chunks, parse_devices, split, verify_shared,
                               verify_source)
-from torchgpipe.step import Losses, ScheduleLike, check_model, run_step
+from torchgpipe.step import Losses, ScheduleLike, check_model, run_step, seen_means, with_counts
 from torchgpipe.structure import Arguments, flatten_nested
 from torchgpipe.weights import Weights
 
@@ -67,8 +68,9 @@ class GPipe(Placed):
             ``None`` is for what all micro-batches share, and others are split along dimension 0.
         gather: What becomes of the tensors of micro-batches in the output: the dimension by which
             they are put together, if that is another one; for scalars ``'mean'``, which is right
-            for means over samples only, ``'sum'`` or ``'stack'``. By keys of the output, these may
-            be said of parts.
+            for means over samples only, ``'sum'`` or ``'stack'``; or, for means over something
+            else, a function that counts that in a micro-batch, and is called as the model is. By
+            keys of the output, these may be said of parts.
         weights: The values of parameters and buffers by their names in ``module.state_dict()``:
             a mapping; or the path of a file, of ``torch.save`` or, if that package is there, of
             safetensors (``….safetensors``, ``….safetensors.index.json``). They are read layer by
@@ -167,14 +169,17 @@ class GPipe(Placed):
             ValueError: Batch sizes disagree or are zero, the output has another one, or has a
                 scalar and no rule for it.
         """
-        input = _value_of(args, kwargs)
+        input = value_of(args, kwargs)
         if not self.devices:
             flatten_nested(input)
             return input
-        batches, sizes, options = self._cut(input)
+        batches, sizes, rule, options = self._cut(input)
         pipeline = Pipeline(self._running_engine(), batches, **options)
+        pipeline.losses = rule and seen_means(rule, sizes)
         pipeline.run()
-        return self._gathered(batches, sizes, pipeline)
+        if pipeline.losses:
+            pipeline.losses.check(no_mean_in_the_model)
+        return self._gathered(batches, sizes, rule, pipeline)
 
     def _running_engine(self) -> Engine:
         partitions = self.partitions  # Where a layer has been replaced, there is no engine now.
@@ -182,8 +187,8 @@ class GPipe(Placed):
             self._engine = Engine([*partitions], self.devices)
         return self._engine
 
-    def _cut(self, input: Value) -> tuple[list[Batch], list[int], dict[str, Any]]:
-        """Return the micro-batches of an input, their sizes, and options of their pass."""
+    def _cut(self, input: Value) -> tuple[list[Batch], list[int], Any, dict[str, Any]]:
+        """Return the micro-batches of an input, their sizes, what gathers, and their options."""
         if isinstance(input, Arguments):
             check_arguments(self._names[0], self[0], input)
         rule = self.batch_dim
@@ -192,12 +197,12 @@ class GPipe(Placed):
         mode = self.checkpoint if self.training else 'never'
         stops = (stops_of_mode if isinstance(mode, str) else checkpoint_stops)(
             mode, len(batches), len(self.devices))
-        return batches, sizes, {
+        return batches, sizes, self.gather and with_counts(self.gather, batches), {
             'checkpoint_stops': stops, 'common': common, 'offload': self.offload}
 
-    def _gathered(self, batches: list[Batch], sizes: list[int], pipeline: Run) -> Value:
+    def _gathered(self, batches: list[Batch], sizes: list[int], rule: Any, pipeline: Run) -> Value:
         batch_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
-        return gather(batches, sizes, self.gather, batch_dim, pipeline.aliasing.common(0))
+        return gather(batches, sizes, rule, batch_dim, pipeline.aliasing.common(0))
 
     def step(self, input: Value, target: Value, loss_fn: Callable[[Any, Any], Tensor], *,
              schedule: ScheduleLike = '1f1b', target_dim: Any = None, normalizer: Any = None,
@@ -247,7 +252,7 @@ class GPipe(Placed):
                 the loss raises comes before any gradient is added.
         """
         check_model(self, len(self.devices))
-        batches, sizes, options = self._cut(input)
+        batches, sizes, rule, options = self._cut(input)
         engine = self._running_engine()
         if target_dim is None:
             target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
@@ -256,7 +261,7 @@ class GPipe(Placed):
         losses = Losses(loss_fn, target, sizes, target_dim, normalizer, scale)
         pipeline = run_step(engine, batches, losses, schedule, **options)
         loss = losses.total()
-        return (loss, self._gathered(batches, sizes, pipeline)) if return_output else loss
+        return (loss, self._gathered(batches, sizes, rule, pipeline)) if return_output else loss
 
     def _planned(self) -> str:
         if self._schedule is None:
@@ -289,12 +294,3 @@ class GPipe(Placed):
         if [*layers.items()] != known:
             self._replace(layers, partitions)
         return partitions
-
-
-def _value_of(args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
-    """Return the one value that a pipeline is called with, or what stands for several."""
-    if len(args) == 1 and not kwargs:
-        return args[0]
-    if not args and [*kwargs] == ['input']:  # as a sequential module calls its own
-        return kwargs['input']
-    return Arguments(*args, **kwargs)

@@ -8,7 +8,8 @@
                         counts in a target
     a number            a sum                   Σ loss / number
 """
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import inf
 from numbers import Real
 from typing import Any, NoReturn
@@ -21,9 +22,9 @@ from torchgpipe.engine.leaves import leaf_of
 from torchgpipe.engine.scatter import cut
 from torchgpipe.errors import add_note
 from torchgpipe.means import Known, LossMonitor, check_reduction, itself, own_normalizer
-from torchgpipe.structure import leaves_of
+from torchgpipe.structure import call, leaves_of
 
-__all__ = ['Losses']
+__all__ = ['Losses', 'seen_means', 'with_counts']
 
 
 class Losses:
@@ -63,12 +64,13 @@ class Losses:
         self._losses: list[Tensor] = []
         self._learns = False
         is_known = normalizer is not None or known.is_of_pytorch
-        self._monitor = None if is_known else LossMonitor(sizes)
+        #: Sees what losses in the function, or in layers, divide by.
+        self.monitor = None if is_known else LossMonitor(sizes)
 
     @property
     def divisors(self) -> tuple[float, float]:
         """What the loss divides by in this process: :meth:`LossMonitor.summary`."""
-        return self._monitor.summary() if self._monitor else (0., 0.)
+        return self.monitor.summary() if self.monitor else (0., 0.)
 
     def count_in(self, whole: float) -> None:
         """Say what the whole mini-batch counts, of which other processes may have parts.
@@ -84,7 +86,7 @@ class Losses:
             return torch.zeros((), requires_grad=True)
         try:
             given = output, self._leaves[i].value
-            loss = (self._monitor.call(i, self._function, *given) if self._monitor
+            loss = (self.monitor.call(i, self._function, *given) if self.monitor
                     else self._function(*given))
             _check(loss, 'loss_fn')
             scaled = loss = loss * (self._counts[i] / self._whole)
@@ -97,8 +99,8 @@ class Losses:
             add_note(error, f'in the loss of micro-batch {i} of {len(self._targets)}')
             raise
         self._losses.append(loss.detach())
-        if self._monitor and len(self._losses) == len(self._targets):
-            self._monitor.check()
+        if self.monitor and len(self._losses) == len(self._targets):
+            self.monitor.check()
         self._learns |= scaled.requires_grad
         # A micro-batch may have nothing to learn from.
         return scaled if scaled.requires_grad else scaled.detach().requires_grad_()
@@ -134,6 +136,42 @@ def _scatter(target: Any, sizes: Sequence[int], batch_dim: Any) -> list[Batch]:
     return batches
 
 
+def with_counts(rule: Any, batches: Sequence[Batch]) -> Any:
+    """Return a rule of ``gather`` with means in place of functions that count.
+
+    Args:
+        rule: The rule.
+        batches: The input. What is in the output is a mean over what a function of it counts.
+    """
+    if isinstance(rule, Mapping):
+        return {key: with_counts(each, batches) for key, each in rule.items()}
+    if isinstance(rule, (list, tuple)):
+        return [with_counts(each, batches) for each in rule]
+    if not callable(rule):
+        return rule
+    counts = _count(partial(call, rule), [batch.value for batch in batches], 'gather', 'input')
+    return partial(_mean_of, counts, sum(counts) or _nothing('gather', 'input'))
+
+
+def seen_means(rule: Any, sizes: Sequence[int]) -> LossMonitor | None:
+    """Return what sees whether means are over samples, if a rule of ``gather`` takes them so."""
+    words = [*_words(rule)]
+    return LossMonitor(sizes) if 'mean' in words and not any(map(callable, words)) else None
+
+
+def _words(rule: Any) -> Iterator[Any]:
+    if not isinstance(rule, (Mapping, list, tuple)):
+        yield rule
+        return
+    for each in rule.values() if isinstance(rule, Mapping) else rule:
+        yield from _words(each)
+
+
+def _mean_of(counts: Sequence[float], whole: float, xs: Sequence[Tensor]) -> Tensor:
+    # The mean of nothing is no number.
+    return torch.stack([x * (count / whole) for count, x in zip(counts, xs) if count]).sum(0)
+
+
 def _check(loss: Any, name: str) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
         raise ValueError(f'{name} must give a scalar tensor of real numbers, but gave '
@@ -166,20 +204,26 @@ def _counted(loss: Known, targets: Sequence[Any], sizes: Sequence[int], normaliz
             raise ValueError('normalizer must be a function, or a finite number above zero that '
                              f'the loss is divided by, but is {_outline(normalizer)}')
         return [1.] * len(sizes), number
-    given = [normalizer(target) for target in targets]
+    return _count(normalizer, targets, 'normalizer', 'target'), 0
+
+
+def _count(function: Callable[[Any], Any], values: Sequence[Any], name: str, what: str
+           ) -> list[float]:
+    """Return what a function counts in each value."""
+    given = [function(value) for value in values]
     counts = [count for each in given if (count := _number(each)) is not None]
     if len(counts) < len(given):
         wrong = next(each for each in given if _number(each) is None)
-        raise ValueError('normalizer must count how much of the target of a micro-batch the loss '
+        raise ValueError(f'{name} must count how much of the {what} of a micro-batch the loss '
                          'is a mean over, a finite number not below zero, but gave '
                          f'{_outline(wrong)}; a function that does is lambda target: (target != '
                          'ignore_index).sum()')
-    return counts, 0
+    return counts
 
 
-def _nothing() -> NoReturn:
-    raise ValueError('normalizer, or the loss by itself, counts nothing in the whole target, so '
-                     'there is no mean over it; leave out this mini-batch')
+def _nothing(name: str = 'normalizer, or the loss by itself,', what: str = 'target') -> NoReturn:
+    raise ValueError(f'{name} counts nothing in the whole {what}, so there is no mean over it; '
+                     'leave out this mini-batch')
 
 
 def _number(value: Any) -> float | None:

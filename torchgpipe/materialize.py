@@ -26,7 +26,7 @@ from torchgpipe.engine.checkpoint.snapshot import is_plain
 from torchgpipe.engine.stream import no_context
 from torchgpipe.errors import add_note
 from torchgpipe.private import RESETS, data_address, lazy_clone, unseen
-from torchgpipe.sequential.parts import to_own_names
+from torchgpipe.sequential.parts import NamedLayer, to_own_names
 from torchgpipe.weights import Weights, open_weights
 
 __all__ = ['materialize']
@@ -63,8 +63,8 @@ def materialize(module: nn.Sequential, devices: Sequence[torch.device],
     loader = None if weights is None else _Loader(open_weights(weights), module)
     made: Made = {}
     helpless = []
-    for layer in module:
-        helpless += _Plan(layer, loader is not None, made).helpless
+    for name, layer in zip(module._modules, module):
+        helpless += _Plan(layer, _loaded(loader, name, layer), made).helpless
         made.update({id(slot.tensor): slot for slot in _slots(layer) if slot.tensor.is_meta})
     if helpless:
         raise _without_value(module, helpless)
@@ -80,7 +80,7 @@ def materialize(module: nn.Sequential, devices: Sequence[torch.device],
 def _give_values(name: str, layer: nn.Module, device: torch.device, loader: '_Loader | None',
                  made: Made, module: nn.Sequential) -> None:
     """Give values to one layer."""
-    plan = _Plan(layer, loader is not None, made)
+    plan = _Plan(layer, _loaded(loader, name, layer), made)
     slots = [slot for slot in _slots(layer) if slot.tensor.is_meta]
     _allocate(slots, torch.device('cpu') if plan.resets else device)
     forgotten = plan.reset()
@@ -98,8 +98,9 @@ def _without_value(module: nn.Module, slots: list[Slot]) -> ValueError:
     return ValueError(
         f'nothing gives a value to {listed}: a parameter or a buffer on the meta device gets one '
         'from weights=…, or from reset_parameters() of its module, if that has no tensors '
-        'elsewhere and knows their sizes. Pass weights, let reset_parameters() write to it, or '
-        'build that module on the CPU.')
+        'elsewhere and knows their sizes. Pass weights, which may have buffers that are in no '
+        'state dict, too: ChainMap({name: tensor}, torchgpipe.weights.open_weights(path)). Or let '
+        'reset_parameters() write to it, or build that module on the CPU.')
 
 
 def _slots(module: nn.Module, recurse: bool = True) -> Iterator[Slot]:
@@ -139,13 +140,12 @@ class _Plan:
 
     Args:
         layer: The layer, maybe on the meta device.
-        loads: Whether all that is in its state dict will be loaded.
+        loaded: What will be loaded.
         made: What has got a value in an earlier layer.
     """
 
-    def __init__(self, layer: nn.Module, loads: bool, made: Made) -> None:
-        state = layer.state_dict(keep_vars=True).values() if loads else ()
-        self._loaded = {id(x) for x in state} | made.keys()
+    def __init__(self, layer: nn.Module, loaded: Iterable[Any], made: Made) -> None:
+        self._loaded = {id(x) for x in loaded} | made.keys()
         self._needed = [slot for slot in _slots(layer) if slot.tensor.is_meta and not (
             id(slot.tensor) in made or
             id(slot.tensor) in self._loaded and is_plain(slot.tensor))]
@@ -184,6 +184,12 @@ class _Plan:
                 and data_address(was) == data_address(copy)]
 
 
+def _loaded(loader: '_Loader | None', name: str, layer: nn.Module) -> list[Any]:
+    """Return what of a layer will be loaded: all that is in its state dict, and maybe more."""
+    return [] if loader is None else [*layer.state_dict(keep_vars=True).values(), *(
+        layer.get_buffer(own) for own in loader.buffers.get(name, ()))]
+
+
 def _parts_first(module: nn.Module, done: set[nn.Module] | None = None) -> Iterator[nn.Module]:
     """Yield a module after all modules in it, each once."""
     done = set() if done is None else done
@@ -197,9 +203,16 @@ def _parts_first(module: nn.Module, done: set[nn.Module] | None = None) -> Itera
 class _Loader:
     """Load layers from weights, and see in the end that these are those of the module."""
 
-    def __init__(self, source: Mapping[str, Any], module: nn.Module) -> None:
+    def __init__(self, source: Mapping[str, Any], module: nn.Sequential) -> None:
         self._source = source
         keys = {key: key for key in source}
+        #: Of each layer the buffers that are in no state dict and in the source all the same.
+        self.buffers = {
+            name: {own: key for own in _transient(layer) for key in (
+                f'{name}.{own}', *([own] if isinstance(layer, NamedLayer) else [])) if key in keys}
+            for name, layer in zip(module._modules, module)}
+        for key in {key for found in self.buffers.values() for key in found.values()}:
+            del keys[key]
         to_own_names(keys, '', module._modules)
         #: The names in each layer, and in the source.
         self._keys: dict[str, dict[str, str]] = {}
@@ -218,6 +231,8 @@ class _Loader:
         except RuntimeError as error:
             add_note(error, f"in layer '{name}'")
             raise
+        for buffer, key in self.buffers[name].items():
+            layer.get_buffer(buffer).copy_(self._source[key])
         own = layer.state_dict(keep_vars=True)
         self._loaded |= {id(x) for key, x in own.items() if key not in missing}
         self._missing += [(f'{name}.{key}', own.get(key)) for key in missing]
@@ -235,3 +250,9 @@ class _Loader:
             raise ValueError(f'the weights are not those of the module: missing {missing}, '
                              f'unexpected {unexpected}. Their names are those of '
                              'module.state_dict(); pass a mapping that has them')
+
+
+def _transient(layer: nn.Module) -> list[str]:
+    """Return the names of buffers that are in no state dict."""
+    state = layer.state_dict()
+    return [name for name, _ in layer.named_buffers(remove_duplicate=False) if name not in state]

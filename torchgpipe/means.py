@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from torchgpipe.context import context
 from torchgpipe.private import is_transformed
 from torchgpipe.structure import leaves_of
 
-__all__ = ['Known', 'LossMonitor', 'check_reduction', 'itself', 'no_mean_over_samples',
-           'own_normalizer']
+__all__ = ['Known', 'LossMonitor', 'check_reduction', 'itself', 'no_mean_in_the_model',
+           'no_mean_over_samples', 'own_normalizer', 'watches']
 
 #: What is known of a loss, if it has it.
 SETTINGS = ('reduction', 'ignore_index', 'weight')
@@ -74,6 +75,16 @@ class Known(NamedTuple):
         is_torch = str(getattr(code, '__module__', '')).startswith('torch.nn.')
         return cls(settings, _reduction(settings), is_torch and 'reduction' in settings,
                    getattr(what, '__name__', type(what).__name__))
+
+
+def watches(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of a layer, in which a pipeline sees what losses divide by."""
+    def call(*given: Any) -> Any:
+        cell = None if torch.compiler.is_compiling() else context.micro_batch
+        if cell is None or cell.losses is None:
+            return function(*given)
+        return cell.losses.see(cell.i, function, *given)
+    return call
 
 
 def _reduction(settings: Mapping[str, Any]) -> Any:
@@ -149,6 +160,15 @@ class LossMonitor(TorchFunctionMode):
         finally:
             self._sums = []  # They hold graphs.
 
+    def see(self, i: int, function: Callable[..., Any], *given: Any) -> Any:
+        """Call a function of a layer for micro-batch ``i``; see what losses in it divide by."""
+        own = LossMonitor(self._sizes)  # Other layers may be at work beside it.
+        own._i = i
+        with own:
+            result = function(*given)
+        self._divisions[i] += own._divisions[i]
+        return result
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() or not (func in LOSSES or func in DIVISIONS):
@@ -187,7 +207,7 @@ class LossMonitor(TorchFunctionMode):
         self._divisions[self._i].extend(('loss_fn', elements, divisor)
                                         for each, _, elements in self._sums if each is dividend)
 
-    def check(self) -> None:
+    def check(self, error: Callable[[str], Exception] | None = None) -> None:
         """Raise if a mean is none over samples."""
         nothing = [('', 0, 0)]  # Where no loss of classes is called, nothing counts.
         for divisions in zip(*(each or nothing for each in self._divisions)):
@@ -198,7 +218,7 @@ class LossMonitor(TorchFunctionMode):
             whole = sum(counts)
             if any(abs(count * sum(self._sizes) - size * whole) > 1e-5 * size * abs(whole)
                    for count, size in zip(counts, self._sizes)):
-                raise no_mean_over_samples(max(names))
+                raise (error or no_mean_over_samples)(max(names))
 
     def summary(self) -> tuple[float, float]:
         """Return in two numbers what this process divides by, to compare it with others.
@@ -226,6 +246,17 @@ def _sum() -> ValueError:
     return ValueError("the loss adds up samples (reduction='sum'), and those of micro-batches "
                       'would be averaged; give normalizer=1, or the number that the sum over '
                       'the whole mini-batch is divided by')
+
+
+def no_mean_in_the_model(_: str) -> ValueError:
+    """Return the error of a ``gather='mean'`` that would weigh micro-batches wrongly."""
+    return ValueError(
+        'a loss in the model divides by what it counts in labels (ignore_index, class weights), '
+        "not by the number of samples, so gather='mean' is not the loss of the mini-batch; let a "
+        "function count, which is called as the model is: gather={'loss': lambda ids, mask, "
+        "labels: (labels != -100).sum()}, or labels[:, 1:], where the model shifts them; 'sum', "
+        'if the model is given the number of the mini-batch; or lambda ids, mask, labels: '
+        'len(labels), if it is a mean over samples')
 
 
 def no_mean_over_samples(name: str) -> ValueError:

@@ -11,12 +11,13 @@ from torch import nn
 from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.stepping import Step
-from torchgpipe.losses import Losses
+from torchgpipe.losses import Losses, seen_means, with_counts
 from torchgpipe.private import hooks_of
 from torchgpipe.schedule import Schedule, make
 from torchgpipe.schedule.generators import stages_per_device
 
-__all__ = ['Losses', 'ScheduleLike', 'check_model', 'find_schedule', 'run_step']
+__all__ = ['Losses', 'ScheduleLike', 'check_model', 'find_schedule', 'run_step', 'seen_means',
+           'with_counts']
 
 #: A schedule, its name, or the path of a file with one as CSV.
 ScheduleLike = str | os.PathLike[str] | Schedule
@@ -112,5 +113,6 @@ def run_step(engine: Engine, batches: list[Batch], losses: Losses, schedule: Sch
     if not engine.one_worker:  # Otherwise it never waits for a gradient.
         found = _recomputing(found, checkpoint_stops)
     step = Step(engine, batches, found.rows, losses, checkpoint_stops=checkpoint_stops, **options)
+    step.losses = losses.monitor
     step.run()
     return step

@@ -155,8 +155,8 @@ def test_samples_that_are_mixed(rule, shapes):
 def test_a_mean_of_means():
     """In v0.8.0, the message advised it for whatever is no mean over samples."""
     with pytest.raises(ValueError, match="where each is a mean over samples.*labels that are not "
-                                         "padding, is not the mean of these means: give the sum "
-                                         r"and the count, with gather='sum'.*normalizer="):
+                                         "padding, is not the mean of these means: let gather "
+                                         r"count them, gather=lambda.*normalizer="):
         gather([Batch(torch.zeros(()))] * 2, [2, 1])
 
 

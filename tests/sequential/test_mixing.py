@@ -349,7 +349,7 @@ def test_a_loss_that_is_a_mean_by_other_weights_is_warned_of(loss, seed):
     """As no rule of a pipeline gives it."""
     torch.manual_seed(seed)
     sample = Arguments(torch.randn(8, 6), torch.tensor([3, 0, 0, 0, 1, 2, 5, 4]))
-    with pytest.warns(UserWarning, match="^output is .* for the sample .*gather='sum'") as found:
+    with pytest.warns(UserWarning, match="^output is .* for the sample .*gather={'loss'") as found:
         assert len(to_sequential(Loss(loss), sample)) == 1
     assert found[0].filename == __file__
 

@@ -1,5 +1,6 @@
 """What parts of a model layers hold, and the names of it: those of the model."""
 import copy
+from collections import ChainMap, OrderedDict
 
 import pytest
 import torch
@@ -114,6 +115,31 @@ def test_weights_have_the_names_of_the_model(tmp_path):
     layers = to_sequential(Tied(persistent=True), ids)
     pipe = GPipe(layers, [2, len(layers) - 2], devices=['cpu', 'cpu'], weights=mine)
     assert torch.equal(pipe(ids), model(ids))
+
+
+def test_weights_may_have_buffers_that_are_in_no_state_dict():
+    """As tables that a constructor computes. They are taken by the names of the model, too."""
+    model, ids = Tied(), torch.randint(9, (4, 3))
+    model.lost.fill_(3)
+    more = ChainMap({'lost': model.lost}, model.state_dict())
+    for weights in (more, {'0.lost': model.lost, **model.state_dict()}):
+        with torch.device('meta'):
+            layers = to_sequential(Tied(), ids.to('meta'))
+        with pytest.raises(ValueError, match="value to '0.lost' of .* in no state dict, too: Ch"):
+            GPipe(layers, [len(layers)], devices=['cpu'], weights=model.state_dict())
+        pipe = GPipe(layers, [2, len(layers) - 2], devices=['cpu', 'cpu'], weights=weights)
+        torch.testing.assert_close(pipe(ids), model(ids))
+    layers = to_sequential(Tied(), ids)
+    with pytest.raises(ValueError, match="unexpected .'foreign'."):
+        GPipe(layers, [len(layers)], devices=['cpu'], weights={**more, 'foreign': model.lost})
+    plain = nn.Sequential(to_sequential(Tied(), ids)[0])
+    plain[0].lost.zero_()
+    plain = nn.Sequential(nn.Sequential(OrderedDict(inside=plain[0])))
+    state = plain.state_dict()
+    pipe = GPipe(plain, [1], devices=['cpu'], weights={**state, '0.inside.lost': model.lost})
+    assert pipe[0].inside.lost[0] == 3
+    with pytest.raises(ValueError, match="unexpected .'inside.lost'."):
+        GPipe(plain, [1], devices=['cpu'], weights={**state, 'inside.lost': model.lost})
 
 
 def test_what_is_shared_stays_shared():

@@ -25,7 +25,7 @@ REDUCTIONS = ('mean', 'sum', 'stack')
 def check_rules(batch_dim: Any, gather: Any) -> None:
     """Check what is said of the batch dimension, and of tensors of micro-batches."""
     check_rule('batch_dim', batch_dim, [None])
-    check_rule('gather', gather, [None, *REDUCTIONS])
+    check_rule('gather', gather, [None, *REDUCTIONS], functions=True)
     if batch_dim is None:
         raise ValueError('batch_dim is None, so there would be nothing to split; name the '
                          'dimension, or those of parts: batch_dim={\'table\': None}')
@@ -43,7 +43,8 @@ def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: A
         batches: At least one batch, all of one structure.
         sizes: How many samples went into each, to check that as many came out.
         rule: For tensors, by which dimension they are put together, or ``'mean'``, ``'sum'`` or
-            ``'stack'``. Such a word alone is for scalars only.
+            ``'stack'``, or a function of those of all micro-batches. Such a word or a function
+            alone is for scalars only.
         batch_dim: The dimension for all others.
         shared: Tensors of the first one that are the same for all micro-batches.
 
@@ -88,16 +89,15 @@ def _outline(batch: Batch) -> str:
     return repr(batch.kind([tuple(x.shape) for x in batch.tensors]))  # type: ignore[misc]
 
 
-def _rule_of(rule: Any, path: Path, x: Tensor, batch_dim: int) -> int | str:
+def _rule_of(rule: Any, path: Path, x: Tensor, batch_dim: int) -> Any:
     found, named = look_up(rule, path)
     if found is DEFAULT or found is None or (
-            isinstance(found, str) and not named and x.dim() > 0):
+            not isinstance(found, int) and not named and x.dim() > 0):
         return batch_dim
-    return found  # type: ignore[no-any-return]
+    return found
 
 
-def _join(xs: Sequence[Tensor], sizes: Sequence[int] | None, rule: int | str, path: Path
-          ) -> Tensor:
+def _join(xs: Sequence[Tensor], sizes: Sequence[int] | None, rule: Any, path: Path) -> Tensor:
     """Put one tensor of all micro-batches together."""
     if isinstance(rule, int):
         for i, x in enumerate(xs):
@@ -110,15 +110,18 @@ def _join(xs: Sequence[Tensor], sizes: Sequence[int] | None, rule: int | str, pa
         raise _mixed(xs, rule, 'output' + path_name(path))
     if isinstance(rule, int):
         return xs[0] if len(xs) == 1 else torch.cat(list(xs), rule)
+    if callable(rule):
+        return rule(xs)  # type: ignore[no-any-return]
     if rule == 'mean':
         assert sizes is not None
         xs = [x * (size / sum(sizes)) for x, size in zip(xs, sizes)]
     return torch.stack(list(xs)) if rule == 'stack' else torch.stack(list(xs)).sum(0)
 
 
-def _mixed(xs: Sequence[Tensor], rule: int | str, name: str) -> ValueError:
+def _mixed(xs: Sequence[Tensor], rule: Any, name: str) -> ValueError:
     shapes = ', '.join(map(str, dict.fromkeys(tuple(x.shape) for x in xs)))
-    how = f'along dimension {rule}' if isinstance(rule, int) else f'by {rule!r}'
+    how = (f'along dimension {rule}' if isinstance(rule, int)
+           else 'by a count' if callable(rule) else f'by {rule!r}')
     return ValueError(
         f'micro-batches came out with shapes {shapes} as {name}: outputs are gathered {how}, so '
         'nothing else in their shapes may differ. A dimension that goes with the number of '
@@ -135,9 +138,10 @@ def _not_joined(i: int, x: Tensor, sizes: Sequence[int] | None, dim: int, name: 
             f'micro-batch {i} {went}came out with shape () as {name}, a scalar: say what becomes '
             "of the scalars of micro-batches: GPipe(…, gather='mean') where each is a mean over "
             "samples, 'sum' or 'stack'. A mean over anything else, such as labels that are not "
-            "padding, is not the mean of these means: give the sum and the count, with "
-            "gather='sum', and divide after the pipeline; or take a step, whose "
-            'step(…, normalizer=…) counts. Or reduce over the batch after the pipeline, not in it')
+            "padding, is not the mean of these means: let gather count them, gather=lambda ids, "
+            'mask, labels: (labels != -100).sum(), a function that is called as the model is; or '
+            'take a step, whose step(…, normalizer=…) counts. Or reduce over the batch after the '
+            'pipeline, not in it')
     return ValueError(
         f'micro-batch {i} {went}came out with shape {tuple(x.shape)} as {name}: outputs are '
         f'gathered along dimension {dim}, which must be the batch dimension. Say where the batch '

@@ -119,6 +119,8 @@ class Run:
             cells.monitor = self._monitor
         outer = context.micro_batch
         self.mini_batch = MiniBatch() if outer is None else outer.mini_batch
+        #: Sees what losses within layers divide by, where that matters.
+        self.losses: Any = None
         self.aliasing = Aliasing(batches, common, state.transformed)
 
     def _hold(self, partition: Partition, lock: AbstractContextManager[Any]
@@ -181,7 +183,8 @@ class Run:
         """Take micro-batch ``i`` through partition ``j``."""
         partition, m, outside = self._engine.partitions[j], len(self._batches), context.micro_batch
         cell = Cell(partition, self._layers[j], i, m, self._batches[i].kind)
-        context.micro_batch = MicroBatch(i, m, j, next(_serial), self.mini_batch, partition.lock)
+        context.micro_batch = MicroBatch(i, m, j, next(_serial), self.mini_batch, partition.lock,
+                                         self.losses)
         try:
             tensors = self._bring(
                 i, j, self._pop(i, partition, cell) if partition.incoming else ())

@@ -20,7 +20,7 @@ from torchgpipe.engine.batch import Batch
 from torchgpipe.structure import (Arguments, Kind, Leaf, Path, bare, flatten_nested, leaves_of,
                                   once, path_name)
 
-__all__ = ['DEFAULT', 'check_arguments', 'check_rule', 'cut', 'fit_rule', 'look_up']
+__all__ = ['DEFAULT', 'check_arguments', 'check_rule', 'cut', 'fit_rule', 'look_up', 'value_of']
 
 
 def cut(input: Any, chunks: int, batch_dim: Any = 0, what: str = 'input'
@@ -227,19 +227,29 @@ def _check_known(entries: Mapping[Any, Any], known: Container[Any], where: str) 
                          "input, or by the positions or names of the first layer's arguments")
 
 
-def check_rule(name: str, rule: Any, allowed: Sequence[Any]) -> None:
-    """Check that a rule is made of integers, and of some other values.
+def check_rule(name: str, rule: Any, allowed: Sequence[Any], functions: bool = False) -> None:
+    """Check that a rule is made of integers, of some other values, and maybe of functions.
 
     Raises:
         ValueError: It says something else.
     """
     if isinstance(rule, Mapping):
         for each in rule.values():
-            check_rule(name, each, allowed)
+            check_rule(name, each, allowed, functions)
     elif isinstance(rule, (list, tuple)):
         for each in rule:
-            check_rule(name, each, allowed)
-    elif rule not in allowed and (isinstance(rule, bool) or not isinstance(rule, int)):
+            check_rule(name, each, allowed, functions)
+    elif not (functions and callable(rule)) and rule not in allowed and (
+            isinstance(rule, bool) or not isinstance(rule, int)):
         others = ', '.join(map(repr, allowed))
         raise ValueError(f'{name} must be a dimension, one of {others}, or a dict or a sequence '
                          f'of these by the keys of the value, but has {rule!r}')
+
+
+def value_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the one value that a pipeline is called with, or what stands for several."""
+    if len(args) == 1 and not kwargs:
+        return args[0]
+    if not args and [*kwargs] == ['input']:  # as a sequential module calls its own
+        return kwargs['input']
+    return Arguments(*args, **kwargs)

@@ -12,13 +12,14 @@ from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.layer import called_with
 from torchgpipe.sequential.leaf_modules import LeafLike
 from torchgpipe.sequential.mixing import check_mixing
+from torchgpipe.sequential.optimizers import optimizer_state
 from torchgpipe.sequential.parts import (Converted, NamedLayer, Part, all_names, converted,
                                          original_names, put, with_all_names)
 from torchgpipe.sequential.patches import watched
 from torchgpipe.sequential.values import UNKNOWN
 from torchgpipe.structure import flatten_nested
 
-__all__ = ['ConversionError', 'from_stages', 'original_names', 'to_sequential']
+__all__ = ['ConversionError', 'from_stages', 'optimizer_state', 'original_names', 'to_sequential']
 
 #: A function of a model and a value, or a submodule, which is a function of a value.
 StageLike = Callable[..., Any] | nn.Module

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from torchgpipe.means import LOSSES
 from torchgpipe.sequential.cuts import Route, routes
 from torchgpipe.sequential.layer import Code, FirstLayer, Inputs, Layer, SkipLayer
 from torchgpipe.sequential.nodes import Constant
@@ -32,7 +33,8 @@ def build(graph: fx.Graph, steps: Sequence[Sequence[fx.Node]], root: nn.Module, 
         if k == 0:
             route.received = [node for node in graph.nodes if node.op == 'placeholder']
         part, targets = _program(graph, own, route, last=k == len(steps) - 1)
-        code = Code(*_source(part, root, constants), f'<layer {k} of {type(root).__name__}>')
+        code = Code(*_source(part, root, constants), f'<layer {k} of {type(root).__name__}>',
+                    any(_may_be_loss(root, node) for node in part.nodes))
         stashes, pops = ([name for name, _ in x] for x in (route.stashed, route.popped))
         cls = SkipLayer if pops or stashes else Layer
         layer = (cls(code, len(route.received), pops, stashes, namespace) if k else
@@ -77,6 +79,13 @@ def _program(graph: fx.Graph, steps: Sequence[fx.Node], route: Route, last: bool
         given, = given
     part.output((given, tuple(value_of(node) for _, node in route.stashed)))
     return part, [*targets]
+
+
+def _may_be_loss(root: nn.Module, node: fx.Node) -> bool:
+    """Return whether a node calls a loss of PyTorch's, or a module that has one."""
+    if node.op == 'call_module':
+        return any(hasattr(x, 'reduction') for x in root.get_submodule(str(node.target)).modules())
+    return node.op == 'call_function' and node.target in LOSSES
 
 
 def _source(part: fx.Graph, root: nn.Module, constants: dict[str, Any]

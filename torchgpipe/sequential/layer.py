@@ -13,14 +13,15 @@ and a module, a parameter or a buffer that several layers use is in each of them
 import inspect
 import linecache
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
+from torchgpipe.means import watches
 from torchgpipe.private import uncompiled
 from torchgpipe.sequential.nodes import form_of
 from torchgpipe.sequential.parts import NamedLayer
@@ -33,15 +34,21 @@ __all__ = ['Code', 'FirstLayer', 'Inputs', 'Layer', 'SkipLayer', 'arguments_of',
 
 
 class Code:
-    """A function that was made of a graph: its source, and what this refers to by name."""
+    """A function that was made of a graph: its source, and what this refers to by name.
 
-    def __init__(self, source: str, names: dict[str, Any], title: str) -> None:
+    It may have a loss in it.
+    """
+
+    def __init__(self, source: str, names: dict[str, Any], title: str, has_loss: bool = False
+                 ) -> None:
         self.source = source
         self._names = names
         self._title = title
+        self._has_loss = has_loss
         scope = dict(names)
         exec(compile(source, title, 'exec'), scope)  # noqa: S102
-        self.function: FunctionType = scope['forward']
+        self.function: Callable[..., Any] = (
+            watches(scope['forward']) if has_loss else scope['forward'])
         # Tracebacks show it.
         linecache.cache[title] = len(source), None, source.splitlines(True), title
 
@@ -53,12 +60,13 @@ class Code:
                    if isinstance(value, ModuleType)}
         names = {name: value for name, value in self._names.items()
                  if name != '__builtins__' and name not in modules}
-        return _code, (self.source, names, modules, self._title)
+        return _code, (self.source, names, modules, self._title, self._has_loss)
 
 
-def _code(source: str, names: dict[str, Any], modules: dict[str, str], title: str) -> Code:
+def _code(source: str, names: dict[str, Any], modules: dict[str, str], title: str,
+          has_loss: bool = False) -> Code:
     found = {name: import_module(module) for name, module in modules.items()}
-    return Code(source, {**names, **found}, title)
+    return Code(source, {**names, **found}, title, has_loss)
 
 
 class Inputs:

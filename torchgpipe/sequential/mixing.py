@@ -67,10 +67,12 @@ def check_mixing(module: nn.Module, sample: Any, halves: Sequence[Any], sizes: S
         raise _mixes(different, batch_dim)
     warnings.warn(
         f'{", ".join(f"{name} is {text}" for name, text in unsure.items())}. That is neither '
-        "their mean nor their sum, so no rule of GPipe(…, gather=…) gives it. A mean over "
-        'anything but samples, such as tokens that are not padding: give the sum and the count, '
-        "with gather='sum', and divide after the pipeline. A loss that compares samples: compute "
-        'it of what the pipeline gives. check_sample=False does not look', stacklevel=4)
+        "their mean nor their sum, so no word of GPipe(…, gather=…) gives it. A mean over "
+        'anything but samples, such as tokens that are not padding: let a function count them, '
+        "gather={'loss': lambda ids, mask, labels: (labels != -100).sum()}, which is called as "
+        'the model is; or labels[:, 1:], where the model shifts them. A loss that compares '
+        'samples: compute it of what the pipeline gives. check_sample=False does not look',
+        stacklevel=4)
 
 
 def _mixes(different: list[str], batch_dim: Any) -> ConversionError:
