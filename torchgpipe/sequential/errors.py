@@ -1,10 +1,12 @@
 """Errors of a conversion: the line of the user's code, what is wrong with it, and the ways out."""
+import ast
 import linecache
 import os
 import sys
 from collections.abc import Iterable
+from functools import lru_cache
 from traceback import walk_stack, walk_tb
-from types import FrameType, TracebackType
+from types import FrameType, FunctionType, ModuleType, TracebackType
 
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ from torch import nn
 import torchgpipe
 
 __all__ = ['ConversionError', 'NeedsLeaf', 'is_of_others', 'is_of_torch', 'line_of',
-           'line_of_error', 'refused']
+           'line_of_error', 'makes_a_message', 'refused']
 
 _OTHERS = tuple(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep
                 for package in (torch, torchgpipe))
@@ -78,3 +80,43 @@ def _described(lines: Iterable[tuple[FrameType, int]]) -> str:
             text = linecache.getline(file, number, frame.f_globals).strip()
             return f'  {file}, line {number}, in {frame.f_code.co_name}\n    {text}'
     return '  (not in Python code outside of PyTorch)'
+
+
+def makes_a_message(frame: FrameType) -> bool:
+    """Return whether a text that is made in a frame goes to a function, and on to nothing else.
+
+    That is a statement which calls a function of a module, and takes no result of it, as
+    ``torch._assert(ok, f'got {x.shape}')``. A method may keep the text, as ``names.append`` does.
+    """
+    line = frame.f_lineno or 0
+    around = [each for each in _statements(frame.f_code.co_filename)
+              if each.lineno <= line <= (each.end_lineno or 0)]
+    # The innermost one, if it does not share its line with another.
+    inner = [each for each in around if each.lineno == max(x.lineno for x in around)]
+    if len(inner) != 1 or not isinstance(inner[0], ast.Expr):
+        return False
+    call = inner[0].value
+    return isinstance(call, ast.Call) and isinstance(
+        _named_by(call.func, frame), (FunctionType, type(print)))
+
+
+@lru_cache(maxsize=8)
+def _statements(file: str) -> list[ast.stmt]:
+    try:
+        tree = ast.parse(''.join(linecache.getlines(file)))
+    except SyntaxError:  # A cell of a notebook may have more in it than Python.
+        return []
+    return [each for each in ast.walk(tree) if isinstance(each, ast.stmt)]
+
+
+def _named_by(name: ast.expr, frame: FrameType) -> object:
+    """Return the global or what a module has by that name, if it is such a name."""
+    if isinstance(name, ast.Name):
+        code = frame.f_code
+        if name.id in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
+            return None
+        return frame.f_globals.get(name.id, frame.f_builtins.get(name.id))
+    if isinstance(name, ast.Attribute):
+        owner = _named_by(name.value, frame)
+        return getattr(owner, name.attr, None) if isinstance(owner, ModuleType) else None
+    return None

@@ -100,6 +100,9 @@ class StepTracer(fx.Tracer):
             self.refuse('a layer computes with a value that it is not called with, as by '
                         'torch.func.functional_call')
         self.check_modes()
+        if target is torch._assert and args[0].node.meta['kind'] == 'plain' and (
+                type(args[0]) is TracedValue):  # As of Python's, there is no message in the graph.
+            return torch._assert(bool(args[0]), *args[1:])
         args, kwargs = self.simple((tuple(args), dict(kwargs)))
         node = self.graph.create_node(kind, target, self.create_arg(args),
                                       self.create_arg(kwargs))
