@@ -3,9 +3,11 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from tests.devices import cpu_only
-from tests.sequential.test_record import Model, check, sample
+from tests.sequential.test_record import Model, check, in_a_pipeline, sample
 from torchgpipe.sequential import to_sequential
 
 pytestmark = cpu_only('what is recorded does not depend on devices')
@@ -85,3 +87,88 @@ def test_an_assertion_of_pytorch_s_is_one():
     with pytest.raises(AssertionError, match='not finite'):
         layers(sample() / 0)
     assert len(to_sequential(Model(asserted))) == 2
+
+
+# --- one sample
+# -------------------------------------------------------------------------------------------------
+
+
+def rows_of(x):
+    return torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+
+
+def expanded(m, x):
+    rows = rows_of(x)
+    if len(x) != len(rows):
+        rows = rows.expand(len(x), -1)
+    if len(x) > 1:
+        x = x.contiguous().view(len(x), x.size(1))
+    return x + rows
+
+
+def expanded_for_three(m, x):
+    return x + (rows_of(x).expand(len(x), -1) if len(x) > 2 else rows_of(x))
+
+
+def doubled(m, x):
+    return x * 2 if len(x) > 1 else x
+
+
+class Counts(nn.BatchNorm1d):
+    """A layer that counts its calls, and gives what it gets."""
+
+    def __init__(self):
+        super().__init__(6)
+        self.count = 0
+
+    def forward(self, x):
+        self.count += 1
+        return x
+
+
+def squared(m, x):
+    return x * x if len(x) > 1 else x * 2
+
+
+def changed(m, x):
+    return x.add_(1) if len(x) > 1 else x
+
+
+def dropped(m, x):
+    return F.dropout(x, 0.5, m.training) if len(x) > 1 else x
+
+
+def called(m, x):
+    return m.counts(x) if len(x) > 1 else x
+
+
+def once_more(m, x):
+    return x if len(x) > 1 else x * 2
+
+
+@pytest.mark.parametrize('size', [2, 4])
+def test_one_sample_for_which_another_way_does_the_same(size):
+    """In v0.9.0, a sample of two was refused, and a micro-batch of one after a sample of four."""
+    others = [torch.randn(n, 6) for n in (1, 3, 4, 7)]
+    layers = check(Model(expanded), sample()[:size], *others)
+    assert len(layers) == 2
+    in_a_pipeline(layers, torch.randn(3, 6))
+
+
+def test_what_the_other_way_does_is_asked_in_each_call():
+    layers = to_sequential(Model(expanded_for_three), sample(), check_sample=False)
+    for n in (1, 3, 9):
+        layers(torch.randn(n, 6))
+    with pytest.raises(ValueError, match='> 2 was True; it is False now'):
+        layers(torch.randn(2, 6))
+
+
+@pytest.mark.parametrize('device', ['cpu', 'meta'])
+@pytest.mark.parametrize('function', [doubled, squared, changed, dropped, called, once_more])
+def test_one_sample_for_which_another_way_does_something_else(function, device):
+    model = Model(function).to(device)
+    model.counts = Counts()
+    layers = to_sequential(model.eval(), sample().to(device)).train()
+    layers(torch.randn(3, 6, device=device))
+    with pytest.raises(ValueError, match='> 1 was True; it is False now'):
+        layers(torch.randn(1, 6, device=device))

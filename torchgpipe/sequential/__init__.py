@@ -1,4 +1,5 @@
 """Sequential models from modules of any form."""
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -77,7 +78,8 @@ def to_sequential(module: nn.Module, sample: Any = None, *, leaves: Iterable[Lea
         TypeError: Something is of the wrong type.
         ValueError: The model has no such leaf, or the sample can not be cut into micro-batches.
     """
-    converted = convert(module, UNKNOWN if sample is None else sample, leaves)
+    converted = convert(module, UNKNOWN if sample is None else sample, leaves,
+                        _one_of(module, sample, batch_dim))
     if check_sample and sample is not None:
         _check(module, converted, sample, batch_dim,
                'Something goes by what a graph does not have, such as a global, an object that '
@@ -132,6 +134,15 @@ def from_stages(module: nn.Module, stages: Iterable[StageLike], sample: Any, *,
                'What differs in the output is made in the last stages; a gradient that differs '
                'first, of what a stage has left out')
     return converted
+
+
+def _one_of(module: nn.Module, sample: Any, batch_dim: Any) -> Any:
+    """Return one sample of a sample of several, if it can be cut."""
+    try:
+        batches, sizes, _ = cut(sample, sys.maxsize, fit_rule(batch_dim, sample, [module]))
+    except (TypeError, ValueError):  # What checks the sample, says so.
+        return UNKNOWN
+    return batches[0].value if len(sizes) > 1 else UNKNOWN
 
 
 def _check(module: nn.Module, converted: Converted, sample: Any, batch_dim: Any, advice: str

@@ -18,6 +18,7 @@ from torchgpipe.sequential.parts import Converted
 from torchgpipe.sequential.patches import one_at_a_time
 from torchgpipe.sequential.record import ForwardTracer
 from torchgpipe.sequential.values import UNKNOWN
+from torchgpipe.sequential.widen import widen
 from torchgpipe.structure import call, flatten_nested, leaves_of, path_name
 
 __all__ = ['convert', 'not_sequential']
@@ -39,8 +40,12 @@ def not_sequential(module: object) -> TypeError:
     return TypeError(f'{rule}; {way} would make it one, of {layers} layers')
 
 
-def convert(module: nn.Module, sample: Any, leaves: Iterable[LeafLike]) -> Converted:
-    """Return a sequential module, without comparing it: see :func:`to_sequential`."""
+def convert(module: nn.Module, sample: Any, leaves: Iterable[LeafLike], one: Any = UNKNOWN
+            ) -> Converted:
+    """Return a sequential module, without comparing it: see :func:`to_sequential`.
+
+    It is good for ``one`` sample of the sample, too, if that takes no other program.
+    """
     if not isinstance(module, nn.Module):
         raise TypeError(f'a module is converted, not {type(module).__name__}')
     names = leaf_names(module, leaves)
@@ -54,16 +59,20 @@ def convert(module: nn.Module, sample: Any, leaves: Iterable[LeafLike]) -> Conve
             sample = structure(tensors)  # without marks
         while True:
             try:
-                return _converted(module, sample, names, classes)
+                return _converted(module, sample, names, classes, one)
             except NeedsLeaf as error:  # It is converted anew, with more leaves.
                 classes.update(error.args)
 
 
-def _converted(module: nn.Module, sample: Any, names: set[str], classes: set[type]) -> Converted:
+def _converted(module: nn.Module, sample: Any, names: set[str], classes: set[type], one: Any
+               ) -> Converted:
     tracer, inputs = _recorded(module, sample, names, classes, flipped=False)
     if tracer.uses_of_training:
         tracer.check_training(_recorded(module, sample, names, classes, flipped=True)[0])
     _check_modes(module, names, classes)
+    if one is not UNKNOWN:
+        widen(tracer, inputs.take(*copied_value(called_with(one))),
+              lambda: _recorded(module, one, names, classes, flipped=False)[0])
     steps = cut_graph(tracer.graph, tracer.root, tracer.leaves)
     return build(tracer.graph, steps, module, inputs, tracer.constants)
 
