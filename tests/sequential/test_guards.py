@@ -142,6 +142,10 @@ def called(m, x):
     return m.counts(x) if len(x) > 1 else x
 
 
+def sparse(m, x):
+    return x.to_sparse().to_dense() if len(x) > 1 and not x.is_meta else doubled(m, x)
+
+
 def once_more(m, x):
     return x if len(x) > 1 else x * 2
 
@@ -164,7 +168,8 @@ def test_what_the_other_way_does_is_asked_in_each_call():
 
 
 @pytest.mark.parametrize('device', ['cpu', 'meta'])
-@pytest.mark.parametrize('function', [doubled, squared, changed, dropped, called, once_more])
+@pytest.mark.parametrize('function', [
+    doubled, squared, changed, dropped, called, sparse, once_more])
 def test_one_sample_for_which_another_way_does_something_else(function, device):
     model = Model(function).to(device)
     model.counts = Counts()

@@ -1,4 +1,6 @@
 """Which modules are leaves, called as one and not looked into."""
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -6,7 +8,8 @@ from torch import nn
 from tests.devices import cpu_only
 from tests.sequential.test_cuts import of
 from tests.sequential.test_record import Inner, Model, check, halves, sample
-from torchgpipe.sequential import ConversionError, to_sequential
+from torchgpipe import GPipe
+from torchgpipe.sequential import ConversionError, original_names, to_sequential
 
 pytestmark = cpu_only('what is recorded does not depend on devices')
 
@@ -94,3 +97,41 @@ def test_modules_with_more_in_their_state_dicts_are_leaves():
     model = nn.Sequential(nn.Linear(6, 6), Extra(halves), nn.Linear(6, 6))
     layers = check(model, sample())
     layers.load_state_dict(model.state_dict())
+
+
+class Renamed(Inner):
+    """What takes state dicts of an older version of it, in which the weight had another name."""
+
+    version = 'old'
+
+    def __init__(self, function):
+        super().__init__(function)
+        self._register_load_state_dict_pre_hook(self.rename)
+        self.register_load_state_dict_pre_hook(scale)
+
+    def rename(self, state_dict, prefix, *_):
+        name = f'{prefix}{self.version}_weight'
+        if name in state_dict:
+            state_dict[f'{prefix}weight'] = state_dict.pop(name)
+
+
+def scale(module, state_dict, prefix, *_):
+    state_dict[f'{prefix}weight'] = len(module.version) * state_dict[f'{prefix}weight']
+
+
+def test_what_a_module_does_before_it_is_loaded_its_layers_do():
+    """In v0.9.0, such a module was a leaf, and in place of a large one's blocks was one layer."""
+    model = nn.Sequential(nn.Linear(6, 6), Renamed(halves), nn.Linear(6, 6), Renamed(halves))
+    layers = to_sequential(model, sample(), leaves=['3'])
+    assert [type(m).__name__ for m in layers.modules()].count('Renamed') == 1
+    small = pickle.dumps(layers[0])
+    assert b'2.weight' not in small and len(small) < len(pickle.dumps(layers))
+    old = {name.replace('weight', 'old_weight') if name[0] == '1' else name: torch.ones(x.shape)
+           for name, x in model.state_dict().items()}
+    for each in (layers, GPipe(pickle.loads(pickle.dumps(layers)), [1, len(layers) - 1],
+                               devices=['cpu:0', 'cpu:1'])):
+        each.load_state_dict(old)
+        weights = original_names(each.state_dict())
+        assert [weights[f'{k}.weight'].mean() for k in range(4)] == [1, 3, 1, 3]
+    layers.load_state_dict(layers.state_dict(), strict=True)
+    assert model[1].weight.mean() == 3

@@ -80,7 +80,7 @@ def _is_more_than_its_forward(module: nn.Module) -> bool:
     """Return whether a module does what a recording of its forward would miss."""
     return (isinstance(module, ScriptModule) or bool(module._backward_hooks)
             or bool(module._backward_pre_hooks) or bool(getattr(module, 'communicates', False))
-            or bool(module._state_dict_hooks) or bool(module._load_state_dict_pre_hooks)
+            or bool(module._state_dict_hooks)
             or type(module).get_extra_state is not nn.Module.get_extra_state)
 
 
