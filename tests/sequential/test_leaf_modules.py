@@ -135,3 +135,56 @@ def test_what_a_module_does_before_it_is_loaded_its_layers_do():
         assert [weights[f'{k}.weight'].mean() for k in range(4)] == [1, 3, 1, 3]
     layers.load_state_dict(layers.state_dict(), strict=True)
     assert model[1].weight.mean() == 3
+
+
+# --- what stayed whole
+# -------------------------------------------------------------------------------------------------
+
+
+def by_the_mode(m, x):
+    return x * 2 if m.training else x + 1
+
+
+class Body(Inner):
+    """What goes by the training mode, and has layers in it."""
+
+    def __init__(self, function, width):
+        super().__init__(function)
+        self.up, self.down = nn.Linear(6, width), nn.Linear(width, 6)
+
+    def forward(self, x):
+        return self.down(self.up(super().forward(x)))
+
+
+def test_modules_that_stay_whole_are_told():
+    model = nn.Sequential(nn.Linear(6, 6), Body(by_the_mode, 2), Inner(halves), Inner(halves))
+    model[3].register_full_backward_hook(lambda *_: None)
+    body, named, hooked = to_sequential(model, sample(), leaves=['2']).wholes
+    assert str(body).startswith("'1' (Body) stays whole, with 41% of the parameters: its program "
+                                'goes by the training mode (')
+    assert str(body).endswith('in by_the_mode: return x * 2 if m.training else x + 1)')
+    assert 'named as a leaf' in str(named) and 'backward hooks' in str(hooked)
+    assert to_sequential(nn.Sequential(nn.Linear(6, 6), Inner(halves)), sample()).wholes == []
+
+
+@pytest.mark.filterwarnings('error:most of')
+def test_a_module_with_most_of_the_model_gives_a_warning():
+    """In v0.9.0, nothing was said: two layers, and all of the model in one."""
+    model = nn.Sequential(nn.Linear(6, 6), Body(by_the_mode, 60))
+    with pytest.warns(UserWarning, match="most of Sequential is in one of its 2 layers.*'1' "
+                      r"\(Body\) stays whole, with 95% .*training mode \("):
+        to_sequential(model, sample())
+    to_sequential(model, sample(), leaves=['1'])  # It was asked for.
+    to_sequential(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 60)), sample())
+
+
+def test_a_leaf_with_most_of_the_model_is_no_way_out():
+    def by_an_element(m, x):
+        return x * 2 if x.sum() > 0 else x
+
+    for width in (2, 60):
+        model = nn.Sequential(nn.Linear(6, 6), Body(by_an_element, width))
+        with pytest.raises(ConversionError, match=r"'1' \(Body\) can not") as caught:
+            to_sequential(model, sample())
+        assert ("leaves=['1']" in str(caught.value)) == (width == 2)
+        assert 'write that part of ' in str(caught.value)

@@ -49,7 +49,7 @@ def convert(module: nn.Module, sample: Any, leaves: Iterable[LeafLike], one: Any
     if not isinstance(module, nn.Module):
         raise TypeError(f'a module is converted, not {type(module).__name__}')
     names = leaf_names(module, leaves)
-    classes: set[type] = set()
+    classes: dict[type, str] = {}
     with one_at_a_time, torch.inference_mode(False), torch.enable_grad():
         if sample is not UNKNOWN:
             with same_random_numbers():
@@ -61,10 +61,11 @@ def convert(module: nn.Module, sample: Any, leaves: Iterable[LeafLike], one: Any
             try:
                 return _converted(module, sample, names, classes, one)
             except NeedsLeaf as error:  # It is converted anew, with more leaves.
-                classes.update(error.args)
+                why, *found = error.args
+                classes.update(dict.fromkeys(found, why))
 
 
-def _converted(module: nn.Module, sample: Any, names: set[str], classes: set[type], one: Any
+def _converted(module: nn.Module, sample: Any, names: set[str], classes: dict[type, str], one: Any
                ) -> Converted:
     tracer, inputs = _recorded(module, sample, names, classes, flipped=False)
     if tracer.uses_of_training:
@@ -74,10 +75,12 @@ def _converted(module: nn.Module, sample: Any, names: set[str], classes: set[typ
         widen(tracer, inputs.take(*copied_value(called_with(one))),
               lambda: _recorded(module, one, names, classes, flipped=False)[0])
     steps = cut_graph(tracer.graph, tracer.root, tracer.leaves)
-    return build(tracer.graph, steps, module, inputs, tracer.constants)
+    found = build(tracer.graph, steps, module, inputs, tracer.constants)
+    found.wholes = LeafModules(module, names, classes).wholes()
+    return found
 
 
-def _check_modes(module: nn.Module, names: set[str], classes: set[type]) -> None:
+def _check_modes(module: nn.Module, names: set[str], classes: dict[type, str]) -> None:
     """See that layers will have the modes that a model gives its submodules in ``train()``.
 
     Raises:
@@ -134,8 +137,8 @@ def _other_modes(root: nn.Module, mode: bool, others: list[str], names: list[str
         '  (its train is an object)', inner or None, '' if inner else hint)
 
 
-def _recorded(module: nn.Module, sample: Any, names: set[str], classes: set[type], flipped: bool
-              ) -> tuple[ForwardTracer, Inputs]:
+def _recorded(module: nn.Module, sample: Any, names: set[str], classes: dict[type, str],
+              flipped: bool) -> tuple[ForwardTracer, Inputs]:
     """Record a module, with the other training mode if that is wanted."""
     root = copied(module)  # It runs, and may be changed.
     for each in root.modules():
@@ -152,7 +155,8 @@ def _recorded(module: nn.Module, sample: Any, names: set[str], classes: set[type
         # What goes by the training mode may be to blame, and can be left to itself.
         asking = [type(x) for use in tracer.uses_of_training for x in use.module]
         if asking:
-            raise NeedsLeaf(*asking) from None
+            raise NeedsLeaf('its program goes by the training mode, and can be followed in one '
+                            'mode only', *asking) from None
         raise
     except Exception as error:
         why = f'{type(error).__name__}: {error}'

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 import torchgpipe
+from torchgpipe.sequential.leaf_modules import holds_most
 
-__all__ = ['ConversionError', 'NeedsLeaf', 'is_of_others', 'is_of_torch', 'line_of',
-           'line_of_error', 'makes_a_message', 'refused']
+__all__ = ['ConversionError', 'NeedsLeaf', 'in_one_line', 'is_of_others', 'is_of_torch',
+           'line_of', 'line_of_error', 'makes_a_message', 'refused']
 
 _OTHERS = tuple(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep
                 for package in (torch, torchgpipe))
@@ -25,7 +26,10 @@ class ConversionError(ValueError):
 
 
 class NeedsLeaf(Exception):
-    """Modules of some classes, its arguments, have to be leaves: the recording starts again."""
+    """Modules of some classes have to be leaves: the recording starts again.
+
+    Its arguments are the reason and the classes.
+    """
 
 
 def refused(root: nn.Module, why: str, line: str, inner: str | None, hint: str = '',
@@ -40,14 +44,15 @@ def refused(root: nn.Module, why: str, line: str, inner: str | None, hint: str =
         hint: Another way out than the usual one, which is a leaf.
         more: One beside that.
     """
-    if not hint and inner:
+    module = root.get_submodule(inner or '')
+    # A leaf with nearly all of the model is no way out.
+    if not hint and inner and not holds_most(module, root, 0.9):
         hint = (f'name it as a leaf, to_sequential(model, sample, leaves=[{inner!r}]), which is '
                 'called as one module; or write that part of it as a layer, a submodule, and name '
                 'that')
     elif not hint:
         hint = ('write that part of the model as a layer, a submodule, and name it as a leaf: '
                 'to_sequential(model, sample, leaves=[…])')
-    module = root.get_submodule(inner or '')
     what = f"'{inner}' ({type(module).__name__})" if inner else type(module).__name__
     return ConversionError(
         f'{what} can not be converted: {why}\n\n{line}\n\nWay out: {hint}{more}')
@@ -61,6 +66,11 @@ def line_of() -> str:
 def line_of_error(traceback: TracebackType | None) -> str:
     """Return the innermost line outside of PyTorch and of this package that raised an error."""
     return _described([*walk_tb(traceback)][::-1])
+
+
+def in_one_line(where: str) -> str:
+    """Return a line that is described, and what stands in it, in one line."""
+    return where.strip().replace('\n    ', ': ')
 
 
 def is_of_torch(frame: FrameType) -> bool:

@@ -28,6 +28,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchgpipe.sequential.leaf_modules import Whole
 from torchgpipe.split import Sequential, still_shared
 
 __all__ = ['Converted', 'NamedLayer', 'Part', 'all_names', 'converted', 'original_names', 'put',
@@ -188,13 +189,11 @@ def _load_hooks(root: nn.Module, layers: Iterable[nn.Module]) -> list[_LoadHook]
     found = []
     for name, module in root.named_modules():
         for each in () if module in there else module._load_state_dict_pre_hooks.values():
-            hook = each.hook
             # Bound to the module, it would take all of it along wherever a layer goes.
-            alike = Part(module, attributes=True)
+            hook, alike = each.hook, Part(module, attributes=True)
             if getattr(hook, '__self__', None) is module:
                 hook = MethodType(hook.__func__, alike)
-            found.append((f'{name}.' if name else '', partial(hook, alike) if each.with_module
-                          else hook))
+            found.append((name and f'{name}.', partial(hook, alike) if each.with_module else hook))
     return found
 
 
@@ -202,8 +201,9 @@ class Converted(Sequential):
     """A sequential module that was made from another module.
 
     Its layers hold the submodules, parameters and buffers of that module. ``load_state_dict``
-    takes the names of the original, too.
+    takes the names of the original, too. In ``wholes`` is what was not looked into.
     """
+    wholes: Sequence[Whole] = ()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
                         assign: bool = False) -> Any:

@@ -27,7 +27,7 @@ from torch import Tensor, fx, nn
 from torchgpipe.engine.checkpoint.attributes import attributes_of, contents_of
 from torchgpipe.private import has_hooks
 from torchgpipe.sequential.effects import modes_now
-from torchgpipe.sequential.errors import NeedsLeaf, is_of_torch, line_of, refused
+from torchgpipe.sequential.errors import NeedsLeaf, in_one_line, is_of_torch, line_of, refused
 from torchgpipe.sequential.leaf_modules import LeafModules, modules_within
 from torchgpipe.sequential.nodes import calls_in, first_difference, words
 from torchgpipe.sequential.patches import followed
@@ -212,14 +212,16 @@ class ForwardTracer(StepTracer):
             before = [each for each in self.uses_of_training if each.position <= position]
             last = (before or self.uses_of_training)[-1]
             if last.module:
-                raise NeedsLeaf(type(last.module[0]))
-            raise refused(self.root, 'its program goes by the training mode', last.line, None,
+                raise NeedsLeaf(f'{_BY_TRAINING} ({in_one_line(last.line)})',
+                                type(last.module[0]))
+            raise refused(self.root, _BY_TRAINING, last.line, None,
                           more='. Where it is for auxiliary heads, make it without them')
 
     def _need_leaf(self, why: str) -> None:
         if not self._stack:
             self.refuse(why)
-        self._stopped = self._stopped or NeedsLeaf(type(self._stack[-1]))
+        why = f'{why} ({in_one_line(line_of())})'
+        self._stopped = self._stopped or NeedsLeaf(why, type(self._stack[-1]))
         raise self._stopped
 
     def _refuse_unknown(self, why: str) -> Any:
@@ -255,6 +257,7 @@ class ForwardTracer(StepTracer):
                     self._paths[module] or None, more='' if old else _CALL_IT_BEFORE)
 
 
+_BY_TRAINING = 'its program goes by the training mode'
 # PyTorch compares a mask with a causal one.
 _SAY_CAUSAL = '. Or, if it has a causal mask, call it with is_causal=True beside that'
 _CUTS = '; if it cuts a tensor that is an attribute, make that a buffer by register_buffer'

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torchgpipe.engine.memory import size_of, storage_id
 from torchgpipe.sequential.effects import (GeneratorStates, has_values, held_beyond, ids_within,
                                            name_of_holder, release, without_grad)
-from torchgpipe.sequential.errors import line_of
+from torchgpipe.sequential.errors import in_one_line, line_of
 from torchgpipe.sequential.nodes import (Constant, compute, gives_no_tensor, guard, is_about,
                                          is_in_place, mapped, put_together, take_apart)
 from torchgpipe.sequential.values import UNKNOWN, TracedValue, UnknownValue
@@ -196,7 +196,7 @@ class StepTracer(fx.Tracer):
         except TypeError:
             return self._noted(TracedValue(node, self, example))
         expected = self._constant((kind, len(tensors)))
-        parts = self.add_step(take_apart, node, expected, _in_one_line(node.meta['where']))
+        parts = self.add_step(take_apart, node, expected, in_one_line(node.meta['where']))
         return kind([self.wrap(self.add_step(operator.getitem, parts, k), tensor)
                      for k, tensor in enumerate(tensors)])
 
@@ -234,7 +234,7 @@ class StepTracer(fx.Tracer):
     def add_guard(self, node: fx.Node, expected: Any, what: str, hint: str = '') -> None:
         """Add a step that checks that a node gives what it gave for the sample."""
         self.add_step(guard, node, self.simple(expected), what,
-                      _in_one_line(line_of()) + hint)
+                      in_one_line(line_of()) + hint)
 
     def _constant(self, value: Any) -> Constant:
         name = f'_constant_{len(self.constants)}'
@@ -280,10 +280,6 @@ class StepTracer(fx.Tracer):
             return value
         return self.create_proxy('call_function', put_together,
                                  (self._constant(structure), list(values)), {})
-
-
-def _in_one_line(where: str) -> str:
-    return where.strip().replace('\n    ', ': ')
 
 
 def _learning(x: Any) -> Any:
