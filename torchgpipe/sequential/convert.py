@@ -3,7 +3,7 @@ import inspect
 import re
 from collections.abc import Iterable
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torchgpipe.sequential.build import build
 from torchgpipe.sequential.cuts import cut_graph
 from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers, without_grad
-from torchgpipe.sequential.errors import ConversionError, NeedsLeaf, line_of_error, refused
+from torchgpipe.sequential.errors import (ConversionError, NeedsLeaf, is_from_checkpoint,
+                                          line_of_error, refused)
 from torchgpipe.sequential.layer import Inputs, arguments_of, called_with
 from torchgpipe.sequential.leaf_modules import LeafLike, LeafModules, leaf_names, modules_within
 from torchgpipe.sequential.parts import Converted
@@ -149,22 +150,32 @@ def _recorded(module: nn.Module, sample: Any, names: set[str], classes: dict[typ
         tracer.record(args, kwargs)
         del args, kwargs
         tracer.end()
-    except NeedsLeaf:
-        raise
-    except ConversionError:
+    except Exception as error:
+        _raise_again(error, root, tracer)
+    finally:
+        tracer.release()
+    return tracer, inputs
+
+
+def _raise_again(error: Exception, root: nn.Module, tracer: ForwardTracer) -> NoReturn:
+    """Raise what is to be said of an error of a recording."""
+    if is_from_checkpoint(error):
+        raise refused(root, 'it calls torch.utils.checkpoint',
+                      line_of_error(error.__traceback__), tracer.inner,
+                      'turn that off, with model.gradient_checkpointing_disable() for a model of '
+                      'Hugging Face; GPipe(…, checkpoint=…) does it') from error
+    if isinstance(error, NeedsLeaf):
+        raise error
+    if isinstance(error, ConversionError):
         # What goes by the training mode may be to blame, and can be left to itself.
         asking = [type(x) for use in tracer.uses_of_training for x in use.module]
         if asking:
             raise NeedsLeaf('its program goes by the training mode, and can be followed in one '
                             'mode only', *asking) from None
-        raise
-    except Exception as error:
-        why = f'{type(error).__name__}: {error}'
-        raise refused(root, f'it can not be followed ({why})',
-                      line_of_error(error.__traceback__), tracer.inner) from error
-    finally:
-        tracer.release()
-    return tracer, inputs
+        raise error
+    why = f'{type(error).__name__}: {error}'
+    raise refused(root, f'it can not be followed ({why})',
+                  line_of_error(error.__traceback__), tracer.inner) from error
 
 
 def _values(tracer: ForwardTracer, module: nn.Module, sample: Any

@@ -10,15 +10,24 @@ from types import FrameType, FunctionType, ModuleType, TracebackType
 
 import torch
 from torch import nn
+from torch.utils import checkpoint
 
 import torchgpipe
 from torchgpipe.sequential.leaf_modules import holds_most
 
-__all__ = ['ConversionError', 'NeedsLeaf', 'in_one_line', 'is_of_others', 'is_of_torch',
-           'line_of', 'line_of_error', 'makes_a_message', 'refused']
+__all__ = ['NO_CACHE', 'ConversionError', 'NeedsLeaf', 'in_one_line', 'is_from_checkpoint',
+           'is_of_others', 'is_of_torch', 'is_within', 'line_of', 'line_of_error',
+           'makes_a_message', 'refused']
 
 _OTHERS = tuple(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep
                 for package in (torch, torchgpipe))
+
+
+#: The way out where a program fills an object that is no structure of tensors.
+NO_CACHE = ('if it is a cache for the next token, as of Hugging Face, go without it: '
+            'model.config.use_cache = False, or use_cache=False in the call. Else let it be a '
+            'dataclass, or name the submodule that has to do with it as a leaf: '
+            'to_sequential(model, sample, leaves=[…])')
 
 
 class ConversionError(ValueError):
@@ -76,6 +85,17 @@ def in_one_line(where: str) -> str:
 def is_of_torch(frame: FrameType) -> bool:
     """Return whether it is PyTorch's code that runs in a frame."""
     return frame.f_code.co_filename.startswith(_OTHERS[0])
+
+
+def is_within(name: str) -> bool:
+    """Return whether a function of some name runs now, such as one of PyTorch's."""
+    return any(frame.f_code.co_name == name for frame, _ in walk_stack(sys._getframe(1)))
+
+
+def is_from_checkpoint(error: BaseException) -> bool:
+    """Return whether an error comes of what ``torch.utils.checkpoint`` runs."""
+    return any(frame.f_code.co_filename == checkpoint.__file__
+               for frame, _ in walk_tb(error.__traceback__))
 
 
 def is_of_others(frame: FrameType) -> bool:

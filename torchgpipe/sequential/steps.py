@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torchgpipe.engine.memory import size_of, storage_id
 from torchgpipe.sequential.effects import (GeneratorStates, has_values, held_beyond, ids_within,
                                            name_of_holder, release, without_grad)
-from torchgpipe.sequential.errors import in_one_line, line_of
+from torchgpipe.sequential.errors import NO_CACHE, in_one_line, line_of
 from torchgpipe.sequential.nodes import (Constant, compute, gives_no_tensor, guard, is_about,
                                          is_in_place, mapped, put_together, take_apart)
 from torchgpipe.sequential.values import UNKNOWN, TracedValue, UnknownValue
@@ -145,7 +145,7 @@ class StepTracer(fx.Tracer):
         for x, ids in zip(objects, made_of):
             if ids_within(x) != ids:
                 self.refuse(f'it passes an object ({type(x).__name__}) that is changed there, '
-                            'and each run would pass the same one')
+                            'and each run would pass the same one', NO_CACHE)
         node.meta['writes'] = [each for each, x, old in versions if x._version != old]
         return found
 
@@ -276,7 +276,8 @@ class StepTracer(fx.Tracer):
             values, structure = flatten_nested(value, marks=False, takes=fx.Proxy)
         except TypeError:
             if has_values(value) and self._ids.isdisjoint(ids_within(value)):
-                self.refuse(f'it passes an object ({type(value).__name__}) with tensors in it')
+                self.refuse(f'it passes an object ({type(value).__name__}) with tensors in it',
+                            NO_CACHE)
             return value
         return self.create_proxy('call_function', put_together,
                                  (self._constant(structure), list(values)), {})
