@@ -1,4 +1,6 @@
 """Which modules are leaves, called as one and not looked into."""
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -6,7 +8,8 @@ from torch import nn
 from tests.devices import cpu_only
 from tests.sequential.test_cuts import of
 from tests.sequential.test_record import Inner, Model, check, halves, sample
-from torchgpipe.sequential import ConversionError, to_sequential
+from torchgpipe import GPipe
+from torchgpipe.sequential import ConversionError, original_names, to_sequential
 
 pytestmark = cpu_only('what is recorded does not depend on devices')
 
@@ -94,3 +97,94 @@ def test_modules_with_more_in_their_state_dicts_are_leaves():
     model = nn.Sequential(nn.Linear(6, 6), Extra(halves), nn.Linear(6, 6))
     layers = check(model, sample())
     layers.load_state_dict(model.state_dict())
+
+
+class Renamed(Inner):
+    """What takes state dicts of an older version of it, in which the weight had another name."""
+
+    version = 'old'
+
+    def __init__(self, function):
+        super().__init__(function)
+        self._register_load_state_dict_pre_hook(self.rename)
+        self.register_load_state_dict_pre_hook(scale)
+
+    def rename(self, state_dict, prefix, *_):
+        name = f'{prefix}{self.version}_weight'
+        if name in state_dict:
+            state_dict[f'{prefix}weight'] = state_dict.pop(name)
+
+
+def scale(module, state_dict, prefix, *_):
+    state_dict[f'{prefix}weight'] = len(module.version) * state_dict[f'{prefix}weight']
+
+
+def test_what_a_module_does_before_it_is_loaded_its_layers_do():
+    """In v0.9.0, such a module was a leaf, and in place of a large one's blocks was one layer."""
+    model = nn.Sequential(nn.Linear(6, 6), Renamed(halves), nn.Linear(6, 6), Renamed(halves))
+    layers = to_sequential(model, sample(), leaves=['3'])
+    assert [type(m).__name__ for m in layers.modules()].count('Renamed') == 1
+    small = pickle.dumps(layers[0])
+    assert b'2.weight' not in small and len(small) < len(pickle.dumps(layers))
+    old = {name.replace('weight', 'old_weight') if name[0] == '1' else name: torch.ones(x.shape)
+           for name, x in model.state_dict().items()}
+    for each in (layers, GPipe(pickle.loads(pickle.dumps(layers)), [1, len(layers) - 1],
+                               devices=['cpu:0', 'cpu:1'])):
+        each.load_state_dict(old)
+        weights = original_names(each.state_dict())
+        assert [weights[f'{k}.weight'].mean() for k in range(4)] == [1, 3, 1, 3]
+    layers.load_state_dict(layers.state_dict(), strict=True)
+    assert model[1].weight.mean() == 3
+
+
+# --- what stayed whole
+# -------------------------------------------------------------------------------------------------
+
+
+def by_the_mode(m, x):
+    return x * 2 if m.training else x + 1
+
+
+class Body(Inner):
+    """What goes by the training mode, and has layers in it."""
+
+    def __init__(self, function, width):
+        super().__init__(function)
+        self.up, self.down = nn.Linear(6, width), nn.Linear(width, 6)
+
+    def forward(self, x):
+        return self.down(self.up(super().forward(x)))
+
+
+def test_modules_that_stay_whole_are_told():
+    model = nn.Sequential(nn.Linear(6, 6), Body(by_the_mode, 2), Inner(halves), Inner(halves))
+    model[3].register_full_backward_hook(lambda *_: None)
+    body, named, hooked = to_sequential(model, sample(), leaves=['2']).wholes
+    assert str(body).startswith("'1' (Body) stays whole, with 41% of the parameters: its program "
+                                'goes by the training mode (')
+    assert str(body).endswith('in by_the_mode: return x * 2 if m.training else x + 1)')
+    assert 'named as a leaf' in str(named) and 'backward hooks' in str(hooked)
+    assert to_sequential(nn.Sequential(nn.Linear(6, 6), Inner(halves)), sample()).wholes == []
+
+
+@pytest.mark.filterwarnings('error:most of')
+def test_a_module_with_most_of_the_model_gives_a_warning():
+    """In v0.9.0, nothing was said: two layers, and all of the model in one."""
+    model = nn.Sequential(nn.Linear(6, 6), Body(by_the_mode, 60))
+    with pytest.warns(UserWarning, match="most of Sequential is in one of its 2 layers.*'1' "
+                      r"\(Body\) stays whole, with 95% .*training mode \("):
+        to_sequential(model, sample())
+    to_sequential(model, sample(), leaves=['1'])  # It was asked for.
+    to_sequential(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 60)), sample())
+
+
+def test_a_leaf_with_most_of_the_model_is_no_way_out():
+    def by_an_element(m, x):
+        return x * 2 if x.sum() > 0 else x
+
+    for width in (2, 60):
+        model = nn.Sequential(nn.Linear(6, 6), Body(by_an_element, width))
+        with pytest.raises(ConversionError, match=r"'1' \(Body\) can not") as caught:
+            to_sequential(model, sample())
+        assert ("leaves=['1']" in str(caught.value)) == (width == 2)
+        assert 'write that part of ' in str(caught.value)

@@ -1,4 +1,6 @@
 """Sequential models from modules of any form."""
+import sys
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -70,7 +72,9 @@ def to_sequential(module: nn.Module, sample: Any = None, *, leaves: Iterable[Lea
     Returns:
         The sequential module. Any batch size will do; where the program of the module goes by
         other sizes, by types or by values that are no tensors, it checks that these are as they
-        were for the sample, and raises :exc:`ValueError` if they are not.
+        were for the sample, and raises :exc:`ValueError` if they are not. Its attribute ``wholes``
+        has the modules that were not looked into, each with its share of the parameters and the
+        reason, the largest one first. One that has most of the model gives a warning.
 
     Raises:
         ConversionError: The forward can not be followed: the message shows the line, and the way
@@ -78,7 +82,13 @@ def to_sequential(module: nn.Module, sample: Any = None, *, leaves: Iterable[Lea
         TypeError: Something is of the wrong type.
         ValueError: The model has no such leaf, or the sample can not be cut into micro-batches.
     """
-    converted = convert(module, UNKNOWN if sample is None else sample, leaves)
+    converted = convert(module, UNKNOWN if sample is None else sample, leaves,
+                        _one_of(module, sample, batch_dim))
+    largest = next((each for each in converted.wholes if each.warns), None)
+    if largest is not None:
+        warnings.warn(f'most of {type(module).__name__} is in one of its {len(converted)} layers, '
+                      f'so partitions can not be even: {largest}. Let the part that is to blame '
+                      'be a smaller submodule', stacklevel=2)
     if check_sample and sample is not None:
         _check(module, converted, sample, batch_dim,
                'Something goes by what a graph does not have, such as a global, an object that '
@@ -133,6 +143,15 @@ def from_stages(module: nn.Module, stages: Iterable[StageLike], sample: Any, *,
                'What differs in the output is made in the last stages; a gradient that differs '
                'first, of what a stage has left out')
     return converted
+
+
+def _one_of(module: nn.Module, sample: Any, batch_dim: Any) -> Any:
+    """Return one sample of a sample of several, if it can be cut."""
+    try:
+        batches, sizes, _ = cut(sample, sys.maxsize, fit_rule(batch_dim, sample, [module]))
+    except (TypeError, ValueError):  # What checks the sample, says so.
+        return UNKNOWN
+    return batches[0].value if len(sizes) > 1 else UNKNOWN
 
 
 def _check(module: nn.Module, converted: Converted, sample: Any, batch_dim: Any, advice: str

@@ -3,7 +3,7 @@ import inspect
 import re
 from collections.abc import Iterable
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from torchgpipe.sequential.build import build
 from torchgpipe.sequential.cuts import cut_graph
 from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers, without_grad
-from torchgpipe.sequential.errors import ConversionError, NeedsLeaf, line_of_error, refused
+from torchgpipe.sequential.errors import (ConversionError, NeedsLeaf, is_from_checkpoint,
+                                          line_of_error, refused)
 from torchgpipe.sequential.layer import Inputs, arguments_of, called_with
 from torchgpipe.sequential.leaf_modules import LeafLike, LeafModules, leaf_names, modules_within
 from torchgpipe.sequential.parts import Converted
 from torchgpipe.sequential.patches import one_at_a_time
 from torchgpipe.sequential.record import ForwardTracer
 from torchgpipe.sequential.values import UNKNOWN
+from torchgpipe.sequential.widen import widen
 from torchgpipe.structure import call, flatten_nested, leaves_of, path_name
 
 __all__ = ['convert', 'not_sequential']
@@ -39,12 +41,16 @@ def not_sequential(module: object) -> TypeError:
     return TypeError(f'{rule}; {way} would make it one, of {layers} layers')
 
 
-def convert(module: nn.Module, sample: Any, leaves: Iterable[LeafLike]) -> Converted:
-    """Return a sequential module, without comparing it: see :func:`to_sequential`."""
+def convert(module: nn.Module, sample: Any, leaves: Iterable[LeafLike], one: Any = UNKNOWN
+            ) -> Converted:
+    """Return a sequential module, without comparing it: see :func:`to_sequential`.
+
+    It is good for ``one`` sample of the sample, too, if that takes no other program.
+    """
     if not isinstance(module, nn.Module):
         raise TypeError(f'a module is converted, not {type(module).__name__}')
     names = leaf_names(module, leaves)
-    classes: set[type] = set()
+    classes: dict[type, str] = {}
     with one_at_a_time, torch.inference_mode(False), torch.enable_grad():
         if sample is not UNKNOWN:
             with same_random_numbers():
@@ -54,21 +60,28 @@ def convert(module: nn.Module, sample: Any, leaves: Iterable[LeafLike]) -> Conve
             sample = structure(tensors)  # without marks
         while True:
             try:
-                return _converted(module, sample, names, classes)
+                return _converted(module, sample, names, classes, one)
             except NeedsLeaf as error:  # It is converted anew, with more leaves.
-                classes.update(error.args)
+                why, *found = error.args
+                classes.update(dict.fromkeys(found, why))
 
 
-def _converted(module: nn.Module, sample: Any, names: set[str], classes: set[type]) -> Converted:
+def _converted(module: nn.Module, sample: Any, names: set[str], classes: dict[type, str], one: Any
+               ) -> Converted:
     tracer, inputs = _recorded(module, sample, names, classes, flipped=False)
     if tracer.uses_of_training:
         tracer.check_training(_recorded(module, sample, names, classes, flipped=True)[0])
     _check_modes(module, names, classes)
+    if one is not UNKNOWN:
+        widen(tracer, inputs.take(*copied_value(called_with(one))),
+              lambda: _recorded(module, one, names, classes, flipped=False)[0])
     steps = cut_graph(tracer.graph, tracer.root, tracer.leaves)
-    return build(tracer.graph, steps, module, inputs, tracer.constants)
+    found = build(tracer.graph, steps, module, inputs, tracer.constants)
+    found.wholes = LeafModules(module, names, classes).wholes()
+    return found
 
 
-def _check_modes(module: nn.Module, names: set[str], classes: set[type]) -> None:
+def _check_modes(module: nn.Module, names: set[str], classes: dict[type, str]) -> None:
     """See that layers will have the modes that a model gives its submodules in ``train()``.
 
     Raises:
@@ -125,8 +138,8 @@ def _other_modes(root: nn.Module, mode: bool, others: list[str], names: list[str
         '  (its train is an object)', inner or None, '' if inner else hint)
 
 
-def _recorded(module: nn.Module, sample: Any, names: set[str], classes: set[type], flipped: bool
-              ) -> tuple[ForwardTracer, Inputs]:
+def _recorded(module: nn.Module, sample: Any, names: set[str], classes: dict[type, str],
+              flipped: bool) -> tuple[ForwardTracer, Inputs]:
     """Record a module, with the other training mode if that is wanted."""
     root = copied(module)  # It runs, and may be changed.
     for each in root.modules():
@@ -137,21 +150,32 @@ def _recorded(module: nn.Module, sample: Any, names: set[str], classes: set[type
         tracer.record(args, kwargs)
         del args, kwargs
         tracer.end()
-    except NeedsLeaf:
-        raise
-    except ConversionError:
-        # What goes by the training mode may be to blame, and can be left to itself.
-        asking = [type(x) for use in tracer.uses_of_training for x in use.module]
-        if asking:
-            raise NeedsLeaf(*asking) from None
-        raise
     except Exception as error:
-        why = f'{type(error).__name__}: {error}'
-        raise refused(root, f'it can not be followed ({why})',
-                      line_of_error(error.__traceback__), tracer.inner) from error
+        _raise_again(error, root, tracer)
     finally:
         tracer.release()
     return tracer, inputs
+
+
+def _raise_again(error: Exception, root: nn.Module, tracer: ForwardTracer) -> NoReturn:
+    """Raise what is to be said of an error of a recording."""
+    if is_from_checkpoint(error):
+        raise refused(root, 'it calls torch.utils.checkpoint',
+                      line_of_error(error.__traceback__), tracer.inner,
+                      'turn that off, with model.gradient_checkpointing_disable() for a model of '
+                      'Hugging Face; GPipe(…, checkpoint=…) does it') from error
+    if isinstance(error, NeedsLeaf):
+        raise error
+    if isinstance(error, ConversionError):
+        # What goes by the training mode may be to blame, and can be left to itself.
+        asking = [type(x) for use in tracer.uses_of_training for x in use.module]
+        if asking:
+            raise NeedsLeaf('its program goes by the training mode, and can be followed in one '
+                            'mode only', *asking) from None
+        raise error
+    why = f'{type(error).__name__}: {error}'
+    raise refused(root, f'it can not be followed ({why})',
+                  line_of_error(error.__traceback__), tracer.inner) from error
 
 
 def _values(tracer: ForwardTracer, module: nn.Module, sample: Any

@@ -1,21 +1,33 @@
 """Errors of a conversion: the line of the user's code, what is wrong with it, and the ways out."""
+import ast
 import linecache
 import os
 import sys
 from collections.abc import Iterable
+from functools import lru_cache
 from traceback import walk_stack, walk_tb
-from types import FrameType, TracebackType
+from types import FrameType, FunctionType, ModuleType, TracebackType
 
 import torch
 from torch import nn
+from torch.utils import checkpoint
 
 import torchgpipe
+from torchgpipe.sequential.leaf_modules import holds_most
 
-__all__ = ['ConversionError', 'NeedsLeaf', 'is_of_others', 'is_of_torch', 'line_of',
-           'line_of_error', 'refused']
+__all__ = ['NO_CACHE', 'ConversionError', 'NeedsLeaf', 'in_one_line', 'is_from_checkpoint',
+           'is_of_others', 'is_of_torch', 'is_within', 'line_of', 'line_of_error',
+           'makes_a_message', 'refused']
 
 _OTHERS = tuple(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep
                 for package in (torch, torchgpipe))
+
+
+#: The way out where a program fills an object that is no structure of tensors.
+NO_CACHE = ('if it is a cache for the next token, as of Hugging Face, go without it: '
+            'model.config.use_cache = False, or use_cache=False in the call. Else let it be a '
+            'dataclass, or name the submodule that has to do with it as a leaf: '
+            'to_sequential(model, sample, leaves=[…])')
 
 
 class ConversionError(ValueError):
@@ -23,7 +35,10 @@ class ConversionError(ValueError):
 
 
 class NeedsLeaf(Exception):
-    """Modules of some classes, its arguments, have to be leaves: the recording starts again."""
+    """Modules of some classes have to be leaves: the recording starts again.
+
+    Its arguments are the reason and the classes.
+    """
 
 
 def refused(root: nn.Module, why: str, line: str, inner: str | None, hint: str = '',
@@ -38,14 +53,15 @@ def refused(root: nn.Module, why: str, line: str, inner: str | None, hint: str =
         hint: Another way out than the usual one, which is a leaf.
         more: One beside that.
     """
-    if not hint and inner:
+    module = root.get_submodule(inner or '')
+    # A leaf with nearly all of the model is no way out.
+    if not hint and inner and not holds_most(module, root, 0.9):
         hint = (f'name it as a leaf, to_sequential(model, sample, leaves=[{inner!r}]), which is '
                 'called as one module; or write that part of it as a layer, a submodule, and name '
                 'that')
     elif not hint:
         hint = ('write that part of the model as a layer, a submodule, and name it as a leaf: '
                 'to_sequential(model, sample, leaves=[…])')
-    module = root.get_submodule(inner or '')
     what = f"'{inner}' ({type(module).__name__})" if inner else type(module).__name__
     return ConversionError(
         f'{what} can not be converted: {why}\n\n{line}\n\nWay out: {hint}{more}')
@@ -61,9 +77,25 @@ def line_of_error(traceback: TracebackType | None) -> str:
     return _described([*walk_tb(traceback)][::-1])
 
 
+def in_one_line(where: str) -> str:
+    """Return a line that is described, and what stands in it, in one line."""
+    return where.strip().replace('\n    ', ': ')
+
+
 def is_of_torch(frame: FrameType) -> bool:
     """Return whether it is PyTorch's code that runs in a frame."""
     return frame.f_code.co_filename.startswith(_OTHERS[0])
+
+
+def is_within(name: str) -> bool:
+    """Return whether a function of some name runs now, such as one of PyTorch's."""
+    return any(frame.f_code.co_name == name for frame, _ in walk_stack(sys._getframe(1)))
+
+
+def is_from_checkpoint(error: BaseException) -> bool:
+    """Return whether an error comes of what ``torch.utils.checkpoint`` runs."""
+    return any(frame.f_code.co_filename == checkpoint.__file__
+               for frame, _ in walk_tb(error.__traceback__))
 
 
 def is_of_others(frame: FrameType) -> bool:
@@ -78,3 +110,43 @@ def _described(lines: Iterable[tuple[FrameType, int]]) -> str:
             text = linecache.getline(file, number, frame.f_globals).strip()
             return f'  {file}, line {number}, in {frame.f_code.co_name}\n    {text}'
     return '  (not in Python code outside of PyTorch)'
+
+
+def makes_a_message(frame: FrameType) -> bool:
+    """Return whether a text that is made in a frame goes to a function, and on to nothing else.
+
+    That is a statement which calls a function of a module, and takes no result of it, as
+    ``torch._assert(ok, f'got {x.shape}')``. A method may keep the text, as ``names.append`` does.
+    """
+    line = frame.f_lineno or 0
+    around = [each for each in _statements(frame.f_code.co_filename)
+              if each.lineno <= line <= (each.end_lineno or 0)]
+    # The innermost one, if it does not share its line with another.
+    inner = [each for each in around if each.lineno == max(x.lineno for x in around)]
+    if len(inner) != 1 or not isinstance(inner[0], ast.Expr):
+        return False
+    call = inner[0].value
+    return isinstance(call, ast.Call) and isinstance(
+        _named_by(call.func, frame), (FunctionType, type(print)))
+
+
+@lru_cache(maxsize=8)
+def _statements(file: str) -> list[ast.stmt]:
+    try:
+        tree = ast.parse(''.join(linecache.getlines(file)))
+    except SyntaxError:  # A cell of a notebook may have more in it than Python.
+        return []
+    return [each for each in ast.walk(tree) if isinstance(each, ast.stmt)]
+
+
+def _named_by(name: ast.expr, frame: FrameType) -> object:
+    """Return the global or what a module has by that name, if it is such a name."""
+    if isinstance(name, ast.Name):
+        code = frame.f_code
+        if name.id in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
+            return None
+        return frame.f_globals.get(name.id, frame.f_builtins.get(name.id))
+    if isinstance(name, ast.Attribute):
+        owner = _named_by(name.value, frame)
+        return getattr(owner, name.attr, None) if isinstance(owner, ModuleType) else None
+    return None

@@ -1,11 +1,13 @@
 """Which modules a recording does not look into: PyTorch's own layers, and those that are named."""
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from torch import nn
 from torch.jit import ScriptModule
+from torch.nn.parameter import is_lazy
 
-__all__ = ['LeafLike', 'LeafModules', 'leaf_names', 'modules_within']
+__all__ = ['LeafLike', 'LeafModules', 'Whole', 'holds_most', 'leaf_names', 'modules_within']
 
 #: A name in the model, where ``*`` stands for anything, a class, or the module itself.
 LeafLike = str | type[nn.Module] | nn.Module
@@ -48,10 +50,10 @@ class LeafModules:
     Args:
         root: The model, which never is one.
         names: Those that the user names.
-        classes: Classes of modules that were found to have to be leaves.
+        classes: Classes of modules that were found to have to be leaves, and why.
     """
 
-    def __init__(self, root: nn.Module, names: Iterable[str], classes: set[type]) -> None:
+    def __init__(self, root: nn.Module, names: Iterable[str], classes: dict[type, str]) -> None:
         self._root = root
         self._modules = {root.get_submodule(name) for name in names}
         self._classes = classes
@@ -64,6 +66,50 @@ class LeafModules:
         if module is self._root:
             return False
         return self.named(module) or _is_layer(module) or _is_more_than_its_forward(module)
+
+    def wholes(self) -> list['Whole']:
+        """Return what is called as one module, but for layers of PyTorch's; the largest first."""
+        names = {module: name for name, module in self._root.named_modules()}
+        found = [Whole(names[module], type(module).__name__, _share(module, self._root), why,
+                       module not in self._modules and holds_most(module, self._root))
+                 for outer in modules_within(self._root, self) for module in outer.children()
+                 for why in [self._why(module)] if why]
+        return sorted({*found}, key=lambda each: (-each.share, each.name))
+
+    def _why(self, module: nn.Module) -> str:
+        if module in self._modules:
+            return 'it is named as a leaf'
+        if type(module) in self._classes:
+            return self._classes[type(module)]
+        return ('it has backward hooks, more in its state dict, or is scripted'
+                if _is_more_than_its_forward(module) else '')
+
+
+class Whole(NamedTuple):
+    """A module that a conversion has not looked into: its name, class, share, and the reason."""
+
+    name: str
+    kind: str
+    #: Of the parameters of the model.
+    share: float
+    why: str
+    #: Whether that is most of the model, and the user has not asked for it.
+    warns: bool
+
+    def __str__(self) -> str:
+        return (f"'{self.name}' ({self.kind}) stays whole, with {self.share:.0%} of the parameters"
+                f': {self.why}')
+
+
+def _share(module: nn.Module, root: nn.Module) -> float:
+    own, all_ = (sum(x.numel() for x in each.parameters() if not is_lazy(x))
+                 for each in (module, root))
+    return own / max(all_, 1)
+
+
+def holds_most(module: nn.Module, root: nn.Module, share: float = 0.5) -> bool:
+    """Return whether a module has modules in it, and more than a share of a model with them."""
+    return _share(module, root) > share and any(x is not module for x in module.modules())
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -80,7 +126,7 @@ def _is_more_than_its_forward(module: nn.Module) -> bool:
     """Return whether a module does what a recording of its forward would miss."""
     return (isinstance(module, ScriptModule) or bool(module._backward_hooks)
             or bool(module._backward_pre_hooks) or bool(getattr(module, 'communicates', False))
-            or bool(module._state_dict_hooks) or bool(module._load_state_dict_pre_hooks)
+            or bool(module._state_dict_hooks)
             or type(module).get_extra_state is not nn.Module.get_extra_state)
 
 

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
 
+from torchgpipe.engine.memory import storage_id
+from torchgpipe.private import uncompiled
 from torchgpipe.structure import Kind, Structure, flatten
 
 __all__ = ['Constant', 'apply', 'calls_in', 'compute', 'first_difference', 'form_of', 'guard',
-           'gives_no_tensor', 'is_about', 'is_in_place', 'mapped', 'put_together', 'take_apart',
-           'words']
+           'guard_ways', 'gives_no_tensor', 'is_about', 'is_in_place', 'is_same', 'mapped',
+           'put_together', 'same_constants', 'take_apart', 'words']
 
 
 #: A method of Python or, from PyTorch 2.14 on, one of C++.
@@ -39,6 +41,28 @@ def _another_way(what: str, expected: str, found: str, where: str) -> ValueError
         f'which {what} was {expected}; it is {found} now ({where}). Convert the model '
         'with a sample for which it is the same, or let a submodule with that line be a leaf: '
         'to_sequential(model, sample, leaves=[…])')
+
+
+def guard_ways(found: Sequence[Any], expected: Sequence[Any], others: Sequence[Any],
+               sames: Sequence[bool], texts: Sequence[tuple[str, str]]) -> None:
+    """See that it is as it was for the sample, or as for one sample where that does the same.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if not (found == others and all(sames)):
+        for each in zip(found, expected, *zip(*texts)):
+            guard(*each)
+
+
+@uncompiled
+def is_same(before: Any, after: Any) -> bool:
+    """Return whether a step has given the tensor that it got, or all of it as it is."""
+    if not all(isinstance(x, Tensor) and x.layout is torch.strided for x in (before, after)):
+        return False
+    one, other = ((x.shape, x.stride(), x.dtype, x.storage_offset(), storage_id(x))
+                  for x in (before, after))
+    return one == other
 
 
 def take_apart(value: Any, expected: Any, where: str) -> tuple[Tensor, ...]:
@@ -168,7 +192,7 @@ def first_difference(graph: fx.Graph, constants: dict[str, Any], other: fx.Graph
     """
     for k, (a, b) in enumerate(zip(calls_in(graph), calls_in(other))):
         if a.format_node() != b.format_node() or not all(map(
-                _same, _constants_of(a, constants), _constants_of(b, others))):
+                same_constants, _constants_of(a, constants), _constants_of(b, others))):
             return k
     return None  # Each ends with its output, so neither goes on where the other one ends.
 
@@ -177,7 +201,8 @@ def _constants_of(node: fx.Node, constants: dict[str, Any]) -> list[Any]:
     return [constants[str(a)] for a in (node.target, *node.args) if str(a) in constants]
 
 
-def _same(one: Any, other: Any) -> bool:
+def same_constants(one: Any, other: Any) -> bool:
+    """Return whether two things that graphs refer to by name are alike."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         alike = [(x.shape, x.dtype, x.device) for x in (one, other)]
         return alike[0] == alike[1] and (one.is_meta or torch.equal(one, other))

@@ -20,12 +20,15 @@ The number depends on how the model was cut into layers, so it does not count wh
 loaded: names of the model are taken, and those with other numbers.
 """
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
+from torchgpipe.sequential.leaf_modules import Whole
 from torchgpipe.split import Sequential, still_shared
 
 __all__ = ['Converted', 'NamedLayer', 'Part', 'all_names', 'converted', 'original_names', 'put',
@@ -170,16 +173,37 @@ def _left_out(root: nn.Module, parts: Iterable[nn.Module]) -> list[str]:
     return [*found]
 
 
+#: What a module does to a state dict before it is loaded, and the name of the module.
+_LoadHook = tuple[str, Callable[..., None]]
+
+
 class NamedLayer(nn.Module):
-    """A layer that has names of the model that it was made from."""
+    """A layer that has names of the model that it was made from, and its hooks for loading."""
+
+    _load_hooks: Sequence[_LoadHook] = ()
+
+
+def _load_hooks(root: nn.Module, layers: Iterable[nn.Module]) -> list[_LoadHook]:
+    """Return the hooks of modules that no layer has as they are, for a state dict of the model."""
+    there = {module for layer in layers for module in layer.modules()}
+    found = []
+    for name, module in root.named_modules():
+        for each in () if module in there else module._load_state_dict_pre_hooks.values():
+            # Bound to the module, it would take all of it along wherever a layer goes.
+            hook, alike = each.hook, Part(module, attributes=True)
+            if getattr(hook, '__self__', None) is module:
+                hook = MethodType(hook.__func__, alike)
+            found.append((name and f'{name}.', partial(hook, alike) if each.with_module else hook))
+    return found
 
 
 class Converted(Sequential):
     """A sequential module that was made from another module.
 
     Its layers hold the submodules, parameters and buffers of that module. ``load_state_dict``
-    takes the names of the original, too.
+    takes the names of the original, too. In ``wholes`` is what was not looked into.
     """
+    wholes: Sequence[Whole] = ()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
                         assign: bool = False) -> Any:
@@ -200,6 +224,10 @@ class Converted(Sequential):
 def converted(layers: list[nn.Module], root: nn.Module, attributes: bool = False) -> Converted:
     """Return the sequential module of layers; the last one has what no layer uses."""
     put(layers[-1], root, _left_out(root, layers), attributes)
+    hooks = _load_hooks(root, layers)
+    for layer in layers:
+        if hooks and isinstance(layer, NamedLayer):
+            layer._load_hooks = hooks
     found = Converted(*layers)
     found.training = root.training
     return found
@@ -250,9 +278,13 @@ def to_own_names(state_dict: dict[str, Any], prefix: str, layers: Mapping[str, n
     own = _own_names(layers)
     if not own:
         return
+    mine = {name for names in own.values() for name in names}
+    if mine.isdisjoint(key[len(prefix):] for key in state_dict):
+        for path, hook in next(layer._load_hooks for layer in layers.values()
+                               if isinstance(layer, NamedLayer)):
+            hook(state_dict, prefix + path, {}, True, [], [], [])
     given = {key[len(prefix):] for key in state_dict if key.startswith(prefix)}
     of_original = given.issuperset(own)
-    mine = {name for names in own.values() for name in names}
     renamed: dict[str, Any] = {}
     for name in given:
         number, _, rest = name.partition('.')

@@ -23,11 +23,13 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from torchgpipe.engine.checkpoint.attributes import attributes_of, contents_of
 from torchgpipe.private import hooks_of
 from torchgpipe.sequential.effects import modes_now
-from torchgpipe.sequential.errors import NeedsLeaf, is_of_torch, line_of, refused
+from torchgpipe.sequential.errors import (NeedsLeaf, in_one_line, is_of_torch, is_within, line_of,
+                                          refused)
 from torchgpipe.sequential.leaf_modules import LeafModules, modules_within
 from torchgpipe.sequential.nodes import calls_in, first_difference, words
 from torchgpipe.sequential.patches import followed
@@ -149,15 +151,18 @@ class ForwardTracer(StepTracer):
     def made(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
              ) -> Any:
         """Record a call that PyTorch would not take values for."""
+        if any(x is CheckpointFunction for x in args):
+            self.refuse('it calls torch.utils.checkpoint')
         return self.create_proxy('call_function', function, args, kwargs)
 
     def concretize(self, value: Any, how: Callable[[Any], Any]) -> Any:
         """Return the number or the truth that a program goes its way by, and guard it."""
         node, example = value.node, value._example
         if (isinstance(example, Tensor) and how is not _LEN) or node.meta['data']:
-            of_torch = self._stack and type(self._stack[-1]).__module__.startswith('torch.nn.')
+            kind = type((self._stack or [self.root])[-1])
+            causal = is_within('_detect_is_causal_mask')
             self.refuse('its program goes by the elements of a tensor',
-                        more=_SAY_CAUSAL if of_torch else '')
+                        more=_OF_MASKS.get((kind, causal), ''))
         if node.meta['grad']:
             self._need_leaf('its program goes by whether a tensor has a gradient')
         result = how(example)
@@ -212,14 +217,16 @@ class ForwardTracer(StepTracer):
             before = [each for each in self.uses_of_training if each.position <= position]
             last = (before or self.uses_of_training)[-1]
             if last.module:
-                raise NeedsLeaf(type(last.module[0]))
-            raise refused(self.root, 'its program goes by the training mode', last.line, None,
+                raise NeedsLeaf(f'{_BY_TRAINING} ({in_one_line(last.line)})',
+                                type(last.module[0]))
+            raise refused(self.root, _BY_TRAINING, last.line, None,
                           more='. Where it is for auxiliary heads, make it without them')
 
     def _need_leaf(self, why: str) -> None:
         if not self._stack:
             self.refuse(why)
-        self._stopped = self._stopped or NeedsLeaf(type(self._stack[-1]))
+        why = f'{why} ({in_one_line(line_of())})'
+        self._stopped = self._stopped or NeedsLeaf(why, type(self._stack[-1]))
         raise self._stopped
 
     def _refuse_unknown(self, why: str) -> Any:
@@ -255,8 +262,16 @@ class ForwardTracer(StepTracer):
                     self._paths[module] or None, more='' if old else _CALL_IT_BEFORE)
 
 
-# PyTorch compares a mask with a causal one.
-_SAY_CAUSAL = '. Or, if it has a causal mask, call it with is_causal=True beside that'
+_BY_TRAINING = 'its program goes by the training mode'
+# PyTorch compares a mask with a causal one, or looks where one for padding ends: by the class that
+# does, and whether it is the former.
+_CAUSAL = '. Or, if it has a causal mask, call it with is_causal=True beside that'
+_OF_MASKS = {
+    (nn.TransformerEncoder, True): f'{_CAUSAL}; nn.Transformer, with src_is_causal=True',
+    (nn.TransformerDecoder, True): '. Or, if it has a causal mask, call it with '
+                                   'tgt_is_causal=True beside that, as nn.Transformer',
+    (nn.TransformerEncoder, False): '. Or make it with enable_nested_tensor=False, as '
+                                    'nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)'}
 _CUTS = '; if it cuts a tensor that is an attribute, make that a buffer by register_buffer'
 _CALL_IT_BEFORE = ('. If only its first call does that, as for a cache, call the model once '
                    'before')

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torchgpipe.engine.memory import size_of, storage_id
 from torchgpipe.sequential.effects import (GeneratorStates, has_values, held_beyond, ids_within,
                                            name_of_holder, release, without_grad)
-from torchgpipe.sequential.errors import line_of
+from torchgpipe.sequential.errors import NO_CACHE, in_one_line, line_of
 from torchgpipe.sequential.nodes import (Constant, compute, gives_no_tensor, guard, is_about,
                                          is_in_place, mapped, put_together, take_apart)
 from torchgpipe.sequential.values import UNKNOWN, TracedValue, UnknownValue
@@ -100,6 +100,9 @@ class StepTracer(fx.Tracer):
             self.refuse('a layer computes with a value that it is not called with, as by '
                         'torch.func.functional_call')
         self.check_modes()
+        if target is torch._assert and args[0].node.meta['kind'] == 'plain' and (
+                type(args[0]) is TracedValue):  # As of Python's, there is no message in the graph.
+            return torch._assert(bool(args[0]), *args[1:])
         args, kwargs = self.simple((tuple(args), dict(kwargs)))
         node = self.graph.create_node(kind, target, self.create_arg(args),
                                       self.create_arg(kwargs))
@@ -142,7 +145,7 @@ class StepTracer(fx.Tracer):
         for x, ids in zip(objects, made_of):
             if ids_within(x) != ids:
                 self.refuse(f'it passes an object ({type(x).__name__}) that is changed there, '
-                            'and each run would pass the same one')
+                            'and each run would pass the same one', NO_CACHE)
         node.meta['writes'] = [each for each, x, old in versions if x._version != old]
         return found
 
@@ -193,7 +196,7 @@ class StepTracer(fx.Tracer):
         except TypeError:
             return self._noted(TracedValue(node, self, example))
         expected = self._constant((kind, len(tensors)))
-        parts = self.add_step(take_apart, node, expected, _in_one_line(node.meta['where']))
+        parts = self.add_step(take_apart, node, expected, in_one_line(node.meta['where']))
         return kind([self.wrap(self.add_step(operator.getitem, parts, k), tensor)
                      for k, tensor in enumerate(tensors)])
 
@@ -231,7 +234,7 @@ class StepTracer(fx.Tracer):
     def add_guard(self, node: fx.Node, expected: Any, what: str, hint: str = '') -> None:
         """Add a step that checks that a node gives what it gave for the sample."""
         self.add_step(guard, node, self.simple(expected), what,
-                      _in_one_line(line_of()) + hint)
+                      in_one_line(line_of()) + hint)
 
     def _constant(self, value: Any) -> Constant:
         name = f'_constant_{len(self.constants)}'
@@ -273,14 +276,11 @@ class StepTracer(fx.Tracer):
             values, structure = flatten_nested(value, marks=False, takes=fx.Proxy)
         except TypeError:
             if has_values(value) and self._ids.isdisjoint(ids_within(value)):
-                self.refuse(f'it passes an object ({type(value).__name__}) with tensors in it')
+                self.refuse(f'it passes an object ({type(value).__name__}) with tensors in it',
+                            NO_CACHE)
             return value
         return self.create_proxy('call_function', put_together,
                                  (self._constant(structure), list(values)), {})
-
-
-def _in_one_line(where: str) -> str:
-    return where.strip().replace('\n    ', ': ')
 
 
 def _learning(x: Any) -> Any:

@@ -5,14 +5,18 @@
     B, T = x.shape               two values, 4 and 7 for the sample; neither is concretized yet
     y = x.view(B * T, -1)        recorded: any batch size and length will do
     if T > 5:                    concretized: the graph gets a guard that T > 5 is true again
+    check(ok, f'got {T}')        a message, which nothing goes by: its text is that for the sample
 
 A tensor can not be concretized, as another one would be another way through the program.
 """
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import fx
+
+from torchgpipe.sequential.errors import makes_a_message
 
 __all__ = ['UNKNOWN', 'TracedValue', 'UnknownValue']
 
@@ -76,10 +80,13 @@ class TracedValue(UnknownValue):
         return id(self) if self.tracer.is_tensor(self) else hash(self._itself())
 
     def __str__(self) -> str:
-        return repr(self) if self.tracer.is_tensor(self) else str(self._itself())
+        return repr(self) if self.tracer.is_tensor(self) else str(self._shown())
 
     def __format__(self, spec: str) -> str:
-        return repr(self) if self.tracer.is_tensor(self) else format(self._itself(), spec)
+        return repr(self) if self.tracer.is_tensor(self) else format(self._shown(), spec)
+
+    def _shown(self) -> Any:
+        return self._example if makes_a_message(sys._getframe(2)) else self._itself()
 
     def _itself(self) -> Any:
         return self.tracer.concretize(self, _unchanged)

@@ -1,0 +1,179 @@
+"""Guards as wide as the model: what its way does not depend on may be another in a call."""
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.devices import cpu_only
+from tests.sequential.test_record import Model, check, in_a_pipeline, sample
+from torchgpipe.sequential import to_sequential
+
+pytestmark = cpu_only('what is recorded does not depend on devices')
+
+
+# --- texts
+# -------------------------------------------------------------------------------------------------
+
+
+def see(true, message):
+    if not true:
+        raise ValueError(message)
+
+
+def asserted(m, x):
+    torch._assert(x.dim() == 2, f'expected (N, 6), got {x.shape}')
+    return x
+
+
+def seen_to(m, x):
+    see(
+        x.dim() == 2,
+        f'expected (N, 6), got {x.shape}, which is {len(x)} of'
+        f' {x.shape[1]:3d}')
+    return x
+
+
+def warned(m, x):
+    warnings.warn('got %s' % (x.shape,))
+    return x
+
+
+def looked_up(m, x):
+    return getattr(m, f'scaled_{len(x)}', torch.neg)(x)
+
+
+def kept(m, x):
+    names = []
+    names.append(f'scaled_{len(x)}')
+    return getattr(m, names[0], torch.neg)(x)
+
+
+def kept_by_another_name(m, x):
+    names = []
+    see = names.append
+    see(f'scaled_{len(x)}')
+    return getattr(m, names[0], torch.neg)(x)
+
+
+def in_the_same_line(m, x):
+    if f'{len(x)}' == '4': print(end=f'{len(x)}')  # noqa: E701
+    return x
+
+
+@pytest.mark.parametrize('function', [asserted, seen_to, warned])
+@pytest.mark.filterwarnings('ignore:got')
+def test_a_shape_in_a_message_alone_may_be_another(function):
+    """In v0.9.0, it was guarded as a text that a program goes by."""
+    check(Model(function), sample(), torch.randn(7, 6), torch.randn(1, 6))
+
+
+@pytest.mark.parametrize('function', [looked_up, kept, kept_by_another_name, in_the_same_line])
+def test_a_text_that_a_program_may_go_by_may_not(function):
+    layers = to_sequential(Model(function), sample(), check_sample=False)
+    with pytest.raises(ValueError, match='was 4; it is 7 now'):
+        layers(torch.randn(7, 6))
+
+
+def test_an_assertion_of_pytorch_s_is_one():
+    def function(m, x):
+        torch._assert(x.sum().isfinite(), 'not finite')
+        return asserted(m, x)
+
+    layers = to_sequential(Model(function), sample())
+    with pytest.raises(ValueError, match=r'dim\(\) == 2 was True; it is False now'):
+        layers(torch.randn(4, 3, 6))
+    with pytest.raises(AssertionError, match='not finite'):
+        layers(sample() / 0)
+    assert len(to_sequential(Model(asserted))) == 2
+
+
+# --- one sample
+# -------------------------------------------------------------------------------------------------
+
+
+def rows_of(x):
+    return torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+
+
+def expanded(m, x):
+    rows = rows_of(x)
+    if len(x) != len(rows):
+        rows = rows.expand(len(x), -1)
+    if len(x) > 1:
+        x = x.contiguous().view(len(x), x.size(1))
+    return x + rows
+
+
+def expanded_for_three(m, x):
+    return x + (rows_of(x).expand(len(x), -1) if len(x) > 2 else rows_of(x))
+
+
+def doubled(m, x):
+    return x * 2 if len(x) > 1 else x
+
+
+class Counts(nn.BatchNorm1d):
+    """A layer that counts its calls, and gives what it gets."""
+
+    def __init__(self):
+        super().__init__(6)
+        self.count = 0
+
+    def forward(self, x):
+        self.count += 1
+        return x
+
+
+def squared(m, x):
+    return x * x if len(x) > 1 else x * 2
+
+
+def changed(m, x):
+    return x.add_(1) if len(x) > 1 else x
+
+
+def dropped(m, x):
+    return F.dropout(x, 0.5, m.training) if len(x) > 1 else x
+
+
+def called(m, x):
+    return m.counts(x) if len(x) > 1 else x
+
+
+def sparse(m, x):
+    return x.to_sparse().to_dense() if len(x) > 1 and not x.is_meta else doubled(m, x)
+
+
+def once_more(m, x):
+    return x if len(x) > 1 else x * 2
+
+
+@pytest.mark.parametrize('size', [2, 4])
+def test_one_sample_for_which_another_way_does_the_same(size):
+    """In v0.9.0, a sample of two was refused, and a micro-batch of one after a sample of four."""
+    others = [torch.randn(n, 6) for n in (1, 3, 4, 7)]
+    layers = check(Model(expanded), sample()[:size], *others)
+    assert len(layers) == 2
+    in_a_pipeline(layers, torch.randn(3, 6))
+
+
+def test_what_the_other_way_does_is_asked_in_each_call():
+    layers = to_sequential(Model(expanded_for_three), sample(), check_sample=False)
+    for n in (1, 3, 9):
+        layers(torch.randn(n, 6))
+    with pytest.raises(ValueError, match='> 2 was True; it is False now'):
+        layers(torch.randn(2, 6))
+
+
+@pytest.mark.parametrize('device', ['cpu', 'meta'])
+@pytest.mark.parametrize('function', [
+    doubled, squared, changed, dropped, called, sparse, once_more])
+def test_one_sample_for_which_another_way_does_something_else(function, device):
+    model = Model(function).to(device)
+    model.counts = Counts()
+    layers = to_sequential(model.eval(), sample().to(device)).train()
+    layers(torch.randn(3, 6, device=device))
+    with pytest.raises(ValueError, match='> 1 was True; it is False now'):
+        layers(torch.randn(1, 6, device=device))
