@@ -128,7 +128,8 @@ def peaks_by_partition(partitions: Sequence[nn.Module], run: Callable[[Turns], N
     def bring_and_hand_over(pipeline: Pipeline, i: int, j: int, popped: Sequence[Skip]
                             ) -> list[Tensor]:
         place = pipeline._engine.partitions[j].device
-        waiting = [*pipeline._batches[i], *(x.tensor for x in popped if x.tensor is not None)]
+        waiting = [*pipeline._batches[i].tensors,
+                   *(x.tensor for x in popped if x.tensor is not None)]
         owners.hand_over(j, place, waiting)
         tensors = bring(pipeline, i, j, popped)
         owners.hand_over(j, place, tensors)

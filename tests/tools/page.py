@@ -1,13 +1,24 @@
-"""What the page of tools shows: a model that recipes share, and recipes by what they need."""
+"""What pages about tools show: recipes by what they need, and a model that some share."""
 import re
 from pathlib import Path
 
-__all__ = ['MODEL', 'PAGE', 'RECIPES']
+__all__ = ['HUGGING_FACE', 'MODEL', 'PAGE', 'RECIPES']
 
-PAGE = (Path(__file__).parents[2] / 'docs/guide/tools.md').read_text()
+_GUIDE = Path(__file__).parents[2] / 'docs/guide'
+
+PAGE = (_GUIDE / 'tools.md').read_text()
+
+
+def _blocks(page):
+    """Return the code of a page, each with the package that it needs."""
+    return re.findall(r'^```py\n# needs (\w+)\n(.*?)^```$', page, re.M | re.S)
+
 
 MODEL = re.search(r'^```python\n(.*?)^```$', PAGE, re.M | re.S)[1]
 
 RECIPES = {}
-for package, code in re.findall(r'^```py\n# needs (\w+)\n(.*?)^```$', PAGE, re.M | re.S):
-    RECIPES.setdefault(package, []).append(code)
+for _package, _code in _blocks(PAGE):
+    RECIPES.setdefault(_package, []).append(_code)
+
+#: Of the page about Hugging Face, each goes on where the one before has ended.
+HUGGING_FACE = _blocks((_GUIDE / 'huggingface.md').read_text())

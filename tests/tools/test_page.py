@@ -1,10 +1,10 @@
-"""The page of tools: its table is that of the tests, and its recipes run."""
+"""Pages about tools: the table is that of the tests, and recipes run."""
 import importlib.util
 
 import pytest
 
 from tests.devices import cpu_only
-from tests.tools.page import MODEL, PAGE, RECIPES
+from tests.tools.page import HUGGING_FACE, MODEL, PAGE, RECIPES
 from tests.tools.rows import table
 
 pytestmark = cpu_only('what the documentation shows runs on the CPU')
@@ -29,3 +29,16 @@ def test_a_recipe_runs(package, tmp_path, monkeypatch, no_state):
     names = {'__name__': 'page'}
     for code in [MODEL, *RECIPES[package]]:
         exec(code, names)
+
+
+@pytest.mark.tools
+@pytest.mark.filterwarnings('ignore')
+def test_hugging_face_in_twenty_lines(tmp_path, monkeypatch, capsys):
+    pytest.importorskip('transformers', reason="pip install -e '.[tools]'")
+    monkeypatch.chdir(tmp_path)
+    names = {'__name__': 'page'}
+    for package, code in HUGGING_FACE:
+        if importlib.util.find_spec(package) is not None:
+            exec(code, names)
+    assert 'tensor([[3, 4, 5, 6, 7, 8, 9]])' in capsys.readouterr().out
+    assert (tmp_path / 'trained/model.safetensors').exists()

@@ -5,23 +5,24 @@ import pytest
 import torch
 
 from benchmarks.harness.options import choose_devices
+from torchgpipe.devices import accelerators
 
 
 def test_digits(run, tmp_path, monkeypatch):
-    """By a plan; the unwrapped model with all threads, and with one."""
+    """By a plan; the unwrapped model with all threads of the CPU, and with one."""
+    alone = ['unwrapped'] if accelerators() else ['unwrapped, 2 threads', 'unwrapped, 1 thread']
     numbers = []
     monkeypatch.setattr(torch, 'get_num_threads', lambda: 2)
     monkeypatch.setattr(torch, 'set_num_threads', numbers.append)
-    code, out, _ = run('digits', '--epochs', 3, '--chunks', 2, '--checkpoint', 'always',
+    code, out, _ = run('digits', '--epochs', 2, '--chunks', 2, '--checkpoint', 'always',
                        '--schedule', '1f1b', '--output', tmp_path)
     assert code == 0
     accuracies = re.findall(r'^(.+?)  +([\d.]+)%', out, re.M)
-    assert [name for name, _ in accuracies] == [
-        'unwrapped, 2 threads', 'unwrapped, 1 thread', 'GPipe, plain call', 'GPipe, 1f1b']
-    assert all(float(accuracy) > 90 for _, accuracy in accuracies)
+    assert [name for name, _ in accuracies] == [*alone, 'GPipe, plain call', 'GPipe, 1f1b']
+    assert all(float(accuracy) > 80 for _, accuracy in accuracies)
     assert numbers[:3] == [1, 2, 2] and numbers[-1] == 2
     assert 'by a plan' in out and "2 chunks, checkpoint 'always'" in out
-    assert re.search(r'^unwrapped, 1 thread .* 1\.00 ', out, re.M)
+    assert re.search(rf'^{alone[-1]} .* 1\.00 ', out, re.M)
     assert (tmp_path / 'digits.png').read_bytes().startswith(b'\x89PNG')
 
 
