@@ -175,7 +175,8 @@ class GPipe(Placed):
             return input
         batches, sizes, rule, options = self._cut(input)
         pipeline = Pipeline(self._running_engine(), batches, **options)
-        pipeline.losses = rule and seen_means(rule, sizes)
+        if rule is not None:
+            pipeline.losses = seen_means(rule, sizes)
         pipeline.run()
         if pipeline.losses:
             pipeline.losses.check(no_mean_in_the_model)

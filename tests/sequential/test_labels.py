@@ -326,3 +326,22 @@ def test_functions_of_gather():
                  gather={'of': lambda x, n: -1})
     with pytest.raises(ValueError, match='gather must count .* the input .*, but gave int -1'):
         pipe(x, n=n)
+
+
+class OneEach(nn.Module):
+    """A loss of each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.head(self.body(x).relu()), y, reduction='none')
+
+
+def test_losses_of_samples_are_put_together_by_their_dimension():
+    model, x, y = OneEach(), torch.rand(4, 3), torch.tensor([0, 1, 2, 1])
+    layers = to_sequential(model, Arguments(x, y))
+    for rule in (None, 0, 'mean'):
+        gpipe = GPipe(layers, [len(layers)], devices=['cpu'], chunks=2, gather=rule)
+        assert torch.allclose(gpipe(x, y), model(x, y))
