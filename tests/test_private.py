@@ -115,8 +115,7 @@ NEEDED = {
     'torch.nn:Module._ddp_params_and_buffers_to_ignore': {'told_to_ddp'},
     'torch.utils._python_dispatch:TorchDispatchMode': PIPELINES | {'balanced'},
     'torch.utils._pytree:tree_flatten': VALUES,
-    'torch.utils._pytree:tree_flatten_with_path':
-        VALUES | {'step', 'step_with_halves', 'kept_out_of_recomputation'},
+    'torch.utils._pytree:tree_flatten_with_path': VALUES | {'kept_out_of_recomputation'},
     'torch.utils._pytree:tree_leaves': PIPELINES | {'balanced', 'transformed'},
     'torch.utils._pytree:tree_unflatten': VALUES,
     'torch:_lazy_clone': {'built_on_the_meta_device'},
