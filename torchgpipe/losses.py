@@ -149,14 +149,18 @@ def with_counts(rule: Any, batches: Sequence[Batch]) -> Any:
         return [with_counts(each, batches) for each in rule]
     if not callable(rule):
         return rule
-    counts = _count(partial(call, rule), [batch.value for batch in batches], 'gather', 'input')
-    return partial(_mean_of, counts, sum(counts) or _nothing('gather', 'input'))
+    try:
+        counts = _count(partial(call, rule), [batch.value for batch in batches], 'gather', 'input')
+        whole = sum(counts) or _nothing('gather', 'input')
+    except Exception as error:  # The output may have nothing of it, as without labels.
+        return partial(_raise, error)
+    return partial(_mean_of, counts, whole)
 
 
 def seen_means(rule: Any, sizes: Sequence[int]) -> LossMonitor | None:
     """Return what sees whether means are over samples, if a rule of ``gather`` takes them so."""
-    words = [*_words(rule)]
-    return LossMonitor(sizes) if 'mean' in words and not any(map(callable, words)) else None
+    words = {each for each in _words(rule) if isinstance(each, str) or callable(each)}
+    return LossMonitor(sizes) if words == {'mean'} else None
 
 
 def _words(rule: Any) -> Iterator[Any]:
@@ -165,6 +169,10 @@ def _words(rule: Any) -> Iterator[Any]:
         return
     for each in rule.values() if isinstance(rule, Mapping) else rule:
         yield from _words(each)
+
+
+def _raise(error: Exception, _: Any) -> NoReturn:
+    raise error
 
 
 def _mean_of(counts: Sequence[float], whole: float, xs: Sequence[Tensor]) -> Tensor:

@@ -228,11 +228,11 @@ class _Loader:
         state = {own: self._source[key] for own, key in self._keys.pop(name, {}).items()}
         try:
             missing, unexpected = layer.load_state_dict(state, strict=False)
-        except RuntimeError as error:
+            for buffer, key in self.buffers[name].items():
+                _fill(layer.get_buffer(buffer), self._source[key], key)
+        except (RuntimeError, ValueError) as error:
             add_note(error, f"in layer '{name}'")
             raise
-        for buffer, key in self.buffers[name].items():
-            layer.get_buffer(buffer).copy_(self._source[key])
         own = layer.state_dict(keep_vars=True)
         self._loaded |= {id(x) for key, x in own.items() if key not in missing}
         self._missing += [(f'{name}.{key}', own.get(key)) for key in missing]
@@ -250,6 +250,14 @@ class _Loader:
             raise ValueError(f'the weights are not those of the module: missing {missing}, '
                              f'unexpected {unexpected}. Their names are those of '
                              'module.state_dict(); pass a mapping that has them')
+
+
+def _fill(buffer: Tensor, value: Tensor, key: str) -> None:
+    if (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+        raise ValueError(f"'{key}' of the weights is {value.dtype} of shape {tuple(value.shape)}, "
+                         f'but the buffer {buffer.dtype} of shape {tuple(buffer.shape)}; it is in '
+                         'no state dict, so leave it out, or pass it as it is')
+    buffer.copy_(value)
 
 
 def _transient(layer: nn.Module) -> list[str]:

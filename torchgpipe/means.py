@@ -139,9 +139,10 @@ class LossMonitor(TorchFunctionMode):
     Not in what is compiled or transformed: values there are none that stay.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int], where: str = 'loss_fn') -> None:
         super().__init__()
         self._sizes = sizes
+        self._where = where
         #: By micro-batch, of each division: whose it is, of how many, and by what. The last is on
         #: the device: nobody waits for it there.
         self._divisions: list[list[tuple[str, int, Any]]] = [[] for _ in sizes]
@@ -162,7 +163,7 @@ class LossMonitor(TorchFunctionMode):
 
     def see(self, i: int, function: Callable[..., Any], *given: Any) -> Any:
         """Call a function of a layer for micro-batch ``i``; see what losses in it divide by."""
-        own = LossMonitor(self._sizes)  # Other layers may be at work beside it.
+        own = LossMonitor(self._sizes, 'a layer')  # Others may be at work beside it.
         own._i = i
         with own:
             result = function(*given)
@@ -187,7 +188,7 @@ class LossMonitor(TorchFunctionMode):
         return result
 
     def _see_loss(self, func: Any, given: Mapping[str, Any], result: Tensor) -> None:
-        name, weight = "a loss of PyTorch's in loss_fn", given.get('weight')
+        name, weight = f"a loss of PyTorch's in {self._where}", given.get('weight')
         if _reduction(given) == 'sum':
             elements = next(iter(given.values())).numel()
             self._sums.append((result, result._version, elements))
@@ -204,7 +205,7 @@ class LossMonitor(TorchFunctionMode):
             divisor = divisor.detach()
         elif not isinstance(divisor, Real):
             return
-        self._divisions[self._i].extend(('loss_fn', elements, divisor)
+        self._divisions[self._i].extend((self._where, elements, divisor)
                                         for each, _, elements in self._sums if each is dividend)
 
     def check(self, error: Callable[[str], Exception] | None = None) -> None:

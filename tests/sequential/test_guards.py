@@ -17,18 +17,13 @@ pytestmark = cpu_only('what is recorded does not depend on devices')
 # -------------------------------------------------------------------------------------------------
 
 
-def see(true, message):
-    if not true:
-        raise ValueError(message)
-
-
 def asserted(m, x):
     torch._assert(x.dim() == 2, f'expected (N, 6), got {x.shape}')
     return x
 
 
-def seen_to(m, x):
-    see(
+def asserted_in_lines(m, x):
+    torch._assert(
         x.dim() == 2,
         f'expected (N, 6), got {x.shape}, which is {len(x)} of'
         f' {x.shape[1]:3d}')
@@ -57,19 +52,35 @@ def kept_by_another_name(m, x):
     return getattr(m, names[0], torch.neg)(x)
 
 
+def scale_by(x, number):
+    x.mul_(float(number))
+
+
+def handed_on(m, x):
+    x = x.clone()
+    scale_by(x, f'{len(x)}')
+    return x
+
+
+def in_a_condition(m, x):
+    torch._assert({'4': True, '7': False}[f'{len(x)}'], 'neither')
+    return x
+
+
 def in_the_same_line(m, x):
     if f'{len(x)}' == '4': print(end=f'{len(x)}')  # noqa: E701
     return x
 
 
-@pytest.mark.parametrize('function', [asserted, seen_to, warned])
+@pytest.mark.parametrize('function', [asserted, asserted_in_lines, warned])
 @pytest.mark.filterwarnings('ignore:got')
 def test_a_shape_in_a_message_alone_may_be_another(function):
     """In v0.9.0, it was guarded as a text that a program goes by."""
     check(Model(function), sample(), torch.randn(7, 6), torch.randn(1, 6))
 
 
-@pytest.mark.parametrize('function', [looked_up, kept, kept_by_another_name, in_the_same_line])
+@pytest.mark.parametrize('function', [
+    looked_up, kept, kept_by_another_name, handed_on, in_a_condition, in_the_same_line])
 def test_a_text_that_a_program_may_go_by_may_not(function):
     layers = to_sequential(Model(function), sample(), check_sample=False)
     with pytest.raises(ValueError, match='was 4; it is 7 now'):
@@ -148,6 +159,35 @@ def sparse(m, x):
 
 def once_more(m, x):
     return x if len(x) > 1 else x * 2
+
+
+def detached(m, x):
+    y = x * m.counts.weight
+    return y.detach() if len(x) > 1 else y
+
+
+def conjugated(m, x):
+    y = torch.complex(x, x + 1)
+    return torch.view_as_real((y.conj() if len(x) > 1 else y).resolve_conj())[..., 1]
+
+
+@pytest.mark.parametrize('function', [detached, conjugated])
+def test_one_sample_for_which_another_way_gives_the_memory_and_not_the_value(function):
+    model = Model(function)
+    model.counts = Counts()
+    layers = to_sequential(model, sample(), check_sample=False)
+    with pytest.raises(ValueError, match='> 1 was True; it is False now'):
+        layers(torch.randn(1, 6))
+
+
+def nothing_in_training(m, x):
+    return x * 0 if len(x) == 1 and m.training else x
+
+
+def test_one_sample_for_which_the_other_mode_goes_another_way():
+    layers = to_sequential(Model(nothing_in_training).eval(), sample()).train()
+    with pytest.raises(ValueError, match='== 1 was False; it is True now'):
+        layers(torch.randn(1, 6))
 
 
 @pytest.mark.parametrize('size', [2, 4])

@@ -345,3 +345,48 @@ def test_losses_of_samples_are_put_together_by_their_dimension():
     for rule in (None, 0, 'mean'):
         gpipe = GPipe(layers, [len(layers)], devices=['cpu'], chunks=2, gather=rule)
         assert torch.allclose(gpipe(x, y), model(x, y))
+
+
+class TwoLosses(nn.Module):
+    """A loss over labels that are not padding, and one that is a mean over samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x, labels=None):
+        logits = self.head(x)
+        if labels is None:
+            return {'logits': logits}
+        return {'ce': F.cross_entropy(logits, labels, ignore_index=0),
+                'aux': logits.square().mean()}
+
+
+def test_rules_of_some_outputs_say_nothing_of_others():
+    x, labels = torch.rand(4, 3), torch.tensor([0, 1, 2, 1])
+    layers = to_sequential(TwoLosses(), Arguments(x, labels))
+    gpipe = GPipe(layers, [len(layers)], devices=['cpu'], chunks=2,
+                  gather={'ce': 'stack', 'aux': 'mean'})
+    assert torch.allclose(gpipe(x, labels)['aux'], layers(x, labels)['aux'])
+
+
+def test_a_count_matters_where_it_is_used_only():
+    x, labels = torch.rand(4, 3), torch.zeros(4, dtype=torch.long)
+    gpipe = GPipe(nn.Sequential(TwoLosses()), [1], devices=['cpu'], chunks=2,
+                  gather={'ce': lambda x, labels: (labels != 0).sum(), 'aux': 'mean'})
+    assert gpipe(x)['logits'].shape == (4, 3)
+    gpipe.step(x, x, lambda output, _: output['logits'].square().mean())
+    with pytest.raises(ValueError, match='gather counts nothing in the whole input'):
+        gpipe(x, labels)
+
+
+def test_a_step_names_a_loss_of_a_layer():
+    class Logs(TwoLosses):
+        def forward(self, x):
+            return self.head(x), F.cross_entropy(self.head(x), x.argmax(1), ignore_index=0)
+
+    x = torch.eye(3)[[0, 1, 2, 1]]
+    layers = to_sequential(Logs(), x)
+    gpipe = GPipe(layers, [len(layers)], devices=['cpu'], chunks=2)
+    with pytest.raises(ValueError, match="loss of PyTorch's in a layer divides"):
+        gpipe.step(x, x, lambda output, _: output[0].square().mean())

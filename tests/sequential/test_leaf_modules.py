@@ -1,5 +1,6 @@
 """Which modules are leaves, called as one and not looked into."""
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -102,21 +103,19 @@ def test_modules_with_more_in_their_state_dicts_are_leaves():
 class Renamed(Inner):
     """What takes state dicts of an older version of it, in which the weight had another name."""
 
-    version = 'old'
-
     def __init__(self, function):
         super().__init__(function)
         self._register_load_state_dict_pre_hook(self.rename)
-        self.register_load_state_dict_pre_hook(scale)
+        self._register_load_state_dict_pre_hook(scale)
 
     def rename(self, state_dict, prefix, *_):
-        name = f'{prefix}{self.version}_weight'
+        name = f'{prefix}old_weight'
         if name in state_dict:
             state_dict[f'{prefix}weight'] = state_dict.pop(name)
 
 
-def scale(module, state_dict, prefix, *_):
-    state_dict[f'{prefix}weight'] = len(module.version) * state_dict[f'{prefix}weight']
+def scale(state_dict, prefix, *_):
+    state_dict[f'{prefix}weight'] = 3 * state_dict[f'{prefix}weight']
 
 
 def test_what_a_module_does_before_it_is_loaded_its_layers_do():
@@ -135,6 +134,36 @@ def test_what_a_module_does_before_it_is_loaded_its_layers_do():
         assert [weights[f'{k}.weight'].mean() for k in range(4)] == [1, 3, 1, 3]
     layers.load_state_dict(layers.state_dict(), strict=True)
     assert model[1].weight.mean() == 3
+
+
+def sees(module, *_):
+    """Be told of the module."""
+
+
+class Seen(Inner):
+    """What has a hook for loading that sees or changes it."""
+
+    def __init__(self, kind):
+        super().__init__(halves)
+        if kind == 'self':
+            self._register_load_state_dict_pre_hook(self.note)
+        elif kind == 'closure':
+            self._register_load_state_dict_pre_hook(lambda *_: setattr(self, 'told', True))
+        elif kind == 'module':
+            self.register_load_state_dict_pre_hook(sees)
+        else:
+            self._register_load_state_dict_pre_hook(partial(sees, self))
+
+    def note(self, *_):
+        self.told = self.weight.shape
+
+
+@pytest.mark.parametrize('kind', ['self', 'closure', 'module', 'partial'])
+def test_a_module_that_its_hook_for_loading_sees_stays_whole(kind):
+    model = nn.Sequential(nn.Linear(6, 6), Seen(kind), nn.Linear(6, 6))
+    layers = to_sequential(model, sample())
+    assert [whole.name for whole in layers.wholes] == ['1']
+    layers.load_state_dict(model.state_dict())
 
 
 # --- what stayed whole

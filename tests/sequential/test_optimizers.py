@@ -209,3 +209,17 @@ def test_names_of_the_model_that_are_also_names_of_layers():
     one = torch.optim.Adam([('0.weight', p) for p in model.parameters()][:1])
     with pytest.raises(ValueError, match="under its names alone: .'0.weight'. of 1"):
         optimizer_state(one.state_dict(), layers, target)
+
+
+def test_states_with_sums_over_rows():
+    """Those of Adafactor have other sizes than their parameters."""
+    source, layers = Net(), to_sequential(Net(), IDS)
+    there, here = (torch.optim.Adafactor([(name, x) for name, x in each.named_parameters()
+                                          if x.requires_grad]) for each in (source, layers))
+    train(source, there)
+    state = optimizer_state(there.state_dict(), layers, here)
+    found = {name: x for name, x in zip(state['param_groups'][0]['params'], here.param_groups[0][
+        'params'])}
+    assert len(found) == len(here.param_groups[0]['params'])
+    here.load_state_dict(state)
+    assert {tuple(x['row_var'].shape) for x in here.state.values() if 'row_var' in x} == {(12, 1)}

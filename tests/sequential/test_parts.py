@@ -132,6 +132,9 @@ def test_weights_may_have_buffers_that_are_in_no_state_dict():
     layers = to_sequential(Tied(), ids)
     with pytest.raises(ValueError, match="unexpected .'foreign'."):
         GPipe(layers, [len(layers)], devices=['cpu'], weights={**more, 'foreign': model.lost})
+    for other in (model.lost[..., :1], model.lost.to(torch.double)):
+        with pytest.raises(ValueError, match="'lost' of the weights is torch.float"):
+            GPipe(layers, [len(layers)], devices=['cpu'], weights={**more, 'lost': other})
     plain = nn.Sequential(to_sequential(Tied(), ids)[0])
     plain[0].lost.zero_()
     plain = nn.Sequential(nn.Sequential(OrderedDict(inside=plain[0])))

@@ -73,8 +73,13 @@ def _converted(module: nn.Module, sample: Any, names: set[str], classes: dict[ty
         tracer.check_training(_recorded(module, sample, names, classes, flipped=True)[0])
     _check_modes(module, names, classes)
     if one is not UNKNOWN:
-        widen(tracer, inputs.take(*copied_value(called_with(one))),
-              lambda: _recorded(module, one, names, classes, flipped=False)[0])
+        def record() -> ForwardTracer:
+            found, _ = _recorded(module, one, names, classes, flipped=False)
+            if found.uses_of_training:
+                found.check_training(_recorded(module, one, names, classes, flipped=True)[0])
+            return found
+
+        widen(tracer, inputs.take(*copied_value(called_with(one))), record)
     steps = cut_graph(tracer.graph, tracer.root, tracer.leaves)
     found = build(tracer.graph, steps, module, inputs, tracer.constants)
     found.wholes = LeafModules(module, names, classes).wholes()

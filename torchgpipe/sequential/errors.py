@@ -3,10 +3,11 @@ import ast
 import linecache
 import os
 import sys
+import warnings
 from collections.abc import Iterable
 from functools import lru_cache
 from traceback import walk_stack, walk_tb
-from types import FrameType, FunctionType, ModuleType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 
 import torch
 from torch import nn
@@ -113,10 +114,10 @@ def _described(lines: Iterable[tuple[FrameType, int]]) -> str:
 
 
 def makes_a_message(frame: FrameType) -> bool:
-    """Return whether a text that is made in a frame goes to a function, and on to nothing else.
+    """Return whether a text that is made in a frame is only shown, or not even that.
 
-    That is a statement which calls a function of a module, and takes no result of it, as
-    ``torch._assert(ok, f'got {x.shape}')``. A method may keep the text, as ``names.append`` does.
+    It is what a statement hands to a function that is known for it, as
+    ``torch._assert(ok, f'got {x.shape}')``. Any other function may look something up by it.
     """
     line = frame.f_lineno or 0
     around = [each for each in _statements(frame.f_code.co_filename)
@@ -126,8 +127,27 @@ def makes_a_message(frame: FrameType) -> bool:
     if len(inner) != 1 or not isinstance(inner[0], ast.Expr):
         return False
     call = inner[0].value
-    return isinstance(call, ast.Call) and isinstance(
-        _named_by(call.func, frame), (FunctionType, type(print)))
+    if not isinstance(call, ast.Call):
+        return False
+    function = _named_by(call.func, frame)
+    shown = next((k for each, k in _SHOWS if each is function), None)
+    if shown is None:
+        return False
+    others = call.args[:shown] + [each.value for each in call.keywords if each.arg != 'message']
+    return not any(map(_may_make_text, others))
+
+
+#: Functions that show a text or drop it, and which of their arguments is the first one.
+_SHOWS = ((torch._assert, 1), (warnings.warn, 0), (print, 0))
+
+
+def _may_make_text(expression: ast.expr) -> bool:
+    for each in ast.walk(expression):
+        if isinstance(each, (ast.JoinedStr, ast.Mod)) or (
+                isinstance(each, ast.Name) and each.id in ('str', 'repr', 'format')) or (
+                isinstance(each, ast.Attribute) and each.attr == 'format'):
+            return True
+    return False
 
 
 @lru_cache(maxsize=8)

@@ -1,13 +1,16 @@
 """Which modules a recording does not look into: PyTorch's own layers, and those that are named."""
+import dis
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from types import FunctionType
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
-__all__ = ['LeafLike', 'LeafModules', 'Whole', 'holds_most', 'leaf_names', 'modules_within']
+__all__ = ['LeafLike', 'LeafModules', 'Whole', 'holds_most', 'is_about_names', 'leaf_names',
+           'modules_within']
 
 #: A name in the model, where ``*`` stands for anything, a class, or the module itself.
 LeafLike = str | type[nn.Module] | nn.Module
@@ -81,7 +84,7 @@ class LeafModules:
             return 'it is named as a leaf'
         if type(module) in self._classes:
             return self._classes[type(module)]
-        return ('it has backward hooks, more in its state dict, or is scripted'
+        return ('it has backward hooks, more in its state dict, or hooks for that, or is scripted'
                 if _is_more_than_its_forward(module) else '')
 
 
@@ -127,7 +130,24 @@ def _is_more_than_its_forward(module: nn.Module) -> bool:
     return (isinstance(module, ScriptModule) or bool(module._backward_hooks)
             or bool(module._backward_pre_hooks) or bool(getattr(module, 'communicates', False))
             or bool(module._state_dict_hooks)
+            or not all(map(is_about_names, module._load_state_dict_pre_hooks.values()))
             or type(module).get_extra_state is not nn.Module.get_extra_state)
+
+
+def is_about_names(hook: Any) -> bool:
+    """Return whether a hook for loading sees the state dict alone, and not its module.
+
+    So it can do its work for layers that have parts of that. It is a function, or a method that
+    does nothing with ``self``, without variables of a function around it.
+    """
+    function = getattr(hook.hook, '__func__', hook.hook)
+    if hook.with_module or not isinstance(function, FunctionType) or function.__closure__:
+        return False
+    if function is hook.hook:
+        return True
+    own = function.__code__.co_varnames[:1]
+    return not any(each.argval in own or (isinstance(each.argval, tuple) and own[0] in each.argval)
+                   for each in dis.get_instructions(function))
 
 
 def modules_within(root: nn.Module, leaves: LeafModules) -> Iterator[nn.Module]:

@@ -60,8 +60,8 @@ def is_same(before: Any, after: Any) -> bool:
     """Return whether a step has given the tensor that it got, or all of it as it is."""
     if not all(isinstance(x, Tensor) and x.layout is torch.strided for x in (before, after)):
         return False
-    one, other = ((x.shape, x.stride(), x.dtype, x.storage_offset(), storage_id(x))
-                  for x in (before, after))
+    one, other = ((x.shape, x.stride(), x.dtype, x.storage_offset(), storage_id(x),
+                   x.requires_grad, x.is_conj(), x.is_neg()) for x in (before, after))
     return one == other
 
 

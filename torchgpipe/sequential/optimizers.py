@@ -158,8 +158,8 @@ def _check_state(state: Mapping[str, Any], parameter: Tensor, name: str) -> None
             raise ValueError(f'the optimizer keeps a {type(value).__name__} as {key!r}, which may '
                              'be of all parameters in their order, as that of LBFGS is; make the '
                              'optimizer of the parameters of the model, in the same order')
-        if isinstance(value, Tensor) and value.dim() == parameter.dim() and (
-                value.shape != parameter.shape):
+        if isinstance(value, Tensor) and value.dim() == parameter.dim() and any(
+                a not in (1, b) for a, b in zip(value.shape, parameter.shape)):
             raise ValueError(f'{key!r} of {name!r} has shape {tuple(value.shape)}, but the '
                              f'parameter {tuple(parameter.shape)}: the source is not made as the '
                              'optimizer that the state dict is of')

@@ -23,12 +23,11 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
-from torchgpipe.sequential.leaf_modules import Whole
+from torchgpipe.sequential.leaf_modules import Whole, is_about_names
 from torchgpipe.split import Sequential, still_shared
 
 __all__ = ['Converted', 'NamedLayer', 'Part', 'all_names', 'converted', 'original_names', 'put',
@@ -189,11 +188,11 @@ def _load_hooks(root: nn.Module, layers: Iterable[nn.Module]) -> list[_LoadHook]
     found = []
     for name, module in root.named_modules():
         for each in () if module in there else module._load_state_dict_pre_hooks.values():
-            # Bound to the module, it would take all of it along wherever a layer goes.
-            hook, alike = each.hook, Part(module, attributes=True)
-            if getattr(hook, '__self__', None) is module:
-                hook = MethodType(hook.__func__, alike)
-            found.append((name and f'{name}.', partial(hook, alike) if each.with_module else hook))
+            if is_about_names(each):
+                # Bound to the module, it would take all of it along wherever a layer goes.
+                function = getattr(each.hook, '__func__', None)
+                found.append((name and f'{name}.',
+                              each.hook if function is None else partial(function, None)))
     return found
 
 
