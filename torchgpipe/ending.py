@@ -1,0 +1,39 @@
+"""The end of a process: threads of gloo let go of their tensors before the interpreter ends.
+
+A thread of gloo holds what it has sent until after it has said that it is done, and may be the
+last that does. A tensor of Python's is let go under the lock of the interpreter. If there is none
+any more, the thread is ended in a destructor, and the process with it: ``terminate called without
+an active exception``, and ``torchrun`` reports that a training failed which had come to its end::
+
+    main thread        wait ── loss.item() ── the script ends ── the interpreter ends ──
+    thread of gloo     done ┘ ·············· not scheduled ··············· let go ✗
+
+``destroy_process_group`` waits for the threads of a group only where nothing else keeps it: a
+DeviceMesh does, and the graph of a loss.
+"""
+import time
+from pathlib import Path
+
+#: What the system calls the threads of this process. Where there is none, nobody can look.
+THREADS = Path('/proc/self/task')
+
+
+def let_threads_finish() -> None:
+    """Wait until no thread of gloo has anything to do.
+
+    One that waits for the interpreter's lock does not run either, and gets it in the pause between
+    two looks.
+    """
+    quiet = 0
+    while quiet < 2:
+        time.sleep(0.001)
+        quiet = 0 if any(_runs(thread) for thread in THREADS.glob('*/stat')) else quiet + 1
+
+
+def _runs(thread: Path) -> bool:
+    """Return whether this is a thread of gloo that runs, or would if it had a core."""
+    try:
+        name, _, rest = thread.read_text().partition('(')[2].rpartition(')')
+    except OSError:  # It has just ended.
+        return False
+    return name.startswith('pt_gloo') and rest.split()[0] == 'R'
