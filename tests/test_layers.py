@@ -59,7 +59,7 @@ def test_sharded_layers_stand_beside_the_rest():
         if within(name, 'distributed'):
             continue
         others = {other for other in imported if within(other, 'shard') != within(name, 'shard')}
-        below = {'context', 'devices', 'private', 'structure'}
+        below = {'context', 'devices', 'ending', 'private', 'structure'}
         assert others <= (below if within(name, 'shard') else set()), name
 
 

@@ -26,6 +26,14 @@ def made_up(layers, batch=32, seed=0, **others):
         (SkipProfile(1, layers - 2, 100),), batch, 500, 'cpu')
 
 
+def test_what_an_action_takes_speaks_for_fewer_of_them():
+    costs = made_up(9)
+    free, paid = (plan(costs, devices=GPUS, overhead=dict.fromkeys('FBIWR', seconds))
+                  for seconds in (0.0, 0.5))
+    assert free == plan(costs, devices=GPUS) and paid.chunks < free.chunks
+    assert paid.seconds > free.seconds
+
+
 def test_it_is_the_fastest_of_all():
     """Each schedule, mode and number of chunks by itself, with the same balance."""
     costs = made_up(9)

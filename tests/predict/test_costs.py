@@ -37,6 +37,16 @@ def test_overheads_are_those_of_each_micro_batch():
     assert (stage.forward, stage.backward) == (4 + (8 - 4) / 4, 4 + (16 - 4) / 4)
 
 
+def test_what_an_action_takes_beside_its_layers():
+    overhead = {'F': 1.0, 'B': 2.0, 'I': 3.0, 'W': 4.0, 'R': 5.0}
+    costs = [Costs.of(profiled(*map(layer, range(2))), [1, 1], 4, overhead=each).stages[1]
+             for each in (None, overhead)]
+    for kind, seconds in overhead.items():
+        assert costs[1].seconds(kind) == costs[0].seconds(kind) + seconds
+    with pytest.raises(ValueError, match="of actions F, .* but names 'forward'"):
+        Costs.of(profiled(layer(0)), [1], 4, overhead={'forward': 1.0})
+
+
 def test_no_more_micro_batches_than_samples():
     assert Costs.of(profiled(layer(0)), [1], 99) == Costs.of(profiled(layer(0)), [1], 8)
 

@@ -5,9 +5,10 @@ checkpoints, schedule and virtual stages for the fastest step within the devices
 """
 from torchgpipe.plan.choice import Plan
 from torchgpipe.plan.links import measure_links
+from torchgpipe.plan.overhead import measure_overhead
 from torchgpipe.plan.search import plan
 from torchgpipe.predict.costs import Costs, Link, StageCosts
 from torchgpipe.predict.simulate import Simulation, simulate
 
-__all__ = ['Costs', 'Link', 'Plan', 'Simulation', 'StageCosts', 'measure_links', 'plan',
-           'simulate']
+__all__ = ['Costs', 'Link', 'Plan', 'Simulation', 'StageCosts', 'measure_links',
+           'measure_overhead', 'plan', 'simulate']

@@ -9,7 +9,7 @@ among them by its own time. The first one that fits is the best of its schedule:
     except_last, 16      fits        ◀── the best                 │
     never, 4 chunks                                           ◀───┘
 """
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -28,6 +28,7 @@ from torchgpipe.engine.worker import device_key
 from torchgpipe.plan.choice import Plan, schedule_of
 from torchgpipe.plan.fit import Limits, excess, fit, neighbours
 from torchgpipe.plan.links import measure_links
+from torchgpipe.plan.overhead import measure_overhead
 from torchgpipe.predict.blocks import MemoryLimit, memory_limits
 from torchgpipe.predict.costs import Costs, Link, Links
 from torchgpipe.schedule import NAMES
@@ -48,11 +49,12 @@ def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequ
          batch: int | None = None, memory_limit: MemoryLimit = None, param_scale: float = 2.0,
          schedules: Iterable[str] = (PLAIN_CALL, *NAMES), chunks: Iterable[int] | None = None,
          checkpoints: Iterable[str] = ('never', 'except_last', 'always'), virtual: int = 2,
-         links: Links | None = None, timeout: float = 1.0, batch_dim: Any = 0) -> Plan:
+         links: Links | None = None, overhead: Mapping[str, float] | None = None,
+         timeout: float = 1.0, batch_dim: Any = 0) -> Plan:
     """Find the fastest way to train a model on several devices, within their memory.
 
-    It measures the layers, one at a time on the first device, and copies between devices; it
-    simulates the rest.
+    It measures the layers, one at a time on the first device, copies between devices, and what an
+    action takes by itself; it simulates the rest.
 
     >>> from torchgpipe import GPipe
     >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
@@ -76,6 +78,8 @@ def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequ
         virtual: The most partitions on a device.
         links: What copies from device to device take, by their places in ``devices``. By default
             measured; with a profile, nothing.
+        overhead: Seconds that an action takes beside its layers, by its kind: ``'F'``, ``'B'``,
+            ``'I'``, ``'W'``, ``'R'``. By default measured; with a profile, nothing.
         timeout: Seconds to spend on measurements, about.
         batch_dim: Where the batch is: see :class:`~torchgpipe.GPipe`.
 
@@ -94,10 +98,13 @@ def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequ
         module, sample, device=home, timeout=timeout, batch_dim=batch_dim)
     costs = costs if batch is None else costs.scaled(_positive(batch, 'batch'))
     check_partitions(costs.layers, len(names))
+    measured = not isinstance(module, Profile)
     if links is None:
-        links = Link() if isinstance(module, Profile) else measure_links(names)
+        links = measure_links(names) if measured else Link()
+    if overhead is None:
+        overhead = measure_overhead(names) if measured else {}
     limits = memory_limits(memory_limit, len(names), 'devices')
-    search = _Search(costs, names, limits, param_scale, links)
+    search = _Search(costs, names, limits, param_scale, links, overhead)
     search.check_parameters()
     counts = _chunks(len(names), costs.batch_size) if chunks is None else sorted({
         min(_positive(each, 'chunks'), costs.batch_size) for each in chunks})
@@ -120,12 +127,13 @@ class _Search:
     """A search over a profile."""
 
     def __init__(self, costs: Profile, devices: Sequence[str], limits: Limits,
-                 param_scale: float, links: Links) -> None:
+                 param_scale: float, links: Links, overhead: Mapping[str, float]) -> None:
         self._profile = costs
         self._devices = devices
         self._limits = limits
         self._param_scale = param_scale
         self._links = links
+        self._overhead = overhead
         self._seconds = sum(x.forward_seconds + x.backward_seconds for x in costs.layers)
         self._balances: dict[tuple[int, int, str], list[int]] = {}
         #: Of each schedule the plan that came closest to the limits, and by how many bytes it is
@@ -187,7 +195,7 @@ class _Search:
 
     def _plan(self, name: str, balance: Sequence[int], m: int, checkpoint: str) -> Plan:
         costs = Costs.of(self._profile, balance, m, checkpoint, param_scale=self._param_scale,
-                         links=self._links)
+                         links=self._links, overhead=self._overhead)
         n = len(self._devices)
         if name == PLAIN_CALL:
             # The gradient of the whole output is there before backward.

@@ -1,11 +1,12 @@
 """What the stages of a schedule cost in time and memory."""
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 from typing import Protocol
 
 from torchgpipe.predict.blocks import Blocks, LayerProfile, SkipProfile, check_numbers
+from torchgpipe.schedule.action import KINDS
 from torchgpipe.settings import Checkpoint, checkpoint_stops
 
 __all__ = ['Costs', 'Link', 'Links', 'StageCosts']
@@ -122,7 +123,7 @@ class Costs:
     @staticmethod
     def of(profile: Measured, balance: Sequence[int], chunks: int,
            checkpoint: Checkpoint = 'except_last', *, param_scale: float = 2.0,
-           links: Links = Link()) -> 'Costs':
+           links: Links = Link(), overhead: Mapping[str, float] | None = None) -> 'Costs':
         """Take them from what layers cost.
 
         Where a profile does not know how backward is split, it follows by a rule: gradients of
@@ -145,6 +146,7 @@ class Costs:
             param_scale: Bytes for a trainable parameter, its gradient and the optimizer's state,
                 relative to the parameter.
             links: See above.
+            overhead: Seconds that an action takes beside its layers, by its kind.
 
         Raises:
             ValueError: The balance is for other layers, or an argument is wrong.
@@ -157,11 +159,16 @@ class Costs:
         parts = [(one * x, other * x) for x, (one, other) in
                  zip(blocks.backward, _shares(profile.layers))]
         cuts = [0, *accumulate(balance)]
+        more = dict.fromkeys(KINDS, 0.0) | dict(overhead or {})
+        if len(more) > len(KINDS):
+            raise ValueError(f'overhead is that of actions {", ".join(KINDS)}, but names '
+                             f'{", ".join(map(repr, overhead or {}))}')
         stages = tuple(StageCosts(
-            forward=sum(blocks.forward[a:b]) / m,
-            backward=sum(blocks.backward[a:b]) / m,
-            weight_backward=sum(second for _, second in parts[a:b]) / m,
-            input_backward=sum(first for first, _ in parts[a:b]) / m,
+            forward=sum(blocks.forward[a:b]) / m + more['F'],
+            backward=sum(blocks.backward[a:b]) / m + more['B'],
+            weight_backward=sum(second for _, second in parts[a:b]) / m + more['W'],
+            input_backward=sum(first for first, _ in parts[a:b]) / m + more['I'],
+            recomputation=sum(blocks.forward[a:b]) / m + more['R'],
             recomputed=stop,
             activation_bytes=(blocks.activations[b] - blocks.activations[a]) / m,
             backward_bytes=max(blocks.passing[a:b]) / m,

@@ -1,0 +1,87 @@
+"""Measure what an action takes beside its layers: the time of the scheduler, and of Python.
+
+Workers on the CPU share the interpreter, so an action of one keeps others waiting. That is
+measured where nothing else takes time: in steps of a model with one number for each layer, of few
+and of many micro-batches. What one more of them takes on each device is
+
+    =================  =================================
+    1f1b               F + B
+    zb-h1              F + I + W
+    1f1b, 'always'     F + B with R
+    the layers alone   their part, which is not counted
+    =================  =================================
+
+An accelerator is told ahead what to do and does it beside the host: there it is nothing.
+"""
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.devices import Device, is_cpu, parse_device
+from torchgpipe.engine.partition import Engine
+from torchgpipe.engine.scatter import cut
+from torchgpipe.losses import Losses
+from torchgpipe.settings import checkpoint_stops
+from torchgpipe.step import run_step
+
+__all__ = ['measure_overhead']
+
+#: Micro-batches in the steps that are timed.
+FEW, MANY = 2, 10
+
+#: How often each is timed; medians count.
+REPEATS = 15
+
+
+def measure_overhead(devices: Sequence[Device]) -> Mapping[str, float]:
+    """Measure what an action takes beside its layers, in seconds by its kind.
+
+    >>> sorted(measure_overhead(['cpu:0', 'cpu:1']))
+    ['B', 'F', 'I', 'R', 'W']
+
+    Args:
+        devices: The devices, all of which are there. If one of them is an accelerator, there is
+            nothing to measure.
+    """
+    if not all(map(is_cpu, devices)):
+        return {}
+    layers = nn.Sequential(*(nn.Linear(1, 1) for _ in devices))
+    alone = _each(lambda x: [layers(part).sum().backward() for part in x.split(1)]) / len(devices)
+    both, split, recomputed = (
+        max(0.0, _each(step) - alone) for step in (
+            _step(devices, '1f1b', 'never'), _step(devices, 'zb-h1', 'never'),
+            _step(devices, '1f1b', 'always')))
+    one = both / 2
+    half = max(0.0, split - one) / 2
+    return {'F': one, 'B': one, 'I': half, 'W': half, 'R': max(0.0, recomputed - both)}
+
+
+def _step(devices: Sequence[Device], schedule: str, checkpoint: str
+          ) -> Callable[[Tensor], object]:
+    """Return a step by a schedule: of a layer on each device, and as many chunks as samples."""
+    places = [parse_device(device) for device in devices]
+    engine = Engine([nn.Sequential(nn.Linear(1, 1)) for _ in places], places)
+
+    def run(x: Tensor) -> object:
+        batches, sizes, common = cut(x, len(x), 0)
+        losses = Losses(lambda y, _: y.sum(), None, sizes, 0, None, None)
+        stops = tuple(checkpoint_stops(checkpoint, len(x), len(places)))
+        return run_step(engine, batches, losses, schedule, stops, common=common, offload=False)
+
+    return run
+
+
+def _each(run: Callable[[Tensor], object]) -> float:
+    """Return the seconds that one more sample takes."""
+    times: dict[int, list[float]] = {FEW: [], MANY: []}
+    for _ in range(1 + REPEATS):
+        for m, seconds in times.items():
+            x = torch.ones(m, 1)
+            start = time.perf_counter()
+            run(x)
+            seconds.append(time.perf_counter() - start)
+    few, many = (median(seconds[1:]) for seconds in times.values())
+    return (many - few) / (MANY - FEW)
