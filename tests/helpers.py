@@ -189,6 +189,18 @@ def sleep(milliseconds):
         torch.cuda._sleep(milliseconds * 2_000_000)
 
 
+class Call(nn.Module):
+    """A layer from a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        """Call the function."""
+        return self.function(*args)
+
+
 class Slow(nn.Module):
     """Keep a device busy for a while, so that whoever does not wait for it comes too early."""
 

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import torchgpipe.shard as ts
 from tests.distributed.refusals import REFUSALS as DISTRIBUTED
-from tests.helpers import in_two_memories
+from tests.helpers import Call, in_two_memories
 from torchgpipe import GPipe, NoChunk, is_recomputing, no_recompute
 from torchgpipe.balance import Profile, SkipProfile, profile
 from torchgpipe.context import check_order
@@ -31,18 +31,6 @@ from torchgpipe.testing import check_parity
 from torchgpipe.timeline import Timeline, compare
 
 CPUS = ['cpu:0', 'cpu:1']
-
-
-class Layer(nn.Module):
-    """A layer from a function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *input):
-        """Call the function."""
-        return self.function(*input)
 
 
 class Net(nn.Sequential):
@@ -129,7 +117,7 @@ class Between(nn.Module):
         self.inside, self.outside = linear(), linear()
         self.function = function
         self.seen = []
-        self.write = Layer(lambda x, to: (setattr(to, 'x', 0), x)[1])
+        self.write = Call(lambda x, to: (setattr(to, 'x', 0), x)[1])
 
     def forward(self, x, scale=1):
         """Call the function between the layers."""
@@ -298,7 +286,7 @@ def parameter_step():
 
 def twice():
     """Go back from two outputs, one after the other."""
-    a, b = one(linear(), Layer(lambda x: (x, x * 2)))(torch.randn(4, 4))
+    a, b = one(linear(), Call(lambda x: (x, x * 2)))(torch.randn(4, 4))
     a.sum().backward()
     b.sum().backward()
 
@@ -317,7 +305,7 @@ def leave_grad_mode(x):
 
 def own_call():
     """Let a layer call the pipeline that runs it."""
-    layer = Layer(lambda x: layer.model[0](x))
+    layer = Call(lambda x: layer.model[0](x))
     layer.model = [wrap(linear(), layer)]
     train(layer.model[0])
 
@@ -332,13 +320,13 @@ def in_other_memories():
     """Change what a copy would separate from another tensor, as if each device had a memory."""
     with patch('torchgpipe.engine.partition.Engine.apart', lambda *_: True), \
             patch('torchgpipe.engine.copy.copy_tensor', lambda x, *streams: x.clone()):
-        train(wrap(Layer(lambda x: (x, x[:])), Layer(lambda xs: xs[0].add_(1) + xs[1])))
+        train(wrap(Call(lambda x: (x, x[:])), Call(lambda xs: xs[0].add_(1) + xs[1])))
 
 
 def handed_on():
     """Forward a tensor that changes in place in each micro-batch."""
     kept = torch.zeros(4)
-    wrap(Layer(lambda x: (x, kept.add_(1))), Layer(lambda xs: xs[0] + xs[1]))(torch.randn(4, 4))
+    wrap(Call(lambda x: (x, kept.add_(1))), Call(lambda xs: xs[0] + xs[1]))(torch.randn(4, 4))
 
 
 def drawn_elsewhere():
@@ -374,7 +362,7 @@ def begins_to_write():
                 layer.linear.weight.mul_(0.5)
         return layer.linear(x)
 
-    layer = Layer(forward)
+    layer = Call(forward)
     layer.linear, layer.steps = linear(), 0
     model = one(layer)
     train(model)
@@ -414,7 +402,7 @@ def add_one(x):
 
 def change_skip():
     """Change a skip in place, in another partition."""
-    model = wrap(linear(), Stash(), Layer(lambda x: x.mul_(2)), Pop(), balance=[2, 1, 1],
+    model = wrap(linear(), Stash(), Call(lambda x: x.mul_(2)), Pop(), balance=[2, 1, 1],
                  devices=['cpu'] * 3)
     train(model)
 
@@ -447,7 +435,7 @@ def counted():
         layer.calls += 1
         return x
 
-    layer = Layer(count)
+    layer = Call(count)
     layer.calls = 0
     take_step(model=wrap(layer, linear(), layer, linear(), balance=[1] * 4, devices=CPUS * 2,
                          chunks=2), schedule='interleaved')
@@ -504,9 +492,9 @@ REFUSALS = [
     lambda: convert(lambda module, x: torch.FloatTensor([x.shape[0]]) + x),
     lambda: to_sequential(Between(lambda module, x: sum(x.chunk(2)))),
     lambda: in_stages(Between.forward, nn.ReLU()),
-    lambda: to_sequential(Net(Auxiliary(), Layer(lambda x: x[0])), torch.randn(4, 4)),
+    lambda: to_sequential(Net(Auxiliary(), Call(lambda x: x[0])), torch.randn(4, 4)),
     lambda: convert(lambda module, x: x - x.mean(0)),
-    lambda: to_sequential(nn.Sequential(linear(), Layer(lambda x: (x, len(x)))), torch.ones(4, 4)),
+    lambda: to_sequential(nn.Sequential(linear(), Call(lambda x: (x, len(x)))), torch.ones(4, 4)),
     lambda: convert(lambda module, x: x if len(x) > 3 else -x),
     lambda: convert(leaves=['encoder']),
     lambda: convert()(torch.randn(4, 4), scale=2),
@@ -523,7 +511,7 @@ REFUSALS = [
     lambda: on_two_devices(*[nn.BatchNorm1d(4)] * 2),
     embedding_and_head,
     lambda: wrap(linear(), linear())({'x': torch.randn(4, 4), 'y': object()}),
-    lambda: wrap(linear(), Layer(NoChunk), linear(), balance=[2, 1])(torch.randn(4, 4)),
+    lambda: wrap(linear(), Call(NoChunk), linear(), balance=[2, 1])(torch.randn(4, 4)),
     lambda: wrap(linear(), linear())(torch.randn(4, 4), mask=None),
     lambda: wrap(linear(), linear(), batch_dim='last'),
     lambda: wrap(linear(), linear(), batch_dim=None),
@@ -532,14 +520,14 @@ REFUSALS = [
     lambda: wrap(linear(), linear())([NoChunk(torch.randn(4, 4))]),
     lambda: wrap(linear(), linear())(torch.nested.nested_tensor(
         [torch.zeros(2, 4), torch.zeros(3, 4)], layout=torch.jagged)),
-    lambda: wrap(Layer(lambda x, y: y.add_(1)), linear())(
+    lambda: wrap(Call(lambda x, y: y.add_(1)), linear())(
         torch.randn(4, 4), NoChunk(torch.randn(4))),
     lambda: wrap(linear(), linear())(torch.randn(0, 4)),
     lambda: wrap(linear(), linear())(torch.tensor(1.0)),
-    lambda: train(wrap(linear(), Layer(lambda x: x.mean()))),
-    lambda: train(wrap(linear(), Layer(lambda x: x[:1]), chunks=1)),
-    lambda: wrap(linear(), Layer(lambda x: x @ x.T), chunks=2)(torch.randn(3, 4)),
-    lambda: wrap(linear(), Layer(lambda x: [x] * len(x)), chunks=3)(torch.randn(4, 4)),
+    lambda: train(wrap(linear(), Call(lambda x: x.mean()))),
+    lambda: train(wrap(linear(), Call(lambda x: x[:1]), chunks=1)),
+    lambda: wrap(linear(), Call(lambda x: x @ x.T), chunks=2)(torch.randn(3, 4)),
+    lambda: wrap(linear(), Call(lambda x: [x] * len(x)), chunks=3)(torch.randn(4, 4)),
     lambda: train(wrap(linear(), nn.BatchNorm1d(4), chunks=4)),
     lambda: wrap(linear(), linear())(torch.eye(4).to_sparse()),
     lambda: make_fx(wrap(linear(), linear()))(torch.randn(4, 4)),
@@ -547,21 +535,21 @@ REFUSALS = [
     lambda: find('torch._C:_gone', 'this')(),
     while_mutation_is_allowed,
     own_call,
-    lambda: train(wrap(Layer(leave_grad_mode), linear())),
+    lambda: train(wrap(Call(leave_grad_mode), linear())),
     lambda: train(wrap(Stash(lambda x: None), Pop())),
     lambda: train(wrap(Stash(lambda x: stash('y', x)), Pop())),
     change_skip,
     in_other_memories,
     handed_on,
     drawn_elsewhere,
-    lambda: train(wrap(linear(), Layer(add_one), checkpoint='always')),
-    lambda: train(one(linear(), Layer(lambda x: x * 2 if is_recomputing() else x))),
+    lambda: train(wrap(linear(), Call(add_one), checkpoint='always')),
+    lambda: train(one(linear(), Call(lambda x: x * 2 if is_recomputing() else x))),
     parameter_step,
     twice,
-    lambda: train(one(linear(), Layer(own_gradient))),
-    lambda: train(one(linear(), Layer(ragged), Layer(torch.relu), Layer(padded))),
-    lambda: train(one(linear(), Layer(transformed))),
-    lambda: train(one(linear(), no_recompute(Layer(add_one)), linear())),
+    lambda: train(one(linear(), Call(own_gradient))),
+    lambda: train(one(linear(), Call(ragged), Call(torch.relu), Call(padded))),
+    lambda: train(one(linear(), Call(transformed))),
+    lambda: train(one(linear(), no_recompute(Call(add_one)), linear())),
     changed_while_it_waits,
     begins_to_write,
     with_gradient,
@@ -586,9 +574,9 @@ REFUSALS = [
     lambda: Profile.from_dict({}),
     lambda: Plan.from_dict({}),
     lambda: compare(Timeline([]), Timeline([])),
-    lambda: parity(Layer(lambda x: x - x.mean(0))),
+    lambda: parity(Call(lambda x: x - x.mean(0))),
     lambda: parity(steps=0),
-    lambda: parity(Layer(lambda x: x / 0)),
+    lambda: parity(Call(lambda x: x / 0)),
     lambda: take_step(model=wrap(linear(), linear()).eval()),
     hooked,
     counted,

@@ -5,19 +5,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.devices import devices, one_worker, places
+from tests.helpers import Call
 from torchgpipe import GPipe
-
-
-class Layer(nn.Module):
-    """A layer from a function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        """Call the function."""
-        return self.function(x)
 
 
 def notes_of(function):
@@ -55,7 +44,7 @@ def transformed(x):
 
 @one_worker
 def test_a_transform_in_a_checkpointed_layer(devices):
-    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Layer(transformed)), [2], devices=devices(1),
+    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Call(transformed)), [2], devices=devices(1),
                   checkpoint='always')
     place, remedy = notes_of(lambda: gpipe(torch.rand(4, 2, device=devices.first)))
     assert place.endswith("layer '1'") and "checkpoint='never'" in remedy
@@ -63,7 +52,7 @@ def test_a_transform_in_a_checkpointed_layer(devices):
 
 @devices
 def test_a_second_backward(devices):
-    model = nn.Sequential(nn.Linear(2, 2), Layer(lambda x: (x, x * 2)))
+    model = nn.Sequential(nn.Linear(2, 2), Call(lambda x: (x, x * 2)))
     gpipe = GPipe(model, [1, 1], devices=devices(2), chunks=2, checkpoint='always')
     a, b = gpipe(torch.rand(4, 2, device=devices.first))
     a.sum().backward()
@@ -96,9 +85,9 @@ def change_one_of_several_views(x):
 @one_worker
 @pytest.mark.parametrize('layers, options', [
     ([nn.Identity(), nn.BatchNorm1d(2)], {'chunks': 1}),
-    ([nn.Identity(), Layer(change_one_of_several_views)], {'chunks': 2}),
-    ([Layer(change_one_of_several_views), nn.Identity()], {'chunks': 1}),
-    ([nn.Identity(), Layer(transformed)], {'checkpoint': 'never'})],
+    ([nn.Identity(), Call(change_one_of_several_views)], {'chunks': 2}),
+    ([Call(change_one_of_several_views), nn.Identity()], {'chunks': 1}),
+    ([nn.Identity(), Call(transformed)], {'checkpoint': 'never'})],
     ids=['one value', 'view', 'view of one', 'transform'])
 def test_what_does_not_come_of_the_pipeline_has_no_remedy_of_it(layers, options, devices):
     gpipe = GPipe(nn.Sequential(*layers), [1, 1], devices=devices(2), **options)

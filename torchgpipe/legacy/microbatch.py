@@ -150,26 +150,11 @@ def scatter(input: Any, chunks: int, batch_dim: Any = 0) -> list[Batch]:
 
 def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: Any = None,
            batch_dim: int = 0, shared: Sequence[Tensor] = ()) -> Any:
-    """Put micro-batches together.
+    """Put micro-batches together, as :func:`torchgpipe.engine.gather.gather` does.
 
     >>> import torch
     >>> gather([Batch(torch.zeros(2, 3)), Batch(torch.ones(1, 3))]).shape
     torch.Size([3, 3])
-
-    Args:
-        batches: At least one batch, all of one structure.
-        sizes: How many samples went into each, to check that as many came out.
-        rule: For tensors, by which dimension they are put together, or ``'mean'``, ``'sum'`` or
-            ``'stack'``. Such a word alone is for scalars only.
-        batch_dim: The dimension for all others.
-        shared: Tensors of the first one that are the same for all micro-batches.
-
-    Returns:
-        A value of that structure, its tensors of shape ``(batch, …)``.
-
-    Raises:
-        ValueError: The number of samples or the structure changed within the pipeline, or there is
-            a scalar without a rule.
     """
     return gathering.gather([engine.Batch(tuple(batch), batch.kind) for batch in batches],
                             sizes, rule, batch_dim, shared)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tests.devices import ACCELERATOR, DEVICES, cpu_only, devices, one_worker, workers
-from tests.helpers import (MODES, Child, assert_same, call, compare_all_pending, gradients,
+from tests.helpers import (MODES, Call, Child, assert_same, call, compare_all_pending, gradients,
                            micro_batches, modes, nothing, on_first)
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.checkpoint import checkpoint
@@ -36,18 +36,6 @@ class Dropouts(nn.Dropout):
         for _ in range(20):
             x = super().forward(x)
         return x
-
-
-class Layer(nn.Module):
-    """A layer from a function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        """Call the function."""
-        return self.function(x)
 
 
 def noise(x):
@@ -88,7 +76,7 @@ def by_partitions(gpipe, x, chunks=1):
 
 @devices
 @pytest.mark.parametrize('mode', [*MODES, ['always', 'never', 'except_last']])
-@pytest.mark.parametrize('make', [Dropouts, lambda: Layer(noise)], ids=['dropout', 'noise'])
+@pytest.mark.parametrize('make', [Dropouts, lambda: Call(noise)], ids=['dropout', 'noise'])
 def test_recomputation_draws_what_the_first_pass_drew(devices, mode, make):
     gpipe = GPipe(nn.Sequential(make(), make(), make()), [1] * 3, devices=devices(3), chunks=5,
                   checkpoint=mode)
@@ -116,7 +104,7 @@ def test_a_seed_gives_the_same_numbers_on_one_worker_or_many(mode, kinds):
 @devices
 @modes
 def test_with_one_chunk_a_seed_gives_the_numbers_of_the_unwrapped_model(devices, mode):
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), Layer(noise), nn.Linear(8, 8)).double()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), Call(noise), nn.Linear(8, 8)).double()
     gpipe = GPipe(model, [2, 2], devices=devices(2), checkpoint=mode)
     x = torch.rand(6, 8, dtype=torch.double, device=devices.first)
     for seed in range(3):
@@ -252,7 +240,7 @@ def test_layers_that_seed_the_generator_and_put_it_back(devices, mode):
         generators.set_rng_state(state)
         return y * (torch.rand_like(x) + 1)
 
-    model = nn.Sequential(nn.Dropout(0.3), Layer(seeded), nn.Dropout(0.3), Layer(seeded))
+    model = nn.Sequential(nn.Dropout(0.3), Call(seeded), nn.Dropout(0.3), Call(seeded))
     gpipe = GPipe(model, [2, 2], devices=devices(2), chunks=4, checkpoint=mode)
     for seed in range(5):
         x = torch.rand(8, 30, requires_grad=True, device=devices.first)
@@ -275,7 +263,7 @@ def test_a_checkpoint_of_pytorch_within_a_layer(devices, mode):
     def layer(reentrant):
         def draw(x):
             return F.dropout(x, 0.3) * torch.rand_like(x)
-        return Layer(lambda x: torch_checkpoint(draw, x, use_reentrant=reentrant))
+        return Call(lambda x: torch_checkpoint(draw, x, use_reentrant=reentrant))
 
     model = nn.Sequential(layer(False), layer(mode == 'never'), layer(False))
     gpipe = GPipe(model, [1] * 3, devices=devices(3), chunks=4, checkpoint=mode)
@@ -315,7 +303,7 @@ def test_a_generator_of_a_layer_s_own(devices, mode, dtype):
 @devices
 def test_recomputation_leaves_all_generators_where_they_were(devices):
     own = torch.Generator(devices(2)[1])
-    gpipe = GPipe(nn.Sequential(nn.Dropout(0.5), Layer(
+    gpipe = GPipe(nn.Sequential(nn.Dropout(0.5), Call(
         lambda x: x * torch.rand(x.shape, generator=own, device=x.device))), [1, 1],
         devices=devices(2), chunks=2, checkpoint='always')
 
@@ -447,7 +435,7 @@ def test_a_thread_that_draws_beside_a_model_that_does_not(devices, mode):
         thread.join()
         return x * 2
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Layer(draw_elsewhere)), [1, 1],
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Call(draw_elsewhere)), [1, 1],
                   devices=devices(2), chunks=3, checkpoint=mode)
     for _ in range(10):
         call(gpipe, torch.rand(6, 4)).sum().backward()
@@ -471,7 +459,7 @@ def test_partitions_that_draw_nothing_run_at_the_same_time_once_that_is_known(de
 
     def meet(micro_batch):
         calls = itertools.count()
-        return Layer(lambda x: (barrier.wait() if next(calls) == micro_batch else None, x)[1])
+        return Call(lambda x: (barrier.wait() if next(calls) == micro_batch else None, x)[1])
 
     # Micro-batch 0 goes through both and tells.
     gpipe = GPipe(nn.Sequential(meet(2), meet(1)), [1, 1], devices=devices.distinct(2), chunks=3)
@@ -504,7 +492,7 @@ def test_an_operation_that_draws_and_does_not_say_so():
         def backward(ctx, grad):
             return grad * ctx.saved_tensors[0]
 
-    gpipe = GPipe(nn.Sequential(Layer(Hidden.apply), nn.Dropout(0.5)), [2], devices=['cpu'],
+    gpipe = GPipe(nn.Sequential(Call(Hidden.apply), nn.Dropout(0.5)), [2], devices=['cpu'],
                   chunks=3, checkpoint='always')
     for _ in range(3):
         assert_output_and_gradient_agree(gpipe, torch.rand(6, 4) + 0.5)
@@ -541,7 +529,7 @@ def test_who_else_draws_from_an_accelerator_in_a_recomputation_is_noticed():
             torch.rand(1, device=x.device)  # as another thread would
         return x * torch.rand_like(x)
 
-    gpipe = GPipe(nn.Sequential(Layer(disturbed)), [1], devices=[ACCELERATOR], checkpoint='always')
+    gpipe = GPipe(nn.Sequential(Call(disturbed)), [1], devices=[ACCELERATOR], checkpoint='always')
     x = torch.rand(2, 2, device=ACCELERATOR, requires_grad=True)
     with pytest.raises(RuntimeError, match='another thread drew'):
         gpipe(x).sum().backward()
