@@ -14,8 +14,7 @@ part of it in ``parameter.grad``. What a layer keeps of a parameter in another p
 """
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from operator import setitem
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +26,6 @@ from torchgpipe.engine.split_backward import DeferredWork, Weight
 from torchgpipe.engine.substitute import Swap, substituted
 
 __all__ = ['Give', 'Leaves', 'edge_of', 'give', 'leaf_of']
-
-
-class _Place(NamedTuple):
-    """Where a parameter is, or a copy of it from another device."""
-
-    module: nn.Module
-    name: str
-    tensor: Tensor
-    leaf: nn.Parameter
 
 
 class Leaves:
@@ -57,9 +47,12 @@ class Leaves:
         """
         found = [(module, name, copies.get((module, name), x)) for module in modules
                  for name, x in module._parameters.items() if x is not None]
-        return partial(_run_within, [_Place(module, name, x, self._leaf_of(x, deferred))
-                                     for module, name, x in found
-                                     if x.requires_grad and not is_lazy(x)], function)
+        leaves = [(module, name, x, self._leaf_of(x, deferred)) for module, name, x in found
+                  if x.requires_grad and not is_lazy(x)]
+        # Made once for all cells of a partition, which mostly has many parameters.
+        return partial(_run_within, [
+            Swap(partial(_put, module, name, leaf), partial(_put, module, name, x, leaf))
+            for module, name, x, leaf in leaves], function)
 
     def _leaf_of(self, x: Tensor, deferred: DeferredWork | None) -> nn.Parameter:
         key = id(x), id(deferred)
@@ -84,19 +77,19 @@ class Leaves:
         return found
 
 
-def _run_within(places: Sequence[_Place], function: Callable[..., Any], *args: Any, **kwargs: Any
+def _run_within(swaps: Sequence[Swap], function: Callable[..., Any], *args: Any, **kwargs: Any
                 ) -> Any:
-    swaps = [Swap(partial(setitem, module._parameters, name, leaf),
-                  partial(_put_back, module._parameters, name, x, leaf))
-             for module, name, x, leaf in places]
     with substituted(swaps):
         return function(*args, **kwargs)
 
 
-def _put_back(parameters: Any, name: str, x: Tensor, leaf: nn.Parameter) -> None:
-    # That of TorchScript is no dict. Or the layer has put another there.
-    if name in parameters and parameters[name] is leaf:
-        parameters[name] = x
+def _put(module: nn.Module, name: str, new: Tensor, old: Tensor | None = None) -> None:
+    """Put a parameter in its place; if an old one is named, only in place of that."""
+    # In a recomputation, modules may have other dictionaries than when the step began. That of
+    # TorchScript is none; and the layer may have put another parameter there.
+    parameters: Any = module._parameters
+    if old is None or name in parameters and parameters[name] is old:
+        parameters[name] = new
 
 
 def give(gradients: list[tuple[Tensor, Tensor]]) -> None:
