@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from torchgpipe.engine.scatter import cut, fit_rule
 from torchgpipe.sequential.check import check_conversion
-from torchgpipe.sequential.convert import convert
+from torchgpipe.sequential.convert import convert, is_on_meta
 from torchgpipe.sequential.effects import copied, copied_value, without_grad
 from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.layer import called_with
@@ -156,7 +156,7 @@ def _one_of(module: nn.Module, sample: Any, batch_dim: Any) -> Any:
 
 def _check(module: nn.Module, converted: Converted, sample: Any, batch_dim: Any, advice: str
            ) -> None:
-    if any(x.is_meta for x in (*module.parameters(), *module.buffers())):
+    if is_on_meta(module):
         return  # There are no numbers to compare.
     tensors, structure = flatten_nested(sample)
     batches, sizes, _ = cut(sample, 2, fit_rule(batch_dim, sample, converted))
