@@ -73,8 +73,9 @@ def to_sequential(module: nn.Module, sample: Any = None, *, leaves: Iterable[Lea
         The sequential module. Any batch size will do; where the program of the module goes by
         other sizes, by types or by values that are no tensors, it checks that these are as they
         were for the sample, and raises :exc:`ValueError` if they are not. Its attribute ``wholes``
-        has the modules that were not looked into, each with its share of the parameters and the
-        reason, the largest one first. One that has most of the model gives a warning.
+        has the modules that were not looked into, each with its share of the parameters and of the
+        time of one forward, and the reason, the largest one first. One that has most of the
+        parameters gives a warning.
 
     Raises:
         ConversionError: The forward can not be followed: the message shows the line, and the way

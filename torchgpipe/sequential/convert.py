@@ -117,9 +117,19 @@ def _converted(module: nn.Module, called: nn.Module, sample: Any, names: set[str
     _check_modes(module, names, classes)
     if one is not UNKNOWN:
         widen(tracer, inputs.take(*copied_value(called_with(one))), lambda: recorded(one)[0])
+    seconds = {} if is_on_meta(module) else _seconds(tracer)
     steps = cut_graph(tracer.graph, tracer.root, tracer.leaves)
     found = build(tracer.graph, steps, module, inputs, tracer.constants)
-    found.wholes = LeafModules(module, names, classes).wholes()
+    found.wholes = LeafModules(module, names, classes).wholes(seconds)
+    return found
+
+
+def _seconds(tracer: ForwardTracer) -> dict[str, float]:
+    """Return how long calls of modules took, by their names; and all the rest, by ``''``."""
+    found: dict[str, float] = {}
+    for node in tracer.graph.nodes:
+        name = str(node.target) if node.op == 'call_module' else ''
+        found[name] = found.get(name, 0) + node.meta.get('seconds', 0)
     return found
 
 
