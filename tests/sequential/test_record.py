@@ -380,18 +380,16 @@ def filled_once(m, x):
 
 @pytest.mark.parametrize('function', [set_once, filled_once])
 @pytest.mark.parametrize('inner', [False, True])
-def test_a_cache_that_the_first_call_fills_is_filled(function, inner):
-    """In v0.9.0, the model had to be called once before."""
+def test_a_cache_that_the_first_call_fills_is_filled_before(function, inner):
+    """It may come of the sample, and be other for another one."""
     model = nn.Sequential(nn.Linear(6, 6), Inner(function)) if inner else Model(function)
     held = model[1] if inner else model
     held.last, held.cache = None, {}
     with pytest.raises(ConversionError, match=r'Way out: .*leaf.*\. If only its first call does '
                                               'that, as for a cache, call the model once before$'):
-        to_sequential(model)
-    layers = to_sequential(model, sample())
-    assert held.last is None and held.cache == {}
-    assert 'constant' in str([name for name, _ in layers.named_buffers()])
-    check(model, sample())
+        to_sequential(model, sample())
+    model(sample())
+    assert 'constant' in str([name for name, _ in check(model, sample()).named_buffers()])
 
 
 COLLECTED = ContextVar('COLLECTED')
@@ -423,6 +421,23 @@ def test_hooks_that_the_first_call_registers_are_there():
     model = nn.Sequential(nn.Linear(6, 6), Collects(), nn.Linear(18, 6))
     assert len(to_sequential(model, sample())) == 2
     assert not model[1].has_hooks
+    check(model, sample(), torch.randn(7, 6))
+
+
+class Keeps(Collects):
+    """What keeps something of its first input, too."""
+
+    def forward(self, x):
+        if not self.has_hooks:
+            self.last = x.detach().mean()
+        return super().forward(x) * self.last
+
+
+def test_what_else_the_first_call_keeps_has_to_be_there():
+    model = nn.Sequential(nn.Linear(6, 6), Keeps(), nn.Linear(18, 6))
+    with pytest.raises(ConversionError, match='call the model once before$'):
+        to_sequential(model, sample())
+    model(sample())
     check(model, sample(), torch.randn(7, 6))
 
 

@@ -71,7 +71,9 @@ def is_on_meta(module: nn.Module) -> bool:
 
 
 def _called_once(module: nn.Module, sample: Any) -> nn.Module:
-    """Return a copy of a module that has what only a first call sets, as its caches and hooks.
+    """Return a copy of a module with the hooks that its first call registers, if it does.
+
+    What else a first call keeps may come of the sample, and be other for other samples.
 
     Raises:
         ConversionError: It has more to be trained or saved then than the module, which layers are
@@ -93,7 +95,22 @@ def _called_once(module: nn.Module, sample: Any) -> nn.Module:
     if more:
         raise refused(module, f'its first call adds {", ".join(sorted(more))} to it',
                       '  (in a copy of it)', None, 'call the model once before')
-    return found
+    return found if _registers_hooks(module, found) else module
+
+
+def _registers_hooks(module: nn.Module, called: nn.Module) -> bool:
+    """Return whether a first call has registered hooks, and has set flags at most beside that."""
+    hooks = 0
+    for each, other in zip(module.modules(), called.modules()):
+        before, after = vars(each), vars(other)
+        for name in before.keys() | after.keys():
+            one, two = before.get(name), after.get(name)
+            if name.endswith('_hooks') and isinstance(two, dict):
+                hooks += len(two) - len(one or ())
+            elif not isinstance(two, bool) and (type(one) is not type(two) or (
+                    isinstance(two, (int, float, str)) and one != two)):
+                return False
+    return hooks > 0
 
 
 def _names_of(module: nn.Module) -> set[str]:

@@ -3,8 +3,9 @@
 A model runs in copies, which have its parameters and all else for themselves. What a graph would
 not repeat is noticed: another mode, a random number that is drawn unseen, an object that changes,
 and a value of the recording that somebody holds when it is over. Each run would hold another one.
-What only a first call does, such as to make a table or to register hooks, is done: the model runs
-once in the copy that is recorded then, and what it has cached are constants.
+A function with a cache, which makes a table when it is first asked for, has it already: the model
+runs once before it is recorded, and what it has cached then are constants. If that registers hooks
+and keeps nothing else, it is the copy that was called which is recorded.
 """
 import copy
 import functools
