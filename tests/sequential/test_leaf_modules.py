@@ -1,5 +1,7 @@
 """Which modules are leaves, called as one and not looked into."""
 import pickle
+import re
+import time
 from functools import partial
 
 import pytest
@@ -189,11 +191,24 @@ def test_modules_that_stay_whole_are_told():
     model = nn.Sequential(nn.Linear(6, 6), Body(by_the_mode, 2), Inner(halves), Inner(halves))
     model[3].register_full_backward_hook(lambda *_: None)
     body, named, hooked = to_sequential(model, sample(), leaves=['2']).wholes
-    assert str(body).startswith("'1' (Body) stays whole, with 41% of the parameters: its program "
-                                'goes by the training mode (')
+    assert re.match(r"'1' \(Body\) stays whole, with 41% of the parameters and \d+% of the time: "
+                    r'its program goes by the training mode \(', str(body))
     assert str(body).endswith('in by_the_mode: return x * 2 if m.training else x + 1)')
     assert 'named as a leaf' in str(named) and 'backward hooks' in str(hooked)
     assert to_sequential(nn.Sequential(nn.Linear(6, 6), Inner(halves)), sample()).wholes == []
+
+
+def test_the_time_of_modules_that_stay_whole_is_told():
+    def slow(m, x):
+        time.sleep(0.05)
+        return by_the_mode(m, x)
+
+    model = nn.Sequential(nn.Linear(6, 6), Body(by_the_mode, 2), Inner(slow), nn.Linear(6, 6))
+    body, short = to_sequential(model, sample(), leaves=['1', '2']).wholes
+    assert 0 < body.time < 0.2 < 0.8 < short.time < 1
+    assert [whole.time for whole in to_sequential(model, leaves=['1', '2']).wholes] == [None] * 2
+    layers = to_sequential(model.to('meta'), sample().to('meta'), leaves=['1', '2'])
+    assert layers.wholes[0].time is None and 'time' not in str(layers.wholes[0]).split(':')[0]
 
 
 @pytest.mark.filterwarnings('error:most of')

@@ -4,9 +4,10 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from tests.devices import cpu_only
-from tests.sequential.test_record import Inner, Model, sample
+from tests.sequential.test_record import Inner, Model, check, sample
 from torchgpipe import GPipe
 from torchgpipe.sequential import ConversionError, from_stages, to_sequential
 
@@ -135,6 +136,58 @@ def test_a_layer_that_keeps_its_own_mode():
 
 def test_a_train_of_its_own_that_makes_no_difference():
     assert len(to_sequential(Freezes(normalized(), nn.Linear), sample())) == 2
+
+
+class Reads(nn.Module):
+    """What goes by the mode of another module."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.other = other
+
+    def forward(self, x):
+        return self.other(x) if self.other.training else self.other(x) + 1
+
+
+def test_the_mode_of_a_leaf_that_another_module_asks_for():
+    """In v0.9.0, it was that of the conversion in each call."""
+    check(Model(lambda m, x: F.dropout(x, 0.5, m.a.training)), sample())
+    with pytest.raises(ConversionError, match='(?s)goes by the training mode.*m.a.training'):
+        to_sequential(Model(lambda m, x: x * 2 if m.a.training else x), sample())
+    model = nn.Sequential(nn.Linear(6, 6), Reads(nn.Linear(6, 6)))
+    assert [whole.name for whole in check(model, sample()).wholes] == ['1']
+
+
+@pytest.mark.parametrize('training', [True, False])
+@pytest.mark.parametrize('asks_in', [True, False])
+def test_what_one_mode_alone_asks_for_is_guarded_and_makes_no_leaf(training, asks_in):
+    """In v0.9.0, the module stayed whole."""
+    def function(m, x):
+        asks = m.training if asks_in else not m.training
+        return x if asks and x.dim() != 2 else x.neg()
+
+    model = nn.Sequential(nn.Linear(6, 6), Inner(function)).train(training)
+    layers = check(model, sample())
+    assert layers.wholes == []
+    with pytest.raises(ValueError, match=r'dim\(\) != 2 was False; it is True now'):
+        layers(sample()[None])
+
+
+@pytest.mark.parametrize('training', [True, False])
+def test_a_guard_that_is_another_one_in_each_mode_makes_a_leaf(training):
+    def function(m, x):
+        return x.neg() if (x.dim() == 2 if m.training else x.dim() != 3) else x
+
+    model = nn.Sequential(nn.Linear(6, 6), Inner(function)).train(training)
+    assert [whole.name for whole in check(model, sample()).wholes] == ['1']
+
+
+def test_a_leaf_has_its_mode_by_itself_where_others_have_its_parts_too():
+    model = Model(lambda m, x: m.reads(m.a(x)))
+    model.reads = Reads(model.a)
+    layers = to_sequential(model, sample(), leaves=['reads'])
+    for mode in (True, False):
+        assert torch.equal(layers.train(mode)(sample()), model.train(mode)(sample()))
 
 
 # --- gradients within a forward

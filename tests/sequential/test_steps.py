@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from tests.devices import cpu_only, devices
 from tests.sequential.test_record import Inner, Model, check, sample
@@ -178,6 +178,20 @@ def test_an_object_with_tensors_in_it_is_refused():
 
 
 @alone
+def test_a_program_that_goes_by_elements_where_it_is_not_recorded():
+    """In v0.9.0, the first call on the meta device raised, as of transformers with a mask."""
+    def masked(m, x):
+        if not isinstance(x, fx.Proxy) and bool((x > 0).all()):
+            return x
+        return x * (x > 0)
+
+    model, x = Model(masked), sample()
+    assert len(to_sequential(model, x)) == 2
+    assert len(to_sequential(model.to('meta'), x.to('meta'))) == 2
+    with pytest.raises(ConversionError, match='can not be followed .RuntimeError: .*3. X .6'):
+        to_sequential(model, x.to('meta')[:, :3])
+
+
 def test_modes_are_compared_on_the_meta_device():
     model = Model(lambda m, x: x * m.kept if m.training else x * m.kept)
     model.kept = torch.ones(6, device='meta')

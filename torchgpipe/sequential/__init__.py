@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from torchgpipe.engine.scatter import cut, fit_rule
 from torchgpipe.sequential.check import check_conversion
-from torchgpipe.sequential.convert import convert
+from torchgpipe.sequential.convert import convert, is_on_meta
 from torchgpipe.sequential.effects import copied, copied_value, without_grad
 from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.layer import called_with
@@ -73,8 +73,9 @@ def to_sequential(module: nn.Module, sample: Any = None, *, leaves: Iterable[Lea
         The sequential module. Any batch size will do; where the program of the module goes by
         other sizes, by types or by values that are no tensors, it checks that these are as they
         were for the sample, and raises :exc:`ValueError` if they are not. Its attribute ``wholes``
-        has the modules that were not looked into, each with its share of the parameters and the
-        reason, the largest one first. One that has most of the model gives a warning.
+        has the modules that were not looked into, each with its share of the parameters and of the
+        time of one forward, and the reason, the largest one first. One that has most of the
+        parameters gives a warning.
 
     Raises:
         ConversionError: The forward can not be followed: the message shows the line, and the way
@@ -156,7 +157,7 @@ def _one_of(module: nn.Module, sample: Any, batch_dim: Any) -> Any:
 
 def _check(module: nn.Module, converted: Converted, sample: Any, batch_dim: Any, advice: str
            ) -> None:
-    if any(x.is_meta for x in (*module.parameters(), *module.buffers())):
+    if is_on_meta(module):
         return  # There are no numbers to compare.
     tensors, structure = flatten_nested(sample)
     batches, sizes, _ = cut(sample, 2, fit_rule(batch_dim, sample, converted))

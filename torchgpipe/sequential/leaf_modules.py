@@ -1,6 +1,6 @@
 """Which modules a recording does not look into: PyTorch's own layers, and those that are named."""
 import dis
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -70,11 +70,16 @@ class LeafModules:
             return False
         return self.named(module) or _is_layer(module) or _is_more_than_its_forward(module)
 
-    def wholes(self) -> list['Whole']:
-        """Return what is called as one module, but for layers of PyTorch's; the largest first."""
+    def wholes(self, seconds: Mapping[str, float]) -> list['Whole']:
+        """Return what is called as one module, but for layers of PyTorch's; the largest first.
+
+        Calls of modules have taken ``seconds``, by their names; all that is none, by ``''``.
+        """
         names = {module: name for name, module in self._root.named_modules()}
+        time = sum(seconds.values())
         found = [Whole(names[module], type(module).__name__, _share(module, self._root), why,
-                       module not in self._modules and holds_most(module, self._root))
+                       module not in self._modules and holds_most(module, self._root),
+                       seconds.get(names[module], 0) / time if time else None)
                  for outer in modules_within(self._root, self) for module in outer.children()
                  for why in [self._why(module)] if why]
         return sorted({*found}, key=lambda each: (-each.share, each.name))
@@ -98,10 +103,13 @@ class Whole(NamedTuple):
     why: str
     #: Whether that is most of the model, and the user has not asked for it.
     warns: bool
+    #: Of the time of one forward, which was measured once; none without a sample or numbers.
+    time: float | None
 
     def __str__(self) -> str:
+        time = '' if self.time is None else f' and {self.time:.0%} of the time'
         return (f"'{self.name}' ({self.kind}) stays whole, with {self.share:.0%} of the parameters"
-                f': {self.why}')
+                f'{time}: {self.why}')
 
 
 def _share(module: nn.Module, root: nn.Module) -> float:

@@ -71,6 +71,9 @@ class ForwardTracer(StepTracer):
         self.inner: str | None = None
         self._paths = {module: name for name, module in root.named_modules()}
         self._looked_into = list(modules_within(root, leaves))
+        #: The modes of those, and of the leaves that they have.
+        self._training = {each: each.training for module in self._looked_into
+                          for each in (module, *module.children())}
         self._guarded: set[tuple[fx.Node, str]] = set()
         self._stack: list[nn.Module] = []
         self._stopped: Exception | None = None
@@ -161,8 +164,10 @@ class ForwardTracer(StepTracer):
         if (isinstance(example, Tensor) and how is not _LEN) or node.meta['data']:
             kind = type((self._stack or [self.root])[-1])
             causal = is_within('_detect_is_causal_mask')
-            self.refuse('its program goes by the elements of a tensor',
-                        more=_OF_MASKS.get((kind, causal), ''))
+            more = _OF_MASKS.get((kind, causal), '')
+            if more:  # That is better than to leave all of it to itself, as for the training mode.
+                self.uses_of_training.clear()
+            self.refuse('its program goes by the elements of a tensor', more=more)
         if node.meta['grad']:
             self._need_leaf('its program goes by whether a tensor has a gradient')
         result = how(example)
@@ -241,16 +246,28 @@ class ForwardTracer(StepTracer):
 
     @contextmanager
     def _training_as_values(self) -> Iterator[None]:
-        modes = [(module, module.training) for module in self._looked_into]
-        for module, mode in modes:
+        for module, mode in self._training.items():
             path = self._paths[module]
             node = self.graph.get_attr(f'{path}.training' if path else 'training')
             module.__dict__['training'] = self.wrap(node, mode)
         try:
             yield
         finally:
-            for module, mode in modes:
+            for module, mode in self._training.items():
                 module.__dict__['training'] = mode
+
+    def _called(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """Compute a step; a leaf has its mode by itself then."""
+        within = (list(self.root.get_submodule(str(node.target)).modules())
+                  if node.op == 'call_module' else [])
+        values = {each: vars(each)['training'] for each in within if each in self._training}
+        try:
+            for each in values:
+                vars(each)['training'] = self._training[each]
+            return super()._called(node, args, kwargs)
+        finally:
+            for each, value in values.items():
+                vars(each)['training'] = value
 
     def _check_contents(self, module: nn.Module, before: dict[str, list[Any]]) -> None:
         for name, now in _contents(module).items():

@@ -15,11 +15,13 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 
+from torchgpipe.devices import synchronize
 from torchgpipe.engine.memory import size_of, storage_id
 from torchgpipe.sequential.effects import (GeneratorStates, has_values, held_beyond, ids_within,
                                            name_of_holder, release, without_grad)
@@ -46,7 +48,8 @@ class StepTracer(fx.Tracer):
     Attributes:
         graph: What was recorded. In ``meta``, each node has its ``kind`` (``'tensor'``,
             ``'plain'`` or ``'object'``), its ``bytes`` and ``memory``, whether it depends on the
-            ``input``, and what it ``writes`` to.
+            ``input``, and what it ``writes`` to; and of what was computed, in how many
+            ``seconds``.
         constants: What it refers to by name.
         runs: Whether the forward runs, and not a step.
         put_back: Puts functions back that are replaced.
@@ -64,6 +67,7 @@ class StepTracer(fx.Tracer):
         self.draws = GeneratorStates()
         self._tensors = {id(tensor): (name, tensor) for name, tensor in
                          (*root.named_buffers(), *root.named_parameters())}
+        self._devices = {tensor.device for _, tensor in self._tensors.values()}
         self._read: dict[str, Any] = {}
         self._values: list[weakref.ref[Any]] = []
         self._ids = {id(module) for module in root.modules()}
@@ -154,10 +158,16 @@ class StepTracer(fx.Tracer):
             given = mapped((args, kwargs), _learning) if learns else (args, kwargs)
             return compute(self.root, node, *given)
 
+        synchronize(self._devices)
+        start = perf_counter()
         if node.op == 'call_module':  # It may do what a layer may.
-            return without_grad(run)
-        with torch.no_grad():
-            return run(False)
+            found = without_grad(run)
+        else:
+            with torch.no_grad():
+                found = run(False)
+        synchronize(self._devices)
+        node.meta['seconds'] = perf_counter() - start
+        return found
 
     def wrap(self, node: fx.Node, example: Any) -> Any:
         """Return a value for what a node gives, or a structure of values."""

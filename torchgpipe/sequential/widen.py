@@ -22,7 +22,7 @@ from torchgpipe.sequential.nodes import (Constant, calls_in, compute, guard, gua
                                          same_constants)
 from torchgpipe.sequential.steps import StepTracer
 
-__all__ = ['widen']
+__all__ = ['asks_for_all', 'widen']
 
 
 def widen(tracer: StepTracer, one: Sequence[Tensor], record: Callable[[], StepTracer]) -> None:
@@ -48,6 +48,11 @@ def widen(tracer: StepTracer, one: Sequence[Tensor], record: Callable[[], StepTr
     ways = _Ways(tracer, other, found)
     if ways.are_one() and [*ways.others] == failing:
         _guard_both(tracer.graph, ways)
+
+
+def asks_for_all(tracer: StepTracer, other: StepTracer) -> bool:
+    """Return whether a graph is as another one, and guards at least what that does."""
+    return _Ways(tracer, other, {}).are_one()
 
 
 def _computed(tracer: StepTracer, inputs: Sequence[Tensor]) -> dict[Any, Any]:
@@ -92,17 +97,20 @@ class _Ways:
         self.others: dict[fx.Node, Any] = {}
         self.same: list[fx.Node] = []
         self._one, self._other, self._found = one, other, found
-        self._twins: dict[fx.Node, fx.Node] = {
-            a: b for a in one.graph.nodes for b in other.graph.nodes
-            if a.op == b.op == 'get_attr' and self._is_one(str(a.target), str(b.target))}
-        self._twins.update(zip(*([x for x in each.graph.nodes if x.op == 'placeholder']
-                                 for each in (one, other))))
-
-    def _is_one(self, a: str, b: str) -> bool:
-        if a in self._one.constants or b in self._other.constants:
-            return (a in self._one.constants and b in self._other.constants
-                    and same_constants(self._one.constants[a], self._other.constants[b]))
-        return a == b
+        inputs = ([x for x in each.graph.nodes if x.op == 'placeholder'] for each in (one, other))
+        self._twins: dict[Any, fx.Node] = dict(zip(*inputs))
+        named = {str(b.target): b for b in other.graph.nodes if b.op == 'get_attr'}
+        constants = {name: value for name, value in other.constants.items() if name in named}
+        for a in one.graph.nodes:
+            if a.op == 'get_attr':
+                name: str | None = str(a.target)
+                if name in one.constants:
+                    name = next((other for other, value in constants.items()
+                                 if same_constants(one.constants[name], value)), None)
+                elif name in constants:
+                    name = None
+                if name in named:
+                    self._twins[a] = named[name]
 
     def are_one(self) -> bool:
         """Return whether all nodes are the same, but for those that give what they get."""
@@ -113,7 +121,7 @@ class _Ways:
             if ahead and self._match(node, ahead[0]):
                 behind.append(ahead.pop(0))
                 self._twins[node] = behind[-1]
-            elif not self._may_be_left_out(node, behind):
+            elif node.op == 'output' or not self._may_be_left_out(node, behind):
                 return False
         return True  # Each ends with its output.
 
@@ -122,7 +130,7 @@ class _Ways:
             return False
         if a.target is not guard:
             return bool(_arguments(a, self._twins.get) == _arguments(b, lambda x: x))
-        if self._twins.get(a.args[0]) is not b.args[0]:  # type: ignore[arg-type]
+        if self._twins.get(a.args[0]) is not b.args[0]:
             return False
         if a.args[1] != b.args[1]:
             self.others[a] = b.args[1]
@@ -132,7 +140,7 @@ class _Ways:
         before: Any = node.args[0] if node.args else None
         # A layer may do more than what it gives.
         if before in self._twins and node.op != 'call_module' and not node.meta['writes']:
-            if is_same(self._found[before], self._found.get(node)):
+            if is_same(self._found.get(before), self._found.get(node)):
                 self._twins[node] = self._twins[before]
                 self.same.append(node)
                 return True
