@@ -21,10 +21,10 @@ MASK = (torch.arange(7) < torch.tensor([[7], [5], [6], [3]])).long()
 BATCH = {'input_ids': IDS, 'attention_mask': MASK, 'labels': IDS.masked_fill(MASK == 0, -100)}
 
 
-def gpt(dropout=0.0):
+def gpt(dropout=0.0, width=4):
     """Return a model of language, always the same, with a head that is tied."""
     torch.manual_seed(0)
-    return GPT(GPTConfig(vocab_size=11, n_positions=8, n_embd=4, n_layer=2, n_head=2,
+    return GPT(GPTConfig(vocab_size=11, n_positions=8, n_embd=width, n_layer=2, n_head=2,
                          dropout=dropout)).double()
 
 
@@ -66,6 +66,7 @@ class Count(nn.Module):
 @cpu_only('the same on all devices')
 def test_numbers_are_those_of_the_model():
     model, reference = gpt(), gpt()
+    model.hf_device_map = reference.hf_device_map = {'': 'cpu'}
     names = [*model.state_dict()]
     pipeline = pipeline_of(model)
     calls = calls_of(pipeline)
@@ -80,6 +81,7 @@ def test_numbers_are_those_of_the_model():
     calls.clear()
     assert_same(model(**BATCH), reference(**BATCH))
     assert not calls and model.__dict__.keys() == reference.__dict__.keys()
+    assert model.hf_device_map is reference.hf_device_map
 
 
 @cpu_only('the same on all devices')
@@ -138,7 +140,6 @@ def test_on_devices():
 def test_buffers_that_were_moved():
     model, x = Count(), torch.rand(6, 3)
     pipeline = GPipe(to_sequential(model, x), [1, 1], devices=places('aa'), chunks=3)
-    model.number = torch.full((), 7.0)  # not that of the pipeline any more
     with pipeline.in_place_of(model):
         model(x.to(pipeline.devices[0]))
     assert model.number.item() == pipeline.state_dict()['0.number'].item() == 3
@@ -163,6 +164,11 @@ def test_another_model():
     pipeline = pipeline_of(model)
     with pytest.raises(ValueError, match=r"only one of both has \['transformer.wte.weight'"):
         pipeline.in_place_of(gpt()).__enter__()
+    model.transformer.h[1].attn.bias = model.transformer.h[1].attn.bias.clone()
+    with pytest.raises(ValueError, match=r"has \['transformer.h.1.attn.bias'\], 1 in all"):
+        pipeline.in_place_of(model).__enter__()
+    model = gpt()
+    pipeline = pipeline_of(model)
     model.transformer.h[0].register_parameter('adapter', nn.Parameter(torch.zeros(1)))
     with pytest.raises(ValueError, match=r"has \['transformer.h.0.adapter'\], 1 in all: convert"):
         pipeline.in_place_of(model).__enter__()
@@ -170,6 +176,15 @@ def test_another_model():
     pipeline.get_submodule('3').register_parameter('adapter', nn.Parameter(torch.zeros(1)))
     with pytest.raises(ValueError, match=r"has \['adapter'\]"):
         pipeline.in_place_of(model).__enter__()
+
+
+@cpu_only('it is about shapes and types')
+def test_another_model_on_meta():
+    pipeline = pipeline_of(gpt())
+    with torch.device('meta'):
+        for other in (gpt(width=8), gpt().float()):
+            with pytest.raises(ValueError, match='only one of both has'):
+                pipeline.in_place_of(other).__enter__()
 
 
 @cpu_only('it is about attributes')

@@ -18,7 +18,6 @@ from torch import nn
 
 from torchgpipe.devices import memory_of
 from torchgpipe.engine.places import holder_of, named_slots
-from torchgpipe.private import uncompiled
 from torchgpipe.sequential.parts import NamedLayer
 from torchgpipe.structure import flatten_nested
 
@@ -52,7 +51,6 @@ def run_by(pipeline: Any, model: nn.Module) -> Iterator[None]:
 
 def _forward_of(model: nn.Module) -> Any:
     """Return a method with the signature of the model's, which tools ask for."""
-    @uncompiled
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         pipeline, parts = self.__dict__[_PIPELINE]
         for part, whole in parts:
@@ -98,8 +96,8 @@ def _share(pipeline: Any, model: nn.Module, layers: dict[str, str]) -> None:
     own = {name: x for number, prefix in layers.items()
            for name, _, x in named_slots(pipeline._modules[number], prefix)}
     slots = [*named_slots(model)]
-    foreign = [name for name, _, x in slots if name not in own or own[name].shape != x.shape or (
-        own[name] is not x and isinstance(x, nn.Parameter) and own[name].device == x.device)]
+    foreign = [name for name, _, x in slots if name not in own or own[name] is not x and (
+        (own[name].shape, own[name].dtype) != (x.shape, x.dtype) or own[name].device == x.device)]
     known = {id(own[name]) for name, _, _ in slots if name in own}
     foreign += [name for name, x in own.items() if id(x) not in known]
     if foreign:
