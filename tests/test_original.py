@@ -178,6 +178,16 @@ def test_another_model():
         pipeline.in_place_of(model).__enter__()
 
 
+@cpu_only('it is about arguments')
+def test_a_call_unlike_the_sample():
+    model = gpt()
+    with pipeline_of(model).in_place_of(model):
+        with pytest.raises(ValueError, match='like those of the sample') as found:
+            model(IDS)
+    assert 'as generate() does, comes after' in found.value.__notes__[-1]
+    assert model(IDS).loss is None
+
+
 @cpu_only('it is about shapes and types')
 def test_another_model_on_meta():
     pipeline = pipeline_of(gpt())

@@ -18,6 +18,7 @@ from torch import nn
 
 from torchgpipe.devices import memory_of
 from torchgpipe.engine.places import holder_of, named_slots
+from torchgpipe.errors import add_note
 from torchgpipe.sequential.parts import NamedLayer
 from torchgpipe.structure import flatten_nested
 
@@ -55,7 +56,13 @@ def _forward_of(model: nn.Module) -> Any:
         pipeline, parts = self.__dict__[_PIPELINE]
         for part, whole in parts:
             part.training = whole.training
-        output = pipeline(*args, **kwargs)
+        try:
+            output = pipeline(*args, **kwargs)
+        except ValueError as error:
+            add_note(error, 'this model is run by a pipeline: what calls it in another way than '
+                            "the sample, as generate() does, comes after 'with "
+                            "pipeline.in_place_of(model)'")
+            raise
         home = memory_of(pipeline.devices[0])
         if memory_of(pipeline.devices[-1]) == home:
             return output
