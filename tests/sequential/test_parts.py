@@ -200,6 +200,30 @@ def test_of_what_is_tied_one_name_is_enough():
         layers.load_state_dict(state)
 
 
+def test_states_that_are_no_tensors_are_not_tied():
+    class Keeps(nn.Linear):
+        def get_extra_state(self):
+            return 1
+
+        def set_extra_state(self, state):
+            assert state == 1
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = Keeps(3, 3), Keeps(3, 3)
+
+        def forward(self, x):
+            return self.last(self.first(x))
+
+    model = Net()
+    layers, state = to_sequential(model, torch.rand(4, 3)), model.state_dict()
+    layers.load_state_dict(state)
+    del state['last._extra_state']
+    with pytest.raises(RuntimeError, match='"1.last._extra_state"'):
+        layers.load_state_dict(state)
+
+
 def test_submodules_may_have_the_names_of_what_layers_have():
     class Named(nn.Module):
         def __init__(self):
