@@ -10,12 +10,14 @@ layer.
 """
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.devices import is_cpu, memory_of
+from torchgpipe.original import run_by
 from torchgpipe.sequential.convert import not_sequential
 from torchgpipe.sequential.parts import to_own_names
 from torchgpipe.skip.skippable import verify_skippables
@@ -93,6 +95,39 @@ class Placed(nn.Module):
         name, _, rest = target.partition('.')
         layer = self._modules.get(name)
         return super().get_submodule(target) if layer is None else layer.get_submodule(rest)
+
+    def in_place_of(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which the model that was converted is run by this pipeline.
+
+        Its names, ``state_dict``, configuration and methods stay its own, and so do its parameters
+        and buffers, which are those of the layers. So what trains, saves and loads that model does
+        so with the pipeline. Afterwards the model runs itself.
+
+        >>> from torchgpipe import GPipe
+        >>> from torchgpipe.sequential import to_sequential
+        >>> class Net(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+        ...
+        ...     def forward(self, x):
+        ...         return self.last(self.first(x).relu())
+        >>> net, x = Net(), torch.rand(8, 3)
+        >>> model = GPipe(to_sequential(net, x), [1, 1], devices=['cpu', 'cpu'], chunks=4)
+        >>> with model.in_place_of(net):
+        ...     net(x).sum().backward()
+        >>> [*net.state_dict()][0], net.first.weight.grad is model[0].first.weight.grad
+        ('first.weight', True)
+
+        Training and evaluation mode are those of the model, and of its submodules. Numbers without
+        dimensions in the output, as a loss, are on the first device. ``hf_device_map`` says to
+        Accelerate and transformers that the model has its devices.
+
+        Raises:
+            ValueError: The pipeline was made from another model, or from this one before
+                parameters were added; or the model has another forward than that of its class.
+        """
+        return run_by(self, model)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile each partition, with the arguments of :func:`torch.compile`.

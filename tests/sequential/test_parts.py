@@ -171,6 +171,59 @@ def test_what_is_shared_stays_shared():
     assert len([*pipe.parameters()]) == 3
 
 
+def test_of_what_is_tied_one_name_is_enough():
+    """Files of safetensors have one name, and PyTorch asks for all."""
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.body, self.head = nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6)
+            self.head.weight = self.words.weight
+
+        def forward(self, ids):
+            return self.head(self.body(self.words(ids)))
+
+    ids = torch.randint(6, (4, 3))
+    model, layers = Net(), to_sequential(Net(), ids)
+    pipe = GPipe(to_sequential(Net(), ids), [2, 1], devices=['cpu', 'cpu'], chunks=2)
+    for left in ('words.weight', 'head.weight'):
+        state = {name: x for name, x in model.state_dict().items() if name != left}
+        for numbers in ('', '7.'):
+            for each in (layers, pipe):
+                each.load_state_dict({numbers + name: x for name, x in state.items()})
+                torch.testing.assert_close(each(ids), model(ids))
+                torch.nn.init.zeros_(each[0].words.weight)
+        del state['body.bias']
+        with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "1.body.bias"'):
+            pipe.load_state_dict(state)
+    del state['words.weight']
+    with pytest.raises(RuntimeError, match='"0.words.weight", "1.body.bias", "2.head.weight"'):
+        layers.load_state_dict(state)
+
+
+def test_states_that_are_no_tensors_are_not_tied():
+    class Keeps(nn.Linear):
+        def get_extra_state(self):
+            return 1
+
+        def set_extra_state(self, state):
+            assert state == 1
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = Keeps(3, 3), Keeps(3, 3)
+
+        def forward(self, x):
+            return self.last(self.first(x))
+
+    model = Net()
+    layers, state = to_sequential(model, torch.rand(4, 3)), model.state_dict()
+    layers.load_state_dict(state)
+    del state['last._extra_state']
+    with pytest.raises(RuntimeError, match='"1.last._extra_state"'):
+        layers.load_state_dict(state)
+
+
 def test_submodules_may_have_the_names_of_what_layers_have():
     class Named(nn.Module):
         def __init__(self):

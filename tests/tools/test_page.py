@@ -33,7 +33,7 @@ def test_a_recipe_runs(package, tmp_path, monkeypatch, no_state):
 
 @pytest.mark.tools
 @pytest.mark.filterwarnings('ignore')
-def test_hugging_face_in_twenty_lines(tmp_path, monkeypatch, capsys):
+def test_hugging_face_in_twenty_lines(tmp_path, monkeypatch, capsys, no_state):
     pytest.importorskip('transformers', reason="pip install -e '.[tools]'")
     monkeypatch.chdir(tmp_path)
     names = {'__name__': 'page'}

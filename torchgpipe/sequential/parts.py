@@ -252,30 +252,26 @@ def original_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _own_names(layers: Mapping[str, nn.Module | None]) -> dict[str, list[str]]:
-    """Return the names that layers have for each name of the model that they were made from."""
-    own: dict[str, list[str]] = {}
-    for number, layer in layers.items():
-        if isinstance(layer, NamedLayer):
-            for name in layer.state_dict(keep_vars=True):
-                own.setdefault(name, []).append(f'{number}.{name}')
-    return own
-
-
 def to_own_names(state_dict: dict[str, Any], prefix: str, layers: Mapping[str, nn.Module | None]
                  ) -> None:
     """Rename what is in a state dict to the names that layers have for it, in place.
+
+    A tensor that has several names needs one of them only, as files of safetensors have it.
 
     Args:
         state_dict: Its names are those of the original, or of layers with other numbers.
         prefix: What stands before them.
         layers: The layers, by their numbers.
     """
-    own = _own_names(layers)
-    if not own:
+    mine = {f'{number}.{name}': x for number, layer in layers.items()
+            if isinstance(layer, NamedLayer)
+            for name, x in layer.state_dict(keep_vars=True).items()}
+    if not mine:
         return
-    mine = {name for names in own.values() for name in names}
-    if mine.isdisjoint(key[len(prefix):] for key in state_dict):
+    own: dict[str, list[str]] = {}
+    for name in mine:
+        own.setdefault(name.partition('.')[2], []).append(name)
+    if mine.keys().isdisjoint(key[len(prefix):] for key in state_dict):
         for path, hook in next(layer._load_hooks for layer in layers.values()
                                if isinstance(layer, NamedLayer)):
             hook(state_dict, prefix + path, {}, True, [], [], [])
@@ -294,3 +290,7 @@ def to_own_names(state_dict: dict[str, Any], prefix: str, layers: Mapping[str, n
             value = state_dict.pop(prefix + name)
             renamed.update((prefix + target, value) for target in targets)
     state_dict.update(renamed)
+    values = {id(x): state_dict[prefix + name] for name, x in mine.items()
+              if isinstance(x, Tensor) and prefix + name in state_dict}
+    state_dict.update({prefix + name: values[id(x)] for name, x in mine.items()
+                       if prefix + name not in state_dict and id(x) in values})

@@ -1,0 +1,115 @@
+"""A model that is run by the pipeline made from it, and stays itself in all other things.
+
+::
+
+    model       names, state_dict, save_pretrained, config        forward
+                        │                                            │
+                the same parameters and buffers                      ▼
+                        │                                         pipeline
+    pipeline    0.words.weight  3.blocks.1.bias  7.head.weight
+"""
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from torchgpipe.devices import memory_of
+from torchgpipe.engine.places import holder_of, named_slots
+from torchgpipe.errors import add_note
+from torchgpipe.sequential.parts import NamedLayer
+from torchgpipe.structure import flatten_nested
+
+__all__ = ['run_by']
+
+#: In the attributes of a model, where no state dict looks, and a copy of the model has a copy.
+_PIPELINE = '_run_by_pipeline'
+
+
+@contextmanager
+def run_by(pipeline: Any, model: nn.Module) -> Iterator[None]:
+    """Let the forward of a model be that of a pipeline: see ``GPipe.in_place_of``."""
+    if 'forward' in model.__dict__:
+        raise ValueError(f'this {type(model).__name__} has another forward than its class: '
+                         'that of a pipeline, or what prepare() of a tool made of it; prepare it '
+                         'within in_place_of(model)')
+    layers = {number: '' if isinstance(layer, NamedLayer) else number
+              for number, layer in pipeline.named_children()}
+    _share(pipeline, model, layers)
+    given = {'forward': _forward_of(model), 'hf_device_map': _device_map(pipeline),
+             _PIPELINE: (pipeline, _parts(pipeline, model, layers))}
+    before = {name: model.__dict__[name] for name in given if name in model.__dict__}
+    model.__dict__.update(given)
+    try:
+        yield
+    finally:
+        for name in given:
+            model.__dict__.pop(name, None)
+        model.__dict__.update(before)
+
+
+def _forward_of(model: nn.Module) -> Any:
+    """Return a method with the signature of the model's, which tools ask for."""
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        pipeline, parts = self.__dict__[_PIPELINE]
+        for part, whole in parts:
+            part.training = whole.training
+        try:
+            output = pipeline(*args, **kwargs)
+        except ValueError as error:
+            add_note(error, 'this model is run by a pipeline: what calls it in another way than '
+                            "the sample, as generate() does, comes after 'with "
+                            "pipeline.in_place_of(model)'")
+            raise
+        home = memory_of(pipeline.devices[0])
+        if memory_of(pipeline.devices[-1]) == home:
+            return output
+        tensors, structure = flatten_nested(output)
+        return structure([x if x.dim() else x.to(home) for x in tensors])
+
+    # Not by functools.wraps: Accelerate goes by `__wrapped__` to what is behind autocast.
+    forward.__dict__['__signature__'] = inspect.signature(type(model).forward)
+    return MethodType(forward, model)
+
+
+def _device_map(pipeline: Any) -> dict[str, Any]:
+    """Return what tells Accelerate and transformers not to move a model, nor to replicate it."""
+    devices = [device for number, device in zip(pipeline.balance, pipeline.devices)
+               for _ in range(number)]
+    return dict(zip(pipeline._modules, devices))
+
+
+def _parts(pipeline: Any, model: nn.Module, layers: dict[str, str]
+           ) -> list[tuple[nn.Module, nn.Module]]:
+    """Return all of a pipeline that is not the model's own, each with what its mode is that of."""
+    wholes = dict(model.named_modules(remove_duplicate=False))
+    found = [(each, model) for each in (pipeline, pipeline.partitions, *pipeline.partitions)]
+    for number, prefix in layers.items():
+        for name, part in pipeline._modules[number].named_modules(prefix=prefix):
+            whole = wholes.get(name, model)
+            if whole is not part:
+                found.append((part, whole))
+    return found
+
+
+def _share(pipeline: Any, model: nn.Module, layers: dict[str, str]) -> None:
+    """Let a model have the parameters and buffers of a pipeline.
+
+    They are the same, but for buffers that were moved to a device, parameters that can not be
+    moved as they are, and those of a model on the meta device.
+    """
+    own = {name: x for number, prefix in layers.items()
+           for name, _, x in named_slots(pipeline._modules[number], prefix)}
+    slots = [*named_slots(model)]
+    foreign = [name for name, _, x in slots if name not in own or own[name] is not x and (
+        (own[name].shape, own[name].dtype) != (x.shape, x.dtype) or own[name].device == x.device)]
+    known = {id(own[name]) for name, _, _ in slots if name in own}
+    foreign += [name for name, x in own.items() if id(x) not in known]
+    if foreign:
+        raise ValueError('a pipeline takes the place of the model that it was made from, as it '
+                         f'was then, but only one of both has {foreign[:5]}, {len(foreign)} in '
+                         'all: convert this model as it is now')
+    for name, slot, _ in slots:
+        holder_of(slot)[slot[1]] = own[name]
