@@ -484,7 +484,6 @@ REFUSALS = [
     lambda: convert(lambda module, x: torch.no_grad()(torch.neg)(x)),
     lambda: convert(lambda module, x: x * random.random()),
     lambda: convert(lambda module, x: (setattr(module, 'last', x), x)[1]),
-    lambda: convert(lambda module, x: (setattr(module, 'added', linear()), x)[1]),
     lambda: convert(lambda module, x: (module.seen.append(0), x)[1]),
     lambda: convert(lambda module, x: module.write(x, SimpleNamespace()), leaves=['write']),
     lambda: convert(lambda module, x, other=linear(): other(x)),

@@ -14,7 +14,6 @@ from tests.helpers import assert_same, call, gradients
 from tests.whole import first
 from torchgpipe import GPipe
 from torchgpipe.balance.live import LiveTensors
-from torchgpipe.sequential import to_sequential
 from torchgpipe.skip import pop, skippable, stash
 
 
@@ -267,82 +266,6 @@ def test_what_gets_no_value_is_named(make, name):
     with pytest.raises(ValueError, match='nothing gives a value to') as error:
         GPipe(on_meta(lambda: nn.Sequential(nn.Linear(4, 4), make())), [1, 1], devices=['cpu'] * 2)
     assert name in str(error.value) and "'0." not in str(error.value)
-
-
-class Rotary(nn.Module):
-    """What computes a table that is in no state dict, and has no other way to do it again."""
-    made = []
-
-    def __init__(self, width, base=10000., device=None):
-        super().__init__()
-        self.width, self.base = width, base
-        self.made.append(width)
-        self.register_buffer('table', base ** -(torch.arange(width, device=device) / width),
-                             persistent=False)
-
-    def forward(self, x):
-        """Add it."""
-        return x + self.table
-
-
-class Forgets(Rotary):
-    """One that does not keep what it was made with."""
-
-    def __init__(self, width, power=4):
-        super().__init__(width, 10. ** power)
-
-
-class KeepsAnother(Rotary):
-    """One that keeps something else by the name of an argument."""
-
-    def __init__(self, width, base=0.5):
-        super().__init__(width, 10. ** base)
-
-
-class KeepsAList(KeepsAnother):
-    """One that can not be made of what it keeps by the name of an argument."""
-
-    def __init__(self, width, base=0.5):
-        super().__init__(width, base)
-        self.base = [base]
-
-
-class Learns(Rotary):
-    """One with a parameter."""
-
-    def __init__(self, width, base=10000.):
-        super().__init__(width, base)
-        self.scale = nn.Parameter(torch.ones(width))
-
-
-@devices
-def test_buffers_that_a_constructor_computes(devices):
-    def make():
-        return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), Rotary(4, base=3.)))
-
-    for weights in (None, make().state_dict()):
-        model = GPipe(on_meta(make), [1, 1], devices=devices(2), weights=weights)
-        table = model.get_buffer('1.1.table').cpu()
-        assert torch.equal(table, Rotary(4, base=3.).table) and table.std() > 0
-        layers = to_sequential(on_meta(make), torch.empty(2, 4, device='meta'))
-        assert not any(isinstance(x, Rotary) for x in layers.modules())  # It is looked into.
-        model = GPipe(layers, [1], devices=devices(1), weights=weights)
-        assert torch.equal(model.get_buffer('0.1.1.table').cpu(), table)
-    Rotary.made.clear()
-    GPipe(nn.Sequential(Rotary(4)), [1], devices=['cpu'])
-    assert Rotary.made == [4]
-    with pytest.raises(ValueError, match="value to '0.table' of a Rotary"):
-        layer = on_meta(lambda: Rotary(4))
-        layer.base = 3.
-        layer.width = 5
-        GPipe(nn.Sequential(layer), [1], devices=['cpu'])
-
-
-@pytest.mark.parametrize('make', [Forgets, KeepsAnother, KeepsAList, Learns])
-def test_buffers_of_which_it_is_not_known_how_they_were_computed(make):
-    layers = on_meta(lambda: nn.Sequential(make(4)))
-    with pytest.raises(ValueError, match=f"value to '0.table' of a {make.__name__}:"):
-        GPipe(layers, [1], devices=['cpu'], weights=make(4).state_dict(prefix='0.'))
 
 
 @pytest.mark.parametrize('make', [Other, lambda: nn.LazyLinear(4)])

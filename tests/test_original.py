@@ -179,6 +179,24 @@ def test_another_model():
 
 
 @cpu_only('it is about arguments')
+@pytest.mark.parametrize('change', [
+    lambda model: setattr(model, 'number', torch.ones(())),
+    lambda model: setattr(model, 'last', nn.Linear(3, 2)),
+    lambda model: setattr(model, 'more', nn.Linear(3, 2)),
+    lambda model: delattr(model, 'last'),
+    lambda model: model.load_state_dict(Count().state_dict(), assign=True),
+    lambda model: model.half()])
+def test_tensors_that_are_replaced_meanwhile(change):
+    model = Count()
+    gpipe = GPipe(to_sequential(model, torch.rand(4, 3)), [1, 1], devices=['cpu', 'cpu'])
+    with gpipe.in_place_of(model):
+        model(torch.rand(4, 3))
+        change(model)
+        with pytest.raises(RuntimeError, match=r'only one of both has \[.* replaced, added or'):
+            model(torch.rand(4, 3))
+
+
+@cpu_only('it is about arguments')
 def test_a_call_unlike_the_sample():
     model = gpt()
     with pipeline_of(model).in_place_of(model):

@@ -13,8 +13,7 @@
 Initial values are drawn on the CPU, so they depend neither on devices nor on the balance.
 (Generators of two devices with one seed would give layers on both the same numbers.) Modules are
 reset as constructors do it, those within a module first. Where weights are given, only what a
-state dict leaves out is reset, as buffers that are not persistent. Buffers of a module that can
-not be reset are computed by its constructor: see :mod:`torchgpipe.remade`.
+state dict leaves out is reset, as buffers that are not persistent.
 """
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,7 +26,6 @@ from torchgpipe.engine.checkpoint.snapshot import is_plain
 from torchgpipe.engine.stream import no_context
 from torchgpipe.errors import add_note
 from torchgpipe.private import RESETS, data_address, lazy_clone, unseen
-from torchgpipe.remade import computes_buffers
 from torchgpipe.sequential.parts import NamedLayer, to_own_names
 from torchgpipe.weights import Weights, open_weights
 
@@ -100,11 +98,9 @@ def _without_value(module: nn.Module, slots: list[Slot]) -> ValueError:
     return ValueError(
         f'nothing gives a value to {listed}: a parameter or a buffer on the meta device gets one '
         'from weights=…, or from reset_parameters() of its module, if that has no tensors '
-        'elsewhere and knows their sizes; a buffer also from the constructor, if its module has '
-        'no parameters and keeps all arguments by their names. Pass weights, which may have '
-        'buffers that are in no state dict, too: ChainMap({name: tensor}, '
-        'torchgpipe.weights.open_weights(path)). Or let reset_parameters() write to it, or build '
-        'that module on the CPU.')
+        'elsewhere and knows their sizes. Pass weights, which may have buffers that are in no '
+        'state dict, too: ChainMap({name: tensor}, torchgpipe.weights.open_weights(path)). Or let '
+        'reset_parameters() write to it, or build that module on the CPU.')
 
 
 def _slots(module: nn.Module, recurse: bool = True) -> Iterator[Slot]:
@@ -163,7 +159,6 @@ class _Plan:
 
     def _add(self, module: nn.Module) -> None:
         reset = next((getattr(module, name) for name in RESETS if hasattr(module, name)), None)
-        reset = reset or computes_buffers(module)
         below = [slot.tensor for slot in _slots(module)]
         # It may reset its parts as well, so there must be nothing that has a value.
         if reset and any(id(x) in self._ids for x in below) and all(map(self._is_free, below)):

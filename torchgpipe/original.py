@@ -39,7 +39,7 @@ def run_by(pipeline: Any, model: nn.Module) -> Iterator[None]:
               for number, layer in pipeline.named_children()}
     _share(pipeline, model, layers)
     given = {'forward': _forward_of(model), 'hf_device_map': _device_map(pipeline),
-             _PIPELINE: (pipeline, _parts(pipeline, model, layers))}
+             _PIPELINE: (pipeline, layers, _parts(pipeline, model, layers))}
     before = {name: model.__dict__[name] for name in given if name in model.__dict__}
     model.__dict__.update(given)
     try:
@@ -53,7 +53,8 @@ def run_by(pipeline: Any, model: nn.Module) -> Iterator[None]:
 def _forward_of(model: nn.Module) -> Any:
     """Return a method with the signature of the model's, which tools ask for."""
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        pipeline, parts = self.__dict__[_PIPELINE]
+        pipeline, layers, parts = self.__dict__[_PIPELINE]
+        _check_shared(pipeline, self, layers)
         for part, whole in parts:
             part.training = whole.training
         try:
@@ -100,9 +101,7 @@ def _share(pipeline: Any, model: nn.Module, layers: dict[str, str]) -> None:
     They are the same, but for buffers that were moved to a device, parameters that can not be
     moved as they are, and those of a model on the meta device.
     """
-    own = {name: x for number, prefix in layers.items()
-           for name, _, x in named_slots(pipeline._modules[number], prefix)}
-    slots = [*named_slots(model)]
+    own, slots = _own(pipeline, layers), [*named_slots(model)]
     foreign = [name for name, _, x in slots if name not in own or own[name] is not x and (
         (own[name].shape, own[name].dtype) != (x.shape, x.dtype) or own[name].device == x.device)]
     known = {id(own[name]) for name, _, _ in slots if name in own}
@@ -113,3 +112,22 @@ def _share(pipeline: Any, model: nn.Module, layers: dict[str, str]) -> None:
                          'all: convert this model as it is now')
     for name, slot, _ in slots:
         holder_of(slot)[slot[1]] = own[name]
+
+
+def _check_shared(pipeline: Any, model: nn.Module, layers: dict[str, str]) -> None:
+    """Check that nobody has replaced, added or taken away a tensor of the model since then."""
+    own = _own(pipeline, layers)
+    slots = {name: x for name, _, x in named_slots(model)}
+    known = {*map(id, slots.values())}
+    other = [name for name, x in slots.items() if own.get(name) is not x]
+    other += [name for name, x in own.items() if id(x) not in known]
+    if other:
+        raise RuntimeError('this model is run by a pipeline, and only one of both has '
+                           f'{other[:5]}, {len(other)} in all: they were replaced, added or '
+                           'removed within in_place_of(model). Change the model before that, and '
+                           'convert it then')
+
+
+def _own(pipeline: Any, layers: dict[str, str]) -> dict[str, Any]:
+    return {name: x for number, prefix in layers.items()
+            for name, _, x in named_slots(pipeline._modules[number], prefix)}

@@ -119,13 +119,17 @@ class Placed(nn.Module):
         >>> [*net.state_dict()][0], net.first.weight.grad is model[0].first.weight.grad
         ('first.weight', True)
 
+        Its tensors are not replaced meanwhile, only changed in place, as by an optimizer. What is
+        no tensor is that of the conversion: numbers that its forward reads, as of a configuration,
+        and the hooks of submodules that were cut into layers.
         Training and evaluation mode are those of the model, and of its submodules. Numbers without
         dimensions in the output, as a loss, are on the first device. ``hf_device_map`` says to
         Accelerate and transformers that the model has its devices.
 
         Raises:
-            ValueError: The pipeline was made from another model, or from this one before
-                parameters were added; or the model has another forward than that of its class.
+            ValueError: The pipeline has other parameters, as of another model, or of this one
+                before some were added; or the model has another forward than that of its class.
+            RuntimeError: In a call: tensors of the model were replaced, added or removed.
         """
         return run_by(self, model)
 

@@ -5,7 +5,6 @@ import math
 import pickle
 import random
 from collections import namedtuple
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 import numpy
@@ -390,77 +389,6 @@ def test_a_cache_that_the_first_call_fills_is_filled_before(function, inner):
         to_sequential(model, sample())
     model(sample())
     assert 'constant' in str([name for name, _ in check(model, sample()).named_buffers()])
-
-
-COLLECTED = ContextVar('COLLECTED')
-
-
-class Collects(nn.Module):
-    """What puts hooks on its blocks in its first call, as transformers for hidden states."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Inner(halves) for _ in range(3))
-        self.has_hooks = False
-
-    def forward(self, x):
-        if not self.has_hooks:
-            for block in self.blocks:
-                block.register_forward_hook(lambda *args: COLLECTED.get().append(args[-1]))
-            self.has_hooks = True
-        token = COLLECTED.set([])
-        for block in self.blocks:
-            x = block(x)
-        states = COLLECTED.get()
-        COLLECTED.reset(token)
-        return torch.cat(states, -1)
-
-
-def test_hooks_that_the_first_call_registers_are_there():
-    """In v0.9.0, the model had to be called once before."""
-    model = nn.Sequential(nn.Linear(6, 6), Collects(), nn.Linear(18, 6))
-    assert len(to_sequential(model, sample())) == 2
-    assert not model[1].has_hooks
-    check(model, sample(), torch.randn(7, 6))
-
-
-class Keeps(Collects):
-    """What keeps something of its first input, too."""
-
-    def forward(self, x):
-        if not self.has_hooks:
-            self.last = x.detach().mean()
-        return super().forward(x) * self.last
-
-
-def test_what_else_the_first_call_keeps_has_to_be_there():
-    model = nn.Sequential(nn.Linear(6, 6), Keeps(), nn.Linear(18, 6))
-    with pytest.raises(ConversionError, match='call the model once before$'):
-        to_sequential(model, sample())
-    model(sample())
-    check(model, sample(), torch.randn(7, 6))
-
-
-def adds_a_parameter(m, x):
-    if len(m.seen) == 0:
-        m.seen, m.scale = [1], nn.Parameter(torch.ones(()))
-    return x * m.scale
-
-
-def adds_a_module(m, x):
-    if len(m.seen) == 0:
-        m.seen, m.scale = [1], nn.Linear(6, 6)
-    return m.scale(x)
-
-
-@pytest.mark.parametrize('function', [adds_a_parameter, adds_a_module])
-def test_what_the_first_call_adds_to_be_trained_has_to_be_there(function):
-    model = Model(function)
-    with pytest.raises(ConversionError, match='(?s)^Model .*: its first call adds scale.* to it'
-                                              '.*Way out: call the model once before$'):
-        to_sequential(model, sample())
-    model(sample())
-    check(model, sample())
 
 
 @pytest.mark.parametrize('function', [lambda m, x: setattr(m, 'number', m.number + 1) or x,

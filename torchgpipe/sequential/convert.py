@@ -52,14 +52,13 @@ def convert(module: nn.Module, sample: Any, leaves: Iterable[LeafLike], one: Any
     names = leaf_names(module, leaves)
     classes: dict[type, str] = {}
     with one_at_a_time, torch.inference_mode(False), torch.enable_grad():
-        called = module
         if sample is not UNKNOWN:
-            called = _called_once(module, sample)
+            _call_once(module, sample)
             tensors, structure = flatten_nested(sample)
             sample = structure(tensors)  # without marks
         while True:
             try:
-                return _converted(module, called, sample, names, classes, one)
+                return _converted(module, sample, names, classes, one)
             except NeedsLeaf as error:  # It is converted anew, with more leaves.
                 why, *found = error.args
                 classes.update(dict.fromkeys(found, why))
@@ -70,60 +69,23 @@ def is_on_meta(module: nn.Module) -> bool:
     return any(x.is_meta for x in (*module.parameters(), *module.buffers()))
 
 
-def _called_once(module: nn.Module, sample: Any) -> nn.Module:
-    """Return a copy of a module with the hooks that its first call registers, if it does.
-
-    What else a first call keeps may come of the sample, and be other for other samples.
-
-    Raises:
-        ConversionError: It has more to be trained or saved then than the module, which layers are
-            made of.
-    """
-    def run(_: bool) -> nn.Module:
-        root = copied(module)
-        call(root, copied_value(sample))
-        return root
-
+def _call_once(module: nn.Module, sample: Any) -> None:
+    """Call a copy of a module: it may raise by itself, and fill its caches."""
     try:
         with same_random_numbers():
-            found = without_grad(run)
+            without_grad(lambda _: call(copied(module), copied_value(sample)))
     except RuntimeError:
         if not is_on_meta(module):
             raise
-        return module  # Where it goes by numbers that are not there, its record need not.
-    more = _names_of(found) - _names_of(module)
-    if more:
-        raise refused(module, f'its first call adds {", ".join(sorted(more))} to it',
-                      '  (in a copy of it)', None, 'call the model once before')
-    return found if _registers_hooks(module, found) else module
+        # Where it goes by numbers that are not there, its record need not.
 
 
-def _registers_hooks(module: nn.Module, called: nn.Module) -> bool:
-    """Return whether a first call has registered hooks, and has set flags at most beside that."""
-    hooks = 0
-    for each, other in zip(module.modules(), called.modules()):
-        before, after = vars(each), vars(other)
-        for name in before.keys() | after.keys():
-            one, two = before.get(name), after.get(name)
-            if name.endswith('_hooks') and isinstance(two, dict):
-                hooks += len(two) - len(one or ())
-            elif not isinstance(two, bool) and (type(one) is not type(two) or (
-                    isinstance(two, (int, float, str)) and one != two)):
-                return False
-    return hooks > 0
-
-
-def _names_of(module: nn.Module) -> set[str]:
-    return {name for name, _ in (*module.named_modules(), *module.named_parameters(),
-                                 *module.named_buffers())}
-
-
-def _converted(module: nn.Module, called: nn.Module, sample: Any, names: set[str],
-               classes: dict[type, str], one: Any) -> Converted:
+def _converted(module: nn.Module, sample: Any, names: set[str], classes: dict[type, str], one: Any
+               ) -> Converted:
     def recorded(value: Any) -> tuple[ForwardTracer, Inputs]:
-        found = _recorded(called, value, names, classes, flipped=False)
+        found = _recorded(module, value, names, classes, flipped=False)
         if found[0].uses_of_training:
-            other = _recorded(called, value, names, classes, flipped=True)
+            other = _recorded(module, value, names, classes, flipped=True)
             if asks_for_all(other[0], found[0]):
                 return other
             if not asks_for_all(found[0], other[0]):

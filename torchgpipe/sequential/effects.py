@@ -4,8 +4,7 @@ A model runs in copies, which have its parameters and all else for themselves. W
 not repeat is noticed: another mode, a random number that is drawn unseen, an object that changes,
 and a value of the recording that somebody holds when it is over. Each run would hold another one.
 A function with a cache, which makes a table when it is first asked for, has it already: the model
-runs once before it is recorded, and what it has cached then are constants. If that registers hooks
-and keeps nothing else, it is the copy that was called which is recorded.
+runs once before it is recorded, and what it has cached then are constants.
 """
 import copy
 import functools

@@ -27,7 +27,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchgpipe.remade import constructor_of, own_attributes
 from torchgpipe.sequential.leaf_modules import Whole, is_about_names
 from torchgpipe.split import Sequential, still_shared
 
@@ -43,8 +42,8 @@ class Part(nn.Module):
         self.training = module.training
         self._whole = type(module)
         self._length = len(module._modules)
-        self._attributes = own_attributes(module) if attributes else None
-        self._remade_by = constructor_of(module)
+        self._attributes = {name: value for name, value in module.__dict__.items()
+                            if name not in _OF_EACH} if attributes else None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -95,6 +94,10 @@ def _missing(name: str, whole: type) -> AttributeError:
     return AttributeError(
         'a stage has those submodules, parameters and buffers of the model that it used with '
         f"the sample, and '{name}' of a {whole.__name__} is none of them")
+
+
+# What each module has.
+_OF_EACH = frozenset(vars(nn.Module()))
 
 
 def put(part: nn.Module, root: nn.Module, names: Iterable[str], attributes: bool = False
