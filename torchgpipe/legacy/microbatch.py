@@ -150,7 +150,7 @@ def scatter(input: Any, chunks: int, batch_dim: Any = 0) -> list[Batch]:
 
 def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: Any = None,
            batch_dim: int = 0, shared: Sequence[Tensor] = ()) -> Any:
-    """Put micro-batches together, as :func:`torchgpipe.engine.gather.gather` does.
+    """Put micro-batches together, as the engine does.
 
     >>> import torch
     >>> gather([Batch(torch.zeros(2, 3)), Batch(torch.ones(1, 3))]).shape
