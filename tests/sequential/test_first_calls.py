@@ -305,10 +305,33 @@ def hooked_by_a_count(m, x):
     return x
 
 
+def acts(module, output, scale):
+    """Return another output in evaluation only, if the hook was registered in training."""
+    return None if module.training or scale == 1 else scale * output
+
+
 def hooked_by_mode(m, x):
     if m.last is None:
-        scale = 2 if m.training else 3
-        m.block.register_forward_hook(lambda module, args, output: scale * output)
+        scale = 2 if m.training else 1
+        m.block.register_forward_hook(lambda module, args, output: acts(module, output, scale))
+        m.last = True
+    return x
+
+
+def hooked_by_a_default(m, x):
+    if m.last is None:
+        def hook(module, args, output, scale=2 if m.training else 1):
+            return acts(module, output, scale)
+        m.block.register_forward_hook(hook)
+        m.last = True
+    return x
+
+
+def hooked_by_a_keyword(m, x):
+    if m.last is None:
+        def hook(module, args, output, *, scale=2 if m.training else 1):
+            return acts(module, output, scale)
+        m.block.register_forward_hook(hook)
         m.last = True
     return x
 
@@ -316,7 +339,8 @@ def hooked_by_mode(m, x):
 @pytest.mark.parametrize('function', [
     counted, toggled, masked, sized, measured, shaped, averaged, averaged_once, listed, drawn,
     drawn_as_a_number, of_numpy, read_before, in_its_dictionary, in_training, in_training_only,
-    by_mode, of_itself, off, hooked_again, hooked_by_a_method, hooked_by_a_count, hooked_by_mode])
+    by_mode, of_itself, off, hooked_again, hooked_by_a_method, hooked_by_a_count, hooked_by_mode,
+    hooked_by_a_default, hooked_by_a_keyword])
 @pytest.mark.parametrize('training', [True, False])
 def test_what_may_be_another_one_in_later_calls(function, training):
     model = Model(function).double().train(training)
@@ -380,9 +404,14 @@ def doubled_in_place(module, args, output):
     output *= 2
 
 
+def passed_by(module, args, output):
+    return args[0]
+
+
 @pytest.mark.parametrize('function', [
-    on_a_leaf(doubled), on_a_leaf(doubled_in_place), on_a_leaf(nothing, inner=True),
-    on_a_leaf(nothing, before=True)], ids=['gives', 'in place', 'inner', 'before another'])
+    on_a_leaf(doubled), on_a_leaf(passed_by), on_a_leaf(doubled_in_place),
+    on_a_leaf(nothing, inner=True), on_a_leaf(nothing, before=True)],
+    ids=['gives', 'input', 'in place', 'inner', 'before another'])
 def test_hooks_on_a_leaf_that_would_act_there_too(function):
     """The layers have that leaf: as soon as the model itself is called, they have its hook."""
     model = Model(function).double()

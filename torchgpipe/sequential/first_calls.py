@@ -141,7 +141,6 @@ def _form(value: Any) -> Any:
     """Return what is the same for functions of the same code, with the same plain variables."""
     if isinstance(value, FunctionType):
         variables = [each.cell_contents for each in value.__closure__ or ()]
-        variables += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(),
-                      *vars(value).values()]
+        variables += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         return value.__code__, [*map(_form, variables)]
     return (type(value), value) if type(value) in SIMPLE else object()

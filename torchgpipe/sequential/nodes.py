@@ -201,9 +201,8 @@ def _constants_of(node: fx.Node, constants: dict[str, Any]) -> list[Any]:
     found: list[Any] = []
 
     def note(x: Any) -> None:
-        name = str(x.target if isinstance(x, fx.Node) else x)
-        if name in constants:
-            found.append(constants[name])
+        if str(x) in constants:
+            found.append(constants[str(x)])
 
     fx.node.map_aggregate((node.args, node.kwargs), note)
     return found
