@@ -158,6 +158,40 @@ def test_the_mode_of_a_leaf_that_another_module_asks_for():
     assert [whole.name for whole in check(model, sample()).wholes] == ['1']
 
 
+@pytest.mark.parametrize('function', [
+    lambda x, y: torch.stack([x, y]).sum(0), lambda x, y: torch.add(x, other=y),
+    lambda x, y: torch.where(x > 0, x, y)], ids=['list', 'keyword', 'argument'])
+def test_a_constant_that_goes_by_the_mode(function):
+    """In v0.9.0, one in a list or by a keyword was that of the conversion, if nobody compared."""
+    tables = [torch.ones(4, 6), torch.zeros(4, 6)]
+    model = nn.Sequential(nn.Linear(6, 6), Inner(lambda m, x: function(x, tables[m.training])))
+    layers = to_sequential(model, sample(), check_sample=False)
+    for mode in (True, False):
+        assert torch.equal(layers.train(mode)(sample()), model.train(mode)(sample()))
+
+
+def test_the_mode_of_a_module_within_a_leaf():
+    """In v0.9.0, a constant, which nobody noticed on the meta device."""
+    for function in (lambda m, x: F.dropout(x, 0.5, m.leaf[0].training),
+                     lambda m, x: x if m.leaf[0].training else -x):
+        for device in ('meta', 'cpu'):
+            model = Model(function).to(device)
+            model.leaf = nn.Sequential(nn.Linear(6, 6)).to(device)
+            inputs = sample()
+            try:
+                layers = to_sequential(model, inputs.to(device), leaves=['leaf'],
+                                       check_sample=False)
+            except ConversionError as error:
+                assert 'goes by the training mode' in str(error) and '-x' in str(error)
+                continue
+            layers.train().to_empty(device='cpu')
+            for mode in (False, True):
+                layers.train(mode)
+                for p in layers.parameters():
+                    nn.init.ones_(p)
+                assert (layers(inputs) != layers(inputs)).any() == mode
+
+
 @pytest.mark.parametrize('training', [True, False])
 @pytest.mark.parametrize('asks_in', [True, False])
 def test_what_one_mode_alone_asks_for_is_guarded_and_makes_no_leaf(training, asks_in):

@@ -102,6 +102,31 @@ def test_a_cache_says_the_way_out(function):
     assert ' at 0x' not in str(caught.value)
 
 
+@pytest.mark.parametrize('training', [True, False])
+def test_a_cache_of_evaluation_only_says_the_way_out(training):
+    """In v0.9.0, what made it stayed whole, with most of the model, as in Mamba."""
+    class Backbone(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block, self.out = Fills(), nn.Linear(6, 60)
+
+        def forward(self, x):
+            cache = None if self.training else Cache()
+            return self.out(x if cache is None else self.block(x, cache)), cache
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone, self.head = Backbone(), nn.Linear(60, 2)
+
+        def forward(self, x):
+            x, cache = self.backbone(x)
+            return {'y': self.head(x), 'cache': cache}
+
+    with pytest.raises(ConversionError, match=r'(?s)\(Cache\).*config.use_cache = False'):
+        to_sequential(Whole().train(training), sample())
+
+
 @pytest.mark.filterwarnings('ignore:None of the inputs')
 @pytest.mark.parametrize('again', [False, True], ids=['saved tensors', 'reentrant'])
 def test_checkpoints_say_the_way_out(again):

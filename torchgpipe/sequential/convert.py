@@ -14,7 +14,9 @@ from torchgpipe.sequential.effects import copied, copied_value, same_random_numb
 from torchgpipe.sequential.errors import (ConversionError, NeedsLeaf, is_from_checkpoint,
                                           line_of_error, refused)
 from torchgpipe.sequential.layer import Inputs, arguments_of, called_with
-from torchgpipe.sequential.leaf_modules import LeafLike, LeafModules, leaf_names, modules_within
+from torchgpipe.sequential.leaf_modules import (LeafLike, LeafModules, holds_most, leaf_names,
+                                                modules_within)
+from torchgpipe.sequential.nodes import first_difference
 from torchgpipe.sequential.parts import Converted
 from torchgpipe.sequential.patches import one_at_a_time
 from torchgpipe.sequential.record import ForwardTracer
@@ -82,10 +84,12 @@ def _call_once(module: nn.Module, sample: Any) -> None:
 
 def _converted(module: nn.Module, sample: Any, names: set[str], classes: dict[type, str], one: Any
                ) -> Converted:
+    left: list[Any] = []
+
     def recorded(value: Any) -> tuple[ForwardTracer, Inputs]:
-        found = _recorded(module, value, names, classes, flipped=False)
+        found = _recorded(module, value, names, classes, False, left)
         if found[0].uses_of_training:
-            other = _recorded(module, value, names, classes, flipped=True)
+            other = _recorded(module, value, names, classes, True, left)
             if asks_for_all(other[0], found[0]):
                 return other
             if not asks_for_all(found[0], other[0]):
@@ -170,22 +174,37 @@ def _other_modes(root: nn.Module, mode: bool, others: list[str], names: list[str
 
 
 def _recorded(module: nn.Module, sample: Any, names: set[str], classes: dict[type, str],
-              flipped: bool) -> tuple[ForwardTracer, Inputs]:
-    """Record a module, with the other training mode if that is wanted."""
+              flipped: bool, left: list[Any]) -> tuple[ForwardTracer, Inputs]:
+    """Record a module, with the other training mode if that is wanted.
+
+    What the recordings of it have left on modules goes to a list.
+    """
     root = copied(module)  # It runs, and may be changed.
     for each in root.modules():
         each.training ^= flipped
-    tracer = ForwardTracer(root, LeafModules(root, names, classes))
+    leaves = LeafModules(root, names, classes)
+    tracer = ForwardTracer(root, leaves)
+    inputs = _record(tracer, module, sample)
+    left.append(tracer.leavings.found)
+    if any(left):
+        again = ForwardTracer(root, leaves, tracer.leavings)
+        _record(again, module, sample)
+        tracer.leavings.check(again.leavings, left[0], first_difference(
+            tracer.graph, tracer.constants, again.graph, again.constants) is None)
+    return tracer, inputs
+
+
+def _record(tracer: ForwardTracer, module: nn.Module, sample: Any) -> Inputs:
     args, kwargs, inputs = _values(tracer, module, sample)
     try:
         tracer.record(args, kwargs)
         del args, kwargs
         tracer.end()
     except Exception as error:
-        _raise_again(error, root, tracer)
+        _raise_again(error, tracer.root, tracer)
     finally:
         tracer.release()
-    return tracer, inputs
+    return inputs
 
 
 def _raise_again(error: Exception, root: nn.Module, tracer: ForwardTracer) -> NoReturn:
@@ -198,8 +217,10 @@ def _raise_again(error: Exception, root: nn.Module, tracer: ForwardTracer) -> No
     if isinstance(error, NeedsLeaf):
         raise error
     if isinstance(error, ConversionError):
-        # What goes by the training mode may be to blame, and can be left to itself.
-        asking = [type(x) for use in tracer.uses_of_training for x in use.module]
+        # What goes by the training mode may be to blame, and can be left to itself; if that is
+        # most of the model, as where it makes a cache in evaluation, that is no way out.
+        asking = [type(x) for use in tracer.uses_of_training for x in use.module
+                  if not holds_most(x, root)]
         if asking:
             raise NeedsLeaf('its program goes by the training mode, and can be followed in one '
                             'mode only', *asking) from None

@@ -16,9 +16,9 @@ from torch.utils import checkpoint
 import torchgpipe
 from torchgpipe.sequential.leaf_modules import holds_most
 
-__all__ = ['NO_CACHE', 'ConversionError', 'NeedsLeaf', 'in_one_line', 'is_from_checkpoint',
-           'is_of_others', 'is_of_torch', 'is_within', 'line_of', 'line_of_error',
-           'makes_a_message', 'refused']
+__all__ = ['NO_CACHE', 'OF_HOOKS', 'OF_MASKS', 'ConversionError', 'NeedsLeaf', 'in_one_line',
+           'is_from_checkpoint', 'is_of_others', 'is_of_torch', 'is_within', 'line_of',
+           'line_of_error', 'makes_a_message', 'refused']
 
 _OTHERS = tuple(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep
                 for package in (torch, torchgpipe))
@@ -29,6 +29,23 @@ NO_CACHE = ('if it is a cache for the next token, as of Hugging Face, go without
             'model.config.use_cache = False, or use_cache=False in the call. Else let it be a '
             'dataclass, or name the submodule that has to do with it as a leaf: '
             'to_sequential(model, sample, leaves=[…])')
+
+#: The one where a hook hands on a tensor of a module that is not looked into.
+OF_HOOKS = ('if hooks hand it on, as those for output_attentions=True of Hugging Face: convert '
+            'the model before its first call, in which it registers them. Or let the module that '
+            'gives it be looked into: without leaves=[…] for it, and without dropout of '
+            'attention, by attn_pdrop=0, attention_dropout=0 or attention_probs_dropout_prob=0 '
+            'in the config, so that its program is the same in both modes')
+
+# PyTorch compares a mask with a causal one, or looks where one for padding ends: by the class that
+# does, and whether it is the former.
+_CAUSAL = '. Or, if it has a causal mask, call it with is_causal=True beside that'
+OF_MASKS = {
+    (nn.TransformerEncoder, True): f'{_CAUSAL}; nn.Transformer, with src_is_causal=True',
+    (nn.TransformerDecoder, True): '. Or, if it has a causal mask, call it with '
+                                   'tgt_is_causal=True beside that, as nn.Transformer',
+    (nn.TransformerEncoder, False): '. Or make it with enable_nested_tensor=False, as '
+                                    'nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)'}
 
 
 class ConversionError(ValueError):

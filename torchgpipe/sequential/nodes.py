@@ -198,7 +198,14 @@ def first_difference(graph: fx.Graph, constants: dict[str, Any], other: fx.Graph
 
 
 def _constants_of(node: fx.Node, constants: dict[str, Any]) -> list[Any]:
-    return [constants[str(a)] for a in (node.target, *node.args) if str(a) in constants]
+    found: list[Any] = []
+
+    def note(x: Any) -> None:
+        if str(x) in constants:
+            found.append(constants[str(x)])
+
+    fx.node.map_aggregate((node.args, node.kwargs), note)
+    return found
 
 
 def same_constants(one: Any, other: Any) -> bool:

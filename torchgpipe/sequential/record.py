@@ -20,16 +20,17 @@ import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from torchgpipe.engine.checkpoint.attributes import attributes_of, contents_of
 from torchgpipe.private import hooks_of
 from torchgpipe.sequential.effects import modes_now
-from torchgpipe.sequential.errors import (NeedsLeaf, in_one_line, is_of_torch, is_within, line_of,
-                                          refused)
+from torchgpipe.sequential.errors import (OF_HOOKS, OF_MASKS, ConversionError, NeedsLeaf,
+                                          in_one_line, is_of_torch, is_within, line_of, refused)
+from torchgpipe.sequential.first_calls import CALL_IT_BEFORE, Leavings
 from torchgpipe.sequential.leaf_modules import LeafModules, modules_within
 from torchgpipe.sequential.nodes import calls_in, first_difference, words
 from torchgpipe.sequential.patches import followed
@@ -58,25 +59,28 @@ class ForwardTracer(StepTracer):
     Args:
         root: The module, a copy, as its layers run and it may be changed.
         leaves: Which modules in it are not looked into.
+        first: What the first call has left, if this is another one.
 
     Attributes:
         uses_of_training: Where its program goes by the training mode.
+        leavings: What it leaves on modules: see the note "What a first call may leave".
         inner: The innermost submodule that has raised an error, if one has.
     """
 
-    def __init__(self, root: nn.Module, leaves: LeafModules) -> None:
+    def __init__(self, root: nn.Module, leaves: LeafModules, first: Leavings | None = None
+                 ) -> None:
         super().__init__(root)
         self.leaves = leaves
         self.uses_of_training: list[UseOfTraining] = []
         self.inner: str | None = None
         self._paths = {module: name for name, module in root.named_modules()}
         self._looked_into = list(modules_within(root, leaves))
-        #: The modes of those, and of the leaves that they have.
-        self._training = {each: each.training for module in self._looked_into
-                          for each in (module, *module.children())}
+        #: The modes of those, and of what is within leaves.
+        self._training = {each: each.training for each in root.modules()}
         self._guarded: set[tuple[fx.Node, str]] = set()
         self._stack: list[nn.Module] = []
         self._stopped: Exception | None = None
+        self.leavings = Leavings(root, self._looked_into, first)
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the forward with values, and record it up to what it returns."""
@@ -84,7 +88,6 @@ class ForwardTracer(StepTracer):
             self.refuse('it has hooks of its own', 'register them on its submodules, or on the '
                         'GPipe')
         self._modes = modes_now()
-        before = [_contents(module) for module in self._looked_into]
         with self._training_as_values(), followed(self) as self.put_back:
             self.runs = True
             try:
@@ -96,8 +99,7 @@ class ForwardTracer(StepTracer):
                 self.runs, self.over = False, True
         if self._stopped is not None:  # The forward has caught it.
             raise self._stopped
-        for module, old in zip(self._looked_into, before):
-            self._check_contents(module, old)
+        self.leavings.end()
         self.graph.output(result)
 
     @property
@@ -114,7 +116,7 @@ class ForwardTracer(StepTracer):
                             'submodule of it')
             return run(module, *args, **kwargs)
         if module in self.leaves:
-            return self.create_proxy('call_module', self._paths[module], args, kwargs)
+            return self._called_leaf(module, args, kwargs)
         self._stack.append(module)
         try:
             return run(module, *args, **kwargs)
@@ -124,16 +126,30 @@ class ForwardTracer(StepTracer):
         finally:
             self._stack.pop()
 
+    def _called_leaf(self, leaf: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hooks = self.leavings.hooks_on(leaf)
+        result = self.create_proxy('call_module', self._paths[leaf], args, kwargs)
+        before = len(self.graph.nodes)
+        if hooks is None or any(each(leaf, args, result) is not None for each in hooks.values()
+                                ) or len(self.graph.nodes) != before:
+            self.refuse(f"it registers a hook on '{self._paths[leaf]}' ({type(leaf).__name__}), "
+                        'which is not looked into, and the hook computes something, or is on a '
+                        'module in that', OF_HOOKS)
+        return result
+
     def read(self, module: nn.Module, name: str, found: Any) -> Any:
         """Return a value for a parameter or a buffer."""
         return self.value_of(found) if isinstance(found, Tensor) else found
 
-    def written(self, module: nn.Module, name: str) -> None:
-        """Refuse it: each micro-batch would do so, on another device perhaps."""
+    def written(self, module: nn.Module, name: str, value: Any) -> None:
+        """Refuse it, as each micro-batch would do so, if not in the first call alone."""
         if module in self._paths:
             there = {**vars(module), **module._buffers, **module._parameters, **module._modules}
-            self.refuse(f"it sets the attribute '{name}' of a module, which each micro-batch "
-                        'would do again', more=_CALL_IT_BEFORE if there.get(name) is None else '')
+            why = (f"it sets the attribute '{name}' of a module, which each micro-batch would do "
+                   'again')
+            error = self._error(why, more=CALL_IT_BEFORE if there.get(name) is None else '')
+            if not self.leavings.may_set(module, name, value, error):
+                self._stop(error)
 
     def entered(self) -> None:
         """Let a module with a region of another mode be a leaf, whether it is another one now."""
@@ -164,7 +180,7 @@ class ForwardTracer(StepTracer):
         if (isinstance(example, Tensor) and how is not _LEN) or node.meta['data']:
             kind = type((self._stack or [self.root])[-1])
             causal = is_within('_detect_is_causal_mask')
-            more = _OF_MASKS.get((kind, causal), '')
+            more = OF_MASKS.get((kind, causal), '')
             if more:  # That is better than to leave all of it to itself, as for the training mode.
                 self.uses_of_training.clear()
             self.refuse('its program goes by the elements of a tensor', more=more)
@@ -240,9 +256,15 @@ class ForwardTracer(StepTracer):
 
     def refuse(self, why: str, hint: str = '', more: str = '') -> Any:
         """Raise an error that names the line and the submodule."""
-        inner = self._paths[self._stack[-1]] if self._stack else None
-        self._stopped = self._stopped or refused(self.root, why, line_of(), inner, hint, more)
+        self._stop(self._error(why, hint, more))
+
+    def _stop(self, error: Callable[[], Exception]) -> None:
+        self._stopped = self._stopped or error()
         raise self._stopped
+
+    def _error(self, why: str, hint: str = '', more: str = '') -> Callable[[], ConversionError]:
+        inner = self._paths[self._stack[-1]] if self._stack else None
+        return partial(refused, self.root, why, line_of(), inner, hint, more)
 
     @contextmanager
     def _training_as_values(self) -> Iterator[None]:
@@ -257,43 +279,21 @@ class ForwardTracer(StepTracer):
                 module.__dict__['training'] = mode
 
     def _called(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """Compute a step; a leaf has its mode by itself then."""
-        within = (list(self.root.get_submodule(str(node.target)).modules())
-                  if node.op == 'call_module' else [])
-        values = {each: vars(each)['training'] for each in within if each in self._training}
+        """Compute a step; a leaf has its mode by itself then, and its hooks."""
+        if node.op != 'call_module':
+            return super()._called(node, args, kwargs)
+        leaf = self.root.get_submodule(str(node.target))
+        values = {each: vars(each)['training'] for each in leaf.modules()
+                  if each in self._training}
         try:
             for each in values:
                 vars(each)['training'] = self._training[each]
-            return super()._called(node, args, kwargs)
+            with self.leavings.without_hooks(leaf):
+                return super()._called(node, args, kwargs)
         finally:
             for each, value in values.items():
                 vars(each)['training'] = value
 
-    def _check_contents(self, module: nn.Module, before: dict[str, list[Any]]) -> None:
-        for name, now in _contents(module).items():
-            old = before.get(name, [])
-            if len(now) != len(old) or any(a is not b for a, b in zip(now, old)):
-                raise refused(
-                    self.root, f"it changes what is in the attribute '{name}' of a module, which "
-                    'each micro-batch would do again', '  (a list, a dict or the like)',
-                    self._paths[module] or None, more='' if old else _CALL_IT_BEFORE)
-
 
 _BY_TRAINING = 'its program goes by the training mode'
-# PyTorch compares a mask with a causal one, or looks where one for padding ends: by the class that
-# does, and whether it is the former.
-_CAUSAL = '. Or, if it has a causal mask, call it with is_causal=True beside that'
-_OF_MASKS = {
-    (nn.TransformerEncoder, True): f'{_CAUSAL}; nn.Transformer, with src_is_causal=True',
-    (nn.TransformerDecoder, True): '. Or, if it has a causal mask, call it with '
-                                   'tgt_is_causal=True beside that, as nn.Transformer',
-    (nn.TransformerEncoder, False): '. Or make it with enable_nested_tensor=False, as '
-                                    'nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)'}
 _CUTS = '; if it cuts a tensor that is an attribute, make that a buffer by register_buffer'
-_CALL_IT_BEFORE = ('. If only its first call does that, as for a cache, call the model once '
-                   'before')
-
-
-def _contents(module: nn.Module) -> dict[str, list[Any]]:
-    found = {name: contents_of(name, value) for name, value in attributes_of(module).items()}
-    return {name: contents for name, contents in found.items() if contents is not None}

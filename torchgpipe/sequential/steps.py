@@ -25,11 +25,11 @@ from torchgpipe.devices import synchronize
 from torchgpipe.engine.memory import size_of, storage_id
 from torchgpipe.sequential.effects import (GeneratorStates, has_values, held_beyond, ids_within,
                                            name_of_holder, release, without_grad)
-from torchgpipe.sequential.errors import NO_CACHE, in_one_line, line_of
+from torchgpipe.sequential.errors import NO_CACHE, OF_HOOKS, in_one_line, line_of
 from torchgpipe.sequential.nodes import (Constant, compute, gives_no_tensor, guard, is_about,
                                          is_in_place, mapped, put_together, take_apart)
 from torchgpipe.sequential.values import UNKNOWN, TracedValue, UnknownValue
-from torchgpipe.structure import PLAIN, flatten, flatten_nested
+from torchgpipe.structure import PLAIN, flatten, flatten_nested, leaves_of
 
 __all__ = ['StepTracer']
 
@@ -286,8 +286,9 @@ class StepTracer(fx.Tracer):
             values, structure = flatten_nested(value, marks=False, takes=fx.Proxy)
         except TypeError:
             if has_values(value) and self._ids.isdisjoint(ids_within(value)):
+                has_others = any(issubclass(type(x.value), Tensor) for x in leaves_of(value))
                 self.refuse(f'it passes an object ({type(value).__name__}) with tensors in it',
-                            NO_CACHE)
+                            OF_HOOKS if has_others else NO_CACHE)
             return value
         return self.create_proxy('call_function', put_together,
                                  (self._constant(structure), list(values)), {})
