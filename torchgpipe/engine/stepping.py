@@ -124,8 +124,7 @@ class Step(Run):
         Raises:
             BaseException: What an action raised, the first one. Then no gradient was added.
         """
-        if not self._engine.one_worker:
-            self._communicating = self._engine.communicating_worker
+        self._communicating = self._engine.communicating_worker
         super().run()
         self._give(self._gradients())
 
