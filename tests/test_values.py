@@ -197,7 +197,8 @@ def test_another_batch_dimension(devices, mode):
 def test_rules_by_part(devices):
     class Mix(nn.Module):
         def forward(self, value):
-            return {'k': 3, 'y': value['x'] + value['t'].T, 'turned': value['t'], 'n': value['x'].sum()}
+            return {'k': 3, 'y': value['x'] + value['t'].T, 'turned': value['t'],
+                    'n': value['x'].sum()}
 
     gpipe = GPipe(nn.Sequential(Mix(), nn.Identity()), [1, 1], devices=devices(2), chunks=2,
                   batch_dim={'t': 1}, gather={'y': None, 'turned': 1, 'n': 'sum'})
