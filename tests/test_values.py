@@ -197,13 +197,15 @@ def test_another_batch_dimension(devices, mode):
 def test_rules_by_part(devices):
     class Mix(nn.Module):
         def forward(self, value):
-            return {'y': value['x'] + value['t'].T, 'turned': value['t'], 'n': value['x'].sum()}
+            return {'k': 3, 'y': value['x'] + value['t'].T, 'turned': value['t'],
+                    'n': value['x'].sum()}
 
     gpipe = GPipe(nn.Sequential(Mix(), nn.Identity()), [1, 1], devices=devices(2), chunks=2,
-                  batch_dim={'t': 1}, gather={'turned': 1, 'n': 'sum'})
+                  batch_dim={'t': 1}, gather={'y': None, 'turned': 1, 'n': 'sum'})
     x, t = torch.rand(5, 3), torch.rand(3, 5)
     output = gpipe({'x': x.to(devices.first), 't': t.to(devices.first)})
-    assert torch.equal(output['y'].cpu(), x + t.T) and torch.equal(output['turned'].cpu(), t)
+    assert output['k'] == 3 and torch.equal(output['y'].cpu(), x + t.T)
+    assert torch.equal(output['turned'].cpu(), t)
     assert torch.allclose(output['n'].cpu(), x.sum())
 
 

@@ -118,17 +118,16 @@ class GPipe(Placed):
         self.batch_dim = batch_dim
         self.gather = gather
         self._schedule: str | None = None
+        verify(module)
+        verify_source(balance, module)
         if isinstance(balance, Settings):
             if (devices, chunks, checkpoint) != (None, 1, 'except_last'):
                 raise ValueError('a plan says devices, chunks and checkpoint, so leave these out; '
                                  'or take the balance alone: GPipe(module, plan.balance, …)')
-            verify_source(balance, module)
             self._schedule, devices = balance.schedule, balance.devices
             chunks, checkpoint, balance = balance.chunks, balance.checkpoint, balance.balance
         self.chunks = parse_chunks(chunks)
         self.offload = bool(offload)
-        verify(module)
-        verify_source(balance, module)
         self.balance = parse_balance(balance, len(module))
         self.checkpoint = parse_checkpoint(checkpoint, len(self.balance))
         self.devices = parse_devices(devices, len(self.balance))

@@ -9,8 +9,9 @@ from torch import nn
 from tests import accelerator
 from tests.accelerator import on
 from tests.helpers import MODES, assert_same, gradients
-from torchgpipe import GPipe
+from torchgpipe import GPipe, NoChunk
 from torchgpipe.balance import balance_by_size, balance_by_time
+from torchgpipe.engine.stream import new_stream, record_stream, use_stream
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
 pytestmark = pytest.mark.sim
@@ -86,6 +87,35 @@ def test_the_current_streams_are_those_of_the_caller(mode):
             for _ in range(3):  # memory of one pass is there for the next
                 loss.backward(retain_graph=True)
         assert_same(gradients(gpipe), gradients(reference), 1e-11)
+
+
+def test_a_stream_of_another_device_is_current_for_a_while_only():
+    stream = new_stream(torch.device('sim:1'))
+    with use_stream(stream):
+        assert torch.accelerator.current_stream() == stream
+    assert torch.accelerator.current_device_index() == 0
+
+
+def test_no_stream_uses_the_memory_of_the_host():
+    record_stream(torch.ones(2), new_stream(torch.device('sim')))
+
+
+@seeds
+@modes
+def test_an_input_that_is_handed_on_has_its_gradient(seed, mode):
+    class Both(nn.Module):
+        def forward(self, x, table):
+            return x * table, table
+
+    class Add(nn.Module):
+        def forward(self, value):
+            return value[0] + value[1]
+
+    accelerator.set_delays(seed, 300)
+    model = GPipe(nn.Sequential(Both(), Add()), [1, 1], chunks=5, checkpoint=mode)
+    table = torch.ones(1000, device='sim', requires_grad=True)
+    model(torch.ones(5, 1000, device='sim'), NoChunk(table)).sum().backward()
+    assert table.grad.tolist() == [10] * 1000
 
 
 @seeds

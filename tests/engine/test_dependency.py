@@ -4,8 +4,11 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
 
-from tests.devices import ACCELERATOR, cpu_only
+from tests.devices import ACCELERATOR, cpu_only, devices
+from tests.helpers import modes, on_first
+from torchgpipe import GPipe
 from torchgpipe.dependency import Fork, Join, Tie, fork, join
 from torchgpipe.phony import get_phony
 
@@ -121,3 +124,26 @@ def test_a_phony_made_in_inference_mode_is_of_use_outside():
 def test_a_phony_lies_on_its_device():
     device = torch.device(ACCELERATOR, 0)
     assert get_phony(device, requires_grad=False).device == device
+
+
+class Two(nn.Module):
+    """Give the outputs of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x):
+        """Do so."""
+        return tuple(layer(x).tanh() for layer in self.layers)
+
+
+@devices
+@modes
+@pytest.mark.parametrize('used', [0, 1])
+def test_an_output_that_nobody_uses_has_no_gradient(devices, mode, used):
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Two()), [1, 1], devices=devices(2), chunks=2,
+                  checkpoint=mode)
+    gpipe(on_first(gpipe, torch.rand(4, 4)))[used].sum().backward()
+    found = [layer.weight.grad is not None for layer in gpipe[1].layers]
+    assert found == [used == 0, used == 1]

@@ -1,7 +1,7 @@
 """Versions and memories of tensors."""
 import torch
 
-from torchgpipe.engine.memory import share_memory, size_of, versions
+from torchgpipe.engine.memory import is_among, share_memory, size_of, versions
 
 
 def test_versions_count_changes_in_place_but_for_those_in_inference_mode():
@@ -19,6 +19,12 @@ def test_who_shares_a_memory():
     assert share_memory([y, x], [x[1:]]) and not share_memory([y], [x])
     assert not share_memory([sparse], [x]) and not share_memory([x], [sparse])
     assert not share_memory([sparse], [sparse])
+
+
+def test_who_is_among_others():
+    x, sparse = torch.zeros(2), torch.eye(2).to_sparse()
+    assert is_among(x[:], [torch.zeros(2), x]) and not is_among(x[1:], [x])
+    assert not is_among(x, [sparse]) and not is_among(sparse, [x, sparse])
 
 
 def test_sizes():

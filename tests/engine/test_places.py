@@ -35,6 +35,11 @@ def test_a_module_that_stands_in_one_partition_twice_is_not_shared():
     assert shared_modules(partitions) == {b: (1, 2)}
 
 
+def test_a_place_without_a_tensor_is_not_shared():
+    partitions = [nn.Sequential(nn.Linear(2, 2, bias=False)) for _ in range(2)]
+    assert shared_slots(partitions) == [{}, {}]
+
+
 def test_what_partitions_share_stands_in_the_later_ones():
     a, b, c = nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2)
     b.weight = a.weight

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from torchgpipe import Arguments, NoChunk
-from torchgpipe.engine.scatter import check_rule
+from torchgpipe.engine.scatter import check_rule, value_of
 from torchgpipe.microbatch import Batch, gather, scatter
 
 JAGGED = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
@@ -176,3 +176,10 @@ def test_what_all_micro_batches_share_comes_out_as_it_is():
     found = gather([Batch((torch.ones(2), shared)), Batch((torch.ones(1), shared))], [2, 1],
                    shared=[shared])
     assert len(found[0]) == 3 and found[1] is shared
+
+
+def test_several_arguments_are_one_value():
+    x, y = torch.ones(2), torch.zeros(2)
+    assert value_of((x,), {}) is x and value_of((), {'input': x}) is x
+    both = value_of((x,), {'input': y})
+    assert isinstance(both, Arguments) and both.args == (x,) and both.kwargs == {'input': y}

@@ -377,6 +377,17 @@ def test_in_v030_transforms_gave_zeros_on_workers(transform, mode, devices):
             TRANSFORMS[transform](gpipe, x)
 
 
+@cpus
+def test_no_step_is_taken_within_a_transform(devices):
+    gpipe = pipe(nn.Sequential(Sine(), Sine()), devices, 'never')
+
+    def step(x):
+        return gpipe.step(x, None, lambda output, _: output.sum())
+
+    with pytest.raises(RuntimeError, match=r'a transform of torch\.func'):
+        torch.func.grad(step)(torch.rand(4, 4))
+
+
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')
 @cpus
 def test_forward_mode_differentiation_is_refused(devices):

@@ -172,3 +172,21 @@ def test_a_recomputation_leaves_the_casts_of_the_autocast_around_backward_alone(
         first = cast()
         loss.backward()
         assert cast() is first
+
+
+def test_a_recomputation_drops_the_casts_that_it_has_made():
+    layer, x = nn.Linear(2, 2), torch.rand(2, 2)
+    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), layer), [2], devices=['cpu'], checkpoint='always')
+    with torch.autocast('cpu', torch.bfloat16):
+        loss = gpipe(x).float().sum()
+    loss.backward()
+    with torch.no_grad():
+        layer.weight.zero_()
+    # As a thread does that has set what `torch.autocast` sets.
+    torch.set_autocast_dtype('cpu', torch.bfloat16)
+    torch.set_autocast_enabled('cpu', True)
+    try:
+        assert torch.equal(layer(x), layer.bias.bfloat16().expand(2, 2))
+    finally:
+        torch.set_autocast_enabled('cpu', False)
+        torch.clear_autocast_cache()

@@ -217,3 +217,23 @@ def test_one_sample_for_which_another_way_does_something_else(function, device):
     layers(torch.randn(3, 6, device=device))
     with pytest.raises(ValueError, match='> 1 was True; it is False now'):
         layers(torch.randn(1, 6, device=device))
+
+
+class Maybe(nn.Module):
+    """What gives something, or nothing."""
+
+    gives = False
+
+    def forward(self, x):
+        """Do so."""
+        return x if self.gives else None
+
+
+def test_a_leaf_that_gives_nothing_is_asked_in_each_call():
+    model = Model(lambda m, x: x if m.maybe(x) is None else x + m.maybe(x))
+    model.maybe = Maybe()
+    layers = to_sequential(model, sample(), leaves=['maybe'])
+    assert torch.equal(layers(sample()), model(sample()))
+    model.maybe.gives = True
+    with pytest.raises(ValueError, match='the result of a layer was None'):
+        layers(sample())

@@ -44,6 +44,18 @@ def test_pytorch_s_own_modules_ask_for_autocast_without_a_guard():
 # --- training and evaluation
 # -------------------------------------------------------------------------------------------------
 
+#: A constant for each mode.
+TABLES = {True: torch.ones(4, 6), False: torch.zeros(4, 6)}
+
+
+@pytest.mark.parametrize('function', [
+    lambda x, table: x + table, lambda x, table: torch.add(x, other=table),
+    lambda x, table: torch.cat([x, table])], ids=range(3))
+def test_a_constant_that_is_another_one_in_each_mode_is_noticed(function):
+    model = Model(lambda m, x: function(x, TABLES[bool(m.training)]))
+    with pytest.raises(ConversionError, match='its program goes by the training mode'):
+        to_sequential(model, sample(), check_sample=False)
+
 
 class WithAuxiliary(nn.Module):
     """What gives one more result in training."""

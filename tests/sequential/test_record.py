@@ -257,13 +257,29 @@ def from_a_foreign_layer(m, x):
     return nn.Linear(6, 6)(x)  # this line
 
 
+FOREIGN = nn.Linear(6, 6).requires_grad_(False)
+
+
+def from_a_layer_elsewhere(m, x):
+    return FOREIGN(x)  # this line
+
+
+def in_a_mode_that_is_set(m, x):
+    torch.set_grad_enabled(False)
+    try:
+        return x * 2  # this line
+    finally:
+        torch.set_grad_enabled(True)
+
+
 def by_an_attribute(m, x):
     x.mine = 3  # this line
     return x
 
 
 WRONG = [by_elements, by_an_element, by_a_draw, set_aside, without_gradients,
-         in_another_precision, by_the_mode, given_to_numpy, from_a_foreign_layer, by_an_attribute]
+         in_another_precision, by_the_mode, given_to_numpy, from_a_foreign_layer,
+         from_a_layer_elsewhere, in_a_mode_that_is_set, by_an_attribute]
 
 
 @pytest.mark.parametrize('function', WRONG, ids=lambda f: f.__name__)
@@ -283,7 +299,8 @@ def test_what_can_not_be_followed_names_the_line(function):
 def test_a_leaf_may_do_anything(function):
     """A module that goes by the mode, or changes modes, is one by itself."""
     model = nn.Sequential(nn.Linear(6, 6), Inner(function), nn.Linear(6, 6))
-    by_itself = function in (by_the_mode, without_gradients, in_another_precision)
+    by_itself = function in (by_the_mode, without_gradients, in_another_precision,
+                             in_a_mode_that_is_set)
     if not by_itself:
         with pytest.raises(ConversionError, match=r"leaves=\['1'\]"):
             to_sequential(model, sample())

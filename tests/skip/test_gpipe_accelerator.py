@@ -13,7 +13,7 @@ from torchgpipe import GPipe
 
 @pytest.mark.accelerator
 @modes
-@pytest.mark.parametrize('where', ['aaa', 'cac', 'aca', 'aac', 'caa'])
+@pytest.mark.parametrize('where', ['aaa', 'cac', 'aca', 'aac', 'caa', 'cca', 'acc'])
 def test_accelerators_and_mixed_devices(mode, where):
     model = crossing()
     reference = copy.deepcopy(model)

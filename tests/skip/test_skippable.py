@@ -82,6 +82,17 @@ def test_a_call_leaves_the_class_alone():
     assert skippable(stash=['a'], pop=['c'])(Plain) is not Called
 
 
+def test_another_class_of_the_same_base_and_skips_is_not_taken_for_the_decorated_one():
+    class Stashes(Skippable):
+        stashable_names = frozenset(['a'])
+
+    class Sub(Stashes):
+        pass
+
+    decorated = skippable(stash=['a'])(Stashes)
+    assert decorated is not Sub and decorated.__name__ == 'Stashes'
+
+
 def test_zero_argument_super_and_subclasses():
     class Sub(Decorated):
         def forward(self, input):
@@ -268,10 +279,12 @@ def test_something_else_is_yielded_or_stashed():
 
 
 def test_wrong_arguments():
-    with pytest.raises(TypeError, match=r"iterables of names.*\['foo'\]"):
-        skippable(stash='foo')
-    with pytest.raises(TypeError, match='class of nn.Module'):
-        skippable(stash=['foo'])(lambda x: x)
+    for declared in ({'stash': 'foo'}, {'pop': 'foo'}):
+        with pytest.raises(TypeError, match=r"iterables of names.*\['foo'\]"):
+            skippable(**declared)
+    for decorated in (lambda x: x, dict):
+        with pytest.raises(TypeError, match='class of nn.Module'):
+            skippable(stash=['foo'])(decorated)
     with pytest.raises(TypeError, match='Namespace or None'):
         Stash().isolate('ns')
 

@@ -5,7 +5,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.devices import one_worker
 from tests.skip.layers import Pop, Stash
+from torchgpipe import GPipe
 from torchgpipe.microbatch import Batch
 from torchgpipe.skip.tracker import SkipTracker, current_skip_tracker, use_skip_tracker
 from torchgpipe.stream import CPUStream
@@ -35,3 +37,12 @@ def test_a_model_needs_no_pipeline():
     assert x.grad.tolist() == [2, 2, 2]
     with pytest.raises(TypeError, match='without portals'):
         SkipTracker().copy(batch, CPUStream, CPUStream, None, 'skip')
+
+
+@one_worker
+def test_a_pipeline_leaves_the_tracker_of_its_caller(devices):
+    gpipe = GPipe(nn.Sequential(Stash(), Pop()), [1, 1], devices=devices(2))
+    with use_skip_tracker(SkipTracker()):
+        outside = current_skip_tracker()
+        gpipe(torch.rand(2, 3, device=devices.first))
+        assert current_skip_tracker() is outside

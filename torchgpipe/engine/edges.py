@@ -217,7 +217,7 @@ class Pipeline(Run):
             # A leaf, such as an input that is handed on, gets a node that belongs to the compute
             # stream: its gradients are added up there, not on the copy stream of each micro-batch.
             if departs:
-                output[:] = [fork(x)[0] if x.is_leaf and x.requires_grad else x for x in output]
+                output[:] = [fork(x)[0] if x.is_leaf else x for x in output]
             departure = self._copy_streams[j][i] if departs else None
             with no_context if departure is None else use_stream(departure):
                 if departure is not None:
@@ -234,13 +234,12 @@ class Pipeline(Run):
         phonies = []
         if recomputation is not None:
             phonies.append(recomputation.phony(output[k].device))  # 3
-        if self._orders:
-            phonies += self._before.pop(j, [])  # 4
-            if i == 0:
-                phonies += self._last.get(j, [])
+        phonies += self._before.pop(j, [])  # 4
+        if i == 0:
+            phonies += self._last.get(j, [])
         if phonies or self._orders:
             output[k], phony = tie(output[k], *phonies)
-            if self._orders and i < len(self._batches) - 1:
+            if self._orders:
                 self._before[j] = [phony]
 
     def _put_last(self, j: int, phony: Tensor) -> None:

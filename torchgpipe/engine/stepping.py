@@ -124,8 +124,7 @@ class Step(Run):
         Raises:
             BaseException: What an action raised, the first one. Then no gradient was added.
         """
-        if not self._engine.one_worker:
-            self._communicating = self._engine.communicating_worker
+        self._communicating = self._engine.communicating_worker
         super().run()
         self._give(self._gradients())
 
@@ -215,7 +214,7 @@ class Step(Run):
         return [*Wait.apply(CPUStream, CPUStream, *tensors)]  # type: ignore[no-untyped-call]
 
     def _copied(self, i: int, j: int, prev_j: int, x: Tensor) -> Tensor:
-        if prev_j < 0 or not self._engine.apart(prev_j, j):
+        if not self._engine.apart(prev_j, j):
             return x
         prev_stream, next_stream = self._copy_streams[prev_j][i], self._copy_streams[j][i]
         copy = copy_tensor(x.detach(), prev_stream, next_stream, self._streams[j])
@@ -288,7 +287,7 @@ class Step(Run):
 
     def _send_back(self, i: int, j: int, prev_j: int, grad: Tensor) -> Tensor:
         """Return a gradient where its tensor came from."""
-        if prev_j < 0 or not self._engine.apart(prev_j, j):
+        if not self._engine.apart(prev_j, j):
             return grad
         prev_stream, next_stream = self._copy_streams[prev_j][i], self._copy_streams[j][i]
         wait_stream(next_stream, self._streams[j])

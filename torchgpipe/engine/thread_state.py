@@ -123,9 +123,7 @@ class ThreadState(NamedTuple):
         Those of a checkpoint around all of this have counted what the first pass saves; what a
         recomputation saves belongs to the inner one.
         """
-        if self.hooks is None:
-            return None
-        inner = getattr(self.hooks[0], '__module__', None) in _CHECKPOINTS
+        inner = self.hooks and getattr(self.hooks[0], '__module__', None) in _CHECKPOINTS
         return None if inner else self.hooks
 
     def check(self, threads: bool) -> None:

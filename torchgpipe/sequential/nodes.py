@@ -198,14 +198,10 @@ def first_difference(graph: fx.Graph, constants: dict[str, Any], other: fx.Graph
 
 
 def _constants_of(node: fx.Node, constants: dict[str, Any]) -> list[Any]:
-    found: list[Any] = []
-
-    def note(x: Any) -> None:
-        if str(x) in constants:
-            found.append(constants[str(x)])
-
-    fx.node.map_aggregate((node.args, node.kwargs), note)
-    return found
+    found: list[str] = []
+    call: Any = node.target, node.args, node.kwargs
+    fx.node.map_aggregate(call, lambda x: found.append(str(x)))
+    return [constants[name] for name in found if name in constants]
 
 
 def same_constants(one: Any, other: Any) -> bool:

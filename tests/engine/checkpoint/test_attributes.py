@@ -40,6 +40,7 @@ CHANGES = [(0, lambda module: setattr(module, 'value', 1)),
            (defaultdict(list), lambda module: module.value['a']),
            ({'a': {'b': [1]}}, lambda module: module.value['a']['b'].append(2)),
            ([[[0]]], lambda module: module.value[0][0].__setitem__(0, 1)),
+           ([torch.zeros(2)], lambda module: module.value.__setitem__(0, torch.zeros(2))),
            (None, lambda module: setattr(module, 'other', 1)),
            (torch.zeros(1), lambda module: None)]
 
@@ -52,6 +53,10 @@ def test_changes(value, change):
 @pytest.mark.parametrize('value, change', CHANGES[:-1])
 def test_no_change(value, change):
     assert not changes(value, lambda module: None)
+
+
+def test_indices_that_python_makes_anew_are_no_change():
+    assert not changes([0] * 1000, lambda module: None)
 
 
 def test_what_is_the_users_to_change():

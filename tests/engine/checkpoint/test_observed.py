@@ -1,4 +1,12 @@
 """What layers were seen to do, by itself."""
+import pytest
+import torch
+from torch import nn
+
+from tests.devices import workers
+from tests.engine.checkpoint.layers import Layer, count
+from tests.helpers import assert_same, call, gradients
+from torchgpipe import GPipe
 from torchgpipe.engine.checkpoint.observed import Observed
 
 
@@ -24,3 +32,25 @@ def test_layers_that_did_something_new_are_watched_as_at_first():
     observed.draws = observed.watched = True
     observed.watch_again()
     assert observed.draws is None and not observed.watched
+
+
+def draw(layer, x):
+    """Draw in training only."""
+    return nn.functional.dropout(x, 0.5) if torch.is_grad_enabled() else x
+
+
+@workers
+@pytest.mark.parametrize('layer', [lambda: Layer(count, calls=0), lambda: Layer(draw)])
+def test_layers_that_ran_without_a_graph_are_watched_when_they_are_checkpointed(devices, layer):
+    found = []
+    for mode in ('never', 'always'):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), layer()).double()
+        gpipe = GPipe(model, [1, 1], devices=devices(2), chunks=2, checkpoint=mode)
+        x = torch.rand(4, 4, dtype=torch.double)
+        with torch.no_grad():
+            call(gpipe, x)
+        for _ in range(2):
+            call(gpipe, x).square().sum().backward()
+        found.append(gradients(gpipe))
+    assert_same(*found)

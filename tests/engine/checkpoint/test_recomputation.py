@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only, devices, workers
+from tests.devices import cpu_only, devices, one_worker, workers
 from tests.engine.steps import loss_of
 from tests.helpers import memory_of, on_first
 from torchgpipe import GPipe, is_checkpointing, is_recomputing, no_recompute
@@ -29,6 +29,23 @@ def test_layers_are_told_in_which_pass_they_are(devices):
         assert log == [(True, False), (True, False), (False, False), (False, True), (False, True)]
         assert not is_checkpointing() and not is_recomputing()
         log.clear()
+
+
+@one_worker
+@pytest.mark.parametrize('grad', [False, True])
+def test_a_cell_that_has_no_graph_is_not_checkpointed(devices, grad):
+    told = []
+
+    class Ask(nn.Linear):
+        def forward(self, x):
+            told.append(is_checkpointing())
+            return super().forward(x)
+
+    model = nn.Sequential(Ask(4, 4).requires_grad_(not grad), nn.Linear(4, 4))
+    gpipe = GPipe(model, [1, 1], devices=devices(2), checkpoint='always')
+    with torch.set_grad_enabled(grad):
+        gpipe(torch.rand(2, 4, device=devices.first))
+    assert told == [False]
 
 
 @devices

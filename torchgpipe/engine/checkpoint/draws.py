@@ -80,7 +80,6 @@ class Draws:
 
     def replay(self, function: Callable[[], T]) -> T:
         """Run the cell again, on the numbers that it drew."""
-        self._mode = None
         if self._draws or (self._monitor is not None and self._monitor.drawn):
             self._mode = Replayer(self._draws, self._random)
             function = partial(self._mode.run, function)

@@ -118,7 +118,7 @@ class Layers:
         now = versions([x for _, x in told])
         if not (kept or buffered or mutated):
             same = None if self._same is None else self._same()
-            if same is None or same.told is not told or same.versions != now:
+            if same is None or same.versions != now:
                 same = CellState(self, told, now)
                 self._same = weakref.ref(same)
             return same
