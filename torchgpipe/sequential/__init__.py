@@ -27,8 +27,9 @@ __all__ = ['ConversionError', 'from_stages', 'optimizer_state', 'original_names'
 StageLike = Callable[..., Any] | nn.Module
 
 
-def to_sequential(module: nn.Module, sample: Any = None, *, leaves: Iterable[LeafLike] = (),
-                  batch_dim: Any = 0, check_sample: bool = True) -> nn.Sequential:
+def to_sequential(module: nn.Module, sample: Any = None, *, grain: str = 'block',
+                  leaves: Iterable[LeafLike] = (), batch_dim: Any = 0, check_sample: bool = True
+                  ) -> nn.Sequential:
     """Make a sequential module of a module of any form, for :class:`~torchgpipe.GPipe`.
 
     Its forward is recorded for the sample, and cut into layers between calls with weights. A value
@@ -83,7 +84,7 @@ def to_sequential(module: nn.Module, sample: Any = None, *, leaves: Iterable[Lea
         TypeError: Something is of the wrong type.
         ValueError: The model has no such leaf, or the sample can not be cut into micro-batches.
     """
-    converted = convert(module, UNKNOWN if sample is None else sample, leaves,
+    converted = convert(module, UNKNOWN if sample is None else sample, leaves, grain,
                         _one_of(module, sample, batch_dim))
     largest = next((each for each in converted.wholes if each.warns), None)
     if largest is not None:

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from torchgpipe.engine.checkpoint.attributes import attributes_of, contents_of
 from torchgpipe.private import hooks_of
+from torchgpipe.sequential.blocks import Call
 from torchgpipe.sequential.effects import modes_now
 from torchgpipe.sequential.errors import (NeedsLeaf, in_one_line, is_of_torch, is_within, line_of,
                                           refused)
@@ -62,6 +63,7 @@ class ForwardTracer(StepTracer):
     Attributes:
         uses_of_training: Where its program goes by the training mode.
         inner: The innermost submodule that has raised an error, if one has.
+        calls: Those of submodules that were looked into, in the order in which they ended.
     """
 
     def __init__(self, root: nn.Module, leaves: LeafModules) -> None:
@@ -69,6 +71,7 @@ class ForwardTracer(StepTracer):
         self.leaves = leaves
         self.uses_of_training: list[UseOfTraining] = []
         self.inner: str | None = None
+        self.calls: list[Call] = []
         self._paths = {module: name for name, module in root.named_modules()}
         self._looked_into = list(modules_within(root, leaves))
         #: The modes of those, and of the leaves that they have.
@@ -116,6 +119,7 @@ class ForwardTracer(StepTracer):
         if module in self.leaves:
             return self.create_proxy('call_module', self._paths[module], args, kwargs)
         self._stack.append(module)
+        begin = len(self.graph.nodes)
         try:
             return run(module, *args, **kwargs)
         except Exception:
@@ -123,6 +127,7 @@ class ForwardTracer(StepTracer):
             raise
         finally:
             self._stack.pop()
+            self.calls.append(Call(module, range(begin, len(self.graph.nodes))))
 
     def read(self, module: nn.Module, name: str, found: Any) -> Any:
         """Return a value for a parameter or a buffer."""
