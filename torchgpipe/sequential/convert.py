@@ -2,6 +2,7 @@
 import inspect
 import re
 from collections.abc import Iterable
+from traceback import clear_frames
 from types import FunctionType
 from typing import Any, NoReturn
 
@@ -97,13 +98,13 @@ def _converted(module: nn.Module, sample: Any, names: set[str], classes: dict[ty
 
     tracer, inputs = recorded(sample)
     blocks = blocks_among(tracer.calls, tracer.root, tracer.graph)
-    _check_modes(module, names, classes)
     if one is not UNKNOWN:
         widen(tracer, inputs.take(*copied_value(called_with(one))), lambda: recorded(one)[0])
     seconds = {} if is_on_meta(module) else _seconds(tracer)
     steps = cut_graph(tracer.graph, tracer.root, tracer.leaves, grain, blocks)
     found = build(tracer.graph, steps, module, inputs, tracer.constants)
     found.wholes = LeafModules(module, names, classes).wholes(seconds)
+    _check_modes(tracer.root, tracer.leaves)
     return found
 
 
@@ -116,17 +117,19 @@ def _seconds(tracer: ForwardTracer) -> dict[str, float]:
     return found
 
 
-def _check_modes(module: nn.Module, names: set[str], classes: dict[type, str]) -> None:
+def _check_modes(root: nn.Module, leaves: LeafModules) -> None:
     """See that layers will have the modes that a model gives its submodules in ``train()``.
+
+    Args:
+        root: A copy of the model, which is changed.
+        leaves: Those in it.
 
     Raises:
         ConversionError: It has a ``train()`` of its own, which layers would not run.
     """
-    if not any(map(_has_own_train, modules_within(module, LeafModules(module, names, classes)))):
-        return
-    root = copied(module)
-    leaves = LeafModules(root, names, classes)
     within = [*modules_within(root, leaves)]
+    if not any(map(_has_own_train, within)):
+        return
     for mode in (True, False):
         root.train(mode)
         modes = {each: each.training for each in root.modules()}
@@ -183,9 +186,11 @@ def _recorded(module: nn.Module, sample: Any, names: set[str], classes: dict[typ
     args, kwargs, inputs = _values(tracer, module, sample)
     try:
         tracer.record(args, kwargs)
-        del args, kwargs
+        args, kwargs = (), {}
         tracer.end()
     except Exception as error:
+        args, kwargs = (), {}
+        clear_frames(error.__traceback__)  # which have values
         _raise_again(error, root, tracer)
     finally:
         tracer.release()

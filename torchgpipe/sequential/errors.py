@@ -101,7 +101,12 @@ def is_from_checkpoint(error: BaseException) -> bool:
 
 def is_of_others(frame: FrameType) -> bool:
     """Return whether it is code of PyTorch or of this package that runs in a frame."""
-    return os.path.abspath(frame.f_code.co_filename).startswith(_OTHERS)
+    return _is_file_of_others(frame.f_code.co_filename)
+
+
+@lru_cache(maxsize=None)
+def _is_file_of_others(file: str) -> bool:
+    return os.path.abspath(file).startswith(_OTHERS)
 
 
 def _described(lines: Iterable[tuple[FrameType, int]]) -> str:

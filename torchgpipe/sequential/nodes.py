@@ -13,7 +13,7 @@ from torchgpipe.structure import Kind, Structure, flatten
 
 __all__ = ['Constant', 'apply', 'calls_in', 'compute', 'first_difference', 'form_of', 'guard',
            'guard_ways', 'gives_no_tensor', 'is_about', 'is_in_place', 'is_same', 'mapped',
-           'put_together', 'same_constants', 'take_apart', 'words']
+           'put_together', 'runs_python', 'same_constants', 'take_apart', 'words']
 
 
 #: A method of Python or, from PyTorch 2.14 on, one of C++.
@@ -123,6 +123,11 @@ def compute(root: nn.Module, node: fx.Node, args: tuple[Any, ...], kwargs: dict[
     if node.op == 'call_method':
         return getattr(args[0], target)(*args[1:], **kwargs)
     return target(*args, **kwargs)
+
+
+def runs_python(node: fx.Node) -> bool:
+    """Return whether a node may run code of the user's, which may draw numbers of Python's."""
+    return node.op == 'call_module' or node.target is apply
 
 
 # What a tensor tells of itself that does not depend on its elements.

@@ -93,6 +93,7 @@ class ForwardTracer(StepTracer):
             try:
                 result = self.create_arg(self.simple(self.root.forward(*args, **kwargs)))
                 self.check_modes()
+                self.check_draws()
             except Exception as error:
                 raise self._stopped or error
             finally:
@@ -116,6 +117,7 @@ class ForwardTracer(StepTracer):
                 self.refuse(f'it calls a {type(module).__name__} with parameters, which is not a '
                             'submodule of it')
             return run(module, *args, **kwargs)
+        self.check_draws()
         if module in self.leaves:
             return self.create_proxy('call_module', self._paths[module], args, kwargs)
         self._stack.append(module)
@@ -208,10 +210,14 @@ class ForwardTracer(StepTracer):
         return bool(value.node.meta['kind'] == 'tensor')
 
     def check_modes(self) -> None:
-        """See that the forward has not changed modes, nor drawn random numbers unseen."""
+        """See that the forward has not changed modes, nor drawn numbers of PyTorch's unseen."""
         if modes_now() != self._modes:
             self.entered()
-        moved = self.draws.moved()
+        self.check_draws(pythons=False)
+
+    def check_draws(self, pythons: bool = True) -> None:
+        """See that the forward has not drawn random numbers unseen, of Python's too if asked."""
+        moved = self.draws.moved(pythons)
         if moved:
             self.refuse(f'it draws random numbers of {moved}, here or before')
 

@@ -27,7 +27,8 @@ from torchgpipe.sequential.effects import (GeneratorStates, has_values, held_bey
                                            name_of_holder, release, without_grad)
 from torchgpipe.sequential.errors import NO_CACHE, in_one_line, line_of
 from torchgpipe.sequential.nodes import (Constant, compute, gives_no_tensor, guard, is_about,
-                                         is_in_place, mapped, put_together, take_apart)
+                                         is_in_place, mapped, put_together, runs_python,
+                                         take_apart)
 from torchgpipe.sequential.values import UNKNOWN, TracedValue, UnknownValue
 from torchgpipe.structure import PLAIN, flatten, flatten_nested
 
@@ -108,15 +109,16 @@ class StepTracer(fx.Tracer):
                 type(args[0]) is TracedValue):  # As of Python's, there is no message in the graph.
             return torch._assert(bool(args[0]), *args[1:])
         args, kwargs = self.simple((tuple(args), dict(kwargs)))
-        node = self.graph.create_node(kind, target, self.create_arg(args),
-                                      self.create_arg(kwargs))
-        node.meta['where'] = line_of()
-        node.meta['input'] = any(each.meta['input'] for each in node.all_input_nodes)
-        try:
-            example = self._compute(node, args, kwargs)
-        except Exception:
-            self.graph.erase_node(node)
-            raise
+        with self.put_back():
+            node = self.graph.create_node(kind, target, self.create_arg(args),
+                                          self.create_arg(kwargs))
+            node.meta['where'] = line_of()
+            node.meta['input'] = any(each.meta['input'] for each in node.all_input_nodes)
+            try:
+                example = self._compute(node, args, kwargs)
+            except Exception:
+                self.graph.erase_node(node)
+                raise
         return self.wrap(node, example)
 
     def _compute(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
@@ -142,7 +144,7 @@ class StepTracer(fx.Tracer):
         made_of = [ids_within(x) for x in objects]
         self.runs = False
         try:
-            with self.put_back(), self.draws.restored():
+            with self.draws.restored(runs_python(node)):
                 found = self._called(node, args, kwargs)
         finally:
             self.runs = True
