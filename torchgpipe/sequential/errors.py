@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache, lru_cache
 from traceback import walk_stack, walk_tb
 from types import FrameType, ModuleType, TracebackType
 
@@ -104,7 +104,7 @@ def is_of_others(frame: FrameType) -> bool:
     return _is_file_of_others(frame.f_code.co_filename)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _is_file_of_others(file: str) -> bool:
     return os.path.abspath(file).startswith(_OTHERS)
 

@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 from torch.autograd import Function
 
 from torchgpipe.engine.memory import storage_id
-from torchgpipe.private import uncompiled
+from torchgpipe.private import hooks_of, uncompiled
 from torchgpipe.structure import Kind, Structure, flatten
 
 __all__ = ['Constant', 'apply', 'calls_in', 'compute', 'first_difference', 'form_of', 'guard',
@@ -107,7 +107,7 @@ class Constant:
 def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     """Return the arguments of a step with a function of what is in them in its place."""
     if type(value) in (tuple, list):
-        return type(value)(mapped(each, function) for each in value)
+        return type(value)([mapped(each, function) for each in value])
     if type(value) is dict:
         return {key: mapped(each, function) for key, each in value.items()}
     if type(value) is slice:
@@ -125,9 +125,12 @@ def compute(root: nn.Module, node: fx.Node, args: tuple[Any, ...], kwargs: dict[
     return target(*args, **kwargs)
 
 
-def runs_python(node: fx.Node) -> bool:
+def runs_python(root: nn.Module, node: fx.Node) -> bool:
     """Return whether a node may run code of the user's, which may draw numbers of Python's."""
-    return node.op == 'call_module' or node.target is apply
+    if node.op == 'call_module':
+        module = root.get_submodule(str(node.target))
+        return not type(module).__module__.startswith('torch.nn.') or any(hooks_of(module))
+    return node.target is apply
 
 
 # What a tensor tells of itself that does not depend on its elements.

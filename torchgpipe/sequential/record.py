@@ -117,7 +117,6 @@ class ForwardTracer(StepTracer):
                 self.refuse(f'it calls a {type(module).__name__} with parameters, which is not a '
                             'submodule of it')
             return run(module, *args, **kwargs)
-        self.check_draws()
         if module in self.leaves:
             return self.create_proxy('call_module', self._paths[module], args, kwargs)
         self._stack.append(module)
@@ -210,16 +209,9 @@ class ForwardTracer(StepTracer):
         return bool(value.node.meta['kind'] == 'tensor')
 
     def check_modes(self) -> None:
-        """See that the forward has not changed modes, nor drawn numbers of PyTorch's unseen."""
+        """See that the forward has not changed modes."""
         if modes_now() != self._modes:
             self.entered()
-        self.check_draws(pythons=False)
-
-    def check_draws(self, pythons: bool = True) -> None:
-        """See that the forward has not drawn random numbers unseen, of Python's too if asked."""
-        moved = self.draws.moved(pythons)
-        if moved:
-            self.refuse(f'it draws random numbers of {moved}, here or before')
 
     def check_training(self, other: 'ForwardTracer') -> None:
         """See that a recording in the other training mode is the same.

@@ -77,6 +77,12 @@ class StepTracer(fx.Tracer):
         """See before each step that the forward has not changed modes."""
         raise NotImplementedError
 
+    def check_draws(self, pythons: bool = True) -> None:
+        """See that the forward has not drawn random numbers unseen, of Python's too if asked."""
+        moved = self.draws.moved(pythons)
+        if moved:
+            self.refuse(f'it draws random numbers of {moved}, here or before')
+
     def refuse(self, why: str, hint: str = '') -> Any:
         """Raise an error that names the line."""
         raise NotImplementedError
@@ -110,8 +116,8 @@ class StepTracer(fx.Tracer):
             return torch._assert(bool(args[0]), *args[1:])
         args, kwargs = self.simple((tuple(args), dict(kwargs)))
         with self.put_back():
-            node = self.graph.create_node(kind, target, self.create_arg(args),
-                                          self.create_arg(kwargs))
+            node = self.graph.create_node(kind, target, mapped(args, self.create_arg),
+                                          mapped(kwargs, self.create_arg))
             node.meta['where'] = line_of()
             node.meta['input'] = any(each.meta['input'] for each in node.all_input_nodes)
             try:
@@ -139,12 +145,14 @@ class StepTracer(fx.Tracer):
         if any(type(value) is not TracedValue for value in values):
             node.meta['writes'] = node.all_input_nodes[:1] if is_in_place(node) else []
             return UNKNOWN
+        pythons = runs_python(self.root, node)
+        self.check_draws(pythons)
         versions = [(x.node, x._example, x._example._version) for x in values
                     if isinstance(x._example, Tensor)]
         made_of = [ids_within(x) for x in objects]
         self.runs = False
         try:
-            with self.draws.restored(runs_python(node)):
+            with self.draws.restored(pythons):
                 found = self._called(node, args, kwargs)
         finally:
             self.runs = True
@@ -255,10 +263,10 @@ class StepTracer(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         """Return what stands for a value in the graph."""
-        if type(a) is Constant:
-            return a
         if isinstance(a, fx.Proxy):
             return a.node
+        if type(a) in (Constant, bool, float, int, str, type(None)):
+            return a
         if isinstance(a, Tensor):
             if id(a) not in self._tensors:
                 if a.requires_grad:
