@@ -163,9 +163,9 @@ def _check(module: nn.Module, converted: Converted, sample: Any, batch_dim: Any,
     tensors, structure = flatten_nested(sample)
     batches, sizes, _ = cut(sample, 2, fit_rule(batch_dim, sample, converted))
     whole, halves = structure(tensors), [batch.value for batch in batches]
-    check_conversion(module, converted, whole, halves[0], advice)
+    known = check_conversion(module, converted, halves, sizes[0], whole, advice)
     if len(halves) > 1:
-        check_mixing(module, whole, halves, sizes, batch_dim)
+        check_mixing(known, whole, halves, sizes, batch_dim)
 
 
 class Stage(Part, NamedLayer):
