@@ -21,7 +21,8 @@ from torchgpipe.sequential.parts import Converted, original_names
 from torchgpipe.sequential.patches import one_at_a_time
 from torchgpipe.structure import call, leaves_of, path_name
 
-__all__ = ['Evaluated', 'NamedTensors', 'check_conversion', 'differences', 'fails_by_size', 'first_of']
+__all__ = ['Evaluated', 'NamedTensors', 'check_conversion', 'differences', 'fails_by_size',
+           'first_of']
 
 #: Tensors that come of a call, by what they are.
 NamedTensors = dict[str, Tensor]

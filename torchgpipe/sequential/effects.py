@@ -79,12 +79,13 @@ class GeneratorStates:
         self._torch = torch.get_rng_state()
         self._python = random.getstate(), _position_of_numpy()
 
-    def moved(self, pythons: bool) -> str:
-        """Return the name of what has moved, if anything; to ask for Python's takes long."""
+    def check(self, refuse: Callable[[str], Any], pythons: bool = True) -> None:
+        """Refuse a forward that has drawn numbers; to ask whether Python's takes long."""
+        what = 'it draws random numbers of {}, here or before'
         if not torch.equal(torch.get_rng_state(), self._torch):
-            return 'PyTorch, by a function that is imported by its own name'
-        moved = pythons and self._python != (random.getstate(), _position_of_numpy())
-        return 'Python' if moved else ''
+            refuse(what.format('PyTorch, by a function that is imported by its own name'))
+        if pythons and self._python != (random.getstate(), _position_of_numpy()):
+            refuse(what.format('Python'))
 
     @contextmanager
     def restored(self, pythons: bool) -> Iterator[None]:

@@ -12,8 +12,8 @@ from torchgpipe.private import hooks_of, uncompiled
 from torchgpipe.structure import Kind, Structure, flatten
 
 __all__ = ['Constant', 'apply', 'calls_in', 'compute', 'first_difference', 'form_of', 'guard',
-           'guard_ways', 'gives_no_tensor', 'is_about', 'is_in_place', 'is_same', 'mapped',
-           'put_together', 'runs_python', 'same_constants', 'take_apart', 'words']
+           'guard_ways', 'gives_no_tensor', 'is_about', 'is_in_place', 'is_same', 'learning',
+           'mapped', 'put_together', 'runs_python', 'same_constants', 'take_apart', 'words']
 
 
 #: A method of Python or, from PyTorch 2.14 on, one of C++.
@@ -123,6 +123,12 @@ def compute(root: nn.Module, node: fx.Node, args: tuple[Any, ...], kwargs: dict[
     if node.op == 'call_method':
         return getattr(args[0], target)(*args[1:], **kwargs)
     return target(*args, **kwargs)
+
+
+def learning(x: Any) -> Any:
+    """Return a tensor as a layer gets it in training, in the same memory; all else as it is."""
+    learns = isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+    return x.detach().requires_grad_() if learns else x
 
 
 def runs_python(root: nn.Module, node: fx.Node) -> bool:

@@ -39,7 +39,6 @@ from torchgpipe.sequential.values import TracedValue
 
 __all__ = ['ForwardTracer']
 
-
 _LEN = len  # which is replaced while a forward runs
 
 
@@ -93,7 +92,7 @@ class ForwardTracer(StepTracer):
             try:
                 result = self.create_arg(self.simple(self.root.forward(*args, **kwargs)))
                 self.check_modes()
-                self.check_draws()
+                self.draws.check(self.refuse)
             except Exception as error:
                 raise self._stopped or error
             finally:
@@ -169,8 +168,7 @@ class ForwardTracer(StepTracer):
         node, example = value.node, value._example
         if (isinstance(example, Tensor) and how is not _LEN) or node.meta['data']:
             kind = type((self._stack or [self.root])[-1])
-            causal = is_within('_detect_is_causal_mask')
-            more = _OF_MASKS.get((kind, causal), '')
+            more = _OF_MASKS.get((kind, is_within('_detect_is_causal_mask')), '')
             if more:  # That is better than to leave all of it to itself, as for the training mode.
                 self.uses_of_training.clear()
             self.refuse('its program goes by the elements of a tensor', more=more)

@@ -27,7 +27,7 @@ from torchgpipe.sequential.effects import (GeneratorStates, has_values, held_bey
                                            name_of_holder, release, without_grad)
 from torchgpipe.sequential.errors import NO_CACHE, in_one_line, line_of
 from torchgpipe.sequential.nodes import (Constant, compute, gives_no_tensor, guard, is_about,
-                                         is_in_place, mapped, put_together, runs_python,
+                                         is_in_place, learning, mapped, put_together, runs_python,
                                          take_apart)
 from torchgpipe.sequential.values import UNKNOWN, TracedValue, UnknownValue
 from torchgpipe.structure import PLAIN, flatten, flatten_nested
@@ -76,12 +76,6 @@ class StepTracer(fx.Tracer):
     def check_modes(self) -> None:
         """See before each step that the forward has not changed modes."""
         raise NotImplementedError
-
-    def check_draws(self, pythons: bool = True) -> None:
-        """See that the forward has not drawn random numbers unseen, of Python's too if asked."""
-        moved = self.draws.moved(pythons)
-        if moved:
-            self.refuse(f'it draws random numbers of {moved}, here or before')
 
     def refuse(self, why: str, hint: str = '') -> Any:
         """Raise an error that names the line."""
@@ -146,7 +140,7 @@ class StepTracer(fx.Tracer):
             node.meta['writes'] = node.all_input_nodes[:1] if is_in_place(node) else []
             return UNKNOWN
         pythons = runs_python(self.root, node)
-        self.check_draws(pythons)
+        self.draws.check(self.refuse, pythons)
         versions = [(x.node, x._example, x._example._version) for x in values
                     if isinstance(x._example, Tensor)]
         made_of = [ids_within(x) for x in objects]
@@ -165,7 +159,7 @@ class StepTracer(fx.Tracer):
 
     def _called(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         def run(learns: bool) -> Any:
-            given = mapped((args, kwargs), _learning) if learns else (args, kwargs)
+            given = mapped((args, kwargs), learning) if learns else (args, kwargs)
             return compute(self.root, node, *given)
 
         synchronize(self._devices)
@@ -301,9 +295,3 @@ class StepTracer(fx.Tracer):
             return value
         return self.create_proxy('call_function', put_together,
                                  (self._constant(structure), list(values)), {})
-
-
-def _learning(x: Any) -> Any:
-    """Return a tensor as a layer gets it in training, in the same memory; all else as it is."""
-    learns = isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
-    return x.detach().requires_grad_() if learns else x
