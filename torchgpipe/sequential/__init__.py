@@ -32,10 +32,10 @@ def to_sequential(module: nn.Module, sample: Any = None, *, grain: str = 'block'
                   ) -> nn.Sequential:
     """Make a sequential module of a module of any form, for :class:`~torchgpipe.GPipe`.
 
-    Its forward is recorded for the sample, and cut into layers between calls with weights. A value
-    that a later layer uses goes straight there, as a skip. The layers hold the submodules,
-    parameters and buffers of the module itself, under their names with the number of a layer
-    before them, such as ``3.blocks.0.norm.weight``.
+    Its forward is recorded for the sample, and cut into layers: its blocks, and calls with weights
+    beside these. A value that a later layer uses goes straight there, as a skip. The layers hold
+    the submodules, parameters and buffers of the module itself, under their names with the number
+    of a layer before them, such as ``3.blocks.0.norm.weight``.
 
     >>> import torch
     >>> class Net(nn.Module):
@@ -61,6 +61,10 @@ def to_sequential(module: nn.Module, sample: Any = None, *, grain: str = 'block'
         sample: What it is called with: a tensor, any structure, or
             :class:`~torchgpipe.Arguments` for several, with two samples at least. Without one,
             less can be followed, and nothing is compared.
+        grain: How fine it is cut. ``'block'``: not within a block, of those that are repeated one
+            behind the other in a list, a dict or a sequential module, with two weights at least;
+            elsewhere as ``'layer'``: once between two calls with weights. ``'operation'``:
+            wherever it may be. Where there are fewer layers than partitions, a finer one helps.
         leaves: Submodules that are leaf modules, called as one and not looked into: by names (with
             ``*`` for anything), classes, or themselves. Layers of PyTorch's are anyway; and so are
             modules whose program goes by the training mode, or changes grad mode or autocast.

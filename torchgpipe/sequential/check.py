@@ -69,7 +69,8 @@ def _trained(module: nn.Module, value: Any, sample: Any) -> tuple[nn.Module, Any
     That is all of the sample if what comes of a part of it is no number.
     """
     original = copied(module)
-    with same_random_numbers(), fails_by_size(lambda: value is not sample, Exception):
+    with same_random_numbers(), fails_by_size(
+            lambda: value is not sample and _takes(original, sample, True, dict), Exception):
         outputs, found = _run(original, value, True)
     tensors = [x for x in outputs.values() if isinstance(x, Tensor)]
     if value is sample or all(x.isfinite().all() for x in tensors):
@@ -190,10 +191,11 @@ def _fails_by_mode(converted: nn.Module, sample: Any, training: bool) -> Iterato
             'is used in, by train() or eval() before, with check_sample=False') from error
 
 
-def _takes(converted: nn.Module, sample: Any, training: bool) -> bool:
+def _takes(module: nn.Module, sample: Any, training: bool,
+           original: Callable[[dict[str, Any]], dict[str, Any]] = original_names) -> bool:
     try:
         with same_random_numbers():
-            _run(converted, sample, training, original_names)
+            _run(module, sample, training, original)
     except Exception:
         return False
     return True

@@ -14,6 +14,9 @@ dimensions or more, or of a function with such a weight. All else is cheap, and 
 before it or after it. A cut is not made where what goes across is no tensor and no plain value,
 and if possible not between a tensor and what changes it in place.
 
+That is the grain of layers. By that of blocks, no cut is made within a block; by that of
+operations, one between any two steps that give tensors, but not before a change in place.
+
 A value is forwarded to the next layer, or skips those that have no use for it::
 
     layer      0            1            2            3
@@ -35,6 +38,7 @@ from torch.nn import functional as F
 
 from torchgpipe.engine.memory import size_of
 from torchgpipe.sequential.leaf_modules import LeafModules
+from torchgpipe.sequential.nodes import guard, guard_ways
 
 __all__ = ['GRAINS', 'Route', 'cut_graph', 'routes']
 
@@ -119,9 +123,9 @@ class _Across:
             if node.op not in ('get_attr', 'output'):
                 self._count(node, index, len(steps))
         self._count_weights(steps, root)
-        for block in blocks:  # What only tells a shape may come before.
-            within = [index[step] for step in block
-                      if step in index and step.meta['kind'] == 'tensor']
+        for block in blocks:  # What only tells a shape may come before, and a guard behind it.
+            within = [index[step] for step in block if step in index
+                      and step.meta['kind'] != 'plain' and step.target not in (guard, guard_ways)]
             for k in range(min(within, default=0) + 1, max(within, default=0) + 1):
                 self._blocks[k] += 1
 
