@@ -38,7 +38,6 @@ from torch.nn import functional as F
 
 from torchgpipe.engine.memory import size_of
 from torchgpipe.sequential.leaf_modules import LeafModules
-from torchgpipe.sequential.nodes import guard, guard_ways
 
 __all__ = ['GRAINS', 'Route', 'cut_graph', 'routes']
 
@@ -123,9 +122,9 @@ class _Across:
             if node.op not in ('get_attr', 'output'):
                 self._count(node, index, len(steps))
         self._count_weights(steps, root)
-        for block in blocks:  # What only tells a shape may come before, and a guard behind it.
-            within = [index[step] for step in block if step in index
-                      and step.meta['kind'] != 'plain' and step.target not in (guard, guard_ways)]
+        for block in blocks:  # What only tells a shape may come before.
+            within = [index[step] for step in block
+                      if step in index and step.meta['kind'] != 'plain']
             for k in range(min(within, default=0) + 1, max(within, default=0) + 1):
                 self._blocks[k] += 1
 
