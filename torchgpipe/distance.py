@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchgpipe.structure import leaves_of
 
-__all__ = ['arbitrary_loss', 'close', 'default_tolerance', 'distance', 'typical_size']
+__all__ = ['arbitrary_loss', 'close', 'default_tolerance', 'distance', 'same', 'typical_size']
 
 
 def default_tolerance(dtype: torch.dtype | None) -> float:
@@ -25,14 +25,19 @@ def distance(actual: Tensor, expected: Tensor, typical: float = 0.0) -> float:
     """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return math.inf
-    same = (actual == expected) | (actual.isnan() & expected.isnan())
-    if same.all():
+    if same(actual, expected):  # That takes a tenth of the time.
         return 0.0
+    alike = (actual == expected) | (actual.isnan() & expected.isnan())
     wide = torch.complex128 if actual.is_complex() else torch.float64
-    apart = (actual.to(wide) - expected.to(wide)).abs().masked_fill(same, 0)
+    apart = (actual.to(wide) - expected.to(wide)).abs().masked_fill(alike, 0)
     largest = float(apart.nan_to_num(math.inf, math.inf).max())
     return largest / (max(_size(expected), typical) or 1.0) if _rounds(expected) else max(
         largest, 1.0)  # which is 0 where integers have more digits than floats
+
+
+def same(actual: Tensor, expected: Tensor) -> bool:
+    """Return whether two tensors are of one type, and have the same numbers."""
+    return actual.dtype == expected.dtype and torch.equal(actual, expected)
 
 
 def close(actual: Tensor, expected: Tensor) -> bool:

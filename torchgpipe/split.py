@@ -152,8 +152,10 @@ def parse_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
     except TypeError:
         raise TypeError(f'balance must be made of integers, but is {numbers}') from None
     if sum(numbers) != layers:
+        more = ("; where to_sequential has made them, it makes more by grain='layer'"
+                if sum(numbers) > layers else '')
         raise ValueError(f'module and sum of balance have different length: {layers} layers, but '
-                         f'the balance {numbers} adds up to {sum(numbers)}' + _RECOMMENDATION)
+                         f'the balance {numbers} adds up to {sum(numbers)}{more}{_RECOMMENDATION}')
     if any(number < 1 for number in numbers):
         raise ValueError('all balance numbers must be positive integers: each partition has at '
                          f'least one layer (balance: {numbers})' + _RECOMMENDATION)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from tests.devices import cpu_only
+from torchgpipe import Arguments
 from torchgpipe.sequential import ConversionError, from_stages, to_sequential
 from torchgpipe.sequential.effects import ids_within
 
@@ -102,6 +103,44 @@ def test_a_way_that_goes_by_a_weight():
 def test_one_sample_alone():
     layers, x = to_sequential(Model(lambda m, x: x * 2), torch.rand(1, 6)), torch.rand(4, 6)
     assert layers(x).shape == (4, 6)
+
+
+def test_a_gradient_that_is_lost_where_a_half_is_nothing_but_padding():
+    """The loss of that is no number, nor are its gradients: then all of the sample is compared."""
+    def loss(m, x, labels):
+        return nn.functional.cross_entropy(m.b(x), labels)
+
+    model = Model(lambda m, x: x)
+    model.forward = lambda x, labels: loss(model, model.a(x) * model.table, labels)
+    sample = Arguments(torch.rand(4, 6), torch.tensor([-100, -100, 1, 2]))
+    with pytest.raises(ConversionError, match='the model in training: gradient of table by inf'):
+        from_stages(model, [lambda m, x, labels: (m.a(x), labels), lambda m, given: loss(
+            m, given[0] * m.table.detach(), given[1])], sample)
+
+
+def test_one_sample_is_no_half_for_a_batch_normalization():
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+    assert len(to_sequential(model, torch.rand(2, 6))) == 2
+
+
+def test_an_error_of_the_model_in_training_goes_by_no_size():
+    model = Model(lambda m, x: x.sigmoid().mul_(2))  # The sigmoid needs it for its gradient.
+    with pytest.raises(RuntimeError, match='^one of the variables needed for gradient'):
+        to_sequential(model, torch.rand(4, 6))
+
+
+def test_how_often_the_model_runs():
+    """In training for a micro-batch, and in evaluation for all of the sample, and for halves."""
+    seen = []
+
+    class Seen(nn.Linear):
+        def forward(self, x):
+            seen.append((len(x), self.training, torch.is_grad_enabled()))
+            return super().forward(x)
+
+    to_sequential(nn.Sequential(Seen(6, 6), nn.Linear(6, 6)), torch.rand(8, 6))
+    assert seen[:2] == [(8, True, False)] * 2  # before it is recorded, and then
+    assert seen[2:] == [(4, True, True)] * 2 + [(8, False, False)] * 2 + [(4, False, False)] * 2
 
 
 # --- what is no difference

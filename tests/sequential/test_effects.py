@@ -1,5 +1,6 @@
 """What a forward keeps beyond its end: caches are filled before, and all else is named."""
 import functools
+import random
 import threading
 from types import SimpleNamespace
 
@@ -245,3 +246,47 @@ def test_a_cache_is_filled_with_tensors(table):
         layers = check(model, sample())
         assert type(table(6)) is torch.Tensor
         assert [name for name, _ in layers.named_buffers() if 'constant' in name]
+
+
+# --- random numbers of Python's
+# -------------------------------------------------------------------------------------------------
+
+
+class Draws(nn.Linear):
+    """A layer that draws by itself, as it may."""
+
+    def forward(self, x):
+        return super().forward(x) + 0 * random.random()
+
+
+class Drawn(torch.autograd.Function):
+    """A function that draws by itself."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x + 0 * random.random()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def drawing_hook(layer, args, output):
+    return output + 0 * random.random()
+
+
+def hooked():
+    layer = nn.Linear(6, 6)
+    layer.register_forward_hook(drawing_hook)
+    return layer
+
+
+@pytest.mark.parametrize('draw', [lambda: Draws(6, 6), hooked, lambda: Inner(
+    lambda m, x: Drawn.apply(x))], ids=['layer', 'hook', 'function'])
+def test_what_a_program_draws_is_seen_before_a_step_that_draws_itself(draw):
+    """Such a step puts the generator back."""
+    uniform = random.uniform
+    assert len(to_sequential(nn.Sequential(nn.Linear(6, 6), draw(), nn.Linear(6, 6)), sample()))
+    model = nn.Sequential(Inner(lambda m, x: x + uniform(0, 1)), draw(), nn.Linear(6, 6))
+    with pytest.raises(ConversionError, match="draws random numbers of Python"):
+        to_sequential(model, sample(), check_sample=False)

@@ -22,7 +22,7 @@ def test_blocks_that_are_named_are_leaves():
         nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(3))),
         head=nn.Linear(4, 4))
     x = torch.randn(4, 4)
-    assert len(to_sequential(model, x)) == 7
+    assert len(to_sequential(model, x, grain='layer')) == 7
     layers = to_sequential(model, x, leaves=['body.?'])
     assert len(layers) == len(to_sequential(model, x, leaves=[*model.body])) == 4
     assert len(to_sequential(model, x, leaves=nn.Sequential)) == 2

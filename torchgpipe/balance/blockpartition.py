@@ -89,7 +89,8 @@ def check_partitions(sequence: Sized, partitions: int) -> None:
     if len(sequence) < positive(partitions, 'partitions'):
         raise ValueError(f'sequence is shorter than intended partitions: {len(sequence)} layers '
                          f'can not be cut into {partitions} partitions of one layer at least; '
-                         'ask for fewer partitions')
+                         'ask for fewer partitions; or, where to_sequential has made the layers, '
+                         "for more of these: grain='layer'")
 
 
 def integers(sequence: Sequence[Number]) -> list[int]:

@@ -27,14 +27,15 @@ __all__ = ['ConversionError', 'from_stages', 'optimizer_state', 'original_names'
 StageLike = Callable[..., Any] | nn.Module
 
 
-def to_sequential(module: nn.Module, sample: Any = None, *, leaves: Iterable[LeafLike] = (),
-                  batch_dim: Any = 0, check_sample: bool = True) -> nn.Sequential:
+def to_sequential(module: nn.Module, sample: Any = None, *, grain: str = 'block',
+                  leaves: Iterable[LeafLike] = (), batch_dim: Any = 0, check_sample: bool = True
+                  ) -> nn.Sequential:
     """Make a sequential module of a module of any form, for :class:`~torchgpipe.GPipe`.
 
-    Its forward is recorded for the sample, and cut into layers between calls with weights. A value
-    that a later layer uses goes straight there, as a skip. The layers hold the submodules,
-    parameters and buffers of the module itself, under their names with the number of a layer
-    before them, such as ``3.blocks.0.norm.weight``.
+    Its forward is recorded for the sample, and cut into layers: its blocks, and calls with weights
+    beside these. A value that a later layer uses goes straight there, as a skip. The layers hold
+    the submodules, parameters and buffers of the module itself, under their names with the number
+    of a layer before them, such as ``3.blocks.0.norm.weight``.
 
     >>> import torch
     >>> class Net(nn.Module):
@@ -60,6 +61,10 @@ def to_sequential(module: nn.Module, sample: Any = None, *, leaves: Iterable[Lea
         sample: What it is called with: a tensor, any structure, or
             :class:`~torchgpipe.Arguments` for several, with two samples at least. Without one,
             less can be followed, and nothing is compared.
+        grain: How fine it is cut. ``'block'``: not within a block, of those that are repeated one
+            behind the other in a list, a dict or a sequential module, with two weights at least;
+            elsewhere as ``'layer'``: once between two calls with weights. ``'operation'``:
+            wherever it may be. Where there are fewer layers than partitions, a finer one helps.
         leaves: Submodules that are leaf modules, called as one and not looked into: by names (with
             ``*`` for anything), classes, or themselves. Layers of PyTorch's are anyway; and so are
             modules whose program goes by the training mode, or changes grad mode or autocast.
@@ -83,7 +88,7 @@ def to_sequential(module: nn.Module, sample: Any = None, *, leaves: Iterable[Lea
         TypeError: Something is of the wrong type.
         ValueError: The model has no such leaf, or the sample can not be cut into micro-batches.
     """
-    converted = convert(module, UNKNOWN if sample is None else sample, leaves,
+    converted = convert(module, UNKNOWN if sample is None else sample, leaves, grain,
                         _one_of(module, sample, batch_dim))
     largest = next((each for each in converted.wholes if each.warns), None)
     if largest is not None:
@@ -162,9 +167,9 @@ def _check(module: nn.Module, converted: Converted, sample: Any, batch_dim: Any,
     tensors, structure = flatten_nested(sample)
     batches, sizes, _ = cut(sample, 2, fit_rule(batch_dim, sample, converted))
     whole, halves = structure(tensors), [batch.value for batch in batches]
-    check_conversion(module, converted, whole, halves[0], advice)
+    known = check_conversion(module, converted, halves, sizes[0], whole, advice)
     if len(halves) > 1:
-        check_mixing(module, whole, halves, sizes, batch_dim)
+        check_mixing(known, whole, halves, sizes, batch_dim)
 
 
 class Stage(Part, NamedLayer):

@@ -1,57 +1,104 @@
 """Compare a model with what it was converted to: what they give for a sample, in both modes.
 
 Both run in copies, which have the parameters of the model itself, so gradients are of the same
-ones, and neither buffers nor the state of layers change. The second time, a micro-batch of the
-sample goes through both: a program that was recorded for one number of samples shows there, and so
-does state that changes in each call.
+ones, and neither buffers nor the state of layers change. In training a micro-batch of the sample
+goes through both, and in evaluation all of it: a program that was recorded for one number of
+samples shows there, and so does state that changes in each call. One sample alone is none for a
+batch normalization in training, and a loss of nothing but padding has no gradient: then it is the
+other way round, or all of it in both.
 """
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.distance import arbitrary_loss, default_tolerance, distance, typical_size
+from torchgpipe.distance import arbitrary_loss, default_tolerance, distance, same, typical_size
 from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers, without_grad
 from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.parts import Converted, original_names
 from torchgpipe.sequential.patches import one_at_a_time
 from torchgpipe.structure import call, leaves_of, path_name
 
-__all__ = ['NamedTensors', 'check_conversion', 'differences', 'fails_by_size', 'first_of']
+__all__ = ['Evaluated', 'NamedTensors', 'check_conversion', 'differences', 'fails_by_size',
+           'first_of']
 
 #: Tensors that come of a call, by what they are.
 NamedTensors = dict[str, Tensor]
 
 
-def check_conversion(module: nn.Module, converted: Converted, sample: Any, half: Any, advice: str
-                     ) -> None:
-    """Raise what is different in a converted model for a sample or a half of it, with advice.
+class Evaluated(NamedTuple):
+    """What a model was compared by in evaluation."""
+
+    #: The copy that ran.
+    model: nn.Module
+    value: Any
+    #: What it gave: tensors and plain values, by where they are.
+    outputs: dict[str, Any]
+
+
+def check_conversion(module: nn.Module, converted: Converted, halves: Sequence[Any],
+                     number: int, sample: Any, advice: str) -> Evaluated:
+    """Raise what is different in a converted model, with advice.
+
+    Args:
+        module, converted: The model, and what it was converted to.
+        sample: What both are called with.
+        halves: How that was cut.
+        number: Of how many samples the first one is.
+        advice: What to do.
 
     Raises:
         ConversionError: Outputs, gradients or buffers differ, which are named.
     """
     with one_at_a_time, torch.inference_mode(False):
-        original, copy = copied(module), copied(converted)
-        for title, training, value in (('in training', True, sample),
-                                       ('in evaluation, for a half of the sample', False, half)):
-            with same_random_numbers(), fails_by_size(value is not sample, Exception):
-                expected = _run(original, value, training)
-            with (same_random_numbers(), _fails_by_mode(copy, sample, training),
-                  fails_by_size(value is not sample, ValueError)):
-                found = _run(copy, value, training, original_names)
-            different = []
-            for kind in ('output', 'gradient', 'buffer'):
-                different += differences(_of_kind(expected, kind), _of_kind(found, kind))
-            if different:
-                raise ConversionError(f'the converted model has other numbers than the model '
-                                      f'{title}: {first_of(different)}. {advice}')
+        copy = copied(converted)
+        original, value, expected = _trained(module, halves[0] if number > 1 else sample, sample)
+        _compare(copy, value, True, sample, expected, advice)
+        value = halves[0] if value is sample else sample
+        with same_random_numbers(), fails_by_size(lambda: value is not sample, Exception):
+            outputs, expected = _run(original, value, False)
+        _compare(copy, value, False, sample, expected, advice)
+        return Evaluated(original, value, outputs)
+
+
+def _trained(module: nn.Module, value: Any, sample: Any) -> tuple[nn.Module, Any, NamedTensors]:
+    """Return a copy of a module that has run in training, with what, and what came of it.
+
+    That is all of the sample if what comes of a part of it is no number.
+    """
+    original = copied(module)
+    with same_random_numbers(), fails_by_size(
+            lambda: value is not sample and _takes(original, sample, True, dict), Exception):
+        outputs, found = _run(original, value, True)
+    tensors = [x for x in outputs.values() if isinstance(x, Tensor)]
+    if value is sample or all(x.isfinite().all() for x in tensors):
+        return original, value, found
+    return _trained(module, sample, sample)
+
+
+def _compare(copy: nn.Module, value: Any, training: bool, sample: Any, expected: NamedTensors,
+             advice: str) -> None:
+    """Raise what is different from what is expected of a copy of a converted model."""
+    is_cut = value is not sample
+    with (same_random_numbers(), _fails_by_mode(copy, sample, training),
+          fails_by_size(lambda: is_cut and _takes(copy, sample, training), ValueError)):
+        _, found = _run(copy, value, training, original_names)
+    different = []
+    for kind in ('output', 'gradient', 'buffer'):
+        different += differences(_of_kind(expected, kind), _of_kind(found, kind))
+    if different:
+        what = ' for a half of the sample' if is_cut else ''
+        mode = 'training' if training else 'evaluation'
+        raise ConversionError(f'the converted model has other numbers than the model{what} in '
+                              f'{mode}: {first_of(different)}. {advice}')
 
 
 def _run(module: nn.Module, value: Any, training: bool,
-         original: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> NamedTensors:
-    """Return outputs of a module and its buffers, and in training gradients of a loss.
+         original: Callable[[dict[str, Any]], dict[str, Any]] = dict
+         ) -> tuple[dict[str, Any], NamedTensors]:
+    """Return outputs of a module, and tensors: these, its buffers, and gradients in training.
 
     Names in the original, for those of the module, are given by ``original``.
     """
@@ -64,9 +111,9 @@ def _run(module: nn.Module, value: Any, training: bool,
 
     with torch.set_grad_enabled(learns):
         output = output_of(True) if learns else without_grad(output_of)
-        found = {f'output{path_name(leaf.path)}': leaf.value for leaf in leaves_of(output)
-                 if isinstance(leaf.value, Tensor)}
-        loss = arbitrary_loss(output)
+        loss = arbitrary_loss(output) if learns else torch.zeros(())
+    outputs = {f'output{path_name(leaf.path)}': leaf.value for leaf in leaves_of(output)}
+    found = {name: x for name, x in outputs.items() if isinstance(x, Tensor)}
     if loss.requires_grad:
         names = original(dict(module.named_parameters(remove_duplicate=False)))
         learning = {name: x for name, x in names.items() if x.requires_grad}
@@ -76,7 +123,7 @@ def _run(module: nn.Module, value: Any, training: bool,
     buffers = original(dict(module.named_buffers(remove_duplicate=False)))
     found.update({f'buffer {name}': x.clone() for name, x in buffers.items()
                   if '_constant_' not in name})
-    return {name: x.detach() for name, x in found.items()}
+    return outputs, {name: x.detach() for name, x in found.items()}
 
 
 def differences(expected: NamedTensors, found: NamedTensors, tolerance: float | None = None
@@ -85,9 +132,11 @@ def differences(expected: NamedTensors, found: NamedTensors, tolerance: float | 
 
     Rounding may come to the tolerance or, without one, to what it does for the type of each.
     """
-    typical = typical_size([*expected.values()])
+    names = [name for name in {**expected, **found} if name not in expected or name not in found
+             or not same(found[name], expected[name])]
+    typical = typical_size([*expected.values()]) if names else 0.0
     different = []
-    for name in {**expected, **found}:
+    for name in names:
         apart, dtype = float('inf'), None
         if name in expected and name in found:
             apart = distance(found[name], expected[name], typical)
@@ -109,12 +158,12 @@ def _of_kind(tensors: NamedTensors, kind: str) -> NamedTensors:
 
 
 @contextmanager
-def fails_by_size(is_cut: bool, failure: type[Exception]) -> Iterator[None]:
-    """Say of what fails that the number of samples is the reason."""
+def fails_by_size(does: Callable[[], bool], failure: type[Exception]) -> Iterator[None]:
+    """Say of what fails that the number of samples is the reason, if it is."""
     try:
         yield
     except failure as error:
-        if not is_cut:
+        if not does():
             raise
         raise ConversionError('the model can not be cut into micro-batches as it is, since its '
                               f'program goes by their size: {error}') from error
@@ -142,10 +191,11 @@ def _fails_by_mode(converted: nn.Module, sample: Any, training: bool) -> Iterato
             'is used in, by train() or eval() before, with check_sample=False') from error
 
 
-def _takes(converted: nn.Module, sample: Any, training: bool) -> bool:
+def _takes(module: nn.Module, sample: Any, training: bool,
+           original: Callable[[dict[str, Any]], dict[str, Any]] = original_names) -> bool:
     try:
         with same_random_numbers():
-            _run(converted, sample, training, original_names)
+            _run(module, sample, training, original)
     except Exception:
         return False
     return True

@@ -2,14 +2,16 @@
 import inspect
 import re
 from collections.abc import Iterable
+from traceback import clear_frames
 from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.sequential.blocks import blocks_among
 from torchgpipe.sequential.build import build
-from torchgpipe.sequential.cuts import cut_graph
+from torchgpipe.sequential.cuts import GRAINS, cut_graph
 from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers, without_grad
 from torchgpipe.sequential.errors import (ConversionError, NeedsLeaf, is_from_checkpoint,
                                           line_of_error, refused)
@@ -43,14 +45,16 @@ def not_sequential(module: object) -> TypeError:
     return TypeError(f'{rule}; {way} would make it one, of {layers} layers')
 
 
-def convert(module: nn.Module, sample: Any, leaves: Iterable[LeafLike], one: Any = UNKNOWN
-            ) -> Converted:
+def convert(module: nn.Module, sample: Any, leaves: Iterable[LeafLike], grain: str = 'block',
+            one: Any = UNKNOWN) -> Converted:
     """Return a sequential module, without comparing it: see :func:`to_sequential`.
 
     It is good for ``one`` sample of the sample, too, if that takes no other program.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f'a module is converted, not {type(module).__name__}')
+    if grain not in GRAINS:
+        raise ValueError(f'grain must be one of {", ".join(map(repr, GRAINS))}, but is {grain!r}')
     names = leaf_names(module, leaves)
     classes: dict[type, str] = {}
     with one_at_a_time, torch.inference_mode(False), torch.enable_grad():
@@ -60,7 +64,7 @@ def convert(module: nn.Module, sample: Any, leaves: Iterable[LeafLike], one: Any
             sample = structure(tensors)  # without marks
         while True:
             try:
-                return _converted(module, sample, names, classes, one)
+                return _converted(module, sample, names, classes, grain, one)
             except NeedsLeaf as error:  # It is converted anew, with more leaves.
                 why, *found = error.args
                 classes.update(dict.fromkeys(found, why))
@@ -82,8 +86,8 @@ def _call_once(module: nn.Module, sample: Any) -> None:
         # Where it goes by numbers that are not there, its record need not.
 
 
-def _converted(module: nn.Module, sample: Any, names: set[str], classes: dict[type, str], one: Any
-               ) -> Converted:
+def _converted(module: nn.Module, sample: Any, names: set[str], classes: dict[type, str],
+               grain: str, one: Any) -> Converted:
     left: list[Any] = []
 
     def recorded(value: Any) -> tuple[ForwardTracer, Inputs]:
@@ -97,13 +101,14 @@ def _converted(module: nn.Module, sample: Any, names: set[str], classes: dict[ty
         return found
 
     tracer, inputs = recorded(sample)
-    _check_modes(module, names, classes)
+    blocks = blocks_among(tracer.calls, tracer.root, tracer.graph)
     if one is not UNKNOWN:
         widen(tracer, inputs.take(*copied_value(called_with(one))), lambda: recorded(one)[0])
     seconds = {} if is_on_meta(module) else _seconds(tracer)
-    steps = cut_graph(tracer.graph, tracer.root, tracer.leaves)
+    steps = cut_graph(tracer.graph, tracer.root, tracer.leaves, grain, blocks)
     found = build(tracer.graph, steps, module, inputs, tracer.constants)
     found.wholes = LeafModules(module, names, classes).wholes(seconds)
+    _check_modes(tracer.root, tracer.leaves)
     return found
 
 
@@ -116,17 +121,19 @@ def _seconds(tracer: ForwardTracer) -> dict[str, float]:
     return found
 
 
-def _check_modes(module: nn.Module, names: set[str], classes: dict[type, str]) -> None:
+def _check_modes(root: nn.Module, leaves: LeafModules) -> None:
     """See that layers will have the modes that a model gives its submodules in ``train()``.
+
+    Args:
+        root: A copy of the model, which is changed.
+        leaves: Those in it.
 
     Raises:
         ConversionError: It has a ``train()`` of its own, which layers would not run.
     """
-    if not any(map(_has_own_train, modules_within(module, LeafModules(module, names, classes)))):
-        return
-    root = copied(module)
-    leaves = LeafModules(root, names, classes)
     within = [*modules_within(root, leaves)]
+    if not any(map(_has_own_train, within)):
+        return
     for mode in (True, False):
         root.train(mode)
         modes = {each: each.training for each in root.modules()}
@@ -198,9 +205,11 @@ def _record(tracer: ForwardTracer, module: nn.Module, sample: Any) -> Inputs:
     args, kwargs, inputs = _values(tracer, module, sample)
     try:
         tracer.record(args, kwargs)
-        del args, kwargs
+        args, kwargs = (), {}
         tracer.end()
     except Exception as error:
+        args, kwargs = (), {}
+        clear_frames(error.__traceback__)  # which have values
         _raise_again(error, tracer.root, tracer)
     finally:
         tracer.release()

@@ -14,6 +14,9 @@ dimensions or more, or of a function with such a weight. All else is cheap, and 
 before it or after it. A cut is not made where what goes across is no tensor and no plain value,
 and if possible not between a tensor and what changes it in place.
 
+That is the grain of layers. By that of blocks, no cut is made within a block; by that of
+operations, one between any two steps that give tensors, but not before a change in place.
+
 A value is forwarded to the next layer, or skips those that have no use for it::
 
     layer      0            1            2            3
@@ -25,7 +28,7 @@ So no value crosses a boundary twice, and a tensor is on no device that has no u
 itself, of which a layer makes a tensor, goes nowhere: it is that of what the layer receives.
 """
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +39,10 @@ from torch.nn import functional as F
 from torchgpipe.engine.memory import size_of
 from torchgpipe.sequential.leaf_modules import LeafModules
 
-__all__ = ['Route', 'cut_graph', 'routes']
+__all__ = ['GRAINS', 'Route', 'cut_graph', 'routes']
+
+#: How fine a graph may be cut.
+GRAINS = 'block', 'layer', 'operation'
 
 _WITH_WEIGHTS = frozenset((
     F.bilinear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d,
@@ -74,14 +80,23 @@ def _earliest(node: fx.Node, steps: Sequence[fx.Node]) -> int:
     return 0
 
 
-def cut_graph(graph: fx.Graph, root: nn.Module, leaves: LeafModules) -> list[list[fx.Node]]:
-    """Return the steps of each layer that a graph is cut into."""
+def cut_graph(graph: fx.Graph, root: nn.Module, leaves: LeafModules, grain: str,
+              blocks: Iterable[Iterable[fx.Node]]) -> list[list[fx.Node]]:
+    """Return the steps of each layer that a graph is cut into.
+
+    Args:
+        graph, root, leaves: What was recorded of which model, with which leaves.
+        grain: As for :func:`~torchgpipe.sequential.to_sequential`.
+        blocks: The nodes of each block.
+    """
     steps = _ordered(graph)
-    across = _Across(graph, steps, root)
-    calls = [k for k, step in enumerate(steps) if _has_weights(step, root, leaves)]
+    across = _Across(graph, steps, root, blocks if grain == 'block' else ())
+    finest = grain == 'operation'
+    calls = [k for k, step in enumerate(steps)
+             if (step.meta['kind'] == 'tensor' if finest else _has_weights(step, root, leaves))]
     cuts = [0]
     for before, after in zip(calls, calls[1:]):
-        found = [k for k in range(before + 1, after + 1) if across.may_cut(k)]
+        found = [k for k in range(before + 1, after + 1) if across.may_cut(k, finest)]
         if found:
             cuts.append(min(found, key=lambda k: (*across.cost(k), -k)))
     return [steps[begin:end] for begin, end in zip(cuts, [*cuts[1:], len(steps)])]
@@ -98,14 +113,20 @@ def _has_weights(step: fx.Node, root: nn.Module, leaves: LeafModules) -> bool:
 class _Across:
     """What goes across before each step of a graph, and behind the last one."""
 
-    def __init__(self, graph: fx.Graph, steps: Sequence[fx.Node], root: nn.Module) -> None:
-        self._bytes, self._objects, self._tensors, self._changes = (
-            [0] * (len(steps) + 1) for _ in range(4))
+    def __init__(self, graph: fx.Graph, steps: Sequence[fx.Node], root: nn.Module,
+                 blocks: Iterable[Iterable[fx.Node]]) -> None:
+        self._bytes, self._objects, self._tensors, self._changes, self._blocks = (
+            [0] * (len(steps) + 1) for _ in range(5))
         index = {step: k for k, step in enumerate(steps)}
         for node in graph.nodes:
             if node.op not in ('get_attr', 'output'):
                 self._count(node, index, len(steps))
         self._count_weights(steps, root)
+        for block in blocks:  # What only tells a shape may come before.
+            within = [index[step] for step in block
+                      if step in index and step.meta['kind'] != 'plain']
+            for k in range(min(within, default=0) + 1, max(within, default=0) + 1):
+                self._blocks[k] += 1
 
     def _count(self, node: fx.Node, index: dict[fx.Node, int], end: int) -> None:
         begin = index.get(node, -1) + 1
@@ -129,9 +150,13 @@ class _Across:
                     self._bytes[between] += size
                 counted[name] = k
 
-    def may_cut(self, k: int) -> bool:
-        """Return whether only tensors and plain values go across, and a tensor at least."""
-        return not self._objects[k] and self._tensors[k] > 0
+    def may_cut(self, k: int, finest: bool) -> bool:
+        """Return whether only tensors and plain values go across, and a tensor at least.
+
+        Not within a block; and at the finest, not between a tensor and what changes it in place.
+        """
+        return (not (self._objects[k] or self._blocks[k] or finest and self._changes[k])
+                and self._tensors[k] > 0)
 
     def cost(self, k: int) -> tuple[Any, ...]:
         """Return what makes one cut better than another."""

@@ -11,8 +11,10 @@ import functools
 import gc
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from types import CellType, FunctionType
 from typing import Any, TypeVar
 
@@ -39,8 +41,11 @@ def copied(module: TModule) -> TModule:
     """
     memo: dict[int, Any] = {id(x): x for x in module.parameters()}
     for each in module.modules():
-        memo.update((id(x), x) for x in vars(each).values()
-                    if isinstance(x, Tensor) and not x.is_leaf)
+        for x in vars(each).values():
+            if isinstance(x, Tensor) and not x.is_leaf:
+                memo[id(x)] = x
+            elif type(x) in (dict, OrderedDict) and not x:  # No hooks: most of what there is.
+                memo[id(x)] = type(x)()
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:
@@ -68,35 +73,35 @@ def modes_now() -> tuple[Any, ...]:
 
 
 class GeneratorStates:
-    """Put generators back after each step, and see whether they have moved before the next one."""
+    """Put generators back after each step, and see whether a forward has moved them by itself."""
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
-        self._python = _python_states()
+        self._python = random.getstate(), _position_of_numpy()
 
-    def moved(self) -> str:
-        """Return the name of what has moved, if anything."""
+    def check(self, refuse: Callable[[str], Any], pythons: bool = True) -> None:
+        """Refuse a forward that has drawn numbers; to ask whether Python's takes long."""
+        what = 'it draws random numbers of {}, here or before'
         if not torch.equal(torch.get_rng_state(), self._torch):
-            return 'PyTorch, by a function that is imported by its own name'
-        return '' if _python_states() == self._python else 'Python'
+            refuse(what.format('PyTorch, by a function that is imported by its own name'))
+        if pythons and self._python != (random.getstate(), _position_of_numpy()):
+            refuse(what.format('Python'))
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Let a step draw what it will."""
-        python = random.getstate()
+    def restored(self, pythons: bool) -> Iterator[None]:
+        """Let a step draw what it will, of Python's too if that is known to be where it was."""
         try:
             yield
         finally:
-            random.setstate(python)
-            if not torch.equal(torch.get_rng_state(), self._torch):
-                torch.set_rng_state(self._torch)
-            self._python = _python_states()
+            torch.set_rng_state(self._torch)
+            if pythons:
+                random.setstate(self._python[0])
+                self._python = self._python[0], _position_of_numpy()
 
 
-def _python_states() -> tuple[Any, ...]:
+def _position_of_numpy() -> Any:
     numpy = sys.modules.get('numpy')
-    position = numpy.random.get_state(legacy=False)['state']['pos'] if numpy else None
-    return random.getstate(), position
+    return numpy.random.get_state(legacy=False)['state']['pos'] if numpy else None
 
 
 def without_grad(function: Callable[[bool], T]) -> T:
@@ -233,6 +238,8 @@ def release(values: list[Any]) -> None:
 
 
 def _release(names: Any, own: set[int]) -> None:
+    if own.isdisjoint(map(id, chain(names.values(), names))):
+        return  # To look for a class takes long.
     of_class = [each for each in gc.get_referrers(names) if isinstance(each, type)]
     for key, value in [*names.items()]:
         if id(value) not in own and id(key) not in own:

@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache, lru_cache
 from traceback import walk_stack, walk_tb
 from types import FrameType, ModuleType, TracebackType
 
@@ -118,7 +118,12 @@ def is_from_checkpoint(error: BaseException) -> bool:
 
 def is_of_others(frame: FrameType) -> bool:
     """Return whether it is code of PyTorch or of this package that runs in a frame."""
-    return os.path.abspath(frame.f_code.co_filename).startswith(_OTHERS)
+    return _is_file_of_others(frame.f_code.co_filename)
+
+
+@cache
+def _is_file_of_others(file: str) -> bool:
+    return os.path.abspath(file).startswith(_OTHERS)
 
 
 def _described(lines: Iterable[tuple[FrameType, int]]) -> str:

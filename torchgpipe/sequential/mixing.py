@@ -28,8 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.distance import default_tolerance, distance
-from torchgpipe.sequential.check import NamedTensors, differences, fails_by_size, first_of
-from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers, without_grad
+from torchgpipe.sequential.check import (Evaluated, NamedTensors, differences, fails_by_size,
+                                         first_of)
+from torchgpipe.sequential.effects import copied_value, same_random_numbers, without_grad
 from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.patches import one_at_a_time
 from torchgpipe.structure import call, flatten_nested, leaves_of, path_name
@@ -37,20 +38,22 @@ from torchgpipe.structure import call, flatten_nested, leaves_of, path_name
 __all__ = ['check_mixing', 'coarsest_tolerance', 'mixed', 'neither_mean_nor_sum']
 
 
-def check_mixing(module: nn.Module, sample: Any, halves: Sequence[Any], sizes: Sequence[int],
+def check_mixing(known: Evaluated, sample: Any, halves: Sequence[Any], sizes: Sequence[int],
                  batch_dim: Any) -> None:
     """Raise what is another number for halves of a sample than for all of it, in evaluation.
 
     Args:
-        module, sample: The model and its sample.
+        known: The model, in a copy, and what it gave for one of these.
+        sample: All of it.
         halves, sizes, batch_dim: How that was cut.
 
     Raises:
         ConversionError: Samples are mixed.
     """
     with one_at_a_time, torch.inference_mode(False):
-        model = copied(module)
-        given = [_given(model, x, x is not sample) for x in (sample, *halves)]
+        model = known.model
+        given = [known.outputs if x is known.value else _given(model, x, x is not sample)
+                 for x in (sample, *halves)]
         _check_plain_values(given)
         whole, *parts = map(_tensors, given)
         tolerance = coarsest_tolerance((*model.parameters(), *model.buffers(), *whole.values()))
@@ -106,7 +109,7 @@ def _outputs(model: nn.Module, value: Any, is_cut: bool, seed: int = 0) -> Named
 
 def _given(model: nn.Module, value: Any, is_cut: bool, seed: int = 0) -> dict[str, Any]:
     """Return what a model gives in evaluation: tensors and plain values, by where they are."""
-    with same_random_numbers(seed), fails_by_size(is_cut, Exception):
+    with same_random_numbers(seed), fails_by_size(lambda: is_cut, Exception):
         output = without_grad(lambda _: call(model.eval(), copied_value(value)))
     return {f'output{path_name(leaf.path)}': leaf.value for leaf in leaves_of(output)}
 

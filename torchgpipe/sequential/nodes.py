@@ -8,12 +8,12 @@ from torch import Tensor, fx, nn
 from torch.autograd import Function
 
 from torchgpipe.engine.memory import storage_id
-from torchgpipe.private import uncompiled
+from torchgpipe.private import hooks_of, uncompiled
 from torchgpipe.structure import Kind, Structure, flatten
 
 __all__ = ['Constant', 'apply', 'calls_in', 'compute', 'first_difference', 'form_of', 'guard',
-           'guard_ways', 'gives_no_tensor', 'is_about', 'is_in_place', 'is_same', 'mapped',
-           'put_together', 'same_constants', 'take_apart', 'words']
+           'guard_ways', 'gives_no_tensor', 'is_about', 'is_in_place', 'is_same', 'learning',
+           'mapped', 'put_together', 'runs_python', 'same_constants', 'take_apart', 'words']
 
 
 #: A method of Python or, from PyTorch 2.14 on, one of C++.
@@ -107,7 +107,7 @@ class Constant:
 def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     """Return the arguments of a step with a function of what is in them in its place."""
     if type(value) in (tuple, list):
-        return type(value)(mapped(each, function) for each in value)
+        return type(value)([mapped(each, function) for each in value])
     if type(value) is dict:
         return {key: mapped(each, function) for key, each in value.items()}
     if type(value) is slice:
@@ -123,6 +123,20 @@ def compute(root: nn.Module, node: fx.Node, args: tuple[Any, ...], kwargs: dict[
     if node.op == 'call_method':
         return getattr(args[0], target)(*args[1:], **kwargs)
     return target(*args, **kwargs)
+
+
+def learning(x: Any) -> Any:
+    """Return a tensor as a layer gets it in training, in the same memory; all else as it is."""
+    learns = isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+    return x.detach().requires_grad_() if learns else x
+
+
+def runs_python(root: nn.Module, node: fx.Node) -> bool:
+    """Return whether a node may run code of the user's, which may draw numbers of Python's."""
+    if node.op == 'call_module':
+        module = root.get_submodule(str(node.target))
+        return not type(module).__module__.startswith('torch.nn.') or any(hooks_of(module))
+    return node.target is apply
 
 
 # What a tensor tells of itself that does not depend on its elements.

@@ -146,14 +146,21 @@ def _replaced(replacements: Sequence[_Replacement]
         others = [(owner, name, _named(make(getattr(owner, name)), owner, name))
                   for owner, name, make in replacements]
 
+        # To put those of a class with many derived ones back takes long.
+        in_modules = [(vars(owner), {name: value for each, name, value in owns if each is owner},
+                       {name: value for each, name, value in others if each is owner})
+                      for owner in {owner: None for owner, *_ in owns}
+                      if isinstance(owner, ModuleType)]
+
         @contextmanager
         def put_back() -> Iterator[None]:
-            # To do so with an attribute of a class with many derived ones takes long.
-            _set(owns, ModuleType)
+            for names, own, _ in in_modules:
+                names.update(own)
             try:
                 yield
             finally:
-                _set(others, ModuleType)
+                for names, _, other in in_modules:
+                    names.update(other)
 
         try:
             _set(others)
@@ -173,13 +180,12 @@ def _named(function: Any, owner: Any, name: str) -> Any:
 _INHERITED = object()
 
 
-def _set(attributes: Iterable[tuple[Any, str, Any]], kind: type = object) -> None:
+def _set(attributes: Iterable[tuple[Any, str, Any]]) -> None:
     for owner, name, value in attributes:
-        if isinstance(owner, kind):
-            if value is _INHERITED:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+        if value is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
 
 
 def _before(current: _OfThread[Any], tell: Callable[..., Any]) -> Callable[[Any], Any]:

@@ -27,6 +27,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchgpipe.private import hooks_of
+from torchgpipe.sequential.blocks import Call
 from torchgpipe.sequential.effects import modes_now
 from torchgpipe.sequential.errors import (OF_HOOKS, OF_MASKS, ConversionError, NeedsLeaf,
                                           in_one_line, is_of_torch, is_within, line_of, refused)
@@ -38,7 +39,6 @@ from torchgpipe.sequential.steps import StepTracer
 from torchgpipe.sequential.values import TracedValue
 
 __all__ = ['ForwardTracer']
-
 
 _LEN = len  # which is replaced while a forward runs
 
@@ -65,6 +65,7 @@ class ForwardTracer(StepTracer):
         uses_of_training: Where its program goes by the training mode.
         leavings: What it leaves on modules: see the note "What a first call may leave".
         inner: The innermost submodule that has raised an error, if one has.
+        calls: Those of submodules that were looked into, in the order in which they ended.
     """
 
     def __init__(self, root: nn.Module, leaves: LeafModules, first: Leavings | None = None
@@ -73,6 +74,7 @@ class ForwardTracer(StepTracer):
         self.leaves = leaves
         self.uses_of_training: list[UseOfTraining] = []
         self.inner: str | None = None
+        self.calls: list[Call] = []
         self._paths = {module: name for name, module in root.named_modules()}
         self._looked_into = list(modules_within(root, leaves))
         #: The modes of those, and of what is within leaves.
@@ -93,6 +95,7 @@ class ForwardTracer(StepTracer):
             try:
                 result = self.create_arg(self.simple(self.root.forward(*args, **kwargs)))
                 self.check_modes()
+                self.draws.check(self.refuse)
             except Exception as error:
                 raise self._stopped or error
             finally:
@@ -118,6 +121,7 @@ class ForwardTracer(StepTracer):
         if module in self.leaves:
             return self._called_leaf(module, args, kwargs)
         self._stack.append(module)
+        begin = len(self.graph.nodes)
         try:
             return run(module, *args, **kwargs)
         except Exception:
@@ -125,6 +129,7 @@ class ForwardTracer(StepTracer):
             raise
         finally:
             self._stack.pop()
+            self.calls.append(Call(module, range(begin, len(self.graph.nodes))))
 
     def _called_leaf(self, leaf: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hooks = self.leavings.hooks_on(leaf)
@@ -179,8 +184,7 @@ class ForwardTracer(StepTracer):
         node, example = value.node, value._example
         if (isinstance(example, Tensor) and how is not _LEN) or node.meta['data']:
             kind = type((self._stack or [self.root])[-1])
-            causal = is_within('_detect_is_causal_mask')
-            more = OF_MASKS.get((kind, causal), '')
+            more = OF_MASKS.get((kind, is_within('_detect_is_causal_mask')), '')
             if more:  # That is better than to leave all of it to itself, as for the training mode.
                 self.uses_of_training.clear()
             self.refuse('its program goes by the elements of a tensor', more=more)
@@ -219,12 +223,9 @@ class ForwardTracer(StepTracer):
         return bool(value.node.meta['kind'] == 'tensor')
 
     def check_modes(self) -> None:
-        """See that the forward has not changed modes, nor drawn random numbers unseen."""
+        """See that the forward has not changed modes."""
         if modes_now() != self._modes:
             self.entered()
-        moved = self.draws.moved()
-        if moved:
-            self.refuse(f'it draws random numbers of {moved}, here or before')
 
     def check_training(self, other: 'ForwardTracer') -> None:
         """See that a recording in the other training mode is the same.

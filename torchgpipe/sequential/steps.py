@@ -27,7 +27,8 @@ from torchgpipe.sequential.effects import (GeneratorStates, has_values, held_bey
                                            name_of_holder, release, without_grad)
 from torchgpipe.sequential.errors import NO_CACHE, OF_HOOKS, in_one_line, line_of
 from torchgpipe.sequential.nodes import (Constant, compute, gives_no_tensor, guard, is_about,
-                                         is_in_place, mapped, put_together, take_apart)
+                                         is_in_place, learning, mapped, put_together, runs_python,
+                                         take_apart)
 from torchgpipe.sequential.values import UNKNOWN, TracedValue, UnknownValue
 from torchgpipe.structure import PLAIN, flatten, flatten_nested, leaves_of
 
@@ -108,15 +109,16 @@ class StepTracer(fx.Tracer):
                 type(args[0]) is TracedValue):  # As of Python's, there is no message in the graph.
             return torch._assert(bool(args[0]), *args[1:])
         args, kwargs = self.simple((tuple(args), dict(kwargs)))
-        node = self.graph.create_node(kind, target, self.create_arg(args),
-                                      self.create_arg(kwargs))
-        node.meta['where'] = line_of()
-        node.meta['input'] = any(each.meta['input'] for each in node.all_input_nodes)
-        try:
-            example = self._compute(node, args, kwargs)
-        except Exception:
-            self.graph.erase_node(node)
-            raise
+        with self.put_back():
+            node = self.graph.create_node(kind, target, mapped(args, self.create_arg),
+                                          mapped(kwargs, self.create_arg))
+            node.meta['where'] = line_of()
+            node.meta['input'] = any(each.meta['input'] for each in node.all_input_nodes)
+            try:
+                example = self._compute(node, args, kwargs)
+            except Exception:
+                self.graph.erase_node(node)
+                raise
         return self.wrap(node, example)
 
     def _compute(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
@@ -137,12 +139,14 @@ class StepTracer(fx.Tracer):
         if any(type(value) is not TracedValue for value in values):
             node.meta['writes'] = node.all_input_nodes[:1] if is_in_place(node) else []
             return UNKNOWN
+        pythons = runs_python(self.root, node)
+        self.draws.check(self.refuse, pythons)
         versions = [(x.node, x._example, x._example._version) for x in values
                     if isinstance(x._example, Tensor)]
         made_of = [ids_within(x) for x in objects]
         self.runs = False
         try:
-            with self.put_back(), self.draws.restored():
+            with self.draws.restored(pythons):
                 found = self._called(node, args, kwargs)
         finally:
             self.runs = True
@@ -155,7 +159,7 @@ class StepTracer(fx.Tracer):
 
     def _called(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         def run(learns: bool) -> Any:
-            given = mapped((args, kwargs), _learning) if learns else (args, kwargs)
+            given = mapped((args, kwargs), learning) if learns else (args, kwargs)
             return compute(self.root, node, *given)
 
         synchronize(self._devices)
@@ -253,10 +257,10 @@ class StepTracer(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         """Return what stands for a value in the graph."""
-        if type(a) is Constant:
-            return a
         if isinstance(a, fx.Proxy):
             return a.node
+        if type(a) in (Constant, bool, float, int, str, type(None)):
+            return a
         if isinstance(a, Tensor):
             if id(a) not in self._tensors:
                 if a.requires_grad:
@@ -292,9 +296,3 @@ class StepTracer(fx.Tracer):
             return value
         return self.create_proxy('call_function', put_together,
                                  (self._constant(structure), list(values)), {})
-
-
-def _learning(x: Any) -> Any:
-    """Return a tensor as a layer gets it in training, in the same memory; all else as it is."""
-    learns = isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
-    return x.detach().requires_grad_() if learns else x

@@ -33,6 +33,8 @@ def widen(tracer: StepTracer, one: Sequence[Tensor], record: Callable[[], StepTr
         one: The inputs for one sample.
         record: Records the forward for that.
     """
+    if not any(node.target is guard for node in tracer.graph.nodes):
+        return
     try:
         found = _computed(tracer, one)
     except Exception:  # It does not take one sample, as a batch normalization does not.
