@@ -309,7 +309,8 @@ def least_across(model, x, share):
     ids=['ResNet-101', 'U-Net'])
 def test_no_more_goes_across_the_best_cut_than_by_hand(by_hand, model, number):
     x = torch.randn(2, 3, 32, 32)
-    by_hand, layers = by_hand(), to_sequential(model(), x, check_sample=False)
+    by_hand = by_hand()
+    layers = to_sequential(model(), x, grain='layer', check_sample=False)
     assert len(layers) == number
     assert (sum(p.numel() for p in layers.parameters())
             == sum(p.numel() for p in by_hand.parameters()))

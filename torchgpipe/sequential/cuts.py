@@ -122,10 +122,13 @@ class _Across:
             if node.op not in ('get_attr', 'output'):
                 self._count(node, index, len(steps))
         self._count_weights(steps, root)
-        for block in blocks:  # What only tells a shape may come before.
-            within = [index[step] for step in block
-                      if step in index and step.meta['kind'] != 'plain']
-            for k in range(min(within, default=0) + 1, max(within, default=0) + 1):
+        for block in blocks:
+            own = {step for step in block if step in index}
+            within = [index[step] for step in own if step.meta['kind'] != 'plain']
+            first, last = min(within, default=0), max(within, default=0)
+            while first and steps[first - 1] in own:  # What tells the shape of its input.
+                first -= 1
+            for k in range(first + 1, last + 1):
                 self._blocks[k] += 1
 
     def _count(self, node: fx.Node, index: dict[fx.Node, int], end: int) -> None:
