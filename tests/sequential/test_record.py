@@ -631,7 +631,7 @@ def test_numbers_that_a_graph_does_not_have_are_found_out():
         def forward(self, x):
             return self.a(x) * (2 if torch.is_grad_enabled() else 3)
 
-    with pytest.raises(ConversionError, match='other numbers than the model in evaluation,'):
+    with pytest.raises(ConversionError, match='other numbers than the model in evaluation:'):
         to_sequential(Hidden(), sample())
 
 
