@@ -252,7 +252,8 @@ def test_models_of_the_literature(name):
     for grain in ('block', 'layer', 'operation'):
         layers = to_sequential(copy.deepcopy(model), sample, grain=grain)
         assert original_names(layers.state_dict()).keys() == model.state_dict().keys()
-        torch.testing.assert_close(flatten(call(layers, sample))[0], expected, rtol=1e-10, atol=1e-12)
+        actual = flatten(call(layers, sample))[0]
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
         found.append(len(layers))
     assert (*found[:2],) == NUMBERS[name] and found[1] < found[2]
 

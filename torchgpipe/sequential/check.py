@@ -89,10 +89,9 @@ def _compare(copy: nn.Module, value: Any, training: bool, sample: Any, expected:
     for kind in ('output', 'gradient', 'buffer'):
         different += differences(_of_kind(expected, kind), _of_kind(found, kind))
     if different:
-        what = ' for a half of the sample' if is_cut else ''
         mode = 'training' if training else 'evaluation'
-        raise ConversionError(f'the converted model has other numbers than the model{what} in '
-                              f'{mode}: {first_of(different)}. {advice}')
+        raise ConversionError(f'the converted model has other numbers than the model in {mode}: '
+                              f'{first_of(different)}. {advice}')
 
 
 def _run(module: nn.Module, value: Any, training: bool,
