@@ -97,6 +97,7 @@ def test_nor_may_a_batch_that_was_a_skip_in_the_memory_of_another_one():
     way, x = Way(), torch.ones(2)
     way.cell([x], [x * 2], stashed={A: x, B: x[:]})
     way.cell([x * 2], [x], popped={A: x})
+    assert 0 in way.aliasing.watched  # also in cells without skips
     x, = way.cross([x])
     with pytest.raises(RuntimeError, match="which is also the skip tensor 'b'"):
         way.cell([x], [x], change=x)
@@ -129,6 +130,15 @@ def test_nor_may_one_that_was_a_skip():
     skip = xs[1].clone()
     with pytest.raises(RuntimeError, match='that all micro-batches share'):
         way.cell(xs[:1], xs[:1], popped={A: skip}, change=skip)
+
+
+@pytest.mark.parametrize('stashed', [{}, {A: torch.ones(2)}])
+def test_what_a_cell_hands_on_may_not_change_before_it_does_so_again(stashed):
+    way, kept = Way(), torch.ones(2)
+    way.cell([torch.ones(2)], [kept], stashed=stashed)
+    way.j = 0
+    with pytest.raises(RuntimeError, match='changed in place since it did so'):
+        way.cell([torch.ones(2)], [kept.add_(1)], stashed=stashed)
 
 
 def test_what_is_not_handed_on_is_not_kept():
