@@ -1,0 +1,106 @@
+"""Architectures of transformers, by their default configs, and samples as their documentation has.
+
+What a model is called with goes by the names of its arguments: ids with a mask as a tokenizer
+makes it, of rows that are padded to one length; images, sound and what a processor makes of it.
+"""
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.experiments.zoo.convert import Case
+from torchgpipe import Arguments
+
+__all__ = ['NAMES', 'case']
+
+#: Of texts.
+LENGTH = 16
+#: Of a sound: half a second.
+SAMPLES = 8000
+#: Parameters of what is made as it is by default; of larger ones, some blocks are.
+MOST = 60_000_000
+BLOCKS = 2
+
+#: Classes, and what their configs do not have by default.
+NAMES: dict[str, dict[str, Any]] = dict.fromkeys('''
+AlbertForMaskedLM BertForMaskedLM BertForSequenceClassification BigBirdForMaskedLM
+CamembertForMaskedLM CanineForSequenceClassification ConvBertForMaskedLM Data2VecTextForMaskedLM
+DebertaForMaskedLM DebertaV2ForMaskedLM DistilBertForMaskedLM ElectraForMaskedLM ErnieForMaskedLM
+EsmForMaskedLM FlaubertWithLMHeadModel FNetForMaskedLM FunnelForMaskedLM IBertForMaskedLM
+LayoutLMForMaskedLM LongformerForMaskedLM MobileBertForMaskedLM ModernBertForMaskedLM
+MPNetForMaskedLM NystromformerForMaskedLM RemBertForMaskedLM RobertaForMaskedLM
+RoFormerForMaskedLM SqueezeBertForMaskedLM XLMRobertaForMaskedLM XLMWithLMHeadModel
+XLNetLMHeadModel YosoForMaskedLM BioGptForCausalLM BloomForCausalLM CodeGenForCausalLM
+FalconForCausalLM GemmaForCausalLM Gemma2ForCausalLM GPT2LMHeadModel GPTJForCausalLM
+GPTNeoForCausalLM GPTNeoXForCausalLM LlamaForCausalLM MistralForCausalLM OlmoForCausalLM
+OPTForCausalLM PhiForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM StableLmForCausalLM
+BartForConditionalGeneration LEDForConditionalGeneration M2M100ForConditionalGeneration
+MarianMTModel MT5ForConditionalGeneration PegasusForConditionalGeneration
+T5ForConditionalGeneration BeitForImageClassification CLIPModel ConvNextForImageClassification
+DeiTForImageClassification Dinov2ForImageClassification ResNetForImageClassification
+SegformerForImageClassification SwinForImageClassification ViTForImageClassification
+ViTMAEForPreTraining ASTForAudioClassification HubertForCTC Wav2Vec2ForCTC
+WhisperForConditionalGeneration'''.split(), {})
+
+
+def case(name: str) -> Case:
+    """Make a model by the name of its class."""
+    import transformers
+
+    cls: Any = getattr(transformers, name)
+    config = cls.config_class(**NAMES.get(name, {}))
+    notes = [f'{key}={value}' for key, value in NAMES.get(name, {}).items()]
+    with torch.device('meta'):
+        number = sum(x.numel() for x in cls(config).parameters())
+    if number > MOST:
+        for key in ('num_hidden_layers', 'num_layers', 'encoder_layers', 'decoder_layers'):
+            if getattr(config, key, 0) and key not in config.attribute_map:
+                setattr(config, key, BLOCKS)
+                notes.append(f'{key}={BLOCKS}')
+    model = cls(config)
+    names = inspect.signature(model.forward).parameters
+
+    def sample(size: int) -> Arguments:
+        return Arguments(**{key: make(config, size) for key, make in _INPUTS.items()
+                            if _is_called_with(key, model, names)})
+
+    return Case(model, sample, sample, ', '.join(notes))
+
+
+def _is_called_with(key: str, model: Any, names: Any) -> bool:
+    if key not in names:
+        return False
+    if key.startswith('decoder_'):
+        return bool(model.config.is_encoder_decoder)
+    if key == 'attention_mask':
+        return 'input_ids' in names
+    # What is one input among others is there if the model has no other.
+    return key != 'inputs_embeds'
+
+
+def _ids(config: Any, size: int) -> Tensor:
+    return torch.randint(5, config.get_text_config().vocab_size, (size, LENGTH))
+
+
+def _mask(config: Any, size: int) -> Tensor:
+    """Return a mask of rows of several lengths, the first one without padding."""
+    lengths = LENGTH - torch.arange(size) % 4 * 3
+    return (torch.arange(LENGTH) < lengths[:, None]).long()
+
+
+def _pixels(config: Any, size: int) -> Tensor:
+    config = getattr(config, 'vision_config', config)
+    height, width = (getattr(config, 'image_size', 224),) * 2
+    return torch.rand(size, getattr(config, 'num_channels', 3), height, width)
+
+
+def _features(config: Any, size: int) -> Tensor:
+    return torch.randn(size, config.num_mel_bins, 2 * config.max_source_positions)
+
+
+_INPUTS: dict[str, Callable[[Any, int], Tensor]] = {
+    'input_ids': _ids, 'attention_mask': _mask, 'pixel_values': _pixels,
+    'input_values': lambda config, size: torch.randn(size, SAMPLES),
+    'input_features': _features, 'decoder_input_ids': _ids}

@@ -1,0 +1,108 @@
+"""Convert one model, if need be with the lines that errors name, and say what came out."""
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from torchgpipe.sequential import ConversionError, to_sequential
+from torchgpipe.structure import call
+
+__all__ = ['Case', 'converted', 'reason']
+
+#: An error names one way out, or several for several causes.
+MOST_LINES = 4
+
+
+class Case(NamedTuple):
+    """A model to convert.
+
+    Attributes:
+        model: With its default configuration, but for what the note says.
+        sample: Makes what it is called with, for a number of samples.
+        small: Makes smaller ones, which it may not take, to train with.
+        note: In what it is not as by default.
+    """
+
+    model: nn.Module
+    sample: Callable[[int], Any]
+    small: Callable[[int], Any]
+    note: str = ''
+
+
+class Found(NamedTuple):
+    """What came out: layers, and the lines that it took, with the leaves in them."""
+
+    layers: nn.Sequential
+    lines: list[str]
+    leaves: list[str]
+    seconds: float
+
+    def row(self) -> dict[str, Any]:
+        """Return what the table says of it."""
+        wholes: Sequence[Any] = self.layers.wholes  # type: ignore[assignment]
+        largest = next((each._asdict() for each in wholes if each.share), None)
+        return {'lines': self.lines, 'seconds': self.seconds, 'layers': len(self.layers),
+                'skips': sum(len([*getattr(layer, 'stashable', tuple)()])
+                             for layer in self.layers), 'largest': largest}
+
+
+def converted(case: Case, size: int = 2) -> Found:
+    """Convert a model as it is; or by the lines that errors name, one after the other.
+
+    Raises:
+        ConversionError: There is no such line, or they do not help.
+    """
+    sample = case.sample(size)
+    leaves: list[str] = []
+    lines: list[str] = []
+    while True:
+        start = time.perf_counter()
+        try:
+            layers = to_sequential(case.model, sample, leaves=leaves)
+        except ConversionError as error:
+            ways = [each for each in ways_out(str(error)) if each not in lines]
+            if not ways or len(lines) == MOST_LINES:
+                raise
+            lines.append(ways[0])
+            _take(case.model, sample, ways[0], leaves)
+        else:
+            return Found(layers, lines, leaves, time.perf_counter() - start)
+
+
+#: What errors propose, as it stands in them.
+CALL_IT = 'call the model once before'
+NO_CACHE = 'model.config.use_cache = False'
+NO_CHECKPOINTS = 'model.gradient_checkpointing_disable()'
+
+
+def ways_out(message: str) -> Iterator[str]:
+    """Yield the lines that an error names.
+
+    >>> [*ways_out("name it: to_sequential(model, sample, leaves=['a.b']); or …")]
+    ["leaves=['a.b']"]
+    """
+    for line in (CALL_IT, NO_CACHE, NO_CHECKPOINTS):
+        if line in message:
+            yield line
+    yield from re.findall(r"leaves=\['[^]]+'\]", message)
+
+
+def _take(model: Any, sample: Any, line: str, leaves: list[str]) -> None:
+    if line == CALL_IT:
+        with torch.no_grad():
+            call(model, sample)
+    elif line == NO_CACHE:
+        model.config.use_cache = False
+    elif line == NO_CHECKPOINTS:
+        model.gradient_checkpointing_disable()
+    else:
+        leaves += re.findall("'([^']+)'", line)
+
+
+def reason(error: BaseException) -> str:
+    """Return what an error says, in one line."""
+    text = ' '.join(str(error).split())
+    return text if isinstance(error, ConversionError) else f'{type(error).__name__}: {text}'
