@@ -81,7 +81,8 @@ def _is_called_with(key: str, model: Any, names: Any) -> bool:
 
 
 def _ids(config: Any, size: int) -> Tensor:
-    return torch.randint(5, config.get_text_config().vocab_size, (size, LENGTH))
+    most = getattr(config.get_text_config(), 'vocab_size', 1000)  # Or it takes any characters.
+    return torch.randint(5, most, (size, LENGTH))
 
 
 def _mask(config: Any, size: int) -> Tensor:

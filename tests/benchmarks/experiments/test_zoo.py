@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.experiments import zoo
 from benchmarks.experiments.zoo.architectures import _mask
 from benchmarks.experiments.zoo.convert import Case, converted, ways_out
 from benchmarks.experiments.zoo.libraries import LIBRARIES, Library
@@ -84,3 +83,83 @@ def test_each_model_has_a_row(run, tmp_path, library):
     assert f'timm {torch.__version__}: 5 models, of which 1 (20%) are converted as they are, ' \
         '1 with the line that the error names, and 3 are not. 2 were trained' in out
     assert 'Normalized (of a test)' in out and "leaves=['gate']" in out
+
+
+def test_training_sees_random_numbers_that_a_pipeline_draws_in_another_order():
+    case = make('Normalized')
+    assert max(differences(case, []).values()) > 1e-6
+    without_dropout(case.model)
+    assert differences(case, []) == {
+        f'{n} partitions, {schedule}': 0 for n in (2, 3) for schedule in ('plain call', '1f1b')}
+
+
+class Config:
+    """One as models of transformers have it."""
+
+    def __init__(self):
+        self.hidden_dropout_prob, self.layer_norm_eps = 0.1, 0.1
+
+    def to_dict(self):
+        return vars(self)
+
+
+def test_dropout_of_a_config_is_none_either():
+    model = nn.Sequential(nn.Dropout(0.3), nn.MultiheadAttention(4, 2, dropout=0.2))
+    model.config = Config()
+    without_dropout(model)
+    assert model[0].p == model[1].dropout == model.config.hidden_dropout_prob == 0
+    assert model.config.layer_norm_eps == 0.1
+
+
+class Steps:
+    """Raise an error until it was told what to do."""
+
+    def __init__(self, monkeypatch, errors):
+        self.errors, self.told = list(errors), []
+        monkeypatch.setattr('benchmarks.experiments.zoo.convert.to_sequential', self)
+
+    def __call__(self, model, sample, leaves):
+        self.told.append([*leaves, model.calls, model.config.use_cache])
+        if self.errors:
+            raise ConversionError(self.errors.pop(0))
+        return nn.Sequential(model)
+
+
+class Cached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config, self.calls = Config(), 0
+        self.config.use_cache = True
+
+    def forward(self, x):
+        self.calls += 1
+
+
+CACHE = 'go without it: model.config.use_cache = False, or'
+LEAF = "to_sequential(model, sample, leaves=['a', 'b.c']), which"
+
+
+def test_lines_of_errors_are_tried_one_after_the_other(monkeypatch):
+    steps = Steps(monkeypatch, [CACHE, LEAF, 'call the model once before'])
+    case = Case(Cached(), torch.ones, torch.ones)
+    found = converted(case)
+    assert found.lines == [*ways_out(CACHE + LEAF), 'call the model once before']
+    assert steps.told == [[0, True], [0, False], ['a', 'b.c', 0, False], ['a', 'b.c', 1, False]]
+    assert found.leaves == ['a', 'b.c']
+
+
+@pytest.mark.parametrize('errors', [[CACHE, CACHE], ['leaves=[…]']])
+def test_a_line_is_tried_once(monkeypatch, errors):
+    Steps(monkeypatch, errors)
+    with pytest.raises(ConversionError):
+        converted(Case(Cached(), torch.ones, torch.ones))
+
+
+def test_a_mask_has_rows_of_several_lengths():
+    assert _mask(None, 5).sum(1).tolist() == [16, 13, 10, 7, 16]
+
+
+def test_a_library_that_is_not_there(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(LIBRARIES, 'timm', Library(['no_such_library'], list, make))
+    code, out, err = run('zoo', '--library', 'timm', '--output', tmp_path)
+    assert code and 'no_such_library' in err and err.count('\n') == 1 and not out
