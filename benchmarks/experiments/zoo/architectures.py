@@ -22,6 +22,8 @@ SAMPLES = 8000
 #: Parameters of what is made as it is by default; of larger ones, some blocks are.
 MOST = 60_000_000
 BLOCKS = 2
+_NUMBERS = ('num_hidden_layers', 'num_layers', 'num_decoder_layers', 'encoder_layers',
+            'decoder_layers', 'n_layer', 'n_layers')
 
 #: Classes, and what their configs do not have by default.
 NAMES: dict[str, dict[str, Any]] = dict.fromkeys('''
@@ -43,6 +45,9 @@ DeiTForImageClassification Dinov2ForImageClassification ResNetForImageClassifica
 SegformerForImageClassification SwinForImageClassification ViTForImageClassification
 ViTMAEForPreTraining ASTForAudioClassification HubertForCTC Wav2Vec2ForCTC
 WhisperForConditionalGeneration'''.split(), {})
+# By default, one has no vocabulary, and one a list for all of its blocks.
+NAMES['EsmForMaskedLM'] = {'vocab_size': 33, 'pad_token_id': 1, 'mask_token_id': 32}
+NAMES['LongformerForMaskedLM'] = {'attention_window': 512}
 
 
 def case(name: str) -> Case:
@@ -50,15 +55,13 @@ def case(name: str) -> Case:
     import transformers
 
     cls: Any = getattr(transformers, name)
-    config = cls.config_class(**NAMES.get(name, {}))
-    notes = [f'{key}={value}' for key, value in NAMES.get(name, {}).items()]
+    changes = NAMES.get(name, {})
+    config = cls.config_class(**changes)
     with torch.device('meta'):
         number = sum(x.numel() for x in cls(config).parameters())
     if number > MOST:
-        for key in ('num_hidden_layers', 'num_layers', 'encoder_layers', 'decoder_layers'):
-            if getattr(config, key, 0) and key not in config.attribute_map:
-                setattr(config, key, BLOCKS)
-                notes.append(f'{key}={BLOCKS}')
+        changes = {**changes, **{key: BLOCKS for key in _NUMBERS if vars(config).get(key)}}
+        config = cls.config_class(**changes)
     model = cls(config)
     names = inspect.signature(model.forward).parameters
 
@@ -66,18 +69,14 @@ def case(name: str) -> Case:
         return Arguments(**{key: make(config, size) for key, make in _INPUTS.items()
                             if _is_called_with(key, model, names)})
 
-    return Case(model, sample, sample, ', '.join(notes))
+    note = ', '.join(f'{key}={value}' for key, value in changes.items())
+    return Case(model, sample, sample, note)
 
 
 def _is_called_with(key: str, model: Any, names: Any) -> bool:
-    if key not in names:
-        return False
-    if key.startswith('decoder_'):
-        return bool(model.config.is_encoder_decoder)
     if key == 'attention_mask':
-        return 'input_ids' in names
-    # What is one input among others is there if the model has no other.
-    return key != 'inputs_embeds'
+        return key in names and 'input_ids' in names  # Sounds of one length have none.
+    return key in names and (key != 'decoder_input_ids' or model.config.is_encoder_decoder)
 
 
 def _ids(config: Any, size: int) -> Tensor:
@@ -101,7 +100,13 @@ def _features(config: Any, size: int) -> Tensor:
     return torch.randn(size, config.num_mel_bins, 2 * config.max_source_positions)
 
 
+def _sound(config: Any, size: int) -> Tensor:
+    if hasattr(config, 'num_mel_bins'):
+        return torch.randn(size, config.max_length, config.num_mel_bins)
+    return torch.randn(size, SAMPLES)
+
+
 _INPUTS: dict[str, Callable[[Any, int], Tensor]] = {
     'input_ids': _ids, 'attention_mask': _mask, 'pixel_values': _pixels,
-    'input_values': lambda config, size: torch.randn(size, SAMPLES),
+    'input_values': _sound,
     'input_features': _features, 'decoder_input_ids': _ids}
