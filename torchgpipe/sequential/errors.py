@@ -16,9 +16,9 @@ from torch.utils import checkpoint
 import torchgpipe
 from torchgpipe.sequential.leaf_modules import holds_most
 
-__all__ = ['NO_CACHE', 'ConversionError', 'NeedsLeaf', 'in_one_line', 'is_from_checkpoint',
-           'is_of_others', 'is_of_torch', 'is_within', 'line_of', 'line_of_error',
-           'makes_a_message', 'refused']
+__all__ = ['NO_CACHE', 'OF_MASKS', 'ConversionError', 'NeedsLeaf', 'in_one_line',
+           'is_from_checkpoint', 'is_of_others', 'is_of_torch', 'is_within', 'line_of',
+           'line_of_error', 'makes_a_message', 'only_raises', 'refused']
 
 _OTHERS = tuple(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep
                 for package in (torch, torchgpipe))
@@ -29,6 +29,16 @@ NO_CACHE = ('if it is a cache for the next token, as of Hugging Face, go without
             'model.config.use_cache = False, or use_cache=False in the call. Else let it be a '
             'dataclass, or name the submodule that has to do with it as a leaf: '
             'to_sequential(model, sample, leaves=[…])')
+
+_CAUSAL = '. Or, if it has a causal mask, call it with is_causal=True beside that'
+#: PyTorch compares a mask with a causal one, or looks where one for padding ends: by the class
+#: that does, and whether it is the former.
+OF_MASKS = {
+    (nn.TransformerEncoder, True): f'{_CAUSAL}; nn.Transformer, with src_is_causal=True',
+    (nn.TransformerDecoder, True): '. Or, if it has a causal mask, call it with '
+                                   'tgt_is_causal=True beside that, as nn.Transformer',
+    (nn.TransformerEncoder, False): '. Or make it with enable_nested_tensor=False, as '
+                                    'nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)'}
 
 
 class ConversionError(ValueError):
@@ -119,14 +129,8 @@ def makes_a_message(frame: FrameType) -> bool:
     It is what a statement hands to a function that is known for it, as
     ``torch._assert(ok, f'got {x.shape}')``. Any other function may look something up by it.
     """
-    line = frame.f_lineno or 0
-    around = [each for each in _statements(frame.f_code.co_filename)
-              if each.lineno <= line <= (each.end_lineno or 0)]
-    # The innermost one, if it does not share its line with another.
-    inner = [each for each in around if each.lineno == max(x.lineno for x in around)]
-    if len(inner) != 1 or not isinstance(inner[0], ast.Expr):
-        return False
-    call = inner[0].value
+    statement = _statement(frame)
+    call = statement.value if isinstance(statement, ast.Expr) else None
     if not isinstance(call, ast.Call):
         return False
     function = _named_by(call.func, frame)
@@ -148,6 +152,35 @@ def _may_make_text(expression: ast.expr) -> bool:
                 isinstance(each, ast.Attribute) and each.attr == 'format'):
             return True
     return False
+
+
+def only_raises(frame: FrameType) -> bool:
+    """Return whether a program raises an error if a truth that it asks for in a frame is another.
+
+    As ``assert x.min() >= 0`` does, ``if x.min() < 0: raise …``, and ``torch._check``.
+    """
+    if is_within('_check_with'):
+        return True
+    statement = _statement(frame)
+    if not isinstance(statement, ast.Assert) and not (
+            isinstance(statement, ast.If) and not statement.orelse
+            and [*map(type, statement.body)] == [ast.Raise]):
+        return False
+    # What is made of several may come out the same by others.
+    return not any(
+        isinstance(each, (ast.BoolOp, ast.IfExp, ast.comprehension, ast.In, ast.NotIn))
+        or (isinstance(each, ast.Compare) and len(each.ops) > 1)
+        or (isinstance(each, ast.Name) and each.id in ('all', 'any'))
+        for each in ast.walk(statement.test))
+
+
+def _statement(frame: FrameType) -> ast.stmt | None:
+    """Return the innermost statement that runs, if it does not share its line with another."""
+    line = frame.f_lineno or 0
+    around = [each for each in _statements(frame.f_code.co_filename)
+              if each.lineno <= line <= (each.end_lineno or 0)]
+    inner = [each for each in around if each.lineno == max(x.lineno for x in around)]
+    return inner[0] if len(inner) == 1 else None
 
 
 @lru_cache(maxsize=8)

@@ -6,9 +6,10 @@ what becomes of numbers, and :mod:`torchgpipe.sequential.patches` for how steps 
 
 [Note: What a recording may depend on]
 The way of a program may depend on what is the same for each micro-batch. What it depends on is
-guarded in each run. It may not depend on the elements of tensors, nor on whether the model is in
-training, nor on random numbers of Python's. It does what it does under one grad mode and autocast;
-whether there is autocast around the call is guarded, too.
+guarded in each run. It may not depend on the elements of tensors, but where the other way is an
+error, nor on whether the model is in training, nor on random numbers of Python's. It does what
+it does under one grad mode and autocast; whether there is autocast around the call is guarded,
+too.
 A submodule that depends on training or changes modes becomes a leaf module: as soon as one is
 found, its class is added to the leaves, and the recording starts again. In all other
 cases there is an error, so that nobody is surprised by how much is not looked into.
@@ -28,8 +29,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from torchgpipe.engine.checkpoint.attributes import attributes_of, contents_of
 from torchgpipe.private import hooks_of
 from torchgpipe.sequential.effects import modes_now
-from torchgpipe.sequential.errors import (NeedsLeaf, in_one_line, is_of_torch, is_within, line_of,
-                                          refused)
+from torchgpipe.sequential.errors import (OF_MASKS, NeedsLeaf, in_one_line, is_of_torch, is_within,
+                                          line_of, only_raises, refused)
 from torchgpipe.sequential.leaf_modules import LeafModules, modules_within
 from torchgpipe.sequential.nodes import calls_in, first_difference, words
 from torchgpipe.sequential.patches import followed
@@ -162,9 +163,12 @@ class ForwardTracer(StepTracer):
         """Return the number or the truth that a program goes its way by, and guard it."""
         node, example = value.node, value._example
         if (isinstance(example, Tensor) and how is not _LEN) or node.meta['data']:
+            if how is bool and only_raises(sys._getframe(2)):
+                self.add_guard(self.add_step(bool, node), bool(example), words(node))
+                return bool(example)
             kind = type((self._stack or [self.root])[-1])
             causal = is_within('_detect_is_causal_mask')
-            more = _OF_MASKS.get((kind, causal), '')
+            more = OF_MASKS.get((kind, causal), '')
             if more:  # That is better than to leave all of it to itself, as for the training mode.
                 self.uses_of_training.clear()
             self.refuse('its program goes by the elements of a tensor', more=more)
@@ -280,15 +284,6 @@ class ForwardTracer(StepTracer):
 
 
 _BY_TRAINING = 'its program goes by the training mode'
-# PyTorch compares a mask with a causal one, or looks where one for padding ends: by the class that
-# does, and whether it is the former.
-_CAUSAL = '. Or, if it has a causal mask, call it with is_causal=True beside that'
-_OF_MASKS = {
-    (nn.TransformerEncoder, True): f'{_CAUSAL}; nn.Transformer, with src_is_causal=True',
-    (nn.TransformerDecoder, True): '. Or, if it has a causal mask, call it with '
-                                   'tgt_is_causal=True beside that, as nn.Transformer',
-    (nn.TransformerEncoder, False): '. Or make it with enable_nested_tensor=False, as '
-                                    'nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)'}
 _CUTS = '; if it cuts a tensor that is an attribute, make that a buffer by register_buffer'
 _CALL_IT_BEFORE = ('. If only its first call does that, as for a cache, call the model once '
                    'before')

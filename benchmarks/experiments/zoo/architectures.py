@@ -19,11 +19,12 @@ __all__ = ['NAMES', 'case']
 LENGTH = 16
 #: Of a sound: half a second.
 SAMPLES = 8000
-#: Parameters of what is made as it is by default; of larger ones, some blocks are.
-MOST = 60_000_000
-BLOCKS = 2
-_NUMBERS = ('num_hidden_layers', 'num_layers', 'num_decoder_layers', 'encoder_layers',
-            'decoder_layers', 'n_layer', 'n_layers')
+#: Parameters of what is made as it is by default; larger ones have some blocks and words only.
+MOST = 80_000_000
+BLOCKS, WORDS = 2, 1000
+_LEAST = {'vocab_size': WORDS, **dict.fromkeys((
+    'num_hidden_layers', 'num_layers', 'num_decoder_layers', 'encoder_layers', 'decoder_layers',
+    'n_layer', 'n_layers'), BLOCKS)}
 
 #: Classes, and what their configs do not have by default.
 NAMES: dict[str, dict[str, Any]] = dict.fromkeys('''
@@ -60,7 +61,8 @@ def case(name: str) -> Case:
     with torch.device('meta'):
         number = sum(x.numel() for x in cls(config).parameters())
     if number > MOST:
-        changes = {**changes, **{key: BLOCKS for key in _NUMBERS if vars(config).get(key)}}
+        changes = {**changes, **{key: least for key, least in _LEAST.items()
+                                 if vars(config).get(key)}}
         config = cls.config_class(**changes)
     model = cls(config)
     names = inspect.signature(model.forward).parameters
