@@ -136,7 +136,7 @@ def checked_all(m, x):
 
 @pytest.mark.parametrize('function', [asserted_number, raised, checked, checked_all])
 def test_elements_by_which_a_program_raises_only(function):
-    """In v0.9.0, these were refused."""
+    """In v0.10.0, these were refused."""
     layers = check(Model(function), sample(), torch.randn(7, 6), torch.randn(1, 6))
     in_a_pipeline(layers, sample())
     with pytest.raises(ValueError, match='goes the way .* was (True|False); it is .* now'):

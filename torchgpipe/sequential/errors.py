@@ -67,7 +67,8 @@ def refused(root: nn.Module, why: str, line: str, inner: str | None, hint: str =
     module = root.get_submodule(inner or '')
     # A leaf with nearly all of the model is no way out.
     if not hint and inner and not holds_most(module, root, 0.9):
-        hint = (f'name it as a leaf, to_sequential(model, sample, leaves=[{inner!r}]), which is '
+        leaf = _of_its_kind(root, inner)
+        hint = (f'name it as a leaf, to_sequential(model, sample, leaves=[{leaf!r}]), which is '
                 'called as one module; or write that part of it as a layer, a submodule, and name '
                 'that')
     elif not hint:
@@ -76,6 +77,17 @@ def refused(root: nn.Module, why: str, line: str, inner: str | None, hint: str =
     what = f"'{inner}' ({type(module).__name__})" if inner else type(module).__name__
     return ConversionError(
         f'{what} can not be converted: {why}\n\n{line}\n\nWay out: {hint}{more}')
+
+
+def _of_its_kind(root: nn.Module, name: str) -> str:
+    """Return the name of a submodule, or one for all of its class with other numbers in theirs."""
+    parts, kind = name.split('.'), type(root.get_submodule(name))
+    others = [other.split('.') for other, module in root.named_modules() if type(module) is kind]
+    alike = [other for other in others if len(other) == len(parts) and all(
+        a == b or (a.isdigit() and b.isdigit()) for a, b in zip(other, parts))]
+    pattern = '.'.join('*' if {*numbers} != {part} else part
+                       for part, *numbers in zip(parts, *alike))
+    return pattern if pattern.strip('*.') else name
 
 
 def line_of() -> str:

@@ -43,7 +43,8 @@ class Found(NamedTuple):
     def row(self) -> dict[str, Any]:
         """Return what the table says of it."""
         wholes: Sequence[Any] = self.layers.wholes  # type: ignore[assignment]
-        largest = next((each._asdict() for each in wholes if each.share), None)
+        largest = next(({'kind': each.kind, 'share': each.share, 'why': in_short(each.why)}
+                        for each in wholes if each.share), None)
         return {'lines': self.lines, 'seconds': self.seconds, 'layers': len(self.layers),
                 'skips': sum(len([*getattr(layer, 'stashable', tuple)()])
                              for layer in self.layers), 'largest': largest}
@@ -103,6 +104,15 @@ def _take(model: Any, sample: Any, line: str, leaves: list[str]) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Return what an error says, in one line."""
-    text = ' '.join(str(error).split())
+    """Return what an error says, in one line, without the folders of this machine.
+
+    >>> reason(ValueError("it fails\n  /home/me/site-packages/timm/layers/norm.py, line 3"))
+    'ValueError: it fails timm/layers/norm.py, line 3'
+    """
+    text = in_short(str(error))
     return text if isinstance(error, ConversionError) else f'{type(error).__name__}: {text}'
+
+
+def in_short(text: str) -> str:
+    """Return a text in one line, without the folders of this machine."""
+    return re.sub(r'/\S*/site-packages/', '', ' '.join(text.split()))

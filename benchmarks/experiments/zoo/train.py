@@ -77,7 +77,9 @@ def _balance(layers: int, n: int) -> list[int]:
 
 
 def _steps(model: nn.Module, backward: Callable[[Any], object], samples: Sequence[Any]) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    # By the default epsilon, a gradient that is zero but for rounding becomes a step, as that of a
+    # bias before a normalization.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
     for sample in samples:
         optimizer.zero_grad()
         backward(sample)
