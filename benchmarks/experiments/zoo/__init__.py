@@ -62,7 +62,9 @@ def zoo(libraries: tuple[str, ...], models: tuple[str, ...], missing: bool, trai
     """
     folder = output_folder(output)
     results = _kept(folder / 'zoo.json')
-    results['versions'].update({library: _version(library) for library in libraries})
+    results['libraries'].update({library: {
+        'version': _version(library), 'models': len(LIBRARIES[library].names())}
+        for library in libraries})
     multiprocessing.get_context(METHOD).set_forkserver_preload(
         [__name__, *IMPORTED, *(module for library in libraries
                                 for module in LIBRARIES[library].modules)])
@@ -83,7 +85,7 @@ def zoo(libraries: tuple[str, ...], models: tuple[str, ...], missing: bool, trai
 def _kept(path: Path) -> dict[str, Any]:
     """Return what was found before."""
     if not path.exists():
-        return {'versions': {}, 'rows': {}}
+        return {'libraries': {}, 'rows': {}}
     found: dict[str, Any] = json.loads(path.read_text())['results']
     return found
 
@@ -128,7 +130,7 @@ def _find(pipe: Connection, make: Callable[[str], Case], name: str, train: bool)
         try:
             case = make(name)
             found = converted(case)
-            leaves = found.leaves
+            case, leaves = found.case, found.leaves
             pipe.send({'note': case.note, **found.row()})
             del found
             if train:
@@ -142,8 +144,9 @@ def _parts(results: dict[str, Any]) -> list[str | Rows]:
     """Say how many are converted, and give a table of each library."""
     parts: list[str | Rows] = [MEANING]
     for library, rows in results['rows'].items():
-        parts += [f"{library} {results['versions'][library]}: {_summary([*rows.values()])}",
-                  _table(rows)]
+        about = results['libraries'][library]
+        parts += [f"{library} {about['version']}, {len(rows)} of {about['models']} models: "
+                  f'{_summary([*rows.values()])}', _table(rows)]
     return parts
 
 
@@ -151,8 +154,8 @@ def _summary(rows: list[dict[str, Any]]) -> str:
     by_itself = sum('layers' in row and not row['lines'] for row in rows)
     by_line = sum('layers' in row and bool(row['lines']) for row in rows)
     trained = [max(row['training'].values()) for row in rows if 'training' in row]
-    text = (f'{len(rows)} models, of which {by_itself} ({by_itself / len(rows):.0%}) are '
-            f'converted as they are, {by_line} with the line that the error names, and '
+    text = (f'{by_itself} ({by_itself / len(rows):.0%}) are converted as they are, '
+            f'{by_line} with the line that the error names, and '
             f'{len(rows) - by_itself - by_line} are not.')
     if trained:
         text += (f' {len(trained)} were trained, and differ by {max(trained):.0e} of a typical '

@@ -46,9 +46,12 @@ DeiTForImageClassification Dinov2ForImageClassification ResNetForImageClassifica
 SegformerForImageClassification SwinForImageClassification ViTForImageClassification
 ViTMAEForPreTraining ASTForAudioClassification HubertForCTC Wav2Vec2ForCTC
 WhisperForConditionalGeneration'''.split(), {})
-# By default, one has no vocabulary, and one a list for all of its blocks.
+# By default, one has no vocabulary, and some have a list for all of their blocks, or their padding
+# is the last of their words.
 NAMES['EsmForMaskedLM'] = {'vocab_size': 33, 'pad_token_id': 1, 'mask_token_id': 32}
 NAMES['LongformerForMaskedLM'] = {'attention_window': 512}
+NAMES['GPTNeoForCausalLM'] = {'num_layers': BLOCKS, 'attention_types': [[['global', 'local'], 1]]}
+NAMES['MarianMTModel'] = {'pad_token_id': 0}
 
 
 def case(name: str) -> Case:

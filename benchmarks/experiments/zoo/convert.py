@@ -2,11 +2,13 @@
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from torchgpipe import Arguments
 from torchgpipe.sequential import ConversionError, to_sequential
 from torchgpipe.structure import call
 
@@ -24,17 +26,23 @@ class Case(NamedTuple):
         sample: Makes what it is called with, for a number of samples.
         small: Makes smaller ones, which it may not take, to train with.
         note: In what it is not as by default.
+        without_heads: Makes it without heads that are for training only, if it has some.
     """
 
     model: nn.Module
     sample: Callable[[int], Any]
     small: Callable[[int], Any]
     note: str = ''
+    without_heads: Callable[[], Any] | None = None
 
 
 class Found(NamedTuple):
-    """What came out: layers, and the lines that it took, with the leaves in them."""
+    """What came out: layers, and the lines that it took, with the leaves in them.
 
+    The case is another one where a line says so.
+    """
+
+    case: Case
     layers: nn.Sequential
     lines: list[str]
     leaves: list[str]
@@ -56,27 +64,28 @@ def converted(case: Case, size: int = 2) -> Found:
     Raises:
         ConversionError: There is no such line, or they do not help.
     """
-    sample = case.sample(size)
     leaves: list[str] = []
     lines: list[str] = []
     while True:
         start = time.perf_counter()
         try:
-            layers = to_sequential(case.model, sample, leaves=leaves)
+            layers = to_sequential(case.model, case.sample(size), leaves=leaves)
         except ConversionError as error:
             ways = [each for each in ways_out(str(error)) if each not in lines]
             if not ways or len(lines) == MOST_LINES:
                 raise
             lines.append(ways[0])
-            _take(case.model, sample, ways[0], leaves)
+            case = _taken(case, size, ways[0], leaves)
         else:
-            return Found(layers, lines, leaves, time.perf_counter() - start)
+            return Found(case, layers, lines, leaves, time.perf_counter() - start)
 
 
-#: What errors propose, as it stands in them.
+#: What errors propose: words in them, and the line that these stand for.
 CALL_IT = 'call the model once before'
 NO_CACHE = 'model.config.use_cache = False'
+NO_CACHE_IN_THE_CALL = 'use_cache=False in the call'
 NO_CHECKPOINTS = 'model.gradient_checkpointing_disable()'
+NO_HEADS = 'auxiliary heads, make it without them'
 
 
 def ways_out(message: str) -> Iterator[str]:
@@ -85,22 +94,36 @@ def ways_out(message: str) -> Iterator[str]:
     >>> [*ways_out("name it: to_sequential(model, sample, leaves=['a.b']); or …")]
     ["leaves=['a.b']"]
     """
-    for line in (CALL_IT, NO_CACHE, NO_CHECKPOINTS):
+    for line in (CALL_IT, NO_CACHE, NO_CACHE_IN_THE_CALL, NO_CHECKPOINTS, NO_HEADS):
         if line in message:
             yield line
     yield from re.findall(r"leaves=\['[^]]+'\]", message)
 
 
-def _take(model: Any, sample: Any, line: str, leaves: list[str]) -> None:
+def _taken(case: Case, size: int, line: str, leaves: list[str]) -> Case:
+    """Return a case that is as a line says, or note leaves."""
+    model: Any = case.model
     if line == CALL_IT:
         with torch.no_grad():
-            call(model, sample)
+            call(model, case.sample(size))
     elif line == NO_CACHE:
         model.config.use_cache = False
+    elif line == NO_CACHE_IN_THE_CALL:
+        return case._replace(**{name: partial(_without_cache, getattr(case, name))
+                                for name in ('sample', 'small')})
     elif line == NO_CHECKPOINTS:
         model.gradient_checkpointing_disable()
+    elif line == NO_HEADS and case.without_heads:
+        found: Case = case.without_heads()
+        return found
     else:
         leaves += re.findall("'([^']+)'", line)
+    return case
+
+
+def _without_cache(sample: Callable[[int], Arguments], size: int) -> Arguments:
+    given = sample(size)
+    return Arguments(*given.args, **given.kwargs, use_cache=False)
 
 
 def reason(error: BaseException) -> str:

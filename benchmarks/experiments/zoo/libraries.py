@@ -1,5 +1,6 @@
 """Which models there are in libraries, and what they are called with."""
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +69,7 @@ def _torchvision_names() -> list[str]:
             for name in models.list_models(module)]
 
 
-def _torchvision(name: str) -> Case:
+def _torchvision(name: str, **changes: Any) -> Case:
     from torchvision import models
 
     if name in models.list_models(models.segmentation):
@@ -78,7 +79,8 @@ def _torchvision(name: str) -> Case:
     crop = min(each.transforms().crop_size for each in models.get_model_weights(name))
     height, width = (crop * 2)[:2]
     frames = [FRAMES] if name in models.list_models(models.video) else []
-    return _of_images(models.get_model(name, weights=None), 3, *frames, height, width)
+    case = _of_images(models.get_model(name, weights=None, **changes), 3, *frames, height, width)
+    return case._replace(without_heads=partial(_torchvision, name, aux_logits=False))
 
 
 def _timm(name: str) -> Case:

@@ -12,6 +12,7 @@ from benchmarks.experiments.zoo.architectures import _mask
 from benchmarks.experiments.zoo.convert import Case, converted, ways_out
 from benchmarks.experiments.zoo.libraries import LIBRARIES, Library
 from benchmarks.experiments.zoo.train import differences, without_dropout
+from torchgpipe import Arguments
 from torchgpipe.sequential import ConversionError
 
 
@@ -82,7 +83,7 @@ def test_each_model_has_a_row(run, tmp_path, library, monkeypatch):
     assert 'the elements of a tensor' in rows['GoesByElements']['reason']
     assert rows['Hangs']['reason'] == 'it takes more than 60 s'
     assert rows['Ends']['reason'] == 'its process ended by 3'
-    assert f'timm {torch.__version__}: 5 models, of which 1 (20%) are converted as they are, ' \
+    assert f'timm {torch.__version__}, 5 of 5 models: 1 (20%) are converted as they are, ' \
         '1 with the line that the error names, and 3 are not. 2 were trained' in out
     assert 'Normalized (of a test)' in out and "leaves=['gate']" in out
     monkeypatch.setattr(zoo, 'in_process', None)  # There is nothing left to do.
@@ -125,7 +126,7 @@ class Steps:
         monkeypatch.setattr('benchmarks.experiments.zoo.convert.to_sequential', self)
 
     def __call__(self, model, sample, leaves):
-        self.told.append([*leaves, model.calls, model.config.use_cache])
+        self.told.append([*leaves, model.calls, model.config.use_cache, sample.kwargs])
         if self.errors:
             raise ConversionError(self.errors.pop(0))
         return nn.Sequential(model)
@@ -137,28 +138,43 @@ class Cached(nn.Module):
         self.config, self.calls = Config(), 0
         self.config.use_cache = True
 
-    def forward(self, x):
+    def forward(self, x, use_cache=True):
         self.calls += 1
 
 
-CACHE = 'go without it: model.config.use_cache = False, or'
+CACHE = 'go without it: model.config.use_cache = False, or use_cache=False in the call'
 LEAF = "to_sequential(model, sample, leaves=['a', 'b.c']), which"
+ONCE = 'call the model once before'
+HEADS = 'Where it is for auxiliary heads, make it without them'
+
+
+def cached():
+    """Return a case whose model has heads, and one without."""
+    case = Case(Cached(), lambda number: Arguments(number), Arguments)
+    return case._replace(without_heads=lambda: case)
 
 
 def test_lines_of_errors_are_tried_one_after_the_other(monkeypatch):
-    steps = Steps(monkeypatch, [CACHE, LEAF, 'call the model once before'])
-    case = Case(Cached(), torch.ones, torch.ones)
-    found = converted(case)
-    assert found.lines == [*ways_out(CACHE + LEAF), 'call the model once before']
-    assert steps.told == [[0, True], [0, False], ['a', 'b.c', 0, False], ['a', 'b.c', 1, False]]
-    assert found.leaves == ['a', 'b.c']
+    steps = Steps(monkeypatch, [CACHE, CACHE, LEAF, ONCE])
+    found = converted(cached())
+    assert found.lines == [*ways_out(CACHE + LEAF), ONCE] and len(found.lines) == 4
+    no_cache = {'use_cache': False}
+    assert steps.told == [[0, True, {}], [0, False, {}], [0, False, no_cache],
+                          ['a', 'b.c', 0, False, no_cache], ['a', 'b.c', 1, False, no_cache]]
+    assert found.leaves == ['a', 'b.c'] and found.case.small(2).kwargs == no_cache
 
 
-@pytest.mark.parametrize('errors', [[CACHE, CACHE], ['leaves=[…]']])
+def test_a_model_is_made_again_without_heads(monkeypatch):
+    Steps(monkeypatch, [CACHE, HEADS])
+    case = cached()
+    assert converted(case._replace(model=Cached())).case.model is case.model
+
+
+@pytest.mark.parametrize('errors', [[LEAF, LEAF], ['leaves=[…]']])
 def test_a_line_is_tried_once(monkeypatch, errors):
     Steps(monkeypatch, errors)
     with pytest.raises(ConversionError):
-        converted(Case(Cached(), torch.ones, torch.ones))
+        converted(cached())
 
 
 def test_a_mask_has_rows_of_several_lengths():
