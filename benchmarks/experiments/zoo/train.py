@@ -47,12 +47,12 @@ def differences(case: Case, leaves: Sequence[str]) -> dict[str, float]:
     _steps(model, partial(_by_itself, model), samples)
     expected = _results(model, model.state_dict())
     typical = typical_size([*expected.values()])
-    model.load_state_dict(start)
+    _reset(model, start)
     layers = to_sequential(model, _double(sample(2)), leaves=leaves, check_sample=False)
     found = {}
     for n in PARTITIONS:
         for schedule in SCHEDULES:
-            model.load_state_dict(start)
+            _reset(model, start)
             pipeline = GPipe(layers, _balance(len(layers), n), chunks=CHUNKS,
                              devices=[f'cpu:{j}' for j in range(n)])
             _steps(model, partial(_by_pipeline, pipeline, schedule), samples)
@@ -108,6 +108,12 @@ def _results(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: x.clone() for name, x in state.items() if isinstance(x, Tensor)}
+
+
+def _reset(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    for name, x in model.state_dict().items():
+        if name in state:
+            x.copy_(state[name])
 
 
 def _double(sample: Any) -> Any:
