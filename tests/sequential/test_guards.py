@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from tests.devices import cpu_only
 from tests.sequential.test_record import Model, check, in_a_pipeline, sample
-from torchgpipe.sequential import to_sequential
+from torchgpipe.sequential import ConversionError, to_sequential
 
 pytestmark = cpu_only('what is recorded does not depend on devices')
 
@@ -98,6 +98,105 @@ def test_an_assertion_of_pytorch_s_is_one():
     with pytest.raises(AssertionError, match='not finite'):
         layers(sample() / 0)
     assert len(to_sequential(Model(asserted))) == 2
+
+
+# --- elements of tensors
+# -------------------------------------------------------------------------------------------------
+
+
+def asserted_elements(m, x):
+    assert x.isfinite().all()
+    assert not x.isnan().any() and x.numel(), 'not a number'
+    return x
+
+
+def asserted_number(m, x):
+    assert (
+        x.isfinite().sum().item()
+        == x.numel())
+    return x
+
+
+def raised(m, x):
+    if not x.isfinite().all():
+        raise ValueError('not finite')
+    return x
+
+
+def checked(m, x):
+    torch._check(x.isfinite().all().item(), lambda: 'not finite')
+    return x
+
+
+def checked_all(m, x):
+    finite = x.isfinite()
+    torch._check_tensor_all(finite() if callable(finite) else finite)
+    return x
+
+
+@pytest.mark.parametrize('function', [asserted_number, raised, checked, checked_all])
+def test_elements_by_which_a_program_raises_only(function):
+    """In v0.10.0, these were refused."""
+    layers = check(Model(function), sample(), torch.randn(7, 6), torch.randn(1, 6))
+    in_a_pipeline(layers, sample())
+    with pytest.raises(ValueError, match='goes the way .* was (True|False); it is .* now'):
+        layers(sample() / 0)
+
+
+def in_one_of_two_ways(m, x):
+    assert x.sum() > 0 or x.sum() < 0
+    return x
+
+
+def in_a_chain(m, x):
+    if 9 < x.max() < 8:
+        raise ValueError
+    return x
+
+
+def in_any(m, x):
+    assert any((x[0].sum() > 0, x[0].sum() < 0))
+    return x
+
+
+def in_any_of_a_list(m, x):
+    some = any
+    assert some(each > 0 for each in (x[0].sum(), -x[0].sum()))
+    return x
+
+
+def in_a_list(m, x):
+    if x[0].sum().item() not in (-x[0].sum(), x[0].sum()):
+        raise ValueError
+    return x
+
+
+def of_a_choice(m, x):
+    assert True if x.sum() > 0 else x.sum() <= 0
+    return x
+
+
+def with_another_way(m, x):
+    if x.sum() == 0:
+        raise ValueError
+    else:
+        return x
+
+
+def with_a_way_before(m, x):
+    if x.sum() == 0:
+        x = x + 1
+        raise ValueError
+    return x
+
+
+@pytest.mark.parametrize('function', [
+    asserted_elements, in_one_of_two_ways, in_a_chain, in_any, in_any_of_a_list, in_a_list,
+    of_a_choice, with_another_way, with_a_way_before])
+def test_elements_by_which_a_program_may_do_more(function):
+    """Of several truths, others might let it go on."""
+    with pytest.raises(ConversionError, match='by the elements of a tensor'):
+        to_sequential(Model(function), sample())
 
 
 # --- one sample

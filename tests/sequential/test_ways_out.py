@@ -172,3 +172,41 @@ def test_a_mask_for_padding_says_the_way_out(training):
         with pytest.raises(ConversionError, match='(?s)elements.*enable_nested_tensor=False') as e:
             to_sequential(model, Arguments(x, pad))
         assert 'causal' not in str(e.value)
+
+
+def counted(m, x):
+    m.count = m.count + 1
+    return x
+
+
+class Blocks(nn.Module):
+    """Blocks of one class, which an error stops at the first of, beside one of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleList([nn.Linear(6, 6), Inner(counted)])
+                                    for _ in range(3))
+        self.more = nn.ModuleList([Inner(counted), nn.Linear(6, 6)])
+        for module in self.modules():
+            module.count = 0
+
+    def forward(self, x):
+        for linear, inner in self.blocks:
+            x = inner(linear(x))
+        return self.more[0](x)
+
+
+def test_a_leaf_is_proposed_for_all_of_its_kind():
+    """In v0.10.0, each of many blocks was proposed when it was its turn."""
+    with pytest.raises(ConversionError, match=re.escape("leaves=['blocks.*.1'])")):
+        to_sequential(Blocks(), sample(), check_sample=False)
+    with pytest.raises(ConversionError, match=re.escape("leaves=['more.0'])")):
+        to_sequential(Blocks(), sample(), leaves=['blocks.*.1'], check_sample=False)
+    layers = to_sequential(Blocks(), sample(), leaves=['blocks.*.1', 'more.0'],
+                           check_sample=False)
+    assert len(layers.wholes) == 4
+    linear, *others = nn.Linear(6, 6), Inner(counted), Inner(counted)
+    for each in others:
+        each.count = 0
+    with pytest.raises(ConversionError, match=re.escape("leaves=['1'])")):
+        to_sequential(nn.Sequential(linear, *others), sample(), check_sample=False)

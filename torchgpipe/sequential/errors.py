@@ -18,7 +18,7 @@ from torchgpipe.sequential.leaf_modules import holds_most
 
 __all__ = ['NO_CACHE', 'OF_HOOKS', 'OF_MASKS', 'ConversionError', 'NeedsLeaf', 'in_one_line',
            'is_from_checkpoint', 'is_of_others', 'is_of_torch', 'is_within', 'line_of',
-           'line_of_error', 'makes_a_message', 'refused']
+           'line_of_error', 'makes_a_message', 'only_raises', 'refused']
 
 _OTHERS = tuple(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep
                 for package in (torch, torchgpipe))
@@ -37,9 +37,9 @@ OF_HOOKS = ('if hooks hand it on, as those for output_attentions=True of Hugging
             'attention, by attn_pdrop=0, attention_dropout=0 or attention_probs_dropout_prob=0 '
             'in the config, so that its program is the same in both modes')
 
-# PyTorch compares a mask with a causal one, or looks where one for padding ends: by the class that
-# does, and whether it is the former.
 _CAUSAL = '. Or, if it has a causal mask, call it with is_causal=True beside that'
+#: PyTorch compares a mask with a causal one, or looks where one for padding ends: by the class
+#: that does, and whether it is the former.
 OF_MASKS = {
     (nn.TransformerEncoder, True): f'{_CAUSAL}; nn.Transformer, with src_is_causal=True',
     (nn.TransformerDecoder, True): '. Or, if it has a causal mask, call it with '
@@ -74,7 +74,8 @@ def refused(root: nn.Module, why: str, line: str, inner: str | None, hint: str =
     module = root.get_submodule(inner or '')
     # A leaf with nearly all of the model is no way out.
     if not hint and inner and not holds_most(module, root, 0.9):
-        hint = (f'name it as a leaf, to_sequential(model, sample, leaves=[{inner!r}]), which is '
+        leaf = _of_its_kind(root, inner)
+        hint = (f'name it as a leaf, to_sequential(model, sample, leaves=[{leaf!r}]), which is '
                 'called as one module; or write that part of it as a layer, a submodule, and name '
                 'that')
     elif not hint:
@@ -83,6 +84,17 @@ def refused(root: nn.Module, why: str, line: str, inner: str | None, hint: str =
     what = f"'{inner}' ({type(module).__name__})" if inner else type(module).__name__
     return ConversionError(
         f'{what} can not be converted: {why}\n\n{line}\n\nWay out: {hint}{more}')
+
+
+def _of_its_kind(root: nn.Module, name: str) -> str:
+    """Return the name of a submodule, or one for all of its class with other numbers in theirs."""
+    parts, kind = name.split('.'), type(root.get_submodule(name))
+    others = [other.split('.') for other, module in root.named_modules() if type(module) is kind]
+    alike = [other for other in others if len(other) == len(parts) and all(
+        a == b or (a.isdigit() and b.isdigit()) for a, b in zip(other, parts))]
+    pattern = '.'.join('*' if {*numbers} != {part} else part
+                       for part, *numbers in zip(parts, *alike))
+    return pattern if pattern.strip('*.') else name
 
 
 def line_of() -> str:
@@ -141,14 +153,8 @@ def makes_a_message(frame: FrameType) -> bool:
     It is what a statement hands to a function that is known for it, as
     ``torch._assert(ok, f'got {x.shape}')``. Any other function may look something up by it.
     """
-    line = frame.f_lineno or 0
-    around = [each for each in _statements(frame.f_code.co_filename)
-              if each.lineno <= line <= (each.end_lineno or 0)]
-    # The innermost one, if it does not share its line with another.
-    inner = [each for each in around if each.lineno == max(x.lineno for x in around)]
-    if len(inner) != 1 or not isinstance(inner[0], ast.Expr):
-        return False
-    call = inner[0].value
+    statement = _statement(frame)
+    call = statement.value if isinstance(statement, ast.Expr) else None
     if not isinstance(call, ast.Call):
         return False
     function = _named_by(call.func, frame)
@@ -170,6 +176,35 @@ def _may_make_text(expression: ast.expr) -> bool:
                 isinstance(each, ast.Attribute) and each.attr == 'format'):
             return True
     return False
+
+
+def only_raises(frame: FrameType) -> bool:
+    """Return whether a program raises an error if a truth that it asks for in a frame is another.
+
+    As ``assert x.min() >= 0`` does, ``if x.min() < 0: raise …``, and ``torch._check``.
+    """
+    if is_within('_check_with'):
+        return True
+    statement = _statement(frame)
+    if not isinstance(statement, ast.Assert) and not (
+            isinstance(statement, ast.If) and not statement.orelse
+            and [*map(type, statement.body)] == [ast.Raise]):
+        return False
+    # What is made of several may come out the same by others.
+    return not any(
+        isinstance(each, (ast.BoolOp, ast.IfExp, ast.comprehension, ast.In, ast.NotIn))
+        or (isinstance(each, ast.Compare) and len(each.ops) > 1)
+        or (isinstance(each, ast.Name) and each.id in ('all', 'any'))
+        for each in ast.walk(statement.test))
+
+
+def _statement(frame: FrameType) -> ast.stmt | None:
+    """Return the innermost statement that runs, if it does not share its line with another."""
+    line = frame.f_lineno or 0
+    around = [each for each in _statements(frame.f_code.co_filename)
+              if each.lineno <= line <= (each.end_lineno or 0)]
+    inner = [each for each in around if each.lineno == max(x.lineno for x in around)]
+    return inner[0] if len(inner) == 1 else None
 
 
 @lru_cache(maxsize=8)

@@ -256,6 +256,10 @@ def _of_functions(current: _OfThread[Follower]) -> Iterator[_Replacement]:
     yield builtins, 'isinstance', instance
     for owner, name in ((builtins, 'len'), *((math, name) for name in _OF_NUMBERS)):
         yield owner, name, _instead(current, made, of_values=True)
+    # A value has __call__, as all of torch.fx have.
+    yield builtins, 'callable', _instead(
+        current, lambda _, own, args, kwargs: own(args[0]._example), of_values=True)
+    yield torch, '_check_with', _instead(current, _check_with, of_values=True)
     for name in _MAKERS:
         yield torch, name, _instead(current, made)
     for name in _OF_AUTOCAST:
@@ -271,6 +275,12 @@ def _of_functions(current: _OfThread[Follower]) -> Iterator[_Replacement]:
     # The last one would not take x.device.type, a value.
     for mode, name in (*((mode, '__enter__') for mode in _MODES), (torch.autocast, '__init__')):
         yield mode, name, _before(current, lambda watcher, *_: watcher.entered())
+
+
+def _check_with(_: object, own: Any, args: Any, kwargs: Any) -> Any:
+    """Check a truth itself, as PyTorch does not take a value for one."""
+    error, condition, *others = args
+    return own(error, bool(condition), *others, **kwargs)
 
 
 def _as_class(own: type, call: Callable[..., Any]) -> type:

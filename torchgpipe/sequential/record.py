@@ -6,9 +6,10 @@ what becomes of numbers, and :mod:`torchgpipe.sequential.patches` for how steps 
 
 [Note: What a recording may depend on]
 The way of a program may depend on what is the same for each micro-batch. What it depends on is
-guarded in each run. It may not depend on the elements of tensors, nor on whether the model is in
-training, nor on random numbers of Python's. It does what it does under one grad mode and autocast;
-whether there is autocast around the call is guarded, too.
+guarded in each run. It may not depend on the elements of tensors, but where the other way is an
+error, nor on whether the model is in training, nor on random numbers of Python's. It does what
+it does under one grad mode and autocast; whether there is autocast around the call is guarded,
+too.
 A submodule that depends on training or changes modes becomes a leaf module: as soon as one is
 found, its class is added to the leaves, and the recording starts again. In all other
 cases there is an error, so that nobody is surprised by how much is not looked into.
@@ -30,7 +31,8 @@ from torchgpipe.private import hooks_of
 from torchgpipe.sequential.blocks import Call
 from torchgpipe.sequential.effects import modes_now
 from torchgpipe.sequential.errors import (OF_HOOKS, OF_MASKS, ConversionError, NeedsLeaf,
-                                          in_one_line, is_of_torch, is_within, line_of, refused)
+                                          in_one_line, is_of_torch, is_within, line_of,
+                                          only_raises, refused)
 from torchgpipe.sequential.first_calls import CALL_IT_BEFORE, Leavings
 from torchgpipe.sequential.leaf_modules import LeafModules, modules_within
 from torchgpipe.sequential.nodes import calls_in, first_difference, words
@@ -183,6 +185,9 @@ class ForwardTracer(StepTracer):
         """Return the number or the truth that a program goes its way by, and guard it."""
         node, example = value.node, value._example
         if (isinstance(example, Tensor) and how is not _LEN) or node.meta['data']:
+            if how is bool and only_raises(sys._getframe(2)):
+                self.add_guard(self.add_step(bool, node), bool(example), words(node))
+                return bool(example)
             kind = type((self._stack or [self.root])[-1])
             more = OF_MASKS.get((kind, is_within('_detect_is_causal_mask')), '')
             if more:  # That is better than to leave all of it to itself, as for the training mode.

@@ -1,0 +1,197 @@
+"""Which models of libraries are converted to sequential ones, by one line, and trained?"""
+import json
+import multiprocessing
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import click
+import torch
+from tqdm import tqdm
+
+from benchmarks.experiments.zoo.convert import Case, converted, reason
+from benchmarks.experiments.zoo.libraries import LIBRARIES
+from benchmarks.experiments.zoo.train import differences, without_dropout
+from benchmarks.harness.exhaustion import memory_limit
+from benchmarks.harness.page import Section
+from benchmarks.harness.report import Rows, output_folder, table, write_json
+
+__all__ = ['COMMANDS', 'SECTION']
+
+#: How processes start: forked from one that has imported the libraries, which takes seconds.
+METHOD = 'forkserver'
+#: What the first checkpoint of a process imports.
+IMPORTED = ['torch._dynamo']
+#: Seconds that a model may take.
+PATIENCE = 600
+
+MEANING = (
+    'Models with their default configs and no checkpoint, in float32 with a sample of two, as '
+    'their documentation calls them; in brackets, what is not by default, so that it is small '
+    'enough. '
+    'Seconds are those of to_sequential, which compares the layers with the model, on one core '
+    'that other programs used, too. The largest leaf is what was not looked into, but for layers '
+    "of PyTorch's, with its share of the parameters. With: the lines that errors have named, one "
+    'after the other. Training: two steps of AdamW in float64, without dropout, in 2 and 3 '
+    'partitions, by the plain call and by 1F1B, with micro-batches of one to five samples (with '
+    'batch normalization, of two to five); the largest difference of a parameter, a buffer or a '
+    'gradient from those of the model on the same micro-batches, relative to a typical one.')
+
+
+@click.command()
+@click.option('--library', 'libraries', type=click.Choice([*LIBRARIES]), multiple=True,
+              default=[*LIBRARIES], show_default=True, help='Whose models.')
+@click.option('--model', 'models', multiple=True, help='Some of these only, by name.')
+@click.option('--missing', is_flag=True, help='Those only that the JSON file has no row of.')
+@click.option('--train', is_flag=True, help='Train them in pipelines as well.')
+@click.option('--patience', type=click.IntRange(1), default=PATIENCE, show_default=True,
+              help='Seconds that a model may take.')
+@click.option('--output', default='results', show_default=True, metavar='DIR',
+              help='Where the JSON file goes; what it has of other models stays.')
+def zoo(libraries: tuple[str, ...], models: tuple[str, ...], missing: bool, train: bool,
+        patience: int, output: str) -> None:
+    """Convert models of libraries to sequential ones, each in a process of its own.
+
+    With weights of no checkpoint. Where a conversion raises, the line that the error names is
+    tried. In training, in 2 and 3 partitions, by the plain call and by 1F1B, two steps of AdamW in
+    float64 are compared with those of the model itself on the same micro-batches.
+    """
+    folder = output_folder(output)
+    results = _kept(folder / 'zoo.json')
+    results['libraries'].update({library: {
+        'version': _version(library), 'models': len(LIBRARIES[library].names())}
+        for library in libraries})
+    multiprocessing.get_context(METHOD).set_forkserver_preload(
+        [__name__, *IMPORTED, *(module for library in libraries
+                                for module in LIBRARIES[library].modules)])
+    for library in libraries:
+        rows = results['rows'][library] = results['rows'].get(library, {})
+        names = [name for name in LIBRARIES[library].names() if (name in models or not models)
+                 and not (missing and name in rows)]
+        bar = tqdm(names, desc=library, unit='model', leave=False)
+        for name in bar:
+            bar.set_postfix_str(name)
+            rows[name] = in_process(LIBRARIES[library].case, name, train, patience)
+            write_json(folder, 'zoo', results)
+    for part in _parts(results):
+        click.echo((part if isinstance(part, str) else table(*part)) + '\n')
+    click.echo(folder / 'zoo.json')
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    """Return what was found before."""
+    if not path.exists():
+        return {'libraries': {}, 'rows': {}}
+    found: dict[str, Any] = json.loads(path.read_text())['results']
+    return found
+
+
+def _version(library: str) -> str:
+    """Import a library, and return its version."""
+    try:
+        return str([import_module(module) for module in LIBRARIES[library].modules][0].__version__)
+    except ImportError as error:
+        raise click.ClickException(f'--library {library} takes that package: {error}') from None
+
+
+def in_process(case: Callable[[str], Case], name: str, train: bool, patience: int
+               ) -> dict[str, Any]:
+    """Return what is found of a model, or why nothing is: what it does, it does elsewhere."""
+    context = multiprocessing.get_context(METHOD)
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_find, args=(there, case, name, train), daemon=True)
+    process.start()
+    there.close()
+    row: dict[str, Any] = {}
+    try:
+        while here.poll(patience):
+            row.update(here.recv())
+        row['reason'] = f'it takes more than {patience} s'
+    except EOFError:
+        process.join()
+        if process.exitcode:
+            row['reason'] = f'its process ended by {process.exitcode}'
+    finally:
+        process.kill()
+        process.join()
+    return row
+
+
+def _find(pipe: Connection, make: Callable[[str], Case], name: str, train: bool) -> None:
+    """Convert and train one model, and send what is found as soon as it is."""
+    warnings.simplefilter('ignore')
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with memory_limit():
+        try:
+            case = make(name)
+            found = converted(case)
+            case, leaves = found.case, found.leaves
+            pipe.send({'note': case.note, **found.row()})
+            del found
+            if train:
+                without_dropout(case.model)
+                pipe.send({'training': differences(case, leaves)})
+        except Exception as error:
+            pipe.send({'reason': reason(error)})
+
+
+def _parts(results: dict[str, Any]) -> list[str | Rows]:
+    """Say how many are converted, and give a table of each library."""
+    parts: list[str | Rows] = [MEANING]
+    for library, rows in results['rows'].items():
+        about = results['libraries'][library]
+        parts += [f"{library} {about['version']}, {len(rows)} of {about['models']} models: "
+                  f'{_summary([*rows.values()])}', _table(rows)]
+    return parts
+
+
+def _summary(rows: list[dict[str, Any]]) -> str:
+    by_itself = sum('layers' in row and not row['lines'] for row in rows)
+    by_line = sum('layers' in row and bool(row['lines']) for row in rows)
+    trained = [max(row['training'].values()) for row in rows if 'training' in row]
+    text = (f'{by_itself} ({by_itself / len(rows):.0%}) are converted as they are, '
+            f'{by_line} with the line that the error names, and '
+            f'{len(rows) - by_itself - by_line} are not.')
+    if trained:
+        text += (f' {len(trained)} were trained, and differ by {max(trained):.0e} of a typical '
+                 'tensor at most.')
+    return text
+
+
+def _table(rows: dict[str, dict[str, Any]]) -> Rows:
+    return ['model', 'layers', 'skips', 's', 'largest leaf', 'training differs by', 'with'], [
+        _row(name, rows[name]) for name in sorted(rows, key=str.lower)]
+
+
+def _row(name: str, row: dict[str, Any]) -> list[str]:
+    name += f" ({row['note']})" if row.get('note') else ''
+    if 'layers' not in row:
+        return [name, *[''] * 5, shortened(f"not converted: {row['reason']}", 200)]
+    largest = row['largest']
+    leaf = f"{largest['kind']}, {largest['share']:.0%}" if largest else '—'
+    return [name, str(row['layers']), str(row['skips']), f"{row['seconds']:.0f}", leaf,
+            _training(row), ', '.join(row['lines'])]
+
+
+def _training(row: dict[str, Any]) -> str:
+    if 'training' in row:
+        return f"{max(row['training'].values()):.0e}"
+    return shortened(row.get('reason', ''), 80)
+
+
+def shortened(text: str, length: int) -> str:
+    """Return a text as it stands in a table, whose columns are separated by bars.
+
+    >>> shortened('Tensor | None', 10)
+    'Tensor / …'
+    """
+    return shorten(text.replace('|', '/'), length, placeholder=' …')
+
+
+COMMANDS = [zoo]
+SECTION = Section('Models of other libraries', 'zoo', _parts)

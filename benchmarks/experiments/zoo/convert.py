@@ -1,0 +1,141 @@
+"""Convert one model, if need be with the lines that errors name, and say what came out."""
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from torchgpipe import Arguments
+from torchgpipe.sequential import ConversionError, to_sequential
+from torchgpipe.structure import call
+
+__all__ = ['Case', 'converted', 'reason']
+
+#: An error names one way out, or several for several causes.
+MOST_LINES = 4
+
+
+class Case(NamedTuple):
+    """A model to convert.
+
+    Attributes:
+        model: With its default configuration, but for what the note says.
+        sample: Makes what it is called with, for a number of samples.
+        small: Makes smaller ones, which it may not take, to train with.
+        note: In what it is not as by default.
+        without_heads: Makes it without heads that are for training only, if it has some.
+    """
+
+    model: nn.Module
+    sample: Callable[[int], Any]
+    small: Callable[[int], Any]
+    note: str = ''
+    without_heads: Callable[[], Any] | None = None
+
+
+class Found(NamedTuple):
+    """What came out: layers, and the lines that it took, with the leaves in them.
+
+    The case is another one where a line says so.
+    """
+
+    case: Case
+    layers: nn.Sequential
+    lines: list[str]
+    leaves: list[str]
+    seconds: float
+
+    def row(self) -> dict[str, Any]:
+        """Return what the table says of it."""
+        wholes: Sequence[Any] = self.layers.wholes  # type: ignore[assignment]
+        largest = next(({'kind': each.kind, 'share': each.share, 'why': in_short(each.why)}
+                        for each in wholes if each.share), None)
+        return {'lines': self.lines, 'seconds': self.seconds, 'layers': len(self.layers),
+                'skips': sum(len([*getattr(layer, 'stashable', tuple)()])
+                             for layer in self.layers), 'largest': largest}
+
+
+def converted(case: Case, size: int = 2) -> Found:
+    """Convert a model as it is; or by the lines that errors name, one after the other.
+
+    Raises:
+        ConversionError: There is no such line, or they do not help.
+    """
+    leaves: list[str] = []
+    lines: list[str] = []
+    while True:
+        start = time.perf_counter()
+        try:
+            layers = to_sequential(case.model, case.sample(size), leaves=leaves)
+        except ConversionError as error:
+            ways = [each for each in ways_out(str(error)) if each not in lines]
+            if not ways or len(lines) == MOST_LINES:
+                raise
+            lines.append(ways[0])
+            case = _taken(case, size, ways[0], leaves)
+        else:
+            return Found(case, layers, lines, leaves, time.perf_counter() - start)
+
+
+#: What errors propose: words in them, and the line that these stand for.
+CALL_IT = 'call the model once before'
+NO_CACHE = 'model.config.use_cache = False'
+NO_CACHE_IN_THE_CALL = 'use_cache=False in the call'
+NO_CHECKPOINTS = 'model.gradient_checkpointing_disable()'
+NO_HEADS = 'auxiliary heads, make it without them'
+
+
+def ways_out(message: str) -> Iterator[str]:
+    """Yield the lines that an error names.
+
+    >>> [*ways_out("name it: to_sequential(model, sample, leaves=['a.b']); or …")]
+    ["leaves=['a.b']"]
+    """
+    for line in (CALL_IT, NO_CACHE, NO_CACHE_IN_THE_CALL, NO_CHECKPOINTS, NO_HEADS):
+        if line in message:
+            yield line
+    yield from re.findall(r"leaves=\['[^]]+'\]", message)
+
+
+def _taken(case: Case, size: int, line: str, leaves: list[str]) -> Case:
+    """Return a case that is as a line says, or note leaves."""
+    model: Any = case.model
+    if line == CALL_IT:
+        with torch.no_grad():
+            call(model, case.sample(size))
+    elif line == NO_CACHE:
+        model.config.use_cache = False
+    elif line == NO_CACHE_IN_THE_CALL:
+        return case._replace(**{name: partial(_without_cache, getattr(case, name))
+                                for name in ('sample', 'small')})
+    elif line == NO_CHECKPOINTS:
+        model.gradient_checkpointing_disable()
+    elif line == NO_HEADS and case.without_heads:
+        found: Case = case.without_heads()
+        return found
+    else:
+        leaves += re.findall("'([^']+)'", line)
+    return case
+
+
+def _without_cache(sample: Callable[[int], Arguments], size: int) -> Arguments:
+    given = sample(size)
+    return Arguments(*given.args, **given.kwargs, use_cache=False)
+
+
+def reason(error: BaseException) -> str:
+    """Return what an error says, in one line, without the folders of this machine.
+
+    >>> reason(ValueError("it fails\n  /home/me/site-packages/timm/layers/norm.py, line 3"))
+    'ValueError: it fails timm/layers/norm.py, line 3'
+    """
+    text = in_short(str(error))
+    return text if isinstance(error, ConversionError) else f'{type(error).__name__}: {text}'
+
+
+def in_short(text: str) -> str:
+    """Return a text in one line, without the folders of this machine."""
+    return re.sub(r'/\S*/site-packages/', '', ' '.join(text.split()))

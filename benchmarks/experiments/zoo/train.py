@@ -1,0 +1,132 @@
+"""Train a converted model in pipelines, beside the model itself on the same micro-batches."""
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.experiments.zoo.convert import Case
+from torchgpipe import GPipe
+from torchgpipe.distance import distance, typical_size
+from torchgpipe.engine.scatter import cut, fit_rule
+from torchgpipe.sequential import original_names, to_sequential
+from torchgpipe.sequential.effects import copied, without_grad
+from torchgpipe.structure import call, flatten_nested, leaves_of
+
+__all__ = ['differences', 'without_dropout']
+
+#: Samples of each step, which are two micro-batches: of 2 and 1, then of 5 and 4. Batch
+#: normalization takes 3 and 2 first, as it may not have a single value per channel.
+STEPS, STEPS_BY_STATISTICS = (3, 9), (5, 9)
+CHUNKS = 2
+PARTITIONS = (2, 3)
+SCHEDULES = ('plain call', '1f1b')
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Let a model draw no random numbers, since a pipeline would draw others."""
+    for module in model.modules():
+        for owner in (module, *(x for x in vars(module).values() if hasattr(x, 'to_dict'))):
+            for name, value in [*vars(owner).items()]:
+                if isinstance(value, float) and ('drop' in name or name == 'p'):
+                    setattr(owner, name, 0.)
+
+
+def differences(case: Case, leaves: Sequence[str]) -> dict[str, float]:
+    """Return the largest difference after two steps, by partitions and schedule.
+
+    It is that of parameters, buffers and gradients, relative to those of the model itself.
+    """
+    model = case.model.double().train()
+    sample = _small_enough(case)
+    start = _copied(model.state_dict())
+    by_statistics = any(isinstance(each, nn.modules.batchnorm._BatchNorm)
+                        for each in model.modules())
+    samples = [_double(sample(size)) for size in (STEPS_BY_STATISTICS if by_statistics else STEPS)]
+    _steps(model, partial(_by_itself, model), samples)
+    expected = _results(model, model.state_dict())
+    typical = typical_size([*expected.values()])
+    _reset(model, start)
+    layers = to_sequential(model, _double(sample(2)), leaves=leaves, check_sample=False)
+    found = {}
+    for n in PARTITIONS:
+        for schedule in SCHEDULES:
+            _reset(model, start)
+            pipeline = GPipe(layers, _balance(len(layers), n), chunks=CHUNKS,
+                             devices=[f'cpu:{j}' for j in range(n)])
+            _steps(model, partial(_by_pipeline, pipeline, schedule), samples)
+            got = _results(model, original_names(pipeline.state_dict()))
+            found[f'{n} partitions, {schedule}'] = max(
+                distance(got[name], x, typical) for name, x in expected.items())
+    return found
+
+
+def _small_enough(case: Case) -> Callable[[int], Any]:
+    """Return what makes small samples, if the model takes these."""
+    try:
+        without_grad(lambda _: call(copied(case.model), _double(case.small(2))))
+    except Exception:
+        return case.sample
+    return case.small
+
+
+def _balance(layers: int, n: int) -> list[int]:
+    ends = [layers * j // n for j in range(n + 1)]
+    return [end - begin for begin, end in zip(ends, ends[1:])]
+
+
+def _steps(model: nn.Module, backward: Callable[[Any], object], samples: Sequence[Any]) -> None:
+    # By the default epsilon, a gradient that is zero but for rounding becomes a step, as that of a
+    # bias before a normalization.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
+    for sample in samples:
+        optimizer.zero_grad()
+        backward(sample)
+        optimizer.step()
+
+
+def _by_itself(model: nn.Module, sample: Any) -> None:
+    for batch in cut(sample, CHUNKS, fit_rule(0, sample, [model]))[0]:
+        _loss(call(model, batch.value)).backward()
+
+
+def _by_pipeline(pipeline: GPipe, schedule: str, sample: Any) -> None:
+    if schedule == SCHEDULES[0]:
+        _loss(call(pipeline, sample)).backward()
+    else:
+        size = sum(cut(sample, CHUNKS)[1])
+        pipeline.step(sample, torch.zeros(size), lambda output, target: _loss(output),
+                      schedule=schedule, normalizer=1)
+
+
+def _results(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return what a model has after its steps; its parameters are those of the pipeline, too."""
+    return {**_copied(state), **{f'gradient of {name}': x.grad.clone() for name, x
+                                 in model.named_parameters() if x.grad is not None}}
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in state.items() if isinstance(x, Tensor)}
+
+
+def _reset(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    for name, x in model.state_dict().items():
+        if name in state:
+            x.copy_(state[name])
+
+
+def _double(sample: Any) -> Any:
+    tensors, structure = flatten_nested(sample)
+    return structure([x.double() if x.is_floating_point() else x for x in tensors])
+
+
+def _loss(output: Any) -> Tensor:
+    """Return a sum over samples, which is that of micro-batches, too; of anything that is real."""
+    return sum((_from_constants(leaf.value) for leaf in leaves_of(output)
+                if isinstance(leaf.value, Tensor) and leaf.value.requires_grad), torch.zeros(()))
+
+
+def _from_constants(x: Tensor) -> Tensor:
+    target = torch.arange(x[0].numel(), dtype=x.dtype).cos().view(x.shape[1:])
+    return (x - target).square().sum() / x[0].numel()
