@@ -4,8 +4,15 @@ import re
 import pytest
 import torch
 
+from benchmarks.experiments import digits
 from benchmarks.harness.options import choose_devices
 from torchgpipe.devices import accelerators
+
+
+@pytest.fixture(autouse=True)
+def more_steps(monkeypatch):
+    """Let two epochs be enough to learn."""
+    monkeypatch.setattr(digits, 'BATCH', 64)
 
 
 def test_digits(run, tmp_path, monkeypatch):
