@@ -20,7 +20,7 @@ from torchgpipe.plan import plan
 from torchgpipe.schedule import NAMES
 from torchgpipe.schedule.plain import PLAIN_CALL
 
-BATCH = 64
+BATCH = 256
 
 
 class Data(NamedTuple):
@@ -214,7 +214,7 @@ def contenders(choice: Choice, threads: int, steps: int) -> dict[str, Training]:
 @click.option('--epochs', type=click.IntRange(1), default=12, show_default=True,
               help='Passes over the training set.')
 @click.option('--chunks', type=click.IntRange(1, BATCH), show_default='by a plan',
-              help='Micro-batches in a mini-batch of 64.')
+              help=f'Micro-batches in a mini-batch of {BATCH}.')
 @click.option('--balance', callback=parse_balance, show_default='by a plan', metavar='N,N,…',
               help='Layers in each partition; 16 in all. What else is not chosen is 4 chunks, '
               'never, 1f1b then.')

@@ -4,7 +4,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from torchgpipe.balance import profile
-from torchgpipe.plan import Costs, simulate
+from torchgpipe.plan import Costs, measure_overhead, simulate
 from torchgpipe.schedule import NAMES, make
 from torchgpipe.schedule.plain import PLAIN_CALL, plain_call
 
@@ -32,11 +32,13 @@ def predict(cells: nn.Sequential, sample: Tensor, n: int, m: int) -> dict[str, P
     measured = profile(layers, sample, device='cpu', timeout=0)
     each = m * sum(x.forward_seconds + x.backward_seconds for x in measured.layers)
     found = {'in sequence': Prediction(each, 0.)}
+    overhead = measure_overhead([f'cpu:{j}' for j in range(n)])
     for name in (PLAIN_CALL, *NAMES):
         schedule, pairs = plain_call(n, m, one_thread=True) if name == PLAIN_CALL else (
             make(name, n, m), [])
         stages = sum(map(len, schedule.stages))
-        costs = Costs.of(measured, [len(layers) // stages] * stages, 1, 'never')
+        costs = Costs.of(measured, [len(layers) // stages] * stages, 1, 'never',
+                         overhead=overhead)
         simulation = simulate(schedule, costs, pairs)
         found[name] = Prediction(simulation.seconds, simulation.bubble)
     return found

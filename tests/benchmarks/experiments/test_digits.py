@@ -4,8 +4,15 @@ import re
 import pytest
 import torch
 
+from benchmarks.experiments import digits
 from benchmarks.harness.options import choose_devices
 from torchgpipe.devices import accelerators
+
+
+@pytest.fixture(autouse=True)
+def more_steps(monkeypatch):
+    """Let two epochs be enough to learn."""
+    monkeypatch.setattr(digits, 'BATCH', 64)
 
 
 def test_digits(run, tmp_path, monkeypatch):
@@ -20,7 +27,7 @@ def test_digits(run, tmp_path, monkeypatch):
     accuracies = re.findall(r'^(.+?)  +([\d.]+)%', out, re.M)
     assert [name for name, _ in accuracies] == [*alone, 'GPipe, plain call', 'GPipe, 1f1b']
     assert all(float(accuracy) > 80 for _, accuracy in accuracies)
-    assert numbers[:3] == [1, 2, 2] and numbers[-1] == 2
+    assert numbers[0] == 1 and numbers[-1] == 2
     assert 'by a plan' in out and "2 chunks, checkpoint 'always'" in out
     assert re.search(rf'^{alone[-1]} .* 1\.00 ', out, re.M)
     assert (tmp_path / 'digits.png').read_bytes().startswith(b'\x89PNG')

@@ -115,13 +115,18 @@ def test_predictions_by_hand():
     assert schedules._prediction('plain call', runs, predictions) is None
 
 
-def test_a_prediction_does_all_the_work():
+def test_a_prediction_does_all_the_work(monkeypatch):
+    monkeypatch.setitem(predict.__globals__, 'measure_overhead', lambda devices: {})
     stack = STACKS['mlp']
     cells = stack.build(CELLS * 2, 1)
     cells(stack.data(1)[0]).sum().backward()  # Gradients that are there are none of its business.
     found = predict(cells, stack.data(1)[0], 2, 4)
     assert [*found] == ['in sequence', 'plain call', *NAMES]
     whole, _ = found.pop('in sequence')
+    monkeypatch.setitem(predict.__globals__, 'measure_overhead',
+                        lambda devices: {'F': 9., 'I': 9.})
+    slow = predict(cells, stack.data(1)[0], 2, 4)
+    assert all(slow[name].seconds > 36 for name in found)
     assert found['plain call'].seconds > found['gpipe'].seconds  # One thread for backward.
     for name, (seconds, bubble) in found.items():
         if not name.startswith('zb'):  # Halves of a backward take what they take.
