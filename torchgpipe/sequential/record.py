@@ -7,12 +7,11 @@ what becomes of numbers, and :mod:`torchgpipe.sequential.patches` for how steps 
 [Note: What a recording may depend on]
 The way of a program may depend on what is the same for each micro-batch. What it depends on is
 guarded in each run. It may not depend on the elements of tensors, but where the other way is an
-error, nor on whether the model is in training, nor on random numbers of Python's. It does what
-it does under one grad mode and autocast; whether there is autocast around the call is guarded,
-too.
-A submodule that depends on training or changes modes becomes a leaf module: as soon as one is
-found, its class is added to the leaves, and the recording starts again. In all other
-cases there is an error, so that nobody is surprised by how much is not looked into.
+error, nor on whether the model is in training, nor on random numbers of Python's. It does what it
+does under one grad mode and autocast; whether there is autocast around the call is guarded, too. A
+submodule that depends on training or changes modes becomes a leaf module: as soon as one is found,
+its class is added to the leaves, and the recording starts again. In all other cases there is an
+error, so that nobody is surprised by how much is not looked into.
 Where a program goes by the training mode, it is recorded in the other mode, too: if it makes no
 difference, nothing has to be a leaf module. If it does, what asked for the mode last, before the
 recordings differ, is to blame.
@@ -78,13 +77,12 @@ class ForwardTracer(StepTracer):
         self.inner: str | None = None
         self.calls: list[Call] = []
         self._paths = {module: name for name, module in root.named_modules()}
-        self._looked_into = list(modules_within(root, leaves))
         #: The modes of those, and of what is within leaves.
         self._training = {each: each.training for each in root.modules()}
         self._guarded: set[tuple[fx.Node, str]] = set()
         self._stack: list[nn.Module] = []
         self._stopped: Exception | None = None
-        self.leavings = Leavings(root, self._looked_into, first)
+        self.leavings = Leavings(root, modules_within(root, leaves), first)
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the forward with values, and record it up to what it returns."""
@@ -252,9 +250,7 @@ class ForwardTracer(StepTracer):
     def _need_leaf(self, why: str) -> None:
         if not self._stack:
             self.refuse(why)
-        why = f'{why} ({in_one_line(line_of())})'
-        self._stopped = self._stopped or NeedsLeaf(why, type(self._stack[-1]))
-        raise self._stopped
+        self._stop(lambda: NeedsLeaf(f'{why} ({in_one_line(line_of())})', type(self._stack[-1])))
 
     def _refuse_unknown(self, why: str) -> Any:
         self.refuse(why + ', which is not known without a sample',
@@ -275,8 +271,7 @@ class ForwardTracer(StepTracer):
     @contextmanager
     def _training_as_values(self) -> Iterator[None]:
         for module, mode in self._training.items():
-            path = self._paths[module]
-            node = self.graph.get_attr(f'{path}.training' if path else 'training')
+            node = self.graph.get_attr(f'{self._paths[module]}.training'.lstrip('.'))
             module.__dict__['training'] = self.wrap(node, mode)
         try:
             yield
