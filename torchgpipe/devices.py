@@ -139,7 +139,6 @@ def _own_generators(devices: Iterable[torch.device]) -> Iterator[tuple[str, torc
 
 
 @cache
-@cache
 def autocast_types(accelerator: torch.device | None) -> tuple[str, ...]:
     """Return the types of devices that autocast knows, with that of the current accelerator."""
     there = [] if accelerator is None else [accelerator.type]

@@ -217,7 +217,7 @@ class Pipeline(Run):
             # A leaf, such as an input that is handed on, gets a node that belongs to the compute
             # stream: its gradients are added up there, not on the copy stream of each micro-batch.
             if departs:
-                output[:] = [fork(x)[0] if x.is_leaf else x for x in output]
+                output[:] = [fork(x)[0] if x.is_leaf and x.requires_grad else x for x in output]
             departure = self._copy_streams[j][i] if departs else None
             with no_context if departure is None else use_stream(departure):
                 if departure is not None:
