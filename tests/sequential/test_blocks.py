@@ -4,6 +4,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from tests.devices import cpu_only
 from tests.sequential.models import MODELS
@@ -262,3 +263,60 @@ def _double(sample):
     args = sample.args if isinstance(sample, Arguments) else (sample,)
     kwargs = sample.kwargs if isinstance(sample, Arguments) else {}
     return Arguments(*(x.double() if x.is_floating_point() else x for x in args), **kwargs)
+
+
+class PreActivation(nn.Module):
+    """A block that begins with a change of its input in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.f, self.g = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        """Compute it."""
+        x = F.relu(x, inplace=True)
+        return x + self.g(self.f(x * 1))
+
+
+class InPlace(PreActivation):
+    """A block that adds to its input in place."""
+
+    def forward(self, x):
+        """Compute it."""
+        x += self.g(self.f(x * 1))
+        return x
+
+
+def test_a_cut_before_a_block_that_changes_its_input_is_behind_that():
+    model = Deep(PreActivation)
+    layers = to_sequential(model, torch.randn(4, 6))
+    assert len(layers) == 8
+    for n in (2, 4):
+        pipeline = GPipe(layers, [8 // n] * n, devices=[f'cpu:{j}' for j in range(n)], chunks=2)
+        x = torch.randn(5, 6)
+        output = pipeline(x)
+        assert torch.equal(output, torch.cat([model(part) for part in x.split(3)]))
+        output.sum().backward()
+
+
+def test_a_finer_grain_is_finer():
+    for block in (PreActivation, InPlace):
+        numbers = [len(to_sequential(Deep(block), torch.randn(4, 6), grain=grain))
+                   for grain in ('block', 'layer', 'operation')]
+        assert numbers == sorted(numbers) and numbers[0] == 8, numbers
+
+
+class Deep(nn.Module):
+    """An embedding, six blocks and a head."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.begin, self.end = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(block() for _ in range(6))
+
+    def forward(self, x):
+        """Compute it."""
+        x = self.begin(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.end(x)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from tests.devices import cpu_only
 from tests.sequential.test_record import Inner, Model, check, halves, sample
@@ -290,3 +291,51 @@ def test_what_a_program_draws_is_seen_before_a_step_that_draws_itself(draw):
     model = nn.Sequential(Inner(lambda m, x: x + uniform(0, 1)), draw(), nn.Linear(6, 6))
     with pytest.raises(ConversionError, match="draws random numbers of Python"):
         to_sequential(model, sample(), check_sample=False)
+
+
+class Linear(nn.Linear):
+    """A layer that reads a flag of the model that has it."""
+
+    def forward(self, x):
+        """Compute it."""
+        return super().forward(x.clamp(max=1) if self.owner[0].clips else x)
+
+
+class SetsAFlag(nn.Module):
+    """A model whose call sets a flag, which a copy of it would not see: in a closure, a leaf."""
+
+    def __init__(self, resets):
+        super().__init__()
+        self.clips, self.resets = False, resets
+        self.a, self.b, self.norm = Linear(4, 4), nn.Linear(4, 4), lambda x: x * (1 + self.clips)
+        self.a.owner = [self]
+
+    def forward(self, x):
+        """Compute it."""
+        self.clips = True
+        x = self.b(self.norm(self.a(x)))
+        self.clips = not self.resets
+        return x
+
+
+@pytest.mark.parametrize('resets', [False, True])
+def test_a_flag_that_a_call_sets_is_refused(resets):
+    with pytest.raises(ConversionError, match="it sets the attribute 'clips' of a module"):
+        to_sequential(SetsAFlag(resets), torch.randn(6, 4))
+
+
+class DropsAtRandom(nn.Module):
+    """A layer that draws numbers of Python's."""
+
+    def forward(self, x):
+        """Compute it."""
+        return x * (random.random() < 2)
+
+
+def test_layers_of_pytorch_may_run_code_that_draws_numbers_of_python_s():
+    inner = nn.Sequential(nn.Linear(4, 4), DropsAtRandom())
+    patched = nn.Linear(4, 4)
+    patched.forward = lambda x: F.linear(x * (random.random() < 2), patched.weight)
+    model = nn.Sequential(nn.Linear(4, 4), inner, patched, nn.Linear(4, 4))
+    x = torch.randn(6, 4)
+    assert torch.equal(to_sequential(model, x, leaves=['1'])(x), model(x))

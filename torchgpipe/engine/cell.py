@@ -45,11 +45,11 @@ class Sequential(nn.Sequential):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call each layer with what the layer before gave, the first one with the arguments."""
-        layers = iter(self)
-        module = next(layers)
-        value = module(*args, **kwargs)
-        for module in layers:
-            value = module(value)
+        first = True
+        value: Any = None
+        for module in self:
+            value = module(*args, **kwargs) if first else module(value)
+            first = False
         return value
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

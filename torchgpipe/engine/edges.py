@@ -234,12 +234,13 @@ class Pipeline(Run):
         phonies = []
         if recomputation is not None:
             phonies.append(recomputation.phony(output[k].device))  # 3
-        phonies += self._before.pop(j, [])  # 4
-        if i == 0:
-            phonies += self._last.get(j, [])
+        if self._orders:
+            phonies += self._before.pop(j, [])  # 4
+            if i == 0:
+                phonies += self._last.get(j, [])
         if phonies or self._orders:
             output[k], phony = tie(output[k], *phonies)
-            if self._orders:
+            if self._orders and i < len(self._batches) - 1:
                 self._before[j] = [phony]
 
     def _put_last(self, j: int, phony: Tensor) -> None:

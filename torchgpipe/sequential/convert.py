@@ -18,7 +18,6 @@ from torchgpipe.sequential.errors import (ConversionError, NeedsLeaf, is_from_ch
 from torchgpipe.sequential.layer import Inputs, arguments_of, called_with
 from torchgpipe.sequential.leaf_modules import (LeafLike, LeafModules, holds_most, leaf_names,
                                                 modules_within)
-from torchgpipe.sequential.nodes import first_difference
 from torchgpipe.sequential.parts import Converted
 from torchgpipe.sequential.patches import one_at_a_time
 from torchgpipe.sequential.record import ForwardTracer
@@ -88,12 +87,10 @@ def _call_once(module: nn.Module, sample: Any) -> None:
 
 def _converted(module: nn.Module, sample: Any, names: set[str], classes: dict[type, str],
                grain: str, one: Any) -> Converted:
-    left: list[Any] = []
-
     def recorded(value: Any) -> tuple[ForwardTracer, Inputs]:
-        found = _recorded(module, value, names, classes, False, left)
+        found = _recorded(module, value, names, classes, flipped=False)
         if found[0].uses_of_training:
-            other = _recorded(module, value, names, classes, True, left)
+            other = _recorded(module, value, names, classes, flipped=True)
             if asks_for_all(other[0], found[0]):
                 return other
             if not asks_for_all(found[0], other[0]):
@@ -181,27 +178,12 @@ def _other_modes(root: nn.Module, mode: bool, others: list[str], names: list[str
 
 
 def _recorded(module: nn.Module, sample: Any, names: set[str], classes: dict[type, str],
-              flipped: bool, left: list[Any]) -> tuple[ForwardTracer, Inputs]:
-    """Record a module, with the other training mode if that is wanted.
-
-    What the recordings of it have left on modules goes to a list.
-    """
+              flipped: bool) -> tuple[ForwardTracer, Inputs]:
+    """Record a module, with the other training mode if that is wanted."""
     root = copied(module)  # It runs, and may be changed.
     for each in root.modules():
         each.training ^= flipped
-    leaves = LeafModules(root, names, classes)
-    tracer = ForwardTracer(root, leaves)
-    inputs = _record(tracer, module, sample)
-    left.append(tracer.leavings.found)
-    if any(left):
-        again = ForwardTracer(root, leaves, tracer.leavings)
-        _record(again, module, sample)
-        tracer.leavings.check(again.leavings, left[0], first_difference(
-            tracer.graph, tracer.constants, again.graph, again.constants) is None)
-    return tracer, inputs
-
-
-def _record(tracer: ForwardTracer, module: nn.Module, sample: Any) -> Inputs:
+    tracer = ForwardTracer(root, LeafModules(root, names, classes))
     args, kwargs, inputs = _values(tracer, module, sample)
     try:
         tracer.record(args, kwargs)
@@ -210,10 +192,10 @@ def _record(tracer: ForwardTracer, module: nn.Module, sample: Any) -> Inputs:
     except Exception as error:
         args, kwargs = (), {}
         clear_frames(error.__traceback__)  # which have values
-        _raise_again(error, tracer.root, tracer)
+        _raise_again(error, root, tracer)
     finally:
         tracer.release()
-    return inputs
+    return tracer, inputs
 
 
 def _raise_again(error: Exception, root: nn.Module, tracer: ForwardTracer) -> NoReturn:

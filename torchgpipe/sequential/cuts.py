@@ -28,7 +28,7 @@ So no value crosses a boundary twice, and a tensor is on no device that has no u
 itself, of which a layer makes a tensor, goes nowhere: it is that of what the layer receives.
 """
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,15 +91,22 @@ def cut_graph(graph: fx.Graph, root: nn.Module, leaves: LeafModules, grain: str,
     """
     steps = _ordered(graph)
     across = _Across(graph, steps, root, blocks if grain == 'block' else ())
-    finest = grain == 'operation'
-    calls = [k for k, step in enumerate(steps)
-             if (step.meta['kind'] == 'tensor' if finest else _has_weights(step, root, leaves))]
-    cuts = [0]
-    for before, after in zip(calls, calls[1:]):
-        found = [k for k in range(before + 1, after + 1) if across.may_cut(k, finest)]
-        if found:
-            cuts.append(min(found, key=lambda k: (*across.cost(k), -k)))
+    with_weights = [k for k, step in enumerate(steps) if _has_weights(step, root, leaves)]
+    found = {0, *_between(with_weights, across.may_cut, across)}
+    if grain == 'operation':
+        tensors = [k for k, step in enumerate(steps) if step.meta['kind'] == 'tensor']
+        found.update(_between(tensors, across.may_always_cut, across))
+    cuts = sorted(found)
     return [steps[begin:end] for begin, end in zip(cuts, [*cuts[1:], len(steps)])]
+
+
+def _between(calls: Sequence[int], may_cut: Callable[[int], bool], across: '_Across'
+             ) -> Iterator[int]:
+    """Yield the best place between each two calls, if one is not within a block."""
+    for before, after in zip(calls, calls[1:]):
+        found = [*filter(may_cut, range(before + 1, after + 1))]
+        if not all(map(across.is_in_block, found)):
+            yield min(found, key=lambda k: (*across.cost(k), -k))
 
 
 def _has_weights(step: fx.Node, root: nn.Module, leaves: LeafModules) -> bool:
@@ -153,17 +160,21 @@ class _Across:
                     self._bytes[between] += size
                 counted[name] = k
 
-    def may_cut(self, k: int, finest: bool) -> bool:
-        """Return whether only tensors and plain values go across, and a tensor at least.
+    def may_cut(self, k: int) -> bool:
+        """Return whether only tensors and plain values go across, and a tensor at least."""
+        return not self._objects[k] and self._tensors[k] > 0
 
-        Not within a block; and at the finest, not between a tensor and what changes it in place.
-        """
-        return (not (self._objects[k] or self._blocks[k] or finest and self._changes[k])
-                and self._tensors[k] > 0)
+    def may_always_cut(self, k: int) -> bool:
+        """Return whether that is so, and no tensor goes across that is changed in place later."""
+        return self.may_cut(k) and not self._changes[k]
+
+    def is_in_block(self, k: int) -> bool:
+        """Return whether both sides are in one block."""
+        return self._blocks[k] > 0
 
     def cost(self, k: int) -> tuple[Any, ...]:
         """Return what makes one cut better than another."""
-        return self._changes[k] > 0, self._bytes[k]
+        return self._changes[k] > 0, self.is_in_block(k), self._bytes[k]
 
 
 def _weights(step: fx.Node, root: nn.Module) -> Iterator[tuple[str, int]]:

@@ -101,7 +101,8 @@ class GeneratorStates:
 
 def _position_of_numpy() -> Any:
     numpy = sys.modules.get('numpy')
-    return numpy.random.get_state(legacy=False)['state']['pos'] if numpy else None
+    state = numpy.random.get_state(legacy=False)['state'] if numpy else None
+    return state and (state['pos'], int(state['key'][0]))
 
 
 def without_grad(function: Callable[[bool], T]) -> T:

@@ -31,10 +31,9 @@ NO_CACHE = ('if it is a cache for the next token, as of Hugging Face, go without
             'to_sequential(model, sample, leaves=[…])')
 
 #: The one where a hook hands on a tensor of a module that is not looked into.
-OF_HOOKS = ('if hooks hand it on, as those for output_attentions=True of Hugging Face: convert '
-            'the model before its first call, in which it registers them. Or let the module that '
-            'gives it be looked into: without leaves=[…] for it, and without dropout of '
-            'attention, by attn_pdrop=0, attention_dropout=0 or attention_probs_dropout_prob=0 '
+OF_HOOKS = ('if hooks hand it on, as those for output_attentions=True of Hugging Face, let the '
+            'module that gives it be looked into: without leaves=[…] for it, and without dropout '
+            'of attention, by attn_pdrop=0, attention_dropout=0 or attention_probs_dropout_prob=0 '
             'in the config, so that its program is the same in both modes')
 
 _CAUSAL = '. Or, if it has a causal mask, call it with is_causal=True beside that'

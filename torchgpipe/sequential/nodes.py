@@ -134,8 +134,9 @@ def learning(x: Any) -> Any:
 def runs_python(root: nn.Module, node: fx.Node) -> bool:
     """Return whether a node may run code of the user's, which may draw numbers of Python's."""
     if node.op == 'call_module':
-        module = root.get_submodule(str(node.target))
-        return not type(module).__module__.startswith('torch.nn.') or any(hooks_of(module))
+        return any(not type(x).__module__.startswith('torch.nn.modules.')
+                   or 'forward' in vars(x) or any(hooks_of(x))
+                   for x in root.get_submodule(str(node.target)).modules())
     return node.target is apply
 
 

@@ -20,19 +20,17 @@ import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import CheckpointFunction
 
+from torchgpipe.engine.checkpoint.attributes import attributes_of, contents_of
 from torchgpipe.private import hooks_of
 from torchgpipe.sequential.blocks import Call
 from torchgpipe.sequential.effects import modes_now
-from torchgpipe.sequential.errors import (OF_HOOKS, OF_MASKS, ConversionError, NeedsLeaf,
-                                          in_one_line, is_of_torch, is_within, line_of,
-                                          only_raises, refused)
-from torchgpipe.sequential.first_calls import CALL_IT_BEFORE, Leavings
+from torchgpipe.sequential.errors import (OF_MASKS, NeedsLeaf, in_one_line, is_of_torch, is_within,
+                                          line_of, only_raises, refused)
 from torchgpipe.sequential.leaf_modules import LeafModules, modules_within
 from torchgpipe.sequential.nodes import calls_in, first_difference, words
 from torchgpipe.sequential.patches import followed
@@ -60,29 +58,26 @@ class ForwardTracer(StepTracer):
     Args:
         root: The module, a copy, as its layers run and it may be changed.
         leaves: Which modules in it are not looked into.
-        first: What the first call has left, if this is another one.
 
     Attributes:
         uses_of_training: Where its program goes by the training mode.
-        leavings: What it leaves on modules: see the note "What a first call may leave".
         inner: The innermost submodule that has raised an error, if one has.
         calls: Those of submodules that were looked into, in the order in which they ended.
     """
 
-    def __init__(self, root: nn.Module, leaves: LeafModules, first: Leavings | None = None
-                 ) -> None:
+    def __init__(self, root: nn.Module, leaves: LeafModules) -> None:
         super().__init__(root)
         self.leaves = leaves
         self.uses_of_training: list[UseOfTraining] = []
         self.inner: str | None = None
         self.calls: list[Call] = []
         self._paths = {module: name for name, module in root.named_modules()}
+        self._looked_into = list(modules_within(root, leaves))
         #: The modes of those, and of what is within leaves.
         self._training = {each: each.training for each in root.modules()}
         self._guarded: set[tuple[fx.Node, str]] = set()
         self._stack: list[nn.Module] = []
         self._stopped: Exception | None = None
-        self.leavings = Leavings(root, modules_within(root, leaves), first)
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the forward with values, and record it up to what it returns."""
@@ -90,6 +85,7 @@ class ForwardTracer(StepTracer):
             self.refuse('it has hooks of its own', 'register them on its submodules, or on the '
                         'GPipe')
         self._modes = modes_now()
+        before = [_contents(module) for module in self._looked_into]
         with self._training_as_values(), followed(self) as self.put_back:
             self.runs = True
             try:
@@ -102,7 +98,8 @@ class ForwardTracer(StepTracer):
                 self.runs, self.over = False, True
         if self._stopped is not None:  # The forward has caught it.
             raise self._stopped
-        self.leavings.end()
+        for module, old in zip(self._looked_into, before):
+            self._check_contents(module, old)
         self.graph.output(result)
 
     @property
@@ -119,7 +116,7 @@ class ForwardTracer(StepTracer):
                             'submodule of it')
             return run(module, *args, **kwargs)
         if module in self.leaves:
-            return self._called_leaf(module, args, kwargs)
+            return self.create_proxy('call_module', self._paths[module], args, kwargs)
         self._stack.append(module)
         begin = len(self.graph.nodes)
         try:
@@ -131,30 +128,16 @@ class ForwardTracer(StepTracer):
             self._stack.pop()
             self.calls.append(Call(module, range(begin, len(self.graph.nodes))))
 
-    def _called_leaf(self, leaf: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hooks = self.leavings.hooks_on(leaf)
-        result = self.create_proxy('call_module', self._paths[leaf], args, kwargs)
-        before = len(self.graph.nodes)
-        if hooks is None or any(each(leaf, args, result) is not None for each in hooks.values()
-                                ) or len(self.graph.nodes) != before:
-            self.refuse(f"it registers a hook on '{self._paths[leaf]}' ({type(leaf).__name__}), "
-                        'which is not looked into, and the hook computes something, or is on a '
-                        'module in that', OF_HOOKS)
-        return result
-
     def read(self, module: nn.Module, name: str, found: Any) -> Any:
         """Return a value for a parameter or a buffer."""
         return self.value_of(found) if isinstance(found, Tensor) else found
 
-    def written(self, module: nn.Module, name: str, value: Any) -> None:
-        """Refuse it, as each micro-batch would do so, if not in the first call alone."""
+    def written(self, module: nn.Module, name: str) -> None:
+        """Refuse it: each micro-batch would do so, on another device perhaps."""
         if module in self._paths:
             there = {**vars(module), **module._buffers, **module._parameters, **module._modules}
-            why = (f"it sets the attribute '{name}' of a module, which each micro-batch would do "
-                   'again')
-            error = self._error(why, more=CALL_IT_BEFORE if there.get(name) is None else '')
-            if not self.leavings.may_set(module, name, value, error):
-                self._stop(error)
+            self.refuse(f"it sets the attribute '{name}' of a module, which each micro-batch "
+                        'would do again', more=_CALL_IT_BEFORE if there.get(name) is None else '')
 
     def entered(self) -> None:
         """Let a module with a region of another mode be a leaf, whether it is another one now."""
@@ -250,7 +233,9 @@ class ForwardTracer(StepTracer):
     def _need_leaf(self, why: str) -> None:
         if not self._stack:
             self.refuse(why)
-        self._stop(lambda: NeedsLeaf(f'{why} ({in_one_line(line_of())})', type(self._stack[-1])))
+        why = f'{why} ({in_one_line(line_of())})'
+        self._stopped = self._stopped or NeedsLeaf(why, type(self._stack[-1]))
+        raise self._stopped
 
     def _refuse_unknown(self, why: str) -> Any:
         self.refuse(why + ', which is not known without a sample',
@@ -258,15 +243,9 @@ class ForwardTracer(StepTracer):
 
     def refuse(self, why: str, hint: str = '', more: str = '') -> Any:
         """Raise an error that names the line and the submodule."""
-        self._stop(self._error(why, hint, more))
-
-    def _stop(self, error: Callable[[], Exception]) -> None:
-        self._stopped = self._stopped or error()
-        raise self._stopped
-
-    def _error(self, why: str, hint: str = '', more: str = '') -> Callable[[], ConversionError]:
         inner = self._paths[self._stack[-1]] if self._stack else None
-        return partial(refused, self.root, why, line_of(), inner, hint, more)
+        self._stopped = self._stopped or refused(self.root, why, line_of(), inner, hint, more)
+        raise self._stopped
 
     @contextmanager
     def _training_as_values(self) -> Iterator[None]:
@@ -280,21 +259,34 @@ class ForwardTracer(StepTracer):
                 module.__dict__['training'] = mode
 
     def _called(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """Compute a step; a leaf has its mode by itself then, and its hooks."""
-        if node.op != 'call_module':
-            return super()._called(node, args, kwargs)
-        leaf = self.root.get_submodule(str(node.target))
-        values = {each: vars(each)['training'] for each in leaf.modules()
-                  if each in self._training}
+        """Compute a step; a leaf has its mode by itself then."""
+        within = (list(self.root.get_submodule(str(node.target)).modules())
+                  if node.op == 'call_module' else [])
+        values = {each: vars(each)['training'] for each in within if each in self._training}
         try:
             for each in values:
                 vars(each)['training'] = self._training[each]
-            with self.leavings.without_hooks(leaf):
-                return super()._called(node, args, kwargs)
+            return super()._called(node, args, kwargs)
         finally:
             for each, value in values.items():
                 vars(each)['training'] = value
 
+    def _check_contents(self, module: nn.Module, before: dict[str, list[Any]]) -> None:
+        for name, now in _contents(module).items():
+            old = before.get(name, [])
+            if len(now) != len(old) or any(a is not b for a, b in zip(now, old)):
+                raise refused(
+                    self.root, f"it changes what is in the attribute '{name}' of a module, which "
+                    'each micro-batch would do again', '  (a list, a dict or the like)',
+                    self._paths[module] or None, more='' if old else _CALL_IT_BEFORE)
+
 
 _BY_TRAINING = 'its program goes by the training mode'
 _CUTS = '; if it cuts a tensor that is an attribute, make that a buffer by register_buffer'
+_CALL_IT_BEFORE = ('. If only its first call does that, as for a cache, call the model once '
+                   'before')
+
+
+def _contents(module: nn.Module) -> dict[str, list[Any]]:
+    found = {name: contents_of(name, value) for name, value in attributes_of(module).items()}
+    return {name: contents for name, contents in found.items() if contents is not None}

@@ -104,10 +104,12 @@ def run_generator(generator: Any, namespaced: Callable[[str], Key], stashable: f
                 output = stop.value
                 break
             try:
-                steps.append(partial(generator.send, _obey(
-                    request, namespaced, stashable, poppable, to_stash, to_pop)))
+                answer = _obey(request, namespaced, stashable, poppable, to_stash, to_pop)
+                steps.append(partial(generator.send, answer))
+                del answer
             except Exception as error:  # It appears to the layer where it yielded.
                 steps.append(partial(generator.throw, error))
+            del request
     if to_stash:
         raise RuntimeError(f'{_quoted(to_stash)} must be stashed but have not')
     if to_pop:
