@@ -209,7 +209,7 @@ def test_one_tensor_for_two_arguments():
             return self.b(self.a(q) if k is q else self.a(q) * k)
 
     model, x = Attend(), sample()
-    with pytest.raises(ConversionError, match='other numbers than the model for a half'):
+    with pytest.raises(ConversionError, match='other numbers than the model in training'):
         to_sequential(model, Arguments(x, x))  # which micro-batches are not
     layers = to_sequential(model, Arguments(x, x.clone()))
     assert torch.equal(layers(x, x + 1), model(x, x + 1))
