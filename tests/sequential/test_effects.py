@@ -339,3 +339,11 @@ def test_layers_of_pytorch_may_run_code_that_draws_numbers_of_python_s():
     model = nn.Sequential(nn.Linear(4, 4), inner, patched, nn.Linear(4, 4))
     x = torch.randn(6, 4)
     assert torch.equal(to_sequential(model, x, leaves=['1'])(x), model(x))
+
+
+def test_draws_of_numpy_s_that_end_where_they_began_in_its_block_of_numbers():
+    numpy = pytest.importorskip('numpy')
+    numpy.random.rand()  # The first of all makes a block.
+    model = Model(lambda m, x: x * float(numpy.random.rand(624 // 2).max()))
+    with pytest.raises(ConversionError, match='it draws random numbers of Python'):
+        to_sequential(model, sample(), check_sample=False)
