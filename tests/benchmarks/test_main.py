@@ -35,7 +35,7 @@ def test_all_experiments_are_in_the_list():
 
 @pytest.mark.parametrize('args, reason', [
     (['digits', '--epochs', '0'], '--epochs'), (['digits', '--epochs', 'x'], '--epochs'),
-    (['digits', '--chunks', '0'], '--chunks'), (['digits', '--chunks', '65'], '1<=x<=64'),
+    (['digits', '--chunks', '0'], '--chunks'), (['digits', '--chunks', '257'], '1<=x<=256'),
     (['digits', '--balance', '1,2'], '16 layers'), (['digits', '--balance', 'a,b'], 'a,b'),
     (['digits', '--balance', '0,16'], 'positive'),
     (['digits', '--checkpoint', 'sometimes'], "'except_last'"),
