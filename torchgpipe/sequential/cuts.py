@@ -14,8 +14,9 @@ dimensions or more, or of a function with such a weight. All else is cheap, and 
 before it or after it. A cut is not made where what goes across is no tensor and no plain value,
 and if possible not between a tensor and what changes it in place.
 
-That is the grain of layers. By that of blocks, no cut is made within a block; by that of
-operations, one between any two steps that give tensors, but not before a change in place.
+That is the grain of layers. By that of blocks, a cut is made between blocks only, or behind what
+changes the input of one in place at its begin. By that of operations, there are also cuts between
+any two steps that give tensors, but not before a change in place.
 
 A value is forwarded to the next layer, or skips those that have no use for it::
 
