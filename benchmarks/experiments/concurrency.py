@@ -1,83 +1,138 @@
-"""Two equal partitions on cpu:0 and cpu:1: do they run at the same time?"""
+"""Two equal partitions on cpu:0 and cpu:1: which share of the ideal speed-up do they reach?"""
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import click
 import torch
-from torch import nn
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
 
+from benchmarks.harness.chart import NEUTRAL, neutral, save
 from benchmarks.harness.page import Section
 from benchmarks.harness.report import Rows, machine, output_folder, table, write_json
+from benchmarks.models.stacks import Stack, perceptron
 from torchgpipe import GPipe
 
-CHUNKS = 8
+__all__ = ['COMMANDS', 'SECTION', 'measure']
+
 ROWS = 256
 
+#: How long forward of a cell takes in milliseconds, and how wide its layers are.
+CELLS = {0.3: 128, 1.0: 256, 5.0: 256, 20.0: 512}
+CHUNKS = (2, 4, 8, 16)
 
-def measure(width: int, milliseconds: float, rounds: int) -> dict[str, float]:
-    """Time a forward pass, serial and pipelined: medians over interleaved rounds."""
-    x = torch.rand(CHUNKS * ROWS, width)
+FORWARD, STEP = 'forward, plain call', "training, step by '1f1b'"
 
-    def partition(depth: int) -> nn.Sequential:
-        return nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)])
+MEANING = '''Share of the ideal: times as fast as the same cells one after the other in one thread,
+of 2 · m / (m + 1), the most that m micro-batches in two partitions can reach. In brackets: times
+as fast. Cells are stacks of linear layers, named by what forward of one takes.'''
 
-    def seconds(call: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
 
-    probe = partition(10)
-    layer = median(seconds(lambda: probe(x[:ROWS])) for _ in range(20)) / 10
-    depth = max(1, round(milliseconds / 1e3 / layer))
-    halves = [partition(depth), partition(depth)]
-    model = GPipe(nn.Sequential(*halves), [1, 1], devices=['cpu:0', 'cpu:1'], chunks=CHUNKS)
+def measure(stack: Stack, milliseconds: float, m: int, rounds: int) -> list[dict[str, Any]]:
+    """Time a forward pass and a training step, serial and pipelined: medians over rounds."""
+    layer, (x, _) = stack.build(1, 10), stack.data(1)
+    with torch.no_grad():
+        seconds = median(_seconds(lambda: layer(x)) for _ in range(20)) / 10
+    depth = max(1, round(milliseconds / 1e3 / seconds))
+    cells, (x, y) = stack.build(2, depth), stack.data(m)
+    model = GPipe(cells, [1, 1], devices=['cpu:0', 'cpu:1'], chunks=m, checkpoint='never')
 
-    def serial() -> None:
-        for chunk in x.chunk(CHUNKS):
-            halves[1](halves[0](chunk))
+    def forward(module: Callable[[Tensor], Tensor], parts: int) -> None:
+        with torch.no_grad():
+            for part in x.chunk(parts):
+                module(part)
 
-    calls = [serial, lambda: model(x)]
+    def train() -> None:
+        for part, target in zip(x.chunk(m), y.chunk(m)):
+            (F.mse_loss(cells(part), target) / m).backward()
+
+    pairs = {FORWARD: (lambda: forward(cells, m), lambda: forward(model, 1)),
+             STEP: (train, lambda: model.step(x, y, F.mse_loss, schedule='1f1b'))}
+    calls = [call for pair in pairs.values() for call in pair]
     for call in calls:
         call()
-    one, two = zip(*([seconds(call) for call in calls] for _ in range(rounds)))
-    return {'layer_ms': layer * 1e3, 'cell_ms': median(one) / CHUNKS / 2 * 1e3,
-            'serial_ms': median(one) * 1e3, 'gpipe_ms': median(two) * 1e3,
-            'speed_up': median(one) / median(two)}
+    times = [*zip(*([_seconds(call) for call in calls] for _ in range(rounds)))]
+    found = []
+    for what, serial, ours in zip(pairs, times[::2], times[1::2]):
+        speed_up = median(one / two for one, two in zip(serial, ours))
+        found.append({'what': what, 'milliseconds': milliseconds, 'chunks': m, 'layers': depth,
+                      'serial_ms': median(serial) * 1e3, 'pipeline_ms': median(ours) * 1e3,
+                      'speed_up': speed_up, 'share': speed_up * (m + 1) / (2 * m)})
+    return found
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 @click.command()
-@click.option('--rounds', type=click.IntRange(1), default=15, show_default=True,
+@click.option('--rounds', type=click.IntRange(1), default=9, show_default=True,
               help='Interleaved rounds, of which the medians count.')
 @click.option('--output', default='results', show_default=True, metavar='DIR',
-              help='Where the JSON file goes.')
+              help='Where the JSON file and the picture go.')
 def concurrency(rounds: int, output: str) -> None:
     """Time two equal partitions on cpu:0 and cpu:1 against one after the other.
 
-    Forward only, 8 micro-batches, one intra-op thread each. Two partitions can be at most
-    16/9 = 1.78 times as fast: the pipeline fills for one clock and drains for one. The last row
-    has layers that take no longer than the Python code around them, of which one thread at a time
-    can run.
+    A forward pass by the plain call and a training step by 1F1B, without checkpoints, for several
+    sizes of cells and numbers of micro-batches, one intra-op thread each.
     """
     folder = output_folder(output)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with torch.no_grad():
-        results = [measure(width, milliseconds, rounds)
-                   for width, milliseconds in ((256, 5), (256, 20), (512, 20), (32, 5))]
-    torch.set_num_threads(threads)
+    sizes = [(milliseconds, m) for milliseconds in CELLS for m in CHUNKS]
+    results: list[dict[str, Any]] = []
+    try:
+        for milliseconds, m in tqdm(sizes, desc='concurrency', leave=False):
+            results += measure(perceptron(CELLS[milliseconds], ROWS), milliseconds, m, rounds)
+    finally:
+        torch.set_num_threads(threads)
     click.echo(f"{machine()['cores']} cores, torch {machine()['torch']}\n")
-    click.echo(table(*concurrency_rows(results)))
-    click.echo(f"\n{write_json(folder, 'concurrency', results)}")
+    for what in (FORWARD, STEP):
+        click.echo(table(*share_rows(results, what)) + '\n')
+    files = [write_json(folder, 'concurrency', results), *draw(results, folder / 'concurrency')]
+    click.echo('\n'.join([MEANING, '', *map(str, files)]))
 
 
-def concurrency_rows(results: list[dict[str, float]]) -> Rows:
-    """Return the header and the rows."""
-    return ['ms per layer', 'ms per cell', 'serial, ms', 'GPipe, ms', 'speed-up'], [
-        [f'{value:.3f}' if name == 'layer_ms' else f'{value:.2f}' for name, value in row.items()]
-        for row in results]
+def share_rows(results: Sequence[dict[str, Any]], what: str) -> Rows:
+    """Return the header and the rows of what was measured of a forward pass or a step."""
+    found = {(each['milliseconds'], each['chunks']): each for each in results
+             if each['what'] == what}
+    sizes, chunks = (list(dict.fromkeys(key[k] for key in found)) for k in range(2))
+    return [what, *(f'm = {m}' for m in chunks)], [
+        [f'cells of {size:g} ms', *(
+            f"{found[size, m]['share']:.2f} ({found[size, m]['speed_up']:.2f} ×)" for m in chunks)]
+        for size in sizes]
+
+
+def draw(results: Sequence[dict[str, Any]], stem: Path) -> list[Path]:
+    """Draw the shares as a map: a row for each size of cells, a column for each number of chunks.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2), layout='constrained')
+    panels = figure.subplots(1, 2)
+    figure.suptitle('two partitions on two cores: share of the ideal speed-up', color=NEUTRAL)
+    for axes, what in zip(panels, (FORWARD, STEP)):
+        (_, *chunks), rows = share_rows(results, what)
+        shares = [[float(cell.split()[0]) for cell in cells] for _, *cells in rows]
+        axes.imshow(shares, vmin=0.3, vmax=1, cmap='Blues', aspect='auto')
+        for j, row in enumerate(shares):
+            for k, share in enumerate(row):
+                axes.text(k, j, f'{share:.2f}', ha='center', va='center', fontsize=11,
+                          color='white' if share > 0.7 else 'black')
+        axes.set_xticks(range(len(chunks)), chunks, fontsize=11)
+        axes.set_yticks(range(len(rows)), [name for name, *_ in rows], fontsize=11)
+        axes.set_title(what, color=NEUTRAL, fontsize=12)
+        neutral(axes)
+    return save(figure, panels[0], stem)
 
 
 COMMANDS = [concurrency]
-SECTION = Section('Two partitions at the same time', 'concurrency',
-                  lambda results: [concurrency_rows(results)])
+SECTION = Section('Two partitions at the same time', 'concurrency', lambda results: [
+    *(share_rows(results, what) for what in (FORWARD, STEP)), MEANING])

@@ -1,4 +1,4 @@
-"""The documentation's page of benchmarks, made of the results that are kept."""
+"""The documentation's pages of benchmarks, made of the results that are kept."""
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 import click
 
+from benchmarks.harness.costs import COSTS, costs_page
 from benchmarks.harness.published import EXPERIMENTS
-from benchmarks.harness.report import Rows, describe
+from benchmarks.harness.report import Rows, describe, markdown
 from benchmarks.harness.simulated import SIMULATED
 from benchmarks.harness.tables import (experiment_rows, is_accelerated, is_simulated, notes,
                                        partition_rows, prediction_notes, prediction_rows)
 
-__all__ = ['Section', 'make_page', 'page']
+__all__ = ['Section', 'make_costs', 'make_page', 'page']
 
 RESULTS = Path(__file__).parents[1] / 'results'
 PAGE = RESULTS.parents[1] / 'docs/benchmarks.md'
@@ -57,16 +58,18 @@ def make_page(modules: Sequence[ModuleType]) -> str:
     return '\n'.join([START, *filter(None, [*tables, *others])])
 
 
+def make_costs(modules: Sequence[ModuleType]) -> str:
+    """Write the page of what wrapping costs and gives."""
+    kept = {name: _kept(name) for name in ('overhead', 'concurrency', 'schedules')}
+    shares, = (module.SECTION.parts(kept['concurrency']['results']) for module in modules
+               if getattr(module, 'SECTION', None) and module.SECTION.name == 'concurrency')
+    return costs_page(kept, shares)
+
+
 def _kept(name: str) -> dict[str, Any]:
     path = RESULTS / f'{name}.json'
     kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return kept
-
-
-def _markdown(rows: Rows) -> str:
-    header, body = rows
-    lines = [header, ['---', *['--:'] * (len(header) - 1)], *body]
-    return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
 
 
 def _section(title: str, command: str, kept: dict[str, Any], *parts: str, accelerated: bool = False
@@ -80,9 +83,9 @@ def _experiment(name: str, title: str) -> str:
     if not kept:
         return ''
     summary = kept['results']
-    parts = [_markdown(experiment_rows(summary)), *notes(summary)]
+    parts = [markdown(experiment_rows(summary)), *notes(summary)]
     if partition_rows(summary)[1]:
-        parts.insert(1, _markdown(partition_rows(summary)))
+        parts.insert(1, markdown(partition_rows(summary)))
     parts += _prediction(name)
     parts += [_picture(title, picture) for picture in _pictures(name)]
     return _section(title, _command(name, summary), kept, *parts,
@@ -99,7 +102,7 @@ def _prediction(name: str) -> list[str]:
     if summary['scale'] < 1:
         command += f" --scale {summary['scale']}"
     where = describe(kept['machine'], summary['device'] != 'cpu')
-    return [f'Predicted by `{command}`, {where}:', _markdown(prediction_rows(summary)),
+    return [f'Predicted by `{command}`, {where}:', markdown(prediction_rows(summary)),
             *prediction_notes(summary)]
 
 
@@ -107,7 +110,7 @@ def _other(section: Section) -> str:
     kept = _kept(section.name)
     if not kept:
         return ''
-    parts = [part if isinstance(part, str) else _markdown(part)
+    parts = [part if isinstance(part, str) else markdown(part)
              for part in section.parts(kept['results'])]
     parts += [_picture(section.title, name) for name in _pictures(section.name)]
     return _section(section.title, f'python -m benchmarks {section.name}', kept, *parts)
@@ -139,6 +142,7 @@ def _picture(title: str, name: str) -> str:
 @click.command(hidden=True)
 @click.pass_obj
 def page(modules: Sequence[ModuleType]) -> None:
-    """Write docs/benchmarks.md from benchmarks/results."""
-    PAGE.write_text(make_page(modules))
-    click.echo(PAGE)
+    """Write docs/benchmarks.md and docs/costs.md from benchmarks/results."""
+    for path, text in (PAGE, make_page(modules)), (COSTS, make_costs(modules)):
+        path.write_text(text)
+        click.echo(path)

@@ -16,11 +16,18 @@ from benchmarks.harness.simulated import NAME
 from torchgpipe.devices import accelerator, accelerators
 from torchgpipe.text import table
 
-__all__ = ['Rows', 'cores', 'describe', 'machine', 'output_folder', 'replacing', 'table',
-           'write_json']
+__all__ = ['Rows', 'cores', 'describe', 'machine', 'markdown', 'output_folder', 'replacing',
+           'table', 'write_json']
 
 #: The header of a table, and its rows.
 Rows = tuple[list[str], list[list[str]]]
+
+
+def markdown(rows: Rows) -> str:
+    """Write a table for the documentation."""
+    header, body = rows
+    lines = [header, ['---', *['--:'] * (len(header) - 1)], *body]
+    return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
 
 
 def output_folder(path: str) -> Path:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ['STACKS', 'Stack']
+__all__ = ['STACKS', 'Stack', 'perceptron']
 
 
 class Stack(NamedTuple):
@@ -38,9 +38,14 @@ def _rectified(layer: nn.Linear | nn.Conv2d) -> nn.Module:
     return nn.Sequential(layer, nn.ReLU())
 
 
+def perceptron(width: int, rows: int) -> Stack:
+    """Return a stack of linear layers, of so many rows in a micro-batch."""
+    return Stack(lambda: _rectified(nn.Linear(width, width)), (rows, width))
+
+
 #: By name. A layer's forward takes about a millisecond or two on a core.
 STACKS = {
-    'mlp': Stack(lambda: _rectified(nn.Linear(512, 512)), (256, 512)),
+    'mlp': perceptron(512, 256),
     'convolutional': Stack(lambda: _rectified(nn.Conv2d(32, 32, 3, padding=1)), (8, 32, 24, 24)),
     'transformer': Stack(lambda: nn.TransformerEncoderLayer(
         128, 4, 512, dropout=0., batch_first=True, norm_first=True), (4, 64, 128))}

@@ -1,0 +1,107 @@
+"""The documentation's page of what wrapping costs and gives, made of the results that are kept."""
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.report import Rows, describe, markdown
+
+__all__ = ['COSTS', 'costs_page']
+
+COSTS = Path(__file__).parents[2] / 'docs/costs.md'
+
+START = '''# What it costs, and what it gives
+
+<!-- Written by `python -m benchmarks page` from benchmarks/results; do not edit. -->
+
+Every figure here was measured where and when it says, by the command beside it. Yours will differ:
+run the command.
+'''
+
+#: Whose µs are shown: the row of the results, and which of the pair of loop and pipeline.
+RUNS = {'a loop over micro-batches and layers': ("forward + backward, 'never'", 0),
+        "`loss.backward()`, `checkpoint='never'`": ("forward + backward, 'never'", 1),
+        'a loop with `torch.utils.checkpoint`': ("forward + backward, 'always'", 0),
+        "`loss.backward()`, `checkpoint='always'`": ("forward + backward, 'always'", 1),
+        "`step`, `checkpoint='never'`": ("step by 'gpipe', 'never'", 1)}
+
+#: Partitions and micro-batches of these.
+SIZE = 4, 8
+
+#: What stages hold at their peak in micro-batches of a partition, by schedule.
+HELD = {'gpipe': ('m · n', lambda m, n: m * n),
+        '1f1b': ('n · (n + 1) / 2', lambda m, n: sum(min(m, n - j) for j in range(n)))}
+
+
+def costs_page(kept: dict[str, dict[str, Any]], shares: Sequence[str | Rows]) -> str:
+    """Write the page.
+
+    Args:
+        kept: The results of ``overhead``, ``concurrency`` and ``schedules``.
+        shares: What is said of those of ``concurrency``.
+    """
+    parts = [START, *_cells(kept['overhead']), *_shares(kept['concurrency'], shares),
+             *_schedules(kept['schedules'])]
+    return '\n'.join(part if isinstance(part, str) else markdown(part) for part in parts)
+
+
+def _where(name: str, kept: dict[str, Any]) -> str:
+    return f"`python -m benchmarks {name}`, {describe(kept['machine'])}:\n"
+
+
+def _cells(kept: dict[str, Any]) -> list[str | Rows]:
+    """Say what the engine takes for each micro-batch in each partition."""
+    found = {each['where']: each['us_per_cell'] for each in kept['results']
+             if (each['n'], each['m']) == SIZE}
+    here, there = found['one device'], found['n devices']
+    never = here["forward + backward, 'never'"]
+    own = never[1] - never[0]
+    step = there["step by 'gpipe', 'never'"]
+    rows = [[name, f'{here[kind][k]:.0f}', f'{there[kind][k]:.0f}' if k else '—']
+            for name, (kind, k) in RUNS.items()]
+    return ['## For each micro-batch in each partition\n', _where('overhead', kept),
+            (['µs, forward and backward of a layer of 8 × 8 numbers', 'all on one device',
+              'a worker of the CPU each'], rows),
+            f'''
+That is what the engine takes whatever the layers are: here the layers themselves take
+{never[0]:.0f} µs, of which a loop is made. So on one device the plain call adds {own:.0f} µs, and
+{own / 10:.0f} % where forward and backward of a partition take a millisecond, less than 1 % from
+{own / 10:.1f} ms on. A step by workers of the CPU adds {step[1] - step[0]:.0f} µs, less than 1 %
+from {(step[1] - step[0]) / 10:.0f} ms on. Workers on the CPU share one interpreter; accelerators
+do not wait for it, as the host is ahead of them.
+''']
+
+
+def _shares(kept: dict[str, Any], shares: Sequence[str | Rows]) -> list[str | Rows]:
+    """Show the map."""
+    between = [part for each in shares for part in (each, '')]
+    return ['## What two partitions give\n', _where('concurrency', kept),
+            '![Share of the ideal, by size of cells and micro-batches]'
+            '(../benchmarks/results/concurrency.svg)\n', *between,
+            '''On the CPU the plain call gains in forward only: autograd goes back in one thread
+there. For training on workers of the CPU use [`step`](guide/step.md). Accelerators have a thread
+of autograd's each.
+''']
+
+
+def _schedules(kept: dict[str, Any]) -> list[str | Rows]:
+    """Show the memory of activations and the time of each schedule."""
+    cases = kept['results']['cases']
+    names = ['in sequence', 'plain call', 'gpipe', '1f1b', 'interleaved', 'zb-h1', 'torch 1F1B']
+    rows = []
+    for case in cases:
+        found = {row['name']: row for row in case['rows']}
+        one = found['in sequence']['peak'] / case['partitions']
+        rows.append([f"{case['stack']}, m = {case['chunks']}", *(
+            f"{found[name]['speed_up']:.2f} ×, {found[name]['peak'] / one:.1f}"
+            if name in found else '—' for name in names)])
+    n, m = cases[0]['partitions'], cases[0]['chunks']
+    formulas = ', '.join(f'{name} {formula} = {count(m, n)}'
+                         for name, (formula, count) in HELD.items())
+    return ['## What each schedule gives, and holds\n', _where('schedules', kept),
+            (['two partitions', *names], rows), f'''
+Times as fast as in sequence; and the peak of activations without checkpoints, in those of one
+micro-batch in one partition. By the schedule that would be, for n = {n} and m = {m}: {formulas}.
+What a step holds besides is on its way between two partitions. `torch 1F1B` is
+torch.distributed.pipelining, in processes. [Schedules](schedules.md) shows how they differ,
+[Benchmarks](benchmarks.md) has all rows.
+''']
