@@ -1,4 +1,5 @@
 """Two equal partitions on cpu:0 and cpu:1: which share of the ideal speed-up do they reach?"""
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,10 +27,13 @@ CELLS = {0.3: 128, 1.0: 256, 5.0: 256, 20.0: 512}
 CHUNKS = (2, 4, 8, 16)
 
 FORWARD, STEP = 'forward, plain call', "training, step by '1f1b'"
+THREADS = 'training, two threads that share nothing'
 
 MEANING = '''Share of the ideal: times as fast as the same cells one after the other in one thread,
 of 2 · m / (m + 1), the most that m micro-batches in two partitions can reach. In brackets: times
-as fast. Cells are stacks of linear layers, named by what forward of one takes.'''
+as fast. Cells are stacks of linear layers, named by what forward of one takes. What the machine
+and the interpreter allow at most: two threads, of which each trains one of the cells by itself and
+neither waits for the other, against the same in one thread; of an ideal of 2.'''
 
 
 def measure(stack: Stack, milliseconds: float, m: int, rounds: int) -> list[dict[str, Any]]:
@@ -50,10 +54,27 @@ def measure(stack: Stack, milliseconds: float, m: int, rounds: int) -> list[dict
         for part, target in zip(x.chunk(m), y.chunk(m)):
             (F.mse_loss(cells(part), target) / m).backward()
 
+    def half(j: int) -> None:
+        torch.set_num_threads(1)  # It holds for a thread
+        for part, target in zip(x.chunk(m), y.chunk(m)):
+            (F.mse_loss(cells[j](part.clone().requires_grad_(j > 0)), target) / m).backward()
+
+    def in_turn() -> None:
+        half(0)
+        half(1)
+
+    def apart() -> None:
+        threads = [threading.Thread(target=half, args=[j]) for j in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
     pairs = {FORWARD: (lambda: forward(cells, m), lambda: forward(model, 1)),
-             STEP: (train, lambda: model.step(x, y, F.mse_loss, schedule='1f1b'))}
+             STEP: (train, lambda: model.step(x, y, F.mse_loss, schedule='1f1b')),
+             THREADS: (in_turn, apart)}
     calls = [call for pair in pairs.values() for call in pair]
-    for call in calls:
+    for call in calls * 2:
         call()
     times = [*zip(*([_seconds(call) for call in calls] for _ in range(rounds)))]
     found = []
@@ -61,7 +82,8 @@ def measure(stack: Stack, milliseconds: float, m: int, rounds: int) -> list[dict
         speed_up = median(one / two for one, two in zip(serial, ours))
         found.append({'what': what, 'milliseconds': milliseconds, 'chunks': m, 'layers': depth,
                       'serial_ms': median(serial) * 1e3, 'pipeline_ms': median(ours) * 1e3,
-                      'speed_up': speed_up, 'share': speed_up * (m + 1) / (2 * m)})
+                      'speed_up': speed_up, 'share': speed_up / (
+                          2 if what == THREADS else 2 * m / (m + 1))})
     return found
 
 
@@ -93,7 +115,7 @@ def concurrency(rounds: int, output: str) -> None:
     finally:
         torch.set_num_threads(threads)
     click.echo(f"{machine()['cores']} cores, torch {machine()['torch']}\n")
-    for what in (FORWARD, STEP):
+    for what in (FORWARD, STEP, THREADS):
         click.echo(table(*share_rows(results, what)) + '\n')
     files = [write_json(folder, 'concurrency', results), *draw(results, folder / 'concurrency')]
     click.echo('\n'.join([MEANING, '', *map(str, files)]))
@@ -115,10 +137,10 @@ def draw(results: Sequence[dict[str, Any]], stem: Path) -> list[Path]:
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.2), layout='constrained')
-    panels = figure.subplots(1, 2)
+    figure = Figure(figsize=(13, 3.2), layout='constrained')
+    panels = figure.subplots(1, 3)
     figure.suptitle('two partitions on two cores: share of the ideal speed-up', color=NEUTRAL)
-    for axes, what in zip(panels, (FORWARD, STEP)):
+    for axes, what in zip(panels, (FORWARD, STEP, THREADS)):
         (_, *chunks), rows = share_rows(results, what)
         shares = [[float(cell.split()[0]) for cell in cells] for _, *cells in rows]
         axes.imshow(shares, vmin=0.3, vmax=1, cmap='Blues', aspect='auto')
@@ -135,4 +157,4 @@ def draw(results: Sequence[dict[str, Any]], stem: Path) -> list[Path]:
 
 COMMANDS = [concurrency]
 SECTION = Section('Two partitions at the same time', 'concurrency', lambda results: [
-    *(share_rows(results, what) for what in (FORWARD, STEP)), MEANING])
+    *(share_rows(results, what) for what in (FORWARD, STEP, THREADS)), MEANING])

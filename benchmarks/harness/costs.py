@@ -77,9 +77,9 @@ def _shares(kept: dict[str, Any], shares: Sequence[str | Rows]) -> list[str | Ro
     return ['## What two partitions give\n', _where('concurrency', kept),
             '![Share of the ideal, by size of cells and micro-batches]'
             '(../benchmarks/results/concurrency.svg)\n', *between,
-            '''On the CPU the plain call gains in forward only: autograd goes back in one thread
-there. For training on workers of the CPU use [`step`](guide/step.md). Accelerators have a thread
-of autograd's each.
+            '''On the CPU autograd goes back in one thread, of which only large kernels use several
+cores: the next table has them do so. For training on workers of the CPU use
+[`step`](guide/step.md). Accelerators have a thread of autograd's each.
 ''']
 
 

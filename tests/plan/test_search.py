@@ -139,6 +139,27 @@ def test_near_the_closest_one_there_may_be_one_that_fits(monkeypatch):
         plan(costs, memory_limit=limits, **options)
 
 
+@cpu_only('accelerators have no intra-op threads')
+@pytest.mark.parametrize('devices, share', [
+    (['cpu:0', 'cpu:1'], 2), ([f'cpu:{j}' for j in range(5)], 1), (['cpu'], 4)])
+def test_layers_are_measured_with_the_threads_of_a_worker(devices, share):
+    found = []
+
+    class Layer(nn.Linear):
+        def forward(self, input):
+            found.append(torch.get_num_threads())
+            return super().forward(input)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        plan(nn.Sequential(*[Layer(2, 2) for _ in range(5)]), torch.rand(8, 2), devices=devices,
+             timeout=0)
+        assert {*found} == {share} and torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_the_plain_call_has_one_thread_for_backward_on_the_cpu():
     layers = tuple(LayerProfile(str(k), 1.0, 2.0, 8, 0, 0, 8, 8) for k in range(2))
     costs = Profile(layers, (), 4, 8, 'cpu')
@@ -193,7 +214,7 @@ def test_links():
     ({'devices': GPUS, 'schedules': ['none']}, "there is no schedule 'none'; there are plain"),
     ({'devices': GPUS, 'schedules': []}, 'there is nothing to choose from'),
     ({'devices': GPUS, 'chunks': [0]}, 'chunks must be a positive integer, but is 0'),
-    ({'devices': GPUS, 'batch': True}, 'batch must be a positive integer, but is True'),
+    ({'devices': GPUS, 'batch': 0}, 'batch must be a positive integer, but is 0'),
     ({'devices': GPUS, 'checkpoints': ['some']}, 'checkpoint is not one of'),
     ({'devices': GPUS, 'memory_limit': [1]}, 'memory_limit has 1 entries for 2 devices'),
     ({'devices': GPUS, 'memory_limit': -1}, 'memory_limit must be a number of bytes'),
@@ -201,6 +222,11 @@ def test_links():
 def test_bad_input(options, what):
     with pytest.raises(ValueError, match=what):
         plan(made_up(6), **options)
+
+
+def test_numbers_are_integers():
+    with pytest.raises(TypeError, match='batch must be an integer, but is True'):
+        plan(made_up(6), devices=GPUS, batch=True)
 
 
 def test_devices_are_a_sequence():

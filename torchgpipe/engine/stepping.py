@@ -247,8 +247,8 @@ class Step(Run):
     def _loss_of(self, i: int, output: Any) -> Tensor:
         """Return the loss of micro-batch ``i``; where others draw, look whether it draws, too."""
         with self._loss_lock:
-            if (self._engine.one_worker or self._engine.loss_draws
-                    or self._monitor is not None):
+            seen = self._engine.loss_draws  # And a monitor looks at it together with all cells.
+            if self._engine.one_worker or seen or (seen is False and self._monitor is not None):
                 return self._loss(i, output)  # type: ignore[no-any-return]
             recorder = Recorder()
             loss: Tensor = recorder.run(partial(self._loss, i, output))

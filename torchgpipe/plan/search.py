@@ -9,8 +9,9 @@ among them by its own time. The first one that fits is the best of its schedule:
     except_last, 16      fits        ◀── the best                 │
     never, 4 chunks                                           ◀───┘
 """
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
@@ -21,9 +22,9 @@ from torch import nn
 
 from torchgpipe.aliases import Value
 from torchgpipe.balance import Profile, profile
-from torchgpipe.balance.blockpartition import check_partitions
+from torchgpipe.balance.blockpartition import check_partitions, positive
 from torchgpipe.balance.profiled import fastest
-from torchgpipe.devices import Device, memory_of, parse_device
+from torchgpipe.devices import Device, is_cpu, memory_of, parse_device
 from torchgpipe.engine.worker import device_key
 from torchgpipe.plan.choice import Plan, schedule_of
 from torchgpipe.plan.fit import Limits, excess, fit, neighbours
@@ -88,15 +89,15 @@ def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequ
         that which takes less memory.
 
     Raises:
-        TypeError: The module is not sequential, or the sample is not made of tensors.
+        TypeError: The module is not sequential, the sample is not made of tensors, or a number is
+            no integer.
         ValueError: An argument is wrong, there are fewer layers than devices, or nothing keeps the
             limits of memory; then it says by how much.
     """
     names = _names(devices)
-    home = memory_of(names[0])
-    costs = module if isinstance(module, Profile) else profile(
-        module, sample, device=home, timeout=timeout, batch_dim=batch_dim)
-    costs = costs if batch is None else costs.scaled(_positive(batch, 'batch'))
+    costs = module if isinstance(module, Profile) else _as_a_worker(names, partial(
+        profile, module, sample, device=memory_of(names[0]), timeout=timeout, batch_dim=batch_dim))
+    costs = costs if batch is None else costs.scaled(positive(batch, 'batch'))
     check_partitions(costs.layers, len(names))
     measured = not isinstance(module, Profile)
     if links is None:
@@ -107,7 +108,7 @@ def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequ
     search = _Search(costs, names, limits, param_scale, links, overhead)
     search.check_parameters()
     counts = _chunks(len(names), costs.batch_size) if chunks is None else sorted({
-        min(_positive(each, 'chunks'), costs.batch_size) for each in chunks})
+        min(positive(each, 'chunks'), costs.batch_size) for each in chunks})
     for name in (schedules := [*schedules]):
         if name != PLAIN_CALL and name not in NAMES:
             raise ValueError(f'there is no schedule {name!r}; there are {PLAIN_CALL}, '
@@ -264,6 +265,16 @@ class _Search:
             'them, a smaller batch, more chunks, or an optimizer with less state (param_scale)')
 
 
+def _as_a_worker(devices: Sequence[str], measure: Callable[[], Profile]) -> Profile:
+    """Measure with the intra-op threads that a worker of the CPU has, as these divide them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // max(1, sum(map(is_cpu, devices)))))
+    try:
+        return measure()
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _about(seconds: float) -> float:
     """Round, so that what is equally fast but for rounding compares equal."""
     return float(f'{seconds:.6g}')
@@ -271,8 +282,8 @@ def _about(seconds: float) -> float:
 
 def _chunks(devices: int, batch: int) -> list[int]:
     most = min(batch, max(MOST_CHUNKS, MOST_CHUNKS_PER_DEVICE * devices))
-    powers = [2 ** k for k in range(most.bit_length())]
-    return sorted({m for k in powers for m in (k, k * devices) if m <= most})
+    return sorted({m for k in range(most.bit_length()) for m in (2 ** k, 2 ** k * devices)
+                   if m <= most})
 
 
 def _names(devices: Sequence[Device]) -> list[str]:
@@ -284,9 +295,3 @@ def _names(devices: Sequence[Device]) -> list[str]:
         raise ValueError(f'devices must be one or more, each of them once, but are {names}; how '
                          'many partitions each of them gets, the plan says (virtual)')
     return names
-
-
-def _positive(number: Any, what: str) -> int:
-    if isinstance(number, bool) or not hasattr(number, '__index__') or number < 1:
-        raise ValueError(f'{what} must be a positive integer, but is {number!r}')
-    return int(number.__index__())
