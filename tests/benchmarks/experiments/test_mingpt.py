@@ -9,12 +9,12 @@ import torchgpipe.shard as ts
 from benchmarks.experiments.mingpt.train import Batches
 from benchmarks.harness.processes import Processes, is_available
 from benchmarks.models.gpt import GPT, Sizes
-from benchmarks.models.sharded_gpt import ShardedGPT
+from benchmarks.models.sharded_gpt import sharded_gpt
 
 pytestmark = [pytest.mark.distributed,
               pytest.mark.skipif(not is_available(), reason='needs gloo')]
 
-SIZES = Sizes(vocabulary=7, context=5, width=8, heads=2, depth=1)
+SIZES = Sizes(vocabulary=7, context=5, width=8, heads=2, depth=1, tied=False)
 
 
 class Pair:
@@ -25,7 +25,7 @@ class Pair:
         torch.manual_seed(0)
         self.plain = GPT(SIZES)
         torch.manual_seed(0)
-        self.sharded = ShardedGPT(SIZES)
+        self.sharded = sharded_gpt(SIZES)
 
     def values_are_the_same(self):
         expected = self.plain.state_dict()
@@ -42,7 +42,7 @@ class Pair:
         return sum(parameter.numel() for parameter in self.sharded.parameters())
 
     def odd_heads(self):
-        return ShardedGPT(SIZES._replace(heads=distributed.get_world_size() + 1, width=12))
+        return sharded_gpt(SIZES._replace(heads=distributed.get_world_size() + 1, width=12))
 
 
 def test_it_is_the_same_model():
