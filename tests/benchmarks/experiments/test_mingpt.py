@@ -38,6 +38,15 @@ class Pair:
         return torch.allclose(ts.distributed.gather(self.sharded(tokens)), self.plain(tokens),
                               rtol=1e-5, atol=1e-6)
 
+    def a_tied_head_is_the_same(self):
+        torch.manual_seed(0)
+        plain = GPT(SIZES._replace(tied=True))
+        torch.manual_seed(0)
+        sharded = sharded_gpt(SIZES._replace(tied=True))
+        tokens = torch.tensor([[6, 0, 3]])
+        return sharded.lm_head.weight is sharded.transformer.wte.weight and torch.allclose(
+            ts.distributed.gather(sharded(tokens)), plain(tokens), rtol=1e-5, atol=1e-6)
+
     def parameters(self):
         return sum(parameter.numel() for parameter in self.sharded.parameters())
 
@@ -49,6 +58,7 @@ def test_it_is_the_same_model():
     with Processes(2, Pair) as pair:
         assert pair.call('values_are_the_same') == [True, True]
         assert pair.call('scores_are_the_same') == [True, True]
+        assert pair.call('a_tied_head_is_the_same') == [True, True]
         # Whole: positions, norms, two biases. Halves: attention, projection, network, vocabulary.
         whole = 5 * 8 + 3 * 16 + 8 + 8
         halves = (8 + 1) * 24 // 2 + 8 * 8 // 2 + (8 + 1) * 32 // 2 + 32 * 8 // 2
