@@ -218,8 +218,9 @@ def test_vit_against_one_with_weights_in_another_order():
     assert_same([pipe(images)], [reference(images)])
 
 
+@pytest.mark.tools
 def test_gpt_against_transformers():
-    transformers = pytest.importorskip('transformers')
+    transformers = pytest.importorskip('transformers', reason="pip install -e '.[tools]'")
     torch.manual_seed(0)
     reference = randomly(transformers.GPT2LMHeadModel(transformers.GPT2Config(
         vocab_size=13, n_positions=6, n_embd=8, n_layer=3, n_head=2))).eval()
@@ -228,9 +229,10 @@ def test_gpt_against_transformers():
     assert_same([pipe(tokens)], [reference(tokens).logits])
 
 
+@pytest.mark.tools
 def test_gptj_against_transformers():
     """That computes scores of attention in float32, always."""
-    transformers = pytest.importorskip('transformers')
+    transformers = pytest.importorskip('transformers', reason="pip install -e '.[tools]'")
     torch.manual_seed(0)
     reference = randomly(transformers.GPTJForCausalLM(transformers.GPTJConfig(
         vocab_size=13, n_positions=6, n_embd=24, n_layer=3, n_head=2, rotary_dim=8))).eval()
