@@ -13,7 +13,7 @@
                   job         one setting
                   campaign    settings one after another, tables, JSON, pictures
                   page        the page of the results
-    models        the models of the published tables, and those that are sharded
+    models        those of the published tables, transformers, and those that are sharded
     results       what was measured, and is kept
 """
 from tqdm import tqdm

@@ -33,6 +33,23 @@ Published figures stand beside the measured ones. They were measured on Tesla P4
 0.0.7) or come from the [GPipe paper](https://arxiv.org/abs/1811.06965). Every other figure on this
 page was measured where and when it says, and is kept in `benchmarks/results`. What was not
 measured is not there.
+
+## Models
+
+`benchmarks/models` has those of the tables, written as layers in a row: ResNet-101, AmoebaNet-D
+and U-Net. And it has transformers of the literature, without dropout, each as people write it, as
+layers in a row that `GPipe` takes (`layers(model)`), and with the `tensor_plan()` by which
+[a `DistributedGPipe`](guide/processes.md) splits it over processes:
+
+| file | models, with their parameters | weights |
+| --- | --- | --- |
+| `gpt.py` | GPT-2: 124,439,808, 354,823,168, 774,030,080, 1,557,611,200; minGPT | [1] |
+| `vit.py` | ViT-B/16: 86,567,656; ViT-L/16: 304,326,632 | [2] |
+| `gptj.py` | GPT-J: 6,050,882,784 | those of transformers |
+
+[1] Those of transformers, by `from_hugging_face`. [2] Those of timm, by `from_timm`. Parameters
+have the same names there, but all queries come first, then all keys, then all values. Here they
+are ordered by heads, so that each process has whole ones.
 '''
 
 

@@ -1,4 +1,7 @@
-"""Models of the benchmarks. Those that were published are flat sequential modules with skips."""
+"""Models of the benchmarks. Those of the published tables are flat sequential modules with skips.
+
+Transformers are plain modules, with a function each that makes layers of them.
+"""
 from benchmarks.models.amoebanetd import amoebanetd
 from benchmarks.models.resnet101 import resnet101
 from benchmarks.models.unet import unet

@@ -1,11 +1,21 @@
-"""A GPT as one process has it, of layers of torch.nn."""
-from typing import NamedTuple
+"""GPT-2 and minGPT, as they are written, as layers in a row, and as they are split over processes.
+
+GPT-2 is of Radford et al., "Language Models are Unsupervised Multitask Learners", 2019; its names
+of parameters are those of transformers. minGPT (https://github.com/karpathy/minGPT) is the same
+with a head of its own. There is no dropout, so that numbers can be compared.
+"""
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ['GPT', 'Block', 'Sizes']
+from benchmarks.models.attention import attend, by_heads, heads_of
+from torchgpipe.sequential import from_stages
+
+__all__ = ['GPT', 'GPT2', 'MINGPT', 'Embedding', 'Sizes', 'from_hugging_face', 'layers', 'score',
+           'tensor_plan']
 
 
 class Sizes(NamedTuple):
@@ -17,13 +27,78 @@ class Sizes(NamedTuple):
         width: The features of a token.
         heads: The heads that share them.
         depth: How many blocks there are.
+        tied: Whether the head has the weight of the embedding.
     """
 
-    vocabulary: int
-    context: int = 64
-    width: int = 64
-    heads: int = 4
-    depth: int = 3
+    vocabulary: int = 50257
+    context: int = 1024
+    width: int = 768
+    heads: int = 12
+    depth: int = 12
+    tied: bool = True
+
+
+#: The sizes that were published, by the names of transformers.
+GPT2 = {'gpt2': Sizes(),
+        'gpt2-medium': Sizes(width=1024, heads=16, depth=24),
+        'gpt2-large': Sizes(width=1280, heads=20, depth=36),
+        'gpt2-xl': Sizes(width=1600, heads=25, depth=48)}
+
+#: Those of minGPT that are no others'.
+MINGPT = {'gopher-44m': Sizes(width=512, heads=16, depth=8, tied=False),
+          'gpt-mini': Sizes(width=192, heads=6, depth=6, tied=False),
+          'gpt-micro': Sizes(width=128, heads=4, depth=4, tied=False),
+          'gpt-nano': Sizes(width=48, heads=3, depth=3, tied=False)}
+
+
+class Embedding(nn.Embedding):
+    """An embedding with small initial values, which a head may have, too."""
+
+    def reset_parameters(self) -> None:
+        """Draw them."""
+        nn.init.normal_(self.weight, std=0.02)
+
+
+class Attention(nn.Module):
+    """Attention of each token to those up to it."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.size = width // heads
+        self.c_attn = nn.Linear(width, 3 * width)
+        self.c_proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = heads_of(self.c_attn(x), 3, self.size).unbind(-2)
+        y: Tensor = self.c_proj(attend(q, k, v, causal=True))
+        return y
+
+
+class MLP(nn.Module):
+    """A network of two layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(width, 4 * width)
+        self.c_proj = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.c_proj(F.gelu(self.c_fc(x), approximate='tanh'))
+        return y
+
+
+class Block(nn.Module):
+    """Attention, and a network, each behind a norm."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(sizes.width), nn.LayerNorm(sizes.width)
+        self.attn = Attention(sizes.width, sizes.heads)
+        self.mlp = MLP(sizes.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
 
 
 class GPT(nn.Module):
@@ -31,35 +106,61 @@ class GPT(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(sizes.vocabulary, sizes.width)
-        self.positions = nn.Embedding(sizes.context, sizes.width)
-        self.blocks = nn.Sequential(*[Block(sizes) for _ in range(sizes.depth)])
-        self.norm = nn.LayerNorm(sizes.width)
-        self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        self.transformer = nn.ModuleDict({
+            'wte': Embedding(sizes.vocabulary, sizes.width),
+            'wpe': Embedding(sizes.context, sizes.width),
+            'h': nn.ModuleList(Block(sizes) for _ in range(sizes.depth)),
+            'ln_f': nn.LayerNorm(sizes.width)})
+        self.lm_head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        if sizes.tied:
+            self.lm_head.weight = self.transformer.wte.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.size(1)))
-        y: Tensor = self.head(self.norm(self.blocks(x)))
-        return y
+        x = embed(self, tokens)
+        for block in self.transformer.h:
+            x = block(x)
+        return score(self, x)
 
 
-class Block(nn.Module):
-    """Attention, and a network of two layers."""
+def embed(model: Any, tokens: Tensor) -> Tensor:
+    """Return the features of tokens and of their positions."""
+    positions = torch.arange(tokens.size(1), device=tokens.device)
+    x: Tensor = model.transformer.wte(tokens) + model.transformer.wpe(positions)
+    return x
 
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        width = sizes.width
-        self.features = width // sizes.heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = nn.Linear(width, 3 * width)
-        self.projection = nn.Linear(width, width)
-        self.expand = nn.Linear(width, 4 * width)
-        self.contract = nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        # The features of a head's queries, keys and values lie side by side: (N, heads, T, 3, …).
-        heads = self.attention(self.norm1(x)).unflatten(-1, (-1, 3, self.features)).transpose(1, 2)
-        y = F.scaled_dot_product_attention(*heads.unbind(-2), is_causal=True)
-        x = x + self.projection(y.transpose(1, 2).flatten(-2))
-        y = F.gelu(self.expand(self.norm2(x)))
-        return x + self.contract(y)
+def score(model: Any, x: Tensor) -> Tensor:
+    """Return the scores of tokens."""
+    y: Tensor = model.lm_head(model.transformer.ln_f(x))
+    return y
+
+
+def layers(model: Any) -> nn.Sequential:
+    """Return the layers of a GPT in a row: the embedding, each block, the head."""
+    tokens = torch.zeros(1, 1, dtype=torch.long, device=model.lm_head.weight.device)
+    return from_stages(model, [embed, *model.transformer.h, score], tokens, check_sample=False)
+
+
+def tensor_plan() -> dict[str, Any]:
+    """Return how a GPT is split: by vocabulary, by heads, and by the features of networks."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    return {'*.wte': RowwiseParallel(input_layouts=Replicate()),
+            '*.c_attn': ColwiseParallel(), '*.c_fc': ColwiseParallel(),
+            '*.c_proj': RowwiseParallel(),
+            '*lm_head': ColwiseParallel(output_layouts=Replicate())}
+
+
+def from_hugging_face(state_dict: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
+    """Return weights of a GPT, or of its layers, by those of ``GPT2LMHeadModel``.
+
+    That has weights of linear layers the other way round, and queries, keys and values in the
+    order of the paper.
+    """
+    found = {}
+    for name, x in state_dict.items():
+        if name.endswith(('c_attn.weight', 'c_proj.weight', 'c_fc.weight')):
+            x = x.t()
+        found[name] = by_heads(x, heads) if '.c_attn.' in name else x
+    return found

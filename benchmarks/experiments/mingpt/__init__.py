@@ -41,7 +41,7 @@ def mingpt(numbers: tuple[int, ...], steps: int, output: str, width: int, heads:
         if heads % n:
             raise click.ClickException(f'--processes {n} can not share --heads {heads} equally')
     text = TEXT.read_text()
-    sizes = Sizes(len({*text}), context, width, heads, depth)
+    sizes = Sizes(len({*text}), context, width, heads, depth, tied=False)
 
     def measure() -> dict[str, Any]:
         from benchmarks.experiments.mingpt.train import Options, make  # has torch.distributed

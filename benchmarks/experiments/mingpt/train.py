@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import torchgpipe.shard as ts
 from benchmarks.harness.trainer import Trainer
 from benchmarks.models.gpt import GPT, Sizes
-from benchmarks.models.sharded_gpt import ShardedGPT
+from benchmarks.models.sharded_gpt import sharded_gpt
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
 
 __all__ = ['Options', 'make']
@@ -47,7 +47,7 @@ def make(options: Options, sharded: bool) -> Trainer:
     if sharded:
         ts.distributed.init_process_group()
     torch.manual_seed(0)
-    model = (ShardedGPT if sharded else GPT)(options.sizes).double()
+    model = (sharded_gpt if sharded else GPT)(options.sizes).double()
 
     def loss() -> Tensor:
         characters = batches.draw()

@@ -9,12 +9,12 @@ import torchgpipe.shard as ts
 from benchmarks.experiments.mingpt.train import Batches
 from benchmarks.harness.processes import Processes, is_available
 from benchmarks.models.gpt import GPT, Sizes
-from benchmarks.models.sharded_gpt import ShardedGPT
+from benchmarks.models.sharded_gpt import sharded_gpt
 
 pytestmark = [pytest.mark.distributed,
               pytest.mark.skipif(not is_available(), reason='needs gloo')]
 
-SIZES = Sizes(vocabulary=7, context=5, width=8, heads=2, depth=1)
+SIZES = Sizes(vocabulary=7, context=5, width=8, heads=2, depth=1, tied=False)
 
 
 class Pair:
@@ -25,7 +25,7 @@ class Pair:
         torch.manual_seed(0)
         self.plain = GPT(SIZES)
         torch.manual_seed(0)
-        self.sharded = ShardedGPT(SIZES)
+        self.sharded = sharded_gpt(SIZES)
 
     def values_are_the_same(self):
         expected = self.plain.state_dict()
@@ -38,17 +38,27 @@ class Pair:
         return torch.allclose(ts.distributed.gather(self.sharded(tokens)), self.plain(tokens),
                               rtol=1e-5, atol=1e-6)
 
+    def a_tied_head_is_the_same(self):
+        torch.manual_seed(0)
+        plain = GPT(SIZES._replace(tied=True))
+        torch.manual_seed(0)
+        sharded = sharded_gpt(SIZES._replace(tied=True))
+        tokens = torch.tensor([[6, 0, 3]])
+        return sharded.lm_head.weight is sharded.transformer.wte.weight and torch.allclose(
+            ts.distributed.gather(sharded(tokens)), plain(tokens), rtol=1e-5, atol=1e-6)
+
     def parameters(self):
         return sum(parameter.numel() for parameter in self.sharded.parameters())
 
     def odd_heads(self):
-        return ShardedGPT(SIZES._replace(heads=distributed.get_world_size() + 1, width=12))
+        return sharded_gpt(SIZES._replace(heads=distributed.get_world_size() + 1, width=12))
 
 
 def test_it_is_the_same_model():
     with Processes(2, Pair) as pair:
         assert pair.call('values_are_the_same') == [True, True]
         assert pair.call('scores_are_the_same') == [True, True]
+        assert pair.call('a_tied_head_is_the_same') == [True, True]
         # Whole: positions, norms, two biases. Halves: attention, projection, network, vocabulary.
         whole = 5 * 8 + 3 * 16 + 8 + 8
         halves = (8 + 1) * 24 // 2 + 8 * 8 // 2 + (8 + 1) * 32 // 2 + 32 * 8 // 2
