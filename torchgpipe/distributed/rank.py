@@ -117,7 +117,7 @@ class Rank:
             split_layer(name, layer, plan, self.tensor.mesh)
             if self.data.mesh is not None:
                 for module in layer.modules():
-                    if isinstance(module, Experts):
+                    if isinstance(module, Experts) and not module.communicates:
                         module.spread(self.data.mesh)
 
         shared = shared_in({name: skeleton.get_submodule(name) for j in own
