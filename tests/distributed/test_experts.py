@@ -130,8 +130,8 @@ def test_a_layer_in_two_places_is_spread_once():
 
 def tensor_too():
     """Train where ranks along the tensor axis have the same experts."""
-    from torch.distributed.tensor.parallel import ColwiseParallel
     from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel
     plan = {'*.linear': ColwiseParallel(output_layouts=Replicate())}
     return trained({'data': 2, 'tensor': 2}, '1f1b', {'tensor_plan': plan})
 

@@ -40,7 +40,8 @@ def average_gradients(module: nn.Module) -> None:
     Call it on all ranks after the last ``backward()`` before an optimizer's step, and before
     :func:`clip_grad_norm_`. With one group it does nothing. Without ``DistributedDataParallel``,
     all gradients of the module are averaged. A gradient that some replicas do not have counts as
-    zero there. Those of experts that are spread are sums over replicas, and are divided. The first time, replicas compare their parameters.
+    zero there. Those of experts that are spread are sums over replicas, and are divided. The first
+    time, replicas compare their parameters.
 
     Args:
         module: The module, with ``DistributedDataParallel`` in it or around it or without.

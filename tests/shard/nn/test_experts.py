@@ -253,7 +253,7 @@ def test_scores_that_are_not_finite_are_refused_on_all_ranks():
 
 
 @pytest.mark.parametrize('options, message', [
-    ({'k': 5}, r'k=5 and there are 4: take a k from 1 to 4'), ({'k': 0}, 'k=0'),
+    ({'k': 5}, r'k=5, and there are 4: take a k from 1 to 4'), ({'k': 0}, 'k=0'),
     ({'experts': 0}, 'there are 0'),
     ({'capacity': 0}, 'not 0: 1.25'), ({'capacity': -1.}, r'not -1\.0'),
     ({'capacity': float('nan')}, 'not nan'), ({'capacity': float('inf')}, 'not inf')])

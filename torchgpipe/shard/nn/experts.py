@@ -75,8 +75,8 @@ class Experts(nn.Module):
                  dtype: torch.dtype | None = None) -> None:
         super().__init__()
         if not 1 <= k <= experts:
-            raise ValueError(f'a token goes to at least one and at most all experts, but k={k} and '
-                             f'there are {experts}: take a k from 1 to {max(experts, 1)}')
+            raise ValueError(f'a token goes to at least one and at most all experts, but k={k}, '
+                             f'and there are {experts}: take a k from 1 to {max(experts, 1)}')
         if capacity is not None and not 0 < capacity < float('inf'):
             raise ValueError(f'capacity is a number above 0, how many times its even share an '
                              f'expert takes, not {capacity}: 1.25, say, or None to drop nothing')

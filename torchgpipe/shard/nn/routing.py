@@ -26,8 +26,8 @@ class Routes(NamedTuple):
     """Where the tokens of this rank go, and how many of other ranks go where.
 
     Args:
-        pairs: Those pairs of a token and one of its choices that have room, ``token * k + choice``,
-            in the order of experts.
+        pairs: Those pairs of a token and one of its choices that have room, as
+            ``token * k + choice``, in the order of experts.
         admitted: How many of them each expert gets of each rank, (experts, ranks), on the host.
         share: The part of all choices that each expert has, with those that are dropped.
     """
@@ -70,7 +70,8 @@ def routes(chosen: Tensor, experts: int, capacity: float | None, is_wrong: Tenso
     admitted = _admitted(line, capacity)
     order = keys.argsort(stable=True)
     own = admitted[:, :, rank].reshape(-1).to(chosen.device)
-    place = torch.arange(len(keys), device=chosen.device) - (counts.cumsum(0) - counts)[keys[order]]
+    begin = counts.cumsum(0) - counts
+    place = torch.arange(len(keys), device=chosen.device) - begin[keys[order]]
     share = line.sum((1, 2)).double() / line.sum().clamp(min=1)
     return Routes(order[place < own[keys[order]]], admitted.sum(1), share.to(chosen.device))
 
