@@ -82,6 +82,14 @@ def test_it_is_what_a_loop_over_tokens_gives(experts, k, capacity):
         close(getattr(layer, name).grad, getattr(plain, name).grad)
 
 
+def test_capacity_is_rounded_as_it_is_written():
+    layer = made(5, 1, 1.1)
+    with torch.no_grad():
+        layer.router.zero_()  # All go to the first expert, which takes 11 of 50.
+    y, _ = layer(batch(50)[0])
+    assert y[:11].any(1).all() and not y[11:].any()
+
+
 def part(x, sizes):
     """Return the tokens of this rank, of so many for each."""
     return x.split(sizes)[dist.get_rank()]

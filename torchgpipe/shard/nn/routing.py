@@ -72,7 +72,7 @@ def routes(chosen: Tensor, experts: int, capacity: float | None, is_wrong: Tenso
     own = admitted[:, :, rank].reshape(-1).to(chosen.device)
     begin = counts.cumsum(0) - counts
     place = torch.arange(len(keys), device=chosen.device) - begin[keys[order]]
-    share = line.sum((1, 2)).double() / line.sum().clamp(min=1)
+    share = line.sum((1, 2)).double() / line.sum()
     return Routes(order[place < own[keys[order]]], admitted.sum(1), share.to(chosen.device))
 
 
@@ -80,7 +80,7 @@ def _admitted(line: Tensor, capacity: float | None) -> Tensor:
     """Return how many have room, of so many that stand in line: (experts, choices, ranks)."""
     if capacity is None:
         return line
-    # As it is written: 1.1 · 10 are 11 places, where the nearest number in binary is above.
+    # As it is written: 1.1 · 50 are 55 places, and a little more in floating point.
     room = ceil(Fraction(str(capacity)) * int(line.sum()) / len(line))
     flat = line.flatten(1)
     before = (flat.cumsum(1) - flat).view_as(line)
