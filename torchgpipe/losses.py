@@ -55,10 +55,11 @@ class Losses:
         module, known = itself(function), Known.of(function)
         #: The modules that it is made of.
         self.modules = [*module.modules()] if isinstance(module, nn.Module) else []
-        self._counts, self._whole = _counted(
+        #: What the loss of each micro-batch counts.
+        self.counts, self._whole = _counted(
             known, [batch.value for batch in self._leaves], sizes, normalizer)
         #: What this process counts of the mini-batch; ``None`` where the loss is over a number.
-        self.counted = None if self._whole else sum(self._counts)
+        self.counted = None if self._whole else sum(self.counts)
         if alone and self.counted is not None:
             self._whole = self.counted or _nothing()
         self._losses: list[Tensor] = []
@@ -82,14 +83,14 @@ class Losses:
 
     def __call__(self, i: int, output: Any) -> Tensor:
         """Compute that of micro-batch ``i``, and give what its backward starts from."""
-        if self._counts[i] == 0:  # The mean of nothing is no number.
+        if self.counts[i] == 0:  # The mean of nothing is no number.
             return torch.zeros((), requires_grad=True)
         try:
             given = output, self._leaves[i].value
             loss = (self.monitor.call(i, self._function, *given) if self.monitor
                     else self._function(*given))
             _check(loss, 'loss_fn')
-            scaled = loss = loss * (self._counts[i] / self._whole)
+            scaled = loss = loss * (self.counts[i] / self._whole)
             if self._scale is not None:
                 scaled = self._scale(loss)
                 _check(scaled, 'scale')

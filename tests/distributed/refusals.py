@@ -15,11 +15,13 @@ from torchgpipe.distributed import DistributedGPipe, init_mesh, load_checkpoint,
 from torchgpipe.distributed.layers import check_statistics
 from torchgpipe.distributed.messages import Header, Messages, outline
 from torchgpipe.distributed.start import Facts, NotBegun, together
+from torchgpipe.distributed.steps import check_alike, check_counts
 from torchgpipe.distributed.tensor import check_plan, tie_again
 from torchgpipe.distributed.ties import Ties
 from torchgpipe.distributed.watch import Watch
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.messages import Send
+from torchgpipe.shard.nn import Experts
 
 __all__ = ['REFUSALS']
 
@@ -165,6 +167,9 @@ REFUSALS = [
     lambda: check_plan({}, nn.Sequential(), 2),
     split_in_two_ways,
     shared_statistics,
+    lambda: check_alike({0: 2, 1: 3}),
+    lambda: check_counts([1., 0.]),
+    lambda: Experts(2, 2, 2)(torch.full((1, 2), torch.nan)),
     other_settings,
     ended,
     goes_on,

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchgpipe.distributed.replicas import local
+from torchgpipe.distributed.replicas import local, split_axes
 
 __all__ = ['clip', 'is_counted']
 
@@ -21,9 +21,7 @@ def is_counted(grad: Tensor, places: Mapping[str, int]) -> bool:
         places: The number of this rank along each axis of the mesh along which others have the
             gradient, too, or parts of it.
     """
-    split = {name for name, placement in zip(
-        grad.device_mesh.mesh_dim_names or (), grad.placements)
-        if not placement.is_replicate()} if isinstance(grad, DTensor) else {}
+    split = split_axes(grad)
     return not any(place for axis, place in places.items() if axis not in split)
 
 

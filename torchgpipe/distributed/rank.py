@@ -16,6 +16,7 @@ from torchgpipe.distributed.tensor import split_layer, tie_again
 from torchgpipe.distributed.ties import Ties
 from torchgpipe.engine.cell import Sequential
 from torchgpipe.engine.partition import Engine
+from torchgpipe.shard.nn.experts import Experts
 from torchgpipe.skip.layout import inspect_skip_layout
 from torchgpipe.weights import Weights
 
@@ -42,6 +43,7 @@ class Rank:
         made: Its layers, by name.
         engine: What runs them; it has all stages, those of other ranks without layers.
         skips: The pairs of stages between which skips go.
+        exchanges: Whether replicas exchange samples: the model has experts.
         ties: The parameters that other ranks have, too.
         replicas: The stages, and what becomes of their gradients.
         files: The group of all ranks for checkpoints, when there has been one.
@@ -53,6 +55,7 @@ class Rank:
 
     made: 'OrderedDict[str, nn.Module]'
     engine: Engine
+    exchanges: bool
     ties: Ties
     replicas: Replicas
 
@@ -95,6 +98,8 @@ class Rank:
         """
         stages, own = self._stages, self.own
         check_statistics(skeleton, stages, self.ranks)
+        self.exchanges = self.data.size > 1 and any(
+            isinstance(module, Experts) for module in skeleton.modules())
         # What layers share is seen while they are what the user made of them.
         ties = ties_of(skeleton, stages)
         layout = inspect_skip_layout([
@@ -110,6 +115,10 @@ class Rank:
                 for axis in (self.data, self.tensor):
                     take_first(layer, axis)
             split_layer(name, layer, plan, self.tensor.mesh)
+            if self.data.mesh is not None:
+                for module in layer.modules():
+                    if isinstance(module, Experts) and not module.communicates:
+                        module.spread(self.data.mesh)
 
         shared = shared_in({name: skeleton.get_submodule(name) for j in own
                             for name in stages[j]}) if model is skeleton else []

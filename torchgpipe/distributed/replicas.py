@@ -6,6 +6,8 @@
                    step ──▶ gradients, side by side in one tensor ──▶ sum over replicas ──▶ .grad
     'shard'        each rank has a part of them (ZeRO; FSDP2 of PyTorch)
                    gather ──▶ step ──▶ gradients ──▶ sum over replicas, and scatter ──▶ .grad
+    experts        each rank has some, which see the samples of all replicas
+                   step ──▶ gradients, which are those of all replicas ──▶ .grad
 
 Losses are weighted by what the whole mini-batch counts, so replicas are summed, and it does not
 matter how many samples each has.
@@ -28,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torchgpipe.distributed.mesh import Axis
 from torchgpipe.engine.leaves import Give, give
 
-__all__ = ['DATA', 'Gradients', 'Replicas', 'like', 'local', 'take_first']
+__all__ = ['DATA', 'Gradients', 'Replicas', 'like', 'local', 'split_axes', 'take_first']
 
 #: Pairs of a tensor and its gradient.
 Gradients = list[tuple[Tensor, Tensor]]
@@ -55,13 +57,16 @@ class Replicas(nn.Module):
         #: Otherwise, what they have left, by the number of a parameter.
         self._pending: dict[int, Tensor] = {}
         self._shards = data == 'shard' and axis.group is not None
+        #: Those that are spread over replicas, as experts are: their gradients are complete.
+        self._spread: dict[nn.Parameter, None] = dict.fromkeys(
+            x for x in self.parameters() if axis.name in split_axes(x))
         #: Frozen ones stay whole: recomputation keeps their values as they were in forward, in
         #: memory that FSDP would take away.
         self._whole: dict[nn.Parameter, None] = dict.fromkeys(
-            x for x in self.parameters() if not x.requires_grad)
+            x for x in self.parameters() if not x.requires_grad and x not in self._spread)
         if self._shards:
             fully_shard(self, mesh=axis.mesh, reshard_after_forward=False,
-                        ignored_params={*self._whole})
+                        ignored_params={*self._whole, *self._spread})
             assert isinstance(self, FSDPModule)
             self.set_gradient_divide_factor(1.)  # a sum
             self.set_force_sum_reduction_for_comms(True)  # not NCCL's product with 1 and sum
@@ -82,17 +87,17 @@ class Replicas(nn.Module):
             others: Parameters that are in none of the stages, but in those of a loss.
         """
         if not self._shards:
-            own = [x for x in self.parameters() if x.requires_grad]
-            give(self._together(step(), [*own, *others]))
+            own = [x for x in self.parameters() if x.requires_grad and x not in self._spread]
+            give(self._together(step(), [*own, *others], [*self._spread]))
             return
 
         def run() -> Gradients:
             # FSDP reduces those that it is in charge of, and has them whole here.
-            gradients, whole = step(), {*map(id, self._whole)}
-            sharded = [x for x in self.parameters() if id(x) not in whole]
+            gradients, others_than = step(), {*map(id, (*self._whole, *self._spread))}
+            sharded = [x for x in self.parameters() if id(x) not in others_than]
             learning = [x for x in self._whole if x.requires_grad]
             return self._together(self._completed(gradients, sharded), [*learning, *others],
-                                  sharded)
+                                  [*sharded, *self._spread])
 
         self(torch.zeros((), requires_grad=True), run).backward()
 
@@ -128,7 +133,7 @@ class Replicas(nn.Module):
         Args:
             gradients: Those of this rank.
             parameters: The parameters, which others have, too.
-            sharded: Those whose gradients FSDP puts together.
+            sharded: Those whose gradients are complete, or FSDP puts together.
         """
         if self._axis.group is None and self.syncs and not self._pending:
             return gradients
@@ -201,6 +206,12 @@ def take_first(module: nn.Module, axis: Axis) -> None:
             value = x.contiguous()
             dist.broadcast(value, axis.ranks[0], axis.group)
             x.copy_(value)
+
+
+def split_axes(x: Tensor) -> set[str]:
+    """Return the axes of a mesh along which ranks have other parts of a tensor."""
+    return {name for name, placement in zip(x.device_mesh.mesh_dim_names or (), x.placements)
+            if not placement.is_replicate()} if isinstance(x, DTensor) else set()
 
 
 def local(x: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from torchgpipe.schedule.messages import Message, Row, with_messages
 from torchgpipe.settings import Checkpoint, checkpoint_stops
 from torchgpipe.step import find_schedule
 
-__all__ = ['Steps']
+__all__ = ['Steps', 'check_alike', 'check_counts']
 
 #: The types that a loss may have.
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -183,6 +183,8 @@ class Steps:
                          digest(looks, outlines, kind, common))
 
         said = rank.together(f'a {what} of this model', read)
+        if rank.exchanges:
+            check_alike({number: each.m for number, each in said.items() if each.m})
         own, first = [said[each] for each in rank.pipe.ranks], said[rank.ranks[0]]
         sizes = [first.size // first.m + (i < first.size % first.m) for i in range(first.m)]
         batches, _, common = cuts[0] if cuts else ([Batch((), tuple) for _ in sizes], sizes, [])
@@ -199,6 +201,8 @@ class Steps:
                 scale(torch.zeros((), device=rank.device))  # A scaler is made when it is used.
             found.append(Losses(loss_fn, target, sizes, target_dim, normalizer, scale, False)
                          if rank.is_last else Losses(_nothing, None, sizes, 0, 1, None))
+            if rank.exchanges:
+                check_counts(found[0].counts)
             return Facts(counted=found[0].counted or 0.)
 
         said = rank.together('the loss of a step', count)
@@ -260,6 +264,24 @@ def _check_divisors(divisors: Sequence[tuple[float, float]]) -> None:
     differ = len({*same}) > 1 or any(map(isnan, same))
     if differ and max(ratios) - min(ratios) > 1e-5 * max(map(abs, ratios)):
         raise no_mean_over_samples('loss_fn')
+
+
+def check_alike(numbers: dict[int, int]) -> None:
+    """Refuse numbers of micro-batches that differ, where replicas meet in each of them."""
+    if len({*numbers.values()}) > 1:
+        raise ValueError(
+            'replicas exchange the tokens of experts in each micro-batch, so all have the same '
+            f'number of these, but ranks have {numbers}: give each replica as many samples as '
+            'there are chunks, or make a model with fewer chunks')
+
+
+def check_counts(counts: Sequence[float]) -> None:
+    """Refuse a micro-batch without a backward, in which other replicas would wait for this one."""
+    if 0 in counts:
+        raise ValueError(
+            f'replicas exchange the gradients of experts in each micro-batch, but that of number '
+            f'{[*counts].index(0)} has nothing that counts in its loss, so no gradient: let each '
+            'micro-batch have something, or pass a number as the normalizer')
 
 
 def _nothing(output: Any, target: Any) -> Tensor:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torchgpipe.shard.failures import compare, complete
 from torchgpipe.shard.world import World
 
-__all__ = ['all_gather', 'all_reduce', 'all_sizes', 'broadcast', 'from_first']
+__all__ = ['all_gather', 'all_reduce', 'all_sizes', 'all_to_all', 'broadcast', 'from_first']
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup,
@@ -65,3 +65,11 @@ def all_sizes(tensor: Tensor, group: ProcessGroup, dim: int) -> list[int]:
     size = torch.tensor([tensor.size(dim)], device=tensor.device)
     found: list[int] = all_gather(size, group, 0, [1] * group.size()).tolist()
     return found
+
+
+def all_to_all(x: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
+    """Send so many rows to each rank of a group; return the so many that each has sent here."""
+    received = x.new_empty(sum(receive), *x.shape[1:])
+    complete(lambda: dist.all_to_all_single(received, x.contiguous(), receive, send, group,
+                                            async_op=True), group, x.is_cpu)
+    return received

@@ -8,6 +8,7 @@
                                 which features are                            the mean over groups
                                 gathered over a group
                                 a plain layer else        its group's         the mean over groups
+    experts that are spread   the sum over all    the mean over groups: a part of the sum
 
 ``DistributedDataParallel`` takes the mean over all ranks, which is right in the last row only. It
 is told of the others. All of that is right only where replicas have the same parameters.
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchgpipe.private import Scaler
 from torchgpipe.shard.collectives import all_reduce
+from torchgpipe.shard.nn.experts import Experts
 from torchgpipe.shard.tags import storage_dim
 from torchgpipe.shard.world import current
 
@@ -38,7 +40,8 @@ def average_gradients(module: nn.Module) -> None:
     Call it on all ranks after the last ``backward()`` before an optimizer's step, and before
     :func:`clip_grad_norm_`. With one group it does nothing. Without ``DistributedDataParallel``,
     all gradients of the module are averaged. A gradient that some replicas do not have counts as
-    zero there. The first time, replicas compare their parameters.
+    zero there. Those of experts that are spread are sums over replicas, and are divided. The first
+    time, replicas compare their parameters.
 
     Args:
         module: The module, with ``DistributedDataParallel`` in it or around it or without.
@@ -49,7 +52,13 @@ def average_gradients(module: nn.Module) -> None:
     here = current()
     if here.data_size == 1:
         return
-    named = _not_averaged(module)
+    complete = [x for each in module.modules() if isinstance(each, Experts) and each.communicates
+                for x in each.spread_parameters()]
+    for x in complete:
+        if x.grad is not None:
+            x.grad.div_(here.data_size)
+    named = {name: x for name, x in _not_averaged(module).items()
+             if all(x is not other for other in complete)}
     if not named:
         return
     if module not in _compared:

@@ -1,0 +1,243 @@
+"""Mixtures of experts: layers of which each token uses a few, spread over the replicas' ranks.
+
+::
+
+    rank 0    tokens ── router ─┐        ┌─▶ experts 0, 1 ─┐        ┌─▶ × gate ──▶ output
+                                ├ to all ┤                 ├ to all ┤
+    rank 1    tokens ── router ─┘        └─▶ experts 2, 3 ─┘        └─▶ × gate ──▶ output
+
+Each expert sees its tokens of all ranks, so its gradient is the sum over all of their losses, and
+no other rank has anything of it to add.
+"""
+from collections.abc import Callable
+from math import sqrt
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchgpipe.shard import sizes
+from torchgpipe.shard.collectives import all_to_all, broadcast
+from torchgpipe.shard.nn.routing import routes, top
+
+__all__ = ['Experts']
+
+
+#: The parameters whose first dimension is that of experts, but for the router's.
+_OF_EXPERTS = ('up', 'up_bias', 'down', 'down_bias')
+
+
+class Experts(nn.Module):
+    """Networks of two linear maps, of which each token uses those that a router chooses for it.
+
+    As of GShard, Switch Transformer and ST-MoE. It gives a pair: the output, of the shape of the
+    input, and an auxiliary loss for each token. The mean of that belongs to the loss::
+
+        y, aux = self.experts(x)
+        ...
+        loss = F.cross_entropy(logits, target) + aux.mean()
+
+    In one process it has all experts. :class:`~torchgpipe.distributed.DistributedGPipe` spreads
+    them over the ranks along its data axis, and :meth:`spread` does so elsewhere. Ranks may have
+    any number of tokens, or none, and experts need not be divisible by ranks. Outputs, gradients
+    and losses are those of one process that has the tokens of all ranks, one after the other.
+
+    A call is about the tokens of all ranks *in this call*: under a pipeline, of one micro-batch.
+    Capacity and shares are theirs. Tokens stand in line by choice (first, second, …), then by
+    rank along the data axis, then as they are in the memory of the input; those beyond the
+    capacity of an expert get nothing from it. Of equal scores, the first expert has the larger.
+
+    Args:
+        width: The number of features of a token: the last dimension of the input.
+        hidden: That within an expert.
+        experts: How many experts there are, on all ranks together.
+        k: How many of them each token uses. With 1, the output of an expert is multiplied by its
+            probability; else by its part of the probabilities of those k, dropped or not.
+        capacity: An expert takes at most ``ceil(capacity · k · tokens / experts)``; None: all.
+        balance: The weight of the loss that balances the load. For a token it is ``experts · Σ
+            share · probability``, with the shares of all choices that experts have, so 1 where
+            these are even.
+        z: The weight of the loss that keeps scores small: ``logsumexp(scores) ** 2``.
+        activation: The function between the two linear maps.
+        device: Where parameters shall be.
+        dtype: Their type.
+
+    Raises:
+        ValueError: There are not that many experts, or ``capacity`` has room for nothing.
+    """
+
+    def __init__(self, width: int, hidden: int, experts: int, k: int = 2, *,
+                 capacity: float | None = None, balance: float = .01, z: float = .001,
+                 activation: Callable[[Tensor], Tensor] = F.gelu, device: Any = None,
+                 dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        if not 1 <= k <= experts:
+            raise ValueError(f'a token goes to at least one and at most all experts, but k={k}, '
+                             f'and there are {experts}: take a k from 1 to {max(experts, 1)}')
+        if capacity is not None and not 0 < capacity < float('inf'):
+            raise ValueError(f'capacity is a number above 0, how many times its even share an '
+                             f'expert takes, not {capacity}: 1.25, say, or None to drop nothing')
+        self.width, self.hidden, self.experts, self.k = width, hidden, experts, k
+        self.capacity, self.balance, self.z = capacity, balance, z
+        self.activation = activation
+
+        def made(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.router = made(experts, width)
+        self.up, self.up_bias = made(experts, hidden, width), made(experts, hidden)
+        self.down, self.down_bias = made(experts, width, hidden), made(experts, width)
+        self.reset_parameters()
+
+    @property
+    def communicates(self) -> bool:
+        """Whether other ranks have some of the experts: see :mod:`torchgpipe.context`."""
+        return self._group is not None
+
+    @property
+    def _group(self) -> ProcessGroup | None:
+        """The ranks that have the experts, which the weights know."""
+        mesh = getattr(self.up, 'device_mesh', None)
+        return None if mesh is None else mesh.get_group()
+
+    def reset_parameters(self) -> None:
+        """Set initial values: those of ``nn.Linear``, for each expert and the router."""
+        for x, inputs in ((self.router, self.width), (self.up, self.width),
+                          (self.up_bias, self.width), (self.down, self.hidden),
+                          (self.down_bias, self.hidden)):
+            nn.init.uniform_(x, -1 / sqrt(inputs), 1 / sqrt(inputs))
+
+    def spread(self, mesh: DeviceMesh) -> 'Experts':
+        """Keep this rank's experts only: consecutive ones, as ``torch.chunk`` cuts.
+
+        All ranks of the mesh call it, before an optimizer is made. They get the values of the
+        first one. Weights of experts are DTensors then; the router stays whole on each rank. The
+        gradient of a spread weight is the sum over the losses of all ranks, complete on the rank
+        that has it. So for the loss of one process, add up the losses of ranks and the gradients
+        of what is not spread; or let :func:`ts.average_gradients` take the mean of both.
+
+        Args:
+            mesh: The ranks, along one axis, such as ``mesh['data']``.
+
+        Raises:
+            ValueError: The mesh has several axes, experts have no values, or are spread already.
+        """
+        from torch.distributed.tensor import Shard, distribute_tensor  # takes long
+
+        if mesh.ndim != 1 or self.communicates or self.up.is_meta:
+            raise ValueError(
+                'experts that have values are spread once, over one axis of a mesh, as '
+                f'mesh["data"]; here are axes {mesh.mesh_dim_names}, and experts that are '
+                f'{"spread already" if self.communicates else f"on {self.up.device}"}')
+        broadcast(self.router.detach(), mesh.get_group())
+        for name in _OF_EXPERTS:
+            full = getattr(self, name)
+            setattr(self, name, nn.Parameter(
+                distribute_tensor(full.detach(), mesh, [Shard(0)]), full.requires_grad))
+        return self
+
+    def spread_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that :meth:`spread` spreads."""
+        return [getattr(self, name) for name in _OF_EXPERTS]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output, and the auxiliary loss of each token: ``x.shape[:-1]``.
+
+        Raises:
+            ValueError: The input has another width; or scores of a rank are not finite.
+        """
+        if x.size(-1) != self.width:
+            raise ValueError(f'these experts take tokens of {self.width} features, in the last '
+                             f'dimension, but the input is of shape {tuple(x.shape)}')
+        tokens, group = x.reshape(-1, self.width), self._group
+        scores = _scores(tokens, self.router)
+        chances = scores.softmax(-1)
+        gates, chosen = top(chances, self.k)
+        if self.k > 1:
+            gates = gates / gates.sum(-1, keepdim=True)
+        found = routes(chosen, self.experts, self.capacity, ~scores.isfinite().all(), group)
+        balance = self.experts * (chances @ found.share.to(chances))
+        aux = self.balance * balance + self.z * scores.logsumexp(-1).square()
+
+        own = self._at_experts(_cast(tokens)[found.pairs // self.k], found.admitted, group)
+        # Each pair has a row of its own, so that nothing is added up in an order of chance.
+        rows = own.new_zeros(gates.numel(), self.width).index_copy(0, found.pairs, own)
+        y = (rows.view(-1, self.k, self.width) * gates.to(own.dtype)[..., None]).sum(1)
+        return y.view(x.shape), aux.view(x.shape[:-1])
+
+    def _at_experts(self, rows: Tensor, admitted: Tensor, group: ProcessGroup | None) -> Tensor:
+        """Return what experts make of rows, in the order of experts, wherever these are."""
+        if group is None:
+            return self._run(rows, admitted[:, 0].tolist())
+        parts = admitted.split(sizes.lengths(self.experts, group.size()))
+        own, rank = parts[group.rank()], group.rank()
+        send, receive = [int(part[:, rank].sum()) for part in parts], own.sum(0).tolist()
+        there = _exchange(rows, send, receive, group)
+        # They have come by rank, then by expert, and are needed by expert, then by rank.
+        numbers = torch.arange(len(own), device=rows.device).repeat(group.size())
+        order = numbers.repeat_interleave(
+            own.t().reshape(-1).to(rows.device), output_size=len(there)).argsort(stable=True)
+        y = self._run(there[order], own.sum(1).tolist())
+        return _exchange(y[order.argsort()], receive, send, group)
+
+    def _run(self, rows: Tensor, numbers: list[int]) -> Tensor:
+        """Apply the experts of this rank to so many rows each."""
+        weights = [_local(x) for x in self.spread_parameters()]
+        if not numbers:  # What has no elements has a gradient, too.
+            return rows + sum(x.sum() for x in weights)
+        return torch.cat([
+            F.linear(self.activation(F.linear(x, up, up_bias)), down, down_bias)
+            for x, up, up_bias, down, down_bias in zip(
+                rows.split(numbers), *(x.unbind() for x in weights))])
+
+    def extra_repr(self) -> str:
+        """Return its sizes."""
+        return (f'{self.width}, hidden={self.hidden}, experts={self.experts}, k={self.k}, '
+                f'capacity={self.capacity}')
+
+
+def _scores(tokens: Tensor, router: Tensor) -> Tensor:
+    """Return the scores of experts for tokens, in float32 at least, as choices hang on them."""
+    dtype = torch.promote_types(tokens.dtype, torch.float32)
+    with torch.autocast(tokens.device.type, enabled=False):
+        return F.linear(tokens.to(dtype), router.to(dtype))
+
+
+def _cast(x: Tensor) -> Tensor:
+    """Return what a linear map would make of its input under autocast, before it is sent."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
+def _local(x: Tensor) -> Tensor:
+    """Return this rank's part of a weight, which leads back to it."""
+    local: Tensor = x.to_local() if hasattr(x, 'to_local') else x
+    return local
+
+
+def _exchange(x: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
+    """Send rows to all ranks of a group, and return those that they have sent here, in order."""
+    received: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
+        x, send, receive, group)
+    return received
+
+
+class _Exchange(torch.autograd.Function):
+    """Exchange rows; gradients go the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: ProcessGroup
+                ) -> Tensor:
+        """Send rows."""
+        ctx.back = receive, send, group
+        return all_to_all(x, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        """Send gradients."""
+        return _exchange(grads[0], *ctx.back), None, None, None
