@@ -341,6 +341,22 @@ def test_layers_of_pytorch_may_run_code_that_draws_numbers_of_python_s():
     assert torch.equal(to_sequential(model, x, leaves=['1'])(x), model(x))
 
 
+def test_what_can_not_be_followed_for_draws_of_numpy_s_says_so():
+    """As SpecAugment, which draws places for each sample and fills them by NumPy."""
+    numpy = pytest.importorskip('numpy')
+
+    def masks(m, x):
+        rows, size = x.shape
+        mask = numpy.zeros((rows, size))
+        places = [[size - 1 - int(numpy.random.randint(6))] for _ in range(rows)]
+        numpy.put_along_axis(mask, numpy.array(places), 1, -1)
+        return x * torch.tensor(mask, dtype=x.dtype)
+
+    with pytest.raises(ConversionError, match=r'can not be followed \(.*\); it draws random '
+                       r'numbers of Python or NumPy, .*SpecAugment .*apply_spec_augment = False'):
+        to_sequential(Model(masks), sample())
+
+
 def test_draws_of_numpy_s_that_end_where_they_began_in_its_block_of_numbers():
     numpy = pytest.importorskip('numpy')
     numpy.random.rand()  # The first of all makes a block.

@@ -80,7 +80,8 @@ def test_a_form_that_goes_by_the_training_mode(training):
     model.inner = WithAuxiliary()
     model.train(training)
     with pytest.raises(ConversionError, match='fails in one mode: .* in training than '
-                       'in evaluation.*auxiliary heads.*leaves.*check_sample=False') as found:
+                       'in evaluation.*use_mems_eval = False.*auxiliary heads.*leaves.*'
+                       'check_sample=False') as found:
         to_sequential(model, sample())
     assert 'by their size' not in str(found.value)
     layers, x = to_sequential(model, sample(), check_sample=False), sample()

@@ -408,6 +408,23 @@ def test_a_cache_that_the_first_call_fills_is_filled_before(function, inner):
     assert 'constant' in str([name for name, _ in check(model, sample()).named_buffers()])
 
 
+@pytest.mark.parametrize('before, after', [('sparse', 'full'), (False, True)])
+def test_a_flag_that_the_first_call_sets_is_set_before(before, after):
+    """As that of BigBird, for texts that are short."""
+    def flag_once(m, x):
+        if m.flag == before:
+            m.flag = after
+        return x * 2 if m.flag == after else x
+
+    model = Model(flag_once)
+    model.flag = before
+    with pytest.raises(ConversionError, match='call the model once before$'):
+        to_sequential(model, sample())
+    assert model.flag == before
+    model(sample())
+    check(model, sample())
+
+
 @pytest.mark.parametrize('function', [lambda m, x: setattr(m, 'number', m.number + 1) or x,
                                       lambda m, x: setattr(m, 'count', m.count + 1) or x,
                                       lambda m, x: m.seen.append(1) or x], ids=range(3))

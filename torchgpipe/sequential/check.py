@@ -183,9 +183,9 @@ def _fails_by_mode(converted: nn.Module, sample: Any, training: bool) -> Iterato
             'the converted model fails in one mode: a submodule gives something else in training '
             f'than in evaluation, and what goes on with it was recorded in {there} and can not do '
             f'so in {here}: {error.__cause__ or error}. If it gives a cache in evaluation, '
-            'go without: model.config.use_cache = False, or use_cache=False in the call. Else let '
-            'it give the same in both modes, as without auxiliary heads; or let one leaf have '
-            'it and what goes on with it: '
+            'go without: model.config.use_cache = False, for XLNet model.config.use_mems_eval = '
+            'False, or use_cache=False in the call. Else let it give the same in both modes, as '
+            'without auxiliary heads; or let one leaf have it and what goes on with it: '
             'to_sequential(model, sample, leaves=[…]); or convert the model in the mode that it '
             'is used in, by train() or eval() before, with check_sample=False') from error
 

@@ -85,7 +85,8 @@ class GeneratorStates:
         if not torch.equal(torch.get_rng_state(), self._torch):
             refuse(what.format('PyTorch, by a function that is imported by its own name'))
         if pythons and self._python != (random.getstate(), _position_of_numpy()):
-            refuse(what.format('Python'))
+            refuse(what.format('Python or NumPy') + ', as SpecAugment of Hugging Face does, but '
+                   'with model.config.apply_spec_augment = False')
 
     @contextmanager
     def restored(self, pythons: bool) -> Iterator[None]:

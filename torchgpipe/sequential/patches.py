@@ -78,7 +78,7 @@ class Watcher(Protocol):
 class Follower(Watcher, Protocol):
     """Who sees all that a forward does, and is notified before it happens."""
 
-    def written(self, module: nn.Module, name: str) -> None: ...
+    def written(self, module: nn.Module, name: str, value: object) -> None: ...
 
     def made(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
              ) -> Any: ...
@@ -268,8 +268,8 @@ def _of_functions(current: _OfThread[Follower]) -> Iterator[_Replacement]:
     # Whoever applies one, asks for this first.
     yield type(Function), '__getattribute__', _before(current, lambda watcher, function, name: (
         watcher.applied(function) if name == 'setup_context' else None))
-    yield nn.Module, '__setattr__', _before(current, lambda watcher, module, name, _: (
-        watcher.written(module, name)))
+    yield nn.Module, '__setattr__', _before(current, lambda watcher, module, name, value: (
+        watcher.written(module, name, value)))
     for name in _DRAWERS:
         yield random, name, _before(current, lambda watcher, *_: watcher.drew())
     # The last one would not take x.device.type, a value.

@@ -132,12 +132,13 @@ class ForwardTracer(StepTracer):
         """Return a value for a parameter or a buffer."""
         return self.value_of(found) if isinstance(found, Tensor) else found
 
-    def written(self, module: nn.Module, name: str) -> None:
+    def written(self, module: nn.Module, name: str, value: object) -> None:
         """Refuse it: each micro-batch would do so, on another device perhaps."""
         if module in self._paths:
             there = {**vars(module), **module._buffers, **module._parameters, **module._modules}
+            is_first = there.get(name) is None or isinstance(value, (bool, str))  # a table, a flag
             self.refuse(f"it sets the attribute '{name}' of a module, which each micro-batch "
-                        'would do again', more=_CALL_IT_BEFORE if there.get(name) is None else '')
+                        'would do again', more=_CALL_IT_BEFORE if is_first else '')
 
     def entered(self) -> None:
         """Let a module with a region of another mode be a leaf, whether it is another one now."""

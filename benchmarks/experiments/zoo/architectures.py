@@ -51,7 +51,7 @@ WhisperForConditionalGeneration'''.split(), {})
 NAMES['EsmForMaskedLM'] = {'vocab_size': 33, 'pad_token_id': 1, 'mask_token_id': 32}
 NAMES['LongformerForMaskedLM'] = {'attention_window': 512}
 NAMES['GPTNeoForCausalLM'] = {'num_layers': BLOCKS, 'attention_types': [[['global', 'local'], 1]]}
-NAMES['MarianMTModel'] = {'pad_token_id': 0}
+NAMES['MarianMTModel'] = NAMES['ModernBertForMaskedLM'] = {'pad_token_id': 0}
 
 
 def case(name: str) -> Case:

@@ -71,7 +71,7 @@ def converted(case: Case, size: int = 2) -> Found:
         try:
             layers = to_sequential(case.model, case.sample(size), leaves=leaves)
         except ConversionError as error:
-            ways = [each for each in ways_out(str(error)) if each not in lines]
+            ways = [each for each in ways_out(str(error), case.model) if each not in lines]
             if not ways or len(lines) == MOST_LINES:
                 raise
             lines.append(ways[0])
@@ -82,19 +82,24 @@ def converted(case: Case, size: int = 2) -> Found:
 
 #: What errors propose: words in them, and the line that these stand for.
 CALL_IT = 'call the model once before'
-NO_CACHE = 'model.config.use_cache = False'
+TURN_OFF = r'model\.config\.(\w+) = False'
 NO_CACHE_IN_THE_CALL = 'use_cache=False in the call'
 NO_CHECKPOINTS = 'model.gradient_checkpointing_disable()'
 NO_HEADS = 'auxiliary heads, make it without them'
 
 
-def ways_out(message: str) -> Iterator[str]:
-    """Yield the lines that an error names.
+def ways_out(message: str, model: nn.Module) -> Iterator[str]:
+    """Yield the lines that an error names, and a model has to do with.
 
-    >>> [*ways_out("name it: to_sequential(model, sample, leaves=['a.b']); or …")]
+    >>> [*ways_out("name it: to_sequential(model, sample, leaves=['a.b']); or …", nn.ReLU())]
     ["leaves=['a.b']"]
     """
-    for line in (CALL_IT, NO_CACHE, NO_CACHE_IN_THE_CALL, NO_CHECKPOINTS, NO_HEADS):
+    if CALL_IT in message:
+        yield CALL_IT
+    for found in re.finditer(TURN_OFF, message):
+        if hasattr(getattr(model, 'config', None), found[1]):
+            yield found[0]
+    for line in (NO_CACHE_IN_THE_CALL, NO_CHECKPOINTS, NO_HEADS):
         if line in message:
             yield line
     yield from re.findall(r"leaves=\['[^]]+'\]", message)
@@ -106,8 +111,8 @@ def _taken(case: Case, size: int, line: str, leaves: list[str]) -> Case:
     if line == CALL_IT:
         with torch.no_grad():
             call(model, case.sample(size))
-    elif line == NO_CACHE:
-        model.config.use_cache = False
+    elif off := re.fullmatch(TURN_OFF, line):
+        setattr(model.config, off[1], False)
     elif line == NO_CACHE_IN_THE_CALL:
         return case._replace(**{name: partial(_without_cache, getattr(case, name))
                                 for name in ('sample', 'small')})

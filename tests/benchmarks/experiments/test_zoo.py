@@ -157,11 +157,17 @@ def cached():
 def test_lines_of_errors_are_tried_one_after_the_other(monkeypatch):
     steps = Steps(monkeypatch, [CACHE, CACHE, LEAF, ONCE])
     found = converted(cached())
-    assert found.lines == [*ways_out(CACHE + LEAF), ONCE] and len(found.lines) == 4
+    assert found.lines == [*ways_out(CACHE + LEAF, Cached()), ONCE] and len(found.lines) == 4
     no_cache = {'use_cache': False}
     assert steps.told == [[0, True, {}], [0, False, {}], [0, False, no_cache],
                           ['a', 'b.c', 0, False, no_cache], ['a', 'b.c', 1, False, no_cache]]
     assert found.leaves == ['a', 'b.c'] and found.case.small(2).kwargs == no_cache
+
+
+def test_what_a_config_does_not_have_is_not_turned_off():
+    message = 'model.config.use_mems = False, or model.config.use_cache = False'
+    assert [*ways_out(message, Cached())] == ['model.config.use_cache = False']
+    assert not [*ways_out(message, nn.ReLU())]
 
 
 def test_a_model_is_made_again_without_heads(monkeypatch):
