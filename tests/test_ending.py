@@ -29,7 +29,7 @@ begun.wait()
 
 
 @pytest.mark.skipif(not THREADS.exists(), reason='this system does not show its threads')
-@pytest.mark.parametrize('module', ['torchgpipe.shard', 'torchgpipe.distributed'])
+@pytest.mark.parametrize('module', ['torchgpipe', 'torchgpipe.distributed'])
 def test_a_thread_of_gloo_comes_to_its_end(module):
     assert subprocess.run([sys.executable, '-c', SCRIPT.format(module=module)], check=True,
                           capture_output=True).stdout == b'done'

@@ -10,7 +10,6 @@ are the replicas of one part of them. Six ranks in groups of two::
                    ▲
                    └── ranks 1, 3 and 5 hold the same shard
 """
-import atexit
 from datetime import timedelta
 
 import torch
@@ -18,16 +17,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchgpipe.ending import let_threads_finish
-
 __all__ = ['World', 'current', 'destroy_process_group', 'get_data_group', 'get_data_rank',
            'get_group', 'get_group_size', 'get_mesh', 'get_rank', 'get_world_size',
            'init_process_group', 'is_initialized', 'needed_by']
 
 #: The axes of the mesh.
 AXES = ('data', 'tensor')
-
-atexit.register(let_threads_finish)
 
 
 class World:
