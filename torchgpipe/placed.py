@@ -1,4 +1,4 @@
-"""A module of layers that stay where they are: a sequence of them, under their own names.
+"""What every pipeline is as a module, in one process or over several.
 
 [Note: Two views of the layers]
 The layers are registered as children under their own names, so that all that goes by names speaks
@@ -6,22 +6,27 @@ those of the module, whatever the balance. Partitions are a second view of the s
 child. They follow where a child is replaced, as tools do that go by names; the children can not
 follow, as nobody asks before he takes parameters from them. Where a layer has the name of an
 attribute of the class, `model.name` is the attribute, and what takes names as strings finds the
-layer.
+layer. Over processes a rank has the layers of its own stages only; its other partitions are empty.
 """
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.devices import is_cpu, memory_of
-from torchgpipe.original import run_by
+from torchgpipe.engine.gather import check_rules
+from torchgpipe.engine.scatter import value_of
+from torchgpipe.private import uncompiled
+from torchgpipe.schedule.plain import PLAIN_CALL
 from torchgpipe.sequential.convert import not_sequential
 from torchgpipe.sequential.parts import to_own_names
+from torchgpipe.settings import Checkpoint, Settings, parse_checkpoint
 from torchgpipe.skip.skippable import verify_skippables
-from torchgpipe.split import split, still_shared, verify_module, verify_shared
+from torchgpipe.split import (parse_balance, parse_chunks, still_shared, verify_module,
+                              verify_source)
+from torchgpipe.step import ScheduleLike, check_model
 
 __all__ = ['Placed', 'verify']
 
@@ -29,21 +34,198 @@ TPlaced = TypeVar('TPlaced', bound='Placed')
 
 
 class Placed(nn.Module):
-    """What :class:`~torchgpipe.GPipe` is as a module."""
+    """A pipeline as a module; a subclass moves micro-batches through it.
+
+    Attributes:
+        balance (list[int]): The number of layers in each partition.
+        chunks (int): The largest number of micro-batches.
+        checkpoint: The mode of checkpointing, as given.
+        batch_dim: The rule for the batch dimension.
+        gather: The rule for tensors without a batch dimension.
+        offload (bool): Whether checkpointed inputs wait in the memory of the host.
+        devices (list[torch.device]): One per partition.
+    """
 
     devices: list[torch.device]
     balance: list[int]
+    chunks: int
+    checkpoint: Checkpoint
+    batch_dim: Any
+    gather: Any
+    offload: bool
     _engine: Any
     _names: tuple[str, ...]
-    _known: tuple[nn.Module, ...]
+    _known: tuple[nn.Module | None, ...]
+    _schedule: str | None
 
-    def _place(self, module: nn.Sequential, partitions: nn.ModuleList) -> None:
+    def _set(self, module: nn.Sequential, balance: Iterable[int] | Settings | None, devices: Any,
+             chunks: int, checkpoint: Checkpoint, batch_dim: Any, gather: Any, offload: bool
+             ) -> Any:
+        """Check the settings and keep them; return the devices, which a plan may name."""
+        check_rules(batch_dim, gather)
+        self.batch_dim, self.gather, self.offload = batch_dim, gather, bool(offload)
+        self._schedule = None
+        verify(module)
+        verify_source(balance, module)
+        if isinstance(balance, Settings):
+            if (devices, chunks, checkpoint) != (None, 1, 'except_last'):
+                raise ValueError(
+                    'a plan says devices, chunks and checkpoint, so leave these out; or take the '
+                    f'balance alone: {type(self).__name__}(module, plan.balance, …)')
+            self._schedule, devices = balance.schedule, balance.devices
+            chunks, checkpoint, balance = balance.chunks, balance.checkpoint, balance.balance
+        self.chunks = parse_chunks(chunks)
+        self.balance = parse_balance(balance, len(module))
+        self.checkpoint = parse_checkpoint(checkpoint, len(self.balance))
+        return devices
+
+    def _place(self, names: Iterable[str], layers: Mapping[str, Any], partitions: nn.ModuleList,
+               training: bool) -> None:
         """Take the layers of a module: [Note: Two views of the layers]."""
-        self.training = partitions.training = module.training
+        self.training = partitions.training = training
         self.__dict__['partitions'] = partitions
-        self.__dict__['_names'] = tuple(module._modules)
-        self.__dict__['_known'] = tuple(module._modules.values())
-        self._modules.update(module._modules)
+        self.__dict__['_names'] = tuple(names)
+        self.__dict__['_known'] = tuple(layers.get(name) for name in self._names)
+        self._modules.update(layers)
+
+    def _call(self, input: Any) -> Any:
+        raise NotImplementedError
+
+    def _train_step(self, input: Any, schedule: ScheduleLike, loss: tuple[Any, ...],
+                    return_output: bool) -> Any:
+        raise NotImplementedError
+
+    def _replace(self, layers: 'OrderedDict[str, Any]', partitions: nn.ModuleList) -> None:
+        """Let partitions have other layers than before."""
+        raise NotImplementedError
+
+    @uncompiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on a mini-batch.
+
+        >>> from torchgpipe import GPipe
+        >>> class Attend(nn.Module):
+        ...     def forward(self, query, *, mask=None):
+        ...         return query if mask is None else query * mask
+        >>> layers = nn.Sequential(Attend(), nn.ReLU())
+        >>> model = GPipe(layers, [1, 1], devices=['cpu', 'cpu'], chunks=2)
+        >>> model(torch.ones(4, 2), mask=torch.zeros(4, 1)).sum()
+        tensor(0.)
+
+        Args:
+            *args: The arguments of the first layer, mostly one value: a tensor of shape
+                ``(batch, …)``; or tuples, lists, dicts and dataclasses of any nesting with such
+                tensors, ``None`` and plain Python values. Scalars, plain values and the content of
+                a :class:`~torchgpipe.NoChunk` are the same for all micro-batches.
+            **kwargs: The keyword arguments of the first layer.
+
+        Returns:
+            The output of the last layer, of the same nesting, on the last device. Over processes:
+            the output of this replica, without a graph; ``None`` on ranks without the last stage.
+
+        Raises:
+            TypeError: The input or the output of a partition has another type, or the first layer
+                does not take the arguments.
+            ValueError: Batch sizes disagree or are zero, the output has another one, or has a
+                scalar and no rule for it.
+        """
+        return self._call(value_of(args, kwargs))
+
+    def step(self, input: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor], *,
+             schedule: ScheduleLike = '1f1b', target_dim: Any = None, normalizer: Any = None,
+             scale: Callable[[Tensor], Tensor] | None = None, return_output: bool = False) -> Any:
+        """Run forward and backward of a mini-batch, in the order of a schedule.
+
+        Gradients are added to ``.grad`` as by ``loss_fn(model(input), target).backward()``. Where
+        the plain call holds all micro-batches at once, a schedule such as 1F1B holds as many as
+        there are partitions; and workers of the CPU run backward concurrently. Over processes, all
+        ranks call it, and each replica passes its own part of the mini-batch, of any size.
+
+        >>> from torchgpipe import GPipe
+        >>> model = GPipe(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), [1, 1],
+        ...               devices=['cpu:0', 'cpu:1'], chunks=4)
+        >>> loss = model.step(torch.ones(8, 3), torch.ones(8, 2), nn.functional.mse_loss)
+        >>> loss.shape, model[0].weight.grad.shape
+        (torch.Size([]), torch.Size([4, 3]))
+
+        Args:
+            input: As in the call; several arguments as :class:`~torchgpipe.Arguments`. Only ranks
+                with the first stage read it.
+            target: A value of as many samples, of any nesting, on the last device. Only ranks with
+                the last stage read it.
+            loss_fn: ``loss_fn(output, target)`` of a micro-batch, a scalar: a mean over samples,
+                if ``normalizer`` does not say otherwise. The divisors of PyTorch's losses of
+                classes (``ignore_index``, ``weight``) are known. If it is a module, its parameters
+                get their gradients as the parameters of the model do.
+            schedule: A name (see :func:`torchgpipe.schedule.make`), a
+                :class:`~torchgpipe.schedule.Schedule`, or the path of one as CSV; ``'auto'`` is
+                the schedule of the plan by which the model was made. With several partitions on
+                each device, as in ``devices=[0, 1, 0, 1]``, ``'interleaved'`` and ``'looped-bfs'``
+                take them for virtual stages; so does ``'zb-v'`` with ``devices=[0, 1, 1, 0]``.
+            target_dim: The batch dimension of the target, a rule as ``batch_dim`` is for the
+                input; if that is an integer, it is the default.
+            normalizer: The divisor of the loss: a number above zero, if ``loss_fn`` gives sums (1
+                leaves it a sum); a function that counts in the target of a micro-batch, if
+                ``loss_fn`` gives means over such a count, for example of tokens. Counts are summed
+                over all replicas.
+            scale: Scales the loss before backward: ``scaler.scale`` of a
+                :class:`torch.amp.GradScaler`.
+            return_output: Whether to return the output as well, without a graph.
+
+        Returns:
+            The loss of the mini-batch, without a graph, on the last device, or on all ranks; or a
+            pair of it and the output as in the call.
+
+        Raises:
+            RuntimeError: The model is in evaluation mode, gradients are off, there is a hook on
+                this model itself, or another rank could not begin.
+            ValueError: The schedule is not one for these partitions and micro-batches, the target
+                has other samples, or the loss is no scalar or known to be no mean. An error of a
+                layer or of the loss is raised before any gradient is added.
+        """
+        check_model(self, len(self.balance))
+        if isinstance(schedule, str) and schedule == 'auto':
+            schedule = self._planned()
+        if target_dim is None:
+            target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
+        return self._train_step(input, schedule, (
+            loss_fn, target, target_dim, normalizer, scale), return_output)
+
+    def _planned(self) -> str:
+        if self._schedule is None:
+            name = type(self).__name__
+            raise ValueError("schedule='auto' is that of a plan, but this model was made without "
+                             f'one; name a schedule, or make it by a plan: {name}(module, plan) '
+                             'of torchgpipe.plan.plan(module, sample, devices=…)')
+        return 'gpipe' if self._schedule == PLAIN_CALL else self._schedule  # in the same order
+
+    @property
+    def partitions(self) -> nn.ModuleList:
+        """One :class:`torch.nn.Sequential` per partition, with layers by their names.
+
+        >>> from torchgpipe import GPipe
+        >>> model = GPipe(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), [1, 1], devices=['cpu'] * 2)
+        >>> model.set_submodule('1', nn.Tanh())
+        >>> model.partitions[1]
+        Sequential(
+          (1): Tanh()
+        )
+
+        Raises:
+            RuntimeError: A layer of one has been replaced there, and not in the model.
+        """
+        partitions: nn.ModuleList = self.__dict__['partitions']
+        layers = OrderedDict((name, self._modules.get(name)) for name in self._names)
+        known = list(zip(self._names, self._known))
+        if [item for part in partitions for item in part._modules.items()] != [
+                item for item in known if item[1] is not None]:
+            raise RuntimeError('a layer of this GPipe has been replaced, added or removed in its '
+                               'partition; replace it in the GPipe itself, '
+                               "model.set_submodule('name', layer), and partitions follow")
+        if [*layers.items()] != known:
+            self._replace(layers, partitions)
+            self._known = tuple(layers.values())
+        return partitions
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A pickle of an earlier version has no rules for batches.
@@ -52,36 +234,21 @@ class Placed(nn.Module):
             'batch_dim': 0, 'gather': None, 'offload': False, '_known': known, '_schedule': None,
             **state})
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy starts with no threads.
-        return {**self.__dict__, '_engine': None}
-
-    def _replace(self, layers: 'OrderedDict[str, Any]', partitions: nn.ModuleList) -> None:
-        module = nn.Sequential(layers)
-        verify(module)
-        verify_shared(module, self.balance, self.devices)
-        for new, own in zip(split(module, self.balance, self.devices), partitions):
-            own._modules.update(new._modules)
-        self._known = tuple(layers.values())
-        self._engine = None
-
-    @property
-    def partitions(self) -> nn.ModuleList:
-        """One module per device."""
-        raise NotImplementedError
-
     def __len__(self) -> int:
         return len(self._names)
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self._layers())
+        return iter([layer for layer in self._layers() if layer is not None])
 
-    def __getitem__(self, index: int) -> nn.Module:
-        return self._layers()[index]
+    def __getitem__(self, index: int) -> Any:
+        layer = self._layers()[index]
+        if layer is None:
+            raise IndexError(f"layer {index}, '{self._names[index]}', is on another rank")
+        return layer
 
-    def _layers(self) -> list[nn.Module]:
-        return [layer for partition in self.partitions
-                for layer in partition._modules.values() if layer is not None]
+    def _layers(self) -> list[nn.Module | None]:
+        self.partitions  # Raises if one of them has other layers.
+        return [self._modules.get(name) for name in self._names]
 
     def get_submodule(self, target: str) -> nn.Module:
         """Return a module by its name, also a layer that has the name of an attribute of this.
@@ -95,43 +262,6 @@ class Placed(nn.Module):
         name, _, rest = target.partition('.')
         layer = self._modules.get(name)
         return super().get_submodule(target) if layer is None else layer.get_submodule(rest)
-
-    def in_place_of(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which the model that was converted is run by this pipeline.
-
-        Its names, ``state_dict``, configuration and methods stay its own, and so do its parameters
-        and buffers, which are those of the layers. So what trains, saves and loads that model does
-        so with the pipeline. Afterwards the model runs itself.
-
-        >>> from torchgpipe import GPipe
-        >>> from torchgpipe.sequential import to_sequential
-        >>> class Net(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
-        ...
-        ...     def forward(self, x):
-        ...         return self.last(self.first(x).relu())
-        >>> net, x = Net(), torch.rand(8, 3)
-        >>> model = GPipe(to_sequential(net, x), [1, 1], devices=['cpu', 'cpu'], chunks=4)
-        >>> with model.in_place_of(net):
-        ...     net(x).sum().backward()
-        >>> [*net.state_dict()][0], net.first.weight.grad is model[0].first.weight.grad
-        ('first.weight', True)
-
-        Its tensors are not replaced meanwhile, only changed in place, as by an optimizer. What is
-        no tensor is that of the conversion: numbers that its forward reads, as of a configuration,
-        and the hooks of submodules that were cut into layers.
-        Training and evaluation mode are those of the model, and of its submodules. Numbers without
-        dimensions in the output, as a loss, are on the first device. ``hf_device_map`` says to
-        Accelerate and transformers that the model has its devices.
-
-        Raises:
-            ValueError: The pipeline has other parameters, as of another model, or of this one
-                before some were added; or the model has another forward than that of its class.
-            RuntimeError: In a call: tensors of the model were replaced, added or removed.
-        """
-        return run_by(self, model)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile each partition, with the arguments of :func:`torch.compile`.
@@ -148,12 +278,6 @@ class Placed(nn.Module):
         self.partitions.train(mode)
         return self
 
-    def extra_repr(self) -> str:
-        """Say how the layers below are distributed."""
-        devices = [str(device) for device in self.devices]
-        return (f'balance={self.balance}, devices={devices}, chunks={self.chunks}, '
-                f'checkpoint={self.checkpoint!r}')
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
                         assign: bool = False) -> Any:
         """Load a state dict; what layers share stays shared, also where tensors are assigned."""
@@ -169,6 +293,12 @@ class Placed(nn.Module):
                 state_dict.setdefault(prefix + name, state_dict.pop(key))
         to_own_names(state_dict, prefix, self._modules)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        """Say how the layers below are distributed."""
+        devices = [str(device) for device in self.devices]
+        return (f'balance={self.balance}, devices={devices}, chunks={self.chunks}, '
+                f'checkpoint={self.checkpoint!r}')
 
     def cuda(self: TPlaced, device: Any = None) -> TPlaced:
         """Raise :exc:`TypeError`: the devices were chosen at construction."""
@@ -220,7 +350,7 @@ class Placed(nn.Module):
 def _denied() -> TypeError:
     return TypeError('denied to move parameters and buffers, because GPipe should manage device '
                      'placement; name the devices when you make it: GPipe(module, balance, '
-                     'devices=…)')
+                     'devices=…), or the mesh of a DistributedGPipe')
 
 
 def verify(module: nn.Sequential) -> None:

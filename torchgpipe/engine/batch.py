@@ -1,5 +1,4 @@
 """A micro-batch: the tensors of a value, and what puts the value together again."""
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +7,7 @@ from torch import Tensor
 from torchgpipe.aliases import Tensors
 from torchgpipe.structure import Kind, bare, flatten, once
 
-__all__ = ['Batch', 'find_grad', 'result_of']
+__all__ = ['Batch', 'result_of']
 
 
 @dataclass(slots=True, eq=False)
@@ -49,13 +48,3 @@ def result_of(value: Any) -> tuple[Tensors, Kind]:
         return (value,), bare
     tensors, kind = flatten(value)
     return (tensors, kind) if len(tensors) == 1 else once(tensors, kind)
-
-
-def find_grad(tensors: Sequence[Tensor]) -> int | None:
-    """Return the index of the first tensor that requires grad, or ``None``.
-
-    One on the CPU comes last: so a node that is hung on the tensor runs in backward in the same
-    thread as the node that gave it beside others.
-    """
-    found = [k for k, x in enumerate(tensors) if x.requires_grad]
-    return next((k for k in found if not tensors[k].is_cpu), found[0] if found else None)

@@ -15,7 +15,7 @@ A phony is a tensor without elements: it carries the edge, and no data.
 Two more nodes have a checkpointed call run again: one that is tied to an output, so that it comes
 before the gradient is there, and one behind which nothing can do without.
 """
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from torch import Tensor
 
 from torchgpipe.private import retains_graph
 
-__all__ = ['Checkpoint', 'Fork', 'Join', 'Recompute', 'Tie', 'fork', 'get_phony', 'join', 'tie']
+__all__ = ['Checkpoint', 'Fork', 'Join', 'Recompute', 'Tie', 'find_grad', 'fork', 'get_phony',
+           'join', 'tie']
 
 # Filled once per device, never emptied, read-only afterwards.
 _phonies: dict[tuple[torch.device, bool], Tensor] = {}
@@ -163,3 +164,13 @@ class Recompute(torch.autograd.Function):
 
 #: As torchgpipe 0.0.7 named them.
 Fork = Join = Tie
+
+
+def find_grad(tensors: Sequence[Tensor]) -> int | None:
+    """Return the index of the first tensor that requires grad, or ``None``.
+
+    One on the CPU comes last: so a node that is hung on the tensor runs in backward in the same
+    thread as the node that gave it beside others.
+    """
+    found = [k for k, x in enumerate(tensors) if x.requires_grad]
+    return next((k for k in found if not tensors[k].is_cpu), found[0] if found else None)

@@ -76,12 +76,12 @@ import torch
 from torch import Tensor
 
 from torchgpipe.context import context
-from torchgpipe.engine.batch import Batch, find_grad
+from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.random_operations import DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.copy import Copy, Wait
-from torchgpipe.engine.dependency import fork, tie
+from torchgpipe.engine.dependency import find_grad, fork, tie
 from torchgpipe.engine.interpreter import Plan, interpret
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run, Skip

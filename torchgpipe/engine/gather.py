@@ -32,7 +32,7 @@ def check_rules(batch_dim: Any, gather: Any) -> None:
 
 
 def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: Any = None,
-           batch_dim: int = 0, shared: Sequence[Tensor] = ()) -> Any:
+           batch_dim: Any = 0, shared: Sequence[Tensor] = ()) -> Any:
     """Put micro-batches together.
 
     >>> import torch
@@ -45,7 +45,7 @@ def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: A
         rule: For tensors, by which dimension they are put together, or ``'mean'``, ``'sum'`` or
             ``'stack'``, or a function of those of all micro-batches. Such a word or a function
             alone is for scalars only.
-        batch_dim: The dimension for all others.
+        batch_dim: The dimension for all others; a rule for the input means the first one.
         shared: Tensors of the first one that are the same for all micro-batches.
 
     Returns:
@@ -57,6 +57,7 @@ def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: A
     """
     if any(isinstance(batch.kind, Repeated) for batch in batches):
         batches = [_spread(batch) for batch in batches]
+    batch_dim = batch_dim if isinstance(batch_dim, int) else 0
     first = batches[0]
     if any(len(batch.tensors) != len(first.tensors) or batch.kind != first.kind
            for batch in batches):

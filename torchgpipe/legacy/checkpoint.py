@@ -10,11 +10,11 @@ from torch import Tensor
 
 from torchgpipe.aliases import Function, Value
 from torchgpipe.context import context, is_checkpointing, is_recomputing
-from torchgpipe.engine.batch import find_grad, result_of
+from torchgpipe.engine.batch import result_of
 from torchgpipe.engine.checkpoint.draws import Draws
 from torchgpipe.engine.checkpoint.random_operations import Recorder
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
-from torchgpipe.engine.dependency import Checkpoint, Recompute, join
+from torchgpipe.engine.dependency import Checkpoint, Recompute, find_grad, join
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.legacy.microbatch import Batch
 from torchgpipe.structure import Kind

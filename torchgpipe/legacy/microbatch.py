@@ -8,6 +8,7 @@ from torch import Tensor
 from torchgpipe.aliases import Function, Tensors
 from torchgpipe.engine import batch as engine
 from torchgpipe.engine import gather as gathering
+from torchgpipe.engine.dependency import find_grad
 from torchgpipe.engine.scatter import cut
 from torchgpipe.structure import Kind, bare, flatten
 
@@ -90,7 +91,7 @@ class Batch:
 
     def find_grad(self) -> int | None:
         """Return the index of the first tensor that requires grad, or ``None``."""
-        return engine.find_grad(self._tensors)
+        return find_grad(self._tensors)
 
     def __repr__(self) -> str:
         return f'Batch({self.value!r})'
