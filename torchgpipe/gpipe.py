@@ -9,11 +9,10 @@ from torch import nn
 from torchgpipe.aliases import Value
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.devices import Device
-from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.edges import Pipeline
 from torchgpipe.engine.gather import gather
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.scatter import check_arguments, cut, fit_rule
+from torchgpipe.engine.scatter import Batch, check_arguments, cut, fit_rule
 from torchgpipe.materialize import materialize
 from torchgpipe.means import no_mean_in_the_model
 from torchgpipe.original import run_by

@@ -17,9 +17,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.leaves import leaf_of
-from torchgpipe.engine.scatter import cut
+from torchgpipe.engine.scatter import Batch, cut
 from torchgpipe.errors import add_note
 from torchgpipe.means import Known, LossMonitor, check_reduction, itself, own_normalizer
 from torchgpipe.structure import call, leaves_of

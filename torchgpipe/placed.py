@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchgpipe.devices import is_cpu, memory_of
 from torchgpipe.engine.gather import check_rules
 from torchgpipe.engine.scatter import value_of
-from torchgpipe.private import uncompiled
+from torchgpipe.private import hooks_of, uncompiled
 from torchgpipe.schedule.plain import PLAIN_CALL
 from torchgpipe.sequential.convert import not_sequential
 from torchgpipe.sequential.parts import to_own_names
@@ -26,7 +26,7 @@ from torchgpipe.settings import Checkpoint, Settings, parse_checkpoint
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.split import (parse_balance, parse_chunks, still_shared, verify_module,
                               verify_source)
-from torchgpipe.step import ScheduleLike, check_model
+from torchgpipe.step import ScheduleLike
 
 __all__ = ['Placed', 'verify']
 
@@ -183,7 +183,16 @@ class Placed(nn.Module):
                 has other samples, or the loss is no scalar or known to be no mean. An error of a
                 layer or of the loss is raised before any gradient is added.
         """
-        check_model(self, len(self.balance))
+        if not self.training or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            raise RuntimeError('a step computes gradients, but '
+                               + ('gradients are off (torch.no_grad or inference_mode)'
+                                  if self.training else 'the model is in evaluation mode')
+                               + '; call model(input) for outputs, or model.train() before')
+        if any(hooks_of(self)):
+            raise RuntimeError('a step does not call this model as a whole, so it would leave out '
+                               'the hooks that are registered on it; register them on its layers')
+        if not self.balance:
+            raise ValueError('a step takes at least one partition')
         if isinstance(schedule, str) and schedule == 'auto':
             schedule = self._planned()
         if target_dim is None:

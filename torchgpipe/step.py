@@ -5,19 +5,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.partition import Engine
+from torchgpipe.engine.scatter import Batch
 from torchgpipe.engine.stepping import Step
 from torchgpipe.losses import Losses, seen_means, with_counts
-from torchgpipe.private import hooks_of
 from torchgpipe.schedule import Schedule, make
 from torchgpipe.schedule.generators import stages_per_device
 
-__all__ = ['Losses', 'ScheduleLike', 'check_model', 'find_schedule', 'run_step', 'seen_means',
-           'with_counts']
+__all__ = ['Losses', 'ScheduleLike', 'find_schedule', 'run_step', 'seen_means', 'with_counts']
 
 #: A schedule, its name, or the path of a file with one as CSV.
 ScheduleLike = str | os.PathLike[str] | Schedule
@@ -86,20 +81,6 @@ def _check_fit(schedule: Schedule, workers: tuple[Any, ...], m: int) -> None:
                 f'on {[f"{kind}:{index}" for kind, index in (workers[j] for j in stages)]}; '
                 'put them in this order: '
                 f'{"places" if workers[0][0] == "rank" else "devices"}={places}')
-
-
-def check_model(model: nn.Module, n: int) -> None:
-    """Check that a model of ``n`` partitions can take a step now."""
-    if not model.training or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        raise RuntimeError('a step computes gradients, but '
-                           + ('gradients are off (torch.no_grad or inference_mode)'
-                              if model.training else 'the model is in evaluation mode')
-                           + '; call model(input) for outputs, or model.train() before')
-    if any(hooks_of(model)):
-        raise RuntimeError('a step does not call this model as a whole, so it would leave out '
-                           'the hooks that are registered on it; register them on its layers')
-    if not n:
-        raise ValueError('a step takes at least one partition')
 
 
 _recomputing = lru_cache(maxsize=32)(Schedule.recomputing)

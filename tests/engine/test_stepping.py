@@ -12,9 +12,9 @@ from tests.helpers import Layer, assert_same, gradients, in_two_memories
 from tests.refusals import REFUSALS
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.engine.aliasing import Aliasing
-from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.interpreter import _in_order
 from torchgpipe.engine.leaves import Leaves
+from torchgpipe.engine.scatter import Batch
 from torchgpipe.schedule import make
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.structure import bare, leaves_of

@@ -29,9 +29,8 @@ from torchgpipe.aliases import Value
 from torchgpipe.balance.measure import Flow, Measurement
 from torchgpipe.balance.profiled import Profile
 from torchgpipe.devices import Device, accelerator, forked_rng, has_data
-from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.memory import size_of
-from torchgpipe.engine.scatter import cut, fit_rule
+from torchgpipe.engine.scatter import Batch, cut, fit_rule
 from torchgpipe.engine.stream import use_device
 from torchgpipe.errors import add_note
 from torchgpipe.predict.blocks import LayerProfile

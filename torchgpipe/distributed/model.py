@@ -29,7 +29,7 @@ from torchgpipe.schedule import Timed
 from torchgpipe.settings import Checkpoint, parse_checkpoint
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.split import parse_balance, verify_module
-from torchgpipe.step import ScheduleLike, check_model
+from torchgpipe.step import ScheduleLike
 from torchgpipe.weights import Weights
 
 __all__ = ['DistributedGPipe']
@@ -151,7 +151,6 @@ class DistributedGPipe(nn.Module):
                 not begin.
             ValueError: As of :meth:`~torchgpipe.GPipe.step`.
         """
-        check_model(self, len(self.balance))
         if target_dim is None:
             target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
         return self._steps.train(input, schedule, self.checkpoint, return_output,

@@ -22,10 +22,9 @@ from torchgpipe.distributed.rank import Rank
 from torchgpipe.distributed.replicas import Gradients
 from torchgpipe.distributed.start import Facts, digest
 from torchgpipe.distributed.transport import Evaluation, Training, Way
-from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.gather import gather
 from torchgpipe.engine.run import Run
-from torchgpipe.engine.scatter import cut, fit_rule
+from torchgpipe.engine.scatter import Batch, cut, fit_rule
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.losses import Losses
 from torchgpipe.means import no_mean_over_samples

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from torchgpipe.distributed.messages import Header, Messages, outline
-from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.memory import versions
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run, Skip
+from torchgpipe.engine.scatter import Batch
 from torchgpipe.engine.stepping import Loss, Step
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.messages import Message, Receive, Row, Send

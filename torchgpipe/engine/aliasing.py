@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.memory import is_among, share_memory, versions
 from torchgpipe.engine.partition import Partition
+from torchgpipe.engine.scatter import Batch
 from torchgpipe.skip.namespace import Key
 
 __all__ = ['Aliasing', 'changed_in_place']

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.aliases import Tensors
 from torchgpipe.context import context
-from torchgpipe.engine.batch import result_of
 from torchgpipe.engine.checkpoint.draws import Draws
 from torchgpipe.engine.checkpoint.layer_state import CellState, Layers
 from torchgpipe.engine.checkpoint.observed import Observed, Watch
@@ -35,9 +35,9 @@ from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.errors import changed_input
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker
-from torchgpipe.structure import Arguments, Kind, Repeated, bare, flatten
+from torchgpipe.structure import Arguments, Kind, Repeated, bare, flatten, once
 
-__all__ = ['Cell', 'Cells', 'Sequential', 'compare_earlier']
+__all__ = ['Cell', 'Cells', 'Sequential', 'compare_earlier', 'result_of']
 
 
 class Sequential(nn.Sequential):
@@ -290,3 +290,20 @@ def compare_earlier(partition: Partition) -> None:
 
 def _blame(partition: Partition, kind: Kind, tensors: Sequence[Tensor]) -> str:
     return blame(partition, kind(tensors))
+
+
+def result_of(value: Any) -> tuple[Tensors, Kind]:
+    """Return the tensors that layers gave, and what puts the value together again.
+
+    A tensor in several places goes on once.
+
+    >>> import torch
+    >>> x = torch.ones(2)
+    >>> tensors, kind = result_of({'x': x, 'y': x})
+    >>> len(tensors), kind(tensors)['x'] is kind(tensors)['y']
+    (1, True)
+    """
+    if isinstance(value, Tensor):  # as mostly
+        return (value,), bare
+    tensors, kind = flatten(value)
+    return (tensors, kind) if len(tensors) == 1 else once(tensors, kind)

@@ -76,7 +76,6 @@ import torch
 from torch import Tensor
 
 from torchgpipe.context import context
-from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.random_operations import DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
@@ -85,6 +84,7 @@ from torchgpipe.engine.dependency import find_grad, fork, tie
 from torchgpipe.engine.interpreter import Plan, interpret
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run, Skip
+from torchgpipe.engine.scatter import Batch
 from torchgpipe.engine.stream import AbstractStream, no_context, use_stream
 from torchgpipe.schedule.action import Action
 

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.memory import is_among
-from torchgpipe.engine.scatter import DEFAULT, check_rule, look_up
+from torchgpipe.engine.scatter import DEFAULT, Batch, check_rule, look_up
 from torchgpipe.structure import Path, Repeated, bare, leaves_of, path_name
 
 __all__ = ['REDUCTIONS', 'check_rules', 'gather']

@@ -29,13 +29,13 @@ from torch import Tensor
 
 from torchgpipe.context import MicroBatch, MiniBatch, context
 from torchgpipe.engine.aliasing import Aliasing, changed_in_place
-from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.cell import Cell, Cells
 from torchgpipe.engine.checkpoint.random_operations import DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.compiled import part_contexts
 from torchgpipe.engine.memory import versions
 from torchgpipe.engine.partition import Engine, Partition
+from torchgpipe.engine.scatter import Batch
 from torchgpipe.engine.shared import SharedTensors
 from torchgpipe.engine.stream import AbstractStream, CPUStream, current_stream
 from torchgpipe.engine.thread_state import ThreadState

@@ -10,17 +10,42 @@ keys of the value, as deep as it goes itself: ``{'mask': 1}`` is a rule for ``ma
 """
 import inspect
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.aliases import Tensors
-from torchgpipe.engine.batch import Batch
 from torchgpipe.structure import (Arguments, Kind, Leaf, Path, bare, flatten_nested, leaves_of,
                                   once, path_name)
 
-__all__ = ['DEFAULT', 'check_arguments', 'check_rule', 'cut', 'fit_rule', 'look_up', 'value_of']
+__all__ = ['Batch', 'DEFAULT', 'check_arguments', 'check_rule', 'cut',
+           'fit_rule', 'look_up', 'value_of']
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """One micro-batch.
+
+    >>> import torch
+    >>> from torchgpipe.structure import flatten
+    >>> batch = Batch(*flatten((torch.zeros(2, 3), None)))
+    >>> len(batch.tensors), batch.value[0].shape
+    (1, torch.Size([2, 3]))
+
+    Args:
+        tensors: The tensors of a value, in the order in which they stand there.
+        kind: Puts a value like this one together from tensors.
+    """
+
+    tensors: Tensors
+    kind: Kind
+
+    @property
+    def value(self) -> Any:
+        """The value; what holds its tensors is made anew."""
+        return self.kind(self.tensors)
 
 
 def cut(input: Any, chunks: int, batch_dim: Any = 0, what: str = 'input'

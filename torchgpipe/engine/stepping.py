@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchgpipe.context import context
-from torchgpipe.engine.batch import Batch
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.random_operations import Recorder
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
@@ -32,6 +31,7 @@ from torchgpipe.engine.leaves import Leaves, edge_of, give, leaf_of
 from torchgpipe.engine.order import Unordered, beside
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run, Skip
+from torchgpipe.engine.scatter import Batch
 from torchgpipe.engine.split_backward import DeferredWork
 from torchgpipe.engine.stream import CPUStream, no_context, use_stream, wait_stream
 from torchgpipe.errors import add_note

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchgpipe.aliases import Function, Value
 from torchgpipe.context import context, is_checkpointing, is_recomputing
-from torchgpipe.engine.batch import result_of
+from torchgpipe.engine.cell import result_of
 from torchgpipe.engine.checkpoint.draws import Draws
 from torchgpipe.engine.checkpoint.random_operations import Recorder
 from torchgpipe.engine.checkpoint.recomputation import Recomputation

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from torchgpipe.aliases import Function, Tensors
-from torchgpipe.engine import batch as engine
 from torchgpipe.engine import gather as gathering
+from torchgpipe.engine.cell import result_of
 from torchgpipe.engine.dependency import find_grad
+from torchgpipe.engine.scatter import Batch as EngineBatch
 from torchgpipe.engine.scatter import cut
 from torchgpipe.structure import Kind, bare, flatten
 
@@ -87,7 +88,7 @@ class Batch:
 
     def call(self, function: Function) -> 'Batch':
         """Call a function with the value, and make a batch of what it returns."""
-        return Batch.of(*engine.result_of(function(self.value)))
+        return Batch.of(*result_of(function(self.value)))
 
     def find_grad(self) -> int | None:
         """Return the index of the first tensor that requires grad, or ``None``."""
@@ -157,7 +158,7 @@ def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: A
     >>> gather([Batch(torch.zeros(2, 3)), Batch(torch.ones(1, 3))]).shape
     torch.Size([3, 3])
     """
-    return gathering.gather([engine.Batch(tuple(batch), batch.kind) for batch in batches],
+    return gathering.gather([EngineBatch(tuple(batch), batch.kind) for batch in batches],
                             sizes, rule, batch_dim, shared)
 
 

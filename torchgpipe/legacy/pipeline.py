@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchgpipe.engine.batch import Batch as EngineBatch
 from torchgpipe.engine.edges import Pipeline as EnginePipeline
 from torchgpipe.engine.partition import Engine
+from torchgpipe.engine.scatter import Batch as EngineBatch
 from torchgpipe.engine.stream import AbstractStream, use_stream
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.engine.worker import device_key

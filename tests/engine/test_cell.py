@@ -1,4 +1,4 @@
-"""Batches: a value and its tensors."""
+"""Cells: a value and its tensors, on their way through layers."""
 from typing import NamedTuple
 
 import pytest
