@@ -13,13 +13,14 @@ from torchgpipe.engine.edges import Pipeline
 from torchgpipe.engine.gather import gather
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.scatter import Batch, check_arguments, cut, fit_rule
+from torchgpipe.losses import Losses, counts_of, seen_means, with_counts
 from torchgpipe.materialize import materialize
 from torchgpipe.means import no_mean_in_the_model
 from torchgpipe.original import run_by
 from torchgpipe.placed import Placed, verify
 from torchgpipe.settings import Checkpoint, Settings, checkpoint_stops, stops_of_mode
 from torchgpipe.split import parse_devices, split, verify_shared
-from torchgpipe.step import Losses, ScheduleLike, run_step, seen_means, with_counts
+from torchgpipe.step import ScheduleLike, run_step
 from torchgpipe.structure import Arguments, flatten_nested
 from torchgpipe.weights import Weights
 
@@ -152,7 +153,8 @@ class GPipe(Placed):
         mode = self.checkpoint if self.training else 'never'
         stops = (stops_of_mode if isinstance(mode, str) else checkpoint_stops)(
             mode, len(batches), len(self.devices))
-        return batches, sizes, self.gather and with_counts(self.gather, batches), {
+        rule = self.gather and with_counts(self.gather, iter(counts_of(self.gather, batches)))
+        return batches, sizes, rule, {
             'checkpoint_stops': stops, 'common': common, 'offload': self.offload}
 
     def __getstate__(self) -> dict[str, Any]:

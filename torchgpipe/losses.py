@@ -23,7 +23,7 @@ from torchgpipe.errors import add_note
 from torchgpipe.means import Known, LossMonitor, check_reduction, itself, own_normalizer
 from torchgpipe.structure import call, leaves_of
 
-__all__ = ['Losses', 'seen_means', 'with_counts']
+__all__ = ['Losses', 'count_functions', 'counts_of', 'seen_means', 'with_counts']
 
 
 class Losses:
@@ -136,25 +136,48 @@ def _scatter(target: Any, sizes: Sequence[int], batch_dim: Any) -> list[Batch]:
     return batches
 
 
-def with_counts(rule: Any, batches: Sequence[Batch]) -> Any:
-    """Return a rule of ``gather`` with means in place of functions that count.
+def counts_of(rule: Any, batches: Sequence[Batch]) -> list[Any]:
+    """Return the counts of each function in a rule of ``gather``, one for each micro-batch.
 
     Args:
         rule: The rule.
-        batches: The input. What is in the output is a mean over what a function of it counts.
+        batches: The input. Functions are called as the model is.
+
+    Returns:
+        Lists of counts; or errors, since the output may not have that part, as without labels.
+    """
+    found: list[Any] = []
+    for function in filter(callable, _words(rule)):
+        try:
+            counts = _count(partial(call, function), [batch.value for batch in batches], 'gather',
+                            'input')
+            found.append(counts if sum(counts) else _nothing('gather', 'input'))
+        except Exception as error:
+            found.append(error)
+    return found
+
+
+def count_functions(rule: Any) -> int:
+    """Return how many functions a rule of ``gather`` has."""
+    return sum(map(callable, _words(rule)))
+
+
+def with_counts(rule: Any, counts: Iterator[Any]) -> Any:
+    """Return a rule of ``gather`` with means in place of functions that count.
+
+    Args:
+        rule: The rule. A part of the output is a mean over the counts of its function.
+        counts: What :func:`counts_of` has found.
     """
     if isinstance(rule, Mapping):
-        return {key: with_counts(each, batches) for key, each in rule.items()}
+        return {key: with_counts(each, counts) for key, each in rule.items()}
     if isinstance(rule, (list, tuple)):
-        return [with_counts(each, batches) for each in rule]
+        return [with_counts(each, counts) for each in rule]
     if not callable(rule):
         return rule
-    try:
-        counts = _count(partial(call, rule), [batch.value for batch in batches], 'gather', 'input')
-        whole = sum(counts) or _nothing('gather', 'input')
-    except Exception as error:  # The output may have nothing of it, as without labels.
-        return partial(_raise, error)
-    return partial(_mean_of, counts, whole)
+    found = next(counts)
+    return partial(_raise, found) if isinstance(found, Exception) else partial(
+        _mean_of, found, sum(found))
 
 
 def seen_means(rule: Any, sizes: Sequence[int]) -> LossMonitor | None:

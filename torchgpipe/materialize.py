@@ -16,12 +16,13 @@ reset as constructors do it, those within a module first. Where weights are give
 state dict leaves out is reset, as buffers that are not persistent.
 """
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.devices import CPU, rng_states, set_rng_states
 from torchgpipe.engine.checkpoint.snapshot import is_plain
 from torchgpipe.engine.stream import no_context
 from torchgpipe.errors import add_note
@@ -29,7 +30,7 @@ from torchgpipe.private import RESETS, data_address, lazy_clone, unseen
 from torchgpipe.sequential.parts import NamedLayer, to_own_names
 from torchgpipe.weights import Weights, open_weights
 
-__all__ = ['materialize']
+__all__ = ['materialize', 'seeded']
 
 
 class Slot(NamedTuple):
@@ -75,6 +76,26 @@ def materialize(module: nn.Sequential, devices: Sequence[torch.device],
             _give_values(name, layer, device, loader, made, module)
     if loader is not None:
         loader.check()
+
+
+@contextmanager
+def seeded(seed: int, i: int, device: torch.device = CPU) -> Iterator[Callable[[], bool]]:
+    """Draw the random numbers of layer ``i``, whatever other layers draw.
+
+    Yields:
+        A function that returns whether any were drawn on the CPU or the device.
+    """
+    before = rng_states([device])
+    # Seeds of neighbours are far from each other, as streams of a generator would be.
+    number = (seed * 0x9E3779B97F4A7C15 + i * 0xD1B54A32D192ED03) % (1 << 63)
+    torch.default_generator.manual_seed(number)
+    if len(before) > 1:
+        torch.get_device_module(device).manual_seed(number)
+    start = rng_states([device])
+    try:
+        yield lambda: any(not x.equal(start[name]) for name, x in rng_states([device]).items())
+    finally:
+        set_rng_states([device], before)
 
 
 def _give_values(name: str, layer: nn.Module, device: torch.device, loader: '_Loader | None',

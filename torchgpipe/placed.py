@@ -82,7 +82,8 @@ class Placed(nn.Module):
     def _place(self, names: Iterable[str], layers: Mapping[str, Any], partitions: nn.ModuleList,
                training: bool) -> None:
         """Take the layers of a module: [Note: Two views of the layers]."""
-        self.training = partitions.training = training
+        for each in (self, partitions, *partitions):
+            each.training = training
         self.__dict__['partitions'] = partitions
         self.__dict__['_names'] = tuple(names)
         self.__dict__['_known'] = tuple(layers.get(name) for name in self._names)

@@ -8,11 +8,11 @@ from typing import Any
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.scatter import Batch
 from torchgpipe.engine.stepping import Step
-from torchgpipe.losses import Losses, seen_means, with_counts
+from torchgpipe.losses import Losses
 from torchgpipe.schedule import Schedule, make
 from torchgpipe.schedule.generators import stages_per_device
 
-__all__ = ['Losses', 'ScheduleLike', 'find_schedule', 'run_step', 'seen_means', 'with_counts']
+__all__ = ['ScheduleLike', 'find_schedule', 'run_step']
 
 #: A schedule, its name, or the path of a file with one as CSV.
 ScheduleLike = str | os.PathLike[str] | Schedule

@@ -63,7 +63,7 @@ def wrong():
 def test_what_does_not_fit_is_refused_on_all_ranks_and_training_goes_on():
     (first, loss), (second, other) = run(2, wrong)
     words = ['3 processes, but there are 2', 'data=0', 'name them by mesh_dim_names', "'dp'",
-             'places are [0]', 'places are [0, 0]', "'fsdp'", 'chunks must be above zero',
+             'places are [0]', 'places are [0, 0]', "'fsdp'", 'chunks must be a positive integer',
              'a Linear in it', 'function 0 of the model gave a int', 'this is a int',
              'other settings on rank 1', 'other settings on rank 1', 'places=[0, 0]',
              *['other settings on rank 1'] * 3, '', '', '', 'evaluation mode']

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from torchgpipe.engine.places import named_slots
-from torchgpipe.materialize import materialize
+from torchgpipe.materialize import materialize, seeded
 from torchgpipe.private import BatchNorm
 from torchgpipe.sequential.parts import to_own_names
 from torchgpipe.weights import Weights, open_weights
@@ -69,7 +69,7 @@ def fill(model: Any, skeleton: nn.Sequential, own: Sequence[str], device: torch.
 
     @contextmanager
     def around(name: str, layer: nn.Module) -> Iterator[None]:
-        with _seeded(seed, numbers[name]):
+        with seeded(seed, numbers[name]):
             yield
         layer.to(device)
         finish(name, layer)
@@ -84,7 +84,7 @@ def fill(model: Any, skeleton: nn.Sequential, own: Sequence[str], device: torch.
         return OrderedDict((name, layers[name]) for name in own)
     made: OrderedDict[str, nn.Module] = OrderedDict()
     for name in own:
-        with _seeded(seed, numbers[name]):
+        with seeded(seed, numbers[name]):
             made[name] = model[numbers[name]]()
         materialize(nn.Sequential(OrderedDict([(name, made[name])])), [device],
                     _part(weights, skeleton, [name]), around)
@@ -92,22 +92,20 @@ def fill(model: Any, skeleton: nn.Sequential, own: Sequence[str], device: torch.
 
 
 class _Some(Mapping[str, Any]):
-    """Some of the tensors of weights, read when they are asked for."""
+    """Some of the tensors of weights under other names, read when they are asked for."""
 
-    def __init__(self, source: Mapping[str, Any], keys: Sequence[str]) -> None:
+    def __init__(self, source: Mapping[str, Any], names: Mapping[str, str]) -> None:
         self._source = source
-        self._keys = dict.fromkeys(keys)
+        self._names = names
 
     def __getitem__(self, key: str) -> Any:
-        if key not in self._keys:
-            raise KeyError(key)
-        return self._source[key]
+        return self._source[self._names[key]]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._names)
 
 
 def _part(weights: Weights | None, skeleton: nn.Sequential, own: Iterable[str]
@@ -118,8 +116,16 @@ def _part(weights: Weights | None, skeleton: nn.Sequential, own: Iterable[str]
     source, others = open_weights(weights), {*skeleton._modules} - {*own}
     names = {key: key for key in source}
     to_own_names(names, '', skeleton._modules)
-    return _Some(source, [key for name, key in names.items()
-                          if name.partition('.')[0] not in others])
+    # A tensor with several names needs one of them only, which may be that of another rank.
+    shared: dict[int, list[str]] = {}
+    for full, _, x in named_slots(skeleton):
+        shared.setdefault(id(x), []).append(full)
+    for each in shared.values():
+        found = next((names[full] for full in each if full in names), None)
+        if found is not None and len(each) > 1:
+            names.update({full: names.get(full, found) for full in each})
+    return _Some(source, {name: key for name, key in names.items()
+                          if name.partition('.')[0] not in others})
 
 
 def _sources(skeleton: nn.Sequential, own: Iterable[str]) -> list[str]:
@@ -130,16 +136,6 @@ def _sources(skeleton: nn.Sequential, own: Iterable[str]) -> list[str]:
             first.setdefault(id(tensor), name)
     return [first[id(tensor)] for name in own
             for _, _, tensor in named_slots(skeleton.get_submodule(name)) if tensor.is_meta]
-
-
-@contextmanager
-def _seeded(seed: int, i: int) -> Iterator[None]:
-    """Draw the numbers of layer ``i``, whatever is drawn elsewhere."""
-    with torch.random.fork_rng(devices=[]):
-        # Seeds of neighbours are far from each other, as streams of a generator would be.
-        torch.default_generator.manual_seed(
-            (seed * 0x9E3779B97F4A7C15 + i * 0xD1B54A32D192ED03) % (1 << 63))
-        yield
 
 
 def check_statistics(model: Any, stages: Sequence[Iterable[str]], ranks: Sequence[int]) -> None:

@@ -1,6 +1,8 @@
 """What the user holds on each of many processes: a pipeline over ranks, and its replicas."""
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from datetime import timedelta
 from functools import partial
 from os import PathLike
@@ -22,20 +24,18 @@ from torchgpipe.distributed.start import Facts, digest
 from torchgpipe.distributed.steps import Steps
 from torchgpipe.distributed.tensor import check_plan
 from torchgpipe.distributed.watch import Watch, watched
-from torchgpipe.engine.gather import REDUCTIONS
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.scatter import check_rule
+from torchgpipe.placed import Placed
+from torchgpipe.private import uncompiled
 from torchgpipe.schedule import Timed
-from torchgpipe.settings import Checkpoint, parse_checkpoint
-from torchgpipe.skip.skippable import verify_skippables
-from torchgpipe.split import parse_balance, verify_module
+from torchgpipe.settings import Checkpoint, Settings
 from torchgpipe.step import ScheduleLike
 from torchgpipe.weights import Weights
 
 __all__ = ['DistributedGPipe']
 
 
-class DistributedGPipe(nn.Module):
+class DistributedGPipe(Placed):
     """Run a sequential model on the processes of a mesh: data × pipe × tensor.
 
     Each process makes the layers of its own stages only. Loss, gradients and running statistics
@@ -88,7 +88,7 @@ class DistributedGPipe(nn.Module):
     _steps: Steps
 
     def __init__(self, module: nn.Sequential | Sequence[Callable[[], nn.Module]],
-                 balance: Iterable[int], *, mesh: DeviceMesh, chunks: int = 1,
+                 balance: Iterable[int] | Settings, *, mesh: DeviceMesh, chunks: int = 1,
                  checkpoint: Checkpoint = 'except_last', places: Sequence[int] | None = None,
                  data: str = 'replicate', tensor_plan: Mapping[str, Any] | None = None,
                  seed: int = 0, deferred_batch_norm: bool = False, batch_dim: Any = 0,
@@ -99,74 +99,76 @@ class DistributedGPipe(nn.Module):
         self._watch = Watch(mesh, timeout)
         with self._watch.run('the making of this model'):
             skeleton = skeleton_of(module)
-            verify_module(skeleton)
-            verify_skippables(skeleton)
-            self.balance = parse_balance(balance, len(skeleton))
-            self.chunks, self.batch_dim, self.gather = int(chunks), batch_dim, gather
-            self.offload = bool(offload)
-            self.checkpoint = parse_checkpoint(checkpoint, len(self.balance))
-            check_rule('batch_dim', batch_dim, [None])
-            check_rule('gather', gather, [None, *REDUCTIONS])
-            if self.chunks < 1 or data not in DATA:
-                raise ValueError('chunks must be above zero, and data one of '
-                                 f'{DATA}, but they are {chunks!r} and {data!r}')
+            devices = self._set(skeleton, balance, None, chunks, checkpoint, batch_dim, gather,
+                                offload)
+            if places is None and devices is not None:
+                places = [[*dict.fromkeys(devices)].index(device) for device in devices]
+            if data not in DATA:
+                raise ValueError(f'data must be one of {DATA}, but is {data!r}')
             names = iter(skeleton._modules)
             rank = Rank(mesh, places, [[next(names) for _ in range(n)] for n in self.balance])
             plan = dict(tensor_plan or {})
             check_plan(plan, skeleton, rank.tensor.size)
             rank.together('this model', lambda: Facts(settings=digest(
-                [*skeleton._modules], self.balance, self.chunks, str(self.checkpoint), rank.places,
-                data, sorted(plan), seed, deferred_batch_norm, str(batch_dim), str(gather))))
+                [*skeleton._modules], self.balance, self.chunks, self.checkpoint, rank.places,
+                data, sorted(plan), seed, deferred_batch_norm, batch_dim, gather)))
             if deferred_batch_norm:
                 module = _deferred(module, skeleton, self.chunks)
             rank.make(module, skeleton, seed, weights, plan, data)
-            self._modules.update(rank.made)
-            self.__dict__['_rank'] = rank
-            self._steps = Steps(rank, self, self._watch.at)
+            self._seed = seed
+            self._take(rank, skeleton._modules, skeleton.training)
 
-    @watched('a step')
-    def step(self, input: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor], *,
-             schedule: ScheduleLike = '1f1b', target_dim: Any = None, normalizer: Any = None,
-             scale: Callable[[Tensor], Tensor] | None = None, return_output: bool = False) -> Any:
-        """Run forward and backward of a mini-batch, in the order of a schedule.
+    def _take(self, rank: Rank, names: Iterable[str], training: bool) -> None:
+        """Take what a rank has made."""
+        self.devices = [rank.device] * len(self.balance)
+        self._rank, self._engine = rank, rank.engine
+        self._steps = Steps(rank, self, self._watch.at)
+        self._place(names, rank.made, nn.ModuleList(rank.partitions), training)
 
-        All ranks call it. Each replica has its part of the mini-batch, of any number of samples.
+    def __deepcopy__(self, memo: dict[int, Any]) -> 'DistributedGPipe':
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        shared = {'_rank', '_engine', '_steps', '_watch', 'partitions', '_known'}
+        self.partitions  # Where a layer has been replaced, the rank follows.
+        new.__dict__.update(deepcopy({
+            name: value for name, value in self.__dict__.items() if name not in shared}, memo))
+        new._watch = self._watch
+        new._take(self._rank.copied({**new._modules}), self._names, self.training)
+        return new
 
-        Args:
-            input: As of :meth:`~torchgpipe.GPipe.step`; that of ranks with the first stage counts.
-            target: Only ranks with the last stage look at it.
-            loss_fn: As of :meth:`~torchgpipe.GPipe.step`.
-            schedule: The same, for stages at these places.
-            target_dim: As of :meth:`~torchgpipe.GPipe.step`.
-            normalizer: The same; what a function counts is over all replicas.
-            scale: As of :meth:`~torchgpipe.GPipe.step`.
-            return_output: Whether to give the output of this replica, too.
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError('a DistributedGPipe has processes around it, so it can not be pickled: '
+                        'save(folder), or torch.save(model.state_dict(), path) on each rank')
 
-        Returns:
-            The loss of the whole mini-batch, on all ranks; or a pair of that and the output, which
-            is ``None`` on ranks without the last stage.
+    def _replace(self, layers: 'OrderedDict[str, Any]', partitions: nn.ModuleList) -> None:
+        self._rank.replace({name: layer for (name, layer), known in zip(
+            layers.items(), self._known) if layer is not known})
+        self._engine = self._rank.engine
+
+    step = watched('a step')(Placed.step)
+    forward = uncompiled(watched('a call')(Placed.forward))
+
+    def _call(self, input: Any) -> Any:
+        return self._steps.call(input)
+
+    def _train_step(self, input: Any, schedule: ScheduleLike, loss: tuple[Any, ...],
+                    return_output: bool) -> Any:
+        return self._steps.train(input, schedule, loss, return_output)
+
+    @watched('apply')
+    def apply(self, fn: Callable[[nn.Module], None]) -> 'DistributedGPipe':
+        """Apply a function to all modules, as ``torch.nn.Module.apply``. All ranks call it.
+
+        Random numbers follow from ``(seed, layer)``, so that replicas get the same values. Values
+        of a layer that the function draws are the same on all meshes.
 
         Raises:
-            RuntimeError: The model is in evaluation mode, gradients are off, or another rank could
-                not begin.
-            ValueError: As of :meth:`~torchgpipe.GPipe.step`.
+            RuntimeError: It draws values of parameters of which each rank has a part.
         """
-        if target_dim is None:
-            target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
-        return self._steps.train(input, schedule, self.checkpoint, return_output,
-                                 (loss_fn, target, target_dim, normalizer, scale))
-
-    @watched('a call')
-    def forward(self, input: Any = None) -> Any:
-        """Run the model on a mini-batch, without graphs.
-
-        Args:
-            input: As of :class:`~torchgpipe.GPipe`; only ranks with the first stage look at it.
-
-        Returns:
-            The output of this replica on ranks with the last stage, ``None`` on others.
-        """
-        return self._steps.evaluate(input)
+        self.partitions
+        self._rank.apply(fn, self._seed)
+        fn(self)
+        return self
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -255,12 +257,6 @@ class DistributedGPipe(nn.Module):
             RuntimeError: A rank can not read its part, or could not begin.
         """
         checkpoints.load(self, self._rank, folder, optimizer)
-
-    def train(self, mode: bool = True) -> 'DistributedGPipe':
-        """Set training or evaluation mode."""
-        super().train(mode)
-        self._rank.replicas.train(mode)
-        return self
 
 
 def _deferred(model: Any, skeleton: nn.Module, chunks: int) -> Any:

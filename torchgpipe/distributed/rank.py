@@ -1,11 +1,13 @@
 """What one rank has: its place in the mesh, its layers, and what runs them."""
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from torchgpipe.devices import rng_states, set_rng_states
 from torchgpipe.distributed.layers import check_statistics, fill, shared_in, ties_of
@@ -16,8 +18,10 @@ from torchgpipe.distributed.tensor import split_layer, tie_again
 from torchgpipe.distributed.ties import Ties
 from torchgpipe.engine.cell import Sequential
 from torchgpipe.engine.partition import Engine
+from torchgpipe.materialize import seeded
 from torchgpipe.shard.nn.experts import Experts
 from torchgpipe.skip.layout import inspect_skip_layout
+from torchgpipe.skip.skippable import Skippable
 from torchgpipe.weights import Weights
 
 __all__ = ['Rank']
@@ -41,9 +45,12 @@ class Rank:
         ranks: The rank of each stage in this replica, among all processes.
         own: The stages of this rank.
         made: Its layers, by name.
+        partitions: The layers of each stage; none in those of other ranks.
         engine: What runs them; it has all stages, those of other ranks without layers.
         skips: The pairs of stages between which skips go.
+        at_place: Of each rank along the pipe axis, all ranks that have the same stages.
         exchanges: Whether replicas exchange samples: the model has experts.
+        replaced: The names of layers that were replaced since the last step.
         ties: The parameters that other ranks have, too.
         replicas: The stages, and what becomes of their gradients.
         files: The group of all ranks for checkpoints, when there has been one.
@@ -53,7 +60,7 @@ class Rank:
         ValueError: The mesh or the places do not fit.
     """
 
-    made: 'OrderedDict[str, nn.Module]'
+    made: dict[str, nn.Module]
     engine: Engine
     exchanges: bool
     ties: Ties
@@ -67,10 +74,12 @@ class Rank:
         self.device = device_of(mesh)
         self.places = _parse_places(places, len(stages), self.pipe.size)
         self.ranks = [self.pipe.ranks[place] for place in self.places]
-        self.last = alike(mesh, 'pipe', self.places[-1])
+        self.at_place = [alike(mesh, 'pipe', place) for place in range(self.pipe.size)]
+        self.last = self.at_place[self.places[-1]]
         self._stages = stages
         self.own = [j for j, place in enumerate(self.places) if place == self.pipe.rank]
         self.skips: frozenset[tuple[int, int]] = frozenset()
+        self.replaced: list[str] = []
         self.files: dist.ProcessGroup | None = None
         self.saving: Any = None
 
@@ -101,8 +110,8 @@ class Rank:
         self.exchanges = self.data.size > 1 and any(
             isinstance(module, Experts) for module in skeleton.modules())
         # What layers share is seen while they are what the user made of them.
-        ties = ties_of(skeleton, stages)
-        layout = inspect_skip_layout([
+        self._tied = ties_of(skeleton, stages)
+        self._layout = layout = inspect_skip_layout([
             nn.Sequential(OrderedDict((name, skeleton.get_submodule(name)) for name in names))
             for names in stages])
         self.skips = frozenset((prev_j, j) for j in range(len(stages))
@@ -122,16 +131,88 @@ class Rank:
 
         shared = shared_in({name: skeleton.get_submodule(name) for j in own
                             for name in stages[j]}) if model is skeleton else []
-        self.made = made = fill(model, skeleton, [name for j in own for name in stages[j]],
-                                self.device, seed, weights, finish)
+        self.made = fill(model, skeleton, [name for j in own for name in stages[j]],
+                         self.device, seed, weights, finish)
         tie_again(shared)
-        partitions = [Sequential(OrderedDict((name, made[name]) for name in names)
-                                 if j in own else OrderedDict())
-                      for j, names in enumerate(stages)]
-        self.ties = Ties(nn.ModuleDict(made), ties, self.ranks, self.pipe.group)
+        self._data, self.partitions = data, [Sequential() for _ in stages]
+        self._assemble()
         self.ties.spread()
-        self.replicas = Replicas([partitions[j] for j in own], self.data, data)
-        self.engine = Engine(partitions, [self.device] * len(stages), layout)
+
+    def _assemble(self) -> None:
+        """Let partitions run the layers as they are now."""
+        for j in self.own:
+            self.partitions[j]._modules.update(
+                (name, self.made[name]) for name in self._stages[j])
+        self.ties = Ties(self.made, self._tied, self.ranks, self.pipe.group)
+        self.replicas = Replicas([self.partitions[j] for j in self.own], self.data, self._data)
+        self.engine = Engine(self.partitions, [self.device] * len(self.partitions), self._layout)
+
+    def copied(self, made: dict[str, Any]) -> 'Rank':
+        """Return the same rank with copies of its layers, which share the groups of processes."""
+        if self.replicas.shards:
+            raise TypeError("parameters that are spread over replicas (data='shard') can not be "
+                            'copied with their model: save(folder), and load it into another one')
+        new = copy(self)
+        new.made, new.replaced, new.saving = made, [], None
+        new.partitions = [Sequential() for _ in new.partitions]
+        new._assemble()
+        return new
+
+    def replace(self, layers: Mapping[str, Any]) -> None:
+        """Take other layers in place of some, with the values of the first replica.
+
+        Raises:
+            ValueError: A layer is on another rank, or one that other ranks share or have parts of.
+        """
+        tied = {full.partition('.')[0] for tie in self._tied for _, full in tie}
+        for name, layer in layers.items():
+            if name not in self.made:
+                raise ValueError(f"layer '{name}' is on another rank; replace it there")
+            if not isinstance(layer, nn.Module):
+                raise ValueError(f"layer '{name}' is {layer}")
+            if self.replicas.shards or self.tensor.mesh is not None or name in tied \
+                    or _skips_of(layer) != _skips_of(self.made[name]):
+                raise ValueError(f"layer '{name}' has parameters or skips that other ranks share "
+                                 'or have parts of, so it can not be replaced on one of them: '
+                                 'replace it in the module, and make the model of that')
+            self.made[name] = layer.to(self.device)
+        syncs, pending = self.replicas.syncs, self.replicas.pending
+        self._assemble()
+        self.replicas.syncs, self.replicas.pending = syncs, pending
+        self.replaced += layers
+
+    def spread_replaced(self, said: Mapping[int, Facts]) -> None:
+        """Give replaced layers the values of the first replica, once all ranks know of them.
+
+        Raises:
+            RuntimeError: Replicas have replaced different layers.
+        """
+        for ranks in self.at_place:
+            if len({said[each].replaced for each in ranks}) > 1:
+                raise RuntimeError(f'of ranks {sorted(ranks)}, which have the same layers, some '
+                                   'have replaced others than the rest; replace a layer on all '
+                                   'of them')
+        for name in self.replaced:
+            take_first(self.made[name], self.data)
+        self.replaced = []
+
+    def apply(self, function: Callable[[nn.Module], None], seed: int) -> None:
+        """Apply a function to all modules, with the random numbers of (seed, layer) on each rank.
+
+        Raises:
+            RuntimeError: It draws values for tensors of which ranks have parts.
+        """
+        names = [name for stage in self._stages for name in stage]
+        for name, layer in self.made.items():
+            parts = any(isinstance(x, DTensor) for x in layer.parameters())
+            with seeded(seed, names.index(name), self.device) as drew:
+                layer.apply(function)
+            if parts and drew():
+                raise RuntimeError(
+                    f"apply has drawn random numbers for layer '{name}', of which ranks have "
+                    'parts, so that they would not be those of one process; give the model the '
+                    'function when it is made: init=function')
+        self.ties.spread()
 
     def together(self, what: str, function: Callable[[], Facts]) -> dict[int, Facts]:
         """Call a function on all ranks, and return what each says: see `start`."""
@@ -153,6 +234,12 @@ class Rank:
     def sum(self, said: Mapping[int, Facts]) -> float:
         """Return what replicas have counted; all shards of a layer have counted the same."""
         return sum(each.counted for rank, each in said.items() if rank in self.alike)
+
+
+def _skips_of(layer: nn.Module) -> list[Any]:
+    """Return the skips that a layer stashes and pops."""
+    return [([*each.stashable()], [*each.poppable()]) for each in layer.modules()
+            if isinstance(each, Skippable)]
 
 
 def _parse_places(places: Sequence[int] | None, stages: int, ranks: int) -> list[int]:

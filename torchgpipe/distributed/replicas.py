@@ -55,8 +55,8 @@ class Replicas(nn.Module):
         #: Whether steps put the gradients of replicas together.
         self.syncs = True
         #: Otherwise, what they have left, by the number of a parameter.
-        self._pending: dict[int, Tensor] = {}
-        self._shards = data == 'shard' and axis.group is not None
+        self.pending: dict[int, Tensor] = {}
+        self.shards = data == 'shard' and axis.group is not None
         #: Those that are spread over replicas, as experts are: their gradients are complete.
         self._spread: dict[nn.Parameter, None] = dict.fromkeys(
             x for x in self.parameters() if axis.name in split_axes(x))
@@ -64,7 +64,7 @@ class Replicas(nn.Module):
         #: memory that FSDP would take away.
         self._whole: dict[nn.Parameter, None] = dict.fromkeys(
             x for x in self.parameters() if not x.requires_grad and x not in self._spread)
-        if self._shards:
+        if self.shards:
             fully_shard(self, mesh=axis.mesh, reshard_after_forward=False,
                         ignored_params={*self._whole, *self._spread})
             assert isinstance(self, FSDPModule)
@@ -86,7 +86,7 @@ class Replicas(nn.Module):
             step: Gives the gradients of this rank.
             others: Parameters that are in none of the stages, but in those of a loss.
         """
-        if not self._shards:
+        if not self.shards:
             own = [x for x in self.parameters() if x.requires_grad and x not in self._spread]
             give(self._together(step(), [*own, *others], [*self._spread]))
             return
@@ -119,7 +119,7 @@ class Replicas(nn.Module):
     def evaluate(self, run: Callable[[], Gradients]) -> None:
         """Run something that finds no gradients."""
         with torch.no_grad():
-            if self._shards:
+            if self.shards:
                 assert isinstance(self, FSDPModule)
                 self(torch.zeros(()), run)
                 self.reshard()
@@ -135,18 +135,18 @@ class Replicas(nn.Module):
             parameters: The parameters, which others have, too.
             sharded: Those whose gradients are complete, or FSDP puts together.
         """
-        if self._axis.group is None and self.syncs and not self._pending:
+        if self._axis.group is None and self.syncs and not self.pending:
             return gradients
         summed = {id(x): x for x in parameters}  # One may stand in a loss and in the model.
         kept = {**summed, **{id(x): x for x in sharded}}
         found = [(x, grad) for x, grad in gradients if id(x) not in kept]
         for x, grad in gradients:
             if id(x) in kept:
-                before = self._pending.get(id(x))
-                self._pending[id(x)] = grad if before is None else before + grad
+                before = self.pending.get(id(x))
+                self.pending[id(x)] = grad if before is None else before + grad
         if not self.syncs:
             return found
-        own, self._pending = self._pending, {}
+        own, self.pending = self.pending, {}
         group = self._axis.group
         local_only = kept.values() if group is None else sharded
         found += [(x, own[id(x)]) for x in local_only if id(x) in own]
@@ -154,7 +154,7 @@ class Replicas(nn.Module):
 
     def forget(self) -> None:
         """Let go of gradients that were kept for a later step."""
-        self._pending = {}
+        self.pending = {}
 
 
 def _summed(parameters: Sequence[Tensor], found: dict[int, Tensor], group: dist.ProcessGroup

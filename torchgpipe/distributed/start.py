@@ -3,6 +3,7 @@
 A collective of a few numbers. It also tells of a rank that could not begin, as its input is wrong,
 so that no other one waits for it.
 """
+import re
 import zlib
 from collections.abc import Callable
 from typing import NamedTuple
@@ -26,6 +27,7 @@ class Facts(NamedTuple):
         counted: What it counts of the whole loss.
         settings: A digest of what has to be the same on all ranks.
         digest: A digest of what decides how the messages of this rank look.
+        replaced: A digest of the names of layers that this rank replaced since the last step.
         divisors: What its loss divides by, in two numbers.
     """
 
@@ -34,12 +36,16 @@ class Facts(NamedTuple):
     counted: float = 0.
     settings: int = 0
     digest: int = 0
+    replaced: int = 0
     divisors: tuple[float, float] = (0., 0.)
 
 
 def digest(*values: object) -> int:
-    """Return a number that is the same for values that are written in the same way."""
-    return zlib.crc32(repr(values).encode())
+    """Return a number that is the same for values that are written in the same way.
+
+    Addresses, such as those of functions, do not count.
+    """
+    return zlib.crc32(re.sub(' at 0x[0-9a-f]+', '', repr(values)).encode())
 
 
 def together(what: str, function: Callable[[], Facts], group: dist.ProcessGroup | None,
@@ -76,8 +82,10 @@ def together(what: str, function: Callable[[], Facts], group: dist.ProcessGroup 
         if failed:
             raise NotBegun(f'{what} could not begin on rank {rank}, so it ended here, too; '
                            'look at what that rank has raised')
-    said = {rank: Facts(int(m), int(size), counted, int(settings), int(other), (same, ratio))
-            for rank, (_, m, size, counted, settings, other, same, ratio) in zip(ranks, rows)}
+    said = {rank: Facts(int(m), int(size), counted, int(settings), int(other), int(replaced),
+                        (same, ratio))
+            for rank, (_, m, size, counted, settings, other, replaced, same, ratio)
+            in zip(ranks, rows)}
     for rank, each in said.items():
         if each.settings != said[ranks[0]].settings:
             raise RuntimeError(f'{what} has other settings on rank {rank} than on rank '

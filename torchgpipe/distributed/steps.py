@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from math import isnan
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchgpipe.distributed.messages import Header, Messages
@@ -24,14 +25,16 @@ from torchgpipe.distributed.start import Facts, digest
 from torchgpipe.distributed.transport import Evaluation, Training, Way
 from torchgpipe.engine.gather import gather
 from torchgpipe.engine.run import Run
-from torchgpipe.engine.scatter import Batch, cut, fit_rule
+from torchgpipe.engine.scatter import Batch, check_arguments, cut, fit_rule
 from torchgpipe.engine.thread_state import ThreadState
-from torchgpipe.losses import Losses
-from torchgpipe.means import no_mean_over_samples
+from torchgpipe.losses import Losses, count_functions, counts_of, seen_means, with_counts
+from torchgpipe.means import LossMonitor, no_mean_in_the_model, no_mean_over_samples
+from torchgpipe.placed import Placed
 from torchgpipe.schedule import Action, Schedule, make
 from torchgpipe.schedule.messages import Message, Row, with_messages
-from torchgpipe.settings import Checkpoint, checkpoint_stops
+from torchgpipe.settings import checkpoint_stops
 from torchgpipe.step import find_schedule
+from torchgpipe.structure import Arguments
 
 __all__ = ['Steps', 'check_alike', 'check_counts']
 
@@ -42,22 +45,6 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _KINDS = 32
 
 
-class Model(Protocol):
-    """What has the layers of this rank, and settings."""
-
-    balance: list[int]
-    chunks: int
-    batch_dim: Any
-    gather: Any
-    offload: bool
-
-    def modules(self) -> Any:
-        """Return all modules."""
-
-    def children(self) -> Any:
-        """Return the layers."""
-
-
 class _Start(NamedTuple):
     """What is known when a step begins.
 
@@ -66,12 +53,14 @@ class _Start(NamedTuple):
         sizes: Their numbers of samples.
         common: Which of their tensors all share.
         kind: What the step is like; messages of one kind have the same headers.
+        counts: What functions of ``gather`` count, on ranks with the first stage.
     """
 
     batches: list[Batch]
     sizes: list[int]
     common: list[int]
     kind: Any
+    counts: Sequence[Any] = ()
 
 
 class Steps:
@@ -83,7 +72,7 @@ class Steps:
         at: Called before each action and message.
     """
 
-    def __init__(self, rank: Rank, model: Model,
+    def __init__(self, rank: Rank, model: Placed,
                  at: Callable[[Action | Message | None], None]) -> None:
         self._rank = rank
         self._model = model
@@ -93,57 +82,63 @@ class Steps:
         #: What was raised in the middle of a step.
         self._failed = ''
 
-    def train(self, input: Any, schedule: Any, checkpoint: Checkpoint, return_output: bool,
-              loss: Sequence[Any]) -> Any:
+    def train(self, input: Any, schedule: Any, loss: Sequence[Any], return_output: bool) -> Any:
         """Take a step.
 
         Args:
             input: The input.
             schedule: The schedule, or its name.
-            checkpoint: The mode of checkpointing.
-            return_output: Whether to return the output, too.
             loss: The function, the target, its batch dimension, the normalizer, and the scale.
+            return_output: Whether to return the output, too.
         """
         rank, model = self._rank, self._model
-        start = self._begin(input, 'step', schedule)
+        start = self._begin(input, 'step', schedule, return_output)
         losses = self._losses(start.sizes, *loss)
         m = len(start.batches)
-        stops = checkpoint_stops(checkpoint, m, len(model.balance))
+        stops = checkpoint_stops(model.checkpoint, m, len(model.balance))
         workers = [('rank', place) for place in rank.places]
         found = find_schedule(schedule, workers, m).recomputing(stops)
         training = Training(rank.engine, start.batches, self._way(found, start.kind), losses,
                             checkpoint_stops=stops, common=start.common, offload=model.offload)
-        training.mini_batch.gather = rank.replicas.gather
-
+        training.losses = losses.monitor
         whole: list[Tensor] = []
 
-        def run() -> Gradients:
-            with self._messages_told():
-                training.run()
-                gradients = rank.ties.together(training.gradients)
+        def finish() -> Gradients:
+            gradients = rank.ties.together(training.gradients)
             whole.append(self._whole(losses))  # If that raises, no gradient has been added.
             return gradients
 
-        rank.replicas.run(run, [x for module in losses.modules
-                                for x in module.parameters(recurse=False)])
+        rank.replicas.run(lambda: self._run(training, finish), [
+            x for module in losses.modules for x in module.parameters(recurse=False)])
         return (whole[0], self._gathered(start, training)) if return_output else whole[0]
 
-    def evaluate(self, input: Any) -> Any:
+    def call(self, input: Any) -> Any:
         """Run the forward alone, without graphs."""
-        rank, start = self._rank, self._begin(input, 'call', 'gpipe')
-        found = _forward(len(self._model.balance), len(start.batches))
+        start = self._begin(input, 'call', 'gpipe', True)
+        evaluation = self._evaluation(start)
+        evaluation.losses = monitor = seen_means(self._model.gather, start.sizes)
+
+        def check() -> Facts:
+            monitor.check(no_mean_in_the_model)  # type: ignore[union-attr]
+            return Facts()
+
         with torch.no_grad():
-            evaluation = Evaluation(rank.engine, start.batches, self._way(found, start.kind),
-                                    common=start.common)
-            evaluation.mini_batch.gather = rank.replicas.gather
-
-            def run() -> Gradients:
-                with self._messages_told():
-                    evaluation.run()
-                return []
-
-            rank.replicas.evaluate(run)
+            self._rank.replicas.evaluate(lambda: self._run(evaluation))
+            if monitor is not None:
+                self._rank.together('a call of this model', check)
             return self._gathered(start, evaluation)
+
+    def _evaluation(self, start: _Start) -> Evaluation:
+        found = _forward(len(self._model.balance), len(start.batches))
+        return Evaluation(self._rank.engine, start.batches, self._way(found, start.kind),
+                          common=start.common)
+
+    def _run(self, run: Run, finish: Callable[[], Gradients] = list) -> Gradients:
+        """Run the cells of this rank, and return the gradients that are found in the end."""
+        run.mini_batch.gather = self._rank.replicas.gather
+        with self._messages_told():
+            run.run()
+            return finish()
 
     @contextmanager
     def _messages_told(self) -> Iterator[None]:
@@ -154,7 +149,7 @@ class Steps:
             self._failed = f'{type(error).__name__}: {error}'
             raise
 
-    def _begin(self, input: Any, what: str, schedule: Any) -> _Start:
+    def _begin(self, input: Any, what: str, schedule: Any, gathers: bool) -> _Start:
         """Cut the input on ranks that have it, and let all know of it."""
         if self._failed:
             raise RuntimeError('this model can not go on, as a rank failed in the middle of an '
@@ -163,31 +158,39 @@ class Steps:
         rank, model = self._rank, self._model
         rank.draw_alike()
         cuts: list[tuple[list[Batch], list[int], list[int]]] = []
+        counts: list[Any] = []
         text = schedule.to_csv() if isinstance(schedule, Schedule) else str(schedule)
         autocast = ThreadState.capture().autocast
-        modes = [(module.training, *(x.requires_grad for x in module.parameters(recurse=False)))
-                 for module in model.modules()]
 
         def read() -> Facts:
+            model.partitions  # Where a layer has been replaced, they follow.
+            modes = [(each.training, *(x.requires_grad for x in each.parameters(recurse=False)))
+                     for each in model.modules()]
             settings, looks = digest(what, text, rank.replicas.syncs), digest(modes, autocast)
+            facts = Facts(settings=settings, digest=looks,
+                          replaced=rank.replaced and digest(rank.replaced) or 0)
             if not rank.is_first:
-                return Facts(settings=settings, digest=looks)
+                return facts
+            if isinstance(input, Arguments):
+                check_arguments(*next(model.named_children()), input)
             rule = fit_rule(model.batch_dim, input, model.children())
             cuts.append(cut(input, model.chunks, rule))
             batches, sizes, common = cuts[0]
+            counts[:] = counts_of(model.gather, batches) if gathers else []
             outlines = [[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in batch.tensors]
                         for batch in batches]
             kind = batches[0].kind([None] * len(batches[0].tensors))  # type: ignore[list-item]
-            return Facts(len(batches), sum(sizes), 0., settings,
-                         digest(looks, outlines, kind, common))
+            return facts._replace(m=len(batches), size=sum(sizes),
+                                  digest=digest(looks, outlines, kind, common))
 
         said = rank.together(f'a {what} of this model', read)
+        rank.spread_replaced(said)
         if rank.exchanges:
             check_alike({number: each.m for number, each in said.items() if each.m})
         own, first = [said[each] for each in rank.pipe.ranks], said[rank.ranks[0]]
         sizes = [first.size // first.m + (i < first.size % first.m) for i in range(first.m)]
         batches, _, common = cuts[0] if cuts else ([Batch((), tuple) for _ in sizes], sizes, [])
-        return _Start(batches, sizes, common, (what, *own))
+        return _Start(batches, sizes, common, (what, *own), counts)
 
     def _losses(self, sizes: list[int], loss_fn: Any, target: Any, target_dim: Any,
                 normalizer: Any, scale: Any) -> Losses:
@@ -202,12 +205,15 @@ class Steps:
                          if rank.is_last else Losses(_nothing, None, sizes, 0, 1, None))
             if rank.exchanges:
                 check_counts(found[0].counts)
-            return Facts(counted=found[0].counted or 0.)
+            return Facts(counted=found[0].counted or 0., digest=int(found[0].monitor is not None))
 
         said = rank.together('the loss of a step', count)
-        if found[0].counted is not None:
-            found[0].count_in(rank.sum(said))
-        return found[0]
+        losses = found[0]
+        if losses.counted is not None:
+            losses.count_in(rank.sum(said))
+        if not rank.is_last and any(said[each].digest for each in rank.last):
+            losses.monitor = LossMonitor(sizes)  # for losses in layers of this rank
+        return losses
 
     def _whole(self, losses: Losses) -> Tensor:
         """Return the loss of the whole mini-batch."""
@@ -215,14 +221,16 @@ class Steps:
 
         def count() -> Facts:
             if not rank.is_last:
-                return Facts()
+                if losses.monitor is not None:
+                    losses.monitor.check()
+                return Facts(divisors=losses.divisors)
             total = losses.total()
             return Facts(counted=float(total), digest=_DTYPES.index(total.dtype),
                          divisors=losses.divisors)
 
         said = rank.together('the loss of a step', count)
-        _check_divisors([each.divisors for number, each in said.items()
-                         if number in rank.last])
+        for ranks in rank.at_place:
+            _check_divisors([said[each].divisors for each in sorted(ranks)])
         # A replica that counts nothing has no loss; float32, the first one, is no type of its own.
         dtype = _DTYPES[max(said[each].digest for each in rank.last)]
         return torch.tensor(rank.sum(said), dtype=dtype, device=rank.device)
@@ -238,10 +246,14 @@ class Steps:
 
     def _gathered(self, start: _Start, run: Run) -> Any:
         """Return the output on ranks that have it."""
-        if not self._rank.is_last:
+        rank, model, counts = self._rank, self._model, [start.counts]
+        if count_functions(model.gather) and rank.places[0] != rank.places[-1]:
+            # What the output is a mean over is counted in the input, which is on another rank.
+            dist.broadcast_object_list(counts, rank.ranks[0], rank.pipe.group, rank.device)
+        if not rank.is_last:
             return None
-        dim = self._model.batch_dim if isinstance(self._model.batch_dim, int) else 0
-        return gather(start.batches, start.sizes, self._model.gather, dim, run.aliasing.common(0))
+        rule = with_counts(model.gather, iter(counts[0]))
+        return gather(start.batches, start.sizes, rule, model.batch_dim, run.aliasing.common(0))
 
 
 @lru_cache(maxsize=_KINDS)

@@ -7,7 +7,7 @@ sum of all gradients in each step; so all copies stay what one would be::
                            └─ sum ──▶ rank 3
     stage 3, rank 3      gradient ──▶ rank 0,  sum ◀── rank 0
 """
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ class Ties:
     """The parameters of this rank that others have, too.
 
     Args:
-        model: What has the parameters of this rank, by their names in the whole model.
+        layers: The layers of this rank, by their names in the whole model.
         ties: The stages and names of each.
         ranks: The rank of each stage.
         group: The ranks of the pipeline.
@@ -33,7 +33,7 @@ class Ties:
         names: The names of this rank's copies, each with the name in the first stage.
     """
 
-    def __init__(self, model: nn.Module, ties: Sequence[Tie], ranks: Sequence[int],
+    def __init__(self, layers: Mapping[str, nn.Module], ties: Sequence[Tie], ranks: Sequence[int],
                  group: dist.ProcessGroup | None) -> None:
         self._group = group
         #: The modules and names by which this rank has them, and all ranks that do.
@@ -46,7 +46,8 @@ class Ties:
             owners = [*dict.fromkeys(ranks[j] for j, _ in tie)]
             if own and len(owners) > 1:
                 path, _, name = own[0].rpartition('.')
-                module, first = model.get_submodule(path), tie[0][1]
+                layer, _, rest = path.partition('.')
+                module, first = layers[layer].get_submodule(rest), tie[0][1]
                 self._ties.append((module, name, owners))
                 self._layouts[first] = own[0], layout_of(module._parameters[name])
                 self.names.update(dict.fromkeys(own, first))

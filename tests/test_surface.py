@@ -1,0 +1,69 @@
+"""The surface: every promise on a `GPipe`, and on a `DistributedGPipe` of one rank and of two."""
+import re
+import traceback
+from functools import cache
+from itertools import product
+
+import pytest
+
+from tests.devices import cpu_only
+from tests.shard.processes import Failure, outcomes, run
+from tests.surface import ERRORS, PROMISES, REFUSED, SETTINGS, Setting
+
+pytestmark = cpu_only('processes meet by gloo')
+
+
+def kept(name):
+    """Return what is raised by each promise in a setting, by its name; nothing where it holds."""
+    setting, found = Setting(name), {}
+    for each, promise in PROMISES.items():
+        if reason(each, name) is None and each not in ERRORS:
+            try:
+                promise(setting)
+            except BaseException:
+                found[each] = traceback.format_exc()
+    return found
+
+
+def reason(promise, setting):
+    """Return why a setting refuses a promise; ``None`` if it keeps it."""
+    return REFUSED.get((promise, 'gpipe' if setting == 'gpipe' else 'distributed'))
+
+
+@cache
+def failures(setting):
+    """Run all promises on all ranks of a setting, in one set of processes."""
+    return run(SETTINGS[setting], kept, setting, timeout=240)
+
+
+@pytest.mark.parametrize('promise, setting', [*product(ERRORS, SETTINGS)])
+def test_errors(promise, setting):
+    """After them ranks end, so each has processes of its own."""
+    found = [each.text for each in outcomes(SETTINGS[setting], only, promise, setting)
+             if isinstance(each, Failure)]
+    assert any(re.search(ERRORS[promise], text) for text in found), found
+
+
+@pytest.mark.parametrize('promise, setting', [
+    each for each in product(PROMISES, SETTINGS) if each[0] not in ERRORS])
+def test_promises(promise, setting):
+    if (why := reason(promise, setting)) is not None:
+        pytest.skip(f'refused: {why}')
+    for rank, found in enumerate(failures(setting)):
+        assert promise not in found, f'rank {rank}:\n{found[promise]}'
+
+
+@pytest.mark.parametrize('promise, setting', REFUSED)
+def test_refusals_raise(promise, setting):
+    assert setting == 'distributed'
+    with pytest.raises(RuntimeError, match='rank 0 failed'):
+        run(1, only, promise, 'one rank')
+
+
+def only(promise, setting):
+    """Run one promise."""
+    PROMISES[promise](Setting(setting))
+
+
+def test_the_list_is_long():
+    assert len(PROMISES) >= 60 and len(REFUSED) <= 8
