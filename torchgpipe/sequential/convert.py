@@ -203,8 +203,9 @@ def _raise_again(error: Exception, root: nn.Module, tracer: ForwardTracer) -> No
     if is_from_checkpoint(error):
         raise refused(root, 'it calls torch.utils.checkpoint',
                       line_of_error(error.__traceback__), tracer.inner,
-                      'turn that off, with model.gradient_checkpointing_disable() for a model of '
-                      'Hugging Face; GPipe(…, checkpoint=…) does it') from error
+                      'turn that off, with model.activation_checkpointing_disable() for a model '
+                      'of Hugging Face, or gradient_checkpointing_disable() in older versions; '
+                      'GPipe(…, checkpoint=…) does it') from error
     if isinstance(error, NeedsLeaf):
         raise error
     if isinstance(error, ConversionError):
