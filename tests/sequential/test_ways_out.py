@@ -1,6 +1,6 @@
 """What an error of a conversion, or of a call after it, says of the way out."""
 import re
-from collections import UserDict
+from collections import OrderedDict, UserDict
 
 import pytest
 import torch
@@ -80,6 +80,8 @@ def test_a_dict_that_is_one_argument():
     assert pipeline(batch).shape == batch['x'].shape
     with pytest.raises(ValueError, match='convert it with a sample like these'):
         pipeline({**batch, 'batch': sample()})
+    with pytest.raises(ValueError, match='convert it with a sample like these'):
+        pipeline(OrderedDict(batch))
     with pytest.raises(KeyError, match='^.scale.$'):
         to_sequential(OfDict(halves), {'x': sample()})
     with pytest.raises(TypeError, match=r'got UserDict as the value\. .*: dict\(batch\)'):
