@@ -137,8 +137,8 @@ def test_a_leaf_that_will_not_do_is_named(value, where):
     (UserDict(x=X), 'UserDict as the value'), ([X, UserDict(x=X)], r'UserDict as value\[1\]')])
 def test_a_mapping_that_is_no_dict_is_neither_one_value_nor_several(value, where):
     """As the batch of a tokenizer."""
-    with pytest.raises(TypeError, match=rf'got {where}\. .*model\(\*\*batch\), or Arguments\('
-                                        r'\*\*batch\) .*: dict\(batch\)$'):
+    with pytest.raises(TypeError, match=rf'got {where}\. .*model\(\*\*batch\), or Arguments'
+                                        r'\(\*\*batch\) .* dict\(batch\)$'):
         flatten(value)
     with pytest.raises(TypeError, match='pytree'):
         flatten({'n': 3})

@@ -231,8 +231,8 @@ def _refuse(value: Any, marks: bool) -> TypeError:
 def _not_a_dict(value: Any, where: str) -> TypeError:
     return TypeError(
         f'expected Tensor, but got {type(value).__name__} as {where}. If its keys are names of '
-        'arguments, give it as these: model(**batch), or Arguments(**batch) where one value is '
-        'asked for. If it is one argument, make it a dict: dict(batch)')
+        'arguments, pass model(**batch), or Arguments(**batch) where one value is expected. If it '
+        'is one argument, pass dict(batch)')
 
 
 def _not_a_tensor(value: Any, where: str) -> TypeError:

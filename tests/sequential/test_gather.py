@@ -49,10 +49,10 @@ def test_a_rule_without_any_token_in_one_half():
 def test_a_rule_that_is_wrong_is_named(loss, gather, key):
     model = Loss(lambda x, labels: {'loss': loss(x, labels)} if key else loss(x, labels))
     name = r"output\['loss'\]" if key else 'output'
-    with pytest.raises(ConversionError, match=f'^gather makes other numbers .*: {name} by [^,]*'
+    with pytest.raises(ConversionError, match=f'^gather gives other numbers .*: {name} by [^,]*'
                                               "[.] Use 'mean'"):
         to_sequential(model, tokens(), gather={'loss': gather} if key else gather)
-    with pytest.raises(ConversionError, match='^gather makes'):
+    with pytest.raises(ConversionError, match='^gather gives'):
         from_stages(model, [lambda m, x, labels: (m.a(x), labels), lambda m, given: m.function(
             *given)], tokens(), gather={'loss': gather} if key else gather)
     to_sequential(model, tokens(), gather=gather, check_sample=False)
@@ -61,7 +61,7 @@ def test_a_rule_that_is_wrong_is_named(loss, gather, key):
 def test_what_no_rule_is_for_is_warned_of():
     model = Loss(lambda x, labels: {'loss': of_tokens(x, labels), 'other': of_tokens(x, labels)})
     with pytest.warns(UserWarning, match=r"^output\['other'\] is [^,]*, [^,]* for halves\. .*"
-                                         r'to_sequential\(…, gather=…\), too'):
+                                         r'to_sequential\(…, gather=…\) as well'):
         to_sequential(model, tokens(), gather={'loss': count})
 
 
@@ -71,7 +71,7 @@ def test_rules_for_other_tensors_than_scalars():
     assert len(to_sequential(Several(False), x, gather='mean')) == 1
     assert len(to_sequential(Several(False), x, gather={
         'norms': 'sum', 'loss': None, 'out': 0, 'best': {1: None}, 'n': 'sum'})) == 1
-    with pytest.raises(ConversionError, match=r"^gather makes .*: output\['norms'\] by [^,]*\. "):
+    with pytest.raises(ConversionError, match=r"^gather gives .*: output\['norms'\] by [^,]*\. "):
         to_sequential(Several(False), x, gather={'norms': 'mean'})
     with pytest.raises(ConversionError, match='samples of a mini-batch are mixed'):
         to_sequential(Several(True), x, gather={'norms': 'sum', 'loss': 'mean'})

@@ -71,8 +71,8 @@ def to_sequential(module: nn.Module, sample: Any = None, *, grain: str = 'block'
             ``*`` for anything), classes, or themselves. Layers of PyTorch's are anyway; and so are
             modules whose program goes by the training mode, or changes grad mode or autocast.
         batch_dim: Where the batch is in the sample: see :class:`~torchgpipe.GPipe`.
-        gather: What becomes of numbers of micro-batches in the output, such as losses: the rule
-            that :class:`~torchgpipe.GPipe` is given. It is compared with the module.
+        gather: The rule that :class:`~torchgpipe.GPipe` is given, for numbers in the output such
+            as losses. Its result for halves is compared with the module.
         check_sample: Whether to compare outputs, gradients and buffers with those of the module,
             in training and in evaluation mode, for the sample and for a micro-batch of it; and
             whether the samples are mixed: outputs for halves of it are halves of that for it, and

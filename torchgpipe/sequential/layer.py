@@ -133,10 +133,11 @@ class Inputs:
 
     @staticmethod
     def _way(expected: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-        """Return how to mend a call with other arguments than the sample had, by their names."""
+        """Return the fix for a call with other arguments than the sample, by their names."""
         if any(isinstance(x, Mapping) and not isinstance(expected.get(name), Mapping)
                and expected.keys() & x.keys() for name, x in now.items()):
-            return 'give the arguments that are in a dict by their names: model(**batch)'
+            return ('pass the dict as keyword arguments: model(**batch), or Arguments(**batch) '
+                    'where one value is expected')
         ways = []
         if added := [name for name in now if name not in expected]:
             ways.append(f'the sample was without {", ".join(map(repr, added))}: leave it out, or '

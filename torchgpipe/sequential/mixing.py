@@ -17,8 +17,8 @@ that nobody knows. So a half is repeated: for once, twice and three times the sa
 grows evenly, and a mean by any weights stays the same. A loss that compares each sample with all
 others does neither: a contrastive one grows as log(1), log(2), log(3) by what it compares with.
 Such a model is refused. What can not be told apart, as a loss of the hardest pair or a variance,
-gives a warning. Where a rule of ``GPipe(…, gather=…)`` is given, that puts halves together, and
-another number than for all of it is refused.
+gives a warning. A rule of ``GPipe(…, gather=…)`` puts halves together instead; a number that
+differs is refused.
 """
 import warnings
 from collections.abc import Iterable, Sequence
@@ -79,8 +79,8 @@ def check_mixing(known: Evaluated, sample: Any, halves: Sequence[Any], sizes: Se
         "their mean nor their sum, so no word of GPipe(…, gather=…) gives it. A mean over "
         'anything but samples, such as tokens that are not padding: let a function count them, '
         "gather={'loss': lambda ids, mask, labels: (labels != -100).sum()}, which is called as "
-        'the model is; or labels[:, 1:], where the model shifts them. Give it to '
-        'to_sequential(…, gather=…), too, which compares what it gives. A loss that compares '
+        'the model is; or labels[:, 1:], where the model shifts them. Pass it to '
+        'to_sequential(…, gather=…) as well, which checks it. A loss that compares '
         'samples: compute it of what the pipeline gives. check_sample=False does not look',
         stacklevel=4)
 
@@ -97,14 +97,14 @@ def _mixes(different: list[str], batch_dim: Any) -> ConversionError:
 
 def _other_rule(wrong: list[str]) -> ConversionError:
     return ConversionError(
-        'gather makes other numbers of those for halves of the sample than the model gives for '
-        f"all of it, in evaluation: {first_of(wrong)}. Use 'mean' for a mean over samples, 'sum' "
-        'for a sum, and for another mean a function that counts what it is over. A loss that '
-        'compares samples: compute it of what the pipeline gives')
+        'gather gives other numbers for halves of the sample than the model for the whole sample, '
+        f"in evaluation: {first_of(wrong)}. Use 'mean' for a mean over samples, 'sum' for a sum, "
+        'or a function that counts the elements of any other mean. Compute a loss that compares '
+        'samples from the output of the pipeline')
 
 
 def _rules(rule: Any, given: Sequence[dict[Path, Any]]) -> dict[str, Any]:
-    """Return by the names of outputs what ``GPipe(…, gather=rule)`` says of them."""
+    """Return the rules of ``GPipe(…, gather=rule)`` by the names of outputs."""
     found = {}
     for path, x in given[0].items():
         each, named = look_up(rule, path)
@@ -118,10 +118,10 @@ def _rules(rule: Any, given: Sequence[dict[Path, Any]]) -> dict[str, Any]:
 def _compare(whole: NamedTensors, halves: Sequence[NamedTensors], sizes: Sequence[int],
              rules: dict[str, Any], tolerance: float
              ) -> tuple[list[str], list[str], dict[str, str]]:
-    """Return which outputs are mixed, which a rule gives wrongly, and which nobody knows of."""
+    """Return mixed outputs, those with a wrong rule, and those that need one."""
     joined = {}
     for name, rule in rules.items():
-        if rule != 'stack':  # which is not to be the number for all of it
+        if rule != 'stack':  # which keeps numbers of micro-batches apart
             batches = [Batch(*flatten({name: outputs[name]})) for outputs in halves]
             joined[name] = gather(batches, sizes, {name: rule})[name]
     others, *parts = ({name: x for name, x in outputs.items() if name not in rules}

@@ -85,7 +85,7 @@ def zoo(libraries: tuple[str, ...], models: tuple[str, ...], missing: bool, trai
 
 
 def _check_names(models: Sequence[str], known: Sequence[str]) -> None:
-    """Raise which model is unknown, with names like it."""
+    """Raise an error for the first unknown name, with known names like it."""
     for name in models:
         if name not in known:
             close = ' or '.join(map(repr, get_close_matches(name, known)))
