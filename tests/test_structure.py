@@ -1,6 +1,6 @@
 """Values of any nesting: what comes out is what went in."""
 import enum
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -131,6 +131,17 @@ class Opaque:
 def test_a_leaf_that_will_not_do_is_named(value, where):
     with pytest.raises(TypeError, match=f'expected Tensor, but got {where}; .*pytree'):
         flatten(value)
+
+
+@pytest.mark.parametrize('value, where', [
+    (UserDict(x=X), 'UserDict as the value'), ([X, UserDict(x=X)], r'UserDict as value\[1\]')])
+def test_a_mapping_that_is_no_dict_is_neither_one_value_nor_several(value, where):
+    """As the batch of a tokenizer."""
+    with pytest.raises(TypeError, match=rf'got {where}\. .*model\(\*\*batch\), or Arguments'
+                                        r'\(\*\*batch\) .* dict\(batch\)$'):
+        flatten(value)
+    with pytest.raises(TypeError, match='pytree'):
+        flatten({'n': 3})
 
 
 def test_marks():

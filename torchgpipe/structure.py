@@ -12,7 +12,7 @@ it, as the outputs of models often are), and dataclasses. Leaves are tensors, ``
 Python values. Each time a value is put together anew, so a layer may change a dict that it gets.
 """
 import enum
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
 from operator import itemgetter
@@ -221,9 +221,18 @@ def _refuse(value: Any, marks: bool) -> TypeError:
                              'it marks what a model is called with, and layers get and give what '
                              'is inside of it')
         if not isinstance(leaf.value, (Tensor, *PLAIN)):
-            return _not_a_tensor(leaf.value, 'value' + path_name(leaf.path) if leaf.path
-                                 else 'the value')
+            where = 'value' + path_name(leaf.path) if leaf.path else 'the value'
+            if isinstance(leaf.value, Mapping):
+                return _not_a_dict(leaf.value, where)
+            return _not_a_tensor(leaf.value, where)
     return _not_a_tensor(value, 'the value')
+
+
+def _not_a_dict(value: Any, where: str) -> TypeError:
+    return TypeError(
+        f'expected Tensor, but got {type(value).__name__} as {where}. If its keys are names of '
+        'arguments, pass model(**batch), or Arguments(**batch) where one value is expected. If it '
+        'is one argument, pass dict(batch)')
 
 
 def _not_a_tensor(value: Any, where: str) -> TypeError:

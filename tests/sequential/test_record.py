@@ -478,7 +478,8 @@ def test_what_the_program_goes_by_is_checked_in_each_run():
     assert torch.equal(layers(torch.ones(9, 4)), torch.full((9, 4), 2.0))
     with pytest.raises(ValueError, match=r'shape\[1\] > 3 was True; it is False now .*by_size'):
         layers(torch.ones(4, 2))
-    with pytest.raises(ValueError, match='called with arguments like those of the sample'):
+    with pytest.raises(ValueError, match='called with arguments like those of the sample.*; the '
+                                         r"sample was without 'scale': .*Arguments\(…, scale=…"):
         layers(torch.ones(4, 6), scale=2)
     assert torch.equal(layers(torch.ones(4, 6), scale=1), torch.full((4, 6), 2.0))
     with pytest.raises(TypeError, match='unexpected keyword'):

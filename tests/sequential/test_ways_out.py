@@ -1,5 +1,6 @@
 """What an error of a conversion, or of a call after it, says of the way out."""
 import re
+from collections import OrderedDict, UserDict
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.devices import cpu_only
 from tests.sequential.test_record import Inner, Model, halves, sample
-from torchgpipe import Arguments
+from torchgpipe import Arguments, GPipe
 from torchgpipe.sequential import ConversionError, to_sequential
 
 pytestmark = cpu_only('what is recorded does not depend on devices')
@@ -28,7 +29,63 @@ def test_keys_in_another_order_are_named():
     with pytest.raises(ValueError, match='give the keys in the order of the sample'):
         layers(x, q=x, p=x)
     with pytest.raises(ValueError, match='convert it with a sample like these'):
-        layers(x, p=x)
+        layers((x, x), p=x, q=x)
+
+
+@pytest.mark.parametrize('given, words', [
+    ('pqr', r"the sample was without 'r': .*, to_sequential\(model, Arguments\(…, r=…\)\)$"),
+    ('p', "this call is without 'q': give it, or convert the model without it$"),
+    ('rs', "the sample was without 'r', 's': .*r=…, s=….*; this call is without 'p', 'q': ")])
+def test_arguments_that_the_sample_has_not_are_named(given, words):
+    """Also those that a forward takes any of."""
+    x = sample()
+    layers = to_sequential(Keyed(halves), Arguments(x, p=x, q=x))
+    with pytest.raises(ValueError, match=f'(?m){words}'):
+        GPipe(layers, [1, 1], devices=['cpu'] * 2)(x, **dict.fromkeys(given, x))
+
+
+class Scaled(Model):
+    """What takes two arguments."""
+
+    def forward(self, x, scale=None):
+        return super().forward(x if scale is None else x * scale)
+
+
+class OfDict(Model):
+    """What takes a dict."""
+
+    def forward(self, batch):
+        return super().forward(batch['x'] * batch['scale'])
+
+
+@pytest.mark.parametrize('meta', [False, True])
+@pytest.mark.parametrize('kind', [dict, UserDict])
+def test_keyword_arguments_in_a_mapping(kind, meta):
+    """A mapping is one argument, as in a call of the model."""
+    model, batch = Scaled(halves), kind(x=sample(), scale=sample())
+    model = model.to('meta') if meta else model
+    batch = kind({name: x.to('meta') if meta else x for name, x in batch.items()})
+    with pytest.raises(TypeError, match=r"Scaled fails for a \w*ict .* keys \['x', 'scale'\] by "
+                                        r'name: pass Arguments\(\*\*batch\) .*model\(\*\*batch\)'):
+        to_sequential(model, batch)
+    layers = to_sequential(model, Arguments(**batch))
+    with pytest.raises((TypeError, ValueError), match=r' arguments.* model\(\*\*batch\)'):
+        layers(batch)
+    assert layers(**batch).shape == batch['x'].shape
+
+
+def test_a_dict_that_is_one_argument():
+    batch = {'x': sample(), 'scale': sample()}
+    pipeline = GPipe(to_sequential(OfDict(halves), batch), [1, 1], devices=['cpu'] * 2, chunks=2)
+    assert pipeline(batch).shape == batch['x'].shape
+    with pytest.raises(ValueError, match='convert it with a sample like these'):
+        pipeline({**batch, 'batch': sample()})
+    with pytest.raises(ValueError, match='convert it with a sample like these'):
+        pipeline(OrderedDict(batch))
+    with pytest.raises(KeyError, match='^.scale.$'):
+        to_sequential(OfDict(halves), {'x': sample()})
+    with pytest.raises(TypeError, match=r'got UserDict as the value\. .* pass dict\(batch\)'):
+        to_sequential(OfDict(halves), UserDict(batch))
 
 
 def test_values_in_the_place_of_the_parameters_of_a_layer():
@@ -141,7 +198,8 @@ def test_checkpoints_say_the_way_out(again):
         to_sequential(model, sample())
     except ConversionError as error:
         assert re.search(r"(?s)^'1' \(Block\).* calls torch.utils.checkpoint\n.*=again"
-                         r'.*gradient_checkpointing_disable\(\).*GPipe', str(error))
+                         r'.*activation_checkpointing_disable\(\).* '
+                         r'gradient_checkpointing_disable\(\).*GPipe', str(error))
     else:  # PyTorch 2.11 takes values of a recording there, and it is looked into.
         assert not again and torch.__version__ < '2.12'
     assert len(to_sequential(model, sample(), leaves=['1'], check_sample=False)) == 3

@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchgpipe.engine.gather import check_rules
 from torchgpipe.engine.scatter import cut, fit_rule
+from torchgpipe.losses import with_counts
 from torchgpipe.sequential.check import check_conversion
 from torchgpipe.sequential.convert import convert, is_on_meta
 from torchgpipe.sequential.effects import copied, copied_value, without_grad
@@ -28,8 +30,8 @@ StageLike = Callable[..., Any] | nn.Module
 
 
 def to_sequential(module: nn.Module, sample: Any = None, *, grain: str = 'block',
-                  leaves: Iterable[LeafLike] = (), batch_dim: Any = 0, check_sample: bool = True
-                  ) -> nn.Sequential:
+                  leaves: Iterable[LeafLike] = (), batch_dim: Any = 0, gather: Any = None,
+                  check_sample: bool = True) -> nn.Sequential:
     """Make a sequential module of a module of any form, for :class:`~torchgpipe.GPipe`.
 
     Its forward is recorded for the sample, and cut into layers: its blocks, and calls with weights
@@ -69,10 +71,12 @@ def to_sequential(module: nn.Module, sample: Any = None, *, grain: str = 'block'
             ``*`` for anything), classes, or themselves. Layers of PyTorch's are anyway; and so are
             modules whose program goes by the training mode, or changes grad mode or autocast.
         batch_dim: Where the batch is in the sample: see :class:`~torchgpipe.GPipe`.
+        gather: The rule that :class:`~torchgpipe.GPipe` is given, for numbers in the output such
+            as losses. Its result for halves is compared with the module.
         check_sample: Whether to compare outputs, gradients and buffers with those of the module,
             in training and in evaluation mode, for the sample and for a micro-batch of it; and
             whether the samples are mixed: outputs for halves of it are halves of that for it, and
-            a loss is the mean or the sum of those for halves.
+            a loss is the mean or the sum of those for halves, or is given by ``gather``.
 
     Returns:
         The sequential module. Any batch size will do; where the program of the module goes by
@@ -88,6 +92,7 @@ def to_sequential(module: nn.Module, sample: Any = None, *, grain: str = 'block'
         TypeError: Something is of the wrong type.
         ValueError: The model has no such leaf, or the sample can not be cut into micro-batches.
     """
+    check_rules(batch_dim, gather)
     converted = convert(module, UNKNOWN if sample is None else sample, leaves, grain,
                         _one_of(module, sample, batch_dim))
     largest = next((each for each in converted.wholes if each.warns), None)
@@ -96,14 +101,15 @@ def to_sequential(module: nn.Module, sample: Any = None, *, grain: str = 'block'
                       f'so partitions can not be even: {largest}. Let the part that is to blame '
                       'be a smaller submodule', stacklevel=2)
     if check_sample and sample is not None:
-        _check(module, converted, sample, batch_dim,
+        _check(module, converted, sample, batch_dim, gather,
                'Something goes by what a graph does not have, such as a global, an object that '
                'changes, or a tensor behind its back. Name the submodule as a leaf')
     return converted
 
 
 def from_stages(module: nn.Module, stages: Iterable[StageLike], sample: Any, *,
-                batch_dim: Any = 0, check_sample: bool = True) -> nn.Sequential:
+                batch_dim: Any = 0, gather: Any = None, check_sample: bool = True
+                ) -> nn.Sequential:
     """Make a sequential module by hand: of functions that use a model's submodules.
 
     >>> import torch
@@ -137,15 +143,16 @@ def from_stages(module: nn.Module, stages: Iterable[StageLike], sample: Any, *,
         module: The module.
         stages: The functions, in order. To pickle the result, they are defined in a module of
             Python's, and not lambdas.
-        sample, batch_dim, check_sample: As for :func:`to_sequential`.
+        sample, batch_dim, gather, check_sample: As for :func:`to_sequential`.
 
     Raises:
         ConversionError: The stages do not give the numbers of the module.
         ValueError: A stage has parameters that are not the module's.
     """
+    check_rules(batch_dim, gather)
     converted = _make_stages(module, stages, sample)
     if check_sample:
-        _check(module, converted, sample, batch_dim,
+        _check(module, converted, sample, batch_dim, gather,
                'What differs in the output is made in the last stages; a gradient that differs '
                'first, of what a stage has left out')
     return converted
@@ -160,8 +167,8 @@ def _one_of(module: nn.Module, sample: Any, batch_dim: Any) -> Any:
     return batches[0].value if len(sizes) > 1 else UNKNOWN
 
 
-def _check(module: nn.Module, converted: Converted, sample: Any, batch_dim: Any, advice: str
-           ) -> None:
+def _check(module: nn.Module, converted: Converted, sample: Any, batch_dim: Any, gather: Any,
+           advice: str) -> None:
     if is_on_meta(module):
         return  # There are no numbers to compare.
     tensors, structure = flatten_nested(sample)
@@ -169,7 +176,7 @@ def _check(module: nn.Module, converted: Converted, sample: Any, batch_dim: Any,
     whole, halves = structure(tensors), [batch.value for batch in batches]
     known = check_conversion(module, converted, halves, sizes[0], whole, advice)
     if len(halves) > 1:
-        check_mixing(known, whole, halves, sizes, batch_dim)
+        check_mixing(known, whole, halves, sizes, batch_dim, with_counts(gather, batches))
 
 
 class Stage(Part, NamedLayer):

@@ -19,7 +19,7 @@ from torchgpipe.sequential.effects import copied, copied_value, same_random_numb
 from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.parts import Converted, original_names
 from torchgpipe.sequential.patches import one_at_a_time
-from torchgpipe.structure import call, leaves_of, path_name
+from torchgpipe.structure import Path, call, leaves_of, path_name
 
 __all__ = ['Evaluated', 'NamedTensors', 'check_conversion', 'differences', 'fails_by_size',
            'first_of']
@@ -35,7 +35,7 @@ class Evaluated(NamedTuple):
     model: nn.Module
     value: Any
     #: What it gave: tensors and plain values, by where they are.
-    outputs: dict[str, Any]
+    outputs: dict[Path, Any]
 
 
 def check_conversion(module: nn.Module, converted: Converted, halves: Sequence[Any],
@@ -96,7 +96,7 @@ def _compare(copy: nn.Module, value: Any, training: bool, sample: Any, expected:
 
 def _run(module: nn.Module, value: Any, training: bool,
          original: Callable[[dict[str, Any]], dict[str, Any]] = dict
-         ) -> tuple[dict[str, Any], NamedTensors]:
+         ) -> tuple[dict[Path, Any], NamedTensors]:
     """Return outputs of a module, and tensors: these, its buffers, and gradients in training.
 
     Names in the original, for those of the module, are given by ``original``.
@@ -111,8 +111,8 @@ def _run(module: nn.Module, value: Any, training: bool,
     with torch.set_grad_enabled(learns):
         output = output_of(True) if learns else without_grad(output_of)
         loss = arbitrary_loss(output) if learns else torch.zeros(())
-    outputs = {f'output{path_name(leaf.path)}': leaf.value for leaf in leaves_of(output)}
-    found = {name: x for name, x in outputs.items() if isinstance(x, Tensor)}
+    outputs = {leaf.path: leaf.value for leaf in leaves_of(output)}
+    found = {f'output{path_name(path)}': x for path, x in outputs.items() if isinstance(x, Tensor)}
     if loss.requires_grad:
         names = original(dict(module.named_parameters(remove_duplicate=False)))
         learning = {name: x for name, x in names.items() if x.requires_grad}

@@ -1,7 +1,7 @@
 """From a module of any form to a sequential one, with its submodules, parameters and names."""
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from traceback import clear_frames
 from types import FunctionType
 from typing import Any, NoReturn
@@ -79,10 +79,26 @@ def _call_once(module: nn.Module, sample: Any) -> None:
     try:
         with same_random_numbers():
             without_grad(lambda _: call(copied(module), copied_value(sample)))
-    except RuntimeError:
-        if not is_on_meta(module):
-            raise
+    except Exception as error:
+        if _has_keywords(module, sample):
+            raise TypeError(
+                f'{type(module).__name__} fails for a {type(sample).__name__} as its one argument,'
+                f' and its forward takes the keys {[*sample]} by name: pass Arguments(**batch) to '
+                'to_sequential, and call the pipeline by model(**batch)') from error
         # Where it goes by numbers that are not there, its record need not.
+        if not isinstance(error, RuntimeError) or not is_on_meta(module):
+            raise
+
+
+def _has_keywords(module: nn.Module, sample: Any) -> bool:
+    """Return whether a sample is a mapping of keyword arguments that a module takes."""
+    if not isinstance(sample, Mapping):
+        return False
+    try:
+        inspect.signature(module.forward).bind(**sample)
+    except TypeError:
+        return False
+    return True
 
 
 def _converted(module: nn.Module, sample: Any, names: set[str], classes: dict[type, str],
@@ -203,8 +219,9 @@ def _raise_again(error: Exception, root: nn.Module, tracer: ForwardTracer) -> No
     if is_from_checkpoint(error):
         raise refused(root, 'it calls torch.utils.checkpoint',
                       line_of_error(error.__traceback__), tracer.inner,
-                      'turn that off, with model.gradient_checkpointing_disable() for a model of '
-                      'Hugging Face; GPipe(…, checkpoint=…) does it') from error
+                      'turn that off, with model.activation_checkpointing_disable() for a model '
+                      'of Hugging Face, or gradient_checkpointing_disable() in older versions; '
+                      'GPipe(…, checkpoint=…) does it') from error
     if isinstance(error, NeedsLeaf):
         raise error
     if isinstance(error, ConversionError):

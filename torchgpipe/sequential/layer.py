@@ -107,20 +107,46 @@ class Inputs:
             return [found[name] for name in self._names]
         tensors, structure = flatten_nested(found)
         if len(tensors) != self._number or structure != self._structure:
-            raise _unlike(self._structure, self._number, structure, len(tensors))
+            raise self._unlike(structure, len(tensors))
         return tensors
 
+    def _unlike(self, found: Structure, number_found: int) -> ValueError:
+        assert self._structure is not None
+        structure, number = self._structure, self._number
+        place: list[Any] = ['tensor']
+        expected, now = structure(place * number), found(place * number_found)
+        texts = form_of(structure, number), form_of(found, number_found)
+        way = self._way(self._named(expected), self._named(now))
+        if expected == now and sorted(texts[0]) == sorted(texts[1]):  # Dicts are, in any order.
+            way = 'give the keys in the order of the sample, by which a program may go'
+        return ValueError(
+            'a converted model is called with arguments like those of the sample, which were '
+            f'{texts[0]}, but these are {texts[1]}; {way}')
 
-def _unlike(structure: Structure, number: int, found: Structure, number_found: int) -> ValueError:
-    expected, now = form_of(structure, number), form_of(found, number_found)
-    place: list[Any] = ['tensor']
-    # Dicts are equal in any order.
-    ordered = sorted(expected) == sorted(now) and (
-        structure(place * number) == found(place * number_found))
-    way = ('give the keys in the order of the sample, by which a program may go' if ordered
-           else 'convert it with a sample like these')
-    return ValueError('a converted model is called with arguments like those of the sample, which '
-                      f'were {expected}, but these are {now}; {way}')
+    def _named(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments by their names in a call, also those that go into ``**kwargs``."""
+        found = dict(arguments)
+        for name, each in self.signature.parameters.items():
+            if each.kind is each.VAR_KEYWORD:
+                found |= found.pop(name, {})
+        return found
+
+    @staticmethod
+    def _way(expected: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+        """Return the fix for a call with other arguments than the sample, by their names."""
+        if any(isinstance(x, Mapping) and not isinstance(expected.get(name), Mapping)
+               and expected.keys() & x.keys() for name, x in now.items()):
+            return ('pass the dict as keyword arguments: model(**batch), or Arguments(**batch) '
+                    'where one value is expected')
+        ways = []
+        if added := [name for name in now if name not in expected]:
+            ways.append(f'the sample was without {", ".join(map(repr, added))}: leave it out, or '
+                        'convert the model with it, to_sequential(model, Arguments(…, '
+                        f'{", ".join(f"{name}=…" for name in added)}))')
+        if missing := [name for name in expected if name not in now]:
+            ways.append(f'this call is without {", ".join(map(repr, missing))}: give it, or '
+                        'convert the model without it')
+        return '; '.join(ways) or 'convert it with a sample like these'
 
 
 def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -17,7 +17,8 @@ that nobody knows. So a half is repeated: for once, twice and three times the sa
 grows evenly, and a mean by any weights stays the same. A loss that compares each sample with all
 others does neither: a contrastive one grows as log(1), log(2), log(3) by what it compares with.
 Such a model is refused. What can not be told apart, as a loss of the hardest pair or a variance,
-gives a warning.
+gives a warning. A rule of ``GPipe(…, gather=…)`` puts halves together instead; a number that
+differs is refused.
 """
 import warnings
 from collections.abc import Iterable, Sequence
@@ -28,18 +29,21 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.distance import default_tolerance, distance
+from torchgpipe.engine.batch import Batch
+from torchgpipe.engine.gather import gather
+from torchgpipe.engine.scatter import DEFAULT, look_up
 from torchgpipe.sequential.check import (Evaluated, NamedTensors, differences, fails_by_size,
                                          first_of)
 from torchgpipe.sequential.effects import copied_value, same_random_numbers, without_grad
 from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.patches import one_at_a_time
-from torchgpipe.structure import call, flatten_nested, leaves_of, path_name
+from torchgpipe.structure import Path, call, flatten, flatten_nested, leaves_of, path_name
 
 __all__ = ['check_mixing', 'coarsest_tolerance', 'mixed', 'neither_mean_nor_sum']
 
 
 def check_mixing(known: Evaluated, sample: Any, halves: Sequence[Any], sizes: Sequence[int],
-                 batch_dim: Any) -> None:
+                 batch_dim: Any, rule: Any = None) -> None:
     """Raise what is another number for halves of a sample than for all of it, in evaluation.
 
     Args:
@@ -57,23 +61,26 @@ def check_mixing(known: Evaluated, sample: Any, halves: Sequence[Any], sizes: Se
         _check_plain_values(given)
         whole, *parts = map(_tensors, given)
         tolerance = coarsest_tolerance((*model.parameters(), *model.buffers(), *whole.values()))
-        different = mixed(whole, parts, tolerance)
-        unsure = neither_mean_nor_sum(whole, parts, sizes, tolerance)
+        rules = _rules(rule, given)
+        different, wrong, unsure = _compare(whole, parts, sizes, rules, tolerance)
         # Random numbers are others for other sizes.
-        if not (different or unsure) or _reals_differ(
+        if not (different or wrong or unsure) or _reals_differ(
                 parts[0], _outputs(model, halves[0], True, seed=1), tolerance) or _is_rounding(
-                model, [sample, *halves], sizes):
+                model, [sample, *halves], sizes, rules):
             return
         uneven = _grows_unevenly(model, sample, halves[0], [*unsure], tolerance)
     different += [f'{name}, {unsure[name]}' for name in uneven]
     if different:
         raise _mixes(different, batch_dim)
+    if wrong:
+        raise _other_rule(wrong)
     warnings.warn(
         f'{", ".join(f"{name} is {text}" for name, text in unsure.items())}. That is neither '
         "their mean nor their sum, so no word of GPipe(…, gather=…) gives it. A mean over "
         'anything but samples, such as tokens that are not padding: let a function count them, '
         "gather={'loss': lambda ids, mask, labels: (labels != -100).sum()}, which is called as "
-        'the model is; or labels[:, 1:], where the model shifts them. A loss that compares '
+        'the model is; or labels[:, 1:], where the model shifts them. Pass it to '
+        'to_sequential(…, gather=…) as well, which checks it. A loss that compares '
         'samples: compute it of what the pipeline gives. check_sample=False does not look',
         stacklevel=4)
 
@@ -88,13 +95,48 @@ def _mixes(different: list[str], batch_dim: Any) -> ConversionError:
         'loss does, do so with what the pipeline gives. check_sample=False converts it as it is')
 
 
-def _check_plain_values(given: Sequence[dict[str, Any]]) -> None:
+def _other_rule(wrong: list[str]) -> ConversionError:
+    return ConversionError(
+        'gather gives other numbers for halves of the sample than the model for the whole sample, '
+        f"in evaluation: {first_of(wrong)}. Use 'mean' for a mean over samples, 'sum' for a sum, "
+        'or a function that counts the elements of any other mean. Compute a loss that compares '
+        'samples from the output of the pipeline')
+
+
+def _rules(rule: Any, given: Sequence[dict[Path, Any]]) -> dict[str, Any]:
+    """Return the rules of ``GPipe(…, gather=rule)`` by the names of outputs."""
+    found = {}
+    for path, x in given[0].items():
+        each, named = look_up(rule, path)
+        if each not in (DEFAULT, None) and all(
+                isinstance(outputs.get(path), Tensor) for outputs in given) and (
+                named or isinstance(each, int) or x.dim() == 0):  # A word alone is for scalars.
+            found[_name(path)] = each
+    return found
+
+
+def _compare(whole: NamedTensors, halves: Sequence[NamedTensors], sizes: Sequence[int],
+             rules: dict[str, Any], tolerance: float
+             ) -> tuple[list[str], list[str], dict[str, str]]:
+    """Return mixed outputs, those with a wrong rule, and those that need one."""
+    joined = {}
+    for name, rule in rules.items():
+        if rule != 'stack':  # which keeps numbers of micro-batches apart
+            batches = [Batch(*flatten({name: outputs[name]})) for outputs in halves]
+            joined[name] = gather(batches, sizes, {name: rule})[name]
+    others, *parts = ({name: x for name, x in outputs.items() if name not in rules}
+                      for outputs in (whole, *halves))
+    return (mixed(others, parts, tolerance), _reals_differ(whole, joined, tolerance),
+            neither_mean_nor_sum(others, parts, sizes, tolerance))
+
+
+def _check_plain_values(given: Sequence[dict[Path, Any]]) -> None:
     """Raise which outputs that are no tensors are others for halves of a sample."""
-    for name, value in given[0].items():
-        found = [value, *(outputs.get(name, value) for outputs in given[1:])]
+    for path, value in given[0].items():
+        found = [value, *(outputs.get(path, value) for outputs in given[1:])]
         # By their texts, as NaN is not itself.
         if len({*map(repr, found)}) > 1 and not any(isinstance(x, Tensor) for x in found):
-            whole, *parts = found
+            name, (whole, *parts) = _name(path), found
             raise ConversionError(
                 f'a plain value that the model gives goes by the samples, or by their number, and '
                 f'a pipeline can not put those of micro-batches together: {name} is {whole!r} for '
@@ -107,18 +149,23 @@ def _outputs(model: nn.Module, value: Any, is_cut: bool, seed: int = 0) -> Named
     return _tensors(_given(model, value, is_cut, seed))
 
 
-def _given(model: nn.Module, value: Any, is_cut: bool, seed: int = 0) -> dict[str, Any]:
+def _given(model: nn.Module, value: Any, is_cut: bool, seed: int = 0) -> dict[Path, Any]:
     """Return what a model gives in evaluation: tensors and plain values, by where they are."""
     with same_random_numbers(seed), fails_by_size(lambda: is_cut, Exception):
         output = without_grad(lambda _: call(model.eval(), copied_value(value)))
-    return {f'output{path_name(leaf.path)}': leaf.value for leaf in leaves_of(output)}
+    return {leaf.path: leaf.value for leaf in leaves_of(output)}
 
 
-def _tensors(given: dict[str, Any]) -> NamedTensors:
-    return {name: x.detach() for name, x in given.items() if isinstance(x, Tensor)}
+def _tensors(given: dict[Path, Any]) -> NamedTensors:
+    return {_name(path): x.detach() for path, x in given.items() if isinstance(x, Tensor)}
 
 
-def _is_rounding(model: nn.Module, values: list[Any], sizes: Sequence[int]) -> bool:
+def _name(path: Path) -> str:
+    return f'output{path_name(path)}'
+
+
+def _is_rounding(model: nn.Module, values: list[Any], sizes: Sequence[int],
+                 rules: dict[str, Any]) -> bool:
     """Return whether it is known that in float64 the halves of a sample are those of all of it."""
     try:
         double = deepcopy(model).double()
@@ -130,7 +177,7 @@ def _is_rounding(model: nn.Module, values: list[Any], sizes: Sequence[int]) -> b
     except Exception:  # Not every model can compute in float64.
         return False
     whole, *parts = found
-    return not (mixed(whole, parts, 1e-6) or neither_mean_nor_sum(whole, parts, sizes, 1e-6))
+    return not any(_compare(whole, parts, sizes, rules, 1e-6))
 
 
 def mixed(whole: NamedTensors, halves: Sequence[NamedTensors], tolerance: float) -> list[str]:

@@ -2,7 +2,8 @@
 import json
 import multiprocessing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -65,6 +66,7 @@ def zoo(libraries: tuple[str, ...], models: tuple[str, ...], missing: bool, trai
     results['libraries'].update({library: {
         'version': _version(library), 'models': len(LIBRARIES[library].names())}
         for library in libraries})
+    _check_names(models, [name for library in libraries for name in LIBRARIES[library].names()])
     multiprocessing.get_context(METHOD).set_forkserver_preload(
         [__name__, *IMPORTED, *(module for library in libraries
                                 for module in LIBRARIES[library].modules)])
@@ -80,6 +82,16 @@ def zoo(libraries: tuple[str, ...], models: tuple[str, ...], missing: bool, trai
     for part in _parts(results):
         click.echo((part if isinstance(part, str) else table(*part)) + '\n')
     click.echo(folder / 'zoo.json')
+
+
+def _check_names(models: Sequence[str], known: Sequence[str]) -> None:
+    """Raise an error for the first unknown name, with known names like it."""
+    for name in models:
+        if name not in known:
+            close = ' or '.join(map(repr, get_close_matches(name, known)))
+            raise click.BadParameter(
+                f'{name!r} is not a model of these libraries' + (
+                    f'; did you mean {close}?' if close else ''), param_hint="'--model'")
 
 
 def _kept(path: Path) -> dict[str, Any]:

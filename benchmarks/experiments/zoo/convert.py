@@ -84,7 +84,7 @@ def converted(case: Case, size: int = 2) -> Found:
 CALL_IT = 'call the model once before'
 TURN_OFF = r'model\.config\.(\w+) = False'
 NO_CACHE_IN_THE_CALL = 'use_cache=False in the call'
-NO_CHECKPOINTS = 'model.gradient_checkpointing_disable()'
+NO_CHECKPOINTS = 'model.activation_checkpointing_disable()'
 NO_HEADS = 'auxiliary heads, make it without them'
 
 
@@ -117,7 +117,9 @@ def _taken(case: Case, size: int, line: str, leaves: list[str]) -> Case:
         return case._replace(**{name: partial(_without_cache, getattr(case, name))
                                 for name in ('sample', 'small')})
     elif line == NO_CHECKPOINTS:
-        model.gradient_checkpointing_disable()
+        # Older versions of transformers have the second one only.
+        names = 'activation_checkpointing_disable', 'gradient_checkpointing_disable'
+        next(getattr(model, name) for name in names if hasattr(model, name))()
     elif line == NO_HEADS and case.without_heads:
         found: Case = case.without_heads()
         return found

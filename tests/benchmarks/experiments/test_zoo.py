@@ -164,6 +164,16 @@ def test_lines_of_errors_are_tried_one_after_the_other(monkeypatch):
     assert found.leaves == ['a', 'b.c'] and found.case.small(2).kwargs == no_cache
 
 
+@pytest.mark.parametrize('name', ['activation_checkpointing_disable',
+                                  'gradient_checkpointing_disable'])
+def test_checkpoints_are_turned_off_in_any_version_of_transformers(monkeypatch, name):
+    Steps(monkeypatch, ['with model.activation_checkpointing_disable() for'])
+    case, calls = cached(), []
+    setattr(case.model, name, lambda: calls.append(name))
+    assert converted(case).lines == ['model.activation_checkpointing_disable()']
+    assert calls == [name]
+
+
 def test_what_a_config_does_not_have_is_not_turned_off():
     message = 'model.config.use_mems = False, or model.config.use_cache = False'
     assert [*ways_out(message, Cached())] == ['model.config.use_cache = False']
@@ -191,3 +201,13 @@ def test_a_library_that_is_not_there(run, tmp_path, monkeypatch):
     monkeypatch.setitem(LIBRARIES, 'timm', Library(['no_such_library'], list, make))
     code, out, err = run('zoo', '--library', 'timm', '--output', tmp_path)
     assert code and 'no_such_library' in err and err.count('\n') == 1 and not out
+
+
+@pytest.mark.parametrize('name, end', [('Gate', "; did you mean 'Gated'?\n"),
+                                       ('xyz', 'libraries\n')])
+def test_a_model_of_no_library(run, tmp_path, library, name, end):
+    code, out, err = run('zoo', '--library', 'timm', '--model', 'Gated', '--model', name,
+                         '--output', tmp_path)
+    assert code == 2 and not out
+    assert f"'--model': '{name}' is not a model" in err and err.endswith(end)
+    assert err.count('\n') == 1 and not [*tmp_path.iterdir()]
