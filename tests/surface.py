@@ -566,6 +566,76 @@ def initial_values_on_meta(setting):
     assert all(x.device.type == 'cpu' and 0 < x.abs().max() < 1 for x in model.parameters())
 
 
+def small(module):
+    """Initialize a module."""
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=.02)
+        nn.init.zeros_(module.bias)
+
+
+def values(setting, **options):
+    """Return the sum of the initial values of each parameter, with a seed."""
+    with torch.device('meta'):
+        module = layers()
+    model = setting.make(module, seed=7, **options)
+    return {name: x.sum().item() for name, x in model.named_parameters()}
+
+
+def alone(**options):
+    """Return the same in one process with one partition."""
+    with torch.device('meta'):
+        module = layers()
+    model = GPipe(module, [3], devices=['cpu'], seed=7, **options)
+    return {name: x.sum().item() for name, x in model.named_parameters()}
+
+
+@promise
+def initial_values_follow_from_the_seed(setting):
+    found = values(setting)
+    assert found and found.items() <= alone().items()
+
+
+@promise
+def initial_values_by_a_function(setting):
+    found = values(setting, init=small)
+    assert found and found.items() <= alone(init=small).items()
+    assert all((value == 0) == ('bias' in name) for name, value in found.items())
+
+
+class Custom(nn.Linear):
+    """A layer whose constructor draws other values than `nn.Linear` does."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        nn.init.normal_(self.weight, std=.02)
+
+
+@promise
+def refuse_values_that_are_not_of_the_constructor(setting):
+    with torch.device('meta'):
+        module = nn.Sequential(nn.Tanh(), nn.Tanh(), Custom(3, 3))
+    if setting.is_last:
+        with pytest.raises(ValueError, match="'2.weight' of a Custom. Pass weights"):
+            setting.make(module)
+    else:
+        with pytest.raises(RuntimeError):
+            setting.make(module)
+            setting.make(layers())
+
+
+@promise
+def apply_a_function(setting):
+    model = setting.make(layers())
+    torch.manual_seed(setting.replica)  # Ranks draw other numbers by themselves.
+    model.apply(small)
+    found = torch.stack([x.detach().sum() for x in model.parameters()])
+    assert all((x == 0).all() == ('bias' in name) for name, x in model.named_parameters())
+    if setting.replicas > 1:
+        others = [torch.empty_like(found) for _ in range(setting.replicas)]
+        dist.all_gather(others, found)
+        same(others[0], others[1])
+
+
 # --- modes
 # ------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """What the user holds: a module that runs a sequential model on several devices."""
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torchgpipe.engine.gather import gather
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.scatter import Batch, check_arguments, cut, fit_rule
 from torchgpipe.losses import Losses, counts_of, seen_means, with_counts
-from torchgpipe.materialize import materialize
+from torchgpipe.materialize import materialize, seeded
 from torchgpipe.means import no_mean_in_the_model
 from torchgpipe.original import run_by
 from torchgpipe.placed import Placed, verify
@@ -70,9 +70,15 @@ class GPipe(Placed):
         weights: The values of parameters and buffers by their names in ``module.state_dict()``:
             a mapping; or the path of a file, of ``torch.save`` or, if that package is there, of
             safetensors (``….safetensors``, ``….safetensors.index.json``). They are read layer by
-            layer. Without them, a module on the meta device is given initial values layer by
-            layer, by ``reset_parameters()`` of the modules in it: those that it would have if it
-            had been built on the CPU, where each constructor ends with that call.
+            layer. Without them, a module on the meta device gets initial values layer by layer:
+            those of its constructor, by ``reset_parameters()`` of the modules in it, and by
+            ``_init_weights`` of a Transformers model.
+        init: ``init(module)`` initializes a module. It is called for all modules of each layer,
+            the modules within a module first, as by ``module.apply(init)``. A model on the meta
+            device needs it where its constructor initializes in another way than the above.
+        seed: Where random initial values come from: layer ``i`` gets those of ``(seed, i)``, as in
+            a :class:`~torchgpipe.distributed.DistributedGPipe` of that seed. By default they are
+            drawn from the generator of the CPU.
         offload: Whether the inputs of partitions that checkpointing keeps wait for backward in
             pinned memory of the host. Copies go beside the computation. Partitions on the CPU
             keep theirs where they are.
@@ -100,7 +106,9 @@ class GPipe(Placed):
                  devices: Iterable[Device] | None = None, chunks: int = 1,
                  checkpoint: Checkpoint = 'except_last',
                  deferred_batch_norm: bool = False, batch_dim: Any = 0, gather: Any = None,
-                 weights: Weights | None = None, offload: bool = False) -> None:
+                 weights: Weights | None = None,
+                 init: Callable[[nn.Module], Any] | None = None, seed: int | None = None,
+                 offload: bool = False) -> None:
         super().__init__()
         devices = self._set(module, balance, devices, chunks, checkpoint, batch_dim, gather,
                             offload)
@@ -108,8 +116,10 @@ class GPipe(Placed):
         verify_shared(module, self.balance, self.devices)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
+        numbers = {name: i for i, name in enumerate(module._modules)}
         materialize(module, [device for number, device in zip(self.balance, self.devices)
-                             for _ in range(number)], weights)
+                             for _ in range(number)], weights, None if seed is None else (
+                                 lambda name, _: seeded(seed, numbers[name])), init)
         partitions = nn.ModuleList(split(module, self.balance, self.devices))
         self._engine: Engine | None = Engine([*partitions], self.devices)
         self._place(module._modules, module._modules, partitions, module.training)

@@ -14,9 +14,23 @@ Initial values are drawn on the CPU, so they depend neither on devices nor on th
 (Generators of two devices with one seed would give layers on both the same numbers.) Modules are
 reset as constructors do it, those within a module first. Where weights are given, only what a
 state dict leaves out is reset, as buffers that are not persistent.
+
+[Note: Values of the constructor]
+A constructor may change values after its parts have reset theirs. Then resets alone give other
+values than the constructor, without an error. Three rules prevent that:
+
+1. A function of the user, ``init``, runs for each module after the resets.
+2. Without one, ``_init_weights`` of the Transformers model that a module is in runs, which is how
+   these models draw theirs. A converted model is dissolved, so its layers keep a copy of it on the
+   meta device; the function sees that copy, with the tensors of one layer in their places.
+3. Otherwise, a tensor that the constructor has written to more often than the resets is refused:
+   PyTorch counts writes to tensors on the meta device as to any other. So is a module of
+   Transformers without its model.
 """
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +41,7 @@ from torchgpipe.engine.checkpoint.snapshot import is_plain
 from torchgpipe.engine.stream import no_context
 from torchgpipe.errors import add_note
 from torchgpipe.private import RESETS, data_address, lazy_clone, unseen
-from torchgpipe.sequential.parts import NamedLayer, to_own_names
+from torchgpipe.sequential.parts import NamedLayer, to_own_names, with_part
 from torchgpipe.weights import Weights, open_weights
 
 __all__ = ['materialize', 'seeded']
@@ -47,8 +61,8 @@ Made = dict[int, Slot]
 
 def materialize(module: nn.Sequential, devices: Sequence[torch.device],
                 weights: Weights | None = None,
-                around: Callable[[str, nn.Module], AbstractContextManager[Any]] | None = None
-                ) -> None:
+                around: Callable[[str, nn.Module], AbstractContextManager[Any]] | None = None,
+                init: Callable[[nn.Module], Any] | None = None) -> None:
     """Give values to what is on the meta device, and to everything if there are weights.
 
     Args:
@@ -56,6 +70,7 @@ def materialize(module: nn.Sequential, devices: Sequence[torch.device],
         devices: Where each of them will live.
         weights: See :func:`~torchgpipe.weights.open_weights`.
         around: The context in which a layer of some name gets its values, before the next one.
+        init: Called with each module of a layer, those within a module first, after the resets.
 
     Raises:
         ValueError: A tensor has no value and no way to get one, or the weights are not those of
@@ -65,7 +80,8 @@ def materialize(module: nn.Sequential, devices: Sequence[torch.device],
     made: Made = {}
     helpless = []
     for name, layer in zip(module._modules, module):
-        helpless += _Plan(layer, _loaded(loader, name, layer), made).helpless
+        if init is None and not any(_pretrained(layer)):
+            helpless += _Plan(layer, _loaded(loader, name, layer), made).helpless
         made.update({id(slot.tensor): slot for slot in _slots(layer) if slot.tensor.is_meta})
     if helpless:
         raise _without_value(module, helpless)
@@ -73,7 +89,9 @@ def materialize(module: nn.Sequential, devices: Sequence[torch.device],
     for (name, layer), device in zip(module._modules.items(), devices):
         assert layer is not None
         with no_context if around is None else around(name, layer):
-            _give_values(name, layer, device, loader, made, module)
+            _give_values(name, layer, device, loader, made, module, init)
+            if isinstance(layer, NamedLayer):
+                layer.__dict__.pop('original', None)
     if loader is not None:
         loader.check()
 
@@ -99,29 +117,66 @@ def seeded(seed: int, i: int, device: torch.device = CPU) -> Iterator[Callable[[
 
 
 def _give_values(name: str, layer: nn.Module, device: torch.device, loader: '_Loader | None',
-                 made: Made, module: nn.Sequential) -> None:
+                 made: Made, module: nn.Sequential, init: Callable[[nn.Module], Any] | None
+                 ) -> None:
     """Give values to one layer."""
     plan = _Plan(layer, _loaded(loader, name, layer), made)
     slots = [slot for slot in _slots(layer) if slot.tensor.is_meta]
-    _allocate(slots, torch.device('cpu') if plan.resets else device)
-    forgotten = plan.reset()
+    _allocate(slots, CPU if plan.needed else device)
+    more = [partial(init, each) for each in _parts_first(layer)] if init is not None else (
+        [*_pretrained(layer)] if plan.needed else [])
+    forgotten, changed = plan.reset(more)
     if forgotten:
         raise _without_value(module, forgotten)
+    if changed and not more:
+        raise _other_values(module, changed)
     _move(slots, device, made)
     if loader is not None:
         loader.load(name, layer)
 
 
-def _without_value(module: nn.Module, slots: list[Slot]) -> ValueError:
+def _pretrained(layer: nn.Module) -> Iterator[Callable[[], Any]]:
+    """Yield the calls that initialize a layer of a Transformers model, in the model's order."""
+    kind = getattr(sys.modules.get('transformers.modeling_utils'), 'PreTrainedModel', None)
+    if kind is None:
+        return
+    whole = layer.original if isinstance(layer, NamedLayer) else layer
+    if whole is None:
+        return
+    root = with_part(whole, layer)
+    for path in [*_paths_first(layer), '']:
+        atoms = path.split('.') if path else []
+        above = [whole.get_submodule('.'.join(atoms[:k])) for k in range(len(atoms) + 1)]
+        owner = next((each for each in reversed(above) if isinstance(each, kind)), None)
+        if owner is not None:
+            yield partial(owner._init_weights, root.get_submodule(path))
+
+
+def _paths_first(module: nn.Module) -> list[str]:
+    """Return the names of all modules within a module, each after the modules in it."""
+    return [name for name, _ in module.named_modules()][:0:-1]
+
+
+def _listed(module: nn.Module, slots: list[Slot]) -> str:
     names = {part: name for name, part in module.named_modules()}
-    listed = ', '.join(f"'{names[part]}.{name}' of a {type(part).__name__}"
-                       for part, name, _ in slots)
+    found = [f"'{names[part]}.{name}' of a {part._get_name()}" for part, name, _ in slots]
+    return ', '.join(found[:3]) + (f' and {len(found) - 3} more' if len(found) > 3 else '')
+
+
+def _without_value(module: nn.Module, slots: list[Slot]) -> ValueError:
     return ValueError(
-        f'nothing gives a value to {listed}: a parameter or a buffer on the meta device gets one '
-        'from weights=…, or from reset_parameters() of its module, if that has no tensors '
-        'elsewhere and knows their sizes. Pass weights, which may have buffers that are in no '
-        'state dict, too: ChainMap({name: tensor}, torchgpipe.weights.open_weights(path)). Or let '
-        'reset_parameters() write to it, or build that module on the CPU.')
+        f'nothing gives a value to {_listed(module, slots)}: a parameter or a buffer on the meta '
+        'device gets one from weights=…, from init=…, a function of each module, or from '
+        'reset_parameters() of its module, if that has no tensors elsewhere and knows their '
+        'sizes. Pass one of them, or build that module on the CPU. Weights may have buffers that '
+        'are in no state dict: ChainMap({name: tensor}, torchgpipe.weights.open_weights(path)).')
+
+
+def _other_values(module: nn.Module, slots: list[Slot]) -> ValueError:
+    return ValueError(
+        'reset_parameters() would give other initial values than the constructor of the model '
+        f'gives to {_listed(module, slots)}. Pass weights=…, or the function by which the model '
+        'initializes each of its modules: init=function')
 
 
 def _slots(module: nn.Module, recurse: bool = True) -> Iterator[Slot]:
@@ -167,10 +222,14 @@ class _Plan:
 
     def __init__(self, layer: nn.Module, loaded: Iterable[Any], made: Made) -> None:
         self._loaded = {id(x) for x in loaded} | made.keys()
-        self._needed = [slot for slot in _slots(layer) if slot.tensor.is_meta and not (
+        self.needed = [slot for slot in _slots(layer) if slot.tensor.is_meta and not (
             id(slot.tensor) in made or
             id(slot.tensor) in self._loaded and is_plain(slot.tensor))]
-        self._ids = {id(slot.tensor) for slot in self._needed}
+        self._ids = {id(slot.tensor) for slot in self.needed}
+        #: What belongs to a Transformers model, which is not there to initialize it.
+        self._foreign = {id(slot.tensor) for part in layer.modules()
+                         if self.needed and _is_of_transformers(type(part).__module__)
+                         for slot in _slots(part)}
         #: What to call, that of parts first.
         self.resets: list[Callable[[], object]] = []
         #: What nothing gives a value to.
@@ -192,17 +251,42 @@ class _Plan:
         """Return whether a reset may write to a tensor."""
         return is_plain(x) and (id(x) in self._ids or id(x) in self._loaded)
 
-    def reset(self) -> list[Slot]:
-        """Reset them when they have memory; give those tensors that were not written to."""
+    def reset(self, more: Iterable[Callable[[], object]]) -> tuple[list[Slot], list[Slot]]:
+        """Reset them when they have memory, and make more calls.
+
+        Returns:
+            The tensors that were not written to; and those that the constructor has written to
+            more often than the resets: [Note: Values of the constructor].
+        """
         with unseen():
             # A copy on write has another address as soon as someone writes.
-            fresh = [(slot, now, lazy_clone(now.detach())) for slot in self._needed
+            fresh = [(slot, now, now._version, lazy_clone(now.detach())) for slot in self.needed
                      if (now := getattr(slot.module, slot.name)).numel()]
-        with torch.device('cpu'):
+        with CPU:
             for reset in self.resets:
                 reset()
-        return [slot for slot, was, copy in fresh if getattr(slot.module, slot.name) is was
-                and data_address(was) == data_address(copy)]
+            changed = [slot for slot, was, version, _ in fresh
+                       if was._version - version < _writes(slot.tensor)]
+            changed += [slot for slot, *_ in fresh if id(slot.tensor) in self._foreign]
+            with torch.no_grad():
+                for each in more:
+                    each()
+        return [slot for slot, was, _, copy in fresh if getattr(slot.module, slot.name) is was
+                and data_address(was) == data_address(copy)], changed
+
+
+def _writes(x: Tensor) -> int:
+    """Return how often a tensor was written to."""
+    return 0 if x.is_inference() else x._version
+
+
+@cache
+def _is_of_transformers(name: str) -> bool:
+    """Return whether a file defines a Transformers model, which initializes the modules in it."""
+    kind = getattr(sys.modules.get('transformers.modeling_utils'), 'PreTrainedModel', None)
+    beside = vars(sys.modules.get(name, sys)).values()
+    return kind is not None and any(
+        isinstance(each, type) and issubclass(each, kind) for each in beside)
 
 
 def _loaded(loader: '_Loader | None', name: str, layer: nn.Module) -> list[Any]:

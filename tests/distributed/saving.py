@@ -34,7 +34,7 @@ def fresh(name='perceptron'):
     with torch.device('meta'):
         module = MODELS[name]()
     return nn.Sequential(OrderedDict(fill(module, module, [*module._modules],
-                                          torch.device('cpu'), 0, None,
+                                          torch.device('cpu'), 0, None, None,
                                           lambda name, layer: None)))
 
 

@@ -52,8 +52,8 @@ def skeleton_of(model: Any) -> nn.Sequential:
 
 
 def fill(model: Any, skeleton: nn.Sequential, own: Sequence[str], device: torch.device, seed: int,
-         weights: Weights | None, finish: Callable[[str, nn.Module], None]
-         ) -> 'OrderedDict[str, nn.Module]':
+         weights: Weights | None, init: Callable[[nn.Module], Any] | None,
+         finish: Callable[[str, nn.Module], None]) -> 'OrderedDict[str, nn.Module]':
     """Return some layers of a model with their values.
 
     Args:
@@ -63,6 +63,7 @@ def fill(model: Any, skeleton: nn.Sequential, own: Sequence[str], device: torch.
         device: Where they will be.
         seed: Where initial values come from.
         weights: The values of all layers, if there are some.
+        init: Called with each module, after it has its first values.
         finish: Called with each of them, before the next one gets values.
     """
     numbers = {name: i for i, name in enumerate(skeleton._modules)}
@@ -80,14 +81,14 @@ def fill(model: Any, skeleton: nn.Sequential, own: Sequence[str], device: torch.
         needed.sort(key=numbers.__getitem__)
         layers = OrderedDict((name, skeleton.get_submodule(name)) for name in needed)
         materialize(nn.Sequential(layers), [device] * len(needed),
-                    _part(weights, skeleton, needed), around)
+                    _part(weights, skeleton, needed), around, init)
         return OrderedDict((name, layers[name]) for name in own)
     made: OrderedDict[str, nn.Module] = OrderedDict()
     for name in own:
         with seeded(seed, numbers[name]):
             made[name] = model[numbers[name]]()
         materialize(nn.Sequential(OrderedDict([(name, made[name])])), [device],
-                    _part(weights, skeleton, [name]), around)
+                    _part(weights, skeleton, [name]), around, init)
     return made
 
 

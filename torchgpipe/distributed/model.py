@@ -73,6 +73,7 @@ class DistributedGPipe(Placed):
         batch_dim: As of :class:`~torchgpipe.GPipe`.
         gather: As of :class:`~torchgpipe.GPipe`.
         weights: The same; each rank reads what its layers need.
+        init: As of :class:`~torchgpipe.GPipe`.
         offload: As of :class:`~torchgpipe.GPipe`.
         timeout: How long a rank may wait for others before all end, with an error that names the
             rank that they wait for; by default 30 minutes. A rank that raises or dies ends all
@@ -92,7 +93,8 @@ class DistributedGPipe(Placed):
                  checkpoint: Checkpoint = 'except_last', places: Sequence[int] | None = None,
                  data: str = 'replicate', tensor_plan: Mapping[str, Any] | None = None,
                  seed: int = 0, deferred_batch_norm: bool = False, batch_dim: Any = 0,
-                 gather: Any = None, weights: Weights | None = None, offload: bool = False,
+                 gather: Any = None, weights: Weights | None = None,
+                 init: Callable[[nn.Module], Any] | None = None, offload: bool = False,
                  timeout: timedelta | None = None) -> None:
         super().__init__()
         #: Ends all ranks when one fails.
@@ -114,7 +116,7 @@ class DistributedGPipe(Placed):
                 data, sorted(plan), seed, deferred_batch_norm, batch_dim, gather)))
             if deferred_batch_norm:
                 module = _deferred(module, skeleton, self.chunks)
-            rank.make(module, skeleton, seed, weights, plan, data)
+            rank.make(module, skeleton, seed, weights, init, plan, data)
             self._seed = seed
             self._take(rank, skeleton._modules, skeleton.training)
 

@@ -94,7 +94,7 @@ class Rank:
         return self.places[-1] == self.pipe.rank
 
     def make(self, model: Any, skeleton: nn.Sequential, seed: int, weights: Weights | None,
-             plan: Mapping[str, Any], data: str) -> None:
+             init: Callable[[nn.Module], Any] | None, plan: Mapping[str, Any], data: str) -> None:
         """Make the layers of this rank.
 
         Args:
@@ -102,6 +102,7 @@ class Rank:
             skeleton: Its layers.
             seed: Where initial values come from.
             weights: The values of all layers, if there are some.
+            init: Gives each module its initial values.
             plan: How layers are split along the tensor axis.
             data: What ranks along the data axis do with parameters.
         """
@@ -131,9 +132,14 @@ class Rank:
 
         shared = shared_in({name: skeleton.get_submodule(name) for j in own
                             for name in stages[j]}) if model is skeleton else []
-        self.made = fill(model, skeleton, [name for j in own for name in stages[j]],
-                         self.device, seed, weights, finish)
-        tie_again(shared)
+
+        def make() -> Facts:
+            self.made = fill(model, skeleton, [name for j in own for name in stages[j]],
+                             self.device, seed, weights, init, finish)
+            tie_again(shared)
+            return Facts()
+
+        self.together('this model', make)
         self._data, self.partitions = data, [Sequential() for _ in stages]
         self._assemble()
         self.ties.spread()

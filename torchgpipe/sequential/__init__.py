@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from torchgpipe.engine.gather import check_rules
 from torchgpipe.engine.scatter import cut, fit_rule
-from torchgpipe.losses import with_counts
+from torchgpipe.losses import counts_of, with_counts
 from torchgpipe.sequential.check import check_conversion
 from torchgpipe.sequential.convert import convert, is_on_meta
 from torchgpipe.sequential.effects import copied, copied_value, without_grad
@@ -176,7 +176,8 @@ def _check(module: nn.Module, converted: Converted, sample: Any, batch_dim: Any,
     whole, halves = structure(tensors), [batch.value for batch in batches]
     known = check_conversion(module, converted, halves, sizes[0], whole, advice)
     if len(halves) > 1:
-        check_mixing(known, whole, halves, sizes, batch_dim, with_counts(gather, batches))
+        rule = with_counts(gather, iter(counts_of(gather, batches)))
+        check_mixing(known, whole, halves, sizes, batch_dim, rule)
 
 
 class Stage(Part, NamedLayer):

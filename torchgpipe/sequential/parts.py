@@ -21,17 +21,19 @@ loaded: names of the model are taken, and those with other numbers.
 """
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchgpipe.sequential.leaf_modules import Whole, is_about_names
 from torchgpipe.split import Sequential, still_shared
 
 __all__ = ['Converted', 'NamedLayer', 'Part', 'all_names', 'converted', 'original_names', 'put',
-           'to_own_names', 'with_all_names']
+           'to_own_names', 'with_all_names', 'with_part']
 
 
 class Part(nn.Module):
@@ -181,6 +183,9 @@ class NamedLayer(nn.Module):
 
     _load_hooks: Sequence[_LoadHook] = ()
 
+    #: A copy of the model without values, where that has none: its modules know the initial ones.
+    original: nn.Module | None = None
+
 
 def _load_hooks(root: nn.Module, layers: Iterable[nn.Module]) -> list[_LoadHook]:
     """Return the hooks of modules that no layer has as they are, for a state dict of the model."""
@@ -194,6 +199,20 @@ def _load_hooks(root: nn.Module, layers: Iterable[nn.Module]) -> list[_LoadHook]
                 found.append((name and f'{name}.',
                               each.hook if function is None else partial(function, None)))
     return found
+
+
+def with_part(whole: nn.Module, part: nn.Module) -> nn.Module:
+    """Return a module like one of the original, with the tensors and modules that a part has."""
+    if not isinstance(part, (Part, NamedLayer)):
+        return part  # It is in the layer as it is.
+    new = type(whole).__new__(type(whole))
+    new.__dict__.update(whole.__dict__)
+    new._parameters = {**whole._parameters, **part._parameters}
+    new._buffers = {**whole._buffers, **part._buffers}
+    new._modules = {name: child if child is None or part._modules.get(name) is None
+                    else with_part(child, part._modules[name])  # type: ignore[arg-type]
+                    for name, child in whole._modules.items()}
+    return new
 
 
 class Converted(Sequential):
@@ -224,6 +243,12 @@ def converted(layers: list[nn.Module], root: nn.Module, attributes: bool = False
     """Return the sequential module of layers; the last one has what no layer uses."""
     put(layers[-1], root, _left_out(root, layers), attributes)
     hooks = _load_hooks(root, layers)
+    tensors = [*root.parameters(), *root.buffers()]
+    if any(x.is_meta for x in tensors):
+        original = deepcopy(root, {id(x): torch.empty_like(x, device='meta') for x in tensors})
+        for layer in layers:
+            if isinstance(layer, NamedLayer):
+                layer.__dict__['original'] = original
     for layer in layers:
         if hooks and isinstance(layer, NamedLayer):
             layer._load_hooks = hooks
