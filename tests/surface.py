@@ -5,6 +5,7 @@ A promise compares with the unwrapped module, and raises where the two differ.
 import copy
 import pickle
 import warnings
+import weakref
 from collections import OrderedDict
 from types import SimpleNamespace
 
@@ -903,6 +904,83 @@ def return_the_output(setting):
         assert not output.requires_grad
     else:
         assert output is None
+
+
+def evaluated(setting, model, n, loss_fn, target, **options):
+    """Return the mean over samples in batches of eight, of which replicas have their parts."""
+    x, y = data(n)
+    y = y if target is None else target
+    xs, ys = (each.tensor_split(setting.replicas)[setting.replica].split(8) for each in (x, y))
+    most, total, count = -(-(-(-n // setting.replicas)) // 8), 0, 0
+    for k in range(most):
+        own = (xs[k], ys[k]) if k < len(xs) else (None, None)
+        loss, number = model.evaluate(*own, loss_fn, **options)
+        total, count = total + loss * number, count + number
+    return total / count, count
+
+
+@promise
+def evaluate_a_mean_over_samples(setting):
+    module = layers().eval()
+    model = setting.make(copy.deepcopy(module))
+    for n in (37, 33, 17, 1 + (setting.replicas > 1)):
+        found, count = evaluated(setting, model, n, F.mse_loss, None)
+        same(found, F.mse_loss(module(data(n)[0]), data(n)[1]).detach())
+        assert count == n
+    assert not any(x.grad is not None for x in model.parameters())
+
+
+@promise
+def evaluate_a_mean_over_labels(setting):
+    module = layers().eval()
+    model = setting.make(copy.deepcopy(module))
+    target = torch.arange(37) % 2
+    target[8:16] = target[:5] = target[30:] = -100
+    expected = F.cross_entropy(module(data(37)[0]), target).detach()
+    found, count = evaluated(setting, model, 37, F.cross_entropy, target)
+    same(found, expected)
+    assert count == (target != -100).sum()
+    found, _ = evaluated(setting, model, 37, lambda o, t: F.cross_entropy(o, t), target,
+                         normalizer=lambda target: (target != -100).sum())
+    same(found, expected)
+    target[:] = -100
+    assert model.evaluate(setting.part(data(37)[0]), setting.part(target),
+                          F.cross_entropy) == (0, 0)
+
+
+@promise
+def evaluate_a_sum(setting):
+    module, (x, y) = layers().eval(), data()
+    model = setting.make(copy.deepcopy(module))
+    loss, count, output = model.evaluate(
+        setting.part(x), setting.part(y), nn.MSELoss(reduction='sum'), normalizer=6,
+        return_output=True)
+    same(loss, (module(x) - y).square().sum().detach() / 6)
+    assert count == 6
+    if setting.is_last:
+        same(output, module(setting.part(x)).detach())
+    else:
+        assert output is None
+
+
+@promise
+def evaluation_keeps_no_output(setting):
+    model, alive = setting.make(layers().eval(), chunks=4), []
+
+    def loss_fn(output, target):
+        assert not any(each() is not None for each in alive)
+        alive.append(weakref.ref(output))
+        return F.mse_loss(output, target)
+
+    model.evaluate(*map(setting.part, data(12)), loss_fn)
+    assert len(alive) == 4 * setting.is_last
+
+
+@error('normalizer=lambda target')
+def refuse_to_evaluate_a_loss_in_the_model(setting):
+    setting.make(with_loss().eval()).evaluate(
+        Arguments(setting.part(data()[0]), labels=setting.part(labels())), None,
+        lambda output, _: output['loss'])
 
 
 @promise

@@ -2,8 +2,10 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchgpipe.aliases import Value
@@ -146,6 +148,21 @@ class GPipe(Placed):
         total = losses.total()
         return (total, gather(batches, sizes, rule, self.batch_dim, pipeline.aliasing.common(0))
                 ) if return_output else total
+
+    @torch.no_grad()
+    def _evaluate(self, input: Any, loss: tuple[Any, ...], return_output: bool) -> Any:
+        batches, sizes, rule, options = self._cut(input)
+        loss_fn, target, target_dim, normalizer, _ = loss
+        losses = Losses(loss_fn, target, sizes, target_dim, normalizer, None, False)
+        if losses.counted is not None:
+            losses.count_in(losses.counted, False)
+        pipeline = Pipeline(self._running_engine(), batches, **options)
+        pipeline.losses = losses.monitor
+        pipeline.wrap_last(partial(losses.behind, keeps=return_output))
+        pipeline.run()
+        found = losses.total(False), losses.count
+        return (*found, gather(batches, sizes, rule, self.batch_dim, pipeline.aliasing.common(0))
+                ) if return_output else found
 
     def _running_engine(self) -> Engine:
         partitions = self.partitions  # Where a layer has been replaced, there is no engine now.

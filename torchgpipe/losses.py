@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.context import context
 from torchgpipe.engine.leaves import leaf_of
 from torchgpipe.engine.scatter import Batch, cut
 from torchgpipe.errors import add_note
@@ -57,7 +58,8 @@ class Losses:
         #: What the loss of each micro-batch counts.
         self.counts, self._whole = _counted(
             known, [batch.value for batch in self._leaves], sizes, normalizer)
-        #: What this process counts of the mini-batch; ``None`` where the loss is over a number.
+        #: What this process counts of the mini-batch, and after :meth:`count_in` the count of all
+        #: processes; ``None`` where the loss is over a number.
         self.counted = None if self._whole else sum(self.counts)
         if alone and self.counted is not None:
             self._whole = self.counted or _nothing()
@@ -72,13 +74,13 @@ class Losses:
         """What the loss divides by in this process: :meth:`LossMonitor.summary`."""
         return self.monitor.summary() if self.monitor else (0., 0.)
 
-    def count_in(self, whole: float) -> None:
-        """Say what the whole mini-batch counts, of which other processes may have parts.
+    def count_in(self, whole: float, trains: bool = True) -> None:
+        """Set the count of the whole mini-batch, of which other processes may have parts.
 
         Raises:
-            ValueError: It is nothing.
+            ValueError: It is nothing, and there is a backward.
         """
-        self._whole = whole or _nothing()
+        self.counted, self._whole = whole, whole or (_nothing() if trains else 1.)
 
     def __call__(self, i: int, output: Any) -> Tensor:
         """Compute that of micro-batch ``i``, and give what its backward starts from."""
@@ -105,13 +107,35 @@ class Losses:
         # A micro-batch may have nothing to learn from.
         return scaled if scaled.requires_grad else scaled.detach().requires_grad_()
 
-    def total(self) -> Tensor:
+    def behind(self, layers: Callable[..., Any], keeps: bool) -> Callable[..., Any]:
+        """Return layers that give the loss of a micro-batch, so that their output is freed.
+
+        Args:
+            layers: The layers of the last partition.
+            keeps: Whether to give the output instead, after the loss was computed.
+        """
+        def call(*args: Any, **kwargs: Any) -> Any:
+            output = layers(*args, **kwargs)
+            assert context.micro_batch is not None
+            loss = self(context.micro_batch.i, output)
+            return output if keeps else loss.detach()
+        return call
+
+    @property
+    def count(self) -> float:
+        """What the loss of the mini-batch is divided by."""
+        return self._whole if self.counted is None else self.counted
+
+    def total(self, trains: bool = True) -> Tensor:
         """Return the loss of the mini-batch, a scalar.
 
+        Args:
+            trains: Whether there is a backward.
+
         Raises:
-            RuntimeError: In none of its micro-batches did it require grad.
+            RuntimeError: There is, but in none of its micro-batches did the loss require grad.
         """
-        if self._losses and not self._learns:
+        if trains and self._losses and not self._learns:
             raise RuntimeError('the loss does not require grad, so there is nothing to train: '
                                'neither a parameter nor the input requires grad, or loss_fn has '
                                'detached it')

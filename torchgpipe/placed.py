@@ -96,6 +96,9 @@ class Placed(nn.Module):
                     return_output: bool) -> Any:
         raise NotImplementedError
 
+    def _evaluate(self, input: Any, loss: tuple[Any, ...], return_output: bool) -> Any:
+        raise NotImplementedError
+
     def _replace(self, layers: 'OrderedDict[str, Any]', partitions: nn.ModuleList) -> None:
         """Let partitions have other layers than before."""
         raise NotImplementedError
@@ -200,6 +203,50 @@ class Placed(nn.Module):
             target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
         return self._train_step(input, schedule, (
             loss_fn, target, target_dim, normalizer, scale), return_output)
+
+    def evaluate(self, input: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor], *,
+                 normalizer: Any = None, target_dim: Any = None, return_output: bool = False
+                 ) -> Any:
+        """Return the loss of a mini-batch and its count, by a forward through the pipeline.
+
+        The mean over several mini-batches is exact, whatever the sizes of these:
+
+        >>> from torchgpipe import GPipe
+        >>> model = GPipe(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), [1, 1],
+        ...               devices=['cpu:0', 'cpu:1'], chunks=4).eval()
+        >>> total = count = 0
+        >>> for x, y in zip(torch.ones(11, 3).split(8), torch.ones(11, 2).split(8)):
+        ...     loss, n = model.evaluate(x, y, nn.functional.mse_loss)
+        ...     total, count = total + loss * n, count + n
+        >>> (total / count).shape, count
+        (torch.Size([]), 11.0)
+
+        Over processes, all ranks call it, and each replica passes its own part. A replica that
+        has no samples left passes ``None`` for both, in evaluation mode.
+
+        Args:
+            input: As in :meth:`step`.
+            target: As in :meth:`step`.
+            loss_fn: As in :meth:`step`.
+            normalizer: As in :meth:`step`.
+            target_dim: As in :meth:`step`.
+            return_output: Whether to return the output of this replica as well. Otherwise the
+                output of a micro-batch is freed when its loss is known.
+
+        Returns:
+            A pair: the loss of the mini-batch, on all ranks; and its divisor, for example the
+            number of samples or of labels, as a float. With ``return_output``, a triple.
+
+        Raises:
+            ValueError: The target has other samples, or the loss is no scalar or known to be no
+                mean.
+        """
+        if not self.balance:
+            raise ValueError('an evaluation takes at least one partition')
+        if target_dim is None:
+            target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
+        return self._evaluate(input, (loss_fn, target, target_dim, normalizer, None),
+                              return_output)
 
     def _planned(self) -> str:
         if self._schedule is None:

@@ -148,6 +148,7 @@ class DistributedGPipe(Placed):
         self._engine = self._rank.engine
 
     step = watched('a step')(Placed.step)
+    evaluate = watched('an evaluation')(Placed.evaluate)
     forward = uncompiled(watched('a call')(Placed.forward))
 
     def _call(self, input: Any) -> Any:
@@ -156,6 +157,9 @@ class DistributedGPipe(Placed):
     def _train_step(self, input: Any, schedule: ScheduleLike, loss: tuple[Any, ...],
                     return_output: bool) -> Any:
         return self._steps.train(input, schedule, loss, return_output)
+
+    def _evaluate(self, input: Any, loss: tuple[Any, ...], return_output: bool) -> Any:
+        return self._steps.evaluate(input, loss, return_output)
 
     @watched('apply')
     def apply(self, fn: Callable[[nn.Module], None]) -> 'DistributedGPipe':

@@ -10,7 +10,7 @@ What ranks say is a few numbers: :mod:`torchgpipe.distributed.start`.
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import isnan
 from typing import Any, NamedTuple
 
@@ -93,7 +93,7 @@ class Steps:
         """
         rank, model = self._rank, self._model
         start = self._begin(input, 'step', schedule, return_output)
-        losses = self._losses(start.sizes, *loss)
+        losses = self._losses(start.sizes, loss)
         m = len(start.batches)
         stops = checkpoint_stops(model.checkpoint, m, len(model.balance))
         workers = [('rank', place) for place in rank.places]
@@ -105,7 +105,7 @@ class Steps:
 
         def finish() -> Gradients:
             gradients = rank.ties.together(training.gradients)
-            whole.append(self._whole(losses))  # If that raises, no gradient has been added.
+            whole.append(self._whole(losses, True))  # If that raises, no gradient has been added.
             return gradients
 
         rank.replicas.run(lambda: self._run(training, finish), [
@@ -127,6 +127,23 @@ class Steps:
             if monitor is not None:
                 self._rank.together('a call of this model', check)
             return self._gathered(start, evaluation)
+
+    @torch.no_grad()
+    def evaluate(self, input: Any, loss: Sequence[Any], return_output: bool) -> Any:
+        """Run the forward and the loss; a replica may have no samples."""
+        rank = self._rank
+        start = self._begin(input, 'evaluation', 'gpipe', return_output)
+        losses = self._losses(start.sizes, loss, trains=False)
+        if not start.batches:
+            rank.replicas.evaluate(list)
+            return (self._whole(losses), losses.count, None)[:2 + return_output]
+        evaluation = self._evaluation(start)
+        evaluation.losses = losses.monitor
+        if rank.is_last:
+            evaluation.wrap_last(partial(losses.behind, keeps=return_output))
+        rank.replicas.evaluate(lambda: self._run(evaluation))
+        found = self._whole(losses), losses.count
+        return (*found, self._gathered(start, evaluation)) if return_output else found
 
     def _evaluation(self, start: _Start) -> Evaluation:
         found = _forward(len(self._model.balance), len(start.batches))
@@ -169,7 +186,10 @@ class Steps:
             settings, looks = digest(what, text, rank.replicas.syncs), digest(modes, autocast)
             facts = Facts(settings=settings, digest=looks,
                           replaced=rank.replaced and digest(rank.replaced) or 0)
-            if not rank.is_first:
+            if not rank.is_first or what == 'evaluation' and input is None:
+                if rank.is_first and model.training:
+                    raise ValueError('a replica without samples takes part in an evaluation in '
+                                     'evaluation mode only: model.eval()')
                 return facts
             if isinstance(input, Arguments):
                 check_arguments(*next(model.named_children()), input)
@@ -186,16 +206,15 @@ class Steps:
         said = rank.together(f'a {what} of this model', read)
         rank.spread_replaced(said)
         if rank.exchanges:
-            check_alike({number: each.m for number, each in said.items() if each.m})
+            check_alike({each: said[each].m for each in rank.at_place[rank.places[0]]})
         own, first = [said[each] for each in rank.pipe.ranks], said[rank.ranks[0]]
         sizes = [first.size // first.m + (i < first.size % first.m) for i in range(first.m)]
         batches, _, common = cuts[0] if cuts else ([Batch((), tuple) for _ in sizes], sizes, [])
         return _Start(batches, sizes, common, (what, *own), counts)
 
-    def _losses(self, sizes: list[int], loss_fn: Any, target: Any, target_dim: Any,
-                normalizer: Any, scale: Any) -> Losses:
+    def _losses(self, sizes: list[int], loss: Sequence[Any], trains: bool = True) -> Losses:
         """Return the losses of micro-batches; on ranks without the last stage, of nothing."""
-        rank = self._rank
+        rank, (loss_fn, target, target_dim, normalizer, scale) = self._rank, loss
         found: list[Losses] = []
 
         def count() -> Facts:
@@ -203,19 +222,23 @@ class Steps:
                 scale(torch.zeros((), device=rank.device))  # A scaler is made when it is used.
             found.append(Losses(loss_fn, target, sizes, target_dim, normalizer, scale, False)
                          if rank.is_last else Losses(_nothing, None, sizes, 0, 1, None))
-            if rank.exchanges:
+            if rank.exchanges and trains:
                 check_counts(found[0].counts)
-            return Facts(counted=found[0].counted or 0., digest=int(found[0].monitor is not None))
+            own = found[0].counted
+            return Facts(counted=own or 0., digest=int(found[0].monitor is not None),
+                         divisors=(found[0].count if own is None and rank.is_last else 0., 0.))
 
         said = rank.together('the loss of a step', count)
-        losses = found[0]
-        if losses.counted is not None:
-            losses.count_in(rank.sum(said))
+        losses, number = found[0], max(said[each].divisors[0] for each in rank.last)
+        if not number:
+            losses.count_in(rank.sum(said), trains)
+        elif not rank.is_last:
+            losses.count_in(number)
         if not rank.is_last and any(said[each].digest for each in rank.last):
             losses.monitor = LossMonitor(sizes)  # for losses in layers of this rank
         return losses
 
-    def _whole(self, losses: Losses) -> Tensor:
+    def _whole(self, losses: Losses, trains: bool = False) -> Tensor:
         """Return the loss of the whole mini-batch."""
         rank = self._rank
 
@@ -223,14 +246,14 @@ class Steps:
             if not rank.is_last:
                 if losses.monitor is not None:
                     losses.monitor.check()
-                return Facts(divisors=losses.divisors)
-            total = losses.total()
-            return Facts(counted=float(total), digest=_DTYPES.index(total.dtype),
-                         divisors=losses.divisors)
+                return Facts(m=len(losses.counts), divisors=losses.divisors)
+            total = losses.total(trains)
+            return Facts(m=len(losses.counts), counted=float(total),
+                         digest=_DTYPES.index(total.dtype), divisors=losses.divisors)
 
         said = rank.together('the loss of a step', count)
         for ranks in rank.at_place:
-            _check_divisors([said[each].divisors for each in sorted(ranks)])
+            _check_divisors([said[each].divisors for each in sorted(ranks) if said[each].m])
         # A replica that counts nothing has no loss; float32, the first one, is no type of its own.
         dtype = _DTYPES[max(said[each].digest for each in rank.last)]
         return torch.tensor(rank.sum(said), dtype=dtype, device=rank.device)
@@ -271,7 +294,7 @@ def _forward(stages: int, m: int) -> Schedule:
 
 def _check_divisors(divisors: Sequence[tuple[float, float]]) -> None:
     """Refuse a loss that replicas divide by other numbers than those of their samples."""
-    same, ratios = zip(*divisors)
+    same, ratios = zip(*divisors) if divisors else ((0.,), (0.,))
     differ = len({*same}) > 1 or any(map(isnan, same))
     if differ and max(ratios) - min(ratios) > 1e-5 * max(map(abs, ratios)):
         raise no_mean_over_samples('loss_fn')

@@ -123,6 +123,10 @@ class Run:
         self.losses: Any = None
         self.aliasing = Aliasing(batches, common, state.transformed)
 
+    def wrap_last(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Let cells of the last partition call something around its layers."""
+        self._layers[-1] = wrap(self._layers[-1])
+
     def _hold(self, partition: Partition, lock: AbstractContextManager[Any]
               ) -> AbstractContextManager[Any]:
         return lock if self._shared is None else self._shared.held(partition.j, lock)
