@@ -318,6 +318,90 @@ def test_weights(devices, kind, make, tmp_path):
     assert_equal(gpipe, plain)
 
 
+@pytest.mark.parametrize('kind', KINDS[1:])
+def test_weights_in_a_folder(kind, tmp_path):
+    plain = network()
+    save(tmp_path, plain.state_dict(), kind)
+    (tmp_path / 'config.json').write_text('{}')
+    assert_equal(GPipe(on_meta(), BALANCE, devices=['cpu'] * 3, weights=tmp_path), plain)
+
+
+def test_folders_without_one_file_of_weights(tmp_path):
+    with pytest.raises(FileNotFoundError, match='has no weights'):
+        GPipe(on_meta(), BALANCE, devices=['cpu'] * 3, weights=tmp_path)
+    for k in range(2):
+        save(tmp_path, {}, 'torch').replace('model', f'{k}')
+        (tmp_path / f'{k}.pt').write_bytes((tmp_path / 'model.pt').read_bytes())
+    with pytest.raises(ValueError, match='has 3 files .*, such as 0.pt, and no index'):
+        GPipe(on_meta(), BALANCE, devices=['cpu'] * 3, weights=str(tmp_path))
+
+
+class Narrow(nn.Linear):
+    """A layer whose constructor draws other values than its reset."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        nn.init.normal_(self.weight, std=.02)
+
+
+def draw(module):
+    """Draw the values of a layer."""
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=.02)
+        nn.init.zeros_(module.bias)
+
+
+def test_values_of_a_constructor_are_not_replaced_silently():
+    with torch.device('meta'):
+        model = nn.Sequential(nn.Linear(4, 4), Narrow(4, 4))
+    with pytest.raises(ValueError, match="constructor of the model gives to '1.weight' of a Na"):
+        GPipe(model, [2], devices=['cpu'])
+    with torch.device('meta'):
+        model = nn.Sequential(nn.Linear(4, 4), Narrow(4, 4))
+    gpipe = GPipe(model, [1, 1], devices=['cpu'] * 2, init=draw)
+    assert all(layer.weight.std() < .05 and not layer.bias.any() for layer in gpipe)
+
+
+class Scale(nn.Module):
+    """A layer that nothing resets."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(3))
+
+
+def test_a_function_gives_what_no_reset_gives():
+    def ones(module):
+        if isinstance(module, Scale):
+            nn.init.ones_(module.scale)
+
+    def nothing(module):
+        pass
+
+    with torch.device('meta'):
+        model = nn.Sequential(Scale())
+    with pytest.raises(ValueError, match="nothing gives a value to '0.scale' of a Scale"):
+        GPipe(model, [1], devices=['cpu'], init=nothing)
+    with torch.device('meta'):
+        model = nn.Sequential(Scale())
+    assert GPipe(model, [1], devices=['cpu'], init=ones)[0].scale.eq(1).all()
+    assert GPipe(nn.Sequential(Scale()), [1], devices=['cpu'], init=ones)[0].scale.eq(1).all()
+
+
+def test_a_seed_gives_each_layer_its_own_values():
+    def made(n, seed):
+        with torch.device('meta'):
+            model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+        return GPipe(model, [4 - n, n], devices=['cpu'] * 2, seed=seed).state_dict()
+
+    before = torch.get_rng_state()
+    one, two, other = made(1, 5), made(2, 5), made(1, 6)
+    assert torch.equal(torch.get_rng_state(), before)
+    for name, x in one.items():
+        assert torch.equal(x, two[name]) and not torch.equal(x, other[name])
+    assert not torch.equal(one['0.weight'], one['1.weight'])
+
+
 def test_weights_of_another_module():
     state = network().state_dict()
     state['0.scale'] = state['99.weight'] = state.pop('2.linear.weight')

@@ -71,7 +71,8 @@ class GPipe(Placed):
             keys of the output, these may be said of parts.
         weights: The values of parameters and buffers by their names in ``module.state_dict()``:
             a mapping; or the path of a file, of ``torch.save`` or, if that package is there, of
-            safetensors (``….safetensors``, ``….safetensors.index.json``). They are read layer by
+            safetensors (``….safetensors``, ``….safetensors.index.json``); or a folder of them, as
+            ``save_pretrained`` of Transformers writes it. They are read layer by
             layer. Without them, a module on the meta device gets initial values layer by layer:
             those of its constructor, by ``reset_parameters()`` of the modules in it, and by
             ``_init_weights`` of a Transformers model.

@@ -20,10 +20,13 @@ def open_weights(weights: Weights) -> Mapping[str, Any]:
     Args:
         weights: A mapping, which is given back; a file of ``torch.save``, which is mapped into
             memory; or, of the package `safetensors <https://huggingface.co/docs/safetensors>`_, a
-            file ``….safetensors`` or the index ``….safetensors.index.json`` of several.
+            file ``….safetensors`` or the index ``….safetensors.index.json`` of several. Or a
+            folder with one of these, as ``save_pretrained`` of Transformers writes it.
 
     Raises:
         TypeError: It is something else, or the file holds something else.
+        FileNotFoundError: The folder has no weights.
+        ValueError: It has several.
     """
     if isinstance(weights, Mapping):
         return weights
@@ -31,6 +34,8 @@ def open_weights(weights: Weights) -> Mapping[str, Any]:
         raise TypeError('weights are a mapping from names to tensors, or the path of a file, not '
                         f'{type(weights).__name__}')
     path = Path(weights)
+    if path.is_dir():
+        path = _in_folder(path)
     if path.suffix == '.safetensors':
         return _SafeTensors.of_file(path)
     if path.name.endswith('.safetensors.index.json'):
@@ -41,6 +46,19 @@ def open_weights(weights: Weights) -> Mapping[str, Any]:
         raise TypeError(f"'{path}' holds no state dict, but {type(found).__name__}; save "
                         'model.state_dict(), or pass a mapping from names to tensors')
     return found
+
+
+def _in_folder(folder: Path) -> Path:
+    """Return the file of a folder that has the weights, or the index of several files."""
+    for pattern in ('*.safetensors.index.json', '*.safetensors', 'pytorch_model*.bin', '*.pt'):
+        found = sorted(folder.glob(pattern))
+        if len(found) > 1:
+            raise ValueError(f'{folder} has {len(found)} files {pattern}, such as '
+                             f'{found[0].name}, and no index of them; pass the path of one')
+        if found:
+            return found[0]
+    raise FileNotFoundError(f'{folder} has no weights: no index ….safetensors.index.json, and no '
+                            'file ….safetensors, pytorch_model.bin or ….pt')
 
 
 class _SafeTensors(Mapping[str, Any]):

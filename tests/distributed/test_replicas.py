@@ -2,6 +2,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
@@ -185,3 +186,110 @@ def test_what_learns_may_change(data):
             assert found[step][1].keys() == expected.keys()
             for name, grad in found[step][1].items():
                 torch.testing.assert_close(grad, expected[name], rtol=1e-10, atol=1e-12)
+
+
+class Seen(nn.Linear):
+    """A layer that notes the types that it computes with."""
+
+    def forward(self, x):
+        self.seen = x.dtype, self.weight.dtype
+        return super().forward(x)
+
+
+def wide():
+    """Return two layers with values in double precision."""
+    torch.manual_seed(0)
+    return nn.Sequential(Seen(6, 8, dtype=torch.float64), nn.Tanh(),
+                         Seen(8, 6, dtype=torch.float64))
+
+
+def mixed(axes, precision, chunks):
+    """Train with a policy; give types, the loss, gradients, the output and the evaluation."""
+    mesh = init_mesh(**axes)
+    pipe = axes.get('pipe', 1)
+    model = DistributedGPipe(wide(), [3] if pipe == 1 else [2, 1], mesh=mesh, chunks=chunks,
+                             data='shard', mp_policy=precision)
+    data, rank = axes.get('data', 1), mesh.get_local_rank('data')
+    x, target = (each.chunk(data)[rank] for each in batch(0, 16))
+    types = []
+
+    def loss_fn(output, target):
+        types.append(output.dtype)
+        return F.mse_loss(output, target)
+
+    loss, output = model.step(x, target, loss_fn, return_output=True)
+    types += [each for layer in model if isinstance(layer, Seen) for each in layer.seen]
+    grads = {name: full(x.grad) for name, x in model.named_parameters()}
+    return types, loss, grads, output, model.evaluate(x, target, F.mse_loss)[0]
+
+
+@pytest.mark.parametrize('axes', [{}, {'data': 2}, {'data': 2, 'pipe': 2}])
+def test_types_of_a_policy_are_those_of_fsdp(axes):
+    policy = MixedPrecisionPolicy(torch.float32, torch.float64, torch.float64)
+    module = wide().float()
+    x, target = batch(0, 16)
+    expected = F.mse_loss(module(x.float()).double(), target)
+    expected.backward()
+    ranks = axes.get('data', 1) * axes.get('pipe', 1)
+    for rank, (types, loss, grads, output, evaluated) in enumerate(
+            run(ranks, mixed, axes, policy, 2)):
+        is_last = axes.get('pipe', 1) == 1 or rank % 2
+        assert {*types} == ({torch.float32, torch.float64} if is_last else {torch.float32})
+        assert types[:2] == [torch.float64] * 2 if is_last else True
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(evaluated, loss, rtol=1e-6, atol=0)
+        assert output is None or output.dtype == torch.float64
+        for name, grad in grads.items():
+            assert grad.dtype == torch.float64
+            torch.testing.assert_close(grad, module.get_parameter(name).grad.double(),
+                                       rtol=1e-5, atol=1e-6)
+
+
+def test_micro_batches_add_up_in_the_type_of_the_reduction():
+    """In half precision, sixteen of them would lose digits that one does not."""
+    x, target = batch(0, 16)
+    module = wide()
+    F.mse_loss(module(x), target).backward()
+
+    def error(reduce):
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce, torch.float64)
+        (_, _, grads, _, _), = run(1, mixed, {}, policy, 16)
+        return sum((grad - module.get_parameter(name).grad).norm()
+                   for name, grad in grads.items())
+
+    assert error(torch.float64) < .8 * error(torch.bfloat16)
+
+
+def offloaded():
+    """Train with parameters that wait on the host, which is the device."""
+    model = DistributedGPipe(wide(), [3], mesh=init_mesh(data=2), data='shard',
+                             offload_policy=CPUOffloadPolicy())
+    x, target = (each.chunk(2)[torch.distributed.get_rank()] for each in batch(0, 8))
+    model.step(x, target, F.mse_loss)
+    return {name: full(x.grad) for name, x in model.named_parameters()}
+
+
+def test_parameters_may_wait_on_a_host_that_is_the_device():
+    module, (x, target) = wide(), batch(0, 8)
+    F.mse_loss(module(x), target).backward()
+    for grads in run(2, offloaded):
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, module.get_parameter(name).grad)
+
+
+def refused():
+    """Give the errors of policies that do not fit."""
+    frozen, found = wide(), []
+    frozen[0].requires_grad_(False)
+    for module, options in ((wide(), {}), (frozen, {'data': 'shard'})):
+        with pytest.raises(ValueError) as caught:
+            DistributedGPipe(module, [3], mesh=init_mesh(), **options,
+                             mp_policy=MixedPrecisionPolicy(torch.float32))
+        found.append(str(caught.value))
+    return found
+
+
+def test_policies_are_for_shards_without_frozen_parameters():
+    (kind, frozen), = run(1, refused)
+    assert "mp_policy are of FSDP2: they take data='shard'" in kind
+    assert '2 are frozen' in frozen

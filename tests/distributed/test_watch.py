@@ -1,5 +1,6 @@
 """Ranks that raise, die or are stuck: all end, and say which one it was, where and in what."""
 import gc
+import sys
 import threading
 import weakref
 from datetime import timedelta
@@ -17,6 +18,7 @@ from tests.whole import first
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.distributed.records import Record, blame
 from torchgpipe.distributed.watcher import EXIT
+from torchgpipe.distributed.whereabouts import whereabouts
 
 pytestmark = cpu_only('processes meet by gloo')
 
@@ -284,3 +286,11 @@ def test_who_is_to_blame():
     assert [rank for rank, _ in blame({0: waits, 1: waits}, 2, lost=[0])[0]] == [0]
     assert [rank for rank, _ in blame({0: waits, 1: waits}, 2, late=True)[0]] == [0, 1]
     assert blame({0: None}, 1, late=True)[0] == [(0, 'has not made this model')]
+
+
+def test_no_collection_begins_where_frames_are_read(monkeypatch):
+    """In Python 3.11 it would deadlock where a finalizer joins a thread."""
+    read, seen = sys._current_frames, []
+    monkeypatch.setattr(sys, '_current_frames', lambda: (seen.append(gc.isenabled()), read())[1])
+    assert whereabouts(threading.get_ident()).text
+    assert seen == [False] and gc.isenabled()

@@ -21,12 +21,16 @@ from torchgpipe.distributed.folders import Folder, Writer, make_way, opened, res
 from torchgpipe.distributed.matching import check_model, check_optimizer
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.distributed.start import Facts, digest
-from torchgpipe.distributed.states import (Index, index, load_optimizer, names_of,
-                                           optimizer_entries, optimizer_forms, random_entries,
+from torchgpipe.distributed.states import (Index, extra_bytes, extra_entries, extra_forms, index,
+                                           load_extra, load_optimizer, names_of, optimizer_entries,
+                                           optimizer_forms, options_of, random_entries,
                                            restore_random, shapes)
 from torchgpipe.shard.checkpoint import as_errors
 
 __all__ = ['Saving', 'load', 'load_checkpoint', 'save', 'save_checkpoint']
+
+#: Objects with states, and plain values, by names.
+Extra = Mapping[str, Any] | None
 
 #: The mesh of one process, and its rank.
 _ALONE = '1x1x1.0'
@@ -66,21 +70,29 @@ class Saving:
             self.result()
 
 
-def save(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | None, wait: bool
-         ) -> Saving | None:
+def save(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | None,
+         extra: Extra, wait: bool) -> Saving | None:
     """Save a model on all ranks: see :meth:`DistributedGPipe.save`."""
     group = _group(rank)
     path = resolved(folder)
-    writer, state = Writer(path), dict[str, Any]()
+    writer, state, own = Writer(path), dict[str, Any](), dict[str, bytes]()
+    everywhere: list[Any] = [None] * group.size()
+
+    def read() -> Facts:
+        _settle(rank)
+        own.update(extra_bytes(extra or {}))
+        return Facts(settings=digest(path.name, wait))
 
     def prepare() -> Facts:
-        _settle(rank)
-        entries = _contents(model, optimizer, rank.ties.names, _place(rank), [rank.device])
+        entries = _contents(model, optimizer, rank.ties.names, _place(rank), [rank.device],
+                            extra_entries(everywhere, rank.data.rank))
         state.update(entries if wait else writer.stage(entries))
         if dist.get_rank(group) == 0:
             make_way(path)
-        return Facts(settings=digest(path.name, wait))
+        return Facts()
 
+    rank.together('saving a checkpoint', read)
+    dist.all_gather_object(everywhere, (rank.data.rank, own), group)
     rank.together('saving a checkpoint', prepare)
     if not wait:
         saving = Saving(state_dict_saver.async_save(  # type: ignore[arg-type]
@@ -92,7 +104,8 @@ def save(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | No
     return None
 
 
-def load(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | None) -> None:
+def load(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | None,
+         extra: Extra) -> dict[str, Any]:
     """Load a model on all ranks: see :meth:`DistributedGPipe.load`."""
     group = _group(rank)
     read: list[tuple[Path, Index]] = []
@@ -112,18 +125,28 @@ def load(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | No
     _check([each for each, _ in everywhere],
            [each for _, each in everywhere if each is not None], saved)
     names = rank.ties.names
-    state = _forms(model, optimizer, names, saved, _place(rank))
-    with as_errors('loading a checkpoint'):
-        state_dict_loader.load(state, storage_reader=FileSystemReader(where), process_group=group)
+    found: dict[str, Any] = {}
+
+    def forms() -> Facts:
+        state.update(_forms(model, optimizer, names, saved, _place(rank)),
+                     extra=extra_forms(saved, rank.data.size, rank.data.rank, extra or {}))
+        return Facts()
 
     def finish() -> Facts:
         _put(model, optimizer, names, state, _place(rank), [rank.device])
+        found.update(load_extra(state['extra'], extra or {}))
         return Facts()
 
+    state: dict[str, Any] = {}
+    rank.together('loading a checkpoint', forms)
+    with as_errors('loading a checkpoint'):
+        state_dict_loader.load(state, storage_reader=FileSystemReader(where), process_group=group)
     rank.together('loading a checkpoint', finish)
+    return found
 
 
-def save_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | None = None) -> None:
+def save_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | None = None,
+                    extra: Extra = None) -> None:
     """Save a model of one process: a ``GPipe``, or the module that it wraps.
 
     >>> save_checkpoint('checkpoint', gpipe, optimizer)  # doctest: +SKIP
@@ -132,6 +155,7 @@ def save_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | No
         folder: As of :meth:`DistributedGPipe.save`.
         module: The model.
         optimizer: Its optimizer.
+        extra: As of :meth:`DistributedGPipe.save`.
 
     Raises:
         FileExistsError: The folder has other things in it.
@@ -139,13 +163,15 @@ def save_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | No
         RuntimeError: It can not be written.
     """
     path = resolved(folder)
-    state = _contents(module, optimizer, {}, _ALONE, _devices(module))
+    state = _contents(module, optimizer, {}, _ALONE, _devices(module),
+                      extra_entries([(0, extra_bytes(extra or {}))], 0))
     make_way(path)
     with as_errors('saving a checkpoint'), _quiet():
         state_dict_saver.save(state, storage_writer=Writer(path), no_dist=True)
 
 
-def load_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | None = None) -> None:
+def load_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | None = None,
+                    extra: Extra = None) -> dict[str, Any]:
     """Load a model into one process, from whatever mesh it was saved on.
 
     >>> load_checkpoint('checkpoint', gpipe, optimizer)  # doctest: +SKIP
@@ -154,6 +180,10 @@ def load_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | No
         folder: As of :meth:`DistributedGPipe.load`.
         module: A ``GPipe``, or the module that it wraps.
         optimizer: Its optimizer.
+        extra: As of :meth:`DistributedGPipe.load`.
+
+    Returns:
+        As :meth:`DistributedGPipe.load`.
 
     Raises:
         FileNotFoundError: There is no checkpoint.
@@ -163,10 +193,12 @@ def load_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | No
     where, metadata = opened(resolved(folder))
     saved, names = index(metadata), _names(module, optimizer, {})
     _check([shapes(module)], [] if names is None else [names], saved)
-    state = _forms(module, optimizer, {}, saved, _ALONE)
+    state = {**_forms(module, optimizer, {}, saved, _ALONE),
+             'extra': extra_forms(saved, 1, 0, extra or {})}
     with as_errors('loading a checkpoint'), _quiet():
         state_dict_loader.load(state, storage_reader=FileSystemReader(where), no_dist=True)
     _put(module, optimizer, {}, state, _ALONE, _devices(module))
+    return load_extra(state['extra'], extra or {})
 
 
 # --- what is saved
@@ -174,12 +206,12 @@ def load_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | No
 
 
 def _contents(model: nn.Module, optimizer: Optimizer | None, ties: Mapping[str, str], place: str,
-              devices: Iterable[torch.device]) -> dict[str, Any]:
+              devices: Iterable[torch.device], extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a rank saves."""
     return {'model': model.state_dict(),
             'optimizer': {} if optimizer is None else optimizer_entries(
                 optimizer, names_of(model, optimizer, ties)),
-            'random': random_entries(place, devices)}
+            'random': random_entries(place, devices), 'extra': extra}
 
 
 def _forms(model: nn.Module, optimizer: Optimizer | None, ties: Mapping[str, str], saved: Index,
@@ -208,7 +240,7 @@ def _names(model: nn.Module, optimizer: Optimizer | None, ties: Mapping[str, str
         return None
     names = names_of(model, optimizer, ties)
     return ([names[id(x)] for group in optimizer.param_groups for x in group['params']],
-            sorted({key for group in optimizer.param_groups for key in group} - {'params'}))
+            options_of(optimizer))
 
 
 def _check(models: Iterable[Any], optimizers: list[Any], saved: Index) -> None:

@@ -54,7 +54,7 @@ def clip(gradients: Sequence[Tensor], copies: Sequence[Tensor], places: Mapping[
     total = total ** (1 / power)
     scale = (max_norm / (total + 1e-6)).clamp(max=1)
     for grad in (*gradients, *copies):
-        local(grad).mul_(scale)
+        local(grad).mul_(scale.to(local(grad).device))  # It may wait on the host.
     return total
 
 

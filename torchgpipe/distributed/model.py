@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
 from torchgpipe.batchnorm import DeferredBatchNorm
@@ -75,6 +76,13 @@ class DistributedGPipe(Placed):
         weights: The same; each rank reads what its layers need.
         init: As of :class:`~torchgpipe.GPipe`.
         offload: As of :class:`~torchgpipe.GPipe`.
+        mp_policy: With ``data='shard'``, the dtypes of FSDP2
+            (:class:`torch.distributed.fsdp.MixedPrecisionPolicy`). The input of the first layer is
+            cast to ``param_dtype``, and the output of the last one to ``output_dtype``. Gradients
+            of micro-batches are added up in ``reduce_dtype``.
+        offload_policy: With ``data='shard'``,
+            :class:`torch.distributed.fsdp.CPUOffloadPolicy`: parameters, gradients and states of
+            the optimizer wait in the memory of the host, also with one replica.
         timeout: How long a rank may wait for others before all end, with an error that names the
             rank that they wait for; by default 30 minutes. A rank that raises or dies ends all
             within seconds.
@@ -95,6 +103,8 @@ class DistributedGPipe(Placed):
                  seed: int = 0, deferred_batch_norm: bool = False, batch_dim: Any = 0,
                  gather: Any = None, weights: Weights | None = None,
                  init: Callable[[nn.Module], Any] | None = None, offload: bool = False,
+                 mp_policy: MixedPrecisionPolicy | None = None,
+                 offload_policy: OffloadPolicy | None = None,
                  timeout: timedelta | None = None) -> None:
         super().__init__()
         #: Ends all ranks when one fails.
@@ -109,14 +119,18 @@ class DistributedGPipe(Placed):
                 raise ValueError(f'data must be one of {DATA}, but is {data!r}')
             names = iter(skeleton._modules)
             rank = Rank(mesh, places, [[next(names) for _ in range(n)] for n in self.balance])
-            plan = dict(tensor_plan or {})
+            plan, policies = dict(tensor_plan or {}), {name: policy for name, policy in (
+                ('mp_policy', mp_policy), ('offload_policy', offload_policy)) if policy}
+            if policies and (data != 'shard' or 'data' not in (mesh.mesh_dim_names or ())):
+                raise ValueError(f"{' and '.join(policies)} are of FSDP2: they take data='shard' "
+                                 'and a mesh with a data axis, which may have one rank')
             check_plan(plan, skeleton, rank.tensor.size)
             rank.together('this model', lambda: Facts(settings=digest(
                 [*skeleton._modules], self.balance, self.chunks, self.checkpoint, rank.places,
-                data, sorted(plan), seed, deferred_batch_norm, batch_dim, gather)))
+                data, sorted(plan), seed, deferred_batch_norm, batch_dim, gather, policies)))
             if deferred_batch_norm:
                 module = _deferred(module, skeleton, self.chunks)
-            rank.make(module, skeleton, seed, weights, init, plan, data)
+            rank.make(module, skeleton, seed, weights, init, plan, data, policies)
             self._seed = seed
             self._take(rank, skeleton._modules, skeleton.training)
 
@@ -229,7 +243,8 @@ class DistributedGPipe(Placed):
 
     @watched('saving')
     def save(self, folder: str | PathLike[str], optimizer: Optimizer | None = None, *,
-             wait: bool = True) -> checkpoints.Saving | None:
+             extra: Mapping[str, Any] | None = None, wait: bool = True
+             ) -> checkpoints.Saving | None:
         """Save the model, its optimizer and the states of generators, for any mesh.
 
         All ranks call it. What is in the folder stays until all ranks have written theirs.
@@ -237,6 +252,9 @@ class DistributedGPipe(Placed):
         Args:
             folder: What it takes the place of; on a file system that ranks share.
             optimizer: That of this rank's parameters.
+            extra: What else belongs to the training, by names: objects with ``state_dict()``,
+                such as a scheduler or a data loader, and plain values. If it differs between
+                replicas, each has its own.
             wait: Otherwise all is copied to the host, and written while training goes on.
 
         Returns:
@@ -247,22 +265,28 @@ class DistributedGPipe(Placed):
             ValueError: The optimizer has other parameters.
             RuntimeError: A rank can not write its part.
         """
-        return checkpoints.save(self, self._rank, folder, optimizer, wait)
+        return checkpoints.save(self, self._rank, folder, optimizer, extra, wait)
 
     @watched('loading')
-    def load(self, folder: str | PathLike[str], optimizer: Optimizer | None = None) -> None:
+    def load(self, folder: str | PathLike[str], optimizer: Optimizer | None = None, *,
+             extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Load what was saved on any mesh, or in one process. All ranks call it.
 
         Args:
             folder: The folder; its last complete checkpoint is taken.
             optimizer: That of this rank's parameters.
+            extra: Objects by their names in ``save``; ``load_state_dict()`` is called on them.
+
+        Returns:
+            All states and values of ``extra`` in ``save``, by names. A value that differed
+            between replicas is there for the same number of replicas only.
 
         Raises:
             FileNotFoundError: There is no checkpoint.
             ValueError: It is of another model, or of another optimizer.
             RuntimeError: A rank can not read its part, or could not begin.
         """
-        checkpoints.load(self, self._rank, folder, optimizer)
+        return checkpoints.load(self, self._rank, folder, optimizer, extra)
 
 
 def _deferred(model: Any, skeleton: nn.Module, chunks: int) -> Any:

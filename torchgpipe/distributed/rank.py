@@ -7,9 +7,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from torchgpipe.devices import rng_states, set_rng_states
+from torchgpipe.devices import is_cpu, rng_states, set_rng_states
 from torchgpipe.distributed.layers import check_statistics, fill, shared_in, ties_of
 from torchgpipe.distributed.mesh import alike, axis_of, device_of, whole_group
 from torchgpipe.distributed.replicas import Replicas, take_first
@@ -68,6 +69,7 @@ class Rank:
 
     def __init__(self, mesh: DeviceMesh, places: Sequence[int] | None,
                  stages: Sequence[Sequence[str]]) -> None:
+        self._mesh = mesh
         self.data, self.pipe, self.tensor = (
             axis_of(mesh, name) for name in ('data', 'pipe', 'tensor'))
         self.everyone, self.alike = whole_group(mesh), alike(mesh, 'tensor')
@@ -94,7 +96,8 @@ class Rank:
         return self.places[-1] == self.pipe.rank
 
     def make(self, model: Any, skeleton: nn.Sequential, seed: int, weights: Weights | None,
-             init: Callable[[nn.Module], Any] | None, plan: Mapping[str, Any], data: str) -> None:
+             init: Callable[[nn.Module], Any] | None, plan: Mapping[str, Any], data: str,
+             policies: Mapping[str, Any]) -> None:
         """Make the layers of this rank.
 
         Args:
@@ -105,6 +108,7 @@ class Rank:
             init: Gives each module its initial values.
             plan: How layers are split along the tensor axis.
             data: What ranks along the data axis do with parameters.
+            policies: Those of FSDP2 that are given.
         """
         stages, own = self._stages, self.own
         check_statistics(skeleton, stages, self.ranks)
@@ -140,6 +144,10 @@ class Rank:
             return Facts()
 
         self.together('this model', make)
+        self._policies = {**policies, 'mesh': self._mesh['data']} if policies else {}
+        if isinstance(policies.get('offload_policy'), CPUOffloadPolicy) and is_cpu(self.device):
+            # Where the device is the host, there is nothing that pinned memory would be for.
+            self._policies['offload_policy'] = CPUOffloadPolicy(pin_memory=False)
         self._data, self.partitions = data, [Sequential() for _ in stages]
         self._assemble()
         self.ties.spread()
@@ -150,7 +158,8 @@ class Rank:
             self.partitions[j]._modules.update(
                 (name, self.made[name]) for name in self._stages[j])
         self.ties = Ties(self.made, self._tied, self.ranks, self.pipe.group)
-        self.replicas = Replicas([self.partitions[j] for j in self.own], self.data, self._data)
+        self.replicas = Replicas([self.partitions[j] for j in self.own], self.data, self._data,
+                                 self._policies)
         self.engine = Engine(self.partitions, [self.device] * len(self.partitions), self._layout)
 
     def copied(self, made: dict[str, Any]) -> 'Rank':

@@ -17,14 +17,15 @@ when backward has come through it. A step calls layers once for each micro-batch
 between. So all of it happens within one call of a module around them, whose output leads back to
 the gradients that the step has found.
 """
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from torchgpipe.distributed.mesh import Axis
@@ -46,9 +47,12 @@ class Replicas(nn.Module):
         stages: The stages.
         axis: The ranks that have them.
         data: One of :data:`DATA`.
+        policies: ``mp_policy``, ``offload_policy`` of FSDP2, and the ``mesh`` of the axis, which
+            is there for one replica, too, where one of them is.
     """
 
-    def __init__(self, stages: Iterable[nn.Module], axis: Axis, data: str) -> None:
+    def __init__(self, stages: Iterable[nn.Module], axis: Axis, data: str,
+                 policies: Mapping[str, Any]) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stages)
         self._axis = axis
@@ -56,7 +60,8 @@ class Replicas(nn.Module):
         self.syncs = True
         #: Otherwise, what they have left, by the number of a parameter.
         self.pending: dict[int, Tensor] = {}
-        self.shards = data == 'shard' and axis.group is not None
+        self.shards = data == 'shard' and (axis.group is not None or bool(policies))
+        self.precision: MixedPrecisionPolicy = policies.get('mp_policy') or MixedPrecisionPolicy()
         #: Those that are spread over replicas, as experts are: their gradients are complete.
         self._spread: dict[nn.Parameter, None] = dict.fromkeys(
             x for x in self.parameters() if axis.name in split_axes(x))
@@ -65,7 +70,11 @@ class Replicas(nn.Module):
         self._whole: dict[nn.Parameter, None] = dict.fromkeys(
             x for x in self.parameters() if not x.requires_grad and x not in self._spread)
         if self.shards:
-            fully_shard(self, mesh=axis.mesh, reshard_after_forward=False,
+            if self.precision.param_dtype is not None and self._whole:
+                raise ValueError('mp_policy casts parameters that are spread over replicas, and '
+                                 f'{len(self._whole)} are frozen, which stay whole: cast the '
+                                 'module itself, or freeze them after the model is made')
+            fully_shard(self, **{'mesh': axis.mesh, **policies}, reshard_after_forward=False,
                         ignored_params={*self._whole, *self._spread})
             assert isinstance(self, FSDPModule)
             self.set_gradient_divide_factor(1.)  # a sum
@@ -104,7 +113,8 @@ class Replicas(nn.Module):
     def _completed(self, gradients: Gradients, sharded: Sequence[Tensor]) -> Gradients:
         """Return gradients, with zeros for those that other replicas have and this one has not."""
         group, there = self._axis.group, {id(x) for x, _ in gradients}
-        assert group is not None
+        if group is None:
+            return gradients
         flags = torch.tensor([id(x) in there for x in sharded], device=sharded[0].device)
         anywhere = torch.stack(_gathered(group, flags.to(torch.uint8))).amax(0).tolist()
         return gradients + [(x, torch.zeros_like(x)) for x, found in zip(sharded, anywhere)

@@ -6,12 +6,16 @@
     optimizer.state.0.weight.exp_avg              what the optimizer keeps of one
     optimizer.param_groups.0.weight.lr            and the options that it has for it
     random.1x2x1.0.cpu                            generators, by mesh and rank
+    extra.all.step                                what else belongs to a training: of all ranks,
+    extra.2.1.loader                              or of the second one of two replicas
 
 Those of the optimizer are what ``StateDictOptions(flatten_optimizer_state_dict=True)`` makes of
 one. They are made here, since PyTorch takes a step with an optimizer that has not taken one yet,
 and knows nothing of parameters that ranks share.
 """
-from collections.abc import Iterable, Mapping
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from io import BytesIO
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +25,15 @@ from torch.optim import Optimizer
 
 from torchgpipe.devices import rng_states, set_rng_states
 
-__all__ = ['Index', 'index', 'load_optimizer', 'names_of', 'optimizer_entries', 'optimizer_forms',
+__all__ = ['Index', 'extra_bytes', 'extra_entries', 'extra_forms', 'index', 'load_extra',
+           'load_optimizer', 'names_of', 'optimizer_entries', 'optimizer_forms', 'options_of',
            'random_entries', 'restore_random', 'shapes']
 
 #: Shapes by name; of what is no tensor, ``None``.
 Shapes = dict[str, tuple[int, ...] | None]
+
+#: Options that are of a group as a whole: each rank has other parameters in it.
+_OF_GROUPS = ('params', 'param_names')
 
 #: Where modules have an extra state: of any kind, so that it has any number of entries.
 _EXTRA = '_extra_state'
@@ -39,17 +47,19 @@ class Index(NamedTuple):
         states: For each parameter, what the optimizer keeps of it.
         groups: For each parameter, the options that the optimizer has for it.
         random: The generators.
+        extra: What else belongs to a training, each with its number of bytes.
     """
 
     model: Shapes
     states: dict[str, dict[str, Any]]
     groups: dict[str, dict[str, Any]]
     random: dict[str, Any]
+    extra: dict[str, Any]
 
 
 def index(metadata: Metadata) -> Index:
     """Return what a checkpoint has."""
-    found = Index({}, {}, {}, {})
+    found = Index({}, {}, {}, {}, {})
     for key, value in metadata.state_dict_metadata.items():
         kind, _, path = key.partition('.')
         section, _, rest = path.partition('.')
@@ -59,10 +69,12 @@ def index(metadata: Metadata) -> Index:
                 tuple(value.size) if isinstance(value, TensorStorageMetadata) else None)
         elif kind == 'optimizer' and section == 'state':
             found.states.setdefault(name, {})[last] = value
-        elif kind == 'optimizer':
+        elif kind == 'optimizer' and last not in _OF_GROUPS:
             found.groups.setdefault(name, {})[last] = value
         elif kind == 'random':
             found.random[path] = value
+        elif kind == 'extra':
+            found.extra[path] = value
     return found
 
 
@@ -105,7 +117,7 @@ def optimizer_entries(optimizer: Optimizer, names: Mapping[int, str]) -> dict[st
     """
     entries: dict[str, Any] = {}
     for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key != 'params'}
+        options = {key: value for key, value in group.items() if key not in _OF_GROUPS}
         for x in group['params']:
             name = names[id(x)]
             for key, value in optimizer.state.get(x, {}).items():
@@ -177,6 +189,112 @@ def _check_same(names: tuple[str, str], options: tuple[dict[str, Any], dict[str,
                 f'the optimizer has {names[0]!r} and {names[1]!r} in one group, but in the '
                 f'checkpoint the {key} of the first is {one}, and that of the second {another}; '
                 'make the optimizer with the same groups of parameters')
+
+
+def options_of(optimizer: Optimizer) -> list[str]:
+    """Return the names of the options that an optimizer has for each parameter."""
+    return sorted({key for group in optimizer.param_groups for key in group} - {*_OF_GROUPS})
+
+
+# --- what else belongs to a training
+# ----------------------------------------------------------------------
+
+
+def extra_bytes(extra: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the states of some objects, or plain values, each as the bytes of a file.
+
+    Raises:
+        ValueError: A name has a dot, or is no string.
+    """
+    found = {}
+    for key, value in extra.items():
+        if not isinstance(key, str) or not key or '.' in key:
+            raise ValueError(f'extra has {key!r}, but names in it are strings without a dot')
+        buffer = BytesIO()
+        torch.save(value.state_dict() if hasattr(value, 'state_dict') else value, buffer)
+        found[key] = buffer.getvalue()
+    return found
+
+
+def extra_entries(everywhere: Sequence[tuple[int, Mapping[str, bytes]]], replica: int
+                  ) -> dict[str, Tensor]:
+    """Return the entries of what else belongs to a training.
+
+    Args:
+        everywhere: For each rank, the number of its replica and its bytes.
+        replica: The number of this replica.
+
+    Raises:
+        ValueError: Ranks have other names, or ranks of one replica have other values.
+    """
+    if len({tuple(sorted(each)) for _, each in everywhere}) > 1:
+        raise ValueError('all ranks save extra with the same names in it, but they have '
+                         f'{[sorted(each) for _, each in everywhere]}')
+    found = {}
+    first = {number: each for number, each in reversed(everywhere)}
+    for key in first[replica]:
+        values = {number: _read(each[key]) for number, each in first.items()}
+        for number, each in everywhere:
+            if not _is_equal(_read(each[key]), values[number]):
+                raise ValueError(f'ranks of replica {number} have other values of extra {key!r}, '
+                                 'but one of them is saved: give all the same')
+        same = all(_is_equal(value, values[0]) for value in values.values())
+        found['all' if same else f'{len(first)}.{replica}', key] = first[0 if same else replica]
+    return {f'{place}.{key}': torch.frombuffer(bytearray(each[key]), dtype=torch.uint8)
+            for (place, key), each in found.items()}
+
+
+def _read(value: bytes) -> Any:
+    return torch.load(BytesIO(value), weights_only=False)
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    """Return whether two values are the same; those that can not be compared are not."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(_is_equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_is_equal, a, b))
+    return pickle.dumps(a) == pickle.dumps(b)
+
+
+def extra_forms(saved: Index, data: int, replica: int, asked: Mapping[str, Any]
+                ) -> dict[str, Tensor]:
+    """Return what the extra entries of a checkpoint are read into.
+
+    Args:
+        saved: The checkpoint.
+        data: The number of replicas.
+        replica: The number of this one.
+        asked: The objects that are to be loaded.
+
+    Raises:
+        ValueError: The checkpoint does not have one of them, or of another number of replicas.
+    """
+    places = {path.rpartition('.')[2]: path.rpartition('.')[0] for path in saved.extra}
+    for key in asked:
+        if key not in places:
+            raise ValueError(f'the checkpoint has no extra {key!r}; it has {sorted(places)}')
+        if places[key] != 'all' and not places[key].startswith(f'{data}.'):
+            raise ValueError(
+                f'extra {key!r} is another one for each of {places[key].partition(".")[0]} '
+                f'replicas in the checkpoint, and now there are {data}: leave it out, and make '
+                'that object for the new number of replicas')
+    return {path: torch.empty(value.size, dtype=torch.uint8)
+            for path, value in saved.extra.items()
+            if path.rpartition('.')[0] in ('all', f'{data}.{replica}')}
+
+
+def load_extra(entries: Mapping[str, Tensor], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Give objects their states; return all states and values by their names."""
+    found = {path.rpartition('.')[2]: _read(x.numpy().tobytes()) for path, x in entries.items()}
+    for key, value in asked.items():
+        if hasattr(value, 'load_state_dict'):
+            value.load_state_dict(found[key])
+    return found
 
 
 # --- generators

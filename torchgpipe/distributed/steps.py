@@ -34,7 +34,7 @@ from torchgpipe.schedule import Action, Schedule, make
 from torchgpipe.schedule.messages import Message, Row, with_messages
 from torchgpipe.settings import checkpoint_stops
 from torchgpipe.step import find_schedule
-from torchgpipe.structure import Arguments
+from torchgpipe.structure import Arguments, flatten_nested
 
 __all__ = ['Steps', 'check_alike', 'check_counts']
 
@@ -99,8 +99,10 @@ class Steps:
         workers = [('rank', place) for place in rank.places]
         found = find_schedule(schedule, workers, m).recomputing(stops)
         training = Training(rank.engine, start.batches, self._way(found, start.kind), losses,
-                            checkpoint_stops=stops, common=start.common, offload=model.offload)
+                            rank.replicas.precision.reduce_dtype, checkpoint_stops=stops,
+                            common=start.common, offload=model.offload)
         training.losses = losses.monitor
+        self._cast_output(training)
         whole: list[Tensor] = []
 
         def finish() -> Gradients:
@@ -147,8 +149,17 @@ class Steps:
 
     def _evaluation(self, start: _Start) -> Evaluation:
         found = _forward(len(self._model.balance), len(start.batches))
-        return Evaluation(self._rank.engine, start.batches, self._way(found, start.kind),
-                          common=start.common)
+        evaluation = Evaluation(self._rank.engine, start.batches, self._way(found, start.kind),
+                                common=start.common)
+        self._cast_output(evaluation)
+        return evaluation
+
+    def _cast_output(self, run: Run) -> None:
+        """Let the last layer give another type, as FSDP casts outputs of its root."""
+        dtype = self._rank.replicas.precision.output_dtype
+        if dtype is not None and self._rank.is_last:
+            run.wrap_last(lambda layers: lambda *args, **kwargs: _cast_value(
+                layers(*args, **kwargs), dtype))
 
     def _run(self, run: Run, finish: Callable[[], Gradients] = list) -> Gradients:
         """Run the cells of this rank, and return the gradients that are found in the end."""
@@ -196,6 +207,12 @@ class Steps:
             rule = fit_rule(model.batch_dim, input, model.children())
             cuts.append(cut(input, model.chunks, rule))
             batches, sizes, common = cuts[0]
+            precision = rank.replicas.precision
+            if precision.param_dtype is not None and precision.cast_forward_inputs:
+                cast: dict[int, Tensor] = {}  # What all share stays one.
+                batches[:] = [Batch(tuple([
+                    cast.setdefault(id(x), _cast(x, precision.param_dtype))
+                    for x in batch.tensors]), batch.kind) for batch in batches]
             counts[:] = counts_of(model.gather, batches) if gathers else []
             outlines = [[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in batch.tensors]
                         for batch in batches]
@@ -290,6 +307,15 @@ def _forward(stages: int, m: int) -> Schedule:
     """Return the forward of micro-batches as a schedule."""
     rows = make('gpipe', stages, m).rows
     return Schedule(tuple(tuple(each for each in row if each.kind == 'F') for row in rows))
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() else x
+
+
+def _cast_value(value: Any, dtype: torch.dtype) -> Any:
+    tensors, structure = flatten_nested(value)
+    return structure([_cast(x, dtype) for x in tensors])
 
 
 def _check_divisors(divisors: Sequence[tuple[float, float]]) -> None:

@@ -19,6 +19,7 @@ from torch.profiler import record_function
 from torchgpipe.distributed.messages import Header, Messages, outline
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
+from torchgpipe.engine.leaves import Leaves
 from torchgpipe.engine.memory import versions
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run, Skip
@@ -150,13 +151,15 @@ class Training(_OnRanks, Step):
         batches: The micro-batches; on ranks that do not have the first stage, empty ones.
         way: What this rank does, and its messages.
         loss: Returns what backward starts from.
+        dtype: In which gradients are added up: see :class:`~torchgpipe.engine.leaves.Leaves`.
         options: Those of :class:`~torchgpipe.engine.run.Run`.
     """
 
-    def __init__(self, engine: Engine, batches: list[Batch], way: Way, loss: Loss, **options: Any
-                 ) -> None:
+    def __init__(self, engine: Engine, batches: list[Batch], way: Way, loss: Loss,
+                 dtype: Any = None, **options: Any) -> None:
         own = tuple([each for each in way.row if isinstance(each, Action)])
         super().__init__(engine, batches, way, (own,), loss, **options)
+        self._leaves = Leaves(dtype)
         #: Micro-batch and both stages of what came with something that requires grad.
         self._learning: set[tuple[int, int, int]] = set()
         #: What has a gradient in the end, with that. Other ranks may have parts of it.

@@ -2,6 +2,7 @@
 
 It is read off the frames of the thread, by another one; so it costs the thread nothing.
 """
+import gc
 import sys
 from pathlib import Path
 from types import FrameType
@@ -49,7 +50,7 @@ def whereabouts(thread: int, layer: bool = False) -> Whereabouts:
         layer: Whether to look for the layer. It keeps what a frame has alive until that has ended,
             so it is for threads that are stuck.
     """
-    innermost = frame = sys._current_frames().get(thread)
+    innermost = frame = _frames().get(thread)
     waits, line, name = False, '', ''
     decided = False
     while frame is not None:
@@ -65,6 +66,21 @@ def whereabouts(thread: int, layer: bool = False) -> Whereabouts:
     if innermost is None:
         return Whereabouts(False, 'no line, as its thread has ended')
     return Whereabouts(waits, name + (line or _line(innermost)))
+
+
+def _frames() -> dict[int, FrameType]:
+    """Return the frame of each thread.
+
+    Before Python 3.12, a garbage collection may begin in this call, which holds a lock that a
+    thread needs to end. A finalizer that joins such a thread, as a watch does, would deadlock.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _line(frame: FrameType) -> str:

@@ -29,9 +29,14 @@ __all__ = ['Give', 'Leaves', 'edge_of', 'give', 'leaf_of']
 
 
 class Leaves:
-    """The leaves of one step."""
+    """The leaves of one step.
 
-    def __init__(self) -> None:
+    Args:
+        dtype: In which gradients of micro-batches are added up, if not in the parameter's.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
         self._leaves: dict[tuple[int, int], tuple[Tensor, nn.Parameter]] = {}
 
     def within(self, modules: Iterable[nn.Module], function: Callable[..., Any],
@@ -64,6 +69,8 @@ class Leaves:
                 leaf = Weight(data)
                 leaf.deferred = deferred
             leaf.__dict__.update(x.__dict__)
+            if self._dtype is not None:
+                leaf.grad_dtype = self._dtype
             self._leaves[key] = x, leaf
         return self._leaves[key][1]
 

@@ -151,7 +151,7 @@ def _finish(function: '_Linear | _Convolution', grad: Tensor, input: Tensor, lea
 
 def _add(leaf: Tensor, grad: Tensor) -> None:
     if leaf.grad is None:
-        leaf.grad = grad
+        leaf.grad = grad.to(leaf.grad_dtype)
     else:
         leaf.grad += grad
 

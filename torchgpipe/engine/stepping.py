@@ -151,7 +151,7 @@ class Step(Run):
             copies = {} if self._shared is None else self._shared.copies(partition.j)
             with partition.lock_alone:
                 self._layers[partition.j] = self._leaves.within(
-                    partition.layers.modules(), partition.layers, copies,
+                    partition.layers.modules(), self._layers[partition.j], copies,
                     self._deferred.get(partition.j))
         with self._loss_lock:
             self._loss = self._leaves.within(self._losses.modules, self._losses, {})

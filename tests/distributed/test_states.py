@@ -1,0 +1,135 @@
+"""What else belongs to a training, and optimizers that know names: saved, and loaded elsewhere."""
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+
+from tests.devices import cpu_only
+from tests.distributed.models import MODELS, batch
+from tests.shard.processes import run
+from torchgpipe import GPipe
+from torchgpipe.distributed import DistributedGPipe, init_mesh, load_checkpoint, save_checkpoint
+
+pytestmark = cpu_only('processes meet by gloo')
+
+
+class Loader:
+    """A loader that knows where it is."""
+
+    def __init__(self, at=0):
+        self.at = at
+
+    def state_dict(self):
+        """Return where it is."""
+        return {'at': self.at, 'order': torch.arange(3) + self.at}
+
+    def load_state_dict(self, state):
+        """Go there."""
+        self.at = state['at']
+
+
+def training(axes, data='replicate'):
+    """Return a model on a mesh with an optimizer by names and a scheduler; and its replica."""
+    with torch.device('meta'):
+        module = MODELS['perceptron']()
+    mesh = init_mesh(**axes)
+    model = DistributedGPipe(module, [4, 4], mesh=mesh, chunks=2, data=data)
+    optimizer = torch.optim.AdamW(model.named_parameters(), .1)
+    return model, optimizer, StepLR(optimizer, 1, .5), mesh.get_local_rank('data')
+
+
+def stepped(model, optimizer, scheduler, part):
+    """Take a step of a training; return the loss."""
+    optimizer.zero_grad()
+    loss = model.step(*map(part, batch(0, 4)), F.mse_loss)
+    optimizer.step()
+    scheduler.step()
+    return loss.item()
+
+
+def saved(folder, axes):
+    """Save after two steps, and return the loss of the third."""
+    model, optimizer, scheduler, replica = training(axes)
+    data = axes.get('data', 1)
+    def part(x): return x.chunk(data)[replica]  # noqa: E704
+    for _ in range(2):
+        stepped(model, optimizer, scheduler, part)
+    model.save(folder, optimizer, extra={
+        'scheduler': scheduler, 'step': 2, 'loader': Loader(7 + replica), 'none': None})
+    return stepped(model, optimizer, scheduler, part)
+
+
+def loaded(folder, axes, names):
+    """Load; return what was found, and the loss of the next step."""
+    model, optimizer, scheduler, replica = training(axes)
+    loader = Loader()
+    objects = {'scheduler': scheduler, 'loader': loader}
+    found = model.load(folder, optimizer, extra={name: objects[name] for name in names})
+    data = axes.get('data', 1)
+    loss = stepped(model, optimizer, scheduler, lambda x: x.chunk(data)[replica])
+    return found.get('step'), loader.at, scheduler.get_last_lr(), loss
+
+
+@pytest.mark.parametrize('axes', [{'pipe': 2}, {'data': 2}])
+def test_a_training_goes_on_with_all_that_belongs_to_it(tmp_path, axes):
+    losses = run(2, saved, tmp_path / 'c', axes)
+    found = run(2, loaded, tmp_path / 'c', axes, ['scheduler', 'loader'])
+    for rank, (step, at, rate, loss) in enumerate(found):
+        assert (step, rate) == (2, [.1 * .5 ** 3])
+        assert at == 7 + (rank if 'data' in axes else 0)
+        assert loss == pytest.approx(losses[0], rel=1e-12)
+
+
+def test_an_optimizer_by_names_goes_on_elsewhere(tmp_path):
+    """On the other mesh, and in one process, where groups have other names in them."""
+    loss, _ = run(2, saved, tmp_path / 'c', {'pipe': 2})
+    for step, _, _, again in run(2, loaded, tmp_path / 'c', {'data': 2}, ['scheduler']):
+        assert step == 2 and again == pytest.approx(loss, rel=1e-12)
+    model = GPipe(MODELS['perceptron'](), [8], devices=['cpu'], chunks=2)
+    optimizer = torch.optim.AdamW(model.named_parameters(), .1)
+    scheduler = StepLR(optimizer, 1, .5)
+    found = load_checkpoint(tmp_path / 'c', model, optimizer, {'scheduler': scheduler})
+    assert found['step'] == 2 and found['none'] is None and found['loader']['at'] == 7
+    assert stepped(model, optimizer, scheduler, lambda x: x) == pytest.approx(loss, rel=1e-12)
+    assert optimizer.param_groups[0]['param_names'] == [*dict(model.named_parameters())]
+
+
+def test_states_of_replicas_need_as_many_of_them(tmp_path):
+    run(2, saved, tmp_path / 'c', {'data': 2})
+    with pytest.raises(RuntimeError, match="extra 'loader' is another one for each of 2 replicas"):
+        run(1, loaded, tmp_path / 'c', {}, ['loader'])
+    assert run(1, loaded, tmp_path / 'c', {}, ['scheduler'])[0][:2] == (2, 0)
+
+
+def different():
+    """Save other values on ranks of one replica; and other names."""
+    model, *_ = training({'pipe': 2})
+    rank = torch.distributed.get_rank()
+    found = []
+    for extra in ({'a': rank}, {f'a{rank}': 1}, {'a.b': 1}):
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            model.save('nowhere', extra=extra)
+        found.append(str(caught.value))
+    return found
+
+
+def test_ranks_of_a_replica_save_the_same():
+    for values, names, dot in run(2, different):
+        assert "other values of extra 'a'" in values
+        assert 'the same names' in names
+        assert 'without a dot' in dot
+
+
+def test_one_process(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), .1)
+    scheduler = LambdaLR(optimizer, lambda step: .5 ** step)
+    optimizer.step()
+    scheduler.step()
+    save_checkpoint(tmp_path / 'c', model, optimizer, {'scheduler': scheduler, 'epoch': 3})
+    other = LambdaLR(torch.optim.SGD(model.parameters(), .1), lambda step: .5 ** step)
+    assert load_checkpoint(tmp_path / 'c', model, extra={'scheduler': other})['epoch'] == 3
+    assert other.last_epoch == 1
+    with pytest.raises(ValueError, match="no extra 'loader'; it has .'epoch', 'scheduler'"):
+        load_checkpoint(tmp_path / 'c', model, extra={'loader': Loader()})
