@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from tests.devices import DEVICES, devices, one_worker
+from tests.devices import DEVICES, cpu_only, devices, one_worker
 from tests.helpers import assert_same, call, gradients
 from tests.whole import first
 from torchgpipe import GPipe
@@ -318,6 +318,7 @@ def test_weights(devices, kind, make, tmp_path):
     assert_equal(gpipe, plain)
 
 
+@cpu_only('values are drawn on the CPU')
 @pytest.mark.parametrize('kind', KINDS[1:])
 def test_weights_in_a_folder(kind, tmp_path):
     plain = network()
@@ -326,6 +327,7 @@ def test_weights_in_a_folder(kind, tmp_path):
     assert_equal(GPipe(on_meta(), BALANCE, devices=['cpu'] * 3, weights=tmp_path), plain)
 
 
+@cpu_only('values are drawn on the CPU')
 def test_folders_without_one_file_of_weights(tmp_path):
     with pytest.raises(FileNotFoundError, match='has no weights'):
         GPipe(on_meta(), BALANCE, devices=['cpu'] * 3, weights=tmp_path)
@@ -351,6 +353,7 @@ def draw(module):
         nn.init.zeros_(module.bias)
 
 
+@cpu_only('values are drawn on the CPU')
 def test_values_of_a_constructor_are_not_replaced_silently():
     with torch.device('meta'):
         model = nn.Sequential(nn.Linear(4, 4), Narrow(4, 4))
@@ -370,6 +373,7 @@ class Scale(nn.Module):
         self.scale = nn.Parameter(torch.empty(3))
 
 
+@cpu_only('values are drawn on the CPU')
 def test_a_function_gives_what_no_reset_gives():
     def ones(module):
         if isinstance(module, Scale):
@@ -388,6 +392,7 @@ def test_a_function_gives_what_no_reset_gives():
     assert GPipe(nn.Sequential(Scale()), [1], devices=['cpu'], init=ones)[0].scale.eq(1).all()
 
 
+@cpu_only('values are drawn on the CPU')
 def test_a_seed_gives_each_layer_its_own_values():
     def made(n, seed):
         with torch.device('meta'):

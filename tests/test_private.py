@@ -72,7 +72,8 @@ def test_private_names_stand_in_one_file_but_for_attributes_that_all_of_pytorch_
     own = {*own_names()}
     found = {name for path in ROOT.rglob('*.py') if path.parent.name != 'private'
              for name in names_in(path)}
-    assert found - own - PYTHONS == {*ATTRIBUTES}
+    # Models of Transformers override `_init_weights`; it is documented.
+    assert found - own - PYTHONS - {'_init_weights'} == {*ATTRIBUTES}
 
 
 def test_the_page_names_all_that_is_looked_up():
