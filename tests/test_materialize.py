@@ -3,6 +3,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.helpers import assert_same, call, gradients
 from tests.whole import first
 from torchgpipe import GPipe
 from torchgpipe.balance.live import LiveTensors
+from torchgpipe.sequential import original_names, to_sequential
 from torchgpipe.skip import pop, skippable, stash
 
 
@@ -405,6 +407,80 @@ def test_a_seed_gives_each_layer_its_own_values():
     for name, x in one.items():
         assert torch.equal(x, two[name]) and not torch.equal(x, other[name])
     assert not torch.equal(one['0.weight'], one['1.weight'])
+
+
+@pytest.fixture
+def pretrained(monkeypatch):
+    """Return a class of models that initialize their modules, as those of Transformers do."""
+    class PreTrainedModel(nn.Module):
+        def _init_weights(self, module):
+            if isinstance(module, nn.Linear):
+                nn.init.constant_(module.weight, .25)
+                nn.init.zeros_(module.bias)
+
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.empty(4))
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.inner(x + self.table).relu()
+
+    class Model(PreTrainedModel):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.empty(4))
+            self.first, self.last = Table(), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.last(self.first(x) * self.scale)
+
+        def _init_weights(self, module):
+            super()._init_weights(module)
+            if isinstance(module, Table):
+                nn.init.constant_(module.table, 3.)
+                nn.init.constant_(module.inner.weight, .5)
+            if module.__class__ is Model:
+                nn.init.constant_(module.scale, 2.)
+
+    files = {'transformers.modeling_utils': [PreTrainedModel], 'models_of_a_test': [Table, Model]}
+    for name, classes in files.items():
+        module = ModuleType(name)
+        for each in classes:
+            each.__module__ = name
+            setattr(module, each.__name__, each)
+        monkeypatch.setitem(sys.modules, name, module)
+    return Model
+
+
+@cpu_only('values are drawn on the CPU')
+@pytest.mark.parametrize('grain', ['layer', 'operation'])
+def test_a_model_that_initializes_its_modules(pretrained, grain):
+    """Also modules that the conversion takes apart, by what they were in the model."""
+    with torch.device('meta'):
+        layers = to_sequential(pretrained(), torch.zeros(4, 4), grain=grain)
+    n = len(layers)
+    model = GPipe(layers, [1, n - 1], devices=['cpu'] * 2)
+    found = original_names(model.state_dict())
+    assert {name: {*x.flatten().tolist()} for name, x in found.items()} == {
+        'scale': {2.}, 'first.table': {3.}, 'first.inner.weight': {.5}, 'first.inner.bias': {0.},
+        'last.weight': {.25}, 'last.bias': {0.}}
+    assert not any('original' in layer.__dict__ for layer in model)
+
+
+@cpu_only('values are drawn on the CPU')
+def test_modules_without_the_model_that_initializes_them(pretrained):
+    with torch.device('meta'):
+        model = nn.Sequential(pretrained().first)
+    with pytest.raises(ValueError, match='nothing gives a value|other initial values'):
+        GPipe(model, [1], devices=['cpu'])
+    with torch.device('meta'):
+        whole = nn.Sequential(pretrained())
+    assert GPipe(whole, [1], devices=['cpu'])[0].first.table.eq(3).all()
+    with torch.device('meta'):
+        own = nn.Sequential(nn.Linear(2, 2))
+    GPipe(own, [1], devices=['cpu'])
 
 
 def test_weights_of_another_module():

@@ -286,7 +286,8 @@ def _is_of_transformers(name: str) -> bool:
     kind = getattr(sys.modules.get('transformers.modeling_utils'), 'PreTrainedModel', None)
     beside = vars(sys.modules.get(name, sys)).values()
     return kind is not None and any(
-        isinstance(each, type) and issubclass(each, kind) for each in beside)
+        isinstance(each, type) and issubclass(each, kind) and each.__module__ == name
+        for each in beside)
 
 
 def _loaded(loader: '_Loader | None', name: str, layer: nn.Module) -> list[Any]:
