@@ -478,8 +478,20 @@ def test_modules_without_the_model_that_initializes_them(pretrained):
     with torch.device('meta'):
         whole = nn.Sequential(pretrained())
     assert GPipe(whole, [1], devices=['cpu'])[0].first.table.eq(3).all()
+
+
+@cpu_only('values are drawn on the CPU')
+def test_modules_of_a_file_that_imports_such_a_model(pretrained, monkeypatch):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+    file = ModuleType('file_of_a_user')
+    Block.__module__, file.Model, file.Block = file.__name__, pretrained, Block
+    monkeypatch.setitem(sys.modules, file.__name__, file)
     with torch.device('meta'):
-        own = nn.Sequential(nn.Linear(2, 2))
+        own = nn.Sequential(Block())
     GPipe(own, [1], devices=['cpu'])
 
 
