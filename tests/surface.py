@@ -1079,6 +1079,14 @@ def errors_name_the_layer(setting):
 
 
 @promise
+def refuse_hooks_of_the_whole_model_in_an_evaluation(setting):
+    model = setting.make(layers())
+    model.register_forward_pre_hook(print)
+    with pytest.raises(RuntimeError, match='an evaluation does not call this model as a whole'):
+        model.evaluate(*map(setting.part, data()), F.mse_loss)
+
+
+@promise
 def refuse_hooks_of_the_whole_model_in_a_step(setting):
     model = setting.make(layers())
     handle = model.register_forward_hook(print)
@@ -1142,8 +1150,9 @@ def copies_follow_a_replaced_layer(setting):
     model = setting.make(copy.deepcopy(module))
     torch.manual_seed(5)
     module[2] = nn.Linear(4, 2, dtype=torch.float64)
+    torch.manual_seed(5 + setting.replica)  # Replicas get the values of the first one.
     if '2' in model._modules:
-        model.set_submodule('2', copy.deepcopy(module[2]))
+        model.set_submodule('2', nn.Linear(4, 2, dtype=torch.float64))
     new = copy.deepcopy(model)
     own = setting.part(data()[0])
     with torch.no_grad():

@@ -1,4 +1,5 @@
 """Models built on the meta device: their values, and how much of them is anywhere at a time."""
+import copy
 import json
 import subprocess
 import sys
@@ -181,8 +182,10 @@ def test_a_module_that_would_reset_what_has_a_value_is_not_asked(devices):
         scaled.norm.weight.fill_(3)
     torch.manual_seed(1)
     expected = nn.Linear(4, 4).weight
+    with pytest.raises(ValueError, match='init=lambda module: None keeps the values of reset_p'):
+        GPipe(nn.Sequential(copy.deepcopy(scaled)), [1], devices=devices(1))
     torch.manual_seed(1)
-    GPipe(nn.Sequential(scaled), [1], devices=devices(1))
+    GPipe(nn.Sequential(scaled), [1], devices=devices(1), init=lambda module: None)
     assert torch.equal(scaled.linear.weight.cpu(), expected)
     assert (scaled.norm.weight == 3).all()
 
@@ -375,6 +378,38 @@ class Scale(nn.Module):
         self.scale = nn.Parameter(torch.empty(3))
 
 
+def zeros():
+    """Return a layer with a parameter of zeros in place of its own."""
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(torch.zeros(4, 4))
+    return layer
+
+
+@cpu_only('values are drawn on the CPU')
+@pytest.mark.parametrize('make', [
+    zeros, lambda: copy.deepcopy(nn.Linear(4, 4)), lambda: nn.Linear(4, 4, device='cpu').to('meta'),
+    lambda: nn.Embedding.from_pretrained(torch.zeros(4, 4)),
+    lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, batch_first=True), 1)])
+def test_values_that_took_the_place_of_the_first_ones(make):
+    """On the meta device they are lost, and those of a reset would be others."""
+    with torch.device('meta'):
+        model = nn.Sequential(make())
+    with pytest.raises(ValueError, match='other initial values than the constructor'):
+        GPipe(model, [1], devices=['cpu'])
+
+
+@cpu_only('values are drawn on the CPU')
+def test_buffers_that_weights_leave_out_begin_at_zero():
+    """Batch normalization of older checkpoints has no number of mini-batches."""
+    state = nn.Sequential(nn.BatchNorm1d(400)).state_dict()
+    del state['0.num_batches_tracked']
+    kept = [torch.full((1,), -7 - k) for k in range(2000)]
+    del kept  # So memory that is not initialized has other values.
+    with torch.device('meta'):
+        model = nn.Sequential(nn.BatchNorm1d(400))
+    assert GPipe(model, [1], devices=['cpu'], weights=state)[0].num_batches_tracked == 0
+
+
 @cpu_only('values are drawn on the CPU')
 def test_a_function_gives_what_no_reset_gives():
     def ones(module):
@@ -467,6 +502,15 @@ def test_a_model_that_initializes_its_modules(pretrained, grain):
         'scale': {2.}, 'first.table': {3.}, 'first.inner.weight': {.5}, 'first.inner.bias': {0.},
         'last.weight': {.25}, 'last.bias': {0.}}
     assert not any('original' in layer.__dict__ for layer in model)
+
+
+@cpu_only('values are drawn on the CPU')
+def test_a_model_that_was_changed_after_it_initialized_its_modules(pretrained):
+    with torch.device('meta'):
+        model = nn.Sequential(pretrained())
+        nn.init.zeros_(model[0].last.weight)
+    with pytest.raises(ValueError, match="other initial values .* to '0.last.weight' of a Linear"):
+        GPipe(model, [1], devices=['cpu'])
 
 
 @cpu_only('values are drawn on the CPU')

@@ -23,9 +23,11 @@ values than the constructor, without an error. Three rules prevent that:
 2. Without one, ``_init_weights`` of the Transformers model that a module is in runs, which is how
    these models draw theirs. A converted model is dissolved, so its layers keep a copy of it on the
    meta device; the function sees that copy, with the tensors of one layer in their places.
-3. Otherwise, a tensor that the constructor has written to more often than the resets is refused:
-   PyTorch counts writes to tensors on the meta device as to any other. So is a module of
-   Transformers without its model.
+3. Otherwise, a tensor is refused that the constructor has not written to as often as the resets:
+   PyTorch counts writes to tensors on the meta device as to any other. More writes are other
+   values; fewer are a copy, or a parameter that took the place of the first one. So is a module of
+   Transformers without its model. (Writes to ``x.data`` are not counted, so they go unnoticed.)
+   With rule 2, tensors are refused that were written to after the model's constructor.
 """
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -128,7 +130,7 @@ def _give_values(name: str, layer: nn.Module, device: torch.device, loader: '_Lo
     forgotten, changed = plan.reset(more)
     if forgotten:
         raise _without_value(module, forgotten)
-    if changed and not more:
+    if changed and init is None:
         raise _other_values(module, changed)
     _move(slots, device, made)
     if loader is not None:
@@ -176,7 +178,8 @@ def _other_values(module: nn.Module, slots: list[Slot]) -> ValueError:
     return ValueError(
         'reset_parameters() would give other initial values than the constructor of the model '
         f'gives to {_listed(module, slots)}. Pass weights=…, or the function by which the model '
-        'initializes each of its modules: init=function')
+        'initializes each of its modules: init=function; init=lambda module: None keeps the '
+        'values of reset_parameters()')
 
 
 def _slots(module: nn.Module, recurse: bool = True) -> Iterator[Slot]:
@@ -189,8 +192,10 @@ def _slots(module: nn.Module, recurse: bool = True) -> Iterator[Slot]:
 def _allocate(slots: Iterable[Slot], device: torch.device) -> None:
     """Return memory to each place, also to several of one tensor, as constructors do."""
     for module, name, x in slots:
-        setattr(module, name, _like(x, torch.empty_strided(
-            x.size(), x.stride(), dtype=x.dtype, device=device)))
+        value = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
+        if not isinstance(x, nn.Parameter):
+            value.zero_()  # A module may leave out a buffer that weights do not have.
+        setattr(module, name, _like(x, value))
 
 
 def _move(slots: Iterable[Slot], device: torch.device, made: Made) -> None:
@@ -255,8 +260,8 @@ class _Plan:
         """Reset them when they have memory, and make more calls.
 
         Returns:
-            The tensors that were not written to; and those that the constructor has written to
-            more often than the resets: [Note: Values of the constructor].
+            The tensors that were not written to; and those to which the constructor has given
+            other values: [Note: Values of the constructor].
         """
         with unseen():
             # A copy on write has another address as soon as someone writes.
@@ -265,12 +270,15 @@ class _Plan:
         with CPU:
             for reset in self.resets:
                 reset()
-            changed = [slot for slot, was, version, _ in fresh
-                       if was._version - version < _writes(slot.tensor)]
-            changed += [slot for slot, *_ in fresh if id(slot.tensor) in self._foreign]
+            counts = [(slot, now._version - (version if now is was else 0), _writes(slot.tensor))
+                      for slot, was, version, _ in fresh
+                      if (now := getattr(slot.module, slot.name)) is not None]
             with torch.no_grad():
                 for each in more:
                     each()
+            changed = [slot for slot, resets, writes in counts
+                       if (0 < resets < writes if more else resets != writes)
+                       or not more and id(slot.tensor) in self._foreign]
         return [slot for slot, was, _, copy in fresh if getattr(slot.module, slot.name) is was
                 and data_address(was) == data_address(copy)], changed
 

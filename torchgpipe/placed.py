@@ -193,8 +193,7 @@ class Placed(nn.Module):
                                   if self.training else 'the model is in evaluation mode')
                                + '; call model(input) for outputs, or model.train() before')
         if any(hooks_of(self)):
-            raise RuntimeError('a step does not call this model as a whole, so it would leave out '
-                               'the hooks that are registered on it; register them on its layers')
+            raise _left_out('a step')
         if not self.balance:
             raise ValueError('a step takes at least one partition')
         if isinstance(schedule, str) and schedule == 'auto':
@@ -241,6 +240,8 @@ class Placed(nn.Module):
             ValueError: The target has other samples, or the loss is no scalar or known to be no
                 mean.
         """
+        if any(hooks_of(self)):
+            raise _left_out('an evaluation')
         if not self.balance:
             raise ValueError('an evaluation takes at least one partition')
         if target_dim is None:
@@ -402,6 +403,11 @@ class Placed(nn.Module):
         with still_shared(self):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
+
+
+def _left_out(what: str) -> RuntimeError:
+    return RuntimeError(f'{what} does not call this model as a whole, so it would leave out the '
+                        'hooks that are registered on it; register them on its layers')
 
 
 def _denied() -> TypeError:

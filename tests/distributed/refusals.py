@@ -67,7 +67,7 @@ def shared_statistics():
 def frozen_on_one():
     """Tie weights of two ranks, of which one is frozen."""
     module = nn.Sequential(nn.Linear(2, 2))
-    ties = Ties(module, [((0, '0.weight'), (1, '1.weight'))], [0, 1], None)
+    ties = Ties(module._modules, [((0, '0.weight'), (1, '1.weight'))], [0, 1], None)
     with patch.object(ties, '_sum', lambda x, *others: (x, 1, 1)):
         ties.together([])
 

@@ -1,4 +1,6 @@
 """What else belongs to a training, and optimizers that know names: saved, and loaded elsewhere."""
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -133,3 +135,62 @@ def test_one_process(tmp_path):
     assert other.last_epoch == 1
     with pytest.raises(ValueError, match="no extra 'loader'; it has .'epoch', 'scheduler'"):
         load_checkpoint(tmp_path / 'c', model, extra={'loader': Loader()})
+
+
+class Odd:
+    """Values that can not be compared as others are."""
+
+    def state_dict(self):
+        """Return them."""
+        return {'names': {f'name {k}' for k in range(50)}, 'nan': torch.tensor(float('nan'))}
+
+
+def odd(folder):
+    """Save values of any kind, from processes that hash strings in other ways."""
+    model, *_ = training({'data': 2})
+    model.save(folder, extra={'odd': Odd(), 'sparse': torch.eye(2).to_sparse()})
+    found = model.load(folder)
+    return found['odd']['names'] == Odd().state_dict()['names'], found['sparse'].is_sparse
+
+
+def test_values_of_any_kind(tmp_path):
+    assert run(2, odd, tmp_path / 'c') == [(True, True)] * 2
+
+
+def replaced(folder):
+    """Replace a layer by others on each replica; save, and copy, before a step."""
+    rank = torch.distributed.get_rank()
+    model = DistributedGPipe(nn.Sequential(nn.Linear(2, 2)), [1], mesh=init_mesh(data=2))
+    layer = nn.Linear(2, 2)
+    nn.init.constant_(layer.weight, 1. + rank)
+    model.set_submodule('0', layer)
+    model.save(folder)
+    model.set_submodule('0', nn.Linear(2, 2, bias=rank == 0))
+    with pytest.raises(RuntimeError, match='layers of other shapes'):
+        model.step(torch.ones(2, 2), torch.ones(2, 2), F.mse_loss)
+    model.load_state_dict(model.state_dict())
+    return layer.weight.sum().item()
+
+
+def test_a_replaced_layer_is_saved_with_the_values_of_the_first_replica(tmp_path):
+    assert run(2, replaced, tmp_path / 'c') == [4., 4.]
+    model = nn.Sequential(nn.Linear(2, 2))
+    load_checkpoint(tmp_path / 'c', model)
+    assert model[0].weight.eq(1).all()
+
+
+def pending():
+    """Copy a model within an accumulation; give the gradients of both after the last step."""
+    model = DistributedGPipe(nn.Sequential(nn.Linear(2, 2)), [1], mesh=init_mesh())
+    batch = torch.ones(2, 2), torch.zeros(2, 2)
+    with model.no_sync():
+        model.step(*batch, F.mse_loss)
+    new = copy.deepcopy(model)
+    for each in (model, new):
+        each.step(*batch, F.mse_loss)
+    return [each[0].bias.grad for each in (model, new)]
+
+
+def test_a_copy_has_the_gradients_that_wait():
+    (one, two), = run(1, pending)
+    torch.testing.assert_close(one, two)

@@ -30,7 +30,7 @@ def test_tied_weights_are_those_of_the_first_stage():
 def own_tie():
     """Give what a tie of stages of one rank does to a gradient: nothing."""
     layer = nn.Linear(2, 2)
-    ties = Ties(nn.Sequential(layer), [((0, '0.weight'), (1, '1.weight'))], [0, 0], None)
+    ties = Ties(nn.Sequential(layer)._modules, [((0, '0.weight'), (1, '1.weight'))], [0, 0], None)
     grad = torch.ones(2, 2)
     (_, found), = ties.together([(layer.weight, grad)])
     return found is grad and not ties.names

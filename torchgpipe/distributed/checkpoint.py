@@ -81,7 +81,7 @@ def save(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | No
     def read() -> Facts:
         _settle(rank)
         own.update(extra_bytes(extra or {}))
-        return Facts(settings=digest(path.name, wait))
+        return Facts(settings=digest(path.name, wait), replaced=rank.digest_of_replaced)
 
     def prepare() -> Facts:
         entries = _contents(model, optimizer, rank.ties.names, _place(rank), [rank.device],
@@ -91,7 +91,7 @@ def save(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | No
             make_way(path)
         return Facts()
 
-    rank.together('saving a checkpoint', read)
+    rank.spread_replaced(rank.together('saving a checkpoint', read))
     dist.all_gather_object(everywhere, (rank.data.rank, own), group)
     rank.together('saving a checkpoint', prepare)
     if not wait:

@@ -179,8 +179,8 @@ class DistributedGPipe(Placed):
     def apply(self, fn: Callable[[nn.Module], None]) -> 'DistributedGPipe':
         """Apply a function to all modules, as ``torch.nn.Module.apply``. All ranks call it.
 
-        Random numbers follow from ``(seed, layer)``, so that replicas get the same values. Values
-        of a layer that the function draws are the same on all meshes.
+        Random numbers follow from ``(seed, layer)``, so that replicas get the same values, and
+        layers the same on all meshes. A weight that ranks share gets the value of its first layer.
 
         Raises:
             RuntimeError: It draws values of parameters of which each rank has a part.
@@ -265,6 +265,7 @@ class DistributedGPipe(Placed):
             ValueError: The optimizer has other parameters.
             RuntimeError: A rank can not write its part.
         """
+        self.partitions  # Where a layer has been replaced, the rank follows.
         return checkpoints.save(self, self._rank, folder, optimizer, extra, wait)
 
     @watched('loading')

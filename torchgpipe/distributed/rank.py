@@ -14,7 +14,7 @@ from torchgpipe.devices import is_cpu, rng_states, set_rng_states
 from torchgpipe.distributed.layers import check_statistics, fill, shared_in, ties_of
 from torchgpipe.distributed.mesh import alike, axis_of, device_of, whole_group
 from torchgpipe.distributed.replicas import Replicas, take_first
-from torchgpipe.distributed.start import Facts, together
+from torchgpipe.distributed.start import Facts, digest, together
 from torchgpipe.distributed.tensor import split_layer, tie_again
 from torchgpipe.distributed.ties import Ties
 from torchgpipe.engine.cell import Sequential
@@ -168,9 +168,12 @@ class Rank:
             raise TypeError("parameters that are spread over replicas (data='shard') can not be "
                             'copied with their model: save(folder), and load it into another one')
         new = copy(self)
-        new.made, new.replaced, new.saving = made, [], None
+        new.made, new.replaced, new.saving = made, [*self.replaced], None
         new.partitions = [Sequential() for _ in new.partitions]
         new._assemble()
+        pending = self.replicas.pending
+        new.replicas.pending = {id(own): pending[id(x)].clone() for x, own in zip(
+            self.replicas.parameters(), new.replicas.parameters()) if id(x) in pending}
         return new
 
     def replace(self, layers: Mapping[str, Any]) -> None:
@@ -196,6 +199,13 @@ class Rank:
         self.replicas.syncs, self.replicas.pending = syncs, pending
         self.replaced += layers
 
+    @property
+    def digest_of_replaced(self) -> int:
+        """A digest of the layers that were replaced since the last step."""
+        return digest([(name, [(key, x.shape, x.dtype)
+                               for key, x in self.made[name].state_dict().items()])
+                       for name in self.replaced]) if self.replaced else 0
+
     def spread_replaced(self, said: Mapping[int, Facts]) -> None:
         """Give replaced layers the values of the first replica, once all ranks know of them.
 
@@ -205,8 +215,8 @@ class Rank:
         for ranks in self.at_place:
             if len({said[each].replaced for each in ranks}) > 1:
                 raise RuntimeError(f'of ranks {sorted(ranks)}, which have the same layers, some '
-                                   'have replaced others than the rest; replace a layer on all '
-                                   'of them')
+                                   'have replaced others than the rest, or by layers of other '
+                                   'shapes; replace a layer on all of them, by the same one')
         for name in self.replaced:
             take_first(self.made[name], self.data)
         self.replaced = []

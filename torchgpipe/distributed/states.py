@@ -235,10 +235,12 @@ def extra_entries(everywhere: Sequence[tuple[int, Mapping[str, bytes]]], replica
     for key in first[replica]:
         values = {number: _read(each[key]) for number, each in first.items()}
         for number, each in everywhere:
-            if not _is_equal(_read(each[key]), values[number]):
+            if each[key] != first[number][key] and not _is_equal(
+                    _read(each[key]), values[number]):
                 raise ValueError(f'ranks of replica {number} have other values of extra {key!r}, '
                                  'but one of them is saved: give all the same')
-        same = all(_is_equal(value, values[0]) for value in values.values())
+        same = all(each[key] == first[0][key] or _is_equal(values[number], values[0])
+                   for number, each in first.items())
         found['all' if same else f'{len(first)}.{replica}', key] = first[0 if same else replica]
     return {f'{place}.{key}': torch.frombuffer(bytearray(each[key]), dtype=torch.uint8)
             for (place, key), each in found.items()}
@@ -253,7 +255,9 @@ def _is_equal(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
-        return torch.equal(a, b)
+        return a.layout is b.layout is torch.strided and torch.equal(a, b)
+    if isinstance(a, (set, frozenset)):  # Each process has its own order.
+        return bool(a == b)
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(_is_equal(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):

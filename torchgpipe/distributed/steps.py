@@ -195,8 +195,7 @@ class Steps:
             modes = [(each.training, *(x.requires_grad for x in each.parameters(recurse=False)))
                      for each in model.modules()]
             settings, looks = digest(what, text, rank.replicas.syncs), digest(modes, autocast)
-            facts = Facts(settings=settings, digest=looks,
-                          replaced=rank.replaced and digest(rank.replaced) or 0)
+            facts = Facts(settings=settings, digest=looks, replaced=rank.digest_of_replaced)
             if not rank.is_first or what == 'evaluation' and input is None:
                 if rank.is_first and model.training:
                     raise ValueError('a replica without samples takes part in an evaluation in '
