@@ -387,7 +387,8 @@ def zeros():
 
 @cpu_only('values are drawn on the CPU')
 @pytest.mark.parametrize('make', [
-    zeros, lambda: copy.deepcopy(nn.Linear(4, 4)), lambda: nn.Linear(4, 4, device='cpu').to('meta'),
+    zeros, lambda: copy.deepcopy(nn.Linear(4, 4)),
+    lambda: nn.Linear(4, 4, device='cpu').to('meta'),
     lambda: nn.Embedding.from_pretrained(torch.zeros(4, 4)),
     lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, batch_first=True), 1)])
 def test_values_that_took_the_place_of_the_first_ones(make):
