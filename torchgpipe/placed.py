@@ -124,8 +124,9 @@ class Placed(nn.Module):
             **kwargs: The keyword arguments of the first layer.
 
         Returns:
-            The output of the last layer, of the same nesting, on the last device. Over processes:
-            the output of this replica, without a graph; ``None`` on ranks without the last stage.
+            The output of the last layer, of the same nesting, on the last device. Over processes,
+            the output of this replica, without a graph, and ``None`` on ranks without the last
+            stage.
 
         Raises:
             TypeError: The input or the output of a partition has another type, or the first layer
@@ -233,8 +234,8 @@ class Placed(nn.Module):
                 output of a micro-batch is freed when its loss is known.
 
         Returns:
-            A pair: the loss of the mini-batch, on all ranks; and its divisor, for example the
-            number of samples or of labels, as a float. With ``return_output``, a triple.
+            The loss of the mini-batch, on all ranks, and its divisor, for example the number of
+            samples or of labels, as a float. With ``return_output``, the output as well.
 
         Raises:
             ValueError: The target has other samples, or the loss is no scalar or known to be no
