@@ -538,6 +538,8 @@ def test_modules_of_a_file_that_imports_such_a_model(pretrained, monkeypatch):
     with torch.device('meta'):
         own = nn.Sequential(Block())
     GPipe(own, [1], devices=['cpu'])
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
+    GPipe(nn.Sequential(scripted), [1], devices=['cpu'])
 
 
 def test_weights_of_another_module():

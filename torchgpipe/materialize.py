@@ -145,13 +145,16 @@ def _pretrained(layer: nn.Module) -> Iterator[Callable[[], Any]]:
     whole = layer.original if isinstance(layer, NamedLayer) else layer
     if whole is None:
         return
-    root = with_part(whole, layer)
+    wholes = dict(whole.named_modules(remove_duplicate=False))
+    if not any(isinstance(each, kind) for each in wholes.values()):
+        return
+    modules = dict(with_part(whole, layer).named_modules(remove_duplicate=False))
     for path in [*_paths_first(layer), '']:
         atoms = path.split('.') if path else []
-        above = [whole.get_submodule('.'.join(atoms[:k])) for k in range(len(atoms) + 1)]
+        above = [wholes['.'.join(atoms[:k])] for k in range(len(atoms) + 1)]
         owner = next((each for each in reversed(above) if isinstance(each, kind)), None)
         if owner is not None:
-            yield partial(owner._init_weights, root.get_submodule(path))
+            yield partial(owner._init_weights, modules[path])
 
 
 def _paths_first(module: nn.Module) -> list[str]:
