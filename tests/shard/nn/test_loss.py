@@ -383,8 +383,9 @@ def as_module():
     assert loss == parallel_cross_entropy(sharded(logits), target, reduction='sum')
     # Logits without a tag are whole, and so are those of PyTorch.
     for given, dim in ((logits, None), (logits[None], None)):
-        assert module(given, target.expand(given.shape[:-1])) == F.cross_entropy(
-            logits, target, weights(7), **options)
+        # Kernels of PyTorch's may add up in another order, depending on the CPU.
+        torch.testing.assert_close(module(given, target.expand(given.shape[:-1])), F.cross_entropy(
+            logits, target, weights(7), **options))
 
 
 def test_the_module_and_whole_logits():
