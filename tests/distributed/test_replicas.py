@@ -217,7 +217,8 @@ def mixed(axes, precision, chunks):
         types.append(output.dtype)
         return F.mse_loss(output, target)
 
-    loss, output = model.step(x, target, loss_fn, return_output=True)
+    loss, output = model.step(x, target, loss_fn, return_output=True,
+                              schedule='zb-h1' if pipe > 1 else '1f1b')
     types += [each for layer in model if isinstance(layer, Seen) for each in layer.seen]
     grads = {name: full(x.grad) for name, x in model.named_parameters()}
     return types, loss, grads, output, model.evaluate(x, target, F.mse_loss)[0]

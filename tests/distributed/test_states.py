@@ -138,23 +138,32 @@ def test_one_process(tmp_path):
 
 
 class Odd:
-    """Values that can not be compared as others are."""
+    """Values that can not be compared as others are; a set in the order of its making."""
+
+    def __init__(self, order):
+        self.numbers = set()
+        for k in order:
+            self.numbers.add(k)
 
     def state_dict(self):
         """Return them."""
-        return {'names': {f'name {k}' for k in range(50)}, 'nan': torch.tensor(float('nan'))}
+        return {'numbers': self.numbers}
 
 
 def odd(folder):
-    """Save values of any kind, from processes that hash strings in other ways."""
+    """Save values of any kind, which are the same on both replicas."""
     model, *_ = training({'data': 2})
-    model.save(folder, extra={'odd': Odd(), 'sparse': torch.eye(2).to_sparse()})
-    found = model.load(folder)
-    return found['odd']['names'] == Odd().state_dict()['names'], found['sparse'].is_sparse
+    order = (0, 8) if torch.distributed.get_rank() else (8, 0)
+    model.save(folder, extra={'odd': Odd(order), 'nan': torch.tensor(float('nan')),
+                              'sparse': torch.eye(2).to_sparse()})
 
 
 def test_values_of_any_kind(tmp_path):
-    assert run(2, odd, tmp_path / 'c') == [(True, True)] * 2
+    """One process finds them, since they belong to no replica."""
+    assert [*Odd((0, 8)).numbers] != [*Odd((8, 0)).numbers]
+    run(2, odd, tmp_path / 'c')
+    found = load_checkpoint(tmp_path / 'c', MODELS['perceptron']())
+    assert found['odd']['numbers'] == {0, 8} and found['nan'].isnan() and found['sparse'].is_sparse
 
 
 def replaced(folder):
@@ -165,7 +174,7 @@ def replaced(folder):
     nn.init.constant_(layer.weight, 1. + rank)
     model.set_submodule('0', layer)
     model.save(folder)
-    model.set_submodule('0', nn.Linear(2, 2, bias=rank == 0))
+    model.set_submodule('0', nn.Linear(2, 2 + rank))
     with pytest.raises(RuntimeError, match='layers of other shapes'):
         model.step(torch.ones(2, 2), torch.ones(2, 2), F.mse_loss)
     model.load_state_dict(model.state_dict())
