@@ -118,7 +118,7 @@ def same(found, expected):
 
 
 def same_grads(model, module):
-    """Compare the gradients that this rank has with those of the module."""
+    """Compare the gradients on this rank with the gradients of the module."""
     expected = dict(module.named_parameters(remove_duplicate=False))
     own = dict(model.named_parameters())
     assert own.keys() <= expected.keys()
@@ -129,7 +129,7 @@ def same_grads(model, module):
 
 
 def same_step(setting, module, input, target, loss_fn, batch_loss=None, args=(), **options):
-    """Take a step, and compare the loss and the gradients with those of the module."""
+    """Take a step, and compare the loss and the gradients with the module."""
     model = setting.make(copy.deepcopy(module), *args)
     loss = (batch_loss or loss_fn)(module(input), target)
     loss.backward()
@@ -140,7 +140,7 @@ def same_step(setting, module, input, target, loss_fn, batch_loss=None, args=(),
 
 
 def same_call(setting, model, output, *args, **kwargs):
-    """Compare an output with that of the module, of the samples of this replica."""
+    """Compare an output with the expected one, of the samples of this replica."""
     with torch.no_grad():
         found = model(*args, **kwargs)
     if setting.is_last:
@@ -533,7 +533,7 @@ def weights_from_a_mapping(setting):
 
 
 class Reversed(nn.Module):
-    """A layer whose weight is that of another one."""
+    """A layer that shares the weight of another one."""
 
     def __init__(self, weight):
         super().__init__()
@@ -636,7 +636,6 @@ def refuse_values_that_are_not_of_the_constructor(setting):
     else:
         with pytest.raises(RuntimeError):
             setting.make(module)
-            setting.make(layers())
 
 
 @promise
@@ -1166,7 +1165,7 @@ def pickle_a_model(setting):
 
 
 class Counted:
-    """A backend that counts what it compiles."""
+    """A backend that counts the graphs it compiles."""
 
     def __init__(self):
         self.graphs = 0
@@ -1186,7 +1185,7 @@ def compile_partitions(setting):
         x.chunk(2)[setting.replica], y.chunk(2)[setting.replica])
     partitions = len([each for each in model.partitions if len(each)])
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore')  # Dynamo looks at gradients of what is no leaf.
+        warnings.simplefilter('ignore')  # Dynamo reads gradients of tensors that are no leaves.
         model.step(x, y, F.mse_loss)
         assert backend.graphs >= partitions
         graphs = backend.graphs

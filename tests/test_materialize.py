@@ -392,7 +392,7 @@ def zeros():
     lambda: nn.Embedding.from_pretrained(torch.zeros(4, 4)),
     lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, batch_first=True), 1)])
 def test_values_that_took_the_place_of_the_first_ones(make):
-    """On the meta device they are lost, and those of a reset would be others."""
+    """On the meta device they are lost, and a reset would give others."""
     with torch.device('meta'):
         model = nn.Sequential(make())
     with pytest.raises(ValueError, match='other initial values than the constructor'):
@@ -447,7 +447,7 @@ def test_a_seed_gives_each_layer_its_own_values():
 
 @pytest.fixture
 def pretrained(monkeypatch):
-    """Return a class of models that initialize their modules, as those of Transformers do."""
+    """Return a class of models that initialize their modules, like Transformers models."""
     class PreTrainedModel(nn.Module):
         def _init_weights(self, module):
             if isinstance(module, nn.Linear):
@@ -493,7 +493,7 @@ def pretrained(monkeypatch):
 @cpu_only('values are drawn on the CPU')
 @pytest.mark.parametrize('grain', ['layer', 'operation'])
 def test_a_model_that_initializes_its_modules(pretrained, grain):
-    """Also modules that the conversion takes apart, by what they were in the model."""
+    """Also modules that the conversion takes apart, by their classes in the model."""
     with torch.device('meta'):
         layers = to_sequential(pretrained(), torch.zeros(4, 4), grain=grain)
     n = len(layers)

@@ -14,7 +14,7 @@ pytestmark = cpu_only('processes meet by gloo')
 
 
 def kept(name):
-    """Return what is raised by each promise in a setting, by its name; nothing where it holds."""
+    """Return the error of each promise that a setting breaks, by its name."""
     setting, found = Setting(name), {}
     for each, promise in PROMISES.items():
         if reason(each, name) is None and each not in ERRORS:

@@ -74,12 +74,12 @@ class GPipe(Placed):
             safetensors (``….safetensors``, ``….safetensors.index.json``); or a folder of them, as
             ``save_pretrained`` of Transformers writes it. They are read layer by
             layer. Without them, a module on the meta device gets initial values layer by layer:
-            those of its constructor, by ``reset_parameters()`` of the modules in it, and by
+            the values of its constructor, by ``reset_parameters()`` of the modules in it, and by
             ``_init_weights`` of a Transformers model.
         init: ``init(module)`` initializes a module. It is called for all modules of each layer,
             the modules within a module first, as by ``module.apply(init)``. A model on the meta
             device needs it where its constructor initializes in another way than the above.
-        seed: Where random initial values come from: layer ``i`` gets those of ``(seed, i)``, as in
+        seed: The seed of initial values: layer ``i`` draws its values from ``(seed, i)``, as in
             a :class:`~torchgpipe.distributed.DistributedGPipe` of that seed. By default they are
             drawn from the generator of the CPU.
         offload: Whether the inputs of partitions that checkpointing keeps wait for backward in

@@ -58,7 +58,7 @@ class Losses:
         #: What the loss of each micro-batch counts.
         self.counts, self._whole = _counted(
             known, [batch.value for batch in self._leaves], sizes, normalizer)
-        #: What this process counts of the mini-batch, and after :meth:`count_in` the count of all
+        #: The count of the mini-batch in this process, and after :meth:`count_in` in all
         #: processes; ``None`` where the loss is over a number.
         self.counted = None if self._whole else sum(self.counts)
         if alone and self.counted is not None:
@@ -123,7 +123,7 @@ class Losses:
 
     @property
     def count(self) -> float:
-        """What the loss of the mini-batch is divided by."""
+        """The divisor of the loss of the mini-batch."""
         return self._whole if self.counted is None else self.counted
 
     def total(self, trains: bool = True) -> Tensor:
@@ -191,7 +191,7 @@ def with_counts(rule: Any, counts: Iterator[Any]) -> Any:
 
     Args:
         rule: The rule. A part of the output is a mean over the counts of its function.
-        counts: What :func:`counts_of` has found.
+        counts: The results of :func:`counts_of`.
     """
     if isinstance(rule, Mapping):
         return {key: with_counts(each, counts) for key, each in rule.items()}

@@ -234,7 +234,7 @@ class _Plan:
             id(slot.tensor) in made or
             id(slot.tensor) in self._loaded and is_plain(slot.tensor))]
         self._ids = {id(slot.tensor) for slot in self.needed}
-        #: What belongs to a Transformers model, which is not there to initialize it.
+        #: Tensors of modules of a Transformers model, without the model that initializes them.
         self._foreign = {id(slot.tensor) for part in layer.modules()
                          if self.needed and _is_of_transformers(type(part).__module__)
                          for slot in _slots(part)}

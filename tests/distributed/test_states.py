@@ -1,4 +1,4 @@
-"""What else belongs to a training, and optimizers that know names: saved, and loaded elsewhere."""
+"""Further state of a training, and optimizers with names: saved, and loaded elsewhere."""
 import copy
 
 import pytest
@@ -63,7 +63,7 @@ def saved(folder, axes):
 
 
 def loaded(folder, axes, names):
-    """Load; return what was found, and the loss of the next step."""
+    """Load; return the extra state, and the loss of the next step."""
     model, optimizer, scheduler, replica = training(axes)
     loader = Loader()
     objects = {'scheduler': scheduler, 'loader': loader}
@@ -138,7 +138,7 @@ def test_one_process(tmp_path):
 
 
 class Odd:
-    """Values that can not be compared as others are; a set in the order of its making."""
+    """A set, whose elements are in the order in which they were added."""
 
     def __init__(self, order):
         self.numbers = set()

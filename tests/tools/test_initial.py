@@ -1,4 +1,4 @@
-"""Initial values of Transformers models on the meta device: those of their constructors."""
+"""Initial values of Transformers models on the meta device, compared with constructors."""
 import pytest
 import torch
 

@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / 'docs/guide/pretraining.md'
 
 
 def trained(folder, data, pipe, steps):
-    """Run the script on a mesh; return what it prints."""
+    """Run the script on a mesh; return its output."""
     ranks = data * pipe
     launch = ['-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(ranks)]
     found = subprocess.run(

@@ -117,7 +117,7 @@ def _part(weights: Weights | None, skeleton: nn.Sequential, own: Iterable[str]
     source, others = open_weights(weights), {*skeleton._modules} - {*own}
     names = {key: key for key in source}
     to_own_names(names, '', skeleton._modules)
-    # A tensor with several names needs one of them only, which may be that of another rank.
+    # A tensor with several names needs one of them only, which may be on another rank.
     shared: dict[int, list[str]] = {}
     for full, _, x in named_slots(skeleton):
         shared.setdefault(id(x), []).append(full)

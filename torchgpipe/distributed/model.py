@@ -135,7 +135,7 @@ class DistributedGPipe(Placed):
             self._take(rank, skeleton._modules, skeleton.training)
 
     def _take(self, rank: Rank, names: Iterable[str], training: bool) -> None:
-        """Take what a rank has made."""
+        """Take the layers of a rank."""
         self.devices = [rank.device] * len(self.balance)
         self._rank, self._engine = rank, rank.engine
         self._steps = Steps(rank, self, self._watch.at)
@@ -153,7 +153,7 @@ class DistributedGPipe(Placed):
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError('a DistributedGPipe has processes around it, so it can not be pickled: '
+        raise TypeError('a DistributedGPipe has processes around it, so it cannot be pickled: '
                         'save(folder), or torch.save(model.state_dict(), path) on each rank')
 
     def _replace(self, layers: 'OrderedDict[str, Any]', partitions: nn.ModuleList) -> None:
@@ -252,7 +252,7 @@ class DistributedGPipe(Placed):
         Args:
             folder: What it takes the place of; on a file system that ranks share.
             optimizer: That of this rank's parameters.
-            extra: What else belongs to the training, by names: objects with ``state_dict()``,
+            extra: Further state of the training, by names: objects with ``state_dict()``,
                 such as a scheduler or a data loader, and plain values. If it differs between
                 replicas, each has its own.
             wait: Otherwise all is copied to the host, and written while training goes on.

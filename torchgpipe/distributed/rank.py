@@ -46,7 +46,7 @@ class Rank:
         ranks: The rank of each stage in this replica, among all processes.
         own: The stages of this rank.
         made: Its layers, by name.
-        partitions: The layers of each stage; none in those of other ranks.
+        partitions: The layers of each stage; stages of other ranks are empty.
         engine: What runs them; it has all stages, those of other ranks without layers.
         skips: The pairs of stages between which skips go.
         at_place: Of each rank along the pipe axis, all ranks that have the same stages.
@@ -108,7 +108,7 @@ class Rank:
             init: Gives each module its initial values.
             plan: How layers are split along the tensor axis.
             data: What ranks along the data axis do with parameters.
-            policies: Those of FSDP2 that are given.
+            policies: The policies of FSDP2.
         """
         stages, own = self._stages, self.own
         check_statistics(skeleton, stages, self.ranks)
@@ -191,7 +191,7 @@ class Rank:
             if self.replicas.shards or self.tensor.mesh is not None or name in tied \
                     or _skips_of(layer) != _skips_of(self.made[name]):
                 raise ValueError(f"layer '{name}' has parameters or skips that other ranks share "
-                                 'or have parts of, so it can not be replaced on one of them: '
+                                 'or have parts of, so it cannot be replaced on one of them: '
                                  'replace it in the module, and make the model of that')
             self.made[name] = layer.to(self.device)
         syncs, pending = self.replicas.syncs, self.replicas.pending
@@ -235,7 +235,7 @@ class Rank:
             if parts and drew():
                 raise RuntimeError(
                     f"apply has drawn random numbers for layer '{name}', of which ranks have "
-                    'parts, so that they would not be those of one process; give the model the '
+                    'parts, so they would differ from one process; give the model the '
                     'function when it is made: init=function')
         self.ties.spread()
 

@@ -43,7 +43,7 @@ class Facts(NamedTuple):
 def digest(*values: object) -> int:
     """Return a number that is the same for values that are written in the same way.
 
-    Addresses, such as those of functions, do not count.
+    Addresses in them, for example of functions, do not count.
     """
     return zlib.crc32(re.sub(' at 0x[0-9a-f]+', '', repr(values)).encode())
 

@@ -6,7 +6,7 @@
     optimizer.state.0.weight.exp_avg              what the optimizer keeps of one
     optimizer.param_groups.0.weight.lr            and the options that it has for it
     random.1x2x1.0.cpu                            generators, by mesh and rank
-    extra.all.step                                what else belongs to a training: of all ranks,
+    extra.all.step                                further state of a training: of all ranks,
     extra.2.1.loader                              or of the second one of two replicas
 
 Those of the optimizer are what ``StateDictOptions(flatten_optimizer_state_dict=True)`` makes of
@@ -47,7 +47,7 @@ class Index(NamedTuple):
         states: For each parameter, what the optimizer keeps of it.
         groups: For each parameter, the options that the optimizer has for it.
         random: The generators.
-        extra: What else belongs to a training, each with its number of bytes.
+        extra: Further state of the training, each with its number of bytes.
     """
 
     model: Shapes
@@ -196,8 +196,8 @@ def options_of(optimizer: Optimizer) -> list[str]:
     return sorted({key for group in optimizer.param_groups for key in group} - {*_OF_GROUPS})
 
 
-# --- what else belongs to a training
-# ----------------------------------------------------------------------
+# --- further state of a training
+# --------------------------------------------------------------------------
 
 
 def extra_bytes(extra: Mapping[str, Any]) -> dict[str, bytes]:
@@ -218,7 +218,7 @@ def extra_bytes(extra: Mapping[str, Any]) -> dict[str, bytes]:
 
 def extra_entries(everywhere: Sequence[tuple[int, Mapping[str, bytes]]], replica: int
                   ) -> dict[str, Tensor]:
-    """Return the entries of what else belongs to a training.
+    """Return the entries of the further state of a training.
 
     Args:
         everywhere: For each rank, the number of its replica and its bytes.
@@ -251,7 +251,7 @@ def _read(value: bytes) -> Any:
 
 
 def _is_equal(a: Any, b: Any) -> bool:
-    """Return whether two values are the same; those that can not be compared are not."""
+    """Return whether two values are equal; values without a comparison are not."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
@@ -267,7 +267,7 @@ def _is_equal(a: Any, b: Any) -> bool:
 
 def extra_forms(saved: Index, data: int, replica: int, asked: Mapping[str, Any]
                 ) -> dict[str, Tensor]:
-    """Return what the extra entries of a checkpoint are read into.
+    """Return the tensors to read the extra entries of a checkpoint into.
 
     Args:
         saved: The checkpoint.

@@ -53,7 +53,7 @@ class _Start(NamedTuple):
         sizes: Their numbers of samples.
         common: Which of their tensors all share.
         kind: What the step is like; messages of one kind have the same headers.
-        counts: What functions of ``gather`` count, on ranks with the first stage.
+        counts: The counts of functions of ``gather``, on ranks with the first stage.
     """
 
     batches: list[Batch]
@@ -208,7 +208,7 @@ class Steps:
             batches, sizes, common = cuts[0]
             precision = rank.replicas.precision
             if precision.param_dtype is not None and precision.cast_forward_inputs:
-                cast: dict[int, Tensor] = {}  # What all share stays one.
+                cast: dict[int, Tensor] = {}  # A shared tensor stays one.
                 batches[:] = [Batch(tuple([
                     cast.setdefault(id(x), _cast(x, precision.param_dtype))
                     for x in batch.tensors]), batch.kind) for batch in batches]
@@ -287,7 +287,7 @@ class Steps:
         """Return the output on ranks that have it."""
         rank, model, counts = self._rank, self._model, [start.counts]
         if count_functions(model.gather) and rank.places[0] != rank.places[-1]:
-            # What the output is a mean over is counted in the input, which is on another rank.
+            # Functions count in the input, which is on another rank.
             dist.broadcast_object_list(counts, rank.ranks[0], rank.pipe.group, rank.device)
         if not rank.is_last:
             return None
