@@ -150,7 +150,8 @@ class Features:
     def built_on_the_meta_device(self):
         with torch.device('meta'):
             model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
-        assert self.gpipe(model, (1, 1))[0].weight.std() > 0
+        gpipe = self.package.GPipe(model, [1, 1], devices=['cpu', 'cpu'])
+        assert gpipe[0].weight.std() > 0
 
     def converted(self):
         from torchgpipe.sequential import to_sequential
