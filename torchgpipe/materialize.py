@@ -182,7 +182,7 @@ def _other_values(module: nn.Module, slots: list[Slot]) -> ValueError:
         'reset_parameters() would give other initial values than the constructor of the model '
         f'gives to {_listed(module, slots)}. Pass weights=…, or the function by which the model '
         'initializes each of its modules: init=function; init=lambda module: None keeps the '
-        'values of reset_parameters(). (A deep copy of a model on the meta device is refused, too: '
+        'values of reset_parameters(). (A deep copy of a model on the meta device is refused: '
         'it does not tell how the constructor made its tensors.)')
 
 

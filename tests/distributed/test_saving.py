@@ -180,7 +180,7 @@ def test_folders_that_are_no_checkpoints(tmp_path):
                         r'are some at .*/1', nowhere)
         assert '.saving' not in nowhere
         assert re.match(r"RuntimeError: saving a checkpoint failed on ranks \[0\]: RuntimeError: "
-                        r'__1_0.distcp of another rank is not in .*/0.own/model.saving', apart)
+                        r'rank 1 writes to another .*/0.own/model.saving', apart)
         assert 'empty is no checkpoint: it has no .metadata, which is written last' in empty
         assert re.match(r'ValueError: .*/broken/.metadata can not be read', broken)
         assert 'other settings on rank 1' in other
@@ -225,7 +225,8 @@ def test_other_models(tmp_path):
             r"ValueError: .* of another type: it has .*'betas'.*, but this one .*'momentum'",
             r"ValueError: .* of other parameters: the optimizer does not have '0.up.bias'",
             'ValueError: the checkpoint was saved without an optimizer',
-            r'RuntimeError: loading a checkpoint failed on ranks \[.*FileNotFoundError',
+            r'(ValueError: the checkpoint is damaged: .*/lost/__0_0.distcp is missing|'
+            r'RuntimeError: loading, .* as rank . .*__0_0.distcp is missing)',
             r'ValueError: 2 parameters of the optimizer are not in the model, with shapes']
         assert len(found) == len(expected)
         for text, pattern in zip(found, expected):

@@ -3,9 +3,9 @@
 Each rank writes and reads what it has, under the names of the whole model. What several ranks have
 is written by one of them. It is ``torch.distributed.checkpoint`` that does it.
 """
+import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.optim import Optimizer
 
-from torchgpipe.distributed.folders import Folder, Writer, make_way, opened, resolved
+from torchgpipe.distributed.folders import Folder, Writer, check_files, make_way, opened, resolved
 from torchgpipe.distributed.matching import check_model, check_optimizer
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.distributed.start import Facts, digest
-from torchgpipe.distributed.states import (Index, extra_bytes, extra_entries, extra_forms, index,
-                                           load_extra, load_optimizer, names_of, optimizer_entries,
-                                           optimizer_forms, options_of, random_entries,
-                                           restore_random, shapes)
+from torchgpipe.distributed.states import (Index, extra_bytes, extra_entries, extra_forms,
+                                           groups_of, index, load_extra, load_optimizer, names_of,
+                                           optimizer_entries, optimizer_forms, options_of,
+                                           random_entries, restore_random, shapes)
 from torchgpipe.shard.checkpoint import as_errors
 
 __all__ = ['Saving', 'load', 'load_checkpoint', 'save', 'save_checkpoint']
@@ -39,17 +39,29 @@ _ALONE = '1x1x1.0'
 class Saving:
     """A checkpoint that is written while training goes on.
 
+    Its thread lets the process end only when all ranks have written it, or one has failed.
+
     Args:
-        future: Ends when all ranks have written it.
+        writer: Writes it.
     """
 
-    def __init__(self, future: 'Future[Any]') -> None:
-        self._future = future
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._error: BaseException | None = None
         self._told = False
+        self._thread = threading.Thread(target=self._run, name='torchgpipe saving')
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._writer.write()
+            self._writer.end()
+        except BaseException as error:
+            self._error = error
 
     def done(self) -> bool:
         """Return whether it is written, or has failed."""
-        return self._future.done()
+        return not self._thread.is_alive()
 
     def result(self, timeout: float | None = None) -> None:
         """Wait until all ranks have written it.
@@ -58,25 +70,29 @@ class Saving:
             RuntimeError: It failed, on some rank.
             TimeoutError: It takes longer than so many seconds.
         """
-        with as_errors('saving a checkpoint'):
-            error = self._future.exception(timeout)
-            self._told = True
-            if error is not None:
-                raise error
+        self._thread.join(timeout)
+        if not self.done():
+            raise TimeoutError(f'the checkpoint is not written after {timeout} s')
+        self._told = True
+        if self._error is not None:
+            raise self._error
 
     def settle(self) -> None:
-        """Wait, and raise what nobody has been told of."""
+        """Wait, and raise the error that no caller has got yet."""
         if not self._told:
             self.result()
 
 
 def save(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | None,
-         extra: Extra, wait: bool) -> Saving | None:
-    """Save a model on all ranks: see :meth:`DistributedGPipe.save`."""
-    group = _group(rank)
-    path = resolved(folder)
-    writer, state, own = Writer(path), dict[str, Any](), dict[str, bytes]()
-    everywhere: list[Any] = [None] * group.size()
+         extra: Extra, wait: bool, patience: Callable[[], float]) -> Saving | None:
+    """Save a model on all ranks: see :meth:`DistributedGPipe.save`.
+
+    Args:
+        patience: For how many seconds a rank waits for others.
+    """
+    what, path, numbers = 'saving a checkpoint', resolved(folder), _numbers(rank)
+    writer = Writer(path, numbers.index(dist.get_rank()), len(numbers), patience)
+    state, own = dict[str, Any](), dict[str, bytes]()
 
     def read() -> Facts:
         _settle(rank)
@@ -87,61 +103,66 @@ def save(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | No
         entries = _contents(model, optimizer, rank.ties.names, _place(rank), [rank.device],
                             extra_entries(everywhere, rank.data.rank))
         state.update(entries if wait else writer.stage(entries))
-        if dist.get_rank(group) == 0:
+        if dist.get_rank() == numbers[0]:
             make_way(path)
         return Facts()
 
-    rank.spread_replaced(rank.together('saving a checkpoint', read))
-    dist.all_gather_object(everywhere, (rank.data.rank, own), group)
-    rank.together('saving a checkpoint', prepare)
+    def write() -> Facts:
+        writer.write()
+        return Facts()
+
+    def end() -> Facts:
+        writer.end()
+        return Facts()
+
+    rank.spread_replaced(rank.together(what, read))
+    everywhere = _everywhere(rank, (rank.data.rank, own))
+    rank.together(what, prepare)
+    with as_errors(what), _quiet():
+        state_dict_saver.save(state, storage_writer=writer, process_group=rank.everyone,
+                              no_dist=rank.everyone is None)
     if not wait:
-        saving = Saving(state_dict_saver.async_save(  # type: ignore[arg-type]
-            state, storage_writer=writer, process_group=group))
-        rank.saving = saving
+        rank.saving = saving = Saving(writer)
         return saving
-    with as_errors('saving a checkpoint'):
-        state_dict_saver.save(state, storage_writer=writer, process_group=group)
+    rank.together(what, write)
+    rank.together(what, end)
     return None
 
 
 def load(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | None,
          extra: Extra) -> dict[str, Any]:
     """Load a model on all ranks: see :meth:`DistributedGPipe.load`."""
-    group = _group(rank)
+    what, numbers = 'loading a checkpoint', _numbers(rank)
     read: list[tuple[Path, Index]] = []
     own: list[Any] = []
+    small: dict[str, Any] = {}
+    found: dict[str, Any] = {}
 
     def prepare() -> Facts:
         _settle(rank)
         where, metadata = opened(resolved(folder))
+        check_files(where, metadata, numbers.index(dist.get_rank()), len(numbers))
         read.append((where, index(metadata)))
         own.append((shapes(model), _names(model, optimizer, rank.ties.names)))
         return Facts(settings=digest(sorted(metadata.state_dict_metadata)))
 
-    rank.together('loading a checkpoint', prepare)
-    everywhere: list[Any] = [None] * group.size()
-    dist.all_gather_object(everywhere, own[0], group)
-    where, saved = read[0]
-    _check([each for each, _ in everywhere],
-           [each for _, each in everywhere if each is not None], saved)
-    names = rank.ties.names
-    found: dict[str, Any] = {}
-
-    def forms() -> Facts:
-        state.update(_forms(model, optimizer, names, saved, _place(rank)),
-                     extra=extra_forms(saved, rank.data.size, rank.data.rank, extra or {}))
+    def begin() -> Facts:
+        small.update(_read_options(*read[0], model, optimizer, rank.ties.names, extra_forms(
+            read[0][1], rank.data.size, rank.data.rank, extra or {})))
         return Facts()
 
     def finish() -> Facts:
-        _put(model, optimizer, names, state, _place(rank), [rank.device])
-        found.update(load_extra(state['extra'], extra or {}))
+        _read_tensors(*read[0], model, optimizer, rank.ties.names, small, _place(rank),
+                      [rank.device])
+        found.update(load_extra(small['extra'], extra or {}))
         return Facts()
 
-    state: dict[str, Any] = {}
-    rank.together('loading a checkpoint', forms)
-    with as_errors('loading a checkpoint'):
-        state_dict_loader.load(state, storage_reader=FileSystemReader(where), process_group=group)
-    rank.together('loading a checkpoint', finish)
+    rank.together(what, prepare)
+    everywhere = _everywhere(rank, own[0])
+    _check([each for each, _ in everywhere],
+           [each for _, each in everywhere if each is not None], read[0][1])
+    rank.together(what, begin)
+    rank.together(what, finish)
     return found
 
 
@@ -166,8 +187,11 @@ def save_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | No
     state = _contents(module, optimizer, {}, _ALONE, _devices(module),
                       extra_entries([(0, extra_bytes(extra or {}))], 0))
     make_way(path)
+    writer = Writer(path)
     with as_errors('saving a checkpoint'), _quiet():
-        state_dict_saver.save(state, storage_writer=Writer(path), no_dist=True)
+        state_dict_saver.save(state, storage_writer=writer, no_dist=True)
+    writer.write()
+    writer.end()
 
 
 def load_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | None = None,
@@ -191,14 +215,13 @@ def load_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | No
         RuntimeError: It can not be read.
     """
     where, metadata = opened(resolved(folder))
+    check_files(where, metadata)
     saved, names = index(metadata), _names(module, optimizer, {})
     _check([shapes(module)], [] if names is None else [names], saved)
-    state = {**_forms(module, optimizer, {}, saved, _ALONE),
-             'extra': extra_forms(saved, 1, 0, extra or {})}
-    with as_errors('loading a checkpoint'), _quiet():
-        state_dict_loader.load(state, storage_reader=FileSystemReader(where), no_dist=True)
-    _put(module, optimizer, {}, state, _ALONE, _devices(module))
-    return load_extra(state['extra'], extra or {})
+    small = _read_options(where, saved, module, optimizer, {},
+                          extra_forms(saved, 1, 0, extra or {}))
+    _read_tensors(where, saved, module, optimizer, {}, small, _ALONE, _devices(module))
+    return load_extra(small['extra'], extra or {})
 
 
 # --- what is saved
@@ -214,23 +237,47 @@ def _contents(model: nn.Module, optimizer: Optimizer | None, ties: Mapping[str, 
             'random': random_entries(place, devices), 'extra': extra}
 
 
-def _forms(model: nn.Module, optimizer: Optimizer | None, ties: Mapping[str, str], saved: Index,
-           place: str) -> dict[str, Any]:
-    """Return what a rank reads into."""
-    return {'model': model.state_dict(),
-            'optimizer': {} if optimizer is None else optimizer_forms(
-                optimizer, names_of(model, optimizer, ties), saved),
-            'random': {key: torch.empty(each.size, dtype=torch.uint8)
-                       for key, each in saved.random.items() if key.startswith(f'{place}.')}}
+def _read_options(where: Path, saved: Index, model: nn.Module, optimizer: Optimizer | None,
+                  ties: Mapping[str, str], extra: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of an optimizer and further state, which are read before any tensor.
+
+    Raises:
+        ValueError: Parameters of one group had different options.
+    """
+    options: dict[str, Any] = {}
+    if optimizer is not None:
+        names = names_of(model, optimizer, ties)
+        options = {key: form for key, form in optimizer_forms(optimizer, names, saved).items()
+                   if key.startswith('param_groups.')}
+    state = {'optimizer': options, 'extra': extra}
+    _read(where, state)
+    if optimizer is not None:
+        groups_of(optimizer, names, options)
+    return state
 
 
-def _put(model: nn.Module, optimizer: Optimizer | None, ties: Mapping[str, str],
-         state: Mapping[str, Any], place: str, devices: Iterable[torch.device]) -> None:
-    """Give a rank what it has read."""
+def _read_tensors(where: Path, saved: Index, model: nn.Module, optimizer: Optimizer | None,
+                  ties: Mapping[str, str], small: Mapping[str, Any], place: str,
+                  devices: Iterable[torch.device]) -> None:
+    """Give a model, its optimizer and the generators their values."""
+    names = {} if optimizer is None else names_of(model, optimizer, ties)
+    states = {} if optimizer is None else {
+        key: form for key, form in optimizer_forms(optimizer, names, saved).items()
+        if key not in small['optimizer']}
+    state = {'model': model.state_dict(), 'optimizer': states,
+             'random': {key: torch.empty(each.size, dtype=torch.uint8)
+                        for key, each in saved.random.items() if key.startswith(f'{place}.')}}
+    _read(where, state)
     model.load_state_dict(state['model'])  # Tensors are there; hooks and extra states are not.
     if optimizer is not None:
-        load_optimizer(optimizer, names_of(model, optimizer, ties), state['optimizer'])
+        load_optimizer(optimizer, names, {**small['optimizer'], **states})
     restore_random(place, devices, state['random'])
+
+
+def _read(where: Path, state: dict[str, Any]) -> None:
+    """Read entries in place. Each rank reads its own, so that none waits for another."""
+    with as_errors('loading a checkpoint'), _quiet():
+        state_dict_loader.load(state, storage_reader=FileSystemReader(where), no_dist=True)
 
 
 def _names(model: nn.Module, optimizer: Optimizer | None, ties: Mapping[str, str]
@@ -255,13 +302,19 @@ def _check(models: Iterable[Any], optimizers: list[Any], saved: Index) -> None:
 # -----------------------------------------------------------------------------------------------
 
 
-def _group(rank: Rank) -> dist.ProcessGroup:
-    """Return a group for files alone, as these may be written while messages are under way."""
-    if rank.files is None:
-        ranks = [dist.get_rank()] if rank.everyone is None else dist.get_process_group_ranks(
-            rank.everyone)
-        rank.files = dist.new_group(ranks, backend='gloo', use_local_synchronization=True)
-    return rank.files
+def _numbers(rank: Rank) -> list[int]:
+    """Return the numbers of all ranks."""
+    return [dist.get_rank()] if rank.everyone is None else dist.get_process_group_ranks(
+        rank.everyone)
+
+
+def _everywhere(rank: Rank, value: Any) -> list[Any]:
+    """Return what each rank has."""
+    if rank.everyone is None:
+        return [value]
+    found: list[Any] = [None] * rank.everyone.size()
+    dist.all_gather_object(found, value, rank.everyone)
+    return found
 
 
 def _settle(rank: Rank) -> None:

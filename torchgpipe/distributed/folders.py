@@ -1,27 +1,46 @@
-"""Folders of checkpoints: a new one takes the place of the last one when all ranks are done.
+"""Folders of checkpoints: a new one replaces the last one when all ranks have written their parts.
 
 ::
 
-    model.saving/    written by all ranks; in the end the first one renames:
-    model/           ──▶ model.before/, and model.saving/ ──▶ model/, and removes model.before/
+    model.saving/    each rank       .metadata.3.writing ──▶ its files ──▶ .metadata.3.written
+                     first rank      all are written ──▶ .metadata, with sizes and sums
+    model/           first rank      ──▶ model.before/, and model.saving/ ──▶ model/
 
-What is interrupted leaves one of the last two as it was.
+Ranks plan a checkpoint together. After that they meet in the folder only, so a checkpoint ends
+without process groups, too. What is interrupted leaves one of the last two as it was.
+
+[Note: Sums of a checkpoint] ``.metadata`` has the size and the CRC-32 of each file. Its own sum
+follows the pickle in it, where PyTorch does not read.
 """
 import os
+import pickle
 import shutil
+import time
+import zlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.futures import Future
 
-__all__ = ['Folder', 'Writer', 'make_way', 'opened', 'resolved']
+__all__ = ['Folder', 'Writer', 'check_files', 'make_way', 'opened', 'resolved']
 
 #: Where a checkpoint is.
 Folder = str | os.PathLike[str]
 
 #: What is written last.
 _METADATA = '.metadata'
+
+#: What is before its sum, of eight digits.
+_SUM = b'\ncrc32 '
+
+#: The states of a rank, as suffixes of a file.
+_WRITING, _WRITTEN, _FAILED = 'writing', 'written', 'failed'
+
+#: So often a rank looks at the states of others, in seconds.
+_PERIOD = .02
 
 
 def resolved(folder: Folder) -> Path:
@@ -46,20 +65,20 @@ def make_way(folder: Path) -> None:
     saving.mkdir(parents=True)
 
 
+# --- reading
+# ------------------------------------------------------------------------------------------------
+
+
 def opened(folder: Path) -> tuple[Path, Metadata]:
-    """Return where the last complete checkpoint of a folder is, and what it says of itself.
+    """Return where the last complete checkpoint of a folder is, and its metadata.
 
     Raises:
         FileNotFoundError: There is none.
-        ValueError: It can't be read.
+        ValueError: It cannot be read.
     """
     for each in (folder, _beside(folder, 'before')):
         if (each / _METADATA).is_file():
-            try:
-                return each, FileSystemReader(each).read_metadata()
-            except Exception as error:
-                raise ValueError(f'{each / _METADATA} can not be read, so that this is no '
-                                 f'checkpoint: {type(error).__name__}: {error}') from error
+            return each, _metadata(each / _METADATA)
     why = f'has no {_METADATA}, which is written last' if folder.is_dir() else 'is not there'
     near = sorted(str(each.parent) for place in (folder, folder.parent)
                   for each in place.glob(f'*/{_METADATA}') if each.parent.suffix != '.saving')
@@ -67,47 +86,207 @@ def opened(folder: Path) -> tuple[Path, Metadata]:
                             + (f'; there are some at {", ".join(near[:5])}' if near else ''))
 
 
+def _metadata(file: Path) -> Metadata:
+    data = file.read_bytes()
+    body, _, own = data.rpartition(_SUM)
+    try:
+        found = pickle.loads(body or data)
+        if not isinstance(found, Metadata):
+            raise TypeError(f'it has a {type(found).__name__} in it')
+        # PyTorch, and this library before 0.14, write none.
+        if (body or hasattr(found, 'files')) and own != b'%08x' % zlib.crc32(body):
+            raise ValueError('it has other bytes than were written')
+    except Exception as error:
+        raise ValueError(f'{file} can not be read, so that this is no checkpoint: '
+                         f'{type(error).__name__}: {error}') from error
+    return found
+
+
+def check_files(where: Path, metadata: Metadata, part: int = 0, of: int = 1) -> None:
+    """See that files of a checkpoint are as they were written: [Note: Sums of a checkpoint].
+
+    Args:
+        where: The folder.
+        metadata: Its metadata.
+        part: Which part of the files to look at.
+        of: The number of parts.
+
+    Raises:
+        ValueError: A file is missing, or has another size or other bytes.
+    """
+    sizes: dict[str, int] = {}
+    for each in (metadata.storage_data or {}).values():
+        sizes[each.relative_path] = max(sizes.get(each.relative_path, 0),
+                                        each.offset + each.length)
+    # Without sums, sizes are known at least.
+    known: dict[str, tuple[int, int | None]] = getattr(metadata, 'files', {
+        name: (size, None) for name, size in sizes.items()})
+    for name in sorted(known)[part::of]:
+        size, crc = known[name]
+        file = where / name
+        if not file.is_file():
+            raise ValueError(f'the checkpoint is damaged: {file} is missing')
+        found = file.stat().st_size
+        if found < size or crc is not None and found > size:
+            raise ValueError(f'the checkpoint is damaged: {file} has {found} bytes, but {size} '
+                             'were written')
+        if crc is not None and _sum(file)[1] != crc:
+            raise ValueError(f'the checkpoint is damaged: {file} has other bytes than were '
+                             'written')
+
+
+def _sum(file: Path) -> tuple[int, int]:
+    """Return the size and the CRC-32 of a file."""
+    size = crc = 0
+    with file.open('rb') as stream:
+        while data := stream.read(1 << 20):
+            size, crc = size + len(data), zlib.crc32(data, crc)
+    return size, crc
+
+
+# --- writing
+# ------------------------------------------------------------------------------------------------
+
+
 class Writer(FileSystemWriter):
     """Write a checkpoint beside a folder, and let it take the place of that in the end.
 
+    PyTorch calls `write_data` and `finish` while ranks plan the checkpoint together. These take
+    note of the plan. `write` and `end` do the work, and need no process group.
+
     Args:
         folder: The folder.
+        rank: The number of this rank.
+        ranks: The number of ranks.
+        patience: Returns for how many seconds to wait for another rank at most.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rank: int = 0, ranks: int = 1,
+                 patience: Callable[[], float] = float) -> None:
         self._folder, self._saving = folder, _beside(folder, 'saving')
         super().__init__(self._saving)
-        self._staged: dict[str, Any] | None = None
+        self._own, self._ranks, self._patience = rank, range(ranks), patience
+        self._plan: Any = None
+        self._whole: Metadata | None = None
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return copies in the memory of the host, made in the first call."""
-        if self._staged is None:
-            self._staged = super().stage(state_dict)
-        return self._staged
+    def write_data(self, plan: Any, planner: Any) -> 'Future[list[Any]]':
+        """Take note of what this rank writes."""
+        self._plan = plan, planner
+        self._mark(self._own, _WRITING).touch()
+        nothing: Future[list[Any]] = Future()
+        nothing.set_result([])
+        return nothing
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
-        """End a checkpoint, on the first rank, when all ranks have written their parts.
+        """Take note of what all ranks write, on the first one.
 
         Raises:
-            RuntimeError: Another rank has written elsewhere.
+            RuntimeError: Another rank writes elsewhere.
         """
-        names = {written.storage_data.relative_path for each in results for written in each}
-        missing = sorted(name for name in names if not (self._saving / name).exists())
+        self._whole = metadata
+        missing = [rank for rank in self._ranks if not self._mark(rank, _WRITING).exists()]
         if missing:
-            raise RuntimeError(f'{missing[0]} of another rank is not in {self._saving}: all ranks '
+            raise RuntimeError(f'rank {missing[0]} writes to another {self._saving}: all ranks '
                                'need a folder on a file system that they share')
-        super().finish(metadata, results)
-        _replace(self._folder)
+
+    def write(self) -> None:
+        """Write the part of this rank.
+
+        Raises:
+            RuntimeError: It cannot be written.
+        """
+        try:
+            results = super().write_data(*self._plan).wait()
+            names = {written.storage_data.relative_path for written in results}
+            found = results, {name: _sum(self._saving / name) for name in names}
+            _write(self._mark(self._own, _WRITING), pickle.dumps(found))
+            self._mark(self._own, _WRITING).rename(self._mark(self._own, _WRITTEN))
+        except BaseException as error:
+            failed = self._fail(_WRITING, error)
+            if not isinstance(error, Exception):
+                raise
+            raise failed from error
+        finally:
+            self._plan = None
+
+    def end(self) -> None:
+        """Wait until all ranks have written theirs, and the folder has its new place.
+
+        Raises:
+            RuntimeError: A rank failed, or says nothing.
+        """
+        states, since = self._states(), time.monotonic()
+        while states is not None and (self._own or len(states[_WRITTEN]) < len(self._ranks)):
+            if states[_FAILED]:
+                first = self._mark(states[_FAILED][0], _FAILED)
+                raise _failed(states[_FAILED], first.read_text(errors='replace'))
+            if time.monotonic() - since > self._patience():
+                raise _failed(states[_WRITING] or [0], 'nothing was heard of it; its process may '
+                              'have ended')
+            time.sleep(_PERIOD)
+            before, states = states, self._states()
+            since = since if states == before else time.monotonic()
+        if self._whole is not None:
+            try:
+                self._replace(self._whole)
+            except Exception as error:
+                raise self._fail(_WRITTEN, error) from error
+
+    def _replace(self, metadata: Metadata) -> None:
+        """Give the folder its new place, on the first rank."""
+        marks = [self._mark(rank, _WRITTEN) for rank in self._ranks]
+        parts = [pickle.loads(mark.read_bytes()) for mark in marks]
+        metadata.files = {  # type: ignore[attr-defined]
+            name: found for _, files in parts for name, found in files.items()}
+        super().finish(metadata, [results for results, _ in parts])
+        body = (self._saving / _METADATA).read_bytes()
+        check_files(self._saving, metadata)
+        _write(self._saving / _METADATA, body + _SUM + b'%08x' % zlib.crc32(body))
+        before = _beside(self._folder, 'before')
+        if self._folder.exists():
+            if before.exists():
+                shutil.rmtree(before)
+            self._folder.rename(before)
+        self._saving.rename(self._folder)
+        for mark in marks:
+            (self._folder / mark.name).unlink()
+        shutil.rmtree(before, ignore_errors=True)
+
+    def _states(self) -> dict[str, list[int]] | None:
+        """Return the ranks in each state; ``None`` when the folder has its new place."""
+        try:
+            there = {*os.listdir(self._saving)}
+        except FileNotFoundError:
+            return None
+        return {state: [rank for rank in self._ranks if self._mark(rank, state).name in there]
+                for state in (_WRITING, _WRITTEN, _FAILED)}
+
+    def _mark(self, rank: int, state: str) -> Path:
+        return self._saving / f'{_METADATA}.{rank}.{state}'
+
+    def _fail(self, state: str, error: BaseException) -> RuntimeError:
+        """Tell the others of an error, in place of a state."""
+        text, mark = f'{type(error).__name__}: {error}', self._mark(self._own, state)
+        try:
+            mark.write_text(text)
+        except OSError:
+            pass  # A full disk still renames.
+        try:
+            mark.rename(self._mark(self._own, _FAILED))
+        except OSError:
+            pass
+        return _failed([self._own], text)
 
 
-def _replace(folder: Path) -> None:
-    before = _beside(folder, 'before')
-    if folder.exists():
-        if before.exists():
-            shutil.rmtree(before)
-        folder.rename(before)
-    _beside(folder, 'saving').rename(folder)
-    shutil.rmtree(before, ignore_errors=True)
+def _failed(ranks: Iterable[int], why: str) -> RuntimeError:
+    return RuntimeError(f'saving a checkpoint failed on ranks {[*ranks]}: {why}')
+
+
+def _write(file: Path, data: bytes) -> None:
+    with file.open('wb') as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def _beside(folder: Path, what: str) -> Path:

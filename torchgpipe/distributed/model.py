@@ -266,7 +266,8 @@ class DistributedGPipe(Placed):
             RuntimeError: A rank can not write its part.
         """
         self.partitions  # Where a layer has been replaced, the rank follows.
-        return checkpoints.save(self, self._rank, folder, optimizer, extra, wait)
+        return checkpoints.save(self, self._rank, folder, optimizer, extra, wait,
+                                self._watch.patience)
 
     @watched('loading')
     def load(self, folder: str | PathLike[str], optimizer: Optimizer | None = None, *,

@@ -54,7 +54,6 @@ class Rank:
         replaced: The names of layers that were replaced since the last step.
         ties: The parameters that other ranks have, too.
         replicas: The stages, and what becomes of their gradients.
-        files: The group of all ranks for checkpoints, when there has been one.
         saving: The last checkpoint that was not waited for.
 
     Raises:
@@ -82,7 +81,6 @@ class Rank:
         self.own = [j for j, place in enumerate(self.places) if place == self.pipe.rank]
         self.skips: frozenset[tuple[int, int]] = frozenset()
         self.replaced: list[str] = []
-        self.files: dist.ProcessGroup | None = None
         self.saving: Any = None
 
     @property

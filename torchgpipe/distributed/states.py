@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 
 from torchgpipe.devices import rng_states, set_rng_states
 
-__all__ = ['Index', 'extra_bytes', 'extra_entries', 'extra_forms', 'index', 'load_extra',
-           'load_optimizer', 'names_of', 'optimizer_entries', 'optimizer_forms', 'options_of',
-           'random_entries', 'restore_random', 'shapes']
+__all__ = ['Index', 'extra_bytes', 'extra_entries', 'extra_forms', 'groups_of', 'index',
+           'load_extra', 'load_optimizer', 'names_of', 'optimizer_entries', 'optimizer_forms',
+           'options_of', 'random_entries', 'restore_random', 'shapes']
 
 #: Shapes by name; of what is no tensor, ``None``.
 Shapes = dict[str, tuple[int, ...] | None]
@@ -162,22 +162,40 @@ def load_optimizer(optimizer: Optimizer, names: Mapping[int, str], entries: Mapp
     Raises:
         ValueError: Parameters of one group had different options.
     """
+    found, states = _sections(entries), {}
+    groups = groups_of(optimizer, names, entries)
+    for group, packed in zip(optimizer.param_groups, groups):
+        for number, x in zip(packed['params'], group['params']):
+            if ('state', names[id(x)]) in found:
+                states[number] = found['state', names[id(x)]]
+    optimizer.load_state_dict({'state': states, 'param_groups': groups})
+
+
+def groups_of(optimizer: Optimizer, names: Mapping[int, str], entries: Mapping[str, Any]
+              ) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer with the options that were read.
+
+    Raises:
+        ValueError: Parameters of one group had different options.
+    """
+    found, groups = _sections(entries), []
+    for group, packed in zip(optimizer.param_groups, optimizer.state_dict()['param_groups']):
+        own = [names[id(x)] for x in group['params']]
+        options = [found['param_groups', name] for name in own]
+        for name, each in zip(own, options):
+            _check_same((own[0], name), (options[0], each))
+        groups.append({**packed, **(options[0] if options else {})})
+    return groups
+
+
+def _sections(entries: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the entries of each parameter, by section and name."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for path, value in entries.items():
         section, _, rest = path.partition('.')
         name, _, key = rest.rpartition('.')
         found.setdefault((section, name), {})[key] = value
-    states, groups = {}, []
-    for group, packed in zip(optimizer.param_groups, optimizer.state_dict()['param_groups']):
-        own = [names[id(x)] for x in group['params']]
-        for number, name in zip(packed['params'], own):
-            if ('state', name) in found:
-                states[number] = found['state', name]
-        options = [found['param_groups', name] for name in own]
-        for name, each in zip(own, options):
-            _check_same((own[0], name), (options[0], each))
-        groups.append({**packed, **(options[0] if options else {})})
-    optimizer.load_state_dict({'state': states, 'param_groups': groups})
+    return found
 
 
 def _check_same(names: tuple[str, str], options: tuple[dict[str, Any], dict[str, Any]]) -> None:

@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchgpipe.distributed.records import doing, text_of
-from torchgpipe.distributed.watcher import Own, Watcher
+from torchgpipe.distributed.watcher import GRACE, Own, Watcher
 from torchgpipe.distributed.whereabouts import is_from_others
 from torchgpipe.errors import add_note
 from torchgpipe.schedule import Action
@@ -51,10 +51,11 @@ class Watch:
 
     def __init__(self, mesh: DeviceMesh, timeout: timedelta | None = None) -> None:
         self._depth = 0
+        self._limit, self._failed = (timeout or _LIMIT).total_seconds(), False
         self._own = own = Own()
         self._watcher: Watcher | None = None
         if mesh.size() > 1 and mesh.get_coordinate() is not None:
-            self._watcher = watcher = Watcher(own, mesh, (timeout or _LIMIT).total_seconds())
+            self._watcher = watcher = Watcher(own, mesh, self._limit)
             thread = threading.Thread(target=watcher.loop, name='torchgpipe watch', daemon=True)
             thread.start()
             # At exit, too: a thread must not be in the store when Python goes.
@@ -65,6 +66,10 @@ class Watch:
         own = self._own
         own.now = now
         own.count += 1
+
+    def patience(self) -> float:
+        """Return for how many seconds to wait for files of other ranks: less after a failure."""
+        return GRACE if self._failed else self._limit
 
     @contextmanager
     def run(self, what: str) -> Iterator[None]:
@@ -81,6 +86,7 @@ class Watch:
             if self._depth > 1:
                 yield
                 return
+            self._failed = False
             self._own.begin(what)
             try:
                 yield
@@ -94,6 +100,7 @@ class Watch:
 
     def _fail(self, error: BaseException) -> None:
         """Tell the others of an error; or, if it only says that another rank failed, find it."""
+        self._failed = True
         if self._watcher is None:
             return
         own, name = self._own, self._watcher.name
