@@ -140,8 +140,9 @@ class GPipe(Placed):
             pipeline.losses.check(no_mean_in_the_model)
         return gather(batches, sizes, rule, self.batch_dim, pipeline.aliasing.common(0))
 
-    def _train_step(self, input: Any, schedule: ScheduleLike, loss: tuple[Any, ...],
+    def _train_step(self, input: Any, ready: Callable[[], ScheduleLike], loss: tuple[Any, ...],
                     return_output: bool) -> Any:
+        schedule = ready()
         batches, sizes, rule, options = self._cut(input)
         loss_fn, target, target_dim, normalizer, scale = loss
         losses = Losses(loss_fn, target, sizes, target_dim, normalizer, scale)
@@ -151,7 +152,9 @@ class GPipe(Placed):
                 ) if return_output else total
 
     @torch.no_grad()
-    def _evaluate(self, input: Any, loss: tuple[Any, ...], return_output: bool) -> Any:
+    def _evaluate(self, input: Any, ready: Callable[[], Any], loss: tuple[Any, ...],
+                  return_output: bool) -> Any:
+        ready()
         batches, sizes, rule, options = self._cut(input)
         loss_fn, target, target_dim, normalizer, _ = loss
         losses = Losses(loss_fn, target, sizes, target_dim, normalizer, None, False)

@@ -21,7 +21,7 @@ from torchgpipe.context import context
 from torchgpipe.engine.leaves import leaf_of
 from torchgpipe.engine.scatter import Batch, cut
 from torchgpipe.errors import add_note
-from torchgpipe.means import Known, LossMonitor, check_reduction, itself, own_normalizer
+from torchgpipe.means import Known, LossMonitor, itself, normalizer_of
 from torchgpipe.structure import call, leaves_of
 
 __all__ = ['Losses', 'count_functions', 'counts_of', 'seen_means', 'with_counts']
@@ -48,10 +48,11 @@ class Losses:
                  alone: bool = True) -> None:
         self._function = function
         self._scale = scale
-        self._targets = _scatter(target, sizes, batch_dim)
+        #: Of micro-batches.
+        self.targets = _scatter(target, sizes, batch_dim)
         #: The same as leaves, each of which has a graph of its own above it.
         self._leaves = [Batch(tuple(map(leaf_of, batch.tensors)), batch.kind)
-                        for batch in self._targets]
+                        for batch in self.targets]
         module, known = itself(function), Known.of(function)
         #: The modules that it is made of.
         self.modules = [*module.modules()] if isinstance(module, nn.Module) else []
@@ -98,10 +99,10 @@ class Losses:
                 if loss.requires_grad and not scaled.requires_grad:
                     raise RuntimeError('scale has detached the loss, so there is nothing to train')
         except Exception as error:
-            add_note(error, f'in the loss of micro-batch {i} of {len(self._targets)}')
+            add_note(error, f'in the loss of micro-batch {i} of {len(self.targets)}')
             raise
         self._losses.append(loss.detach())
-        if self.monitor and len(self._losses) == len(self._targets):
+        if self.monitor and len(self._losses) == len(self.targets):
             self.monitor.check()
         self._learns |= scaled.requires_grad
         # A micro-batch may have nothing to learn from.
@@ -141,9 +142,14 @@ class Losses:
                                'detached it')
         return torch.stack(self._losses).sum() if self._losses else torch.zeros(())
 
+    @property
+    def inputs(self) -> list[Tensor]:
+        """What it takes in place of the tensors of the target."""
+        return [x for batch in self._leaves for x in batch.tensors]
+
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Return the parts of the target that have a gradient, each with that."""
-        return [(x, leaf.grad) for batch, leaves in zip(self._targets, self._leaves)
+        return [(x, leaf.grad) for batch, leaves in zip(self.targets, self._leaves)
                 for x, leaf in zip(batch.tensors, leaves.tensors) if leaf.grad is not None]
 
 
@@ -248,9 +254,7 @@ def _counted(loss: Known, targets: Sequence[Any], sizes: Sequence[int], normaliz
 
     Numbers are Python's, which are exact, and on no device.
     """
-    check_reduction(loss, normalizer)
-    if normalizer is None:
-        normalizer = own_normalizer(loss, targets)
+    normalizer = normalizer_of(loss, normalizer, targets)
     if normalizer is None:
         return [*map(float, sizes)], 0
     if not callable(normalizer):

@@ -20,8 +20,8 @@ from torchgpipe.context import context
 from torchgpipe.private import is_transformed
 from torchgpipe.structure import leaves_of
 
-__all__ = ['Known', 'LossMonitor', 'check_reduction', 'itself', 'no_mean_in_the_model',
-           'no_mean_over_samples', 'own_normalizer', 'watches']
+__all__ = ['Known', 'LossMonitor', 'itself', 'no_mean_in_the_model', 'no_mean_over_samples',
+           'normalizer_of', 'watches']
 
 #: What is known of a loss, if it has it.
 SETTINGS = ('reduction', 'ignore_index', 'weight')
@@ -94,24 +94,21 @@ def _reduction(settings: Mapping[str, Any]) -> Any:
     return settings.get('reduction', 'mean')
 
 
-def check_reduction(loss: Known, normalizer: Any) -> None:
-    """Refuse what is known to be no mean, or no scalar."""
+def normalizer_of(loss: Known, given: Any, targets: Sequence[Any]) -> Any:
+    """Return the normalizer of a loss: the given one, or its own; ``None`` for samples.
+
+    Raises:
+        ValueError: It is known to be no mean and no scalar, or a mean over something else, and not
+            how that is counted.
+    """
     if loss.reduction == 'none' and loss.is_of_pytorch:
         raise ValueError("the loss is one of each sample (reduction='none'), and a step takes a "
                          "scalar: reduction='mean', or reduction='sum' and a normalizer")
     if loss.reduction == 'sum' and (
-            normalizer is None or (loss.is_of_pytorch and callable(normalizer))):
+            given is None or (loss.is_of_pytorch and callable(given))):
         raise _sum()
-
-
-def own_normalizer(loss: Known, targets: Sequence[Any]) -> Callable[[Tensor], Any] | None:
-    """Return what counts what the mean of a loss is one over; ``None`` if it is one over samples.
-
-    Raises:
-        ValueError: It is known to be one over something else, and not how that is counted.
-    """
-    if 'ignore_index' not in loss.settings or loss.reduction != 'mean':
-        return None
+    if given is not None or 'ignore_index' not in loss.settings or loss.reduction != 'mean':
+        return given
     ignored, weight = loss.settings['ignore_index'], loss.settings.get('weight')
     if loss.is_of_pytorch and all(isinstance(target, Tensor) for target in targets):
         return partial(_counted, ignored, weight)

@@ -10,6 +10,7 @@ layer. Over processes a rank has the layers of its own stages only; its other pa
 """
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -92,11 +93,12 @@ class Placed(nn.Module):
     def _call(self, input: Any) -> Any:
         raise NotImplementedError
 
-    def _train_step(self, input: Any, schedule: ScheduleLike, loss: tuple[Any, ...],
+    def _train_step(self, input: Any, ready: Callable[[], ScheduleLike], loss: tuple[Any, ...],
                     return_output: bool) -> Any:
         raise NotImplementedError
 
-    def _evaluate(self, input: Any, loss: tuple[Any, ...], return_output: bool) -> Any:
+    def _evaluate(self, input: Any, ready: Callable[[], Any], loss: tuple[Any, ...],
+                  return_output: bool) -> Any:
         raise NotImplementedError
 
     def _replace(self, layers: 'OrderedDict[str, Any]', partitions: nn.ModuleList) -> None:
@@ -188,21 +190,26 @@ class Placed(nn.Module):
                 has other samples, or the loss is no scalar or known to be no mean. An error of a
                 layer or of the loss is raised before any gradient is added.
         """
-        if not self.training or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        if target_dim is None:
+            target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
+        return self._train_step(input, partial(self._ready, schedule), (
+            loss_fn, target, target_dim, normalizer, scale), return_output)
+
+    def _ready(self, schedule: ScheduleLike | None = None) -> Any:
+        """See that the model may take a step, or an evaluation, and return the schedule of it."""
+        trains = schedule is not None
+        if trains and (not self.training or not torch.is_grad_enabled()
+                       or torch.is_inference_mode_enabled()):
             raise RuntimeError('a step computes gradients, but '
                                + ('gradients are off (torch.no_grad or inference_mode)'
                                   if self.training else 'the model is in evaluation mode')
                                + '; call model(input) for outputs, or model.train() before')
         if any(hooks_of(self)):
-            raise _left_out('a step')
+            raise _left_out('a step' if trains else 'an evaluation')
         if not self.balance:
-            raise ValueError('a step takes at least one partition')
-        if isinstance(schedule, str) and schedule == 'auto':
-            schedule = self._planned()
-        if target_dim is None:
-            target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
-        return self._train_step(input, schedule, (
-            loss_fn, target, target_dim, normalizer, scale), return_output)
+            raise ValueError(f"{'a step' if trains else 'an evaluation'} takes at least one "
+                             'partition')
+        return self._planned() if isinstance(schedule, str) and schedule == 'auto' else schedule
 
     def evaluate(self, input: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor], *,
                  normalizer: Any = None, target_dim: Any = None, return_output: bool = False
@@ -241,14 +248,10 @@ class Placed(nn.Module):
             ValueError: The target has other samples, or the loss is no scalar or known to be no
                 mean.
         """
-        if any(hooks_of(self)):
-            raise _left_out('an evaluation')
-        if not self.balance:
-            raise ValueError('an evaluation takes at least one partition')
         if target_dim is None:
             target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
-        return self._evaluate(input, (loss_fn, target, target_dim, normalizer, None),
-                              return_output)
+        return self._evaluate(input, self._ready, (
+            loss_fn, target, target_dim, normalizer, None), return_output)
 
     def _planned(self) -> str:
         if self._schedule is None:

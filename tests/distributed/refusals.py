@@ -7,15 +7,20 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 
 from torchgpipe.distributed import DistributedGPipe, init_mesh, load_checkpoint, save_checkpoint
-from torchgpipe.distributed.layers import check_statistics
+from torchgpipe.distributed.comparison import Shared
+from torchgpipe.distributed.mesh import Axis, axis_of
 from torchgpipe.distributed.messages import Header, Messages, outline
+from torchgpipe.distributed.rank import Rank
+from torchgpipe.distributed.replicas import Replicas, like
 from torchgpipe.distributed.start import Facts, NotBegun, together
-from torchgpipe.distributed.steps import check_alike, check_counts
+from torchgpipe.distributed.steps import check_alike, check_counts, check_losses
 from torchgpipe.distributed.tensor import check_plan, tie_again
 from torchgpipe.distributed.ties import Ties
 from torchgpipe.distributed.watch import Watch
@@ -26,6 +31,7 @@ from torchgpipe.shard.nn import Experts
 __all__ = ['REFUSALS']
 
 CPU = torch.device('cpu')
+WEIGHT = torch.ones(2, 2)
 
 
 def wrap(*layers, **options):
@@ -58,10 +64,75 @@ def split_in_two_ways():
     tie_again([[('0.weight', first, 'weight'), ('1.weight', second, 'weight')]])
 
 
-def shared_statistics():
-    """Share statistics between ranks."""
-    norm = nn.BatchNorm1d(2)
-    check_statistics(nn.Sequential(norm, nn.Sequential(norm)), [['0'], ['1']], [0, 1])
+def rank_of():
+    """Make what has the parts of a rank that its checks look at."""
+    lines = {'data': [[0, 1]], 'tensor': [[0, 1]], 'pipe': [[0], [1]]}
+    return SimpleNamespace(at_place=[{0, 1}], lines=lines, replaced=[],
+                           everyone=SimpleNamespace(size=lambda: 2), data=SimpleNamespace(group=1),
+                           shared=lambda: [Shared('0.weight', torch.ones(2), frozenset(['data']))])
+
+
+def others_differ():
+    """Compare a weight with another one."""
+    def gather(found, own, group):
+        found[:] = own, [own[0]._replace(number=1)]
+
+    with patch.object(dist, 'all_gather_object', gather):
+        Rank.compare(rank_of(), {0: Facts(numbers=(1, 0, 0)), 1: Facts(numbers=(2, 0, 0))})
+
+
+def beside(others, x):
+    """Let a tensor learn that the model does not have."""
+    rank = rank_of()
+    rank._others = others
+    Rank.check_learning(rank, {0: (x, 'stage 1')}, [])
+
+
+def sharded(change):
+    """Make a model whose parameters are parts, and change it."""
+    model = wrap(nn.Linear(2, 2), data='shard', mp_policy=MixedPrecisionPolicy())
+    change(model.get_submodule('0'))
+    model.step(torch.ones(2, 2), torch.ones(2, 2), F.mse_loss)
+
+
+class Doubles(nn.Linear):
+    """A layer that changes its weight."""
+
+    def forward(self, x):
+        """Change it."""
+        with torch.no_grad():
+            self.weight.mul_(2)
+        return super().forward(x)
+
+
+def changed_in_shards():
+    """Change a weight of which ranks have parts."""
+    model = wrap(Doubles(2, 2), data='shard', mp_policy=MixedPrecisionPolicy())
+    model.step(torch.ones(2, 2), torch.ones(2, 2), F.mse_loss)
+
+
+def beside_with_a_hook():
+    """Give a parameter with a hook a gradient beside its leaf."""
+    axis = Axis('data', 1, 0, None, None)
+    replicas = Replicas([nn.Sequential(nn.Linear(2, 2))], axis, 'replicate', {})
+    replicas.tied = True
+    x = next(replicas.parameters())
+    x.register_hook(abs)
+    with replicas.beside([x]) as found:
+        x.grad = torch.ones_like(x)
+        found()
+
+
+def descending():
+    """Make a mesh in another order."""
+    mesh = SimpleNamespace(mesh=torch.tensor([1, 0]), mesh_dim_names=('pipe',))
+    axis_of(mesh, 'pipe')
+
+
+def unreadable():
+    """Load where files can be seen, and not read."""
+    with patch.object(FileSystemReader, 'read_data', side_effect=OSError('no such device')):
+        checkpoint(made)()
 
 
 def frozen_on_one():
@@ -166,7 +237,18 @@ REFUSALS = [
     lambda: wrap(nn.Linear(2, 2), tensor_plan={'1': None}),
     lambda: check_plan({}, nn.Sequential(), 2),
     split_in_two_ways,
-    shared_statistics,
+    others_differ,
+    lambda: Rank.check_outlines(rank_of(), {0: Facts(layers=1), 1: Facts(layers=2)}),
+    lambda: Rank.check_samples(rank_of(), {0: Facts(given=1), 1: Facts(given=2)}),
+    lambda: check_losses({0: Facts(divisors=(6., 0.)), 1: Facts()}),
+    lambda: check_losses({0: Facts(layers=1), 1: Facts()}),
+    lambda: beside([('0.weight', lambda: WEIGHT)], WEIGHT),
+    lambda: beside([], WEIGHT),
+    beside_with_a_hook,
+    lambda: sharded(lambda layer: setattr(layer, 'bias', nn.Parameter(torch.ones(2)))),
+    changed_in_shards,
+    lambda: like(torch.ones(2, 2), torch.eye(2).to_sparse()),
+    descending,
     lambda: check_alike({0: 2, 1: 3}),
     lambda: check_counts([1., 0.]),
     lambda: Experts(2, 2, 2)(torch.full((1, 2), torch.nan)),
@@ -180,6 +262,7 @@ REFUSALS = [
     checkpoint(made, lambda folder: (folder / '.metadata').write_text('?')),
     other_things,
     not_written,
+    unreadable,
     checkpoint(made, lambda folder: next(folder.glob('*.distcp')).unlink()),
     checkpoint(lambda: made(nn.Sequential(nn.Linear(2, 2)))),
     checkpoint(lambda: made(nn.Linear(2, 3))),

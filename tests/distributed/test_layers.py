@@ -7,7 +7,6 @@ from tests.devices import cpu_only
 from tests.distributed.models import tied
 from tests.shard.processes import outcomes, run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-from torchgpipe.distributed.layers import check_statistics
 
 pytestmark = cpu_only('processes meet by gloo')
 
@@ -62,19 +61,3 @@ def test_weights_of_another_module_are_refused(tmp_path):
     torch.save({'0.weight': torch.ones(2, 2), '7.weight': torch.ones(1)}, tmp_path / 'other.pt')
     for each in outcomes(2, of_weights, tmp_path / 'other.pt', True, timeout=20):
         assert 'the weights are not those of the module' in each.text
-
-
-def shared_statistics():
-    """Share a layer with running statistics between stages of two ranks."""
-    norm = nn.BatchNorm1d(2)
-    DistributedGPipe(nn.Sequential(nn.Sequential(norm), nn.Sequential(nn.Linear(2, 2), norm)),
-                     [1, 1], mesh=init_mesh(pipe=2))
-
-
-def test_running_statistics_that_two_ranks_would_move_are_refused():
-    for each in outcomes(2, shared_statistics):
-        assert 'a BatchNorm1d stands in stages of ranks [0, 1]' in each.text
-    norm = nn.BatchNorm1d(2)
-    check_statistics(nn.Sequential(norm, nn.Sequential(norm)), [['0'], ['1']], [1, 1])
-    norm.track_running_stats = False
-    check_statistics(nn.Sequential(norm, nn.Sequential(norm)), [['0'], ['1']], [0, 1])

@@ -97,7 +97,8 @@ def save(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | No
     def read() -> Facts:
         _settle(rank)
         own.update(extra_bytes(extra or {}))
-        return Facts(settings=digest(path.name, wait), replaced=rank.digest_of_replaced)
+        return Facts(settings=digest(path.name, wait), layers=rank.outline(),
+                     numbers=rank.numbers())
 
     def prepare() -> Facts:
         entries = _contents(model, optimizer, rank.ties.names, _place(rank), [rank.device],
@@ -115,7 +116,9 @@ def save(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | No
         writer.end()
         return Facts()
 
-    rank.spread_replaced(rank.together(what, read))
+    said = rank.together(what, read)
+    rank.check_outlines(said)
+    rank.compare(said)
     everywhere = _everywhere(rank, (rank.data.rank, own))
     rank.together(what, prepare)
     with as_errors(what), _quiet():
@@ -155,14 +158,14 @@ def load(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | No
         _read_tensors(*read[0], model, optimizer, rank.ties.names, small, _place(rank),
                       [rank.device])
         found.update(load_extra(small['extra'], extra or {}))
-        return Facts()
+        return Facts(numbers=rank.numbers())
 
     rank.together(what, prepare)
     everywhere = _everywhere(rank, own[0])
     _check([each for each, _ in everywhere],
            [each for _, each in everywhere if each is not None], read[0][1])
     rank.together(what, begin)
-    rank.together(what, finish)
+    rank.compare(rank.together(what, finish))
     return found
 
 

@@ -17,13 +17,12 @@ from torch import nn
 
 from torchgpipe.engine.places import named_slots
 from torchgpipe.materialize import materialize, seeded
-from torchgpipe.private import BatchNorm
 from torchgpipe.sequential.parts import to_own_names
 from torchgpipe.weights import Weights, open_weights
 
-__all__ = ['Tie', 'check_statistics', 'fill', 'shared_in', 'skeleton_of', 'ties_of']
+__all__ = ['Tie', 'fill', 'shared_in', 'skeleton_of', 'ties_of']
 
-#: A parameter in several places: the stage of each, and its name there; in the order of stages.
+#: A tensor in several places: the stage of each, and its name there; in the order of stages.
 Tie = tuple[tuple[int, str], ...]
 
 
@@ -139,38 +138,17 @@ def _sources(skeleton: nn.Sequential, own: Iterable[str]) -> list[str]:
             for _, _, tensor in named_slots(skeleton.get_submodule(name)) if tensor.is_meta]
 
 
-def check_statistics(model: Any, stages: Sequence[Iterable[str]], ranks: Sequence[int]) -> None:
-    """Refuse running statistics that several ranks would have to move.
-
-    Raises:
-        ValueError: There are such.
-    """
-    owners: dict[nn.Module, set[int]] = {}
-    for names, rank in zip(stages, ranks):
-        for name in names:
-            for module in model.get_submodule(name).modules():
-                if isinstance(module, BatchNorm) and module.track_running_stats:
-                    owners.setdefault(module, set()).add(rank)
-    for module, there in owners.items():
-        if len(there) > 1:
-            raise ValueError(
-                f'a {type(module).__name__} stands in stages of ranks {sorted(there)}, and each '
-                'would move its running statistics by itself; put these stages on one rank, or '
-                'give each place a layer of its own')
-
-
 def shared_in(layers: Mapping[str, nn.Module]) -> list[list[tuple[str, nn.Module, str]]]:
-    """Return where each parameter that stands in several places is: full name, module, name."""
+    """Return where each tensor that stands in several places is: full name, module, name."""
     found: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for prefix, layer in layers.items():
         for full, (module, name), x in named_slots(layer, prefix):
-            if isinstance(x, nn.Parameter):
-                found.setdefault(id(x), []).append((full, module, name))
+            found.setdefault(id(x), []).append((full, module, name))
     return [places for places in found.values() if len(places) > 1]
 
 
 def ties_of(model: nn.Sequential, stages: Sequence[Iterable[str]]) -> list[Tie]:
-    """Return the parameters that stand in several places of a model.
+    """Return the parameters and buffers that stand in several places of a model.
 
     Args:
         model: Its layers.

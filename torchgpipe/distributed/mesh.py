@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchgpipe.devices import CPU, accelerator, current_device, is_cpu
 
-__all__ = ['AXES', 'Axis', 'alike', 'axis_of', 'device_of', 'init_mesh', 'whole_group']
+__all__ = ['AXES', 'Axis', 'alike', 'axis_of', 'device_of', 'init_mesh', 'lines_of', 'whole_group']
 
 #: The axes of a mesh, by name; one that a mesh does not have has size 1.
 AXES = ('data', 'pipe', 'tensor')
@@ -98,6 +98,12 @@ def axis_of(mesh: DeviceMesh, name: str) -> Axis:
     if unknown or not names:
         raise ValueError(f'a mesh has axes of {AXES}, but this one has {names or "no names"}: '
                          'name them by mesh_dim_names')
+    for axis, lines in lines_of(mesh).items():
+        wrong = next((ranks for ranks in lines if ranks != sorted(ranks)), None)
+        if wrong:
+            raise ValueError(f'along its {axis} axis the mesh has ranks {wrong}, but groups of '
+                             'torch.distributed are in ascending order: make a mesh in that '
+                             'order; stages go to other ranks by places=…')
     place = mesh.get_coordinate()
     if place is None:
         raise ValueError(f'rank {dist.get_rank()} is not in the mesh {mesh}')
@@ -115,6 +121,14 @@ def whole_group(mesh: DeviceMesh) -> ProcessGroup | None:
         return dist.group.WORLD
     ranks = mesh.mesh.flatten().tolist()
     return dist.new_group(ranks, use_local_synchronization=True)  # type: ignore[no-any-return]
+
+
+def lines_of(mesh: DeviceMesh) -> dict[str, list[list[int]]]:
+    """Return the ranks along each axis, a list for each place along the others."""
+    names, ranks = mesh.mesh_dim_names or (), mesh.mesh
+    return {axis: ranks.movedim(names.index(axis), -1).flatten(0, -2).tolist()
+            if axis in names and ranks.dim() > 1 else [ranks.tolist()] if axis in names else
+            [[rank] for rank in ranks.flatten().tolist()] for axis in AXES}
 
 
 def alike(mesh: DeviceMesh, name: str, place: int | None = None) -> set[int]:

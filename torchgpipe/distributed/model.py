@@ -86,6 +86,9 @@ class DistributedGPipe(Placed):
         timeout: How long a rank may wait for others before all end, with an error that names the
             rank that they wait for; by default 30 minutes. A rank that raises or dies ends all
             within seconds.
+        compare_every: Ranks compare, to the bit, the parameters and buffers that they share:
+            before the first steps, then after so many steps, and at each save and load. Tensors
+            that differ are an error on all ranks. 0 compares at saves and loads only.
 
     Raises:
         TypeError: The model is neither, or its skips do not match.
@@ -105,7 +108,7 @@ class DistributedGPipe(Placed):
                  init: Callable[[nn.Module], Any] | None = None, offload: bool = False,
                  mp_policy: MixedPrecisionPolicy | None = None,
                  offload_policy: OffloadPolicy | None = None,
-                 timeout: timedelta | None = None) -> None:
+                 timeout: timedelta | None = None, compare_every: int = 100) -> None:
         super().__init__()
         #: Ends all ranks when one fails.
         self._watch = Watch(mesh, timeout)
@@ -127,18 +130,19 @@ class DistributedGPipe(Placed):
             check_plan(plan, skeleton, rank.tensor.size)
             rank.together('this model', lambda: Facts(settings=digest(
                 [*skeleton._modules], self.balance, self.chunks, self.checkpoint, rank.places,
-                data, sorted(plan), seed, deferred_batch_norm, batch_dim, gather, policies)))
+                data, sorted(plan), seed, deferred_batch_norm, batch_dim, gather, policies,
+                compare_every)))
             if deferred_batch_norm:
                 module = _deferred(module, skeleton, self.chunks)
             rank.make(module, skeleton, seed, weights, init, plan, data, policies)
-            self._seed = seed
+            self._seed, self._compare_every = seed, compare_every
             self._take(rank, skeleton._modules, skeleton.training)
 
     def _take(self, rank: Rank, names: Iterable[str], training: bool) -> None:
         """Take the layers of a rank."""
         self.devices = [rank.device] * len(self.balance)
         self._rank, self._engine = rank, rank.engine
-        self._steps = Steps(rank, self, self._watch.at)
+        self._steps = Steps(rank, self, self._watch.at, self._compare_every)
         self._place(names, rank.made, nn.ModuleList(rank.partitions), training)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> 'DistributedGPipe':
@@ -168,12 +172,13 @@ class DistributedGPipe(Placed):
     def _call(self, input: Any) -> Any:
         return self._steps.call(input)
 
-    def _train_step(self, input: Any, schedule: ScheduleLike, loss: tuple[Any, ...],
+    def _train_step(self, input: Any, ready: Callable[[], ScheduleLike], loss: tuple[Any, ...],
                     return_output: bool) -> Any:
-        return self._steps.train(input, schedule, loss, return_output)
+        return self._steps.train(input, ready, loss, return_output)
 
-    def _evaluate(self, input: Any, loss: tuple[Any, ...], return_output: bool) -> Any:
-        return self._steps.evaluate(input, loss, return_output)
+    def _evaluate(self, input: Any, ready: Callable[[], Any], loss: tuple[Any, ...],
+                  return_output: bool) -> Any:
+        return self._steps.evaluate(input, ready, loss, return_output)
 
     @watched('apply')
     def apply(self, fn: Callable[[nn.Module], None]) -> 'DistributedGPipe':

@@ -1,24 +1,28 @@
 """What one rank has: its place in the mesh, its layers, and what runs them."""
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from torchgpipe.devices import is_cpu, rng_states, set_rng_states
-from torchgpipe.distributed.layers import check_statistics, fill, shared_in, ties_of
-from torchgpipe.distributed.mesh import alike, axis_of, device_of, whole_group
-from torchgpipe.distributed.replicas import Replicas, take_first
+from torchgpipe.distributed.comparison import Shared, details, differ, differences, numbers_of
+from torchgpipe.distributed.layers import fill, shared_in, ties_of
+from torchgpipe.distributed.mesh import alike, axis_of, device_of, lines_of, whole_group
+from torchgpipe.distributed.replicas import Replicas, local, split_axes, take_first
 from torchgpipe.distributed.start import Facts, digest, together
 from torchgpipe.distributed.tensor import split_layer, tie_again
 from torchgpipe.distributed.ties import Ties
 from torchgpipe.engine.cell import Sequential
 from torchgpipe.engine.partition import Engine
+from torchgpipe.engine.places import named_slots
 from torchgpipe.materialize import seeded
 from torchgpipe.shard.nn.experts import Experts
 from torchgpipe.skip.layout import inspect_skip_layout
@@ -50,6 +54,7 @@ class Rank:
         engine: What runs them; it has all stages, those of other ranks without layers.
         skips: The pairs of stages between which skips go.
         at_place: Of each rank along the pipe axis, all ranks that have the same stages.
+        lines: By axis, the ranks along it, for each place along the others.
         exchanges: Whether replicas exchange samples: the model has experts.
         replaced: The names of layers that were replaced since the last step.
         ties: The parameters that other ranks have, too.
@@ -76,6 +81,7 @@ class Rank:
         self.places = _parse_places(places, len(stages), self.pipe.size)
         self.ranks = [self.pipe.ranks[place] for place in self.places]
         self.at_place = [alike(mesh, 'pipe', place) for place in range(self.pipe.size)]
+        self.lines = lines_of(mesh)
         self.last = self.at_place[self.places[-1]]
         self._stages = stages
         self.own = [j for j, place in enumerate(self.places) if place == self.pipe.rank]
@@ -109,7 +115,6 @@ class Rank:
             policies: The policies of FSDP2.
         """
         stages, own = self._stages, self.own
-        check_statistics(skeleton, stages, self.ranks)
         self.exchanges = self.data.size > 1 and any(
             isinstance(module, Experts) for module in skeleton.modules())
         # What layers share is seen while they are what the user made of them.
@@ -132,6 +137,10 @@ class Rank:
                     if isinstance(module, Experts) and not module.communicates:
                         module.spread(self.data.mesh)
 
+        #: The parameters of layers on other ranks, where this process has them.
+        self._others = [(f'{name}.{path}', weakref.ref(x)) for j, names in enumerate(stages)
+                        for name in names if j not in own and name in with_values
+                        for path, x in skeleton.get_submodule(name).named_parameters()]
         shared = shared_in({name: skeleton.get_submodule(name) for j in own
                             for name in stages[j]}) if model is skeleton else []
 
@@ -158,6 +167,7 @@ class Rank:
         self.ties = Ties(self.made, self._tied, self.ranks, self.pipe.group)
         self.replicas = Replicas([self.partitions[j] for j in self.own], self.data, self._data,
                                  self._policies)
+        self.replicas.tied = bool(self.ties.names)
         self.engine = Engine(self.partitions, [self.device] * len(self.partitions), self._layout)
 
     def copied(self, made: dict[str, Any]) -> 'Rank':
@@ -197,27 +207,70 @@ class Rank:
         self.replicas.syncs, self.replicas.pending = syncs, pending
         self.replaced += layers
 
-    @property
-    def digest_of_replaced(self) -> int:
-        """A digest of the layers that were replaced since the last step."""
-        return digest([(name, [(key, x.shape, x.dtype)
-                               for key, x in self.made[name].state_dict().items()])
-                       for name in self.replaced]) if self.replaced else 0
+    def outline(self, *more: object) -> int:
+        """Return a digest of what ranks with the same stages have alike, but for values."""
+        return digest(more, [(name, [(key, x.shape, x.dtype)
+                                     for key, x in self.made[name].state_dict().items()])
+                             for name in self.replaced])
 
-    def spread_replaced(self, said: Mapping[int, Facts]) -> None:
+    def check_outlines(self, said: Mapping[int, Facts]) -> None:
         """Give replaced layers the values of the first replica, once all ranks know of them.
 
         Raises:
-            RuntimeError: Replicas have replaced different layers.
+            RuntimeError: Replicas have other layers, or the same in another state.
         """
         for ranks in self.at_place:
-            if len({said[each].replaced for each in ranks}) > 1:
-                raise RuntimeError(f'of ranks {sorted(ranks)}, which have the same layers, some '
-                                   'have replaced others than the rest, or by layers of other '
-                                   'shapes; replace a layer on all of them, by the same one')
+            if len({said[each].layers for each in ranks}) > 1:
+                raise RuntimeError(
+                    f'ranks {sorted(ranks)} have the same stages, but not in the same state: some '
+                    'have replaced others of their layers than the rest, or by layers of other '
+                    'shapes; or modes (train, eval), parameters that require grad, or autocast '
+                    'differ. Do the same on all of them')
         for name in self.replaced:
             take_first(self.made[name], self.data)
         self.replaced = []
+
+    def check_samples(self, said: Mapping[int, Facts]) -> None:
+        """See that ranks along the tensor axis were given the same samples.
+
+        Raises:
+            ValueError: They were not.
+        """
+        for ranks in self.lines['tensor']:
+            if len({said[each].given for each in ranks}) > 1:
+                raise ValueError(f'ranks {ranks} along the tensor axis compute each layer '
+                                 'together, so they take the same samples, but were given others')
+
+    def shared(self) -> list[Shared]:
+        """Return the tensors that other ranks may have, too, but for those of replaced layers."""
+        found: dict[int, Shared] = {}
+        for layer in [name for name in self.made if name not in self.replaced]:
+            kept = self.made[layer].state_dict(prefix=f'{layer}.').keys()
+            for full, _, x in named_slots(self.made[layer], layer):
+                if not is_lazy(x):
+                    name, others = self.ties.shared.get(id(x), (full, 0))
+                    found.setdefault(id(x), Shared(
+                        name, local(x), frozenset({'data', 'tensor'} - split_axes(x)), others,
+                        full not in kept))
+        return sorted(found.values(), key=lambda each: each.name)
+
+    def numbers(self) -> tuple[int, int, int]:
+        """Return what this rank says of its tensors, for :meth:`compare`."""
+        return (0, 0, 0) if self.everyone is None else numbers_of(self.shared())
+
+    def compare(self, said: Mapping[int, Facts]) -> None:
+        """Compare the tensors that ranks share.
+
+        Raises:
+            RuntimeError: One differs.
+        """
+        if self.everyone is not None and differ(
+                {rank: each.numbers for rank, each in said.items()}, self.lines):
+            found: list[Any] = [None] * self.everyone.size()
+            dist.all_gather_object(found, details(self.shared()), self.everyone)
+            text = differences(dict(zip(said, found)), self.lines)
+            if text:
+                raise RuntimeError(text)
 
     def apply(self, function: Callable[[nn.Module], None], seed: int) -> None:
         """Apply a function to all modules, with the random numbers of (seed, layer) on each rank.
@@ -236,6 +289,32 @@ class Rank:
                     'parts, so they would differ from one process; give the model the '
                     'function when it is made: init=function')
         self.ties.spread()
+
+    def check_learning(self, learning: Mapping[int, tuple[Tensor, str]], own: Sequence[Tensor]
+                       ) -> None:
+        """See that what learns is known to all ranks that have it.
+
+        Args:
+            learning: What gets gradients, by number, and where it is used.
+            own: The parameters of this rank and of its loss.
+
+        Raises:
+            RuntimeError: Something else gets gradients.
+        """
+        known = {*map(id, own)}
+        for x, where in [each for number, each in learning.items() if number not in known]:
+            name = next((name for name, other in self._others if other() is x), None)
+            if name is not None:
+                raise RuntimeError(
+                    f"{where} uses '{name}', a parameter of a layer on another rank, which would "
+                    'learn nothing of that. Let the layer that uses it have it as a parameter, '
+                    'then it is tied; or put both on one rank')
+            if self.data.group is not None:
+                raise RuntimeError(
+                    f'{where} uses a tensor of shape {tuple(x.shape)} that requires grad, but is '
+                    'no parameter of the model or of loss_fn, so that replicas do not add up its '
+                    'gradients. Let the layer that uses it have it as a parameter, or give a '
+                    'module as loss_fn')
 
     def together(self, what: str, function: Callable[[], Facts]) -> dict[int, Facts]:
         """Call a function on all ranks, and return what each says: see `start`."""

@@ -18,6 +18,7 @@ between. So all of it happens within one call of a module around them, whose out
 the gradients that the step has found.
 """
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -29,7 +30,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from torchgpipe.distributed.mesh import Axis
+from torchgpipe.engine.checkpoint.snapshot import own_memory
 from torchgpipe.engine.leaves import Give, give
+from torchgpipe.engine.places import named_slots
 
 __all__ = ['DATA', 'Gradients', 'Replicas', 'like', 'local', 'split_axes', 'take_first']
 
@@ -65,20 +68,19 @@ class Replicas(nn.Module):
         #: Those that are spread over replicas, as experts are: their gradients are complete.
         self._spread: dict[nn.Parameter, None] = dict.fromkeys(
             x for x in self.parameters() if axis.name in split_axes(x))
-        #: Frozen ones stay whole: recomputation keeps their values as they were in forward, in
-        #: memory that FSDP would take away.
-        self._whole: dict[nn.Parameter, None] = dict.fromkeys(
-            x for x in self.parameters() if not x.requires_grad and x not in self._spread)
         if self.shards:
-            if self.precision.param_dtype is not None and self._whole:
-                raise ValueError('mp_policy casts parameters that are spread over replicas, and '
-                                 f'{len(self._whole)} are frozen, which stay whole: cast the '
-                                 'module itself, or freeze them after the model is made')
             fully_shard(self, **{'mesh': axis.mesh, **policies}, reshard_after_forward=False,
-                        ignored_params={*self._whole, *self._spread})
+                        ignored_params={*self._spread})
             assert isinstance(self, FSDPModule)
             self.set_gradient_divide_factor(1.)  # a sum
             self.set_force_sum_reduction_for_comms(True)  # not NCCL's product with 1 and sum
+        #: Where there are parts of parameters.
+        self._sharded = [(name, module, key)
+                         for name, (module, key), x in named_slots(self.stages)
+                         if self.shards and isinstance(x, nn.Parameter)
+                         and x not in self._spread]
+        #: Whether other ranks have copies of some parameters in other stages.
+        self.tied = False
 
     def forward(self, phony: Tensor, step: Callable[[], Gradients]) -> Tensor:
         """Run a step, and return what leads back to its gradients: [Note: FSDP sees one call]."""
@@ -102,18 +104,96 @@ class Replicas(nn.Module):
 
         def run() -> Gradients:
             # FSDP reduces those that it is in charge of, and has them whole here.
-            gradients, others_than = step(), {*map(id, (*self._whole, *self._spread))}
-            sharded = [x for x in self.parameters() if id(x) not in others_than]
-            learning = [x for x in self._whole if x.requires_grad]
-            return self._together(self._completed(gradients, sharded), [*learning, *others],
+            gradients, sharded = step(), self._unsharded()
+            for x in sharded:
+                if not x.requires_grad:
+                    own_memory(x)  # A recomputation has a copy on write; FSDP resizes the memory.
+            others_than = {*map(id, sharded)}
+            whole = [x for x in self.parameters() if x.requires_grad and id(x) not in others_than
+                     and x not in self._spread]
+            return self._together(self._completed(gradients, sharded), [*whole, *others],
                                   [*sharded, *self._spread])
 
         self(torch.zeros((), requires_grad=True), run).backward()
 
+    def _unsharded(self) -> list[nn.Parameter]:
+        """Return the parameters that FSDP has gathered for a step."""
+        return [*{id(x): x for _, module, key in self._sharded
+                  if (x := module._parameters.get(key)) is not None}.values()]
+
+    def check(self) -> None:
+        """See that the parameters of which this rank has parts are those that FSDP knows.
+
+        Raises:
+            ValueError: They are not.
+        """
+        for name, module, key in self._sharded:
+            x = module._parameters.get(key)
+            name = name.partition('.')[2]
+            if x is not None and not isinstance(x, DTensor):
+                raise ValueError(f"'{name}' was replaced after this model was made, but with "
+                                 "data='shard' ranks have parts of the first one: change its "
+                                 'values in place, or replace it before')
+
+    def versions(self) -> list[int]:
+        """Return how often gathered parameters were written to, for :meth:`check_versions`."""
+        return [x._version for x in self._unsharded()]
+
+    def check_versions(self, before: list[int]) -> None:
+        """See that layers have not written to gathered parameters, which are not kept.
+
+        Raises:
+            RuntimeError: One has.
+        """
+        for x, version in zip(self._unsharded(), before):
+            if x._version != version:
+                raise RuntimeError(f"a layer has changed '{self.name_of(x)}' in its forward, as "
+                                   "an embedding with max_norm does, but with data='shard' the "
+                                   "whole parameter is there for one step only: data='replicate', "
+                                   'or change it between steps')
+
+    @contextmanager
+    def beside(self, parameters: Sequence[Tensor]) -> Iterator[Callable[[], Gradients]]:
+        """Let parameters get the gradients that are not their leaves' in a place of their own.
+
+        A layer or a loss may use a parameter that it has no place for: in a closure, in a list. A
+        function returns these gradients. Where this rank has no copies elsewhere, nothing changes.
+
+        Args:
+            parameters: Those of this rank that require grad.
+        """
+        if self._axis.group is None and not self.tied:
+            yield list
+            return
+        before = [(x, x.grad) for x in parameters]
+        for x in parameters:
+            x.grad = None
+        try:
+            yield partial(self._beside, parameters)
+        finally:
+            for x, grad in before:
+                x.grad = grad
+
+    def _beside(self, parameters: Sequence[Tensor]) -> Gradients:
+        found = [(x, x.grad) for x in {id(x): x for x in parameters}.values()
+                 if x.grad is not None]
+        for x, _ in found:
+            if x._backward_hooks:
+                name = self.name_of(x)
+                raise RuntimeError(f"'{name}' has a hook, and is used in a closure or a list, so "
+                                   'that the hook would see parts of its gradient: let the layer '
+                                   'or loss_fn that uses it have it as a parameter')
+        return found
+
+    def name_of(self, x: Tensor) -> str:
+        """Return the name of a parameter of this rank, for errors."""
+        return next((name.split('.', 2)[2] for name, each in self.named_parameters()
+                     if each is x), 'a parameter of loss_fn')
+
     def _completed(self, gradients: Gradients, sharded: Sequence[Tensor]) -> Gradients:
         """Return gradients, with zeros for those that other replicas have and this one has not."""
         group, there = self._axis.group, {id(x) for x, _ in gradients}
-        if group is None:
+        if group is None or not sharded:
             return gradients
         flags = torch.tensor([id(x) in there for x in sharded], device=sharded[0].device)
         anywhere = torch.stack(_gathered(group, flags.to(torch.uint8))).amax(0).tolist()
@@ -203,6 +283,9 @@ def like(x: Tensor, grad: Tensor | None) -> Tensor:
     """Return the gradient of a parameter, laid out as that is; zeros if there is none."""
     if grad is None:
         return torch.zeros_like(x)
+    if grad.layout is not torch.strided:
+        raise RuntimeError(f'the gradient of a parameter of shape {tuple(x.shape)} is sparse, but '
+                           'ranks add up dense ones: nn.Embedding(…, sparse=False)')
     if isinstance(grad, DTensor) and isinstance(x, DTensor):
         grad = grad.redistribute(placements=x.placements)
     return grad.clone(memory_format=torch.preserve_format)

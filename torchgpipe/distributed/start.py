@@ -27,8 +27,11 @@ class Facts(NamedTuple):
         counted: What it counts of the whole loss.
         settings: A digest of what has to be the same on all ranks.
         digest: A digest of what decides how the messages of this rank look.
-        replaced: A digest of the names of layers that this rank replaced since the last step.
+        layers: A digest of what ranks with the same stages have alike: modes, which parameters
+            learn, and which layers were replaced.
+        given: A number for the samples, which ranks along the tensor axis have alike.
         divisors: What its loss divides by, in two numbers.
+        numbers: What it says of its tensors, where that is asked for: see `comparison`.
     """
 
     m: int = 0
@@ -36,8 +39,10 @@ class Facts(NamedTuple):
     counted: float = 0.
     settings: int = 0
     digest: int = 0
-    replaced: int = 0
+    layers: int = 0
+    given: int = 0
     divisors: tuple[float, float] = (0., 0.)
+    numbers: tuple[int, int, int] = (0, 0, 0)
 
 
 def digest(*values: object) -> int:
@@ -68,7 +73,7 @@ def together(what: str, function: Callable[[], Facts], group: dist.ProcessGroup 
     except BaseException as raised:  # An interrupt, too: the others would wait for this rank.
         error = raised
     if group is not None:
-        own = torch.tensor([error is not None, *facts[:-1], *facts.divisors],
+        own = torch.tensor([error is not None, *facts[:-2], *facts.divisors, *facts.numbers],
                            dtype=torch.float64, device=device)
         found = [torch.empty_like(own) for _ in range(group.size())]
         dist.all_gather(found, own, group)
@@ -82,10 +87,11 @@ def together(what: str, function: Callable[[], Facts], group: dist.ProcessGroup 
         if failed:
             raise NotBegun(f'{what} could not begin on rank {rank}, so it ended here, too; '
                            'look at what that rank has raised')
-    said = {rank: Facts(int(m), int(size), counted, int(settings), int(other), int(replaced),
-                        (same, ratio))
-            for rank, (_, m, size, counted, settings, other, replaced, same, ratio)
-            in zip(ranks, rows)}
+    said = {}
+    for rank, (_, m, size, counted, *more) in zip(ranks, rows):
+        settings, looks, layers, given, *numbers = map(int, (*more[:4], *more[6:]))
+        said[rank] = Facts(int(m), int(size), counted, settings, looks, layers, given,
+                           (more[4], more[5]), (numbers[0], numbers[1], numbers[2]))
     for rank, each in said.items():
         if each.settings != said[ranks[0]].settings:
             raise RuntimeError(f'{what} has other settings on rank {rank} than on rank '

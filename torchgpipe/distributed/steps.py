@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchgpipe.distributed.comparison import digests
 from torchgpipe.distributed.messages import Header, Messages
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.distributed.replicas import Gradients
@@ -36,10 +37,13 @@ from torchgpipe.settings import checkpoint_stops
 from torchgpipe.step import find_schedule
 from torchgpipe.structure import Arguments, flatten_nested
 
-__all__ = ['Steps', 'check_alike', 'check_counts']
+__all__ = ['Steps', 'check_alike', 'check_counts', 'check_losses']
 
 #: The types that a loss may have.
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+#: So many steps begin with a comparison, before it is one of many.
+_FIRST = 3
 
 #: So many kinds of steps are remembered, with the headers of their messages.
 _KINDS = 32
@@ -53,6 +57,7 @@ class _Start(NamedTuple):
         sizes: Their numbers of samples.
         common: Which of their tensors all share.
         kind: What the step is like; messages of one kind have the same headers.
+        schedule: The schedule.
         counts: The counts of functions of ``gather``, on ranks with the first stage.
     """
 
@@ -60,6 +65,7 @@ class _Start(NamedTuple):
     sizes: list[int]
     common: list[int]
     kind: Any
+    schedule: Any
     counts: Sequence[Any] = ()
 
 
@@ -70,10 +76,11 @@ class Steps:
         rank: What it has.
         model: The model.
         at: Called before each action and message.
+        compare_every: After how many steps to compare the tensors that ranks share; 0 for never.
     """
 
     def __init__(self, rank: Rank, model: Placed,
-                 at: Callable[[Action | Message | None], None]) -> None:
+                 at: Callable[[Action | Message | None], None], compare_every: int) -> None:
         self._rank = rank
         self._model = model
         self._at = at
@@ -81,42 +88,54 @@ class Steps:
         self._known: OrderedDict[Any, dict[Message, Header]] = OrderedDict()
         #: What was raised in the middle of a step.
         self._failed = ''
+        self._compare_every = compare_every
+        #: How many tensors there were, and for how many steps so many.
+        self._tensors, self._since = 0, 0
 
-    def train(self, input: Any, schedule: Any, loss: Sequence[Any], return_output: bool) -> Any:
+    def train(self, input: Any, ready: Callable[[], Any], loss: Sequence[Any], return_output: bool
+              ) -> Any:
         """Take a step.
 
         Args:
             input: The input.
-            schedule: The schedule, or its name.
+            ready: Returns the schedule, or its name, if the model may take a step.
             loss: The function, the target, its batch dimension, the normalizer, and the scale.
             return_output: Whether to return the output, too.
         """
         rank, model = self._rank, self._model
-        start = self._begin(input, 'step', schedule, return_output)
+        start = self._begin(input, 'step', ready, return_output)
         losses = self._losses(start.sizes, loss)
         m = len(start.batches)
         stops = checkpoint_stops(model.checkpoint, m, len(model.balance))
         workers = [('rank', place) for place in rank.places]
-        found = find_schedule(schedule, workers, m).recomputing(stops)
+        found = find_schedule(start.schedule, workers, m).recomputing(stops)
         training = Training(rank.engine, start.batches, self._way(found, start.kind), losses,
                             rank.replicas.precision.reduce_dtype, checkpoint_stops=stops,
                             common=start.common, offload=model.offload)
         training.losses = losses.monitor
         self._cast_output(training)
         whole: list[Tensor] = []
+        others = [x for module in losses.modules for x in module.parameters(recurse=False)]
+        training.looks = self._since < _FIRST
 
-        def finish() -> Gradients:
-            gradients = rank.ties.together(training.gradients)
-            whole.append(self._whole(losses, True))  # If that raises, no gradient has been added.
+        def run() -> Gradients:
+            own = [x for x in (*rank.replicas.parameters(), *others) if x.requires_grad]
+            with rank.replicas.beside(own) as beside:
+                return self._run(training, partial(finish, own, beside))
+
+        def finish(own: Sequence[Tensor], beside: Callable[[], Gradients]) -> Gradients:
+            gradients = rank.ties.together(_added(training.gradients, beside()))
+            # If that raises, no gradient has been added.
+            whole.append(self._whole(losses, True, partial(
+                rank.check_learning, training.learning, [*own, *losses.inputs])))
             return gradients
 
-        rank.replicas.run(lambda: self._run(training, finish), [
-            x for module in losses.modules for x in module.parameters(recurse=False)])
+        rank.replicas.run(run, others)
         return (whole[0], self._gathered(start, training)) if return_output else whole[0]
 
     def call(self, input: Any) -> Any:
         """Run the forward alone, without graphs."""
-        start = self._begin(input, 'call', 'gpipe', True)
+        start = self._begin(input, 'call', str, True)
         evaluation = self._evaluation(start)
         evaluation.losses = monitor = seen_means(self._model.gather, start.sizes)
 
@@ -131,10 +150,11 @@ class Steps:
             return self._gathered(start, evaluation)
 
     @torch.no_grad()
-    def evaluate(self, input: Any, loss: Sequence[Any], return_output: bool) -> Any:
+    def evaluate(self, input: Any, ready: Callable[[], Any], loss: Sequence[Any],
+                 return_output: bool) -> Any:
         """Run the forward and the loss; a replica may have no samples."""
         rank = self._rank
-        start = self._begin(input, 'evaluation', 'gpipe', return_output)
+        start = self._begin(input, 'evaluation', ready, return_output)
         losses = self._losses(start.sizes, loss, trains=False)
         if not start.batches:
             rank.replicas.evaluate(list)
@@ -163,9 +183,11 @@ class Steps:
 
     def _run(self, run: Run, finish: Callable[[], Gradients] = list) -> Gradients:
         """Run the cells of this rank, and return the gradients that are found in the end."""
-        run.mini_batch.gather = self._rank.replicas.gather
+        replicas = self._rank.replicas
+        run.mini_batch.gather, versions = replicas.gather, replicas.versions()
         with self._messages_told():
             run.run()
+            replicas.check_versions(versions)
             return finish()
 
     @contextmanager
@@ -177,7 +199,7 @@ class Steps:
             self._failed = f'{type(error).__name__}: {error}'
             raise
 
-    def _begin(self, input: Any, what: str, schedule: Any, gathers: bool) -> _Start:
+    def _begin(self, input: Any, what: str, ready: Callable[[], Any], gathers: bool) -> _Start:
         """Cut the input on ranks that have it, and let all know of it."""
         if self._failed:
             raise RuntimeError('this model can not go on, as a rank failed in the middle of an '
@@ -187,15 +209,21 @@ class Steps:
         rank.draw_alike()
         cuts: list[tuple[list[Batch], list[int], list[int]]] = []
         counts: list[Any] = []
-        text = schedule.to_csv() if isinstance(schedule, Schedule) else str(schedule)
+        schedule: list[Any] = []
         autocast = ThreadState.capture().autocast
 
         def read() -> Facts:
+            schedule.append(ready())
+            text = [each.to_csv() if isinstance(each, Schedule) else str(each)
+                    for each in schedule]
             model.partitions  # Where a layer has been replaced, they follow.
+            rank.replicas.check()
             modes = [(each.training, *(x.requires_grad for x in each.parameters(recurse=False)))
                      for each in model.modules()]
             settings, looks = digest(what, text, rank.replicas.syncs), digest(modes, autocast)
-            facts = Facts(settings=settings, digest=looks, replaced=rank.digest_of_replaced)
+            facts = Facts(settings=settings, digest=looks, layers=rank.outline(looks))
+            if what == 'step' and self._is_due():
+                facts = facts._replace(numbers=rank.numbers())
             if not rank.is_first or what == 'evaluation' and input is None:
                 if rank.is_first and model.training:
                     raise ValueError('a replica without samples takes part in an evaluation in '
@@ -216,17 +244,35 @@ class Steps:
             outlines = [[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in batch.tensors]
                         for batch in batches]
             kind = batches[0].kind([None] * len(batches[0].tensors))  # type: ignore[list-item]
-            return facts._replace(m=len(batches), size=sum(sizes),
+            return facts._replace(m=len(batches), size=sum(sizes), given=self._given(batches),
                                   digest=digest(looks, outlines, kind, common))
 
         said = rank.together(f'a {what} of this model', read)
-        rank.spread_replaced(said)
+        rank.check_outlines(said)
+        rank.check_samples(said)
+        rank.compare(said)
         if rank.exchanges:
             check_alike({each: said[each].m for each in rank.at_place[rank.places[0]]})
-        own, first = [said[each] for each in rank.pipe.ranks], said[rank.ranks[0]]
+        own = [said[each]._replace(numbers=(0, 0, 0), given=0) for each in rank.pipe.ranks]
+        first = said[rank.ranks[0]]
         sizes = [first.size // first.m + (i < first.size % first.m) for i in range(first.m)]
         batches, _, common = cuts[0] if cuts else ([Batch((), tuple) for _ in sizes], sizes, [])
-        return _Start(batches, sizes, common, (what, *own), counts)
+        return _Start(batches, sizes, common, (what, *own), schedule[0], counts)
+
+    def _is_due(self) -> bool:
+        """Return whether ranks compare their tensors before this step."""
+        tensors = sum(len(module._parameters) + len(module._buffers)
+                      for module in self._model.modules())
+        self._since = self._since + 1 if tensors == self._tensors else 0
+        self._tensors = tensors
+        return self._compare_every > 0 and (
+            self._since < _FIRST or self._since % self._compare_every == 0)
+
+    def _given(self, batches: Sequence[Batch]) -> int:
+        """Return a number for the samples of this rank, if others compute with the same ones."""
+        if self._rank.tensor.group is None:
+            return 0
+        return digest(digests([x for batch in batches for x in batch.tensors]))
 
     def _losses(self, sizes: list[int], loss: Sequence[Any], trains: bool = True) -> Losses:
         """Return the losses of micro-batches; on ranks without the last stage, of nothing."""
@@ -242,10 +288,15 @@ class Steps:
                 check_counts(found[0].counts)
             own = found[0].counted
             return Facts(counted=own or 0., digest=int(found[0].monitor is not None),
+                         layers=digest([(x.shape, x.requires_grad) for each in found[0].modules
+                                        for x in each.parameters(recurse=False)]),
+                         given=self._given(found[0].targets),
                          divisors=(found[0].count if own is None and rank.is_last else 0., 0.))
 
         said = rank.together('the loss of a step', count)
-        losses, number = found[0], max(said[each].divisors[0] for each in rank.last)
+        rank.check_samples(said)
+        number = check_losses({each: said[each] for each in sorted(rank.last)})
+        losses = found[0]
         if not number:
             losses.count_in(rank.sum(said), trains)
         elif not rank.is_last:
@@ -254,11 +305,13 @@ class Steps:
             losses.monitor = LossMonitor(sizes)  # for losses in layers of this rank
         return losses
 
-    def _whole(self, losses: Losses, trains: bool = False) -> Tensor:
-        """Return the loss of the whole mini-batch."""
+    def _whole(self, losses: Losses, trains: bool = False,
+               check: Callable[[], None] = bool) -> Tensor:  # type: ignore[assignment]
+        """Return the loss of the whole mini-batch, after a check."""
         rank = self._rank
 
         def count() -> Facts:
+            check()
             if not rank.is_last:
                 if losses.monitor is not None:
                     losses.monitor.check()
@@ -308,6 +361,15 @@ def _forward(stages: int, m: int) -> Schedule:
     return Schedule(tuple(tuple(each for each in row if each.kind == 'F') for row in rows))
 
 
+def _added(gradients: Gradients, more: Gradients) -> Gradients:
+    """Return gradients with others added to them."""
+    there = {id(x): k for k, (x, _) in enumerate(gradients)}
+    for x, grad in more:
+        if id(x) in there:
+            gradients[there[id(x)]] = x, gradients[there[id(x)]][1] + grad
+    return gradients + [(x, grad) for x, grad in more if id(x) not in there]
+
+
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() else x
 
@@ -323,6 +385,25 @@ def _check_divisors(divisors: Sequence[tuple[float, float]]) -> None:
     differ = len({*same}) > 1 or any(map(isnan, same))
     if differ and max(ratios) - min(ratios) > 1e-5 * max(map(abs, ratios)):
         raise no_mean_over_samples('loss_fn')
+
+
+def check_losses(said: dict[int, Facts]) -> float:
+    """Return the number that the loss is divided by; 0 if that is a count.
+
+    Args:
+        said: What ranks with the last stage have said.
+
+    Raises:
+        ValueError: They have other losses.
+    """
+    numbers = {rank: each.divisors[0] for rank, each in said.items()}
+    if len({*numbers.values()}) > 1:
+        raise ValueError('all ranks divide the loss by the same number, or by a count, but '
+                         f'normalizer is, by rank, {numbers} (0 is a count)')
+    if len({each.layers for each in said.values()}) > 1:
+        raise ValueError(f'loss_fn has other parameters on some of ranks {[*said]}; give all the '
+                         'same, of which the same ones require grad')
+    return max(numbers.values())
 
 
 def check_alike(numbers: dict[int, int]) -> None:

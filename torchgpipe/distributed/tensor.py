@@ -65,9 +65,9 @@ def tie_again(shared: Sequence[Sequence[tuple[str, nn.Module, str]]]) -> None:
         ValueError: It was split in other ways.
     """
     for places in shared:
-        tensors = [module._parameters[name] for _, module, name in places]
+        tensors = [getattr(module, name) for _, module, name in places]
         layouts = {full: layout_of(x) for (full, _, _), x in zip(places, tensors)}
         if len({*layouts.values()}) > 1:
             raise split_apart(layouts)
         for _, module, name in places[1:]:
-            module._parameters[name] = tensors[0]
+            setattr(module, name, tensors[0])

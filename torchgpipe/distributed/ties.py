@@ -1,4 +1,4 @@
-"""Ties: parameters that stand in stages of several ranks, such as an embedding and its head.
+"""Ties: tensors that stand in stages of several ranks, such as the weight of embedding and head.
 
 Each rank has a copy of its own, which is that of the first stage at the beginning, and gets the
 sum of all gradients in each step; so all copies stay what one would be::
@@ -21,7 +21,9 @@ __all__ = ['Ties']
 
 
 class Ties:
-    """The parameters of this rank that others have, too.
+    """The parameters of this rank that others have, too, and the buffers.
+
+    Buffers are only compared: a layer that changes one makes ranks differ.
 
     Args:
         layers: The layers of this rank, by their names in the whole model.
@@ -31,6 +33,8 @@ class Ties:
 
     Attributes:
         names: The names of this rank's copies, each with the name in the first stage.
+        shared: By number of a tensor, its name in the first stage; and how many ranks have it
+            without this one, or -1 on all but the first: see `comparison`.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], ties: Sequence[Tie], ranks: Sequence[int],
@@ -41,6 +45,7 @@ class Ties:
         #: How they are split here, by their names in the first stage and here.
         self._layouts: dict[str, tuple[str, str]] = {}
         self.names: dict[str, str] = {}
+        self.shared: dict[int, tuple[str, int]] = {}
         for tie in ties:
             own = [name for j, name in tie if ranks[j] == dist.get_rank()]
             owners = [*dict.fromkeys(ranks[j] for j, _ in tie)]
@@ -48,9 +53,13 @@ class Ties:
                 path, _, name = own[0].rpartition('.')
                 layer, _, rest = path.partition('.')
                 module, first = layers[layer].get_submodule(rest), tie[0][1]
-                self._ties.append((module, name, owners))
-                self._layouts[first] = own[0], layout_of(module._parameters[name])
-                self.names.update(dict.fromkeys(own, first))
+                x = getattr(module, name)
+                others = len(owners) - 1 if owners[0] == dist.get_rank() else -1
+                self.shared[id(x)] = first, others
+                if isinstance(x, nn.Parameter):
+                    self._ties.append((module, name, owners))
+                    self._layouts[first] = own[0], layout_of(x)
+                    self.names.update(dict.fromkeys(own, first))
 
     @torch.no_grad()
     def spread(self) -> None:

@@ -160,6 +160,9 @@ class Training(_OnRanks, Step):
         own = tuple([each for each in way.row if isinstance(each, Action)])
         super().__init__(engine, batches, way, (own,), loss, **options)
         self._leaves = Leaves(dtype)
+        #: Whether to look for what learns beside the leaves, and what was found, by number.
+        self.looks = False
+        self.learning: dict[int, tuple[Tensor, str]] = {}
         #: Micro-batch and both stages of what came with something that requires grad.
         self._learning: set[tuple[int, int, int]] = set()
         #: What has a gradient in the end, with that. Other ranks may have parts of it.
@@ -168,6 +171,20 @@ class Training(_OnRanks, Step):
 
     def _begin(self) -> None:
         self._put_leaves()
+
+    def _send(self, i: int, j: int, cell: Cell, output: list[Tensor],
+              recomputation: Recomputation | None) -> None:
+        super()._send(i, j, cell, output, recomputation)
+        if self.looks:
+            graph = self._graphs[i, j]
+            own = self._leaves.numbers | {id(x) for _, _, x in graph.leaves}
+            nodes, where = [edge.node for _, edge in graph.roots], f'stage {j}'
+            if j == len(self._cells) - 1:
+                where += ' or loss_fn'
+                # A loss that nothing can learn from is a leaf by itself.
+                nodes = [node for node in nodes if not hasattr(node, 'variable')]
+            self.learning.update({id(x): (x, where) for x in _leaves_of(nodes)
+                                  if id(x) not in own})
 
     def _leave(self, message: Message) -> None:
         (j, kind, i), prev_j = message
@@ -206,6 +223,20 @@ class Evaluation(_OnRanks):
     def _send(self, i: int, j: int, cell: Cell, output: list[Tensor],
               recomputation: Recomputation | None) -> None:
         self._keep(i, j, cell, output)
+
+
+def _leaves_of(nodes: list[Any]) -> list[Tensor]:
+    """Return the tensors that get gradients from a graph."""
+    found, seen = [], {*nodes}
+    while nodes:
+        node = nodes.pop()
+        # Those without elements only tie nodes to each other.
+        if hasattr(node, 'variable') and node.variable.numel():
+            found.append(node.variable)
+        new = {other for other, _ in node.next_functions if other is not None} - seen
+        seen |= new
+        nodes += new
+    return found
 
 
 def _has_numbers(value: Any) -> bool:

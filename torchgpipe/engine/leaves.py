@@ -74,6 +74,11 @@ class Leaves:
             self._leaves[key] = x, leaf
         return self._leaves[key][1]
 
+    @property
+    def numbers(self) -> set[int]:
+        """The numbers of the leaves, by which `id` tells them."""
+        return {id(leaf) for _, leaf in self._leaves.values()}
+
     def take(self) -> list[tuple[Tensor, Tensor]]:
         """Return the parameters and copies that have a gradient, with that, and let go of it."""
         found = []

@@ -1,0 +1,529 @@
+"""What ranks share stays equal: summed where a gradient comes from elsewhere, or named."""
+import copy
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn import functional as F
+
+from tests.devices import cpu_only
+from tests.shard.processes import outcomes, run
+from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.distributed.comparison import digests
+
+pytestmark = cpu_only('processes meet by gloo')
+
+
+def linear():
+    return nn.Linear(2, 2, dtype=torch.float64)
+
+
+def layers(*more):
+    torch.manual_seed(0)
+    return nn.Sequential(linear(), nn.Tanh(), *more, linear())
+
+
+def data(n=8):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, n, 2, generator=generator, dtype=torch.float64)
+
+
+class World:
+    """A mesh, and the part of a batch that a rank takes."""
+
+    def __init__(self, **axes):
+        self.mesh = init_mesh(**axes)
+        self.replicas, self.stages = axes.get('data', 1), axes.get('pipe', 1)
+        self.rank = self.mesh.get_local_rank('data')
+
+    def model(self, module, **options):
+        n = len(module)
+        balance = [n] if self.stages == 1 else [n - n // 2, n // 2]
+        return DistributedGPipe(module, balance, mesh=self.mesh, chunks=2, **options)
+
+    def part(self, x):
+        return x.chunk(self.replicas)[self.rank]
+
+    def step(self, model, loss_fn=F.mse_loss, **options):
+        x, y = map(self.part, data())
+        return model.step(x, y, loss_fn, **options)
+
+
+def check_grads(model, module):
+    """Compare gradients with those of the unwrapped module."""
+    expected = dict(module.named_parameters(remove_duplicate=False))
+    for name, x in model.named_parameters():
+        grad = x.grad.full_tensor() if hasattr(x.grad, 'full_tensor') else x.grad
+        torch.testing.assert_close(grad, expected[name].grad, rtol=1e-10, atol=1e-12)
+
+
+# --- exact: gradients from elsewhere
+# ------------------------------------------------------------------------------------------------
+
+
+def closure(axes, options):
+    """A loss that uses a weight of the model, which is no parameter of the loss."""
+    world, module = World(**axes), layers()
+    model = world.model(copy.deepcopy(module), **options)
+    x, y = data()
+    for _ in range(2):
+        (F.mse_loss(module(x), y) + module[2].weight.square().sum()).backward()
+        world.step(model, lambda o, t: F.mse_loss(o, t)
+                   + model.get_parameter('2.weight').square().sum(), normalizer=len)
+    check_grads(model, module)
+
+
+class Listed(nn.Module):
+    """A layer that uses a weight of another one, which stands in a list."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.shared = [weight]
+
+    def forward(self, x):
+        """Use it."""
+        return x @ self.shared[0]
+
+
+def listed(axes, options):
+    """A weight in a list."""
+    world = World(**axes)
+    module = layers()
+    module.append(Listed(module[2].weight))
+    own = copy.deepcopy(module)
+    own[3].shared = [own[2].weight]
+    model = world.model(own, **options)
+    x, y = data()
+    for _ in range(2):
+        F.mse_loss(module(x), y).backward()
+        world.step(model)
+    check_grads(model, module)
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter."""
+
+    def __init__(self, layer):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer, self.down = layer, linear()
+
+    def forward(self, x):
+        """Add what the adapter gives."""
+        return self.layer(x) + self.down(x)
+
+
+class Holder(nn.Module):
+    """A layer in another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x):
+        """Call it."""
+        return self.inner(x)
+
+
+def adapted(axes, options):
+    """Adapters in a model that was made before."""
+    world = World(**axes)
+    module = layers(Holder())
+    model = world.model(copy.deepcopy(module), **options)
+    for each in (module, model):
+        holder = each.get_submodule('2')
+        holder.inner = Adapted(holder.inner)
+    x, y = data()
+    for _ in range(2):
+        F.mse_loss(module(x), y).backward()
+        world.step(model)
+    check_grads(model, module)
+
+
+def frozen_first(axes, options):
+    """A first stage that does not learn, or has no parameters."""
+    for module in (layers(nn.Tanh()), nn.Sequential(nn.Tanh(), nn.ReLU(), linear(), linear())):
+        world = World(**axes)
+        for layer in module[:2]:
+            layer.requires_grad_(False)
+        model = world.model(copy.deepcopy(module), **options)
+        x, y = data()
+        F.mse_loss(module(x), y).backward()
+        world.step(model)
+        for name, p in model.named_parameters():
+            expected = module.get_parameter(name).grad
+            assert (p.grad is None) == (expected is None)
+            if expected is not None:
+                grad = p.grad.full_tensor() if hasattr(p.grad, 'full_tensor') else p.grad
+                torch.testing.assert_close(grad, expected)
+
+
+def learns_later(axes, options):
+    """A frozen parameter that learns later."""
+    world, module = World(**axes), layers()
+    module[2].bias.requires_grad_(False)
+    model = world.model(copy.deepcopy(module), **options)
+    x, y = data()
+    for _ in range(2):
+        F.mse_loss(module(x), y).backward()
+        world.step(model)
+        module[2].bias.requires_grad_(True)
+        model.get_parameter('2.bias').requires_grad_(True)
+    check_grads(model, module)
+
+
+def frozen_for_a_step(axes, options):
+    """Some parameters of a layer are frozen later, and learn again."""
+    for names in (['0.bias'], ['0.weight', '0.bias'], ['0.weight', '0.bias', '2.weight']):
+        world, module = World(**axes), layers()
+        model = world.model(copy.deepcopy(module), **options)
+        x, y = data()
+        for number in range(5):
+            for name in names:
+                for each in (module, model):
+                    each.get_parameter(name).requires_grad_(number % 2 == 0)
+            F.mse_loss(module(x), y).backward()
+            world.step(model)
+        check_grads(model, module)
+
+
+DATA, SHARD = ({'data': 2}, {}), ({'data': 2}, {'data': 'shard'})
+
+
+@pytest.mark.parametrize('function, axes, options', [
+    (closure, *DATA), (listed, *DATA), (adapted, *DATA), (adapted, *SHARD),
+    (learns_later, *DATA), (learns_later, *SHARD), (frozen_for_a_step, *DATA),
+    (frozen_for_a_step, *SHARD),
+    (frozen_first, {'data': 2, 'pipe': 2}, {'data': 'shard'}),
+    (frozen_first, {'data': 2, 'pipe': 2}, {})])
+def test_gradients_from_elsewhere_are_those_of_the_whole_batch(function, axes, options):
+    run(2 * axes.get('pipe', 1), function, axes, options)
+
+
+# --- named
+# ------------------------------------------------------------------------------------------------
+
+WAYS = []
+
+
+def way(world, words, **axes):
+    """Add a way in which ranks could part, with words of the error."""
+    def add(function):
+        WAYS.append((function, world, axes, words))
+        return function
+    return add
+
+
+def train(world, model, change=None, loss_fn=F.mse_loss, steps=3, **options):
+    """Take steps."""
+    parameters = [*model.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=.1) if parameters else None
+    for number in range(steps):
+        world.step(model, loss_fn, **options)
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        if change is not None:
+            change(number, model)
+
+
+def first_rank(function):
+    """Do something on one rank, after the first step."""
+    def change(number, model):
+        if dist.get_rank() == 0 and number == 0:
+            with torch.no_grad():
+                function(model)
+    return change
+
+
+@way(2, "'0.weight' should be the same on ranks [0, 1], along the data axis", data=2)
+def a_weight_is_changed_on_one_rank(world):
+    train(world, world.model(layers()), first_rank(lambda m: m.get_parameter('0.weight').mul_(2)))
+
+
+@way(2, "'0.bias' should be the same on ranks [0, 1], along the data axis", data=2)
+def two_elements_change_places(world):
+    train(world, world.model(layers()),
+          first_rank(lambda m: m.get_parameter('0.bias').copy_(m.get_parameter('0.bias').flip(0))))
+
+
+@way(2, 'along the data axis', data=2)
+def optimizers_with_other_options(world):
+    model = world.model(layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=.1 + dist.get_rank())
+    for _ in range(3):
+        world.step(model)
+        optimizer.step()
+
+
+@way(2, 'loss_fn uses a tensor of shape (2.*) that requires grad, but is no parameter', data=2)
+def a_criterion_in_a_closure(world):
+    criterion = linear()
+    train(world, world.model(layers()),
+          loss_fn=lambda o, t: F.mse_loss(criterion(o), t), normalizer=len)
+
+
+@way(2, 'stage 1 or loss_fn uses \'0.weight\', a parameter of a layer on another rank', pipe=2)
+def a_weight_of_another_rank_in_a_list(world):
+    module = layers()
+    module.append(Listed(module[0].weight))
+    train(world, world.model(module))
+
+
+class Average(nn.Module):
+    """Subtract a moving average."""
+
+    def __init__(self, persistent=True):
+        super().__init__()
+        self.register_buffer('mean', torch.zeros(2, dtype=torch.float64), persistent=persistent)
+
+    def forward(self, x):
+        """Move it, and subtract it."""
+        if self.training:
+            self.mean.mul_(.9).add_(x.detach().mean(0), alpha=.1)
+        return x - self.mean
+
+
+@way(2, "'2.mean' should be the same on ranks [0, 1], along the data axis", data=2)
+def a_layer_moves_a_buffer(world):
+    train(world, world.model(layers(Average())))
+
+
+@way(2, "'2.mean' should be the same on ranks [0, 1], along the data axis", data=2)
+def a_layer_moves_a_buffer_that_is_in_no_state_dict(world):
+    train(world, world.model(layers(Average(persistent=False)), data='shard'))
+
+
+@way(2, "along the data axis, but differs. Usual causes: .*deferred_batch_norm=True", data=2)
+def a_plain_batch_norm(world):
+    train(world, world.model(layers(nn.BatchNorm1d(2, dtype=torch.float64))))
+
+
+@way(2, "'1.mean' should be the same on ranks [0, 1], along the pipe axis", pipe=2)
+def a_layer_that_moves_a_buffer_stands_on_two_ranks(world):
+    average = Average()
+    train(world, world.model(nn.Sequential(linear(), average, linear(), average)))
+
+
+@way(2, "'1.running_mean' and 1 others should be the same on ranks [0, 1], along the pipe", pipe=2)
+def statistics_of_two_ranks(world):
+    norm = nn.BatchNorm1d(2, dtype=torch.float64)
+    train(world, world.model(nn.Sequential(linear(), norm, linear(), norm)))
+
+
+class Words(nn.Module):
+    """An embedding of numbers, that keeps its rows short."""
+
+    def __init__(self, weight=None):
+        super().__init__()
+        torch.manual_seed(5)
+        self.words = nn.Embedding(4, 2, max_norm=.1, dtype=torch.float64)
+
+    def forward(self, x):
+        """Add the rows of numbers made of the samples."""
+        return x + self.words((x[:, 0].abs() * 2).long().clamp(0, 3))
+
+
+@way(2, "'0.words.weight' should be the same on ranks [0, 1], along the data axis", data=2)
+def an_embedding_with_a_norm_over_replicas(world):
+    module = nn.Sequential(Words(), linear())
+    module[0].words.weight.requires_grad_(False)
+    x, y = data()
+    model = world.model(module)
+    for _ in range(3):
+        model.step(world.part(x) if dist.get_rank() else world.part(x) * 0, world.part(y),
+                   F.mse_loss)
+
+
+@way(2, "a layer has changed '0.words.weight' in its forward", data=2)
+def an_embedding_with_a_norm_in_shards(world):
+    train(world, world.model(nn.Sequential(Words(), linear()), data='shard'))
+
+
+@way(2, "'0.words.weight' should be the same on ranks [0, 1], along the pipe axis", pipe=2)
+def an_embedding_with_a_norm_on_two_ranks(world):
+    module = nn.Sequential(Words(), linear(), linear(), Words())
+    module[3].words = module[0].words
+    train(world, world.model(module), lambda number, model: model.zero_grad())
+
+
+@way(2, "'0.weight' was replaced after this model was made, but with data='shard'", data=2)
+def a_sharded_parameter_is_replaced(world):
+    model = world.model(layers(), data='shard')
+    model.get_submodule('0').weight = nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
+    train(world, model)
+
+
+@way(2, 'ranks [0, 1] have the same stages, but not in the same state', data=2)
+def a_parameter_is_frozen_on_one_rank(world):
+    train(world, world.model(layers()),
+          first_rank(lambda m: m.get_parameter('0.weight').requires_grad_(False)))
+
+
+@way(2, 'ranks [0, 1] have the same stages, but not in the same state', data=2)
+def another_mode_of_a_layer_on_one_rank(world):
+    train(world, world.model(layers(nn.Dropout(0.))),
+          first_rank(lambda m: m.get_submodule('2').eval()))
+
+
+@way(2, 'the model is in evaluation mode', data=2)
+def another_mode_on_one_rank(world):
+    train(world, world.model(layers(nn.Dropout(0.))), first_rank(lambda m: m.eval()))
+
+
+@way(2, 'normalizer is, by rank, {0: 6.0, 1: 0.0}', data=2)
+def another_normalizer_on_one_rank(world):
+    train(world, world.model(layers()), normalizer=6 if dist.get_rank() == 0 else None,
+          loss_fn=nn.MSELoss(reduction='sum') if dist.get_rank() == 0 else F.mse_loss)
+
+
+PLAN = {'0': ColwiseParallel(), '2': RowwiseParallel()}
+
+
+@way(2, 'ranks [0, 1] along the tensor axis compute each layer together', tensor=2)
+def other_samples_along_the_tensor_axis(world):
+    model = world.model(layers(), tensor_plan=PLAN)
+    x, y = data()
+    model.step(x + dist.get_rank(), y, F.mse_loss)
+
+
+@way(2, 'ranks [0, 1] along the tensor axis compute each layer together', tensor=2)
+def other_targets_along_the_tensor_axis(world):
+    model = world.model(layers(), tensor_plan=PLAN)
+    x, y = data()
+    model.step(x, y + dist.get_rank(), F.mse_loss)
+
+
+@way(2, "'3.weight' should be the same on ranks [0, 1], along the tensor axis", tensor=2)
+def a_layer_without_a_style_is_changed_on_one_rank(world):
+    module = layers().append(linear())
+    train(world, world.model(module, tensor_plan=PLAN),
+          first_rank(lambda m: m.get_parameter('3.weight').mul_(2)))
+
+
+@way(2, 'is sparse, but ranks add up dense ones', data=2)
+def a_sparse_gradient(world):
+    module = nn.Sequential(nn.Embedding(4, 2, sparse=True, dtype=torch.float64), linear())
+    model = world.model(module)
+    x, y = data()
+    model.step(world.part(torch.arange(8) % 4), world.part(y), F.mse_loss)
+
+
+@way(2, "'0.weight' has a hook, and is used in a closure", data=2)
+def a_hook_of_a_weight_in_a_closure(world):
+    model = world.model(layers())
+    model.get_parameter('0.weight').register_hook(lambda grad: grad * 2)
+    train(world, model, loss_fn=lambda o, t: F.mse_loss(o, t)
+          + model.get_parameter('0.weight').square().sum(), normalizer=len)
+
+
+@way(2, 'loss_fn has other parameters on some of ranks [0, 1]', data=2)
+def another_loss_on_one_rank(world):
+    class Loss(nn.Linear):
+        def forward(self, output, target):
+            return F.mse_loss(super().forward(output), target)
+
+    torch.manual_seed(0)
+    loss = Loss(2, 2, dtype=torch.float64)
+    loss.bias.requires_grad_(dist.get_rank() == 0)
+    train(world, world.model(layers()), loss_fn=loss, normalizer=len)
+
+
+@way(2, "'0.weight' should be the same on ranks [0, 1]", data=2)
+def a_save_compares(world):
+    model = world.model(layers(), compare_every=0)
+    train(world, model, first_rank(lambda m: m.get_parameter('0.weight').mul_(2)))
+    model.save('/nowhere/model')
+
+
+@way(2, "'0.weight' should be the same on ranks [0, 1]", data=2)
+def a_later_step_compares(world):
+    model = world.model(layers(), compare_every=7)
+    train(world, model, steps=5)
+    first_rank(lambda m: m.get_parameter('0.weight').mul_(2))(0, model)
+    train(world, model, steps=2)
+    raised = None
+    try:
+        train(world, model, steps=1)
+    except RuntimeError as error:
+        raised = error
+    assert raised is not None
+    raise raised
+
+
+def try_all(ways):
+    """Try several ways; give what each of them raises on this rank, on new groups each time."""
+    found = []
+    for number in ways:
+        function, _, axes, _ = WAYS[number]
+        try:
+            function(World(**axes))
+            found.append('nothing')
+        except Exception as error:
+            found.append(f'{type(error).__name__}: {error}')
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize('part', range(4))
+def test_what_would_differ_is_named_on_all_ranks(part):
+    numbers = [*range(len(WAYS))][part::4]
+    ranks = outcomes(2, try_all, numbers, timeout=90)
+    for found in ranks:
+        assert isinstance(found, list), found
+        for number, text in zip(numbers, found):
+            function, _, _, words = WAYS[number]
+            words = re.escape(words).replace(r'\.\*', '.*')
+            assert re.search(words, text), (function.__name__, text)
+
+
+# --- what is no difference
+# ------------------------------------------------------------------------------------------------
+
+
+class Cache(nn.Module):
+    """A layer with a mask as long as the longest batch, in no state dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('mask', torch.ones(0), persistent=False)
+
+    def forward(self, x):
+        """Let the mask grow."""
+        if len(x) > len(self.mask):
+            self.mask = torch.ones(len(x), dtype=x.dtype)
+        return x * self.mask[:len(x), None]
+
+
+def caches():
+    """Replicas with other numbers of samples, and a mask of other sizes."""
+    world, module = World(data=2), layers(Cache())
+    model = world.model(copy.deepcopy(module))
+    x, y = data(9)
+    for _ in range(3):
+        F.mse_loss(module(x), y).backward()
+        model.step(*(each.split([6, 3])[dist.get_rank()] for each in (x, y)), F.mse_loss)
+    check_grads(model, module)
+
+
+def test_masks_of_other_sizes_are_no_difference():
+    run(2, caches)
+
+
+def test_numbers_tell_values_and_places_of_all_types():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64,
+                  torch.uint8, torch.bool, torch.complex64):
+        x = torch.arange(24).reshape(2, 3, 4) % 7
+        x = (x > 3 if dtype is torch.bool else x).to(dtype)
+        others = [x.flip(0), x.flip(1), x.flip(2), x.transpose(0, 1).contiguous().view(2, 3, 4)]
+        changed = x.clone()
+        changed[1, 2, 3] = changed[0, 1, 2]
+        found = digests([x, x.clone(), x.permute(2, 0, 1).contiguous().permute(1, 2, 0), changed,
+                         *others])
+        assert found[0] == found[1] == found[2] and found[0] not in found[3:], dtype
+        assert all(0 <= each < 1 << 40 for each in found)
+    constant = digests([torch.ones(4), torch.ones(4) + 1, torch.ones(()), torch.empty(0)])
+    assert len({*constant}) == 4

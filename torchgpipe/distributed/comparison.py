@@ -1,0 +1,170 @@
+"""Comparison: parameters and buffers that ranks share have to be equal, to the bit.
+
+::
+
+    data axis      all that is not split over it: weights, statistics
+    tensor axis    all that is not split over it: layers without a style, norms
+    pipe axis      tied weights, and buffers of modules that stand in stages of several ranks
+
+At the start of a step ranks tell each other one number for each of these. If numbers differ, they
+look for the tensor, and all raise an error. A number is made of the bits, taken as integers, and
+of their places: it depends neither on the device nor on an order of sums.
+"""
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ['Detail', 'Shared', 'details', 'differ', 'differences', 'digests', 'numbers_of']
+
+#: The bits of a number; float64 holds it exactly, and the sum over many ranks.
+_BITS = 40
+
+#: Integers of the sizes of elements.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+#: What usually causes a difference along each axis.
+_CAUSES = {
+    'data': 'Usual causes: a layer that changes a buffer or a weight by its own samples (batch '
+            'norm takes deferred_batch_norm=True); a weight that was changed or an optimizer that '
+            'was made otherwise on one rank',
+    'tensor': 'Usual causes: a layer that tensor_plan does not split, but whose input differs; a '
+              'weight that was changed on one rank; kernels that are not deterministic',
+    'pipe': 'Usual causes: a layer that stands in several stages and changes a buffer or a weight '
+            'itself; a weight that was changed or an optimizer that was made otherwise on one '
+            'rank. Stages may share a rank: places=…',
+}
+
+#: The ranks along each axis of a mesh.
+Groups = Mapping[str, Sequence[Sequence[int]]]
+
+
+class Shared(NamedTuple):
+    """A tensor that ranks share.
+
+    Args:
+        name: In the whole model.
+        value: The tensor, or the part of it that this rank has.
+        axes: The axes along which others have the same.
+        others: How many ranks of the pipe axis have it, without this one; -1 on all of them but
+            the first.
+        is_cache: Whether it is in no state dict. Then it may have other sizes elsewhere.
+    """
+
+    name: str
+    value: Tensor
+    axes: frozenset[str]
+    others: int = 0
+    is_cache: bool = False
+
+
+class Detail(NamedTuple):
+    """What a rank says of one tensor."""
+
+    name: str
+    axes: frozenset[str]
+    shape: tuple[int, ...] | None
+    number: int
+
+
+def numbers_of(tensors: Sequence[Shared]) -> tuple[int, int, int]:
+    """Return what a rank says of its tensors: a number for each axis.
+
+    Those of ranks along the data and the tensor axis are equal. Those along the pipe axis, where
+    each rank has other tensors, add up to zero.
+    """
+    data = tensor = pipe = 0
+    for each, (_, axes, _, number) in zip(tensors, details(tensors)):
+        data = (data * 3 + number) % (1 << _BITS) if 'data' in axes else data
+        tensor = (tensor * 3 + number) % (1 << _BITS) if 'tensor' in axes else tensor
+        pipe += each.others * number
+    return data, tensor, pipe % (1 << _BITS)
+
+
+def differ(numbers: Mapping[int, tuple[int, int, int]], groups: Groups) -> bool:
+    """Return whether the numbers of ranks differ.
+
+    Args:
+        numbers: Those of each rank.
+        groups: The ranks along each axis.
+    """
+    def along(k: int, lines: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+        return ([numbers[rank][k] for rank in ranks] for ranks in lines)
+
+    return (any(len({*each}) > 1 for k, axis in enumerate(('data', 'tensor'))
+                for each in along(k, groups[axis]))
+            or any(sum(each) % (1 << _BITS) for each in along(2, groups['pipe'])))
+
+
+def details(tensors: Sequence[Shared]) -> list[Detail]:
+    """Return what a rank says of each of its tensors."""
+    return [Detail(
+        each.name, each.axes | ({'pipe'} if each.others else frozenset()),
+        tuple(each.value.shape) if each.is_cache else None,
+        number ^ zlib.crc32(f'{each.name} {tuple(each.value.shape)} {each.value.dtype}'.encode()))
+        for each, number in zip(tensors, digests([each.value for each in tensors]))]
+
+
+def differences(everywhere: Mapping[int, Sequence[Detail]], groups: Groups) -> str:
+    """Say which tensors have other values on some ranks, and why that may be; nothing if none.
+
+    Args:
+        everywhere: What each rank says of its tensors.
+        groups: The ranks along each axis.
+    """
+    for axis, lines in groups.items():
+        for ranks in lines:
+            of = {rank: {each.name: each for each in everywhere[rank] if axis in each.axes}
+                  for rank in ranks}
+            found = {}
+            for name in dict.fromkeys(name for each in of.values() for name in each):
+                there = {rank: each.get(name) for rank, each in of.items()
+                         if name in each or axis != 'pipe'}
+                if len({*there.values()}) > 1 and not _are_caches([*there.values()]):
+                    found[name] = [*there]
+            if found:
+                name, owners = next(iter(found.items()))
+                others = f' and {len(found) - 1} others' if len(found) > 1 else ''
+                return (f"'{name}'{others} should be the same on ranks {owners}, along the {axis} "
+                        f'axis, but differs. {_CAUSES[axis]}')
+    return ''
+
+
+def _are_caches(details: Sequence[Detail | None]) -> bool:
+    """Return whether tensors are in no state dict, and have other sizes."""
+    return len({None if each is None else each.shape for each in details}) > 1 and all(
+        each is None or each.shape is not None for each in details)
+
+
+@torch.no_grad()
+def digests(tensors: Iterable[Tensor]) -> list[int]:
+    """Return a number for each tensor. The host waits once for each device."""
+    found = [_digest(x.detach()) for x in tensors]
+    on: dict[torch.device, list[Tensor]] = {}
+    for x in found:
+        on.setdefault(x.device, []).append(x)
+    read = {device: iter(torch.stack(each).tolist()) for device, each in on.items()}
+    return [next(read[x.device]) % (1 << _BITS) for x in found]
+
+
+def _digest(x: Tensor) -> Tensor:
+    """Return a number as a tensor: of the sums of rows, and of columns."""
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj())
+    if not x.numel():
+        return torch.zeros((), dtype=torch.int64, device=x.device)
+    x = x.resolve_neg()
+    bits = x if x.dtype is torch.bool else x.view(_INTEGERS[x.element_size()])
+    bits = bits.reshape(len(bits), -1) if bits.dim() else bits.reshape(1, 1)
+    rows, columns = bits.sum(1, dtype=torch.int64), bits.sum(0, dtype=torch.int64)
+    return _mixed(rows).sum() + _mixed(columns).sum() * 3
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Return integers that look random: of those of a vector, and of their places."""
+    place = torch.arange(1, len(x) + 1, device=x.device) * 0x1E3779B97F4A7C15
+    x = x + (place ^ place >> 29)
+    x = (x ^ x >> 32) * 0x3F58476D1CE4E5B9
+    return x ^ x >> 29
