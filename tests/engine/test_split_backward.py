@@ -289,6 +289,27 @@ def test_a_layer_that_goes_back_within_its_forward(devices, layers, shape, creat
     assert_same(gradients(gpipe), gradients(model))
 
 
+class Learner(nn.Linear):
+    """A layer that takes a step of its own, in each forward."""
+
+    def forward(self, x):
+        """Go back to the weight, and use another one."""
+        loss = nn.functional.linear(x, self.weight, self.bias).square().mean()
+        grad, = torch.autograd.grad(loss, self.weight, create_graph=True)
+        return nn.functional.linear(x, self.weight - .1 * grad, self.bias)
+
+
+@cpus
+def test_a_layer_that_learns_within_its_forward(devices):
+    """It asks for the gradient of a weight, which is none that is put off."""
+    model = nn.Sequential(nn.Linear(4, 4), Learner(4, 4), nn.Linear(4, 4), Learner(4, 4)).double()
+    gpipe = GPipe(copy.deepcopy(model), [2, 2], devices=devices(2), chunks=2, checkpoint='never')
+    x = torch.randn(4, 4, dtype=torch.double)
+    (sum(loss_of(model(part), part) for part in x.chunk(2)) / 2).backward()
+    gpipe.step(x, x, loss_of, schedule='zb-h1')
+    assert_same(gradients(gpipe), gradients(model))
+
+
 @devices
 @modes
 @pytest.mark.parametrize('schedule', ['zb-h1', 'zb-h2', 'zb-v'])

@@ -2,7 +2,7 @@
 import torch
 from torch import nn
 
-from tests.devices import workers
+from tests.devices import cpu_only, workers
 from torchgpipe.plan import measure_overhead, overhead, plan
 
 
@@ -29,3 +29,10 @@ def test_it_is_what_one_more_micro_batch_takes(monkeypatch):
                         if isinstance(run, tuple) else seconds['layers'])
     # Of each of two devices the layers take 1: F + B 6, F + I + W 12, F + B with R 11.
     assert measure_overhead(['cpu:0', 'cpu:1']) == {'F': 3, 'B': 3, 'I': 4.5, 'W': 4.5, 'R': 5}
+
+
+@cpu_only('it is measured for the CPU')
+def test_the_global_generator_stays_where_it_was():
+    before = torch.get_rng_state()
+    measure_overhead(['cpu:0', 'cpu:1'])
+    assert torch.equal(torch.get_rng_state(), before)

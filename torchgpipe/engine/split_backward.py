@@ -54,7 +54,8 @@ class Weight(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function on it; split some."""
-        if any(kind is not cls for kind in types):
+        # PyTorch's functions in Python name plain tensors, too, as `torch.autograd.grad` does.
+        if any(kind not in (cls, Tensor) for kind in types):
             # Beside a tensor of another class it is a plain one, as a parameter would be.
             args, kwargs = tree_map_only(cls, _plain, (args, kwargs or {}))
             return func(*args, **kwargs)

@@ -171,7 +171,7 @@ class Step(Run):
         deferred, before = self._deferred.get(j), context.no_order
         if deferred is not None:
             # Where layers put gradients of weights off to, and `W` finds them.
-            deferred.work = self._work.setdefault((i, j), [])
+            deferred.work, deferred.splits = self._work.setdefault((i, j), []), kind == 'I'
         if self._communicating not in (None, self._engine.partitions[j].worker):
             context.no_order = partial(beside, j)
         alone = kind != 'F' or self._may_draw(j)
@@ -260,7 +260,7 @@ class Step(Run):
         if (i, j) in self._recomputations:
             self._recomputations.pop((i, j)).prefetch()
 
-    def _backward(self, i: int, j: int, splits: bool = False) -> None:
+    def _backward(self, i: int, j: int) -> None:
         """Take the gradients of what a cell gave through its graph, and send on what comes out."""
         graph = self._graphs.pop((i, j))
         grads = self._grads.pop((i, j), {})
@@ -268,9 +268,6 @@ class Step(Run):
         if roots:
             self._recompute(i, j)  # unless the schedule has done so before
         self._recomputations.pop((i, j), None)
-        if splits and j in self._deferred:
-            # Not in a recomputation, where a layer may go back by itself.
-            self._deferred[j].splits = True
         run = partial(torch.autograd.backward, [edge for edge, _ in roots],
                       [grad for _, grad in roots])
         run() if self._recorder is None else self._recorder.run(run)
@@ -286,8 +283,7 @@ class Step(Run):
             while work:
                 work.pop()()
 
-    _ACTIONS: dict[str, Callable[..., None]] = {
-        'R': _recompute, 'B': _backward, 'I': partial(_backward, splits=True), 'W': _finish}
+    _ACTIONS = {'R': _recompute, 'B': _backward, 'I': _backward, 'W': _finish}
 
     def _send_back(self, i: int, j: int, prev_j: int, grad: Tensor) -> Tensor:
         """Return a gradient where its tensor came from."""

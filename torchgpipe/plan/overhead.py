@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices import Device, is_cpu, parse_device
+from torchgpipe.devices import Device, forked_rng, is_cpu, parse_device
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.scatter import cut
 from torchgpipe.losses import Losses
@@ -47,12 +47,14 @@ def measure_overhead(devices: Sequence[Device]) -> Mapping[str, float]:
     """
     if not all(map(is_cpu, devices)):
         return {}
-    layers = nn.Sequential(*(nn.Linear(1, 1) for _ in devices))
-    alone = _each(lambda x: [layers(part).sum().backward() for part in x.split(1)]) / len(devices)
-    both, split, recomputed = (
-        max(0.0, _each(step) - alone) for step in (
-            _step(devices, '1f1b', 'never'), _step(devices, 'zb-h1', 'never'),
-            _step(devices, '1f1b', 'always')))
+    with forked_rng([]):  # Layers draw their initial values.
+        layers = nn.Sequential(*(nn.Linear(1, 1) for _ in devices))
+        alone = _each(lambda x: [
+            layers(part).sum().backward() for part in x.split(1)]) / len(devices)
+        both, split, recomputed = (
+            max(0.0, _each(step) - alone) for step in (
+                _step(devices, '1f1b', 'never'), _step(devices, 'zb-h1', 'never'),
+                _step(devices, '1f1b', 'always')))
     one = both / 2
     half = max(0.0, split - one) / 2
     return {'F': one, 'B': one, 'I': half, 'W': half, 'R': max(0.0, recomputed - both)}
