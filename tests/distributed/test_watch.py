@@ -16,9 +16,11 @@ from tests.distributed.models import Block, batch
 from tests.shard.processes import run
 from tests.whole import first
 from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.distributed import watcher as watchers
 from torchgpipe.distributed.records import Record, blame
-from torchgpipe.distributed.watcher import EXIT
-from torchgpipe.distributed.whereabouts import whereabouts
+from torchgpipe.distributed.watcher import EXIT, GRACE, SILENCE, Own, Watcher
+from torchgpipe.distributed.whereabouts import Whereabouts, whereabouts
+from torchgpipe.timeline import record
 
 pytestmark = cpu_only('processes meet by gloo')
 
@@ -96,6 +98,52 @@ def test_raises_in_the_loss():
 @pytest.mark.slow
 def test_raises_in_a_hook():
     named(endings(3, in_hook), MIDDLE, 'it is broken', "layer '2'", 'micro-batch 1')
+
+
+def two_ranks(release):
+    """Two ranks, of which the second one is killed, with the timeout that models have."""
+    model = DistributedGPipe(nn.Sequential(Block(), Fault('kill')), [1, 1], chunks=2,
+                             mesh=init_mesh(pipe=2), checkpoint='never')
+    steps(model)
+
+
+@pytest.mark.parametrize('tcp', first(1, [True, False]))
+def test_is_killed_with_a_long_timeout(tcp):
+    """The other one may have the store, which it keeps for a while; it finds out all the same."""
+    (code, text), _ = endings(2, two_ranks, tcp=tcp, group_timeout=1800)
+    assert code == 1 and 'rank 1 (data 0, pipe 1, tensor 0) is gone' in text
+
+
+class AboutGloo(nn.Module):
+    """A layer whose error looks like one of a backend."""
+
+    def forward(self, x):
+        """Raise it."""
+        raise RuntimeError('gloo is not what this layer likes')
+
+
+def about_gloo(release):
+    steps(built(AboutGloo(), timeout=timedelta(minutes=30)))
+
+
+def test_an_error_of_a_layer_is_its_own_whatever_it_says():
+    named(endings(3, about_gloo), f'{MIDDLE}', 'is not what this layer likes', "layer '3'",
+          'forward of stage 1')
+
+
+def recorded(release):
+    model = built()
+    with record(model):
+        steps(model, 1)
+        if torch.distributed.get_rank() == 1:
+            release.wait()
+            raise ValueError('it is broken')
+
+
+@pytest.mark.slow
+def test_a_recording_does_not_wait_for_a_rank_that_does_not_come():
+    found = endings(3, recorded, stays=[1])
+    named(found[::2], MIDDLE, 'is not where the others are', 'a recording')
 
 
 def stays(release):
@@ -294,3 +342,103 @@ def test_no_collection_begins_where_frames_are_read(monkeypatch):
     monkeypatch.setattr(sys, '_current_frames', lambda: (seen.append(gc.isenabled()), read())[1])
     assert whereabouts(threading.get_ident()).text
     assert seen == [False] and gc.isenabled()
+
+
+# --- by a clock that the test turns
+# ------------------------------------------------------------------------------------------------
+
+
+class Wall:
+    """A board without a store."""
+
+    gone = goes_with_us = False
+
+    def __init__(self, room, rank):
+        self.room, self.rank = room, rank
+
+    def say(self, record, news):
+        """Write it down."""
+        self.room.said[self.rank] = record
+        self.room.news += news
+        return self.room.news
+
+    def read(self):
+        """Give what others have written."""
+        return {rank: each for rank, each in self.room.said.items() if rank != self.rank}
+
+
+class Room:
+    """Watchers of several ranks with the timeout that models have, and one clock."""
+
+    limit = 1800.
+
+    def __init__(self, monkeypatch, ranks):
+        self.said, self.news, self.now, self.ended = {}, 0, 100., {}
+        self.where = {rank: Whereabouts(True, 'start.py:1') for rank in range(ranks)}
+        self.own = {rank: Own() for rank in range(ranks)}
+        self.watchers, self.silent = {}, set()
+        monkeypatch.setattr(watchers, 'names_of', lambda mesh: {
+            rank: f'rank {rank}' for rank in range(ranks)})
+        monkeypatch.setattr(watchers, 'whereabouts', lambda *args: self.where[self.turning])
+        monkeypatch.setattr(watchers, 'Board', lambda names: Wall(self, self.turning))
+        monkeypatch.setattr(torch.distributed, 'get_rank', lambda: self.turning)
+        monkeypatch.setattr(watchers.os, '_exit', lambda code: self.ended.setdefault(
+            self.turning, self.now))
+        for rank in range(ranks):
+            self.turning = rank
+            self.watchers[rank] = Watcher(self.own[rank], None, self.limit)
+            self.own[rank].begin('a step')
+
+    def turn(self, seconds, period=1.):
+        """Let time go by; give what watchers have found."""
+        for _ in range(round(seconds / period)):
+            self.now += period
+            for rank, each in self.watchers.items():
+                if rank not in self.silent and rank not in self.ended:
+                    self.turning = rank
+                    each.turn(self.now)
+        return {rank: each._found for rank, each in self.watchers.items()}
+
+
+def test_a_rank_whose_layer_holds_pythons_lock_is_not_gone(monkeypatch):
+    room = Room(monkeypatch, 3)
+    room.where[1] = Whereabouts(False, 'layer.py:1')
+    room.turn(5)
+    room.silent = {1}
+    assert not any(room.turn(room.limit - 10).values()) and not room.ended
+    room.silent = set()
+    for own in room.own.values():
+        own.begin('a step')
+    assert not any(room.turn(room.limit - 10).values()) and not room.ended
+
+
+@pytest.mark.parametrize('silent', [False, True])
+def test_a_stuck_rank_is_named_when_others_have_waited_for_long(monkeypatch, silent):
+    room = Room(monkeypatch, 3)
+    room.where[1] = Whereabouts(False, 'layer.py:1')
+    room.turn(5)
+    room.silent = {1} if silent else set()
+    start = room.now
+    assert not any(room.turn(room.limit - 10).values())
+    found = room.turn(30)
+    for rank in (0, 2):
+        assert 'rank 1 ' in found[rank] and 'layer.py:1' in found[rank]
+        assert room.limit - 10 < room.ended[rank] - start < room.limit + SILENCE + GRACE + 3
+    assert (1 in room.ended) is not silent
+
+
+def test_a_rank_that_is_gone_is_named_within_ten_seconds_also_far_from_it(monkeypatch):
+    """The backend tells its neighbour, and that one the others."""
+    room = Room(monkeypatch, 4)
+    room.turn(5)
+    room.silent, start = {1}, room.now
+    room.own[0].error = ''  # The backend has raised something.
+    room.watchers[0]._answered.clear()
+    while not room.watchers[0]._answered.is_set():
+        room.turn(.1, .1)
+    assert room.own[0].found.startswith('rank 1 is gone')
+    room.own[0].end()
+    found = room.turn(10)
+    for rank in (2, 3):
+        assert 'rank 0 has found that rank 1 is gone' in found[rank]
+        assert room.ended[rank] - start < 10

@@ -299,14 +299,14 @@ class Learner(nn.Linear):
         return nn.functional.linear(x, self.weight - .1 * grad, self.bias)
 
 
-@cpus
+@devices
 def test_a_layer_that_learns_within_its_forward(devices):
     """It asks for the gradient of a weight, which is none that is put off."""
     model = nn.Sequential(nn.Linear(4, 4), Learner(4, 4), nn.Linear(4, 4), Learner(4, 4)).double()
     gpipe = GPipe(copy.deepcopy(model), [2, 2], devices=devices(2), chunks=2, checkpoint='never')
     x = torch.randn(4, 4, dtype=torch.double)
     (sum(loss_of(model(part), part) for part in x.chunk(2)) / 2).backward()
-    gpipe.step(x, x, loss_of, schedule='zb-h1')
+    gpipe.step(on_first(gpipe, x), x.to(gpipe.devices[-1]), loss_of, schedule='zb-h1')
     assert_same(gradients(gpipe), gradients(model))
 
 

@@ -242,6 +242,7 @@ class DistributedGPipe(Placed):
         ranks = self._rank.ranks[:1] if group is None else get_process_group_ranks(group)
         return [f'rank {rank}' for rank in ranks]
 
+    @watched('a recording')
     def merged(self, actions: list[Timed], began: float) -> list[Timed]:
         """Return the actions of all ranks by one clock, for :func:`torchgpipe.timeline.record`."""
         return merge(actions, began, self._rank.everyone, self._rank.device)

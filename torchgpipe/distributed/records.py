@@ -145,7 +145,7 @@ def _gone(record: Record) -> str:
     if record.state == 'ended':
         why = f' after it had raised {record.error}' if _has_raised(record) else ''
         return f'has ended{why}, and takes no part in what others do'
-    return f'is gone: it has given no sign of life since it {_state(record)}'
+    return f'is gone; its last sign of life was that it {_state(record)}'
 
 
 def _busy(record: Record | None) -> str:
@@ -158,7 +158,7 @@ def _busy(record: Record | None) -> str:
 
 
 def _state(record: Record) -> str:
-    doing = {'waits': 'waits in', 'computes': 'computes in'}.get(
-        record.state, 'is outside of steps and calls,')
+    doing = {'waits': 'waits in ', 'computes': 'computes in '}.get(
+        record.state, 'is outside of steps and calls')
     place = ', '.join(filter(None, [record.text, record.where]))
-    return f'{doing} {place}, for {record.seconds:.1f} s'
+    return f"{doing}{', ' if place and not record.text else ''}{place}, for {record.seconds:.1f} s"

@@ -22,11 +22,9 @@ EXIT = 70
 #: For so many seconds a rank looks for the culprit, and lets its main thread end by itself.
 GRACE = 5.
 
-#: After so many seconds without a word a rank is gone, where the backend says that some rank is.
-_SILENCE = 3.
-
-#: And where nobody says so: Python says nothing while something holds its lock.
-_LONG_SILENCE = 30.
+#: After so many seconds without a word a rank is gone, where the backend says that some rank is,
+#: or others have waited for as long as they may. A layer may hold Python's lock for longer.
+SILENCE = 3.
 
 #: For so many seconds a process that has the store waits for the last words of others.
 _LEAVE = 2.
@@ -81,6 +79,8 @@ class Watcher:
         self._mark: Any = None
         self._line: Any = None
         self._since = self._line_since = 0.
+        #: Since when the main thread has asked for who is to blame.
+        self._asked = 0.
         self._where = Whereabouts(False, '')
         #: By rank, its last beat, and when that was seen first.
         self._beats: dict[int, tuple[int, float]] = {}
@@ -99,9 +99,10 @@ class Watcher:
         self._own.error = error
         self._wake.set()
         self._answered.wait(2 * GRACE)
+        found = self._own.found
         if self._board.goes_with_us:  # The others read it before this process may end.
             time.sleep(2 * self._period)
-        return self._own.found
+        return found
 
     def stop(self) -> None:
         """Let the loop end."""
@@ -110,22 +111,24 @@ class Watcher:
 
     def loop(self) -> None:
         """Say what the main thread does, again and again, and look at the others."""
-        asked = 0.
         while not self._stops:
-            now = time.monotonic()
-            asks = self._own.error is not None and not self._answered.is_set()
-            asked = (asked or now) if asks else 0.
-            self._see(now)
-            news = self._say(now)
-            if asks and (self._own.error or self._find_for_main(now, asked)):
-                self._answered.set()
-            elif not asks and self._own.inside:
-                self._look(now, news)
-            self._wake.wait(min(self._period, .1) if asks else self._period)
+            self.turn(time.monotonic())
+            self._wake.wait(min(self._period, .1) if self._asked else self._period)
             self._wake.clear()
         if not self._board.gone:
             lasts = _LEAVE if self._own.error is None else 0.
             self._board.leave(self._record(time.monotonic(), 'ended'), lasts)
+
+    def turn(self, now: float) -> None:
+        """Do so once, at some time."""
+        asks = self._own.error is not None and not self._answered.is_set()
+        self._asked = (self._asked or now) if asks else 0.
+        self._see(now)
+        news = self._say(now)
+        if asks and (self._own.error or self._find_for_main(now)):
+            self._answered.set()
+        elif not asks and self._own.inside:
+            self._look(now, news)
 
     def _see(self, now: float) -> None:
         """See where the main thread is."""
@@ -163,10 +166,10 @@ class Watcher:
         return Record(self._beat, own.run, state, now - since, text, self._where.text,
                       own.raised[1], own.raised[0], own.found)
 
-    def _find_for_main(self, now: float, asked: float) -> bool:
+    def _find_for_main(self, now: float) -> bool:
         """Find who is to blame for an error of the main thread; return whether it is over."""
-        late = now - asked >= GRACE
-        found, is_sure = self._blame(now, _SILENCE, late)
+        late = now - self._asked >= GRACE
+        found, is_sure = self._blame(now, True, late)
         self._own.found = found
         if found and is_sure:
             self._say(now)
@@ -175,11 +178,11 @@ class Watcher:
     def _look(self, now: float, news: int) -> None:
         """Look at the others; end the process if its main thread is stuck for good."""
         waited = now - self._line_since if self._where.waits else 0.
-        silence = min(self._limit / 2, _LONG_SILENCE)
-        if news == self._cleared and waited < silence and not self._board.gone:
+        over = waited >= self._limit
+        if news == self._cleared and not over and not self._board.gone:
             self._beats.clear()
             return
-        found, is_sure = self._blame(now, max(silence, _SILENCE), waited >= self._limit)
+        found, is_sure = self._blame(now, over, waited >= self._limit + SILENCE)
         if not found:
             self._cleared, self._found, self._own.found = news, '', ''
         elif not self._found:
@@ -190,12 +193,12 @@ class Watcher:
         elif now - self._found_at >= GRACE:
             self._end(now)
 
-    def _blame(self, now: float, silence: float, late: bool) -> tuple[str, bool]:
+    def _blame(self, now: float, silent: bool, late: bool) -> tuple[str, bool]:
         """Return who is to blame for that the main thread can not go on, and whether it is sure.
 
         Args:
             now: The time.
-            silence: After how many seconds without a word a rank is gone.
+            silent: Whether a rank without a word is gone.
             late: Whether the main thread has waited for long enough.
         """
         records = {} if self._board.gone else self._board.read()
@@ -208,7 +211,7 @@ class Watcher:
             beat = 0 if each is None else each.beat
             if rank not in self._beats or self._beats[rank][0] != beat:
                 self._beats[rank] = beat, now
-            elif each is not None and now - self._beats[rank][1] >= silence:
+            elif silent and each is not None and now - self._beats[rank][1] >= SILENCE:
                 lost.append(rank)
         found, is_sure = blame(records, self._own.run, lost, late)
         if not is_sure:

@@ -50,6 +50,8 @@ def whereabouts(thread: int, layer: bool = False) -> Whereabouts:
         layer: Whether to look for the layer. It keeps what a frame has alive until that has ended,
             so it is for threads that are stuck.
     """
+    if not thread:  # It has begun nothing yet.
+        return Whereabouts(False, '')
     innermost = frame = _frames().get(thread)
     waits, line, name = False, '', ''
     decided = False
@@ -100,7 +102,16 @@ def is_from_others(error: BaseException) -> bool:
     each: BaseException | None = error
     while each is not None:
         if isinstance(each, (dist.DistError, NotBegun)) or (
-                isinstance(each, RuntimeError) and any(name in str(each) for name in _BACKENDS)):
+                isinstance(each, RuntimeError) and any(name in str(each) for name in _BACKENDS)
+                and _raised_in(each).startswith(_WAITING)):
             return True
         each = each.__cause__
     return False
+
+
+def _raised_in(error: BaseException) -> str:
+    """Return the name of the module that raised an error, or called what did."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return '' if last is None else str(last.tb_frame.f_globals.get('__name__', ''))
