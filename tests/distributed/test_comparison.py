@@ -208,6 +208,9 @@ def test_gradients_from_elsewhere_are_those_of_the_whole_batch(function, axes, o
 
 WAYS = []
 
+#: Where a way may save.
+FOLDER = ''
+
 
 def way(world, words, **axes):
     """Add a way in which ranks could part, with words of the error."""
@@ -454,9 +457,39 @@ def a_later_step_compares(world):
     raise raised
 
 
-def try_all(ways):
+@way(2, "'2.inner.down.bias' and 1 others should be the same on ranks [0, 1]", data=2)
+def adapters_that_come_later_start_with_other_values(world):
+    model = world.model(layers(Holder()))
+    train(world, model, steps=5)
+    holder = model.get_submodule('2')
+    holder.inner = Adapted(holder.inner)
+    with torch.no_grad():
+        holder.inner.down.weight.add_(dist.get_rank())
+        holder.inner.down.bias.add_(dist.get_rank())
+    train(world, model, steps=1)
+
+
+@way(2, "'0.weight' should be the same on ranks [0, 1]", data=2)
+def a_load_compares(world):
+    model = world.model(layers())
+    model.save(FOLDER)
+    if dist.get_rank():
+        model.register_load_state_dict_post_hook(
+            lambda module, keys: setattr(module.get_parameter('0.weight'), 'data',
+                                         torch.ones(2, 2, dtype=torch.float64)))
+    model.load(FOLDER)
+
+
+@way(2, "a layer has changed '0.words.weight' in its forward", data=2)
+def an_embedding_with_a_norm_in_shards_in_an_evaluation(world):
+    model = world.model(nn.Sequential(Words(), linear()), data='shard').eval()
+    model.evaluate(*map(world.part, data()), F.mse_loss)
+
+
+def try_all(ways, folder):
     """Try several ways; give what each of them raises on this rank, on new groups each time."""
-    found = []
+    global FOLDER
+    FOLDER, found = folder, []
     for number in ways:
         function, _, axes, _ = WAYS[number]
         try:
@@ -469,9 +502,9 @@ def try_all(ways):
 
 
 @pytest.mark.parametrize('part', range(4))
-def test_what_would_differ_is_named_on_all_ranks(part):
+def test_what_would_differ_is_named_on_all_ranks(part, tmp_path):
     numbers = [*range(len(WAYS))][part::4]
-    ranks = outcomes(2, try_all, numbers, timeout=90)
+    ranks = outcomes(2, try_all, numbers, str(tmp_path / 'model'), timeout=90)
     for found in ranks:
         assert isinstance(found, list), found
         for number, text in zip(numbers, found):

@@ -344,6 +344,18 @@ def test_no_collection_begins_where_frames_are_read(monkeypatch):
     assert seen == [False] and gc.isenabled()
 
 
+def test_files_of_others_are_waited_for_less_long_after_a_failure():
+    """Until the model goes on."""
+    watch = DistributedGPipe(nn.Sequential(Block()), [1], mesh=init_mesh())._watch
+    assert watch.patience() == 1800
+    with pytest.raises(ValueError), watch.run('a step'):
+        raise ValueError('it is broken')
+    assert watch.patience() == GRACE
+    with watch.run('a step'):
+        assert watch.patience() == 1800
+    torch.distributed.destroy_process_group()
+
+
 # --- by a clock that the test turns
 # ------------------------------------------------------------------------------------------------
 

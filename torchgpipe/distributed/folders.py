@@ -240,7 +240,6 @@ class Writer(FileSystemWriter):
             name: found for _, files in parts for name, found in files.items()}
         super().finish(metadata, [results for results, _ in parts])
         body = (self._saving / _METADATA).read_bytes()
-        check_files(self._saving, metadata)
         _write(self._saving / _METADATA, body + _SUM + b'%08x' % zlib.crc32(body))
         before = _beside(self._folder, 'before')
         if self._folder.exists():

@@ -21,7 +21,7 @@ _COMPUTING = ('torch.distributed.tensor',)
 
 #: What only hands calls on.
 _PASSED = ('torch._ops', 'torch._library', 'torch.autograd', 'torch.overrides', 'torch.utils',
-           'contextlib', 'threading')
+           'contextlib')
 
 #: Whose lines say nothing to a reader: PyTorch's, and those of Python's locks and connections.
 _UNSAID = {'torch', *sys.stdlib_module_names}
