@@ -224,8 +224,7 @@ class Writer(FileSystemWriter):
                 raise _failed(states[_WRITING] or [0], 'nothing was heard of it; its process may '
                               'have ended')
             time.sleep(_PERIOD)
-            before, states = states, self._states()
-            since = since if states == before else time.monotonic()
+            states = self._states()
         if self._whole is not None:
             try:
                 self._replace(self._whole)
