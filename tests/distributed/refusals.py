@@ -20,7 +20,7 @@ from torchgpipe.distributed.messages import Header, Messages, outline
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.distributed.replicas import Replicas, like
 from torchgpipe.distributed.start import Facts, NotBegun, together
-from torchgpipe.distributed.steps import check_alike, check_counts, check_losses
+from torchgpipe.distributed.steps import check_alike, check_counts, check_losses, check_same_losses
 from torchgpipe.distributed.tensor import check_plan, tie_again
 from torchgpipe.distributed.ties import Ties
 from torchgpipe.distributed.watch import Watch
@@ -69,7 +69,7 @@ def rank_of():
     lines = {'data': [[0, 1]], 'tensor': [[0, 1]], 'pipe': [[0], [1]]}
     return SimpleNamespace(at_place=[{0, 1}], lines=lines, replaced=[],
                            everyone=SimpleNamespace(size=lambda: 2), data=SimpleNamespace(group=1),
-                           shared=lambda: [Shared('0.weight', torch.ones(2), frozenset(['data']))])
+                           shared=lambda loss: [Shared('0.weight', torch.ones(2), frozenset(['data']))])
 
 
 def others_differ():
@@ -81,11 +81,43 @@ def others_differ():
         Rank.compare(rank_of(), {0: Facts(numbers=(1, 0, 0)), 1: Facts(numbers=(2, 0, 0))})
 
 
-def beside(others, x):
+def unused(x=WEIGHT):
+    """Let a layer have a parameter of another rank."""
+    rank = SimpleNamespace(_unused={id(x): ('0.weight', lambda: x)})
+    Rank._check_unused_one(rank, x, "'1.shared'")
+
+
+def unknown(x=WEIGHT):
     """Let a tensor learn that the model does not have."""
     rank = rank_of()
-    rank._others = others
+    rank._check_unused_one = lambda x, where: None
     Rank.check_learning(rank, {0: (x, 'stage 1')}, [])
+
+
+def hooked():
+    """Make a model of a parameter with a hook, which becomes parts."""
+    layer = nn.Linear(2, 2)
+    layer.weight.register_hook(abs)
+    wrap(layer, data='shard', mp_policy=MixedPrecisionPolicy())
+
+
+def replaced():
+    """Replace a tied weight."""
+    module = nn.Sequential(nn.Linear(2, 2))
+    ties = Ties(module._modules, [((0, '0.weight'), (1, '1.weight'))], [0, 1], None)
+    ties.remember()
+    module[0].weight = nn.Parameter(torch.ones(2, 2))
+    ties.check()
+
+
+def waits():
+    """Freeze a parameter whose gradient waits."""
+    model = wrap(nn.Linear(2, 2))
+    x = torch.ones(2, 2)
+    with model.no_sync():
+        model.step(x, x, F.mse_loss)
+    model.get_parameter('0.bias').requires_grad_(False)
+    model.step(x, x, F.mse_loss)
 
 
 def sharded(change):
@@ -242,9 +274,14 @@ REFUSALS = [
     lambda: Rank.check_samples(rank_of(), {0: Facts(given=1), 1: Facts(given=2)}),
     lambda: check_losses({0: Facts(divisors=(6., 0.)), 1: Facts()}),
     lambda: check_losses({0: Facts(layers=1), 1: Facts()}),
-    lambda: beside([('0.weight', lambda: WEIGHT)], WEIGHT),
-    lambda: beside([], WEIGHT),
+    lambda: check_same_losses({0: 1., 1: 2.}),
+    unused,
+    unknown,
     beside_with_a_hook,
+    hooked,
+    lambda: sharded(lambda layer: layer.weight.register_hook(abs)),
+    replaced,
+    waits,
     lambda: sharded(lambda layer: setattr(layer, 'bias', nn.Parameter(torch.ones(2)))),
     changed_in_shards,
     lambda: like(torch.ones(2, 2), torch.eye(2).to_sparse()),

@@ -1,5 +1,6 @@
 """What ranks share stays equal: summed where a gradient comes from elsewhere, or named."""
 import copy
+import random
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 from tests.devices import cpu_only
 from tests.shard.processes import outcomes, run
+from torchgpipe import Arguments
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.distributed.comparison import digests
 
@@ -190,13 +192,42 @@ def frozen_for_a_step(axes, options):
         check_grads(model, module)
 
 
+def replaced(axes, options):
+    """A layer that is replaced by another one on each rank, which then has that of the first."""
+    world, module = World(**axes), layers()
+    model = world.model(copy.deepcopy(module), **options)
+    torch.manual_seed(7)
+    module[2] = linear()
+    torch.manual_seed(7 + dist.get_rank())
+    model.set_submodule('2', linear())
+    x, y = data()
+    for _ in range(2):
+        F.mse_loss(module(x), y).backward()
+        world.step(model)
+    check_grads(model, module)
+
+
+def expanded(axes, options):
+    """Buffers that are expanded, or sparse."""
+    world = World(**axes)
+    module = layers()
+    module[0].register_buffer('zeros', torch.zeros(1).expand(4))
+    model = world.model(copy.deepcopy(module), **options)
+    for layer in (module[0], model.get_submodule('0')):
+        layer.register_buffer('sparse', torch.eye(2).to_sparse())
+    x, y = data()
+    F.mse_loss(module(x), y).backward()
+    world.step(model)
+    check_grads(model, module)
+
+
 DATA, SHARD = ({'data': 2}, {}), ({'data': 2}, {'data': 'shard'})
 
 
 @pytest.mark.parametrize('function, axes, options', [
     (closure, *DATA), (listed, *DATA), (adapted, *DATA), (adapted, *SHARD),
     (learns_later, *DATA), (learns_later, *SHARD), (frozen_for_a_step, *DATA),
-    (frozen_for_a_step, *SHARD),
+    (frozen_for_a_step, *SHARD), (replaced, *DATA), (expanded, *DATA),
     (frozen_first, {'data': 2, 'pipe': 2}, {'data': 'shard'}),
     (frozen_first, {'data': 2, 'pipe': 2}, {})])
 def test_gradients_from_elsewhere_are_those_of_the_whole_batch(function, axes, options):
@@ -269,7 +300,7 @@ def a_criterion_in_a_closure(world):
           loss_fn=lambda o, t: F.mse_loss(criterion(o), t), normalizer=len)
 
 
-@way(2, 'stage 1 or loss_fn uses \'0.weight\', a parameter of a layer on another rank', pipe=2)
+@way(2, "'3.shared' is or has '0.weight', a parameter of a layer on another rank", pipe=2)
 def a_weight_of_another_rank_in_a_list(world):
     module = layers()
     module.append(Listed(module[0].weight))
@@ -484,6 +515,183 @@ def a_load_compares(world):
 def an_embedding_with_a_norm_in_shards_in_an_evaluation(world):
     model = world.model(nn.Sequential(Words(), linear()), data='shard').eval()
     model.evaluate(*map(world.part, data()), F.mse_loss)
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter and a buffer."""
+
+    def __init__(self, weight, moves=False):
+        super().__init__()
+        self.weight, self.moves = nn.Parameter(weight), moves
+        self.register_buffer('center', torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, output, target):
+        """Move the buffer by the samples."""
+        if self.moves:
+            self.center = .9 * self.center + .1 * output.detach().mean(0)
+        return F.mse_loss(output * self.weight, target + self.center)
+
+
+@way(2, "'loss_fn.weight' should be the same on ranks [0, 1], along the data axis", data=2)
+def a_loss_starts_with_other_values(world):
+    loss = Scaled(torch.ones(2, dtype=torch.float64) + dist.get_rank())
+    train(world, world.model(layers()), loss_fn=loss, normalizer=len)
+
+
+@way(2, "'loss_fn.center' should be the same on ranks [0, 1], along the data axis", data=2)
+def a_loss_moves_a_buffer(world):
+    loss = Scaled(torch.ones(2, dtype=torch.float64), moves=True)
+    train(world, world.model(layers()), loss_fn=loss, normalizer=len)
+
+
+@way(2, "'loss_fn.weight' is or has '0.weight', a parameter of a layer on another rank", pipe=2)
+def a_loss_has_a_weight_of_another_rank(world):
+    module = layers()
+    loss = Scaled(torch.ones(2, 2, dtype=torch.float64))
+    loss.weight = module[0].weight
+    train(world, world.model(module), loss_fn=loss, normalizer=len)
+
+
+@way(2, "'0.weight' is or has '2.weight', a parameter of a layer on another rank", pipe=2)
+def a_weight_of_another_rank_is_put_in_later(world):
+    module = layers()
+    weight = module[2].weight
+    model = world.model(module)
+    if dist.get_rank() == 0:
+        model.get_submodule('0').weight = weight
+    train(world, model)
+
+
+class Detached(Listed):
+    """A layer that uses the value of such a weight."""
+
+    def forward(self, x):
+        """Use it."""
+        return x @ self.shared[0].detach()
+
+
+@way(2, "'3.shared' is or has '2.weight', a parameter of a layer on another rank or one that took",
+     data=2)
+def the_value_of_a_sharded_weight(world):
+    module = layers()
+    module.append(Detached(module[2].weight))
+    train(world, world.model(module, data='shard'))
+
+
+@way(2, "'0.weight' has a hook, but another tensor took its place", data=2)
+def a_hook_of_what_is_split(world):
+    module = layers()
+    module[0].weight.register_hook(lambda grad: grad * 2)
+    train(world, world.model(module, data='shard'))
+
+
+@way(2, "'0.weight' has a hook, which FSDP2 does not call", data=2)
+def a_hook_of_a_part(world):
+    model = world.model(layers(), data='shard')
+    model.get_parameter('0.weight').register_hook(lambda grad: grad * 2)
+    train(world, model)
+
+
+def tied_layers():
+    module = layers().append(linear())
+    module[3].weight = module[0].weight
+    return module
+
+
+@way(2, "'weight' of a Linear, which stages on ranks [0, 1] share, was replaced", pipe=2)
+def a_tied_weight_is_replaced(world):
+    model = world.model(tied_layers())
+    if dist.get_rank():
+        layer = model.get_submodule('3')
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+    train(world, model)
+
+
+@way(2, 'which stages on ranks [0, 1] share, was replaced', pipe=2)
+def a_tied_weight_is_parametrized(world):
+    model = world.model(tied_layers())
+    if dist.get_rank():
+        nn.utils.parametrizations.weight_norm(model.get_submodule('3'))
+    train(world, model)
+
+
+class Reassigned(Average):
+    """The same with a new tensor each time."""
+
+    def forward(self, x):
+        """Put another one in its place."""
+        self.mean = .9 * self.mean + .1 * x.detach().mean(0)
+        return x - self.mean
+
+
+@way(2, "'1.mean' should be the same on ranks [0, 1], along the pipe axis", pipe=2)
+def a_buffer_of_two_ranks_is_replaced_in_forward(world):
+    average = Reassigned()
+    train(world, world.model(nn.Sequential(linear(), average, linear(), average)))
+
+
+@way(2, 'a gradient waits from a step within no_sync()', data=2)
+def a_parameter_is_frozen_while_its_gradient_waits(world):
+    model = world.model(layers())
+    with model.no_sync():
+        world.step(model)
+    model.get_parameter('0.weight').requires_grad_(False)
+    world.step(model)
+
+
+@way(2, "'0.bias' was replaced after this model was made, but with data='shard'", data=2)
+def a_bias_is_taken_out_of_shards(world):
+    model = world.model(layers(), data='shard')
+    model.get_submodule('0').bias = None
+    train(world, model)
+
+
+class Clamps(nn.Linear):
+    """A layer that changes its weight without its version."""
+
+    def forward(self, x):
+        """Change it."""
+        self.weight.data.clamp_(-.1, .1)
+        return super().forward(x)
+
+
+@way(2, "a layer has changed '0.weight' in its forward", data=2)
+def a_layer_changes_the_data_of_a_sharded_weight(world):
+    train(world, world.model(nn.Sequential(Clamps(2, 2, dtype=torch.float64)), data='shard'))
+
+
+@way(2, "'0.weight' should be the same on ranks [0, 1]", data=2)
+def an_average_on_one_rank_only_is_evaluated(world):
+    model = copy.deepcopy(world.model(layers())).eval()
+    first_rank(lambda m: m.get_parameter('0.weight').mul_(2))(0, model)
+    model.evaluate(*map(world.part, data()), F.mse_loss)
+
+
+class Noise(nn.Module):
+    """Noise from a generator that is not PyTorch's."""
+
+    def forward(self, x):
+        """Add it."""
+        return x + random.Random(dist.get_rank()).random()
+
+
+@way(2, 'ranks along the tensor axis compute one loss, but have, by rank, {0: ', tensor=2)
+def noise_along_the_tensor_axis(world):
+    module = nn.Sequential(*layers(), Noise())
+    x, y = data()
+    world.model(module, tensor_plan=PLAN).step(x, y, F.mse_loss)
+
+
+@way(2, 'ranks [0, 1] along the tensor axis compute each layer together', tensor=2)
+def another_number_along_the_tensor_axis(world):
+    class Times(nn.Module):
+        def forward(self, x, k):
+            return x * k
+
+    model = world.model(nn.Sequential(Times(), *layers(), Noise())[:4], tensor_plan={
+        '1': ColwiseParallel(), '3': RowwiseParallel()})
+    x, y = data()
+    model.step(Arguments(x, dist.get_rank() + 1.), y, F.mse_loss)
 
 
 def try_all(ways, folder):

@@ -346,7 +346,7 @@ def test_no_collection_begins_where_frames_are_read(monkeypatch):
 
 def test_files_of_others_are_waited_for_less_long_after_a_failure():
     """Until the model goes on."""
-    watch = DistributedGPipe(nn.Sequential(Block()), [1], mesh=init_mesh())._watch
+    watch = DistributedGPipe(nn.Sequential(Block()), [1], mesh=init_mesh(device_type='cpu'))._watch
     assert watch.patience() == 1800
     with pytest.raises(ValueError), watch.run('a step'):
         raise ValueError('it is broken')
@@ -437,6 +437,16 @@ def test_a_stuck_rank_is_named_when_others_have_waited_for_long(monkeypatch, sil
         assert 'rank 1 ' in found[rank] and 'layer.py:1' in found[rank]
         assert room.limit - 10 < room.ended[rank] - start < room.limit + SILENCE + GRACE + 3
     assert (1 in room.ended) is not silent
+
+
+def test_a_rank_that_is_gone_is_told_from_those_that_wait(monkeypatch):
+    """Also where no backend says so, and it has waited as well, before."""
+    room = Room(monkeypatch, 3)
+    room.turn(5)
+    room.silent = {1}
+    found = room.turn(room.limit + 30)
+    assert 'rank 1 is gone' in found[0] and 'rank 2 ' not in found[0]
+    assert {*room.ended} == {0, 2}
 
 
 def test_a_rank_that_is_gone_is_named_within_ten_seconds_also_far_from_it(monkeypatch):

@@ -151,6 +151,12 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
 
 def _digest(x: Tensor) -> Tensor:
     """Return a number as a tensor: of the sums of rows, and of columns."""
+    if x.layout is not torch.strided:
+        x = x.to_dense()
+    if x.is_quantized:
+        x = x.int_repr()
+    if x.is_nested:
+        x = x.values()
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
     if not x.numel():

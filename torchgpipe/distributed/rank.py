@@ -1,7 +1,7 @@
 """What one rank has: its place in the mesh, its layers, and what runs them."""
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -30,6 +30,9 @@ from torchgpipe.skip.skippable import Skippable
 from torchgpipe.weights import Weights
 
 __all__ = ['Rank']
+
+#: Attributes that all modules have.
+_OF_MODULES = {*vars(nn.Module())}
 
 
 class Rank:
@@ -137,10 +140,9 @@ class Rank:
                     if isinstance(module, Experts) and not module.communicates:
                         module.spread(self.data.mesh)
 
-        #: The parameters of layers on other ranks, where this process has them.
-        self._others = [(f'{name}.{path}', weakref.ref(x)) for j, names in enumerate(stages)
-                        for name in names if j not in own and name in with_values
-                        for path, x in skeleton.get_submodule(name).named_parameters()]
+        kept = [] if model is not skeleton else [
+            (f'{name}.{path}', x) for names in stages for name in names
+            for path, x in skeleton.get_submodule(name).named_parameters()]
         shared = shared_in({name: skeleton.get_submodule(name) for j in own
                             for name in stages[j]}) if model is skeleton else []
 
@@ -158,6 +160,38 @@ class Rank:
         self._data, self.partitions = data, [Sequential() for _ in stages]
         self._assemble()
         self.ties.spread()
+        live = {id(x) for layer in self.made.values() for x in layer.parameters()}
+        #: The parameters of the module that this rank does not use: layers of other ranks have
+        #: them, or other values took their place. By number; what is there no more has another.
+        self._unused = {id(x): (name, weakref.ref(x)) for name, x in kept if id(x) not in live}
+        self.together('this model', self._check_unused)
+
+    def _check_unused(self) -> Facts:
+        """See that no layer keeps parameters that took another form, and none had hooks.
+
+        Raises:
+            ValueError: One does.
+        """
+        for layer, made in self.made.items():
+            for path, module in made.named_modules(prefix=layer):
+                for key, value in vars(module).items():
+                    for x in [] if key in _OF_MODULES else _tensors_in(value):
+                        self._check_unused_one(x, f"'{path}.{key}'")
+        for name, reference in self._unused.values():
+            hooked = reference()
+            if name.partition('.')[0] in self.made and hooked is not None \
+                    and hooked._backward_hooks:
+                raise ValueError(f"'{name}' has a hook, but another tensor took its place, on a "
+                                 'device or in parts: register hooks on model.get_parameter(name)')
+        return Facts()
+
+    def _check_unused_one(self, x: Any, where: str) -> None:
+        name, reference = self._unused.get(id(x), ('', None))
+        if reference is not None and reference() is x:
+            raise ValueError(f"{where} is or has '{name}', a parameter of a layer on another rank "
+                             'or one that took another form, so it would not change any more. Let '
+                             'the layer have it as a parameter (then it is tied), or put both '
+                             'layers on one rank')
 
     def _assemble(self) -> None:
         """Let partitions run the layers as they are now."""
@@ -168,6 +202,7 @@ class Rank:
         self.replicas = Replicas([self.partitions[j] for j in self.own], self.data, self._data,
                                  self._policies)
         self.replicas.tied = bool(self.ties.names)
+        self.ties.remember()
         self.engine = Engine(self.partitions, [self.device] * len(self.partitions), self._layout)
 
     def copied(self, made: dict[str, Any]) -> 'Rank':
@@ -241,25 +276,32 @@ class Rank:
                 raise ValueError(f'ranks {ranks} along the tensor axis compute each layer '
                                  'together, so they take the same samples, but were given others')
 
-    def shared(self) -> list[Shared]:
-        """Return the tensors that other ranks may have, too, but for those of replaced layers."""
+    def shared(self, loss: Mapping[str, Tensor] | None = None) -> list[Shared]:
+        """Return the tensors that other ranks may have, too, but for those of replaced layers.
+
+        Args:
+            loss: Those of a loss, by name, in place of the model's.
+        """
+        if loss is not None:
+            return [Shared(name, x, frozenset(['data', 'tensor'])) for name, x in loss.items()]
         found: dict[int, Shared] = {}
+        ties = self.ties.shared
         for layer in [name for name in self.made if name not in self.replaced]:
             kept = self.made[layer].state_dict(prefix=f'{layer}.').keys()
             for full, _, x in named_slots(self.made[layer], layer):
                 if not is_lazy(x):
-                    name, others = self.ties.shared.get(id(x), (full, 0))
+                    name, others = ties.get(id(x), (full, 0))
                     found.setdefault(id(x), Shared(
                         name, local(x), frozenset({'data', 'tensor'} - split_axes(x)), others,
                         full not in kept))
         return sorted(found.values(), key=lambda each: each.name)
 
-    def numbers(self) -> tuple[int, int, int]:
+    def numbers(self, loss: Mapping[str, Tensor] | None = None) -> tuple[int, int, int]:
         """Return what this rank says of its tensors, for :meth:`compare`."""
-        return (0, 0, 0) if self.everyone is None else numbers_of(self.shared())
+        return (0, 0, 0) if self.everyone is None else numbers_of(self.shared(loss))
 
-    def compare(self, said: Mapping[int, Facts]) -> None:
-        """Compare the tensors that ranks share.
+    def compare(self, said: Mapping[int, Facts], loss: Mapping[str, Tensor] | None = None) -> None:
+        """Compare the tensors that ranks share, the model's or those of a loss.
 
         Raises:
             RuntimeError: One differs.
@@ -267,7 +309,7 @@ class Rank:
         if self.everyone is not None and differ(
                 {rank: each.numbers for rank, each in said.items()}, self.lines):
             found: list[Any] = [None] * self.everyone.size()
-            dist.all_gather_object(found, details(self.shared()), self.everyone)
+            dist.all_gather_object(found, details(self.shared(loss)), self.everyone)
             text = differences(dict(zip(said, found)), self.lines)
             if text:
                 raise RuntimeError(text)
@@ -290,6 +332,25 @@ class Rank:
                     'function when it is made: init=function')
         self.ties.spread()
 
+    def check(self) -> None:
+        """See that the parameters of this rank are those that the model was made of.
+
+        Raises:
+            ValueError: They are not.
+        """
+        self.replicas.check()
+        self.ties.check()
+        self.check_own((name.split('.', 2)[2], x) for name, x in self.replicas.named_parameters())
+
+    def check_own(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """See that parameters are not those of other ranks, which would not learn of them.
+
+        Raises:
+            ValueError: One is.
+        """
+        for name, x in named:
+            self._check_unused_one(x, f"'{name}'")
+
     def check_learning(self, learning: Mapping[int, tuple[Tensor, str]], own: Sequence[Tensor]
                        ) -> None:
         """See that what learns is known to all ranks that have it.
@@ -303,12 +364,7 @@ class Rank:
         """
         known = {*map(id, own)}
         for x, where in [each for number, each in learning.items() if number not in known]:
-            name = next((name for name, other in self._others if other() is x), None)
-            if name is not None:
-                raise RuntimeError(
-                    f"{where} uses '{name}', a parameter of a layer on another rank, which would "
-                    'learn nothing of that. Let the layer that uses it have it as a parameter, '
-                    'then it is tied; or put both on one rank')
+            self._check_unused_one(x, f'what {where} uses')
             if self.data.group is not None:
                 raise RuntimeError(
                     f'{where} uses a tensor of shape {tuple(x.shape)} that requires grad, but is '
@@ -336,6 +392,15 @@ class Rank:
     def sum(self, said: Mapping[int, Facts]) -> float:
         """Return what replicas have counted; all shards of a layer have counted the same."""
         return sum(each.counted for rank, each in said.items() if rank in self.alike)
+
+
+def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Yield the tensors in an attribute of a module."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, (list, tuple, set, frozenset, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(each, depth - 1)
 
 
 def _skips_of(layer: nn.Module) -> list[Any]:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from torchgpipe.distributed.comparison import digests
 from torchgpipe.distributed.mesh import Axis
 from torchgpipe.engine.checkpoint.snapshot import own_memory
 from torchgpipe.engine.leaves import Give, give
@@ -105,6 +106,8 @@ class Replicas(nn.Module):
         def run() -> Gradients:
             # FSDP reduces those that it is in charge of, and has them whole here.
             gradients, sharded = step(), self._unsharded()
+            for x, grad in gradients:
+                _check_dense(x, grad)
             for x in sharded:
                 if not x.requires_grad:
                     own_memory(x)  # A recomputation has a copy on write; FSDP resizes the memory.
@@ -130,23 +133,33 @@ class Replicas(nn.Module):
         for name, module, key in self._sharded:
             x = module._parameters.get(key)
             name = name.partition('.')[2]
-            if x is not None and not isinstance(x, DTensor):
+            if x is not None and x._backward_hooks:
+                raise ValueError(f"'{name}' has a hook, which FSDP2 does not call with "
+                                 "data='shard': change x.grad after the step, or use "
+                                 "data='replicate'")
+            if not isinstance(x, DTensor):
                 raise ValueError(f"'{name}' was replaced after this model was made, but with "
                                  "data='shard' ranks have parts of the first one: change its "
                                  'values in place, or replace it before')
 
-    def versions(self) -> list[int]:
-        """Return how often gathered parameters were written to, for :meth:`check_versions`."""
-        return [x._version for x in self._unsharded()]
+    def versions(self, looks: bool) -> list[Any]:
+        """Return how often gathered parameters were written to, for :meth:`check_versions`.
 
-    def check_versions(self, before: list[int]) -> None:
+        Args:
+            looks: Whether to look at values, too, as ``x.data`` has no version.
+        """
+        found = self._unsharded()
+        return [(x._version, number) for x, number in zip(
+            found, digests(map(local, found)) if looks else [0] * len(found))]
+
+    def check_versions(self, before: list[Any], looks: bool) -> None:
         """See that layers have not written to gathered parameters, which are not kept.
 
         Raises:
             RuntimeError: One has.
         """
-        for x, version in zip(self._unsharded(), before):
-            if x._version != version:
+        for x, now, version in zip(self._unsharded(), self.versions(looks), before):
+            if now != version:
                 raise RuntimeError(f"a layer has changed '{self.name_of(x)}' in its forward, as "
                                    "an embedding with max_norm does, but with data='shard' the "
                                    "whole parameter is there for one step only: data='replicate', "
@@ -236,6 +249,11 @@ class Replicas(nn.Module):
                 self.pending[id(x)] = grad if before is None else before + grad
         if not self.syncs:
             return found
+        if self.pending.keys() - kept.keys():
+            raise RuntimeError('a gradient waits from a step within no_sync(), but its parameter '
+                               'does not require grad any more, or is of another loss: freeze '
+                               'parameters, and take other losses, after the step that adds '
+                               'gradients up')
         own, self.pending = self.pending, {}
         group = self._axis.group
         local_only = kept.values() if group is None else sharded
@@ -283,12 +301,16 @@ def like(x: Tensor, grad: Tensor | None) -> Tensor:
     """Return the gradient of a parameter, laid out as that is; zeros if there is none."""
     if grad is None:
         return torch.zeros_like(x)
-    if grad.layout is not torch.strided:
-        raise RuntimeError(f'the gradient of a parameter of shape {tuple(x.shape)} is sparse, but '
-                           'ranks add up dense ones: nn.Embedding(…, sparse=False)')
+    _check_dense(x, grad)
     if isinstance(grad, DTensor) and isinstance(x, DTensor):
         grad = grad.redistribute(placements=x.placements)
     return grad.clone(memory_format=torch.preserve_format)
+
+
+def _check_dense(x: Tensor, grad: Tensor) -> None:
+    if grad.layout is not torch.strided:
+        raise RuntimeError(f'the gradient of a parameter of shape {tuple(x.shape)} is sparse, but '
+                           'ranks add up dense ones: nn.Embedding(…, sparse=False)')
 
 
 @torch.no_grad()
@@ -298,7 +320,8 @@ def take_first(module: nn.Module, axis: Axis) -> None:
         for x in (*module.parameters(), *module.buffers()):
             value = x.contiguous()
             dist.broadcast(value, axis.ranks[0], axis.group)
-            x.copy_(value)
+            if not x.equal(value):  # One that is expanded cannot be written to.
+                x.copy_(value)
 
 
 def split_axes(x: Tensor) -> set[str]:

@@ -37,7 +37,8 @@ from torchgpipe.settings import checkpoint_stops
 from torchgpipe.step import find_schedule
 from torchgpipe.structure import Arguments, flatten_nested
 
-__all__ = ['Steps', 'check_alike', 'check_counts', 'check_losses']
+__all__ = ['Steps', 'check_alike', 'check_counts', 'check_losses',
+           'check_same_losses']
 
 #: The types that a loss may have.
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -89,8 +90,10 @@ class Steps:
         #: What was raised in the middle of a step.
         self._failed = ''
         self._compare_every = compare_every
-        #: How many tensors there were, and for how many steps so many.
-        self._tensors, self._since = 0, 0
+        #: How many tensors there were, and for how many steps, calls or evaluations so many.
+        self._tensors, self._since = 0, dict[str, int]()
+        #: Whether ranks compare now, and whether this is one of the first times.
+        self._due = self._looks = False
 
     def train(self, input: Any, ready: Callable[[], Any], loss: Sequence[Any], return_output: bool
               ) -> Any:
@@ -116,7 +119,7 @@ class Steps:
         self._cast_output(training)
         whole: list[Tensor] = []
         others = [x for module in losses.modules for x in module.parameters(recurse=False)]
-        training.looks = self._since < _FIRST
+        training.looks = self._looks
 
         def run() -> Gradients:
             own = [x for x in (*rank.replicas.parameters(), *others) if x.requires_grad]
@@ -183,11 +186,11 @@ class Steps:
 
     def _run(self, run: Run, finish: Callable[[], Gradients] = list) -> Gradients:
         """Run the cells of this rank, and return the gradients that are found in the end."""
-        replicas = self._rank.replicas
-        run.mini_batch.gather, versions = replicas.gather, replicas.versions()
+        replicas, looks = self._rank.replicas, self._looks
+        run.mini_batch.gather, versions = replicas.gather, replicas.versions(looks)
         with self._messages_told():
             run.run()
-            replicas.check_versions(versions)
+            replicas.check_versions(versions, looks)
             return finish()
 
     @contextmanager
@@ -217,12 +220,12 @@ class Steps:
             text = [each.to_csv() if isinstance(each, Schedule) else str(each)
                     for each in schedule]
             model.partitions  # Where a layer has been replaced, they follow.
-            rank.replicas.check()
+            rank.check()
             modes = [(each.training, *(x.requires_grad for x in each.parameters(recurse=False)))
                      for each in model.modules()]
             settings, looks = digest(what, text, rank.replicas.syncs), digest(modes, autocast)
             facts = Facts(settings=settings, digest=looks, layers=rank.outline(looks))
-            if what == 'step' and self._is_due():
+            if self._is_due(what):
                 facts = facts._replace(numbers=rank.numbers())
             if not rank.is_first or what == 'evaluation' and input is None:
                 if rank.is_first and model.training:
@@ -259,25 +262,30 @@ class Steps:
         batches, _, common = cuts[0] if cuts else ([Batch((), tuple) for _ in sizes], sizes, [])
         return _Start(batches, sizes, common, (what, *own), schedule[0], counts)
 
-    def _is_due(self) -> bool:
-        """Return whether ranks compare their tensors before this step."""
+    def _is_due(self, what: str) -> bool:
+        """Return whether ranks compare their tensors now."""
         tensors = sum(len(module._parameters) + len(module._buffers)
                       for module in self._model.modules())
-        self._since = self._since + 1 if tensors == self._tensors else 0
-        self._tensors = tensors
-        return self._compare_every > 0 and (
-            self._since < _FIRST or self._since % self._compare_every == 0)
+        if tensors != self._tensors:
+            self._tensors, self._since = tensors, {}
+        since = self._since[what] = self._since.get(what, -1) + 1
+        every, self._looks = self._compare_every, since < _FIRST
+        self._due = every > 0 and (self._looks or since % every == 0)
+        return self._due
 
     def _given(self, batches: Sequence[Batch]) -> int:
         """Return a number for the samples of this rank, if others compute with the same ones."""
-        if self._rank.tensor.group is None:
+        if self._rank.tensor.group is None or not batches:
             return 0
-        return digest(digests([x for batch in batches for x in batch.tensors]))
+        first = batches[0]
+        return digest(digests([x for batch in batches for x in batch.tensors]),
+                      first.kind([None] * len(first.tensors)))  # type: ignore[list-item]
 
     def _losses(self, sizes: list[int], loss: Sequence[Any], trains: bool = True) -> Losses:
         """Return the losses of micro-batches; on ranks without the last stage, of nothing."""
         rank, (loss_fn, target, target_dim, normalizer, scale) = self._rank, loss
         found: list[Losses] = []
+        tensors: dict[str, Tensor] = {}
 
         def count() -> Facts:
             if scale is not None and not rank.is_last:
@@ -286,15 +294,21 @@ class Steps:
                          if rank.is_last else Losses(_nothing, None, sizes, 0, 1, None))
             if rank.exchanges and trains:
                 check_counts(found[0].counts)
+            for module in found[0].modules[:1]:
+                tensors.update(('loss_fn.' + name, x) for name, x in (
+                    *module.named_parameters(), *module.named_buffers()))
+            rank.check_own(tensors.items())
             own = found[0].counted
             return Facts(counted=own or 0., digest=int(found[0].monitor is not None),
                          layers=digest([(x.shape, x.requires_grad) for each in found[0].modules
                                         for x in each.parameters(recurse=False)]),
                          given=self._given(found[0].targets),
+                         numbers=rank.numbers(tensors) if self._due else (0, 0, 0),
                          divisors=(found[0].count if own is None and rank.is_last else 0., 0.))
 
         said = rank.together('the loss of a step', count)
         rank.check_samples(said)
+        rank.compare(said, tensors)
         number = check_losses({each: said[each] for each in sorted(rank.last)})
         losses = found[0]
         if not number:
@@ -321,6 +335,8 @@ class Steps:
                          digest=_DTYPES.index(total.dtype), divisors=losses.divisors)
 
         said = rank.together('the loss of a step', count)
+        for line in rank.lines['tensor']:
+            check_same_losses({each: said[each].counted for each in line})
         for ranks in rank.at_place:
             _check_divisors([said[each].divisors for each in sorted(ranks) if said[each].m])
         # A replica that counts nothing has no loss; float32, the first one, is no type of its own.
@@ -404,6 +420,16 @@ def check_losses(said: dict[int, Facts]) -> float:
         raise ValueError(f'loss_fn has other parameters on some of ranks {[*said]}; give all the '
                          'same, of which the same ones require grad')
     return max(numbers.values())
+
+
+def check_same_losses(losses: dict[int, float]) -> None:
+    """Refuse losses of ranks along the tensor axis that differ by more than rounding."""
+    most, least = max(losses.values()), min(losses.values())
+    if most - least > .01 * max(abs(most), abs(least)):
+        raise RuntimeError('ranks along the tensor axis compute one loss, but have, by rank, '
+                           f'{losses}: layers or loss_fn draw other numbers on each of them, by '
+                           'generators of their own or those of Python or NumPy, or use other '
+                           'values')
 
 
 def check_alike(numbers: dict[int, int]) -> None:

@@ -8,6 +8,7 @@ sum of all gradients in each step; so all copies stay what one would be::
     stage 3, rank 3      gradient ──▶ rank 0,  sum ◀── rank 0
 """
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,8 +34,6 @@ class Ties:
 
     Attributes:
         names: The names of this rank's copies, each with the name in the first stage.
-        shared: By number of a tensor, its name in the first stage; and how many ranks have it
-            without this one, or -1 on all but the first: see `comparison`.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], ties: Sequence[Tie], ranks: Sequence[int],
@@ -45,7 +44,10 @@ class Ties:
         #: How they are split here, by their names in the first stage and here.
         self._layouts: dict[str, tuple[str, str]] = {}
         self.names: dict[str, str] = {}
-        self.shared: dict[int, tuple[str, int]] = {}
+        #: Where parameters and buffers are; their names in the first stage; and how many ranks
+        #: have them without this one, or -1 on all but the first.
+        self._slots: list[tuple[nn.Module, str, str, int]] = []
+        self._known: list[Any] = []
         for tie in ties:
             own = [name for j, name in tie if ranks[j] == dist.get_rank()]
             owners = [*dict.fromkeys(ranks[j] for j, _ in tie)]
@@ -55,11 +57,33 @@ class Ties:
                 module, first = layers[layer].get_submodule(rest), tie[0][1]
                 x = getattr(module, name)
                 others = len(owners) - 1 if owners[0] == dist.get_rank() else -1
-                self.shared[id(x)] = first, others
+                self._slots.append((module, name, first, others))
                 if isinstance(x, nn.Parameter):
                     self._ties.append((module, name, owners))
                     self._layouts[first] = own[0], layout_of(x)
                     self.names.update(dict.fromkeys(own, first))
+
+    @property
+    def shared(self) -> dict[int, tuple[str, int]]:
+        """By number of a tensor, its name and the number of other ranks: see `comparison`."""
+        return {id(getattr(module, name, None)): (first, others)
+                for module, name, first, others in self._slots}
+
+    def remember(self) -> None:
+        """Take note of the parameters, when the model is made of them."""
+        self._known = [module._parameters[name] for module, name, _ in self._ties]
+
+    def check(self) -> None:
+        """See that the same parameters are there as when the model was made.
+
+        Raises:
+            ValueError: One was replaced, so it need not be tied any more.
+        """
+        for (module, name, ranks), x in zip(self._ties, self._known):
+            if module._parameters.get(name) is not x:
+                raise ValueError(f"'{name}' of a {type(module).__name__}, which stages on ranks "
+                                 f'{ranks} share, was replaced after this model was made: change '
+                                 'its values in place, or replace it in the module before')
 
     @torch.no_grad()
     def spread(self) -> None:

@@ -169,7 +169,7 @@ class Watcher:
     def _find_for_main(self, now: float) -> bool:
         """Find who is to blame for an error of the main thread; return whether it is over."""
         late = now - self._asked >= GRACE
-        found, is_sure = self._blame(now, True, late)
+        found, is_sure = self._blame(now, late)
         self._own.found = found
         if found and is_sure:
             self._say(now)
@@ -178,11 +178,10 @@ class Watcher:
     def _look(self, now: float, news: int) -> None:
         """Look at the others; end the process if its main thread is stuck for good."""
         waited = now - self._line_since if self._where.waits else 0.
-        over = waited >= self._limit
-        if news == self._cleared and not over and not self._board.gone:
+        if news == self._cleared and waited < self._limit and not self._board.gone:
             self._beats.clear()
             return
-        found, is_sure = self._blame(now, over, waited >= self._limit + SILENCE)
+        found, is_sure = self._blame(now, waited >= self._limit + SILENCE)
         if not found:
             self._cleared, self._found, self._own.found = news, '', ''
         elif not self._found:
@@ -193,12 +192,11 @@ class Watcher:
         elif now - self._found_at >= GRACE:
             self._end(now)
 
-    def _blame(self, now: float, silent: bool, late: bool) -> tuple[str, bool]:
+    def _blame(self, now: float, late: bool) -> tuple[str, bool]:
         """Return who is to blame for that the main thread can not go on, and whether it is sure.
 
         Args:
             now: The time.
-            silent: Whether a rank without a word is gone.
             late: Whether the main thread has waited for long enough.
         """
         records = {} if self._board.gone else self._board.read()
@@ -211,7 +209,7 @@ class Watcher:
             beat = 0 if each is None else each.beat
             if rank not in self._beats or self._beats[rank][0] != beat:
                 self._beats[rank] = beat, now
-            elif silent and each is not None and now - self._beats[rank][1] >= SILENCE:
+            elif each is not None and now - self._beats[rank][1] >= SILENCE:
                 lost.append(rank)
         found, is_sure = blame(records, self._own.run, lost, late)
         if not is_sure:
