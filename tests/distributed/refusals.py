@@ -69,7 +69,8 @@ def rank_of():
     lines = {'data': [[0, 1]], 'tensor': [[0, 1]], 'pipe': [[0], [1]]}
     return SimpleNamespace(at_place=[{0, 1}], lines=lines, replaced=[],
                            everyone=SimpleNamespace(size=lambda: 2), data=SimpleNamespace(group=1),
-                           shared=lambda loss: [Shared('0.weight', torch.ones(2), frozenset(['data']))])
+                           shared=lambda loss: [
+                               Shared('0.weight', torch.ones(2), frozenset(['data']))])
 
 
 def others_differ():
