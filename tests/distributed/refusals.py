@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 
+from torchgpipe import NoChunk
 from torchgpipe.distributed import DistributedGPipe, init_mesh, load_checkpoint, save_checkpoint
 from torchgpipe.distributed.comparison import Shared
 from torchgpipe.distributed.mesh import Axis, axis_of
@@ -109,6 +110,14 @@ def replaced():
     ties.remember()
     module[0].weight = nn.Parameter(torch.ones(2, 2))
     ties.check()
+
+
+def shared_input():
+    """Let an input of all micro-batches learn, over replicas."""
+    model = wrap(nn.Linear(2, 2))
+    model._rank.data = SimpleNamespace(group=1)
+    x = torch.ones(2, 2)
+    model.step((NoChunk(x.clone().requires_grad_()), x), x, F.mse_loss)
 
 
 def waits():
@@ -283,6 +292,7 @@ REFUSALS = [
     lambda: sharded(lambda layer: layer.weight.register_hook(abs)),
     replaced,
     waits,
+    shared_input,
     lambda: sharded(lambda layer: setattr(layer, 'bias', nn.Parameter(torch.ones(2)))),
     changed_in_shards,
     lambda: like(torch.ones(2, 2), torch.eye(2).to_sparse()),

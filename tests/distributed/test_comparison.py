@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tests.devices import cpu_only
 from tests.shard.processes import outcomes, run
-from torchgpipe import Arguments
+from torchgpipe import Arguments, NoChunk
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.distributed.comparison import digests
 
@@ -212,9 +212,9 @@ def expanded(axes, options):
     world = World(**axes)
     module = layers()
     module[0].register_buffer('zeros', torch.zeros(1).expand(4))
+    module[0].register_buffer('numbers', torch.arange(3, dtype=torch.int16))
+    module[0].register_buffer('sparse', torch.eye(2).to_sparse())
     model = world.model(copy.deepcopy(module), **options)
-    for layer in (module[0], model.get_submodule('0')):
-        layer.register_buffer('sparse', torch.eye(2).to_sparse())
     x, y = data()
     F.mse_loss(module(x), y).backward()
     world.step(model)
@@ -228,10 +228,11 @@ DATA, SHARD = ({'data': 2}, {}), ({'data': 2}, {'data': 'shard'})
     (closure, *DATA), (listed, *DATA), (adapted, *DATA), (adapted, *SHARD),
     (learns_later, *DATA), (learns_later, *SHARD), (frozen_for_a_step, *DATA),
     (frozen_for_a_step, *SHARD), (replaced, *DATA), (expanded, *DATA),
+    (expanded, {'pipe': 2}, {}),
     (frozen_first, {'data': 2, 'pipe': 2}, {'data': 'shard'}),
     (frozen_first, {'data': 2, 'pipe': 2}, {})])
 def test_gradients_from_elsewhere_are_those_of_the_whole_batch(function, axes, options):
-    run(2 * axes.get('pipe', 1), function, axes, options)
+    run(axes.get('data', 1) * axes.get('pipe', 1), function, axes, options)
 
 
 # --- named
@@ -694,6 +695,71 @@ def another_number_along_the_tensor_axis(world):
     model.step(Arguments(x, dist.get_rank() + 1.), y, F.mse_loss)
 
 
+@way(2, "'0.perm' should be the same on ranks [0, 1], along the data axis", data=2)
+def rows_in_another_order(world):
+    module = layers()
+    module[0].register_buffer('perm', torch.eye(4))
+    model = world.model(module)
+    train(world, model, first_rank(lambda m: m.get_buffer('0.perm').copy_(
+        torch.eye(4)[[1, 0, 3, 2]])))
+
+
+@way(2, 'along the data axis', data=2)
+def optimizers_that_differ_begin_late(world):
+    model = world.model(layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=.1 + dist.get_rank())
+    for number in range(12):
+        world.step(model)
+        if number > 3:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@way(2, 'uses a tensor of shape (2, 2) that requires grad, but is no parameter', data=2)
+def a_tensor_learns_later(world):
+    model, weight = world.model(layers()), torch.eye(2, dtype=torch.float64, requires_grad=True)
+    for number in range(12):
+        world.step(model, lambda o, t, number=number: F.mse_loss(
+            o if number < 3 else o @ weight, t), normalizer=len)
+
+
+@way(2, 'a NoChunk in the input requires grad', data=2)
+def an_input_of_all_replicas_learns(world):
+    class Times(nn.Module):
+        def forward(self, x, weight):
+            return x * weight
+
+    model = world.model(nn.Sequential(Times(), *layers()))
+    x, y = map(world.part, data())
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    model.step(Arguments(x, NoChunk(weight)), y, F.mse_loss)
+
+
+@way(2, "'0.weight' has a hook, and is used in a closure", data=2)
+def a_hook_after_the_gradient_of_a_weight_in_a_closure(world):
+    model = world.model(layers())
+    weight = model.get_parameter('0.weight')
+    weight.register_post_accumulate_grad_hook(lambda x: None)
+    train(world, model, loss_fn=lambda o, t: F.mse_loss(o, t) + weight.square().sum(),
+          normalizer=len)
+
+
+@way(2, "'0.weight' was replaced after this model was made, but with data='shard'", data=2)
+def a_sharded_weight_is_parametrized(world):
+    model = world.model(layers(), data='shard')
+    nn.utils.parametrize.register_parametrization(model.get_submodule('0'), 'weight', nn.Tanh())
+    train(world, model)
+
+
+@way(2, 'apply does not like this rank', data=2)
+def a_function_to_apply_raises_on_one_rank(world):
+    def function(module):
+        if dist.get_rank():
+            raise ValueError('apply does not like this rank')
+
+    world.model(layers()).apply(function)
+
+
 def try_all(ways, folder):
     """Try several ways; give what each of them raises on this rank, on new groups each time."""
     global FOLDER
@@ -768,3 +834,7 @@ def test_numbers_tell_values_and_places_of_all_types():
         assert all(0 <= each < 1 << 40 for each in found)
     constant = digests([torch.ones(4), torch.ones(4) + 1, torch.ones(()), torch.empty(0)])
     assert len({*constant}) == 4
+    order = digests([torch.eye(4)[rows] for rows in ([0, 1, 2, 3], [1, 0, 3, 2], [3, 2, 1, 0])])
+    assert len({*order}) == 3
+    odd = torch.arange(9, dtype=torch.uint8)
+    assert digests([odd[1:]]) == digests([odd[1:].clone()]) != digests([odd[:-1]])

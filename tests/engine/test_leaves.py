@@ -85,3 +85,29 @@ def test_where_the_gradient_of_a_sparse_tensor_enters_its_graph():
         torch.autograd.backward([leaves.edge_of(y)], [torch.eye(2).to_sparse()])
     assert torch.equal(x.grad, 2 * torch.eye(2))
     assert torch.equal(leaf.grad.to_dense(), torch.eye(2))
+
+
+class Assigns(nn.Linear):
+    """A layer that assigns to the data of its weight in its forward."""
+
+    def forward(self, x):
+        """Assign, and use it."""
+        self.weight.data = self.weight.data.clamp(-.2, .2)
+        return super().forward(x)
+
+
+@devices
+def test_a_layer_may_assign_to_data(devices):
+    """What it has put there stays, and learns."""
+    model = nn.Sequential(Assigns(3, 3), nn.Linear(3, 3), Assigns(3, 3)).double()
+    gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=2, checkpoint='never')
+    optimizers = [torch.optim.SGD(each.parameters(), .5) for each in (model, gpipe)]
+    for _ in range(3):
+        x = torch.randn(4, 3, dtype=torch.double)
+        loss_of(model(x), x).backward()
+        gpipe.step(x.to(gpipe.devices[0]), x.to(gpipe.devices[-1]), loss_of)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, x in model.state_dict().items():
+        torch.testing.assert_close(gpipe.state_dict()[name].cpu(), x, rtol=1e-12, atol=1e-12)

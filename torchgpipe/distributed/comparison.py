@@ -16,14 +16,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 __all__ = ['Detail', 'Shared', 'details', 'differ', 'differences', 'digests', 'numbers_of']
 
 #: The bits of a number; float64 holds it exactly, and the sum over many ranks.
 _BITS = 40
 
-#: Integers of the sizes of elements.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: So many words of eight bytes are mixed at a time.
+_AT_ONCE = 1 << 18
 
 #: What usually causes a difference along each axis.
 _CAUSES = {
@@ -150,27 +151,21 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _digest(x: Tensor) -> Tensor:
-    """Return a number as a tensor: of the sums of rows, and of columns."""
-    if x.layout is not torch.strided:
-        x = x.to_dense()
-    if x.is_quantized:
-        x = x.int_repr()
-    if x.is_nested:
-        x = x.values()
-    if x.is_complex():
-        x = torch.view_as_real(x.resolve_conj())
-    if not x.numel():
-        return torch.zeros((), dtype=torch.int64, device=x.device)
-    x = x.resolve_neg()
-    bits = x if x.dtype is torch.bool else x.view(_INTEGERS[x.element_size()])
-    bits = bits.reshape(len(bits), -1) if bits.dim() else bits.reshape(1, 1)
-    rows, columns = bits.sum(1, dtype=torch.int64), bits.sum(0, dtype=torch.int64)
-    return _mixed(rows).sum() + _mixed(columns).sum() * 3
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """Return integers that look random: of those of a vector, and of their places."""
-    place = torch.arange(1, len(x) + 1, device=x.device) * 0x1E3779B97F4A7C15
-    x = x + (place ^ place >> 29)
-    x = (x ^ x >> 32) * 0x3F58476D1CE4E5B9
-    return x ^ x >> 29
+    """Return a number as a tensor: the sum of its words, each mixed with its place."""
+    x = x.to_dense() if x.layout is not torch.strided else x
+    x = x.int_repr() if x.is_quantized else x.values() if x.is_nested else x
+    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    data = x.resolve_neg().contiguous().view(-1).view(torch.uint8)
+    if data.numel() % 8 or data.storage_offset() % 8:
+        data = F.pad(data, (0, -data.numel() % 8))  # a copy
+    found = torch.zeros((), dtype=torch.int64, device=x.device)
+    for k, words in enumerate(data.view(torch.int64).split(_AT_ONCE)):
+        place = torch.arange(k * _AT_ONCE + 1, k * _AT_ONCE + len(words) + 1, device=x.device)
+        mixed = place.mul_(0x1E3779B97F4A7C15).add_(words)
+        mixed ^= mixed >> 32
+        mixed *= 0x3F58476D1CE4E5B9
+        mixed ^= mixed >> 29
+        mixed *= 0x14D049BB133111EB
+        mixed ^= mixed >> 32
+        found += mixed.sum()
+    return found

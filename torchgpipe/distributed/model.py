@@ -87,8 +87,9 @@ class DistributedGPipe(Placed):
             rank that they wait for; by default 30 minutes. A rank that raises or dies ends all
             within seconds.
         compare_every: Ranks compare, to the bit, the parameters and buffers that they share:
-            before the first steps, then after so many steps, and at each save and load. Tensors
-            that differ are an error on all ranks. 0 compares at saves and loads only.
+            before the first steps, then less and less often up to every so many steps, and at each
+            save and load. Tensors that differ are an error on all ranks. 0 compares at saves and
+            loads only.
 
     Raises:
         TypeError: The model is neither, or its skips do not match.

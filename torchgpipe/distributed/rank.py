@@ -321,15 +321,20 @@ class Rank:
             RuntimeError: It draws values for tensors of which ranks have parts.
         """
         names = [name for stage in self._stages for name in stage]
-        for name, layer in self.made.items():
-            parts = any(isinstance(x, DTensor) for x in layer.parameters())
-            with seeded(seed, names.index(name), self.device) as drew:
-                layer.apply(function)
-            if parts and drew():
-                raise RuntimeError(
-                    f"apply has drawn random numbers for layer '{name}', of which ranks have "
-                    'parts, so they would differ from one process; give the model the '
-                    'function when it is made: init=function')
+
+        def run() -> Facts:
+            for name, layer in self.made.items():
+                parts = any(isinstance(x, DTensor) for x in layer.parameters())
+                with seeded(seed, names.index(name), self.device) as drew:
+                    layer.apply(function)
+                if parts and drew():
+                    raise RuntimeError(
+                        f"apply has drawn random numbers for layer '{name}', of which ranks have "
+                        'parts, so they would differ from one process; give the model the '
+                        'function when it is made: init=function')
+            return Facts()
+
+        self.together('apply', run)
         self.ties.spread()
 
     def check(self) -> None:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from torchgpipe.distributed.comparison import digests
 from torchgpipe.distributed.mesh import Axis
@@ -191,7 +192,7 @@ class Replicas(nn.Module):
         found = [(x, x.grad) for x in {id(x): x for x in parameters}.values()
                  if x.grad is not None]
         for x, _ in found:
-            if x._backward_hooks:
+            if x._backward_hooks or x._post_accumulate_grad_hooks:
                 name = self.name_of(x)
                 raise RuntimeError(f"'{name}' has a hook, and is used in a closure or a list, so "
                                    'that the hook would see parts of its gradient: let the layer '
@@ -318,8 +319,11 @@ def take_first(module: nn.Module, axis: Axis) -> None:
     """Let parameters and buffers be those of the first rank of an axis."""
     if axis.group is not None:
         for x in (*module.parameters(), *module.buffers()):
+            if is_lazy(x) or x.layout is not torch.strided:
+                continue  # They are compared.
             value = x.contiguous()
-            dist.broadcast(value, axis.ranks[0], axis.group)
+            # Backends do not know all types.
+            dist.broadcast(value.view(-1).view(torch.uint8), axis.ranks[0], axis.group)
             if not x.equal(value):  # One that is expanded cannot be written to.
                 x.copy_(value)
 

@@ -43,9 +43,6 @@ __all__ = ['Steps', 'check_alike', 'check_counts', 'check_losses',
 #: The types that a loss may have.
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
-#: So many steps begin with a comparison, before it is one of many.
-_FIRST = 3
-
 #: So many kinds of steps are remembered, with the headers of their messages.
 _KINDS = 32
 
@@ -92,8 +89,8 @@ class Steps:
         self._compare_every = compare_every
         #: How many tensors there were, and for how many steps, calls or evaluations so many.
         self._tensors, self._since = 0, dict[str, int]()
-        #: Whether ranks compare now, and whether this is one of the first times.
-        self._due = self._looks = False
+        #: Whether ranks compare now.
+        self._due = False
 
     def train(self, input: Any, ready: Callable[[], Any], loss: Sequence[Any], return_output: bool
               ) -> Any:
@@ -119,7 +116,7 @@ class Steps:
         self._cast_output(training)
         whole: list[Tensor] = []
         others = [x for module in losses.modules for x in module.parameters(recurse=False)]
-        training.looks = self._looks
+        training.looks = self._due
 
         def run() -> Gradients:
             own = [x for x in (*rank.replicas.parameters(), *others) if x.requires_grad]
@@ -186,7 +183,7 @@ class Steps:
 
     def _run(self, run: Run, finish: Callable[[], Gradients] = list) -> Gradients:
         """Run the cells of this rank, and return the gradients that are found in the end."""
-        replicas, looks = self._rank.replicas, self._looks
+        replicas, looks = self._rank.replicas, self._due
         run.mini_batch.gather, versions = replicas.gather, replicas.versions(looks)
         with self._messages_told():
             run.run()
@@ -223,7 +220,8 @@ class Steps:
             rank.check()
             modes = [(each.training, *(x.requires_grad for x in each.parameters(recurse=False)))
                      for each in model.modules()]
-            settings, looks = digest(what, text, rank.replicas.syncs), digest(modes, autocast)
+            settings = digest(what, text, rank.replicas.syncs, autocast)
+            looks = digest(modes, autocast)
             facts = Facts(settings=settings, digest=looks, layers=rank.outline(looks))
             if self._is_due(what):
                 facts = facts._replace(numbers=rank.numbers())
@@ -237,6 +235,10 @@ class Steps:
             rule = fit_rule(model.batch_dim, input, model.children())
             cuts.append(cut(input, model.chunks, rule))
             batches, sizes, common = cuts[0]
+            if what == 'step' and rank.data.group is not None and any(
+                    batches[0].tensors[k].requires_grad for k in common):
+                raise ValueError('a NoChunk in the input requires grad, and replicas do not add '
+                                 'up gradients of inputs: let a layer have it as a parameter')
             precision = rank.replicas.precision
             if precision.param_dtype is not None and precision.cast_forward_inputs:
                 cast: dict[int, Tensor] = {}  # A shared tensor stays one.
@@ -269,8 +271,9 @@ class Steps:
         if tensors != self._tensors:
             self._tensors, self._since = tensors, {}
         since = self._since[what] = self._since.get(what, -1) + 1
-        every, self._looks = self._compare_every, since < _FIRST
-        self._due = every > 0 and (self._looks or since % every == 0)
+        # Often at first: gradients may be added up for some steps, or learning rates be 0.
+        self._due = self._compare_every > 0 and (
+            since & (since - 1) == 0 or since % self._compare_every == 0)
         return self._due
 
     def _given(self, batches: Sequence[Batch]) -> int:

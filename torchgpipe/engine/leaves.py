@@ -83,6 +83,8 @@ class Leaves:
         """Return the parameters and copies that have a gradient, with that, and let go of it."""
         found = []
         for x, leaf in self._leaves.values():
+            if x.layout is torch.strided and leaf.data_ptr() != x.data_ptr():
+                x.data = leaf.data  # A layer has put another tensor there.
             if leaf.grad is not None:
                 found.append((x, leaf.grad))
                 leaf.grad = None
