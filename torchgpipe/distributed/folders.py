@@ -235,10 +235,11 @@ class Writer(FileSystemWriter):
         """Give the folder its new place, on the first rank."""
         marks = [self._mark(rank, _WRITTEN) for rank in self._ranks]
         parts = [pickle.loads(mark.read_bytes()) for mark in marks]
-        metadata.files = {  # type: ignore[attr-defined]
-            name: found for _, files in parts for name, found in files.items()}
         super().finish(metadata, [results for results, _ in parts])
-        body = (self._saving / _METADATA).read_bytes()
+        # What PyTorch has written may be a copy of what it was given.
+        written: Any = pickle.loads((self._saving / _METADATA).read_bytes())
+        written.files = {name: found for _, files in parts for name, found in files.items()}
+        body = pickle.dumps(written)
         _write(self._saving / _METADATA, body + _SUM + b'%08x' % zlib.crc32(body))
         before = _beside(self._folder, 'before')
         if self._folder.exists():
