@@ -42,11 +42,11 @@ class Saving:
     Its thread lets the process end only when all ranks have written it, or one has failed.
 
     Args:
-        writer: Writes it.
+        write: Writes it, and waits until the other ranks have written theirs.
     """
 
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._write = write
         self._error: BaseException | None = None
         self._told = False
         self._thread = threading.Thread(target=self._run, name='torchgpipe saving')
@@ -54,8 +54,7 @@ class Saving:
 
     def _run(self) -> None:
         try:
-            self._writer.write()
-            self._writer.end()
+            self._write()
         except BaseException as error:
             self._error = error
 
@@ -125,7 +124,11 @@ def save(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | No
         state_dict_saver.save(state, storage_writer=writer, process_group=rank.everyone,
                               no_dist=rank.everyone is None)
     if not wait:
-        rank.saving = saving = Saving(writer)
+        def finish() -> None:
+            writer.write()
+            writer.end()
+
+        rank.saving = saving = Saving(finish)
         return saving
     rank.together(what, write)
     rank.together(what, end)
