@@ -2,6 +2,7 @@
 
 ::
 
+    train_gpt     the trainer of a GPT on any mesh: an example, to read from top to bottom
     commands      the list of experiments: where a new one is added
     experiments   what is measured: a module each
     harness       what they share:
@@ -10,6 +11,7 @@
                   options     what the user chooses
                   simulated   accelerators where there are none
                   processes   several, each with a worker that does as told
+                  launch      a process for each rank, started again when one fails
                   job         one setting
                   campaign    settings one after another, tables, JSON, pictures
                   page        the page of the results

@@ -7,14 +7,16 @@ import click
 from benchmarks.commands import MODULES
 from benchmarks.harness.listing import listing
 from benchmarks.harness.page import page
+from benchmarks.train_gpt import train_gpt
 
 
 @click.group(context_settings={'help_option_names': ['-h', '--help']})
 def cli() -> None:
-    """Measure torchgpipe on this machine, and train with it on real data."""
+    """Train a GPT with torchgpipe on any mesh, and measure it on this machine."""
 
 
-for command in (listing, page, *(command for module in MODULES for command in module.COMMANDS)):
+for command in (train_gpt, listing, page,
+                *(command for module in MODULES for command in module.COMMANDS)):
     cli.add_command(command)
 
 

@@ -16,8 +16,8 @@ from benchmarks.harness.simulated import NAME
 from torchgpipe.devices import accelerator, accelerators
 from torchgpipe.text import table
 
-__all__ = ['Rows', 'cores', 'describe', 'machine', 'markdown', 'output_folder', 'replacing',
-           'table', 'write_json']
+__all__ = ['Rows', 'add_line', 'cores', 'describe', 'kept_lines', 'machine', 'markdown',
+           'output_folder', 'replacing', 'table', 'write_json']
 
 #: The header of a table, and its rows.
 Rows = tuple[list[str], list[list[str]]]
@@ -31,15 +31,15 @@ def markdown(rows: Rows) -> str:
 
 
 def output_folder(path: str) -> Path:
-    """Make the folder for results; a :exc:`click.ClickException` if that can't be."""
+    """Make the folder for results; raise :exc:`click.UsageError` if that is not possible."""
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / '.writable').touch()
         (folder / '.writable').unlink()
     except OSError as error:
-        raise click.ClickException(f'cannot write to the output folder {path!r}: '
-                                   f'{error.strerror or error}') from None
+        raise click.UsageError(f'cannot write to the output folder {path!r}: '
+                               f'{error.strerror or error}') from None
     return folder
 
 
@@ -98,3 +98,26 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(new, path)
     finally:
         new.unlink(missing_ok=True)
+
+
+def kept_lines(path: str | None, last: int) -> list[dict[str, Any]]:
+    """Return the lines of a log of JSON up to a step, and delete later ones.
+
+    These were lost with their process, and will come again.
+    """
+    if path is None:
+        return []
+    text = Path(path).read_text() if Path(path).exists() else ''
+    # A process that was killed may have left half a line.
+    lines = [json.loads(line) for line in text.splitlines(True) if line.endswith('\n')]
+    lines = [line for line in lines if line['step'] <= last]
+    with replacing(Path(path)) as new:
+        new.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    return lines
+
+
+def add_line(path: str | None, line: dict[str, Any]) -> None:
+    """Add a line to a log of JSON, if there is one."""
+    if path is not None:
+        with open(path, 'a') as file:
+            file.write(json.dumps(line) + '\n')

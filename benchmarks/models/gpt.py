@@ -13,9 +13,10 @@ from torch.nn import functional as F
 
 from benchmarks.models.attention import attend, by_heads, heads_of
 from torchgpipe.sequential import from_stages
+from torchgpipe.shard.nn import Experts
 
-__all__ = ['GPT', 'GPT2', 'MINGPT', 'Embedding', 'Sizes', 'from_hugging_face', 'layers', 'score',
-           'tensor_plan']
+__all__ = ['GPT', 'GPT2', 'MINGPT', 'Embedding', 'Sizes', 'from_hugging_face', 'init_gpt2',
+           'layers', 'layers_with_experts', 'score', 'tensor_plan']
 
 
 class Sizes(NamedTuple):
@@ -139,6 +140,79 @@ def layers(model: Any) -> nn.Sequential:
     """Return the layers of a GPT in a row: the embedding, each block, the head."""
     tokens = torch.zeros(1, 1, dtype=torch.long, device=model.lm_head.weight.device)
     return from_stages(model, [embed, *model.transformer.h, score], tokens, check_sample=False)
+
+
+#: The features of tokens, (N, T, width), and the auxiliary loss of each token, (N, T).
+Value = tuple[Tensor, Tensor]
+
+
+class First(nn.Module):
+    """The embedding; auxiliary losses begin at zero."""
+
+    def __init__(self, embed: nn.Module) -> None:
+        super().__init__()
+        self.embed = embed
+
+    def forward(self, tokens: Tensor) -> Value:
+        x = self.embed(tokens)
+        return x, x.new_zeros(tokens.shape)
+
+
+class Mixture(nn.Module):
+    """A block whose network is a mixture of experts, each of the size of the network.
+
+    Each token uses two experts at most.
+    """
+
+    def __init__(self, sizes: Sizes, experts: int) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(sizes.width), nn.LayerNorm(sizes.width)
+        self.attn = Attention(sizes.width, sizes.heads)
+        self.experts = Experts(sizes.width, 4 * sizes.width, experts, min(2, experts))
+
+    def forward(self, value: Value) -> Value:
+        x, losses = value
+        x = x + self.attn(self.ln_1(x))
+        y, loss = self.experts(self.ln_2(x))
+        return x + y, losses + loss
+
+
+class Last(nn.Module):
+    """The head, which passes auxiliary losses on."""
+
+    def __init__(self, score: nn.Module) -> None:
+        super().__init__()
+        self.score = score
+
+    def forward(self, value: Value) -> Value:
+        return self.score(value[0]), value[1]
+
+
+def layers_with_experts(sizes: Sizes, experts: int) -> nn.Sequential:
+    """Return the layers of a GPT whose networks are mixtures of experts.
+
+    ::
+
+        tokens ──▶ First ──▶ Mixture ──▶ … ──▶ Last ──▶ scores       (N, T, vocabulary)
+                     0 ─────── + ──────────────── ▶ ──▶ auxiliary    (N, T)
+    """
+    embed, score = layers(GPT(sizes._replace(depth=0)))
+    return nn.Sequential(First(embed), *(Mixture(sizes, experts) for _ in range(sizes.depth)),
+                         Last(score))
+
+
+def init_gpt2(module: nn.Module, depth: int) -> None:
+    """Draw the initial values of one module as GPT-2 does.
+
+    Weights have a standard deviation of 0.02, and biases are 0. Weights of projections into the
+    residual stream are smaller by the square root of their number, ``2 * depth``.
+    """
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, (Attention, MLP)):  # after the modules in it
+        nn.init.normal_(module.c_proj.weight, std=.02 / (2 * depth) ** .5)
 
 
 def tensor_plan() -> dict[str, Any]:

@@ -41,7 +41,7 @@ __all__ = ['record']
 
 
 @contextmanager
-def record(model: 'GPipe | Ranks') -> Iterator[Timeline]:
+def record(model: 'GPipe | Ranks', *, merge: bool = True) -> Iterator[Timeline]:
     """Record what a pipeline does within the context; the timeline is there at its end.
 
     The plain call and its ``backward()``, and :meth:`~torchgpipe.GPipe.step`, are recorded alike.
@@ -58,6 +58,8 @@ def record(model: 'GPipe | Ranks') -> Iterator[Timeline]:
 
     Args:
         model: The model, or a :class:`~torchgpipe.distributed.DistributedGPipe`.
+        merge: Over processes, whether ranks exchange their actions. Without it each rank gets its
+            own lane only, by its own clock, and ranks do not wait for each other.
 
     Yields:
         The timeline, which is empty until the context ends, and stays so if that is by an error.
@@ -67,7 +69,7 @@ def record(model: 'GPipe | Ranks') -> Iterator[Timeline]:
     """
     engine = model._running_engine()
     recorder = _Observer(engine)
-    ranks = None if isinstance(model, GPipe) else model
+    ranks = None if isinstance(model, GPipe) or not merge else model
     timeline = Timeline((), recorder.lane_names if ranks is None else ranks.lane_names())
     try:
         with engine.observed(recorder):

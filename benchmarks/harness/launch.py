@@ -1,0 +1,84 @@
+"""Start a process for each rank, as torchrun does on one host; and all again when one fails.
+
+::
+
+    this process    store ◀──────────── ranks meet        a new store for each attempt
+    rank 0          run ────────────▶ exit 0
+    rank 1          run ──▶ killed    all others are killed, and all start again
+"""
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Collection
+from multiprocessing.connection import wait
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness.report import cores
+
+__all__ = ['launch']
+
+
+def launch(run: Callable[[Any], object], config: Any, final: Collection[int]) -> None:
+    """Run a function in a process for each rank.
+
+    Args:
+        run: The function, of a module's own.
+        config: Its argument, which can be pickled. ``config.world`` is the number of ranks, and
+            ``config.restarts`` how often to start all of them again when one fails, then with
+            ``config.resume = True``.
+        final: Exit codes after which another attempt would end the same way.
+
+    Raises:
+        SystemExit: A rank failed in the last attempt; with its exit code, or 1 after a signal.
+    """
+    context = multiprocessing.get_context('forkserver')
+    context.set_forkserver_preload([run.__module__])  # torch is imported once
+    for attempt in range(config.restarts + 1):
+        # torchrun has the store in a process of its own as well: no rank takes it with it. Ranks
+        # of an attempt never find addresses of ranks that have ended.
+        store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+        ranks = [context.Process(target=_run, daemon=True,
+                                 args=(run, config, rank, store.port))
+                 for rank in range(config.world)]
+        try:
+            for process in ranks:
+                process.start()
+            failed = _first_failure(ranks)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+        if failed is None:
+            return
+        code = ranks[failed].exitcode
+        how = f'by signal {-code}' if code < 0 else f'with status {code}'
+        click.echo(f'rank {failed} ended {how}', err=True)
+        if code in final or attempt == config.restarts:
+            raise SystemExit(max(code, 1))
+        click.echo(f'restart {attempt + 1} of {config.restarts}: all ranks start again', err=True)
+        config.resume = True
+
+
+def _first_failure(ranks: list[Any]) -> int | None:
+    """Wait until a rank fails, and return its number; or until all have ended."""
+    while True:
+        codes = [process.exitcode for process in ranks]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        running = [process.sentinel for process, code in zip(ranks, codes) if code is None]
+        if failed or not running:
+            return failed[0] if failed else None
+        wait(running)
+
+
+def _run(run: Callable[[Any], object], config: Any, rank: int, port: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started it.
+    world = str(config.world)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world,
+        MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE='True')
+    torch.set_num_threads(max(1, len(cores()) // config.world))
+    run(config)

@@ -1,0 +1,50 @@
+"""Ranks of the trainer that are killed: at a step, or in the middle of a save."""
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+
+from benchmarks import train_gpt
+from torchgpipe.distributed import DistributedGPipe
+
+__all__ = ['killed_at_a_step', 'killed_in_a_save', 'once']
+
+
+def once(config):
+    """Return whether this is the first call with a folder."""
+    try:
+        Path(config.output, 'killed').touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def killed_at_a_step(config):
+    """Train, but for the first time a rank is killed before the optimizer of a step."""
+    check = train_gpt.check_finite
+
+    def check_finite(model, step, *values):
+        rank, last = config.victim
+        if (int(os.environ['RANK']), step) == (rank, last) and once(config):
+            os.kill(os.getpid(), signal.SIGKILL)
+        check(model, step, *values)
+
+    train_gpt.check_finite = check_finite
+    train_gpt.train(config)
+
+
+def killed_in_a_save(config):
+    """Train, but a rank is killed at a random moment of the second save."""
+    save, generator, saves = DistributedGPipe.save, random.Random(config.moment), []
+
+    def saving(*args, **options):
+        saves.append(args)
+        if len(saves) == 2 and int(os.environ['RANK']) == config.moment % config.world \
+                and once(config):
+            threading.Timer(generator.uniform(0, .06), os.kill,
+                            (os.getpid(), signal.SIGKILL)).start()
+        return save(*args, **options)
+
+    DistributedGPipe.save = saving
+    train_gpt.train(config)

@@ -1,0 +1,283 @@
+"""The trainer of a GPT: it learns as a plain loop does, on any mesh, and resumes exactly."""
+import json
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from math import cos, pi
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks import train_gpt
+from benchmarks.harness.gpt_options import checked
+from benchmarks.harness.launch import launch
+from benchmarks.harness.processes import is_available
+from benchmarks.harness.tokens import read, samples_at, starts_of
+from benchmarks.models.gpt import GPT, init_gpt2, layers
+from tests.benchmarks import killing
+from torchgpipe.distributed import DistributedGPipe, init_mesh
+
+pytestmark = [pytest.mark.distributed,
+              pytest.mark.skipif(not is_available(), reason='needs gloo')]
+
+ROOT = Path(__file__).parents[2]
+COMMAND = sys.executable, '-m', 'benchmarks', 'train-gpt'
+#: A tiny model in float64, and short steps.
+TINY = ['--cpu', '--n-layer', '4', '--n-head', '2', '--n-embd', '16', '--block-size', '8',
+        '--dtype', 'float64', '--global-batch-size', '16', '--steps', '6', '--generate', '0',
+        '--eval-interval', '3', '--eval-batches', '3', '--warmup-steps', '2']
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv('OMP_NUM_THREADS', '1')
+
+
+def options_of(folder, *args):
+    """Return the options of the trainer as it checks them."""
+    words = [*TINY, '--output', folder, '--log', Path(folder, 'log'), *args]
+    with train_gpt.train_gpt.make_context('train-gpt', [*map(str, words)]) as context:
+        config = checked(Namespace(**context.params))
+    train_gpt.check_files(config)
+    return config
+
+
+def curve_of(path, *keys):
+    return [[line[key] for key in keys or ('step', 'loss', 'grad_norm')]
+            for line in map(json.loads, Path(path).read_text().splitlines())]
+
+
+def trained(folder, *args, command=COMMAND, log='--log'):
+    """Run the trainer in processes of its own; return the lines of its log, and its output."""
+    Path(folder).mkdir(exist_ok=True)
+    done = subprocess.run(
+        [*map(str, [*command, *TINY, '--output', folder, log, Path(folder, 'log'), *args])],
+        cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return [*map(json.loads, Path(folder, 'log').read_text().splitlines())], done
+
+
+def assert_same(found, expected):
+    """Compare losses, norms and validations of all steps."""
+    for key in ('step', 'loss', 'grad_norm', 'val_loss'):
+        values, others = ([line.get(key, 0) for line in lines] for lines in (found, expected))
+        assert values == pytest.approx(others, rel=1e-9, abs=1e-9), key
+
+
+def plain_curve(config, steps):
+    """Train the unwrapped model by a plain loop."""
+    (tokens, val), sizes = read(config), config.sizes
+    model = GPT(sizes).double()
+    # The initial values that layers of a pipeline have follow from the seed and their numbers.
+    model.load_state_dict(plain_values(config))
+    decay, rest = ([x for x in model.parameters() if (x.dim() > 1) == each]
+                   for each in (True, False))
+    optimizer = torch.optim.AdamW([{'params': decay, 'weight_decay': .1},
+                                   {'params': rest, 'weight_decay': 0.}], betas=(.9, .95))
+    lines = []
+    for k in range(steps):
+        x, y = samples_at(config, tokens, starts_of(config, len(tokens), k).flatten(),
+                          torch.device('cpu'))
+        loss = F.cross_entropy(model(x).transpose(1, 2), y)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.)
+        rate = 1e-3 * (k + 1) / 2 if k < 2 else 1e-4 + 9e-4 * (
+            1 + cos(pi * (k - 2) / (config.steps - 3))) / 2
+        for group in optimizer.param_groups:
+            group['lr'] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        lines.append({'step': k + 1, 'loss': loss.item(), 'grad_norm': norm.item()})
+        if (k + 1) % 3 == 0:
+            n = min((len(val) - 1) // config.block_size, 3 * config.global_batch_size)
+            pieces = torch.stack([val[k * config.block_size:][:config.block_size + 1]
+                                  for k in range(n)]).long()
+            lines[-1]['val_loss'] = F.cross_entropy(
+                model(pieces[:, :-1]).transpose(1, 2), pieces[:, 1:]).item()
+    return lines
+
+
+def plain_values(config):
+    """Return the values of a pipeline of one process, by the names of the unwrapped model."""
+    with torch.device('meta'):
+        module = layers(GPT(config.sizes)).double()
+    model = DistributedGPipe(module, [len(module)], mesh=init_mesh(device_type='cpu'),
+                             init=lambda each: init_gpt2(each, config.sizes.depth))
+    torch.distributed.destroy_process_group()
+    return {re.sub(r'^\d+\.', '', name): x for name, x in model.state_dict().items()}
+
+
+def test_it_learns_as_a_plain_loop_does(tmp_path, run):
+    code, out, err = run('train-gpt', *TINY, '--output', tmp_path, '--log', tmp_path / 'log')
+    assert code == 0, err
+    lines = [*map(json.loads, (tmp_path / 'log').read_text().splitlines())]
+    assert_same(lines, plain_curve(options_of(tmp_path), 6))
+    assert out.count('tokens/s') == 6 and 'validation loss' in out
+    assert (tmp_path / 'train-gpt.png').exists() and (tmp_path / 'train-gpt.svg').exists()
+
+
+@pytest.mark.parametrize('args, reason', [
+    (['--data', '4', '--global-batch-size', '6'], '6 is not a multiple of --data 4'),
+    (['--micro-batch-size', '5'], '--micro-batch-size 5'),
+    (['--n-head', '3'], '--n-embd 16 is not a multiple of --n-head 3'),
+    (['--tensor', '4'], '--n-head 2 is not a multiple of --tensor 4'),
+    (['--pipe', '7'], '7 stages'), (['--schedule', 'zb-v', '--pipe', '4'], '8 stages'),
+    (['--schedule', 'interleaved'], '--pipe 2 or more'), (['--schedule', '2f2b'], "'1f1b'"),
+    (['--model', 'gpt2', '--block-size', '2048'], '--block-size 2048 is more than the 1024'),
+    (['--model', 'gpt5'], "'gpt2'"), (['--steps', '0'], '--steps'),
+    (['--text', '/proc/nothing'], '/proc/nothing'), (['--tokens', '/proc/nothing'], 'nothing'),
+    (['--tokens', '/proc/self'], 'train.bin'), (['--text', '/dev/null'], '0 tokens'),
+    (['--text', __file__, '--mock-data'], 'exclude each other'),
+    (['--block-size', '2000'], '--block-size 2000 takes 4000 and 2001'),
+    (['--resume'], '--save FOLDER'), (['--restarts', '1'], '--save FOLDER'),
+    (['--save', '/proc/nothing'], '/proc/nothing'), (['--output', '/proc/nothing'], 'nothing'),
+    (['--log-samples'], '--log FILE'), (['--log', '/proc/nothing/log'], '/proc/nothing'),
+    (['--offload', '--pipe', '2'], '--pipe 1'), (['--dtype', 'int8'], "'bfloat16'")])
+def test_a_wrong_option_gets_one_line_before_any_process_starts(run, tmp_path, monkeypatch, args,
+                                                                reason):
+    monkeypatch.setattr(train_gpt, 'launch', None)
+    monkeypatch.setattr(train_gpt, 'train', None)
+    code, out, err = run('train-gpt', *TINY, '--output', tmp_path, *args)
+    assert code == 2 and not out
+    assert reason in err and err.startswith('Error: ') and err.count('\n') == 1
+
+
+def test_a_mesh_fits_its_world(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_gpt, 'train', None)
+    for name, value in (('RANK', '0'), ('WORLD_SIZE', '2')):
+        monkeypatch.setenv(name, value)
+    code, _, err = run('train-gpt', *TINY, '--output', tmp_path, '--data', 4)
+    assert code == 2 and 'take 4 processes, but there are 2 of torchrun' in err
+    code, _, err = run('train-gpt', *TINY, '--output', tmp_path, '--data', 2, '--restarts', 1,
+                       '--save', tmp_path / 'saved')
+    assert code == 2 and 'run torchrun again, with --resume' in err
+
+
+@pytest.mark.parametrize('mesh', [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_samples_follow_from_seed_and_step(tmp_path, mesh):
+    config = options_of(tmp_path)
+    data, chunks = mesh
+    config.data, config.chunks = data, chunks
+    tokens, block, batch = 8 * 20 + 3, config.block_size, config.global_batch_size
+    seen = torch.cat([starts_of(config, tokens, k).flatten() for k in range(19)])
+    assert len(seen) == 16 * batch + 3 * batch and starts_of(config, tokens, 3).shape == (
+        chunks, data, batch // chunks // data)
+    for epoch in seen.split(19):  # (163 - 8) // 8 samples, and 19 · 16 = 16 · 19
+        first = epoch.min()
+        assert sorted(epoch.tolist()) == [*range(first, first + 19 * block, block)]
+        assert 0 <= first < block and epoch.max() + block < tokens
+    config.data = config.chunks = 1
+    assert torch.equal(torch.cat([starts_of(config, tokens, k).flatten() for k in range(19)]),
+                       seen)
+    config.seed = 1
+    assert not torch.equal(starts_of(config, tokens, 0).flatten(), seen[:batch])
+
+
+#: Meshes of data × pipe × tensor, and more options.
+MESHES = [([2, 1, 1], []), ([1, 2, 1], []), ([1, 1, 2], []), ([2, 2, 1], ['--shard']),
+          ([2, 2, 2], ['--checkpoint', 'always']), ([1, 2, 1], ['--schedule', 'zb-v'])]
+
+
+def mesh_options(data, pipe, tensor):
+    return ['--data', data, '--pipe', pipe, '--tensor', tensor]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mesh, options', MESHES)
+def test_all_meshes_have_the_curve_of_a_plain_loop(tmp_path, mesh, options):
+    lines, _ = trained(tmp_path, *mesh_options(*mesh), *options)
+    assert_same(lines, plain_curve(options_of(tmp_path), 6))
+
+
+@pytest.mark.slow
+def test_experts_are_spread_over_replicas(tmp_path):
+    alone, _ = trained(tmp_path / 'alone', '--experts', 4)
+    spread, _ = trained(tmp_path / 'spread', '--experts', 4, '--data', 2)
+    assert_same(spread, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('victim', range(4))
+def test_a_killed_rank_costs_the_steps_since_the_last_save(tmp_path, capfd, victim):
+    options = [*mesh_options(2, 2, 1), '--save-interval', 2, '--log-samples']
+    whole, _ = trained(tmp_path / 'whole', *options)
+    folder = tmp_path / 'killed'
+    config = options_of(folder, *options, '--save', folder / 'saved', '--restarts', 1,
+                        '--async-save')
+    config.victim = victim, 2 + victim  # after and before a save
+    launch(killing.killed_at_a_step, config, [2, 3])
+    assert 'rank {} ended by signal 9'.format(victim) in capfd.readouterr().err
+    assert_same([*map(json.loads, (folder / 'log').read_text().splitlines())], whole)
+    for replica in range(2):
+        found, expected = (curve_of(path / f'log.{replica}', 'step', 'starts')
+                           for path in (folder, tmp_path / 'whole'))
+        assert found == expected and len(found) == 6
+    assert sorted(path.name for path in (folder / 'saved').glob('step-*')) == ['step-4', 'step-6']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mesh', [(1, 2, 2), (4, 1, 1), (1, 1, 1)])
+def test_a_training_resumes_on_another_mesh(tmp_path, mesh):
+    save = ['--save', tmp_path / 'saved', '--steps', 6]
+    trained(tmp_path, *mesh_options(2, 2, 1), *save, '--save-interval', 3)
+    for path in (tmp_path / 'saved').glob('step-6*'):
+        path.rename(tmp_path / path.name)
+    lines, done = trained(tmp_path, *mesh_options(*mesh), *save, '--resume')
+    assert 'continues after step 3' in done.stdout
+    assert_same(lines, plain_curve(options_of(tmp_path), 6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('moment', range(10))
+def test_a_rank_that_is_killed_during_a_save(tmp_path, moment):
+    config = options_of(tmp_path, *mesh_options(2, 2, 1), '--save', tmp_path / 'saved',
+                        '--save-interval', 2, '--restarts', 1,
+                        *(['--async-save'] if moment % 2 else []))
+    config.moment = moment
+    launch(killing.killed_in_a_save, config, [2, 3])
+    assert (tmp_path / 'killed').exists()
+    assert_same([*map(json.loads, (tmp_path / 'log').read_text().splitlines())],
+                plain_curve(config, 6))
+
+
+@pytest.mark.slow
+def test_processes_of_torchrun_run_it(tmp_path):
+    torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node',
+                2, '-m', 'benchmarks.train_gpt']
+    lines, _ = trained(tmp_path, '--pipe', 2, command=torchrun, log='--log-file')
+    assert_same(lines, plain_curve(options_of(tmp_path), 6))
+
+
+def test_it_stops_before_the_optimizer_uses_what_is_not_finite(tmp_path, run):
+    code, out, err = run('train-gpt', *TINY, '--output', tmp_path, '--lr', '1e300')
+    assert code == train_gpt.NOT_FINITE
+    assert re.search(r'^step 2: the loss is nan.* not finite on ranks \[0\]', err)
+
+
+def test_a_folder_of_another_training_is_refused(run, tmp_path):
+    save = [*TINY, '--output', tmp_path, '--save', tmp_path / 'saved', '--steps', 1]
+    assert run('train-gpt', *save)[0] == 0
+    code, _, err = run('train-gpt', *save)
+    assert code == 2 and 'has checkpoints already: give --resume' in err
+    code, _, err = run('train-gpt', *save, '--resume', '--n-layer', 5)
+    assert code == 2 and "another training's checkpoints (depth 4 there, 5 here)" in err
+
+
+def test_tokens_of_nanogpt_and_mock_data(run, tmp_path):
+    tokens = torch.randint(50304, (4000,), generator=torch.Generator().manual_seed(0))
+    for name in ('train', 'val'):
+        (tmp_path / f'{name}.bin').write_bytes(bytes(tokens.to(torch.uint16).view(torch.uint8)))
+    code, out, err = run('train-gpt', *TINY, '--steps', 1, '--output', tmp_path, '--tokens',
+                         tmp_path, '--generate', 3)
+    assert code == 0 and '50304' not in err, err
+    config = options_of(tmp_path, '--tokens', tmp_path)
+    x, y = samples_at(config, read(config)[0], torch.tensor([0, 7]), torch.device('cpu'))
+    assert torch.equal(x, torch.stack([tokens[:8], tokens[7:15]]))
+    assert torch.equal(y, torch.stack([tokens[1:9], tokens[8:16]]))
+    code, _, err = run('train-gpt', *TINY, '--steps', 1, '--output', tmp_path, '--mock-data',
+                       '--vocab-size', 40)
+    assert code == 0, err
