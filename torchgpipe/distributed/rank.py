@@ -93,6 +93,11 @@ class Rank:
         self.saving: Any = None
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether replicas gather parameters in an order that follows from the schedule."""
+        return self.replicas.offloads and self.data.size > 1 and len(self.places) > self.pipe.size
+
+    @property
     def is_first(self) -> bool:
         """Whether it has the first stage."""
         return self.places[0] == self.pipe.rank
@@ -159,7 +164,7 @@ class Rank:
             self._policies['offload_policy'] = CPUOffloadPolicy(pin_memory=False)
         self._data, self.partitions = data, [Sequential() for _ in stages]
         self._assemble()
-        self.ties.spread()
+        self.ties.spread(self.device)
         live = {id(x) for layer in self.made.values() for x in layer.parameters()}
         #: The parameters of the module that this rank does not use: layers of other ranks have
         #: them, or other values took their place. By number; what is there no more has another.
@@ -199,9 +204,10 @@ class Rank:
             self.partitions[j]._modules.update(
                 (name, self.made[name]) for name in self._stages[j])
         self.ties = Ties(self.made, self._tied, self.ranks, self.pipe.group)
-        self.replicas = Replicas([self.partitions[j] for j in self.own], self.data, self._data,
-                                 self._policies)
-        self.replicas.tied = bool(self.ties.names)
+        owners = {name: j for j, names in enumerate(self._stages) for name in names}
+        self.replicas = Replicas({j: self.partitions[j] for j in self.own}, self.data, self._data,
+                                 self._policies,
+                                 {owners[name.partition('.')[0]] for name in self.ties.names})
         self.ties.remember()
         self.engine = Engine(self.partitions, [self.device] * len(self.partitions), self._layout)
 
@@ -335,7 +341,7 @@ class Rank:
             return Facts()
 
         self.together('apply', run)
-        self.ties.spread()
+        self.ties.spread(self.device)
 
     def check(self) -> None:
         """See that the parameters of this rank are those that the model was made of.

@@ -29,7 +29,7 @@ from torchgpipe.engine.copy import Wait, copy_tensor
 from torchgpipe.engine.interpreter import Plan, interpret
 from torchgpipe.engine.leaves import Leaves, edge_of, give, leaf_of
 from torchgpipe.engine.order import Unordered, beside
-from torchgpipe.engine.partition import Engine
+from torchgpipe.engine.partition import Engine, Partition
 from torchgpipe.engine.run import Run, Skip
 from torchgpipe.engine.scatter import Batch
 from torchgpipe.engine.split_backward import DeferredWork
@@ -148,11 +148,17 @@ class Step(Run):
     def _put_leaves(self) -> None:
         """Make leaves of the parameters, as they are when no cell has put others there."""
         for partition in self._engine.partitions:
-            copies = {} if self._shared is None else self._shared.copies(partition.j)
-            with partition.lock_alone:
-                self._layers[partition.j] = self._leaves.within(
-                    partition.layers.modules(), self._layers[partition.j], copies,
-                    self._deferred.get(partition.j))
+            self._put_leaves_of(partition)
+        self._put_leaves_of_loss()
+
+    def _put_leaves_of(self, partition: Partition) -> None:
+        copies = {} if self._shared is None else self._shared.copies(partition.j)
+        with partition.lock_alone:
+            self._layers[partition.j] = self._leaves.within(
+                partition.layers.modules(), self._layers[partition.j], copies,
+                self._deferred.get(partition.j))
+
+    def _put_leaves_of_loss(self) -> None:
         with self._loss_lock:
             self._loss = self._leaves.within(self._losses.modules, self._losses, {})
 
