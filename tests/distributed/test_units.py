@@ -12,14 +12,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.devices import cpu_only
-from tests.distributed.models import MODELS, batch, full, perceptron, tied
+from tests.distributed.models import batch, full, perceptron, tied
 from tests.distributed.saving import PLAN
 from tests.distributed.test_model import alone, check, trained
 from tests.shard.processes import Failure, outcomes, run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.distributed.steps import Steps
 from torchgpipe.distributed.units import Unit, grouped
-from torchgpipe.engine.leaves import Leaves
 
 pytestmark = cpu_only('processes meet by gloo')
 
@@ -84,7 +83,7 @@ def other_numbers():
 
 def test_replicas_that_gather_in_turn_have_the_same_number_of_micro_batches():
     for each in outcomes(2, other_numbers):
-        assert isinstance(each, Failure) and 'or gather the parameters of one stage' in each.text
+        assert isinstance(each, Failure) and 'or gather parameters of one stage' in each.text
 
 
 def evaluated(axes):
@@ -239,8 +238,7 @@ def peak(axes, stages, options):
 def test_two_replicas_have_half_of_what_one_process_has():
     whole, = run(1, peak, {}, 1, {})
     shards = run(2, peak, {'data': 2}, 14, OFFLOAD)
-    print(whole, shards)
-    assert 4 < whole < 5 and max(shards) < .55 * whole
+    assert 4.5 < whole < 5.5 and max(shards) < .55 * whole
 
 
 # --- what else a step has

@@ -130,8 +130,6 @@ class Replicas(nn.Module):
         self.check_versions()
         own = unit.own
         gradients[:] = self._completed(added(gradients, self._beside(own)), own)
-        for x, grad in gradients:
-            _check_dense(x, grad)
         gradients[:] = self._together(gradients, (), own)
         unit.add(gradients)
         self._free()
@@ -288,6 +286,8 @@ class Replicas(nn.Module):
     def _completed(self, gradients: Gradients, sharded: Sequence[Tensor]) -> Gradients:
         """Return gradients, with zeros for those that other replicas have and this one has not."""
         group, there = self._axis.group, {id(x) for x, _ in gradients}
+        for x, grad in gradients:
+            _check_dense(x, grad)
         if group is None or not sharded:
             return gradients
         flags = torch.tensor([id(x) in there for x in sharded], device=sharded[0].device)

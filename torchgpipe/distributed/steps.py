@@ -126,6 +126,7 @@ class Steps:
         def finish(own: Sequence[Tensor], beside: Callable[[], Gradients]) -> Gradients:
             rank.replicas.enter_late()
             gradients = rank.ties.together(added(training.gradients, beside()))
+            training.gradients.clear()  # They end when they are reduced.
             # If that raises, no gradient has been added.
             whole.append(self._whole(losses, True, partial(
                 rank.check_learning, training.learning,
@@ -441,8 +442,8 @@ def check_alike(numbers: dict[int, int]) -> None:
     """Refuse numbers of micro-batches that differ, where replicas meet in each of them."""
     if len({*numbers.values()}) > 1:
         raise ValueError(
-            'replicas exchange the tokens of experts in each micro-batch, or gather the parameters '
-            'of one stage after the other, so all have the same number of micro-batches, but ranks '
+            'replicas exchange the tokens of experts in each micro-batch, or gather parameters of '
+            'one stage after the other, so all have the same number of micro-batches, but ranks '
             f'have {numbers}: give each replica as many samples as there are chunks, or make a '
             'model with fewer chunks')
 

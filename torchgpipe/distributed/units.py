@@ -88,7 +88,7 @@ class Unit(nn.Module):
             gradients.clear()
             self._own_memory()
             # FSDP would put a node of its own behind each tensor that it sees.
-            known = partial(Give.apply, grads, *tensors)  # type: ignore[no-untyped-call]
+            known = partial(Give.apply, grads, *tensors)
             self(torch.zeros((), requires_grad=True), known).backward()
 
     def forward(self, phony: Tensor, known: Callable[[], Tensor]) -> Tensor:
