@@ -263,7 +263,7 @@ def uneven():
 
 def test_replicas_with_other_numbers_of_micro_batches_are_refused():
     for each in outcomes(4, uneven, timeout=60):
-        assert 'same number of these, but ranks have {0: 2, 2: 3}' in each.text
+        assert 'number of micro-batches, but ranks have {0: 2, 2: 3}' in each.text
 
 
 def uncounted():

@@ -1,4 +1,5 @@
 """Units: parameters that wait on the host are gathered for one stage at a time."""
+import gc
 import weakref
 from functools import partial
 
@@ -229,6 +230,7 @@ def peak(axes, stages, options):
                                  chunks=2, **options)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         for _ in range(3):
+            gc.collect()
             model.step(torch.ones(2, 96), torch.ones(2, 96), F.mse_loss, schedule='looped-bfs')
             optimizer.step()
             optimizer.zero_grad()
@@ -238,7 +240,7 @@ def peak(axes, stages, options):
 def test_two_replicas_have_half_of_what_one_process_has():
     whole, = run(1, peak, {}, 1, {})
     shards = run(2, peak, {'data': 2}, 14, OFFLOAD)
-    assert 4.5 < whole < 5.5 and max(shards) < .55 * whole
+    assert whole > 4 and max(shards) < .55 * 4, (whole, shards)
 
 
 # --- what else a step has

@@ -13,7 +13,7 @@
 Losses are weighted by what the whole mini-batch counts, so replicas are summed, and it does not
 matter how many samples each has.
 """
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from torchgpipe.distributed.comparison import digests
 from torchgpipe.distributed.mesh import Axis
-from torchgpipe.distributed.units import Gradients, Unit, grouped
+from torchgpipe.distributed.units import Gradients, Unit
 from torchgpipe.engine.leaves import give
 from torchgpipe.engine.places import named_slots
 
@@ -42,41 +42,35 @@ class Replicas(nn.Module):
     """The stages of a rank, which other ranks have, too.
 
     Args:
-        stages: The stages, by their numbers.
+        stages: The stages.
         axis: The ranks that have them.
-        data: One of :data:`DATA`.
-        policies: ``mp_policy``, ``offload_policy`` of FSDP2, and the ``mesh`` of the axis, which
-            is there for one replica, too, where one of them is.
-        tied: The stages with parameters of which other ranks have copies in other stages.
+        policies: ``mp_policy`` and ``offload_policy`` of FSDP2, where there are any.
+        units: If ranks have parts of parameters, by stage, what is gathered with it.
     """
 
-    def __init__(self, stages: Mapping[int, nn.Module], axis: Axis, data: str,
-                 policies: Mapping[str, Any], tied: Collection[int] = ()) -> None:
+    def __init__(self, stages: Iterable[nn.Module], axis: Axis, policies: Mapping[str, Any],
+                 units: Mapping[int, Unit]) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(stages.values())
+        self.stages = nn.ModuleList(stages)
         self._axis = axis
         #: Whether steps put the gradients of replicas together.
         self.syncs = True
         #: Otherwise, what they have left, by the number of a parameter.
         self.pending: dict[int, Tensor] = {}
-        self.shards = data == 'shard' and (axis.group is not None or bool(policies))
+        self.shards = bool(units)
         self.offloads = isinstance(policies.get('offload_policy'), CPUOffloadPolicy)
         self.precision: MixedPrecisionPolicy = policies.get('mp_policy') or MixedPrecisionPolicy()
         #: Those that are spread over replicas, as experts are: their gradients are complete.
         self._spread: dict[nn.Parameter, None] = dict.fromkeys(
             x for x in self.parameters() if axis.name in split_axes(x))
-        self.tied = bool(tied)
-        #: By stage, what is gathered with it; what is gathered now, with versions of parameters.
-        self._units: dict[int, Unit] = {}
+        #: Whether other ranks have copies of some parameters in other stages.
+        self.tied = False
+        self._units = units
+        #: What is gathered now, and versions of its parameters.
         self._gathered: Unit | None = None
         self._versions: list[Any] = []
-        #: The stage whose unit is reduced in the end.
-        self._late = min(tied, default=None) if self.offloads else next(iter(stages), None)
-        if self.shards:
-            for group in grouped(stages, tied) if self.offloads else [[*stages]]:
-                unit = Unit([stages[j] for j in group], {*self._spread}, self._late in group,
-                            {'mesh': axis.mesh, **policies})
-                self._units.update(dict.fromkeys(group, unit))
+        #: A stage of what is reduced in the end.
+        self._late = next((j for j, unit in units.items() if unit.late), None)
         #: Where there are parts of parameters.
         self._sharded = [(name, module, key)
                          for name, (module, key), x in named_slots(self.stages)
