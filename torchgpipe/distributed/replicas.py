@@ -60,9 +60,10 @@ class Replicas(nn.Module):
         self.shards = bool(units)
         self.offloads = isinstance(policies.get('offload_policy'), CPUOffloadPolicy)
         self.precision: MixedPrecisionPolicy = policies.get('mp_policy') or MixedPrecisionPolicy()
+        parts = {id(x) for unit in units.values() for x in unit.own}
         #: Those that are spread over replicas, as experts are: their gradients are complete.
         self._spread: dict[nn.Parameter, None] = dict.fromkeys(
-            x for x in self.parameters() if axis.name in split_axes(x))
+            x for x in self.parameters() if axis.name in split_axes(x) and id(x) not in parts)
         #: Whether other ranks have copies of some parameters in other stages.
         self.tied = False
         self._units = units

@@ -191,9 +191,7 @@ class Training(_OnRanks, Step):
         super()._enter(j)
         if j not in self._ready:  # Before, parameters may be shards.
             self._ready.add(j)
-            self._put_leaves_of(self._engine.partitions[j])
-            if j == len(self._cells) - 1:
-                self._put_leaves_of_loss()
+            self._put_leaves(self._engine.partitions[j:j + 1])
 
     def _end(self, action: Action) -> None:
         unit = self._way.replicas.early(action.stage)
