@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.devices import cpu_only
 from tests.distributed.models import batch, full, perceptron, tied
-from tests.distributed.saving import PLAN
+from tests.distributed.saving import OFFLOAD, PLAN
 from tests.distributed.test_model import alone, check, trained
 from tests.shard.processes import Failure, outcomes, run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
@@ -22,8 +22,6 @@ from torchgpipe.distributed.steps import Steps
 from torchgpipe.distributed.units import Unit, grouped
 
 pytestmark = cpu_only('processes meet by gloo')
-
-OFFLOAD = {'data': 'shard', 'offload_policy': CPUOffloadPolicy()}
 
 
 def made(layers, stages, axes, **options):
