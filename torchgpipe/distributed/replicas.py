@@ -328,12 +328,11 @@ class Replicas(nn.Module):
 
 
 def added(gradients: Gradients, more: Gradients) -> Gradients:
-    """Return gradients with others added to them."""
-    there = {id(x): k for k, (x, _) in enumerate(gradients)}
-    for x, grad in more:
-        if id(x) in there:
-            gradients[there[id(x)]] = x, gradients[there[id(x)]][1] + grad
-    return gradients + [(x, grad) for x, grad in more if id(x) not in there]
+    """Return gradients, with one for each tensor."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for x, grad in (*gradients, *more):
+        found[id(x)] = x, found[id(x)][1] + grad if id(x) in found else grad
+    return [*found.values()]
 
 
 def _summed(parameters: Sequence[Tensor], found: dict[int, Tensor], group: dist.ProcessGroup

@@ -278,6 +278,7 @@ class Steps:
         # Often at first: gradients may be added up for some steps, or learning rates be 0.
         self._due = self._compare_every > 0 and (
             since & (since - 1) == 0 or since % self._compare_every == 0)
+        self._rank.replicas.looks = self._due
         return self._due
 
     def _given(self, batches: Sequence[Batch]) -> int:
