@@ -156,7 +156,7 @@ def changed_in_shards():
 def beside_with_a_hook():
     """Give a parameter with a hook a gradient beside its leaf."""
     axis = Axis('data', 1, 0, None, None)
-    replicas = Replicas([nn.Sequential(nn.Linear(2, 2))], axis, 'replicate', {})
+    replicas = Replicas([nn.Sequential(nn.Linear(2, 2))], axis, {}, {})
     replicas.tied = True
     x = next(replicas.parameters())
     x.register_hook(abs)

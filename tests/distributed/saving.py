@@ -3,6 +3,7 @@ from collections import OrderedDict
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
@@ -11,7 +12,10 @@ from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, init_mesh, load_checkpoint, save_checkpoint
 from torchgpipe.distributed.layers import fill
 
-__all__ = ['LAYOUTS', 'PLAN', 'World', 'adam', 'fresh', 'made', 'same', 'steps', 'values']
+__all__ = ['LAYOUTS', 'OFFLOAD', 'PLAN', 'World', 'adam', 'fresh', 'made', 'same', 'steps',
+           'values']
+
+OFFLOAD = {'data': 'shard', 'offload_policy': CPUOffloadPolicy()}
 
 PLAN = {'*.up': ColwiseParallel(), '*.down': RowwiseParallel()}
 
@@ -22,6 +26,9 @@ LAYOUTS = {
     'pipe': ({'pipe': 2}, {}),
     'replicate': ({'data': 2, 'pipe': 2}, {}),
     'shard': ({'data': 2, 'pipe': 2}, {'data': 'shard'}),
+    'offload': ({'data': 2}, {**OFFLOAD, 'balance': [1] * 8}),
+    'offload-one': ({'data': 1}, {**OFFLOAD, 'balance': [2] * 4}),
+    'offload-pipe': ({'data': 2, 'pipe': 2}, {**OFFLOAD, 'balance': [2] * 4}),
     'tensor': ({'pipe': 2, 'tensor': 2}, {'tensor_plan': PLAN}),
     'shard-tensor': ({'data': 2, 'tensor': 2}, {'tensor_plan': PLAN, 'data': 'shard'}),
     'uneven': ({'data': 4}, {'data': 'shard'}),

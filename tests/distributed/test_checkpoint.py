@@ -81,10 +81,14 @@ def test_shards_of_shards_of_other_sizes(tmp_path):
     cross(tmp_path, [*product(layouts, layouts)])
 
 
+def test_shards_that_wait_on_the_host(tmp_path):
+    cross(tmp_path, [('offload', 'offload-one'), ('offload-one', 'offload'), ('shard', 'offload')])
+
+
 @pytest.mark.slow
 def test_tied_weights(tmp_path):
     """The optimizer has a state for one of them in one process, and one on each rank of a mesh."""
-    layouts = ['plain', 'shard', 'v']
+    layouts = ['plain', 'shard', 'v', 'offload-pipe']
     cross(tmp_path, [*product(layouts, layouts)], 'tied')
 
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from tests.devices import cpu_only
 from tests.distributed.models import DOUBLE, batch, full
+from tests.distributed.saving import OFFLOAD
 from tests.distributed.test_model import check
 from tests.shard.processes import outcomes, run
 from torchgpipe.distributed import DistributedGPipe, init_mesh, load_checkpoint
@@ -53,7 +54,8 @@ def made(axes, **options):
         module = mixtures()
     mesh = init_mesh(**axes)
     pipe = axes.get('pipe', 1)
-    return mesh, DistributedGPipe(module, [4 // pipe] * pipe, mesh=mesh, chunks=CHUNKS, **options)
+    return mesh, DistributedGPipe(module, mesh=mesh, chunks=CHUNKS,
+                                  **{'balance': [4 // pipe] * pipe, **options})
 
 
 def trained(axes, schedule, options, sizes=(12, 15, 12)):
@@ -105,6 +107,8 @@ def train(model, step, clip, sizes=(12, 15, 12)):
     ({'data': 2, 'pipe': 2}, 'gpipe', {'checkpoint': 'always'}),
     pytest.param({'data': 2, 'pipe': 2}, 'zb-h1', {}, marks=pytest.mark.slow),
     pytest.param({'data': 2, 'pipe': 2}, '1f1b', {'data': 'shard'}, marks=pytest.mark.slow),
+    pytest.param({'data': 2, 'pipe': 2}, 'looped-bfs', {**OFFLOAD, 'balance': [1] * 4},
+                 marks=pytest.mark.slow),
     pytest.param({'data': 4}, '1f1b', {'checkpoint': 'never'}, marks=pytest.mark.slow),
     pytest.param({'data': 3}, '1f1b', {}, marks=pytest.mark.slow)])
 def test_training_is_that_of_one_process(axes, schedule, options):
@@ -263,7 +267,7 @@ def uneven():
 
 def test_replicas_with_other_numbers_of_micro_batches_are_refused():
     for each in outcomes(4, uneven, timeout=60):
-        assert 'same number of these, but ranks have {0: 2, 2: 3}' in each.text
+        assert 'number of micro-batches, but ranks have {0: 2, 2: 3}' in each.text
 
 
 def uncounted():

@@ -85,6 +85,12 @@ def test_schedules(schedule, stages, places):
     check(found, alone('unet'))
 
 
+def test_halves_of_backwards_of_a_weight_in_two_stages_of_a_rank():
+    """A third one is on another rank; each of the first two has a leaf for it."""
+    found = run(2, trained, {'pipe': 2}, 'tied', 4, [0, 1, 1, 0], {'schedule': 'zb-v'}, {})
+    check(found, alone('tied'))
+
+
 @pytest.mark.parametrize('name', sorted({*MODELS} - {'resnet'}))
 @pytest.mark.parametrize('data', ['replicate', 'shard'])
 def test_models(name, data):

@@ -82,7 +82,9 @@ class DistributedGPipe(Placed):
             of micro-batches are added up in ``reduce_dtype``.
         offload_policy: With ``data='shard'``,
             :class:`torch.distributed.fsdp.CPUOffloadPolicy`: parameters, gradients and states of
-            the optimizer wait in the memory of the host, also with one replica.
+            the optimizer wait in the memory of the host, also with one replica. The device has the
+            parameters of one stage at a time; ``schedule='looped-bfs'`` gathers each twice in a
+            step. Replicas take the same number of micro-batches if ranks have several stages.
         timeout: How long a rank may wait for others before all end, with an error that names the
             rank that they wait for; by default 30 minutes. A rank that raises or dies ends all
             within seconds.

@@ -1,7 +1,7 @@
 """What one rank has: its place in the mesh, its layers, and what runs them."""
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -20,6 +20,7 @@ from torchgpipe.distributed.replicas import Replicas, local, split_axes, take_fi
 from torchgpipe.distributed.start import Facts, digest, together
 from torchgpipe.distributed.tensor import split_layer, tie_again
 from torchgpipe.distributed.ties import Ties
+from torchgpipe.distributed.units import Unit, grouped
 from torchgpipe.engine.cell import Sequential
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.places import named_slots
@@ -93,6 +94,11 @@ class Rank:
         self.saving: Any = None
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether replicas gather parameters in an order that follows from the schedule."""
+        return self.replicas.offloads and self.data.size > 1 and len(self.places) > self.pipe.size
+
+    @property
     def is_first(self) -> bool:
         """Whether it has the first stage."""
         return self.places[0] == self.pipe.rank
@@ -127,6 +133,7 @@ class Rank:
             for names in stages])
         self.skips = frozenset((prev_j, j) for j in range(len(stages))
                                for prev_j, _ in layout.incoming(j))
+        offloads = isinstance(policies.get('offload_policy'), CPUOffloadPolicy)
         with_values = {name for name, layer in skeleton.named_children() if model is skeleton
                        and not any(x.is_meta for x in (*layer.parameters(), *layer.buffers()))}
 
@@ -146,25 +153,53 @@ class Rank:
         shared = shared_in({name: skeleton.get_submodule(name) for j in own
                             for name in stages[j]}) if model is skeleton else []
 
+        self._policies = {**policies, 'mesh': self._mesh['data']} if policies else {}
+        if offloads and is_cpu(self.device):
+            # Where the device is the host, there is nothing that pinned memory would be for.
+            self._policies['offload_policy'] = CPUOffloadPolicy(pin_memory=False)
+        self._units, self.partitions = dict[int, Unit](), [Sequential() for _ in stages]
+        late = self._stages_of_ties(skeleton) if offloads else {*own}
+        modules = {j: nn.ModuleList(map(skeleton.get_submodule, stages[j])) for j in own}
+        groups = grouped(modules, late) if offloads else [own]
+
         def make() -> Facts:
-            self.made = fill(model, skeleton, [name for j in own for name in stages[j]],
-                             self.device, seed, weights, init, finish)
-            tie_again(shared)
+            made: dict[str, nn.Module] = {}
+            for group in groups:  # The device has the layers of one group at a time.
+                made.update(fill(model, skeleton, [name for j in group for name in stages[j]],
+                                 self.device, seed, weights, init, finish))
+                tie_again(shared)
+                self._fill_partitions(group, made)
+                if data == 'shard' and (self.data.group is not None or policies):
+                    self._units.update(dict.fromkeys(group, self._unit(group, late)))
+            self.made = {name: made[name] for j in own for name in stages[j]}
             return Facts()
 
         self.together('this model', make)
-        self._policies = {**policies, 'mesh': self._mesh['data']} if policies else {}
-        if isinstance(policies.get('offload_policy'), CPUOffloadPolicy) and is_cpu(self.device):
-            # Where the device is the host, there is nothing that pinned memory would be for.
-            self._policies['offload_policy'] = CPUOffloadPolicy(pin_memory=False)
-        self._data, self.partitions = data, [Sequential() for _ in stages]
         self._assemble()
-        self.ties.spread()
+        self.ties.spread(self.device)
         live = {id(x) for layer in self.made.values() for x in layer.parameters()}
         #: The parameters of the module that this rank does not use: layers of other ranks have
         #: them, or other values took their place. By number; what is there no more has another.
         self._unused = {id(x): (name, weakref.ref(x)) for name, x in kept if id(x) not in live}
         self.together('this model', self._check_unused)
+
+    def _stages_of_ties(self, skeleton: nn.Sequential) -> set[int]:
+        """Return the stages of this rank with a parameter of which other ranks have a copy."""
+        parameters = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
+        return {j for tie in self._tied if len({self.ranks[each] for each, _ in tie}) > 1
+                for j, full in tie if j in self.own and full in parameters}
+
+    def _fill_partitions(self, stages: Iterable[int], made: Mapping[str, nn.Module]) -> None:
+        for j in stages:
+            self.partitions[j]._modules.update((name, made[name]) for name in self._stages[j])
+
+    def _unit(self, stages: Sequence[int], late: Container[int]) -> Unit:
+        """Let replicas have parts of the parameters of some stages."""
+        layers = [self.partitions[j] for j in stages]
+        spread = {x for layer in layers for x in layer.parameters()
+                  if self.data.name in split_axes(x)}
+        return Unit(layers, spread, any(j in late for j in stages),
+                    {'mesh': self.data.mesh, **self._policies})
 
     def _check_unused(self) -> Facts:
         """See that no layer keeps parameters that took another form, and none had hooks.
@@ -195,12 +230,10 @@ class Rank:
 
     def _assemble(self) -> None:
         """Let partitions run the layers as they are now."""
-        for j in self.own:
-            self.partitions[j]._modules.update(
-                (name, self.made[name]) for name in self._stages[j])
+        self._fill_partitions(self.own, self.made)
         self.ties = Ties(self.made, self._tied, self.ranks, self.pipe.group)
-        self.replicas = Replicas([self.partitions[j] for j in self.own], self.data, self._data,
-                                 self._policies)
+        self.replicas = Replicas([self.partitions[j] for j in self.own], self.data, self._policies,
+                                 self._units)
         self.replicas.tied = bool(self.ties.names)
         self.ties.remember()
         self.engine = Engine(self.partitions, [self.device] * len(self.partitions), self._layout)
@@ -335,7 +368,7 @@ class Rank:
             return Facts()
 
         self.together('apply', run)
-        self.ties.spread()
+        self.ties.spread(self.device)
 
     def check(self) -> None:
         """See that the parameters of this rank are those that the model was made of.

@@ -6,16 +6,12 @@
                    step ──▶ gradients, side by side in one tensor ──▶ sum over replicas ──▶ .grad
     'shard'        each rank has a part of them (ZeRO; FSDP2 of PyTorch)
                    gather ──▶ step ──▶ gradients ──▶ sum over replicas, and scatter ──▶ .grad
+                   with CPUOffloadPolicy, stage by stage: `units`
     experts        each rank has some, which see the samples of all replicas
                    step ──▶ gradients, which are those of all replicas ──▶ .grad
 
 Losses are weighted by what the whole mini-batch counts, so replicas are summed, and it does not
 matter how many samples each has.
-
-[Note: FSDP sees one call] FSDP gathers parameters when its module is called, and reduces gradients
-when backward has come through it. A step calls layers once for each micro-batch, and goes back in
-between. So all of it happens within one call of a module around them, whose output leads back to
-the gradients that the step has found.
 """
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,20 +22,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.distributed.comparison import digests
 from torchgpipe.distributed.mesh import Axis
-from torchgpipe.engine.checkpoint.snapshot import own_memory
-from torchgpipe.engine.leaves import Give, give
+from torchgpipe.distributed.units import Gradients, Unit
+from torchgpipe.engine.leaves import give
 from torchgpipe.engine.places import named_slots
 
-__all__ = ['DATA', 'Gradients', 'Replicas', 'like', 'local', 'split_axes', 'take_first']
-
-#: Pairs of a tensor and its gradient.
-Gradients = list[tuple[Tensor, Tensor]]
+__all__ = ['DATA', 'Gradients', 'Replicas', 'added', 'like', 'local', 'split_axes', 'take_first']
 
 #: What ranks along the data axis may do with parameters.
 DATA = ('replicate', 'shard')
@@ -51,13 +44,12 @@ class Replicas(nn.Module):
     Args:
         stages: The stages.
         axis: The ranks that have them.
-        data: One of :data:`DATA`.
-        policies: ``mp_policy``, ``offload_policy`` of FSDP2, and the ``mesh`` of the axis, which
-            is there for one replica, too, where one of them is.
+        policies: ``mp_policy`` and ``offload_policy`` of FSDP2, where there are any.
+        units: If ranks have parts of parameters, by stage, what is gathered with it.
     """
 
-    def __init__(self, stages: Iterable[nn.Module], axis: Axis, data: str,
-                 policies: Mapping[str, Any]) -> None:
+    def __init__(self, stages: Iterable[nn.Module], axis: Axis, policies: Mapping[str, Any],
+                 units: Mapping[int, Unit]) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stages)
         self._axis = axis
@@ -65,65 +57,148 @@ class Replicas(nn.Module):
         self.syncs = True
         #: Otherwise, what they have left, by the number of a parameter.
         self.pending: dict[int, Tensor] = {}
-        self.shards = data == 'shard' and (axis.group is not None or bool(policies))
+        self.shards = bool(units)
+        self.offloads = isinstance(policies.get('offload_policy'), CPUOffloadPolicy)
         self.precision: MixedPrecisionPolicy = policies.get('mp_policy') or MixedPrecisionPolicy()
+        parts = {id(x) for unit in units.values() for x in unit.own}
         #: Those that are spread over replicas, as experts are: their gradients are complete.
         self._spread: dict[nn.Parameter, None] = dict.fromkeys(
-            x for x in self.parameters() if axis.name in split_axes(x))
-        if self.shards:
-            fully_shard(self, **{'mesh': axis.mesh, **policies}, reshard_after_forward=False,
-                        ignored_params={*self._spread})
-            assert isinstance(self, FSDPModule)
-            self.set_gradient_divide_factor(1.)  # a sum
-            self.set_force_sum_reduction_for_comms(True)  # not NCCL's product with 1 and sum
+            x for x in self.parameters() if axis.name in split_axes(x) and id(x) not in parts)
+        #: Whether other ranks have copies of some parameters in other stages.
+        self.tied = False
+        self._units = units
+        #: What is gathered now, and versions of its parameters.
+        self._gathered: Unit | None = None
+        self._versions: list[Any] = []
+        #: A stage of what is reduced in the end.
+        self._late = next((j for j, unit in units.items() if unit.late), None)
         #: Where there are parts of parameters.
         self._sharded = [(name, module, key)
                          for name, (module, key), x in named_slots(self.stages)
                          if self.shards and isinstance(x, nn.Parameter)
                          and x not in self._spread]
-        #: Whether other ranks have copies of some parameters in other stages.
-        self.tied = False
+        #: Whether to look at values when parameters are freed, as ``x.data`` has no version.
+        self.looks = False
+        #: The parameters that were whole in this step.
+        self.seen: dict[int, Tensor] = {}
 
-    def forward(self, phony: Tensor, step: Callable[[], Gradients]) -> Tensor:
-        """Run a step, and return what leads back to its gradients: [Note: FSDP sees one call]."""
-        gradients = step()
-        if not gradients:
-            return phony * 1
-        return Give.apply(  # type: ignore[no-any-return, no-untyped-call]
-            [grad for _, grad in gradients], *(x for x, _ in gradients))
+    # --- while a step or a call runs
+
+    def enter(self, j: int | None) -> None:
+        """Gather the parameters of a stage, if they are not; free those of others before.
+
+        Raises:
+            RuntimeError: A layer has changed one that is freed.
+        """
+        unit = None if j is None else self._units.get(j)
+        if unit is not self._gathered:
+            self.check_versions()
+            self._free()
+        if unit is not None and self._gathered is None:
+            self._gathered = unit
+            unit.gather()
+            self.seen.update((id(x), x) for x in unit.own)
+            self._versions = self._versions_of(unit)
+
+    def enter_late(self) -> None:
+        """Gather the parameters whose gradients are reduced in the end of a step."""
+        self.enter(self._late)
+
+    def walk(self) -> None:
+        """Gather the parameters of one stage after the other, as replicas with samples do."""
+        for j in sorted(self._units):
+            self.enter(j)
+
+    def early(self, j: int) -> Unit | None:
+        """Return what a stage is gathered with, if its gradients are reduced within a step."""
+        unit = self._units.get(j)
+        return None if unit is None or unit.late else unit
+
+    def reduce(self, gradients: Gradients) -> None:
+        """Reduce the gradients of parameters that are gathered now, and free both.
+
+        Args:
+            gradients: Those of this rank. The list is emptied.
+        """
+        unit = self._gathered
+        assert unit is not None
+        self.check_versions()
+        own = unit.own
+        gradients[:] = self._completed(added(gradients, self._beside(own)), own)
+        gradients[:] = self._together(gradients, (), own)
+        unit.add(gradients)
+        self._free()
+
+    def _free(self) -> None:
+        if self._gathered is not None:
+            self._gathered.free()
+            self._gathered = None
+
+    # --- steps and calls
 
     def run(self, step: Callable[[], Gradients], others: Sequence[Tensor] = ()) -> None:
         """Run a step, and add its gradients to those of parameters, the replicas' together.
 
         Args:
-            step: Gives the gradients of this rank.
+            step: Gives the gradients of this rank, but for those that are reduced within it.
             others: Parameters that are in none of the stages, but in those of a loss.
         """
-        if not self.shards:
-            own = [x for x in self.parameters() if x.requires_grad and x not in self._spread]
-            give(self._together(step(), [*own, *others], [*self._spread]))
-            return
+        with self._all_or_nothing():
+            if not self.offloads:
+                self.enter_late()
+            gradients = step()
+            if self._gathered is not None:
+                numbers = {*map(id, self._gathered.own)}
+                late = [each for each in gradients if id(each[0]) in numbers]
+                gradients = [each for each in gradients if id(each[0]) not in numbers]
+                self.reduce(late)
+            own = [x for x in self.whole() if x not in self._spread]
+            gradients = self._together(
+                gradients, [*own, *(x for x in others if not self._is_shard(x))],
+                [*self._spread])
+            if self.syncs and self.pending:
+                raise RuntimeError('a gradient waits from a step within no_sync(), but its '
+                                   'parameter does not require grad any more, or is of another '
+                                   'loss: freeze parameters, and take other losses, after the '
+                                   'step that adds gradients up')
+            give(gradients)
 
-        def run() -> Gradients:
-            # FSDP reduces those that it is in charge of, and has them whole here.
-            gradients, sharded = step(), self._unsharded()
-            for x, grad in gradients:
-                _check_dense(x, grad)
-            for x in sharded:
-                if not x.requires_grad:
-                    own_memory(x)  # A recomputation has a copy on write; FSDP resizes the memory.
-            others_than = {*map(id, sharded)}
-            whole = [x for x in self.parameters() if x.requires_grad and id(x) not in others_than
-                     and x not in self._spread]
-            return self._together(self._completed(gradients, sharded), [*whole, *others],
-                                  [*sharded, *self._spread])
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Let a step that fails leave gradients as they were, though some had been reduced."""
+        shards = filter(self._is_shard, self.parameters() if self.offloads else ())
+        before, pending = [(x, x.grad) for x in shards], {**self.pending}
+        for x, _ in before:
+            x.grad = None
+        self.seen = {}
+        try:
+            yield
+        except BaseException:
+            self._free()
+            self.pending = pending
+            for x, grad in before:
+                x.grad = grad
+            raise
+        for x, grad in before:
+            if grad is not None and x.grad is not None:
+                local(grad).add_(local(x.grad))
+            x.grad = x.grad if grad is None else grad
 
-        self(torch.zeros((), requires_grad=True), run).backward()
+    def evaluate(self, run: Callable[[], object]) -> None:
+        """Run something that finds no gradients."""
+        try:
+            with torch.no_grad():
+                run()
+        finally:
+            self._free()
 
-    def _unsharded(self) -> list[nn.Parameter]:
-        """Return the parameters that FSDP has gathered for a step."""
-        return [*{id(x): x for _, module, key in self._sharded
-                  if (x := module._parameters.get(key)) is not None}.values()]
+    def whole(self) -> list[nn.Parameter]:
+        """Return the parameters that require grad and of which this rank has not a part only."""
+        return [x for x in self.parameters() if x.requires_grad and not self._is_shard(x)]
+
+    def _is_shard(self, x: Any) -> bool:
+        return isinstance(x, DTensor) and x not in self._spread and self._axis.name in (
+            x.device_mesh.mesh_dim_names or ())
 
     def check(self) -> None:
         """See that the parameters of which this rank has parts are those that FSDP knows.
@@ -143,23 +218,21 @@ class Replicas(nn.Module):
                                  "data='shard' ranks have parts of the first one: change its "
                                  'values in place, or replace it before')
 
-    def versions(self, looks: bool) -> list[Any]:
-        """Return how often gathered parameters were written to, for :meth:`check_versions`.
-
-        Args:
-            looks: Whether to look at values, too, as ``x.data`` has no version.
-        """
-        found = self._unsharded()
+    def _versions_of(self, unit: Unit) -> list[Any]:
+        """Return how often gathered parameters were written to."""
+        own = unit.own
         return [(x._version, number) for x, number in zip(
-            found, digests(map(local, found)) if looks else [0] * len(found))]
+            own, digests(map(local, own)) if self.looks else [0] * len(own))]
 
-    def check_versions(self, before: list[Any], looks: bool) -> None:
+    def check_versions(self) -> None:
         """See that layers have not written to gathered parameters, which are not kept.
 
         Raises:
             RuntimeError: One has.
         """
-        for x, now, version in zip(self._unsharded(), self.versions(looks), before):
+        unit = self._gathered
+        for x, now, version in [] if unit is None else zip(
+                unit.own, self._versions_of(unit), self._versions):
             if now != version:
                 raise RuntimeError(f"a layer has changed '{self.name_of(x)}' in its forward, as "
                                    "an embedding with max_norm does, but with data='shard' the "
@@ -183,7 +256,7 @@ class Replicas(nn.Module):
         for x in parameters:
             x.grad = None
         try:
-            yield partial(self._beside, parameters)
+            yield lambda: self._beside([*parameters, *self.seen.values()])
         finally:
             for x, grad in before:
                 x.grad = grad
@@ -197,6 +270,7 @@ class Replicas(nn.Module):
                 raise RuntimeError(f"'{name}' has a hook, and is used in a closure or a list, so "
                                    'that the hook would see parts of its gradient: let the layer '
                                    'or loss_fn that uses it have it as a parameter')
+            x.grad = None
         return found
 
     def name_of(self, x: Tensor) -> str:
@@ -207,6 +281,8 @@ class Replicas(nn.Module):
     def _completed(self, gradients: Gradients, sharded: Sequence[Tensor]) -> Gradients:
         """Return gradients, with zeros for those that other replicas have and this one has not."""
         group, there = self._axis.group, {id(x) for x, _ in gradients}
+        for x, grad in gradients:
+            _check_dense(x, grad)
         if group is None or not sharded:
             return gradients
         flags = torch.tensor([id(x) in there for x in sharded], device=sharded[0].device)
@@ -219,16 +295,6 @@ class Replicas(nn.Module):
         """What returns what each replica has of a tensor; ``None`` if there are no others."""
         group = self._axis.group
         return None if group is None else partial(_gathered, group)
-
-    def evaluate(self, run: Callable[[], Gradients]) -> None:
-        """Run something that finds no gradients."""
-        with torch.no_grad():
-            if self.shards:
-                assert isinstance(self, FSDPModule)
-                self(torch.zeros(()), run)
-                self.reshard()
-            else:
-                run()
 
     def _together(self, gradients: Gradients, parameters: Iterable[Tensor],
                   sharded: Sequence[Tensor] = ()) -> Gradients:
@@ -250,12 +316,7 @@ class Replicas(nn.Module):
                 self.pending[id(x)] = grad if before is None else before + grad
         if not self.syncs:
             return found
-        if self.pending.keys() - kept.keys():
-            raise RuntimeError('a gradient waits from a step within no_sync(), but its parameter '
-                               'does not require grad any more, or is of another loss: freeze '
-                               'parameters, and take other losses, after the step that adds '
-                               'gradients up')
-        own, self.pending = self.pending, {}
+        own = {number: self.pending.pop(number) for number in kept if number in self.pending}
         group = self._axis.group
         local_only = kept.values() if group is None else sharded
         found += [(x, own[id(x)]) for x in local_only if id(x) in own]
@@ -264,6 +325,14 @@ class Replicas(nn.Module):
     def forget(self) -> None:
         """Let go of gradients that were kept for a later step."""
         self.pending = {}
+
+
+def added(gradients: Gradients, more: Gradients) -> Gradients:
+    """Return gradients, with one for each tensor."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for x, grad in (*gradients, *more):
+        found[id(x)] = x, found[id(x)][1] + grad if id(x) in found else grad
+    return [*found.values()]
 
 
 def _summed(parameters: Sequence[Tensor], found: dict[int, Tensor], group: dist.ProcessGroup

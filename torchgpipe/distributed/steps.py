@@ -21,7 +21,7 @@ from torch import Tensor
 from torchgpipe.distributed.comparison import digests
 from torchgpipe.distributed.messages import Header, Messages
 from torchgpipe.distributed.rank import Rank
-from torchgpipe.distributed.replicas import Gradients
+from torchgpipe.distributed.replicas import Gradients, added
 from torchgpipe.distributed.start import Facts, digest
 from torchgpipe.distributed.transport import Evaluation, Training, Way
 from torchgpipe.engine.gather import gather
@@ -31,7 +31,7 @@ from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.losses import Losses, count_functions, counts_of, seen_means, with_counts
 from torchgpipe.means import LossMonitor, no_mean_in_the_model, no_mean_over_samples
 from torchgpipe.placed import Placed
-from torchgpipe.schedule import Action, Schedule, make
+from torchgpipe.schedule import Action, Schedule
 from torchgpipe.schedule.messages import Message, Row, with_messages
 from torchgpipe.settings import checkpoint_stops
 from torchgpipe.step import find_schedule
@@ -119,15 +119,18 @@ class Steps:
         training.looks = self._due
 
         def run() -> Gradients:
-            own = [x for x in (*rank.replicas.parameters(), *others) if x.requires_grad]
+            own = [*rank.replicas.whole(), *(x for x in others if x.requires_grad)]
             with rank.replicas.beside(own) as beside:
                 return self._run(training, partial(finish, own, beside))
 
         def finish(own: Sequence[Tensor], beside: Callable[[], Gradients]) -> Gradients:
-            gradients = rank.ties.together(_added(training.gradients, beside()))
+            rank.replicas.enter_late()
+            gradients = rank.ties.together(added(training.gradients, beside()))
+            training.gradients.clear()  # They end when they are reduced.
             # If that raises, no gradient has been added.
             whole.append(self._whole(losses, True, partial(
-                rank.check_learning, training.learning, [*own, *losses.inputs])))
+                rank.check_learning, training.learning,
+                [*own, *rank.replicas.seen.values(), *losses.inputs])))
             return gradients
 
         rank.replicas.run(run, others)
@@ -157,7 +160,7 @@ class Steps:
         start = self._begin(input, 'evaluation', ready, return_output)
         losses = self._losses(start.sizes, loss, trains=False)
         if not start.batches:
-            rank.replicas.evaluate(list)
+            rank.replicas.evaluate(rank.replicas.walk)
             return (self._whole(losses), losses.count, None)[:2 + return_output]
         evaluation = self._evaluation(start)
         evaluation.losses = losses.monitor
@@ -168,8 +171,9 @@ class Steps:
         return (*found, self._gathered(start, evaluation)) if return_output else found
 
     def _evaluation(self, start: _Start) -> Evaluation:
-        found = _forward(len(self._model.balance), len(start.batches))
-        evaluation = Evaluation(self._rank.engine, start.batches, self._way(found, start.kind),
+        rank = self._rank
+        found = _forward(tuple(rank.places), len(start.batches), rank.replicas.offloads)
+        evaluation = Evaluation(rank.engine, start.batches, self._way(found, start.kind),
                                 common=start.common)
         self._cast_output(evaluation)
         return evaluation
@@ -183,11 +187,11 @@ class Steps:
 
     def _run(self, run: Run, finish: Callable[[], Gradients] = list) -> Gradients:
         """Run the cells of this rank, and return the gradients that are found in the end."""
-        replicas, looks = self._rank.replicas, self._due
-        run.mini_batch.gather, versions = replicas.gather, replicas.versions(looks)
+        replicas = self._rank.replicas
+        run.mini_batch.gather = replicas.gather
         with self._messages_told():
             run.run()
-            replicas.check_versions(versions, looks)
+            replicas.check_versions()
             return finish()
 
     @contextmanager
@@ -256,7 +260,7 @@ class Steps:
         rank.check_outlines(said)
         rank.check_samples(said)
         rank.compare(said)
-        if rank.exchanges:
+        if rank.exchanges or what == 'step' and rank.takes_turns:
             check_alike({each: said[each].m for each in rank.at_place[rank.places[0]]})
         own = [said[each]._replace(numbers=(0, 0, 0), given=0) for each in rank.pipe.ranks]
         first = said[rank.ranks[0]]
@@ -274,6 +278,7 @@ class Steps:
         # Often at first: gradients may be added up for some steps, or learning rates be 0.
         self._due = self._compare_every > 0 and (
             since & (since - 1) == 0 or since % self._compare_every == 0)
+        self._rank.replicas.looks = self._due
         return self._due
 
     def _given(self, batches: Sequence[Batch]) -> int:
@@ -353,7 +358,8 @@ class Steps:
             self._known.popitem(last=False)
         known = self._known.setdefault(key, {})
         row = _rows(schedule, rank.skips, tuple(rank.places))[rank.pipe.rank]
-        return Way(row, Messages(rank.pipe.group, rank.ranks, rank.device, known), self._at)
+        messages = Messages(rank.pipe.group, rank.ranks, rank.device, known)
+        return Way(row, messages, self._at, rank.replicas)
 
     def _gathered(self, start: _Start, run: Run) -> Any:
         """Return the output on ranks that have it."""
@@ -374,19 +380,17 @@ def _rows(schedule: Schedule, skips: frozenset[tuple[int, int]], places: tuple[i
 
 
 @lru_cache(maxsize=_KINDS)
-def _forward(stages: int, m: int) -> Schedule:
-    """Return the forward of micro-batches as a schedule."""
-    rows = make('gpipe', stages, m).rows
-    return Schedule(tuple(tuple(each for each in row if each.kind == 'F') for row in rows))
+def _forward(places: tuple[int, ...], m: int, in_turn: bool) -> Schedule:
+    """Return the forward of micro-batches as a schedule.
 
-
-def _added(gradients: Gradients, more: Gradients) -> Gradients:
-    """Return gradients with others added to them."""
-    there = {id(x): k for k, (x, _) in enumerate(gradients)}
-    for x, grad in more:
-        if id(x) in there:
-            gradients[there[id(x)]] = x, gradients[there[id(x)]][1] + grad
-    return gradients + [(x, grad) for x, grad in more if id(x) not in there]
+    Args:
+        places: The rank of each stage.
+        m: The number of micro-batches.
+        in_turn: Whether a rank takes all of them through a stage before the next one.
+    """
+    rows = [[j for j, place in enumerate(places) if place == rank] for rank in {*places}] \
+        if in_turn else [[j] for j in range(len(places))]
+    return Schedule(tuple(tuple(Action(j, 'F', i) for j in js for i in range(m)) for js in rows))
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -439,9 +443,10 @@ def check_alike(numbers: dict[int, int]) -> None:
     """Refuse numbers of micro-batches that differ, where replicas meet in each of them."""
     if len({*numbers.values()}) > 1:
         raise ValueError(
-            'replicas exchange the tokens of experts in each micro-batch, so all have the same '
-            f'number of these, but ranks have {numbers}: give each replica as many samples as '
-            'there are chunks, or make a model with fewer chunks')
+            'replicas exchange the tokens of experts in each micro-batch, or gather parameters of '
+            'one stage after the other, so all have the same number of micro-batches, but ranks '
+            f'have {numbers}: give each replica as many samples as there are chunks, or make a '
+            'model with fewer chunks')
 
 
 def check_counts(counts: Sequence[float]) -> None:

@@ -86,8 +86,11 @@ class Ties:
                                  'its values in place, or replace it in the module before')
 
     @torch.no_grad()
-    def spread(self) -> None:
+    def spread(self, device: torch.device) -> None:
         """Let all copies be that of the first stage.
+
+        Args:
+            device: The one of this rank, from which it sends; parameters may wait on the host.
 
         Raises:
             ValueError: They are split in other ways.
@@ -97,9 +100,9 @@ class Ties:
             x = local(module._parameters[name])  # type: ignore[arg-type]
             if dist.get_rank() == first:
                 for rank in others:
-                    dist.send(x.contiguous(), rank, self._group)
+                    dist.send(x.contiguous().to(device), rank, self._group)
             else:
-                value = torch.empty_like(x, memory_format=torch.contiguous_format)
+                value = torch.empty_like(x, device=device, memory_format=torch.contiguous_format)
                 dist.recv(value, first, self._group)
                 x.copy_(value)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from torchgpipe.distributed.messages import Header, Messages, outline
+from torchgpipe.distributed.replicas import Replicas
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.leaves import Leaves
@@ -33,11 +34,19 @@ __all__ = ['Evaluation', 'Training', 'Way', 'drive']
 
 
 class Way(NamedTuple):
-    """What a rank does in a step, what carries its messages, and who is told before each."""
+    """How a rank goes through a step.
+
+    Args:
+        row: Its actions and messages, in order.
+        messages: Carries its messages.
+        at: Is told before each.
+        replicas: Gather the parameters of its layers.
+    """
 
     row: Row
     messages: Messages
     at: Callable[[Action | Message | None], None]
+    replicas: Replicas
 
 
 def drive(row: Row, do: Callable[[Action | Send | Receive], None]) -> None:
@@ -65,7 +74,6 @@ class _OnRanks(Run):
         self._waiting: dict[tuple[int, bool, int], list[Message]] = {}
 
     def _run_cells(self) -> None:
-        self._begin()
         drive(self._way.row, self._do)
         self._way.messages.finish()
         self._way.at(None)
@@ -82,11 +90,17 @@ class _OnRanks(Run):
             if each.kind in 'FBI':
                 for message in self._waiting.pop(_cell_of(each, each.stage), ()):
                     self._arrive(message)
+            self._enter(each.stage)
             observer = self._engine.observer
             self._act(each) if observer is None else observer.act(self._act, each)
+            self._end(each)
 
-    def _begin(self) -> None:
-        """Prepare the layers."""
+    def _enter(self, j: int) -> None:
+        """Let the layers of a stage have their parameters."""
+        self._way.replicas.enter(j)
+
+    def _end(self, action: Action) -> None:
+        """Let go of gradients after the last action that has some."""
 
     def _leave(self, message: Message) -> None:
         """Send what an action has computed for another stage."""
@@ -160,6 +174,10 @@ class Training(_OnRanks, Step):
         own = tuple([each for each in way.row if isinstance(each, Action)])
         super().__init__(engine, batches, way, (own,), loss, **options)
         self._leaves = Leaves(dtype)
+        #: The stages that have leaves in place of their parameters.
+        self._ready: set[int] = set()
+        #: By what is gathered and reduced by itself, its last action.
+        self._last = {way.replicas.early(action.stage): action for action in own}
         #: Whether to look for what learns beside the leaves, and what was found, by number.
         self.looks = False
         self.learning: dict[int, tuple[Tensor, str]] = {}
@@ -169,8 +187,16 @@ class Training(_OnRanks, Step):
         self.gradients: list[tuple[Tensor, Tensor]] = []
         self._give = self.gradients.extend  # type: ignore[assignment]
 
-    def _begin(self) -> None:
-        self._put_leaves()
+    def _enter(self, j: int) -> None:
+        super()._enter(j)
+        if j not in self._ready:  # Before, parameters may be shards.
+            self._ready.add(j)
+            self._put_leaves(self._engine.partitions[j:j + 1])
+
+    def _end(self, action: Action) -> None:
+        unit = self._way.replicas.early(action.stage)
+        if unit is not None and action == self._last[unit]:
+            self._way.replicas.reduce(self._leaves.take({*map(id, unit.own)}))
 
     def _send(self, i: int, j: int, cell: Cell, output: list[Tensor],
               recomputation: Recomputation | None) -> None:

@@ -12,7 +12,7 @@ So hooks of a parameter see its whole gradient, once in a step, and a step that 
 part of it in ``parameter.grad``. What a layer keeps of a parameter in another place than its
 ``_parameters`` is the parameter itself, and its gradient goes there at once.
 """
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -79,10 +79,16 @@ class Leaves:
         """The numbers of the leaves, by which `id` tells them."""
         return {id(leaf) for _, leaf in self._leaves.values()}
 
-    def take(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the parameters and copies that have a gradient, with that, and let go of it."""
+    def take(self, only: Container[int] | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Return the parameters and copies that have a gradient, with that, and let go of it.
+
+        Args:
+            only: The numbers of some parameters, by ``id``; by default all.
+        """
         found = []
         for x, leaf in self._leaves.values():
+            if only is not None and id(x) not in only:
+                continue
             if x.layout is torch.strided and leaf.data_ptr() != x.data_ptr():
                 x.data = leaf.data  # A layer has put another tensor there.
             if leaf.grad is not None:

@@ -29,7 +29,7 @@ from torchgpipe.engine.copy import Wait, copy_tensor
 from torchgpipe.engine.interpreter import Plan, interpret
 from torchgpipe.engine.leaves import Leaves, edge_of, give, leaf_of
 from torchgpipe.engine.order import Unordered, beside
-from torchgpipe.engine.partition import Engine
+from torchgpipe.engine.partition import Engine, Partition
 from torchgpipe.engine.run import Run, Skip
 from torchgpipe.engine.scatter import Batch
 from torchgpipe.engine.split_backward import DeferredWork
@@ -136,7 +136,7 @@ class Step(Run):
         plan = Plan.of(self._rows, tuple([partition.device for partition in engine.partitions]),
                        frozenset([j for j, partition in enumerate(engine.partitions)
                                   if all_ordered or partition.serialized or self._may_draw(j)]))
-        self._put_leaves()
+        self._put_leaves(engine.partitions)
         run = self._act if engine.observer is None else partial(engine.observer.act, self._act)
         watch = None if plan.in_order else Unordered(engine, self._rows)
         interpret(plan, run, engine.workers)
@@ -145,14 +145,20 @@ class Step(Run):
         if self._recorder is not None:
             engine.backward_draws = bool(self._recorder.draws)
 
-    def _put_leaves(self) -> None:
-        """Make leaves of the parameters, as they are when no cell has put others there."""
-        for partition in self._engine.partitions:
+    def _put_leaves(self, partitions: Sequence[Partition]) -> None:
+        """Make leaves of the parameters, as they are when no cell has put others there.
+
+        Args:
+            partitions: The partitions that have them; with the last one come those of the loss.
+        """
+        for partition in partitions:
             copies = {} if self._shared is None else self._shared.copies(partition.j)
             with partition.lock_alone:
                 self._layers[partition.j] = self._leaves.within(
                     partition.layers.modules(), self._layers[partition.j], copies,
                     self._deferred.get(partition.j))
+        if partitions[-1].j < len(self._cells) - 1:
+            return
         with self._loss_lock:
             self._loss = self._leaves.within(self._losses.modules, self._losses, {})
 

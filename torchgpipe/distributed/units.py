@@ -1,0 +1,116 @@
+"""Units: stages whose parameters FSDP gathers and frees at once, all of a rank or one of them.
+
+::
+
+    on the device      one unit for all stages    gather ──▶ step ──▶ reduce-scatter, free
+    on the host        a unit for each stage      one of them is gathered at a time
+
+                    ┌────────────── actions of stage j, one after the other ──────────────┐
+    shard (host) ─copy─▶ shard ─gather─▶ parameters ─▶ 0F0 0F1 … ─▶ free (of another stage next)
+    shard (host) ─copy─▶ shard ─gather─▶ parameters ─▶ 0B1 0B0 … ─▶ gradients ─┐
+    .grad (host) ◀─copy─ shard ◀──────── free, reduce-scatter ◀────────────────┘
+
+So a device has the parameters of one stage. It has gradients of a stage from its first backward to
+its last action; the schedule says which stages these are.
+
+[Note: FSDP sees one call] FSDP reduces gradients when backward has come through a call of its
+module. A step calls layers once for each micro-batch, and goes back in between. So a step gathers
+and frees parameters itself. In the end there is one call, whose output leads back to gradients
+that are known.
+"""
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from torchgpipe.engine.checkpoint.snapshot import own_memory
+from torchgpipe.engine.leaves import Give
+
+__all__ = ['Gradients', 'Unit', 'grouped']
+
+#: Pairs of a tensor and its gradient.
+Gradients = list[tuple[Tensor, Tensor]]
+
+
+class Unit(nn.Module):
+    """Some stages, of whose parameters each replica has a part.
+
+    Args:
+        stages: The stages.
+        ignored: Parameters of them that stay as they are.
+        late: Whether gradients are reduced when the step has come to its end.
+        options: Those of ``fully_shard``: the mesh and policies.
+    """
+
+    def __init__(self, stages: Iterable[nn.Module], ignored: set[nn.Parameter], late: bool,
+                 options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.late = late
+        self.stages = nn.ModuleList(stages)
+        self._ignored = {*map(id, ignored)}
+        fully_shard(self, **options, reshard_after_forward=False, ignored_params=ignored)
+        assert isinstance(self, FSDPModule)
+        self.set_gradient_divide_factor(1.)  # a sum
+        self.set_force_sum_reduction_for_comms(True)  # not NCCL's product with 1 and sum
+
+    @property
+    def own(self) -> list[nn.Parameter]:
+        """The parameters that FSDP is in charge of, as they are now: whole ones, or shards."""
+        return [x for x in self.parameters() if id(x) not in self._ignored]
+
+    def gather(self) -> None:
+        """Let parameters be whole, on the device."""
+        assert isinstance(self, FSDPModule)
+        self.unshard()
+
+    def free(self) -> None:
+        """Let parameters be shards."""
+        assert isinstance(self, FSDPModule)
+        self._own_memory()
+        self.reshard()
+
+    def _own_memory(self) -> None:
+        for x in self.own:
+            if not x.requires_grad:
+                own_memory(x)  # A recomputation has a copy on write; FSDP resizes the memory.
+
+    def add(self, gradients: Gradients) -> None:
+        """Free the parameters, and add the sums over replicas of gradients to those of shards.
+
+        Args:
+            gradients: Those of whole parameters. The list is emptied, so that they are freed.
+        """
+        if gradients:
+            tensors, grads = ([*each] for each in zip(*gradients))
+            gradients.clear()
+            self._own_memory()
+            # FSDP would put a node of its own behind each tensor that it sees.
+            known = partial(Give.apply, grads, *tensors)
+            self(torch.zeros((), requires_grad=True), known).backward()
+
+    def forward(self, phony: Tensor, known: Callable[[], Tensor]) -> Tensor:
+        """Return a tensor that leads back to gradients: [Note: FSDP sees one call]."""
+        return known()
+
+
+def grouped(stages: Mapping[int, nn.Module], late: Collection[int] = ()) -> list[list[int]]:
+    """Return the numbers of stages in groups; stages with a parameter in common are in one.
+
+    Args:
+        stages: The stages.
+        late: Stages that are in one group anyway.
+    """
+    owners: dict[int, set[int]] = {0: {*late}}
+    for j, stage in stages.items():
+        for x in stage.parameters():
+            owners.setdefault(id(x), set()).add(j)
+    groups = [[j] for j in stages]
+    for each in owners.values():
+        found = [group for group in groups if not each.isdisjoint(group)]
+        if len(found) > 1:
+            groups = [group for group in groups if group not in found]
+            groups.append(sorted(sum(found, [])))
+    return groups
