@@ -1,6 +1,7 @@
 """The trainer of a GPT: it learns as a plain loop does, on any mesh, and resumes exactly."""
 import json
 import re
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -39,6 +40,7 @@ def one_thread(monkeypatch):
 
 def options_of(folder, *args):
     """Return the options of the trainer as it checks them."""
+    Path(folder).mkdir(exist_ok=True)
     words = [*TINY, '--output', folder, '--log', Path(folder, 'log'), *args]
     with train_gpt.train_gpt.make_context('train-gpt', [*map(str, words)]) as context:
         config = checked(Namespace(**context.params))
@@ -46,19 +48,14 @@ def options_of(folder, *args):
     return config
 
 
-def curve_of(path, *keys):
-    return [[line[key] for key in keys or ('step', 'loss', 'grad_norm')]
-            for line in map(json.loads, Path(path).read_text().splitlines())]
+def lines_of(path):
+    return [*map(json.loads, Path(path).read_text().splitlines())]
 
 
-def trained(folder, *args, command=COMMAND, log='--log'):
-    """Run the trainer in processes of its own; return the lines of its log, and its output."""
-    Path(folder).mkdir(exist_ok=True)
-    done = subprocess.run(
-        [*map(str, [*command, *TINY, '--output', folder, log, Path(folder, 'log'), *args])],
-        cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return [*map(json.loads, Path(folder, 'log').read_text().splitlines())], done
+def launched(folder, *args, run=train_gpt.train):
+    """Run the trainer in processes that this one starts; return the lines of its log."""
+    launch(run, options_of(folder, *args), [2, 3])
+    return lines_of(folder / 'log')
 
 
 def assert_same(found, expected):
@@ -114,8 +111,7 @@ def plain_values(config):
 def test_it_learns_as_a_plain_loop_does(tmp_path, run):
     code, out, err = run('train-gpt', *TINY, '--output', tmp_path, '--log', tmp_path / 'log')
     assert code == 0, err
-    lines = [*map(json.loads, (tmp_path / 'log').read_text().splitlines())]
-    assert_same(lines, plain_curve(options_of(tmp_path), 6))
+    assert_same(lines_of(tmp_path / 'log'), plain_curve(options_of(tmp_path), 6))
     assert out.count('tokens/s') == 6 and 'validation loss' in out
     assert (tmp_path / 'train-gpt.png').exists() and (tmp_path / 'train-gpt.svg').exists()
 
@@ -177,79 +173,84 @@ def test_samples_follow_from_seed_and_step(tmp_path, mesh):
     assert not torch.equal(starts_of(config, tokens, 0).flatten(), seen[:batch])
 
 
-#: Meshes of data × pipe × tensor, and more options.
-MESHES = [([2, 1, 1], []), ([1, 2, 1], []), ([1, 1, 2], []), ([2, 2, 1], ['--shard']),
-          ([2, 2, 2], ['--checkpoint', 'always']), ([1, 2, 1], ['--schedule', 'zb-v'])]
-
-
-def mesh_options(data, pipe, tensor):
+def mesh_of(data, pipe, tensor):
     return ['--data', data, '--pipe', pipe, '--tensor', tensor]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('mesh, options', MESHES)
+@pytest.mark.parametrize('mesh, options', [
+    ((2, 1, 1), []), ((1, 2, 1), ['--schedule', 'zb-v']), ((1, 1, 2), []),
+    ((2, 2, 1), ['--shard']), ((2, 2, 2), ['--checkpoint', 'always']),
+    ((2, 1, 1), ['--offload', '--micro-batch-size', 2]), ((1, 2, 1), ['--plan', 'auto'])])
 def test_all_meshes_have_the_curve_of_a_plain_loop(tmp_path, mesh, options):
-    lines, _ = trained(tmp_path, *mesh_options(*mesh), *options)
+    lines = launched(tmp_path, *mesh_of(*mesh), *options)
     assert_same(lines, plain_curve(options_of(tmp_path), 6))
 
 
 @pytest.mark.slow
 def test_experts_are_spread_over_replicas(tmp_path):
-    alone, _ = trained(tmp_path / 'alone', '--experts', 4)
-    spread, _ = trained(tmp_path / 'spread', '--experts', 4, '--data', 2)
+    alone, spread = (launched(tmp_path / str(data), '--experts', 4, '--data', data)
+                     for data in (1, 2))
     assert_same(spread, alone)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('victim', range(4))
 def test_a_killed_rank_costs_the_steps_since_the_last_save(tmp_path, capfd, victim):
-    options = [*mesh_options(2, 2, 1), '--save-interval', 2, '--log-samples']
-    whole, _ = trained(tmp_path / 'whole', *options)
-    folder = tmp_path / 'killed'
-    config = options_of(folder, *options, '--save', folder / 'saved', '--restarts', 1,
-                        '--async-save')
+    config = options_of(tmp_path, *mesh_of(2, 2, 1), '--save', tmp_path / 'saved',
+                        '--save-interval', 2, '--restarts', 1, '--log-samples', '--async-save')
     config.victim = victim, 2 + victim  # after and before a save
     launch(killing.killed_at_a_step, config, [2, 3])
-    assert 'rank {} ended by signal 9'.format(victim) in capfd.readouterr().err
-    assert_same([*map(json.loads, (folder / 'log').read_text().splitlines())], whole)
+    assert f'rank {victim} ended by signal 9' in capfd.readouterr().err
+    assert_same(lines_of(tmp_path / 'log'), plain_curve(config, 6))
+    starts = [starts_of(config, config.training['tokens'], k) for k in range(6)]
     for replica in range(2):
-        found, expected = (curve_of(path / f'log.{replica}', 'step', 'starts')
-                           for path in (folder, tmp_path / 'whole'))
-        assert found == expected and len(found) == 6
-    assert sorted(path.name for path in (folder / 'saved').glob('step-*')) == ['step-4', 'step-6']
+        assert lines_of(tmp_path / f'log.{replica}') == [
+            {'step': k + 1, 'starts': each[:, replica].flatten().tolist()}
+            for k, each in enumerate(starts)]
+    assert sorted(path.name for path in (tmp_path / 'saved').glob('step-*')) == [
+        'step-4', 'step-6']
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('mesh', [(1, 2, 2), (4, 1, 1), (1, 1, 1)])
-def test_a_training_resumes_on_another_mesh(tmp_path, mesh):
-    save = ['--save', tmp_path / 'saved', '--steps', 6]
-    trained(tmp_path, *mesh_options(2, 2, 1), *save, '--save-interval', 3)
-    for path in (tmp_path / 'saved').glob('step-6*'):
-        path.rename(tmp_path / path.name)
-    lines, done = trained(tmp_path, *mesh_options(*mesh), *save, '--resume')
-    assert 'continues after step 3' in done.stdout
-    assert_same(lines, plain_curve(options_of(tmp_path), 6))
+def test_a_training_resumes_on_another_mesh(tmp_path, capfd):
+    config = options_of(tmp_path, *mesh_of(2, 2, 1), '--save', tmp_path / 'saved',
+                        '--save-interval', 3)
+    config.victim = 3, 5
+    with pytest.raises(SystemExit):
+        launch(killing.killed_at_a_step, config, [2, 3])
+    expected = plain_curve(config, 6)
+    for mesh in ((1, 2, 2), (4, 1, 1), (1, 1, 1)):
+        folder = tmp_path / '-'.join(map(str, mesh))
+        shutil.copytree(tmp_path / 'saved', folder / 'saved')
+        shutil.copy(tmp_path / 'log', folder)
+        lines = launched(folder, *mesh_of(*mesh), '--save', folder / 'saved', '--resume')
+        assert 'continues after step 3' in capfd.readouterr().out
+        assert_same(lines, expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('moment', range(10))
+@pytest.mark.parametrize('moment', range(3))
 def test_a_rank_that_is_killed_during_a_save(tmp_path, moment):
-    config = options_of(tmp_path, *mesh_options(2, 2, 1), '--save', tmp_path / 'saved',
-                        '--save-interval', 2, '--restarts', 1,
+    save = ['--save', tmp_path / 'saved', '--save-interval', 2]
+    config = options_of(tmp_path, *mesh_of(2, 2, 1), *save,
                         *(['--async-save'] if moment % 2 else []))
     config.moment = moment
-    launch(killing.killed_in_a_save, config, [2, 3])
+    with pytest.raises(SystemExit):
+        launch(killing.killed_in_a_save, config, [2, 3])
     assert (tmp_path / 'killed').exists()
-    assert_same([*map(json.loads, (tmp_path / 'log').read_text().splitlines())],
-                plain_curve(config, 6))
+    assert_same(launched(tmp_path, *save, '--resume'), plain_curve(config, 6))
 
 
 @pytest.mark.slow
-def test_processes_of_torchrun_run_it(tmp_path):
-    torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node',
-                2, '-m', 'benchmarks.train_gpt']
-    lines, _ = trained(tmp_path, '--pipe', 2, command=torchrun, log='--log-file')
-    assert_same(lines, plain_curve(options_of(tmp_path), 6))
+@pytest.mark.parametrize('command', [
+    COMMAND, (sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node',
+              2, '-m', 'benchmarks.train_gpt')])
+def test_it_starts_its_processes_or_runs_in_those_of_torchrun(tmp_path, command):
+    words = [*command, *TINY, '--pipe', 2, '--output', tmp_path, '--log-file', tmp_path / 'log']
+    done = subprocess.run([*map(str, words)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert_same(lines_of(tmp_path / 'log'), plain_curve(options_of(tmp_path), 6))
 
 
 def test_it_stops_before_the_optimizer_uses_what_is_not_finite(tmp_path, run):

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from torchgpipe.engine.checkpoint.snapshot import own_memory
 from torchgpipe.engine.leaves import Give
+from torchgpipe.engine.places import named_slots
 
 __all__ = ['Gradients', 'Unit', 'grouped']
 
@@ -50,7 +51,9 @@ class Unit(nn.Module):
         super().__init__()
         self.late = late
         self.stages = nn.ModuleList(stages)
-        self._ignored = {*map(id, ignored)}
+        # A layer may get further parameters later, which FSDP does not have.
+        self._slots = [(module, key) for _, (module, key), x in named_slots(self.stages)
+                       if isinstance(x, nn.Parameter) and x not in ignored]
         fully_shard(self, **options, reshard_after_forward=False, ignored_params=ignored)
         assert isinstance(self, FSDPModule)
         self.set_gradient_divide_factor(1.)  # a sum
@@ -59,7 +62,8 @@ class Unit(nn.Module):
     @property
     def own(self) -> list[nn.Parameter]:
         """The parameters that FSDP is in charge of, as they are now: whole ones, or shards."""
-        return [x for x in self.parameters() if id(x) not in self._ignored]
+        return [*{id(x): x for module, key in self._slots
+                  if (x := module._parameters.get(key)) is not None}.values()]
 
     def gather(self) -> None:
         """Let parameters be whole, on the device."""
