@@ -271,9 +271,10 @@ def described(config: Namespace, model: DistributedGPipe, found: Plan, parameter
             f'mesh of data {config.data} × pipe {config.pipe} × tensor {config.tensor} on '
             f'{model.devices[0].type}, balance {[*found.balance]}, schedule {found.schedule}, '
             f'checkpoint {found.checkpoint}\n'
-            f'{config.chunks} micro-batches of {config.micro_batch_size} samples on each of '
-            f'{config.data} replicas, {config.global_batch_size * config.block_size:,} tokens per '
-            f'step\npredicted for the layers alone: {found.seconds * 1e3:.1f} ms, '
+            f'{config.data} replicas × {config.chunks} micro-batches × '
+            f'{config.global_batch_size // config.data // config.chunks} samples × '
+            f'{config.block_size} tokens = {config.global_batch_size * config.block_size:,} tokens'
+            f' per step\npredicted for the layers alone: {found.seconds * 1e3:.1f} ms, '
             f'bubble {found.bubble:.1%}, {format_bytes(max(found.bytes.values()))}\n')
 
 
@@ -281,11 +282,11 @@ def line_of(entry: dict[str, Any]) -> str:
     """Return the entry of a step as a line of a table."""
     mfu = '' if entry['mfu'] is None else f" {entry['mfu']:.1%} MFU "
     return (f"step {entry['step']:>5}  loss {entry['loss']:<8.6g} norm {entry['grad_norm']:<7.4g} "
-            f"lr {entry['lr']:.2e}  {entry['tokens_per_second']:,.0f} tokens/s "
-            f"{entry['tokens_per_second_per_device']:,.0f}/device "
-            f"{entry['tflops_per_device']:.3g} TFLOP/s{mfu}  "
-            f"{format_bytes(entry['peak_memory'])}  {entry['seconds'] * 1e3:.1f} ms  "
-            f"bubble {entry['bubble']:.1%}"
+            f"lr {entry['lr']:.2e} {entry['tokens_per_second']:>9,.0f} tokens/s "
+            f"{entry['tokens_per_second_per_device']:>9,.0f}/device "
+            f"{entry['tflops_per_device']:>7.3g} TFLOP/s{mfu} "
+            f"{format_bytes(entry['peak_memory']):>8} {entry['seconds'] * 1e3:>8.1f} ms  "
+            f"bubble {entry['bubble']:5.1%}"
             + (f"  validation {entry['val_loss']:.4f}" if 'val_loss' in entry else ''))
 
 

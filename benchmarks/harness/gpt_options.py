@@ -45,7 +45,7 @@ OPTIONS: list[tuple[str, Any, Any, str]] = [
     ('--micro-batch-size', COUNT, None, 'Samples of a micro-batch.  [default: for 4 micro-batches '
      'for each stage, or 4 with experts, else 1]'),
     ('--global-batch-size', COUNT, 32, 'Samples of a step, on all replicas.'),
-    ('--steps', COUNT, 400, 'Steps in all.'),
+    ('--steps', COUNT, 300, 'Steps in all.'),
     ('--lr', NUMBER, 1e-3, 'The largest learning rate.'),
     ('--min-lr', NUMBER, 1e-4, 'The learning rate of the last step.'),
     ('--warmup-steps', click.IntRange(0), 20, 'Steps in which the learning rate grows.'),
