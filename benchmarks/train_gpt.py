@@ -40,9 +40,11 @@ from benchmarks.harness.blocks import plan_blocks
 from benchmarks.harness.curves import Panel, draw_curves
 from benchmarks.harness.gpt_options import DTYPES, add_options, checked, require
 from benchmarks.harness.launch import launch
-from benchmarks.harness.report import add_line, kept_lines, output_folder, replacing, table
+from benchmarks.harness.report import (add_line, kept_lines, output_folder, peak_tflops, replacing,
+                                       table)
 from benchmarks.harness.tokens import read, samples_at, starts_of
-from benchmarks.models.gpt import GPT, Sizes, init_gpt2, layers, layers_with_experts, tensor_plan
+from benchmarks.models.gpt import (GPT, Block, Mixture, Sizes, init_gpt2, layers,
+                                   layers_with_experts, tensor_plan)
 from torchgpipe.devices import CPU, current_device, is_cpu, synchronize
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.plan import Plan
@@ -50,8 +52,6 @@ from torchgpipe.schedule import NAMES
 from torchgpipe.text import format_bytes
 from torchgpipe.timeline import record
 
-#: Peak TFLOP/s of dense bfloat16 products, by a part of the device's name.
-PEAKS = {'A100': 312, 'H100': 989, 'H200': 989, 'B200': 2250, 'MI300X': 1307}
 #: The exit code after a loss that is not finite: another attempt would end the same way.
 NOT_FINITE = 3
 
@@ -160,8 +160,8 @@ def made(config: Namespace, mesh: Any, found: Plan, device: torch.device
     model = DistributedGPipe(module, found, mesh=mesh, seed=config.seed, tensor_plan=shards,
                              init=partial(init_gpt2, depth=config.sizes.depth), **options)
     if config.compile:
-        for layer in model:
-            layer.compile()
+        for block in [x for x in model.modules() if isinstance(x, (Block, Mixture))]:
+            block.compile()
     groups = [{'params': [x for x in model.parameters() if x.dim() > 1]},
               {'params': [x for x in model.parameters() if x.dim() < 2], 'weight_decay': 0.}]
     return model, torch.optim.AdamW(groups, config.lr, (.9, .95), weight_decay=config.weight_decay)
@@ -311,8 +311,7 @@ def train(config: Namespace) -> None:
     first, saving = loaded(config, model, optimizer), None
     parameters, used = parameters_of(config)
     flops = 6 * used + 12 * config.sizes.depth * config.sizes.width * config.block_size
-    peak = config.peak_tflops or next((peak for name, peak in PEAKS.items() if not is_cpu(device)
-                                       and name in torch.cuda.get_device_name(device)), None)
+    peak = config.peak_tflops or peak_tflops(device)
     text = described(config, model, found, parameters)
     head = mesh.get_local_rank('pipe') == mesh.get_local_rank('tensor') == 0
     log = config.log if rank == 0 else None

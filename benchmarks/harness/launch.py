@@ -37,6 +37,7 @@ def launch(run: Callable[[Any], object], config: Any, final: Collection[int]) ->
     """
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload([run.__module__])  # torch is imported once
+    click.echo(f'starting {config.world} processes', err=True)
     for attempt in range(config.restarts + 1):
         # torchrun has the store in a process of its own as well: no rank takes it with it. Ranks
         # of an attempt never find addresses of ranks that have ended.

@@ -13,11 +13,14 @@ import torch
 
 import torchgpipe
 from benchmarks.harness.simulated import NAME
-from torchgpipe.devices import accelerator, accelerators
+from torchgpipe.devices import accelerator, accelerators, is_cpu
 from torchgpipe.text import table
 
 __all__ = ['Rows', 'add_line', 'cores', 'describe', 'kept_lines', 'machine', 'markdown',
-           'output_folder', 'replacing', 'table', 'write_json']
+           'output_folder', 'peak_tflops', 'replacing', 'table', 'write_json']
+
+#: Peak TFLOP/s of dense bfloat16 products, from data sheets, by a part of the device's name.
+PEAKS = {'A100': 312, 'H100': 989, 'H200': 989, 'B200': 2250, 'MI300X': 1307}
 
 #: The header of a table, and its rows.
 Rows = tuple[list[str], list[list[str]]]
@@ -78,6 +81,14 @@ def _cpu_name() -> str:
                     if line.startswith('model name'))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """Return the peak of a device for dense bfloat16 products, if it is known."""
+    if is_cpu(device):
+        return None
+    name = torch.get_device_module(device).get_device_name(device)
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
 def write_json(folder: Path, name: str, results: Any) -> Path:

@@ -16,10 +16,12 @@ from torch.nn import functional as F
 from benchmarks import train_gpt
 from benchmarks.harness.gpt_options import OPTIONS, checked
 from benchmarks.harness.launch import launch
+from benchmarks.harness.memory import peak_of_activations
 from benchmarks.harness.processes import is_available
 from benchmarks.harness.tokens import read, samples_at, starts_of
 from benchmarks.models.gpt import GPT, init_gpt2, layers
 from tests.benchmarks import killing
+from torchgpipe.devices import CPU
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 
 pytestmark = [pytest.mark.distributed,
@@ -78,7 +80,7 @@ def plain_curve(config, steps):
     lines = []
     for k in range(steps):
         x, y = samples_at(config, tokens, starts_of(config, len(tokens), k).flatten(),
-                          torch.device('cpu'))
+                          CPU)
         loss = F.cross_entropy(model(x).transpose(1, 2), y)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.)
@@ -274,6 +276,31 @@ def test_a_folder_of_another_training_is_refused(run, tmp_path):
     assert code == 2 and "another training's checkpoints (depth 4 there, 5 here)" in err
 
 
+def peak_of(folder, *args):
+    """Return the bytes of activations of a step, at their peak."""
+    config = options_of(folder, '--n-layer', 8, '--n-embd', 64, '--block-size', 128, *args)
+    found = train_gpt.planned(config, CPU)
+    model, optimizer = train_gpt.made(config, init_mesh(device_type='cpu'), found, CPU)
+    tokens, _ = read(config)
+    x, y = samples_at(config, tokens, starts_of(config, len(tokens), 0).flatten(), CPU)
+
+    def step():
+        with train_gpt.autocast(config, CPU):
+            model.step(x, y, train_gpt.loss_of, schedule='auto')
+    step()
+    optimizer.zero_grad()
+    return peak_of_activations(step)
+
+
+def test_activations_of_bfloat16_take_less_memory(tmp_path):
+    init_mesh(device_type='cpu')
+    try:
+        full, half = (peak_of(tmp_path, '--dtype', dtype) for dtype in ('float32', 'bfloat16'))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert .4 * full < half < .62 * full  # norms and the loss are in float32
+
+
 def test_tokens_of_nanogpt_and_mock_data(run, tmp_path):
     tokens = torch.randint(50304, (4000,), generator=torch.Generator().manual_seed(0))
     for name in ('train', 'val'):
@@ -282,7 +309,7 @@ def test_tokens_of_nanogpt_and_mock_data(run, tmp_path):
                          tmp_path, '--generate', 3)
     assert code == 0 and '50304' not in err, err
     config = options_of(tmp_path, '--tokens', tmp_path)
-    x, y = samples_at(config, read(config)[0], torch.tensor([0, 7]), torch.device('cpu'))
+    x, y = samples_at(config, read(config)[0], torch.tensor([0, 7]), CPU)
     assert torch.equal(x, torch.stack([tokens[:8], tokens[7:15]]))
     assert torch.equal(y, torch.stack([tokens[1:9], tokens[8:16]]))
     code, _, err = run('train-gpt', *TINY, '--steps', 1, '--output', tmp_path, '--mock-data',
