@@ -37,5 +37,23 @@ def test_all_ranks_get_the_lanes_of_all_and_causes_come_first():
     assert max(ends.values()) < 100
 
 
+def recorded_alone():
+    """Record a step on the first rank only."""
+    model = DistributedGPipe(unet(), [2] * 4, mesh=init_mesh(pipe=2), chunks=2)
+    if torch.distributed.get_rank():
+        model.step(*batch(0, 8), F.mse_loss, schedule='interleaved')
+        return None
+    with record(model, merge=False) as timeline:
+        model.step(*batch(0, 8), F.mse_loss, schedule='interleaved')
+    return timeline.devices, {str(timed.action) for timed in timeline.actions}
+
+
+def test_a_rank_records_its_own_lane_without_the_others():
+    (devices, actions), _ = run(2, recorded_alone)
+    assert devices == ('cpu:0',)
+    assert actions == {f'{j}{kind}{i}' for j in (0, 2) for kind in 'FB' for i in range(2)} | {
+        f'{j}R0' for j in (0, 2)}
+
+
 def test_one_rank_has_its_own_clock():
     assert clocks.merge([], 3., None, torch.device('cpu')) == []
