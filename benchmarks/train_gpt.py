@@ -190,11 +190,11 @@ def checkpoints(config: Namespace) -> list[int]:
                   if path.name[5:].isdigit())
 
 
-def delete_old(config: Namespace) -> None:
-    """Delete all but the newest checkpoints, while no rank writes one."""
-    kept = {f'step-{step}' for step in checkpoints(config)[-config.keep_last:]}
+def delete_old(config: Namespace, step: int) -> None:
+    """Delete all but the newest complete checkpoints, and the one of a step."""
+    kept = {f'step-{k}' for k in checkpoints(config)[-config.keep_last:]}
     for path in Path(config.save).glob('step-*'):
-        if path.name not in kept:
+        if path.name not in kept and path.stem != f'step-{step}':  # which ranks may be writing
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -313,9 +313,9 @@ def train(config: Namespace) -> None:
     flops = 6 * used + 12 * config.sizes.depth * config.sizes.width * config.block_size
     peak = config.peak_tflops or peak_tflops(device)
     text = described(config, model, found, parameters)
-    head = mesh.get_local_rank('pipe') == mesh.get_local_rank('tensor') == 0
     log = config.log if rank == 0 else None
-    sample_log = f'{config.log}.{replica}' if config.log_samples and head else None
+    first_of_replica = mesh.get_local_rank('pipe') == mesh.get_local_rank('tensor') == 0
+    sample_log = f'{config.log}.{replica}' if config.log_samples and first_of_replica else None
     logs, _ = kept_lines(log, first), kept_lines(sample_log, first)
     if rank == 0:
         click.echo(text + (f'continues after step {first}\n' if first else ''))
@@ -358,16 +358,18 @@ def train(config: Namespace) -> None:
             add_line(log, logs[-1])
         add_line(sample_log, {'step': step, 'starts': starts.tolist()})
         if config.save and (step % config.save_interval == 0 or last):
+            if saving is not None:
+                saving.result()
             saving = model.save(Path(config.save) / f'step-{step}', optimizer,
                                 extra={'step': step}, wait=not config.async_save)
             if saving is not None and last:
                 saving.result()
-        if config.save and rank == 0 and (saving is None or saving.done()):
-            delete_old(config)
+            if rank == 0:
+                delete_old(config, step)
         bar.update()
     bar.close()
     said = generated(config, model)
-    if rank == 0:
+    if rank == 0 and logs:
         report(config, found, logs, said)
     dist.destroy_process_group()
 
@@ -388,7 +390,7 @@ def report(config: Namespace, found: Plan, logs: list[dict[str, Any]], said: lis
     for path in draw_curves([Panel('step', 'loss', curves)], Path(config.output) / 'train-gpt'):
         click.echo(path)
     click.echo(f"validation loss {logs[-1]['val_loss']:.4f}\n")
-    click.echo(bytes(said).decode(errors='replace') if config.text else said)
+    click.echo(bytes(k % 256 for k in said).decode(errors='replace') if config.text else said)
 
 
 if __name__ == '__main__':

@@ -39,7 +39,7 @@ def output_folder(path: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / '.writable').touch()
-        (folder / '.writable').unlink()
+        (folder / '.writable').unlink(missing_ok=True)  # another rank looks, too
     except OSError as error:
         raise click.UsageError(f'cannot write to the output folder {path!r}: '
                                f'{error.strerror or error}') from None

@@ -272,6 +272,8 @@ def test_a_folder_of_another_training_is_refused(run, tmp_path):
     assert run('train-gpt', *save)[0] == 0
     code, _, err = run('train-gpt', *save)
     assert code == 2 and 'has checkpoints already: give --resume' in err
+    code, out, err = run('train-gpt', *save, '--resume', '--generate', 5, '--vocab-size', 256)
+    assert code == 0 and 'continues after step 1' in out, err  # there is nothing left to do
     code, _, err = run('train-gpt', *save, '--resume', '--n-layer', 5)
     assert code == 2 and "another training's checkpoints (depth 4 there, 5 here)" in err
 
