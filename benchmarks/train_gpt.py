@@ -79,19 +79,19 @@ def check_files(config: Namespace) -> None:
     for folder in (config.output, config.save, config.log and str(Path(config.log).parent)):
         output_folder(folder or config.output)
     block = config.block_size
+    path = Path(config.save or '') / 'training.json'
     try:
         train, val = (len(tokens) for tokens in read(config))
-    except (OSError, RuntimeError) as error:
-        raise click.UsageError(f'cannot read the data: {error}') from None
+        there = json.loads(path.read_text()) if config.save and path.exists() else None
+    except (OSError, RuntimeError, ValueError) as error:
+        raise click.UsageError(f'cannot read the data, or {path}: {error}') from None
     require(train >= 2 * block and val > block,
             f'there are {train} tokens to train and {val} to validate with, but --block-size '
             f'{block} takes {2 * block} and {block + 1}')
     config.training = {**config.sizes._asdict(), 'experts': config.experts, 'block_size': block,
                        'seed': config.seed, 'global_batch_size': config.global_batch_size,
                        'tokens': train}
-    path = Path(config.save or '') / 'training.json'
-    if config.save and path.exists():
-        there = json.loads(path.read_text())
+    if there is not None:
         differ = [f'{name} {there.get(name)} there, {value} here'
                   for name, value in config.training.items() if there.get(name) != value]
         require(not differ, f"{config.save} has another training's checkpoints "

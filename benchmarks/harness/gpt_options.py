@@ -43,7 +43,7 @@ OPTIONS: list[tuple[str, Any, Any, str]] = [
     ('--cpu', bool, False, 'Train on the CPU, also where there are accelerators.'),
     ('--offload', bool, False, 'Shard, and keep parameters, gradients and optimizer on the host.'),
     ('--micro-batch-size', COUNT, None, 'Samples of a micro-batch.  [default: for 4 micro-batches '
-     'for each stage, or 4 with experts, else 1]'),
+     'for each rank of the pipe, 8 with experts, else 1]'),
     ('--global-batch-size', COUNT, 32, 'Samples of a step, on all replicas.'),
     ('--steps', COUNT, 300, 'Steps in all.'),
     ('--lr', NUMBER, 1e-3, 'The largest learning rate.'),
@@ -121,7 +121,8 @@ def checked(config: Namespace) -> Namespace:
             '--offload runs one layer after the other: with --pipe 1, and without --plan')
     config.virtual = sizes.depth + 2 if config.offload else config.virtual
     share = config.global_batch_size // data
-    chunks = 4 * pipe if pipe > 1 else 4 if config.experts else 1
+    # Auxiliary losses of experts are of a micro-batch, so its size is the same on all meshes.
+    chunks = 8 if config.experts else 4 * pipe if pipe > 1 else 1
     config.micro_batch_size = config.micro_batch_size or max(1, share // chunks)
     config.chunks = share // config.micro_batch_size
     require(config.chunks * config.micro_batch_size * data == config.global_batch_size > 0,
@@ -133,7 +134,7 @@ def checked(config: Namespace) -> Namespace:
         len(accelerators()) if config.accelerated else config.world)
     require(config.world == there or config.world < there and not launched,
             f'--data {data} × --pipe {pipe} × --tensor {tensor} take {config.world} processes, '
-            f'but there are {there} ' + ('of torchrun' if launched else 'devices'))
+            f'but there are {there} ' + ('of torchrun' if launched else 'devices: add --cpu'))
     require(config.save or not (config.resume or config.restarts),
             '--resume and --restarts take checkpoints: --save FOLDER')
     require(not (launched and config.restarts), 'torchrun has started these processes, so that '

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -51,8 +52,7 @@ def launch(run: Callable[[Any], object], config: Any, final: Collection[int]) ->
             failed = _first_failure(ranks)
         finally:
             for process in ranks:
-                process.kill()
-                process.join()
+                _kill(process)
         if failed is None:
             return
         code = ranks[failed].exitcode
@@ -62,6 +62,15 @@ def launch(run: Callable[[Any], object], config: Any, final: Collection[int]) ->
             raise SystemExit(max(code, 1))
         click.echo(f'restart {attempt + 1} of {config.restarts}: all ranks start again', err=True)
         config.resume = True
+
+
+def _kill(process: Any) -> None:
+    """Kill a rank, also where the server that has forked it has ended."""
+    if process.pid is not None and process.exitcode in (None, 255):  # 255: it is not known
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    if process.pid is not None:
+        process.join()
 
 
 def _first_failure(ranks: list[Any]) -> int | None:

@@ -17,9 +17,16 @@ from torch import Tensor
 
 __all__ = ['read', 'samples_at', 'starts_of']
 
+#: The number of tokens whose values are looked at before a training begins.
+_LOOKED_AT = 2 ** 22
+
 
 def read(config: Namespace) -> tuple[Tensor, Tensor]:
-    """Return the tokens to train and to validate with; files are memory-mapped."""
+    """Return the tokens to train and to validate with; files are memory-mapped.
+
+    Raises:
+        ValueError: One of the first tokens is not in the vocabulary.
+    """
     if config.mock_data:
         generator = torch.Generator().manual_seed(config.seed)
         train, val = torch.randint(config.vocab_size, (2, 2 ** 18), generator=generator)
@@ -31,7 +38,14 @@ def read(config: Namespace) -> tuple[Tensor, Tensor]:
         size = Path(config.text).stat().st_size
         tokens = torch.from_file(config.text, size=size, dtype=torch.uint8)
         train, val = tokens[:size * 9 // 10], tokens[size * 9 // 10:]
+    for tokens in (train, val):
+        _check(tokens[:_LOOKED_AT].long() & 0xffff, config.vocab_size)
     return train, val
+
+
+def _check(x: Tensor, size: int) -> None:
+    if x.numel() and x.max() >= size:
+        raise ValueError(f'there is a token {x.max()}, but --vocab-size is {size}')
 
 
 @lru_cache(maxsize=2)
@@ -56,6 +70,5 @@ def samples_at(config: Namespace, tokens: Tensor, starts: Tensor, device: torch.
     if not len(starts):
         return None, None
     x = torch.stack([tokens[k:k + config.block_size + 1] for k in starts.tolist()]).long() & 0xffff
-    if x.max() >= config.vocab_size:
-        raise ValueError(f'the data has a token {x.max()}, but --vocab-size {config.vocab_size}')
+    _check(x, config.vocab_size)
     return x[:, :-1].to(device), x[:, 1:].to(device)

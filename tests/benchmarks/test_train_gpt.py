@@ -1,9 +1,12 @@
 """The trainer of a GPT: it learns as a plain loop does, on any mesh, and resumes exactly."""
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from math import cos, pi
 from pathlib import Path
@@ -129,6 +132,7 @@ def test_it_learns_as_a_plain_loop_does(tmp_path, run):
     (['--model', 'gpt5'], "'gpt2'"), (['--steps', '0'], '--steps'),
     (['--text', '/proc/nothing'], '/proc/nothing'), (['--tokens', '/proc/nothing'], 'nothing'),
     (['--tokens', '/proc/self'], 'train.bin'), (['--text', '/dev/null'], '0 tokens'),
+    (['--vocab-size', '99'], 'there is a token 122'),
     (['--text', __file__, '--mock-data'], 'exclude each other'),
     (['--block-size', '2000'], '--block-size 2000 takes 4000 and 2001'),
     (['--resume'], '--save FOLDER'), (['--restarts', '1'], '--save FOLDER'),
@@ -276,6 +280,33 @@ def test_a_folder_of_another_training_is_refused(run, tmp_path):
     assert code == 0 and 'continues after step 1' in out, err  # there is nothing left to do
     code, _, err = run('train-gpt', *save, '--resume', '--n-layer', 5)
     assert code == 2 and "another training's checkpoints (depth 4 there, 5 here)" in err
+    (tmp_path / 'saved/training.json').write_text('{"voc')
+    code, _, err = run('train-gpt', *save, '--resume')
+    assert code == 2 and 'training.json: ' in err and err.count('\n') == 1
+
+
+def forks(config):
+    """End the server that forks ranks, on the first one, and wait."""
+    Path(config.output, os.environ['RANK']).write_text(str(os.getpid()))
+    while len(list(Path(config.output).glob('[01]'))) < 2:
+        time.sleep(.01)
+    if os.environ['RANK'] == '0' and killing.once(config):
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(100)
+
+
+@pytest.mark.slow
+def test_no_rank_outlives_its_attempt(tmp_path):
+    with pytest.raises(SystemExit):
+        launch(forks, Namespace(output=str(tmp_path), world=2, restarts=0), [])
+    for rank in '01':
+        path = Path('/proc', (tmp_path / rank).read_text(), 'stat')
+        for _ in range(1000):  # It is a zombie for a moment.
+            if not path.exists() or ') Z ' in path.read_text():
+                break
+            time.sleep(.01)
+        else:
+            pytest.fail(f'rank {rank} lives on')
 
 
 def peak_of(folder, *args):
