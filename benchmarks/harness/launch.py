@@ -5,13 +5,14 @@
     this process    store ◀──────────── ranks meet        a new store for each attempt
     rank 0          run ────────────▶ exit 0
     rank 1          run ──▶ killed    all others are killed, and all start again
+    all ranks       end with this process
 """
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Collection
-from contextlib import suppress
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import click
@@ -43,16 +44,22 @@ def launch(run: Callable[[Any], object], config: Any, final: Collection[int]) ->
         # torchrun has the store in a process of its own as well: no rank takes it with it. Ranks
         # of an attempt never find addresses of ranks that have ended.
         store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+        # Ranks end when this end of their pipe is closed: also by the end of this process, and
+        # when the server that forks them has ended, and cannot kill them.
+        ends, alive = context.Pipe(duplex=False)
         ranks = [context.Process(target=_run, daemon=True,
-                                 args=(run, config, rank, store.port))
+                                 args=(run, config, rank, store.port, ends))
                  for rank in range(config.world)]
         try:
             for process in ranks:
                 process.start()
             failed = _first_failure(ranks)
         finally:
+            alive.close()
             for process in ranks:
-                _kill(process)
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
         if failed is None:
             return
         code = ranks[failed].exitcode
@@ -62,15 +69,6 @@ def launch(run: Callable[[Any], object], config: Any, final: Collection[int]) ->
             raise SystemExit(max(code, 1))
         click.echo(f'restart {attempt + 1} of {config.restarts}: all ranks start again', err=True)
         config.resume = True
-
-
-def _kill(process: Any) -> None:
-    """Kill a rank, also where the server that has forked it has ended."""
-    if process.pid is not None and process.exitcode in (None, 255):  # 255: it is not known
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
-    if process.pid is not None:
-        process.join()
 
 
 def _first_failure(ranks: list[Any]) -> int | None:
@@ -84,7 +82,9 @@ def _first_failure(ranks: list[Any]) -> int | None:
         wait(running)
 
 
-def _run(run: Callable[[Any], object], config: Any, rank: int, port: int) -> None:
+def _run(run: Callable[[Any], object], config: Any, rank: int, port: int, ends: Connection
+         ) -> None:
+    threading.Thread(target=_end_with, args=(ends,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started it.
     world = str(config.world)
     os.environ.update(
@@ -92,3 +92,9 @@ def _run(run: Callable[[Any], object], config: Any, rank: int, port: int) -> Non
         MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE='True')
     torch.set_num_threads(max(1, len(cores()) // config.world))
     run(config)
+
+
+def _end_with(ends: Connection) -> None:
+    """End this process when the other end of a pipe is closed."""
+    wait([ends])
+    os._exit(1)

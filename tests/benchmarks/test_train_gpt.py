@@ -309,6 +309,17 @@ def test_no_rank_outlives_its_attempt(tmp_path):
             pytest.fail(f'rank {rank} lives on')
 
 
+@pytest.mark.slow
+def test_ranks_end_with_the_process_that_started_them(tmp_path):
+    words = [*COMMAND, *TINY, '--data', 2, '--steps', 10 ** 6, '--output', tmp_path]
+    process = subprocess.Popen([*map(str, words)], cwd=ROOT, stdout=subprocess.PIPE,
+                               stderr=subprocess.DEVNULL)
+    while b'step     2' not in process.stdout.readline():
+        assert process.poll() is None
+    process.kill()
+    process.communicate(timeout=60)  # until no rank can write any more
+
+
 def peak_of(folder, *args):
     """Return the bytes of activations of a step, at their peak."""
     config = options_of(folder, '--n-layer', 8, '--n-embd', 64, '--block-size', 128, *args)
