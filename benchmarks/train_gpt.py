@@ -119,7 +119,7 @@ def layers_of(config: Namespace, sizes: Sizes) -> nn.Sequential:
 
 
 def planned(config: Namespace, device: torch.device) -> Plan:
-    """Return schedule, balance, micro-batches and what they are predicted to take.
+    """Return schedule, balance and micro-batches, with their predicted time and memory.
 
     The first rank measures an embedding, a block and a head for it.
     """
@@ -261,7 +261,7 @@ def generated(config: Namespace, model: DistributedGPipe) -> list[int]:
 
 
 def described(config: Namespace, model: DistributedGPipe, found: Plan, parameters: int) -> str:
-    """Return what is trained, on which mesh, with what is predicted."""
+    """Return the description of model, mesh, micro-batches and prediction."""
     own = [x.to_local() if isinstance(x, DTensor) else x for x in model.parameters()]
     counts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(counts, sum(x.numel() for x in own))
@@ -375,7 +375,7 @@ def train(config: Namespace) -> None:
 
 
 def report(config: Namespace, found: Plan, logs: list[dict[str, Any]], said: list[int]) -> None:
-    """Print what was predicted beside what was measured, draw the losses, and print the text."""
+    """Print predictions beside measurements, draw the losses, and print the text."""
     def typical(name: str) -> float:
         return median([entry[name] for entry in logs])
 

@@ -45,7 +45,7 @@ class Replicas(nn.Module):
         stages: The stages.
         axis: The ranks that have them.
         policies: ``mp_policy`` and ``offload_policy`` of FSDP2, where there are any.
-        units: If ranks have parts of parameters, by stage, what is gathered with it.
+        units: If ranks have parts of parameters, the unit of each stage.
     """
 
     def __init__(self, stages: Iterable[nn.Module], axis: Axis, policies: Mapping[str, Any],
@@ -67,10 +67,10 @@ class Replicas(nn.Module):
         #: Whether other ranks have copies of some parameters in other stages.
         self.tied = False
         self._units = units
-        #: What is gathered now, and versions of its parameters.
+        #: The unit that is gathered now, and versions of its parameters.
         self._gathered: Unit | None = None
         self._versions: list[Any] = []
-        #: A stage of what is reduced in the end.
+        #: A stage of the unit that is reduced at the end of a step.
         self._late = next((j for j, unit in units.items() if unit.late), None)
         #: Where there are parts of parameters.
         self._sharded = [(name, module, key)
@@ -85,7 +85,7 @@ class Replicas(nn.Module):
     # --- while a step or a call runs
 
     def enter(self, j: int | None) -> None:
-        """Gather the parameters of a stage, if they are not; free those of others before.
+        """Gather the parameters of a stage, after freeing another unit.
 
         Raises:
             RuntimeError: A layer has changed one that is freed.
@@ -110,7 +110,7 @@ class Replicas(nn.Module):
             self.enter(j)
 
     def early(self, j: int) -> Unit | None:
-        """Return what a stage is gathered with, if its gradients are reduced within a step."""
+        """Return the unit of a stage, if its gradients are reduced within a step."""
         unit = self._units.get(j)
         return None if unit is None or unit.late else unit
 

@@ -176,7 +176,7 @@ class Training(_OnRanks, Step):
         self._leaves = Leaves(dtype)
         #: The stages that have leaves in place of their parameters.
         self._ready: set[int] = set()
-        #: By what is gathered and reduced by itself, its last action.
+        #: The last action of each unit that is reduced within a step.
         self._last = {way.replicas.early(action.stage): action for action in own}
         #: Whether to look for what learns beside the leaves, and what was found, by number.
         self.looks = False

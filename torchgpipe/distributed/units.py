@@ -82,7 +82,7 @@ class Unit(nn.Module):
                 own_memory(x)  # A recomputation has a copy on write; FSDP resizes the memory.
 
     def add(self, gradients: Gradients) -> None:
-        """Free the parameters, and add the sums over replicas of gradients to those of shards.
+        """Free the parameters, and add gradients, summed over replicas, to the shards' ``.grad``.
 
         Args:
             gradients: Those of whole parameters. The list is emptied, so that they are freed.

@@ -149,7 +149,7 @@ class Step(Run):
         """Make leaves of the parameters, as they are when no cell has put others there.
 
         Args:
-            partitions: The partitions that have them; with the last one come those of the loss.
+            partitions: The partitions; the last one includes the parameters of the loss.
         """
         for partition in partitions:
             copies = {} if self._shared is None else self._shared.copies(partition.j)
