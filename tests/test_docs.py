@@ -230,4 +230,4 @@ def test_the_commands_for_contributors():
     assert all(f"pip install -e '.[{extra}]' -c constraints.txt" in script for extra in extras)
     assert whole in script and releases in script
     assert build.replace('html', '"$builder"') in script
-    assert commands(ROOT / 'README.md')[2] in script
+    assert commands(ROOT / 'README.md')[3] in script
