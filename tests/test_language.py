@@ -28,7 +28,7 @@ FORMS = re.compile(r'\b(?:that of|those of|nobody|somebody|whoever|can not|what)
 #: Fenced blocks, comments of HTML, and mathematics.
 NOT_PROSE = re.compile(r'^(`{3,}).*?^\1$|<!--.*?-->|\$\$.*?\$\$', re.M | re.S)
 
-#: A sentence ends at a mark before white space; a cell, an item, a heading and a paragraph end one.
+#: A sentence ends at a mark before white space; so does a cell, an item or a paragraph.
 END = re.compile(r'(?<=[.!?])["”’)*_]*\s+|\n\s*\n|\||'
                  r'\n\s*(?:[-*+]|\d+\.|#+|:\w+.*?:)\s')
 
