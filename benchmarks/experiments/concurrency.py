@@ -29,11 +29,12 @@ CHUNKS = (2, 4, 8, 16)
 FORWARD, STEP = 'forward, plain call', "training, step by '1f1b'"
 THREADS = 'training, two threads that share nothing'
 
-MEANING = '''Share of the ideal: times as fast as the same cells one after the other in one thread,
-of 2 · m / (m + 1), the most that m micro-batches in two partitions can reach. In brackets: times
-as fast. Cells are stacks of linear layers, named by what forward of one takes. What the machine
-and the interpreter allow at most: two threads, of which each trains one of the cells by itself and
-neither waits for the other, against the same in one thread; of an ideal of 2.'''
+MEANING = '''Each entry is the share of the ideal speed-up, with the speed-up in brackets. The
+baseline runs the same cells one after the other in one thread. The ideal is 2 · m / (m + 1), the
+maximum for m micro-batches in two partitions. Cells are stacks of linear layers, named by the
+forward time of one cell. The last table shows the limit of the machine and the interpreter. There,
+two threads each train one of the cells by itself, and neither waits for the other. The baseline is
+the same work in one thread, and the ideal is 2.'''
 
 
 def measure(stack: Stack, milliseconds: float, m: int, rounds: int) -> list[dict[str, Any]]:

@@ -19,9 +19,10 @@ SIZES = [(n, m) for n in (2, 4, 8) for m in (4, 8, 32)]
 WORKERS: dict[str, Callable[[int], list[str]]] = {
     'one device': lambda n: ['cpu'] * n, 'n devices': lambda n: [f'cpu:{j}' for j in range(n)]}
 
-MEANING = ('µs per cell, plain loop → GPipe, and the ratio of the difference to the loop\n'
-           "(for 'always': loop of torch.utils.checkpoint → GPipe, and the ratio of what each\n"
-           'adds to the plain loop)')
+MEANING = ('Each entry has the µs per cell of plain loop → GPipe, and the ratio of the '
+           "difference\nto the loop. For 'always', the loop uses torch.utils.checkpoint. There "
+           'the ratio is the\ntime that GPipe adds to the plain loop, divided by the time that\n'
+           'torch.utils.checkpoint adds to it.')
 
 Step = Callable[[], object]
 
@@ -123,7 +124,7 @@ def overhead(rounds: int, output: str) -> None:
 
 def print_table(where: str, results: list[Any]) -> None:
     """Print the times on one kind of devices, and the medians of the ratios."""
-    click.echo(f'\n{where}: {MEANING}\n')
+    click.echo(f'\n{where}:\n\n{MEANING}\n')
     click.echo(table(*overhead_rows(results)))
 
 
@@ -141,7 +142,7 @@ def overhead_rows(results: list[Any]) -> Rows:
 
 def _parts(results: list[Any]) -> list[str | Rows]:
     """Return the page a table for each kind of devices."""
-    parts: list[str | Rows] = [f'In {MEANING}.']
+    parts: list[str | Rows] = [MEANING]
     for where in WORKERS:
         parts += [f'On {where}:',
                   overhead_rows([result for result in results if result['where'] == where])]

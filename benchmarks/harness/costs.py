@@ -9,18 +9,18 @@ __all__ = ['COSTS', 'costs_page']
 
 COSTS = Path(__file__).parents[2] / 'docs/costs.md'
 
-START = '''# What it costs, and what it gives
+START = '''# Costs and gains
 
 <!-- Written by `python -m benchmarks page` from benchmarks/results; do not edit. -->
 
-Every figure here was measured where and when it says, by the command beside it. Yours will differ:
-run the command.
+The line below each heading names the command, the versions, the machine and the date of the
+measurement. Results on another machine differ, so run the command there.
 '''
 
 #: Whose µs are shown: the row of the results, and which of the pair of loop and pipeline.
-RUNS = {'a loop over micro-batches and layers': ("forward + backward, 'never'", 0),
+RUNS = {'loop over micro-batches and layers': ("forward + backward, 'never'", 0),
         "`loss.backward()`, `checkpoint='never'`": ("forward + backward, 'never'", 1),
-        'a loop with `torch.utils.checkpoint`': ("forward + backward, 'always'", 0),
+        'loop with `torch.utils.checkpoint`': ("forward + backward, 'always'", 0),
         "`loss.backward()`, `checkpoint='always'`": ("forward + backward, 'always'", 1),
         "`step`, `checkpoint='never'`": ("step by 'gpipe', 'never'", 1)}
 
@@ -58,28 +58,28 @@ def _cells(kept: dict[str, Any]) -> list[str | Rows]:
     step = there["step by 'gpipe', 'never'"]
     rows = [[name, f'{here[kind][k]:.0f}', f'{there[kind][k]:.0f}' if k else '—']
             for name, (kind, k) in RUNS.items()]
-    return ['## For each micro-batch in each partition\n', _where('overhead', kept),
-            (['µs, forward and backward of a layer of 8 × 8 numbers', 'all on one device',
-              'a worker of the CPU each'], rows),
+    return ['## Overhead per micro-batch and partition\n', _where('overhead', kept),
+            (['µs for forward and backward of a linear layer of 8 × 8', 'one device',
+              'one CPU worker per partition'], rows),
             f'''
-That is what the engine takes whatever the layers are: here the layers themselves take
-{never[0]:.0f} µs, of which a loop is made. So on one device the plain call adds {own:.0f} µs, and
-{own / 10:.0f} % where forward and backward of a partition take a millisecond, less than 1 % from
-{own / 10:.1f} ms on. A step by workers of the CPU adds {step[1] - step[0]:.0f} µs, less than 1 %
-from {(step[1] - step[0]) / 10:.0f} ms on. Workers on the CPU share one interpreter; accelerators
-do not wait for it, as the host is ahead of them.
+The overhead of the engine does not depend on the layers. Here the layers alone take
+{never[0]:.0f} µs in the loop. On one device, the plain call adds {own:.0f} µs. If forward and
+backward of a partition take one millisecond, this is {own / 10:.0f} %. From {own / 10:.1f} ms on,
+it is less than 1 %. A step on CPU workers adds {step[1] - step[0]:.0f} µs, which is less than 1 %
+from {(step[1] - step[0]) / 10:.0f} ms on. CPU workers share one interpreter. Accelerators do not
+wait for the interpreter, because the host runs ahead of them.
 ''']
 
 
 def _shares(kept: dict[str, Any], shares: Sequence[str | Rows]) -> list[str | Rows]:
     """Show the map."""
     between = [part for each in shares for part in (each, '')]
-    return ['## What two partitions give\n', _where('concurrency', kept),
+    return ['## Speed-up of two partitions\n', _where('concurrency', kept),
             '![Share of the ideal, by size of cells and micro-batches]'
             '(../benchmarks/results/concurrency.svg)\n', *between,
-            '''On the CPU autograd goes back in one thread, of which only large kernels use several
-cores: the next table has them do so. For training on workers of the CPU use
-[`step`](guide/step.md). Accelerators have a thread of autograd's each.
+            '''On the CPU, autograd runs backward in one thread, where only large kernels use
+several cores. In the next table, they do. To train on CPU workers, use [`step`](guide/step.md).
+Each accelerator has its own autograd thread.
 ''']
 
 
@@ -97,11 +97,12 @@ def _schedules(kept: dict[str, Any]) -> list[str | Rows]:
     n, m = cases[0]['partitions'], cases[0]['chunks']
     formulas = ', '.join(f'{name} {formula} = {count(m, n)}'
                          for name, (formula, count) in HELD.items())
-    return ['## What each schedule gives, and holds\n', _where('schedules', kept),
+    return ['## Speed and memory of each schedule\n', _where('schedules', kept),
             (['two partitions', *names], rows), f'''
-Times as fast as in sequence; and the peak of activations without checkpoints, in those of one
-micro-batch in one partition. By the schedule that would be, for n = {n} and m = {m}: {formulas}.
-What a step holds besides is on its way between two partitions. `torch 1F1B` is
-torch.distributed.pipelining, in processes. [Schedules](schedules.md) shows how they differ,
+Each entry is the speed-up over execution in sequence, and the peak of activations without
+checkpoints. The unit of the peak is the activations of one micro-batch in one partition. For
+n = {n} and m = {m}, the schedule alone implies: {formulas}. A step also holds tensors that are in
+transit between two partitions. `torch 1F1B` is torch.distributed.pipelining, with one process per
+partition. [Schedules](schedules.md) shows the differences between the schedules, and
 [Benchmarks](benchmarks.md) has all rows.
 ''']

@@ -23,33 +23,36 @@ START = '''# Benchmarks
 
 <!-- Written by `python -m benchmarks page` from benchmarks/results; do not edit. -->
 
-The tables that torchgpipe 0.0.7 and the GPipe paper published can be run again, each with one
-command: `python -m benchmarks list` shows them all, `python -m benchmarks COMMAND --help` says
-what each can be asked. `--scale 0.01` takes a hundredth of the batch and smaller images, for a
-small machine. `--devices sim` simulates four accelerators, which takes a checkout of the sources
-and a C++ compiler: see [what is simulated](design.md#how-to-test-without-gpus).
+These commands repeat the tables that torchgpipe 0.0.7 and the GPipe paper published, with one
+command per table. `python -m benchmarks list` lists the commands, and
+`python -m benchmarks COMMAND --help` shows the options of a command. For a small machine,
+`--scale 0.01` uses a hundredth of the batch size and smaller images. `--devices sim` simulates
+four accelerators, and needs a source checkout and a C++ compiler. See
+[the simulated backend](design.md#how-to-test-without-gpus).
 
-Published figures stand beside the measured ones. They were measured on Tesla P40 GPUs (torchgpipe
-0.0.7) or come from the [GPipe paper](https://arxiv.org/abs/1811.06965). Every other figure on this
-page was measured where and when it says, and is kept in `benchmarks/results`. What was not
-measured is not there.
+The tables show published figures next to measured ones. The published figures were measured on
+Tesla P40 GPUs (torchgpipe 0.0.7) or come from the
+[GPipe paper](https://arxiv.org/abs/1811.06965). For all other figures, the line above the table
+names the command, the versions, the machine and the date of the measurement. The results are
+stored in `benchmarks/results`. The page has no entries for experiments that were not run.
 
 ## Models
 
-`benchmarks/models` has those of the tables, written as layers in a row: ResNet-101, AmoebaNet-D
-and U-Net. And it has transformers of the literature, without dropout, each as people write it, as
-layers in a row that `GPipe` takes (`layers(model)`), and with the `tensor_plan()` by which
-[a `DistributedGPipe`](guide/processes.md) splits it over processes:
+`benchmarks/models` contains the models of the tables as sequential models: ResNet-101,
+AmoebaNet-D and U-Net. It also contains transformers from the literature, without dropout. Each
+transformer is written in the usual way, and `layers(model)` returns its layers in sequence for
+`GPipe`. Its `tensor_plan()` specifies how [`DistributedGPipe`](guide/processes.md) splits it over
+processes:
 
-| file | models, with their parameters | weights |
+| file | models and number of parameters | weights |
 | --- | --- | --- |
 | `gpt.py` | GPT-2: 124,439,808, 354,823,168, 774,030,080, 1,557,611,200; minGPT | [1] |
 | `vit.py` | ViT-B/16: 86,567,656; ViT-L/16: 304,326,632 | [2] |
-| `gptj.py` | GPT-J: 6,050,882,784 | those of transformers |
+| `gptj.py` | GPT-J: 6,050,882,784 | weights of transformers, unchanged |
 
-[1] Those of transformers, by `from_hugging_face`. [2] Those of timm, by `from_timm`. Parameters
-have the same names there, but all queries come first, then all keys, then all values. Here they
-are ordered by heads, so that each process has whole ones.
+[1] `from_hugging_face` converts weights of transformers. [2] `from_timm` converts weights of timm.
+Parameters have the same names in these libraries, but a different order: all queries, then all
+keys, then all values. Here they are ordered by heads, so that each process has whole heads.
 '''
 
 

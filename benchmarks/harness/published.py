@@ -112,7 +112,7 @@ def _ablation(name: str, off: tuple[str, ...], ours: float, utilisation: float, 
 
 
 UNET_TIMELINE = Experiment(
-    'unet-timeline', 'What dependency, streams and portals bring to U-Net', 'throughput',
+    'unet-timeline', 'Effect of dependency, streams and portals on U-Net', 'throughput',
     'samples/s', 192, (
         _ablation('nothing', ('dependency', 'streams', 'portals'), 30.662, 44, 52.2),
         _ablation('dependency', ('streams', 'portals'), 41.306, 59, 19.1),

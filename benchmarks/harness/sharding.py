@@ -77,15 +77,15 @@ def meaning(results: dict[str, Any]) -> str:
     """Say what the figures are."""
     load = results['load']
     busy = '' if load is None else (
-        f' Before it began, {load:.1f} processes of the whole machine wanted a core, in the mean '
-        'of a minute.')
+        f' Before the run, the load average of the machine over one minute was {load:.1f}.')
     return (
-        'Plain: layers of torch.nn in one process. Sharded: those of torchgpipe.shard over so '
-        'many processes, which the command has started, and which exchange tensors by gloo. Each '
-        'process has one thread; more processes than cores have to wait for these. Times are '
-        f'medians of steps (forward, backward, optimizer), which all take in turn.{busy} Model: '
-        'parameters, gradients and state of the optimizer. Peak: these and all other tensors, '
-        'when the most is alive within a step. Both are those of the process that has most.')
+        'The plain model uses layers of torch.nn in one process. The sharded models use layers of '
+        'torchgpipe.shard. The command starts the given number of processes, which exchange '
+        'tensors by gloo. Each process has one thread. Processes beyond the number of cores wait '
+        'for a core. Times are medians of steps (forward, backward, optimizer), and all models '
+        f'take their steps in turn.{busy} Model memory consists of parameters, gradients and '
+        'optimizer state. Peak memory is the maximum over a step of the model memory and all '
+        'other live tensors. Both columns show the process with the largest value.')
 
 
 def training(name: str, output: str, measure: Callable[[], dict[str, Any]],

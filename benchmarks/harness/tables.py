@@ -101,20 +101,22 @@ def prediction_rows(summary: dict[str, Any]) -> Rows:
 
 def prediction_notes(summary: dict[str, Any]) -> list[str]:
     """Say what predicted ratios are, and what they leave out."""
-    found = [f"Ratios of samples per second to '{summary['baseline']}': predicted by "
-             f"torchgpipe.plan.simulate from a profile of {summary['batch']} samples of "
-             f"{summary['resolution']}² in float32 on one device ({summary['device']}), for as "
-             'many such devices as there are partitions; and published.',
-             'The profile knows what layers take once per micro-batch and what per sample. Copies '
-             'between devices, the loss and the optimizer are left out. Schedules with two '
-             'partitions on a device have the balance of torchgpipe.balance, all others the '
-             'published one.',
-             'What is left out makes published ratios lower than predicted ones, and the more so '
-             'the more partitions there are. Where micro-batches are of few samples, a GPU, which '
-             'they do not fill, loses more than the core of the profile. The rest is that this is '
-             'another processor.']
+    found = [f"Ratios are samples per second relative to '{summary['baseline']}'. Predicted "
+             'ratios come from torchgpipe.plan.simulate and a profile of '
+             f"{summary['batch']} samples of {summary['resolution']}² in float32 on one device "
+             f"({summary['device']}). The prediction assumes one such device per partition. The "
+             'last columns show published ratios.',
+             "The profile separates each layer's time per micro-batch from its time per sample. "
+             'The prediction leaves out copies between devices, the loss and the optimizer. '
+             'Schedules with two partitions per device use the balance of torchgpipe.balance. '
+             'All others use the published balance.',
+             'The omitted costs make published ratios lower than predicted ratios. The gap grows '
+             'with the number of partitions. Micro-batches of few samples do not fill a GPU, so '
+             'they slow it down more than the profiled core. The rest of the gap comes from '
+             'the different processor.']
     if summary['scale'] < 1:
-        found.append(f"At scale {summary['scale']:g} images are smaller than the published ones.")
+        found.append(f"At scale {summary['scale']:g}, images are smaller than in the "
+                     'publications.')
     return found
 
 
@@ -128,18 +130,19 @@ def notes(summary: dict[str, Any]) -> list[str]:
 
 
 def _notes_on_ratios(summary: dict[str, Any]) -> list[str]:
-    found = [f"ratio: to '{summary['baseline']}' of this run; beside it those of the sources, to "
-             'their own.']
+    found = [f"Each ratio is relative to '{summary['baseline']}' of its own source: this run or a "
+             'publication.']
     if not any(result['ratio'] for result in summary['settings']):
-        found = [f"No ratio: '{summary['baseline']}', to which they relate, has no figure."]
+        found = [f"There are no ratios, because '{summary['baseline']}' has no figure."]
     if summary['scale'] < 1:
         found.append(
-            f"At scale {summary['scale']:g}, with images of {summary['resolution']}² and small "
-            'batches, these figures say that all of it runs, not how it does at full scale.')
+            f"At scale {summary['scale']:g}, images have a size of {summary['resolution']}², and "
+            'batches are small. These figures show that the experiment runs, but do not predict '
+            'its performance at full scale.')
     if summary.get('schedule'):
         found.append(f"Settings with a pipeline train by GPipe.step, '{summary['schedule']}'.")
     if not summary['skip_epochs'] and summary['figure'] == 'throughput':
-        found.append('No epoch was skipped: what is slow at the beginning counts.')
+        found.append('No epoch was skipped, so the figures include the slow start.')
     return found
 
 
@@ -148,21 +151,21 @@ def _notes_on_devices(summary: dict[str, Any]) -> list[str]:
               for result in summary['settings']]
     found = []
     if any(len(set(devices)) < len(devices) for devices in placed):
-        found.append('Partitions share devices, which work for one of them at a time: speeds are '
-                     'no speed-ups; memory of each partition is valid.')
+        found.append('Partitions share devices, and a device runs one partition at a time. So '
+                     'speeds are no speed-ups. The memory of each partition is valid.')
     if any(device.startswith('cpu') for devices in placed for device in devices):
-        found.append('On the CPU workers share the cores' + (
+        found.append('On the CPU, workers share the cores' + (
             '.' if summary.get('schedule') else ', and backward runs in one thread.'))
     if is_simulated(summary):
         found.append(
-            'The accelerator is simulated, in the memory of the host. Its devices work as if each '
-            'had a core for itself and as if the host took no time, so times and the bubbles '
-            'between them are those of a pipeline of such cores, and not of GPUs. Memory is that '
-            'of tensors.')
+            'The accelerator is simulated in the memory of the host. Its devices behave as if '
+            'each had its own core and as if the host took no time. So times and bubbles describe '
+            'a pipeline of such cores, and not of GPUs. Memory is the memory of tensors.')
     memories = {device.partition(':')[0] if device.startswith('cpu') else device
                 for devices in placed for device in devices}
     if summary['experiment'].endswith('timeline') and len(memories) == 1:
-        found.append('In one memory nothing is copied, so streams and portals have no effect.')
+        found.append('All partitions share one memory, so nothing is copied, and streams and '
+                     'portals have no effect.')
     return found
 
 
@@ -171,7 +174,7 @@ def _notes_on_images(settings: list[dict[str, Any]]) -> list[str]:
     if found is None or found['classes'] == 1000:
         return []
     return [f"These images are not ImageNet: {found['classes']} classes, {found['train']} images "
-            f"for training and {found['val']} for validation. Their error does not compare."]
+            f"for training and {found['val']} for validation. Their error is not comparable."]
 
 
 def _notes_on_memory(summary: dict[str, Any]) -> list[str]:
@@ -179,10 +182,10 @@ def _notes_on_memory(summary: dict[str, Any]) -> list[str]:
     if not how:
         return []
     found = [
-        'Model memory is parameters (with buffers), gradients and optimizer state; activation '
-        'memory is the peak of all memory, less the model memory; both summed over partitions. '
-        f"Measured by {' and '.join(sorted(how))}."]
+        'Model memory consists of parameters (with buffers), gradients and optimizer state. '
+        'Activation memory is the peak of all memory minus the model memory. Both are summed over '
+        f"partitions. The measurement uses {' and '.join(sorted(how))}."]
     if summary['compile'] and 'live tensors' in how:
-        found.append('While live tensors are counted, PyTorch runs compiled layers uncompiled: '
-                     'this is the memory of the layers as they are.')
+        found.append('PyTorch runs compiled layers uncompiled while live tensors are counted. So '
+                     'this is the memory of the uncompiled layers.')
     return found

@@ -35,10 +35,10 @@ def _parts(results: dict[str, Any]) -> list[str | Rows]:
     """Say what was trained, and give the table."""
     header, rows = training_rows(results['rows'])
     accuracies = [f"{row['ranks'][0]['accuracy']:.2%}" for row in results['rows']]
-    return ['Two linear layers on the digits of scikit-learn, and behind them ArcFace: normalised '
-            'features times normalised directions of 10 classes, scale 64, margin 0.5, in '
-            'float64, by AdamW. The directions are split, '
-            f'the layers before them are whole in each process. {meaning(results)}',
+    return ['The model is two linear layers followed by ArcFace, trained on the digits of '
+            'scikit-learn. ArcFace multiplies normalised features by normalised directions of 10 '
+            'classes, with scale 64 and margin 0.5. Training uses float64 and AdamW. The '
+            f'directions are split. The other layers are replicated. {meaning(results)}',
             ([*header, 'accuracy on the test set'],
              [[*cells, accuracy] for cells, accuracy in zip(rows, accuracies)])]
 

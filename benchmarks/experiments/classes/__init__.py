@@ -71,11 +71,12 @@ def _panels(results: dict[str, Any]) -> list[Panel]:
 
 def _parts(results: dict[str, Any]) -> list[str | Rows]:
     """Say what was trained, and give the table."""
-    return [f"A linear layer with {results['features']} inputs and the cross entropy behind it, "
-            f"on {results['batch']} samples, in float32, by SGD; the sharded one is split by "
-            f'classes. {meaning(results)} Loss alone: the most that is alive in its forward and '
-            'backward, relative to its logits and their gradient, which it can not do without. '
-            'Largest difference: of a loss from that of the plain layer.', _rows(results['cases'])]
+    return [f"The model is a linear layer with {results['features']} inputs, followed by cross "
+            f"entropy. It trains on {results['batch']} samples in float32 by SGD. The sharded "
+            f'layer is split by classes. {meaning(results)} "Loss alone" is the peak memory of '
+            'the loss in forward and backward, relative to its logits and their gradient. '
+            'These two are the minimum. "Largest difference" compares losses with the losses of '
+            'the plain layer.', _rows(results['cases'])]
 
 
 COMMANDS = [classes]

@@ -53,12 +53,12 @@ def mingpt(numbers: tuple[int, ...], steps: int, output: str, width: int, heads:
 
 def _parts(results: dict[str, Any]) -> list[str | Rows]:
     """Say what was trained, and give the table."""
-    return [f"A GPT of {results['depth']} blocks with {results['heads']} heads and "
-            f"{results['width']} features, which sees {results['context']} characters at once, on "
-            f"the license of this repository ({results['characters']:,} characters, "
-            f"{results['vocabulary']} different ones), in float64, by AdamW, with gradients "
-            'clipped to a norm of 1. Embedding and head are split by vocabulary, attention by '
-            'heads, the network of each block by its inner '
+    return [f"The model is a GPT of {results['depth']} blocks with {results['heads']} heads, "
+            f"{results['width']} features and a context of {results['context']} characters. It "
+            f"trains on the license of this repository ({results['characters']:,} characters, "
+            f"{results['vocabulary']} different ones), in float64 by AdamW. Gradients are clipped "
+            'to a norm of 1. Embedding and head are split by vocabulary, attention by heads, and '
+            'the feed-forward network of each block by its inner '
             f'features. {meaning(results)}', training_rows(results['rows'])]
 
 

@@ -23,13 +23,19 @@ from torchgpipe.schedule import NAMES
 
 __all__ = ['COMMANDS', 'SECTION', 'measure']
 
-MEANING = '''Predicted: by torchgpipe.plan.simulate, from a profile of the layers in each round,
-one after the other in one thread; ratio: measured to predicted, in the same round. Speed-up: over
-the same cells in sequence, in the same round; medians over rounds. Of ideal: of
-m · n / (m + n − 1), the most that m micro-batches in n partitions can reach with one stage each.
-Idle: the part of the cores' time that the cells do not need in sequence: bubbles, and whatever
-makes cells slower. Bubble: the part in which a device runs nothing, by torchgpipe.timeline, and
-what was predicted of it. Activations: the peak of what forward makes, without gradients.'''
+MEANING = '''Times and ratios are medians over rounds. The columns are:
+
+- predicted: the time by torchgpipe.plan.simulate. It uses a profile of the layers in each round,
+  one layer after the other in one thread.
+- ratio: measured to predicted time of the same round.
+- speed-up: relative to the same cells in sequence, in the same round.
+- of ideal: speed-up divided by m · n / (m + n − 1), the maximum for m micro-batches in n
+  partitions with one stage each.
+- idle: the share of the cores' time that the cells do not need in sequence. It includes bubbles
+  and any slowdown of the cells.
+- bubble: the share of time in which a device runs nothing, measured by torchgpipe.timeline, and
+  then the predicted share.
+- activations: the peak memory of the tensors that forward creates, without gradients.'''
 
 #: Steps that are recorded for a timeline.
 RECORDED = 3
@@ -203,8 +209,8 @@ def _ratio(group: Sequence[dict[str, Any]], figure: str, one: str, other: str) -
 def _parts(results: dict[str, Any]) -> list[str | Rows]:
     """Return the page the summary, and a table for each case."""
     cases = results['cases']
-    return [f"Forward of a micro-batch takes at least {results['milliseconds']:g} ms in a "
-            f"partition, in one thread; {results['rounds']} rounds. {MEANING}",
+    return [f"The forward of a micro-batch takes at least {results['milliseconds']:g} ms in a "
+            f"partition, in one thread. There are {results['rounds']} rounds. {MEANING}",
             summary_rows(cases), *map(schedule_rows, cases)]
 
 

@@ -31,16 +31,19 @@ IMPORTED = ['torch._dynamo']
 PATIENCE = 600
 
 MEANING = (
-    'Models with their default configs and no checkpoint, in float32 with a sample of two, as '
-    'their documentation calls them; in brackets, what is not by default, so that it is small '
-    'enough. '
-    'Seconds are those of to_sequential, which compares the layers with the model, on one core '
-    'that other programs used, too. The largest leaf is what was not looked into, but for layers '
-    "of PyTorch's, with its share of the parameters. With: the lines that errors have named, one "
-    'after the other. Training: two steps of AdamW in float64, without dropout, in 2 and 3 '
-    'partitions, by the plain call and by 1F1B, with micro-batches of one to five samples (with '
-    'batch normalization, of two to five); the largest difference of a parameter, a buffer or a '
-    'gradient from those of the model on the same micro-batches, relative to a typical one.')
+    'The models have their default configuration and no checkpoint. Each is called as in its '
+    'documentation, in float32, with a sample of two. Brackets show the settings that are not '
+    'defaults and make the model small enough. The columns are:\n\n'
+    '- s: seconds of to_sequential, including its comparison of the layers with the model, on one '
+    'core that other programs used as well.\n'
+    '- largest leaf: the largest module that was not traced into, except layers of PyTorch, with '
+    'its share of the parameters.\n'
+    '- training differs by: the largest difference of a parameter, a buffer or a gradient between '
+    'pipeline and model, relative to a typical tensor. Both take two steps of AdamW on the same '
+    'micro-batches, in float64 and without dropout. The pipelines have 2 and 3 partitions, and '
+    'run the plain call and 1F1B. Micro-batches have one to five samples (with batch '
+    'normalization, two to five).\n'
+    '- with: the lines that errors named, one after the other.')
 
 
 @click.command()
@@ -170,8 +173,8 @@ def _summary(rows: list[dict[str, Any]]) -> str:
             f'{by_line} with the line that the error names, and '
             f'{len(rows) - by_itself - by_line} are not.')
     if trained:
-        text += (f' {len(trained)} were trained, and differ by {max(trained):.0e} of a typical '
-                 'tensor at most.')
+        text += (f' {len(trained)} were trained, and differ by at most {max(trained):.0e} of a '
+                 'typical tensor.')
     return text
 
 
