@@ -32,7 +32,7 @@ def table():
     for name in FILES:
         import_module(f'tests.tools.{name}')
     rows = [row for _, rows in sorted(ROWS.items()) for row in rows]
-    return '\n'.join(['| with | what works |', '|---|---|',
+    return '\n'.join(['| tool | supported use |', '|---|---|',
                       *(f'| {tool} | {what} |' for tool, what in rows)]) + '\n'
 
 

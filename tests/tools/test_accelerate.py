@@ -54,7 +54,7 @@ def test_prepare(accelerator, tmp_path):
     assert_equal(loaded, trained())
 
 
-@works('Accelerate', 'a `GPipe` on several devices that says so by `hf_device_map` is not moved',
+@works('Accelerate', 'a `GPipe` on several devices with `hf_device_map` is not moved',
        'accelerate')
 def test_a_device_map(accelerator, monkeypatch):
     model = wrapped()

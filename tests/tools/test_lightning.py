@@ -64,7 +64,7 @@ def test_fit(tmp_path):
     assert_equal(loaded.net, trained())
 
 
-@works('Lightning', 'a checkpoint goes on with another balance, or without a pipeline',
+@works('Lightning', 'a checkpoint continues with another balance, or without a pipeline',
        'lightning')
 @on_the_cpu
 def test_go_on(tmp_path):
@@ -82,7 +82,7 @@ def test_go_on(tmp_path):
     assert_equal(ends[1], ends[0])
 
 
-@works('Lightning', 'a `GPipe` on several devices, with a strategy that leaves it there',
+@works('Lightning', 'a `GPipe` on several devices, with a strategy that does not move it',
        'lightning')
 @pytest.mark.accelerator
 def test_a_strategy(tmp_path, monkeypatch):

@@ -108,7 +108,7 @@ def by_trainer(make, folder, piped, checkpoint=None, **options):
     return model, run, [*notes, *predictions.flatten()]
 
 
-@works('transformers', '`Trainer` with a model of transformers that a pipeline of it is '
+@works('transformers', '`Trainer` with a model of transformers that a pipeline runs '
        '[in place of](huggingface.md#with-a-trainer): `num_items_in_batch`, accumulation, '
        '`evaluate`, `predict`, `load_best_model_at_end`, `save_model`, `resume_from_checkpoint` '
        'with the pipeline or without; `from_pretrained`, `generate`', 'transformers')
@@ -161,7 +161,7 @@ def by_accelerate(piped, folder):
     return model
 
 
-@works('Accelerate', 'a model of transformers that a pipeline of it is in place of: `prepare`, '
+@works('Accelerate', 'a model of transformers that a pipeline runs in place of: `prepare`, '
        '`accumulate`, `clip_grad_norm_`, `save_state`, `load_state`, `save_model`, autocast',
        'accelerate')
 @pytest.mark.skipif(find_spec('transformers') is None, reason="pip install -e '.[tools]'")
@@ -232,7 +232,7 @@ def by_lightning(piped, folder, steps, checkpoint=None):
     return module.model, [*notes, float(run.callback_metrics['eval'])]
 
 
-@works('Lightning', 'a model of transformers that a pipeline of it is in place of: `fit`, `log`, '
+@works('Lightning', 'a model of transformers that a pipeline runs in place of: `fit`, `log`, '
        '`validate`, clipping, the best checkpoint, `ckpt_path` with the pipeline or without',
        'lightning')
 @pytest.mark.skipif(find_spec('transformers') is None, reason="pip install -e '.[tools]'")

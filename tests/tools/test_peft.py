@@ -19,7 +19,7 @@ def adapt(model):
     return get_peft_model(model, config)
 
 
-@works('peft', '`get_peft_model(GPipe(…), LoraConfig(…))`: layers and what is in them get '
+@works('peft', '`get_peft_model(GPipe(…), LoraConfig(…))`: layers and their submodules get '
        'adapters; `modules_to_save`; train, `save_pretrained`, `PeftModel.from_pretrained`, '
        '`merge_and_unload`', 'peft')
 def test_adapters(tmp_path):

@@ -65,7 +65,7 @@ def test_train(tmp_path):
     assert run.evaluate()['eval_loss'] == pytest.approx(loss, abs=1e-6)
 
 
-@works('transformers', 'a model that says by `hf_device_map` that it has several devices is not '
+@works('transformers', 'a model with several devices in `hf_device_map` is not '
        'moved', 'transformers')
 def test_a_device_map(tmp_path, monkeypatch):
     monkeypatch.setattr(GPipe, '_apply', lambda self, *args: pytest.fail('it is moved'))
