@@ -1,4 +1,4 @@
-"""Context: where a thread is: in which cell and phase, with which skips, and who waits for it.
+"""The context of a thread: its cell, phase and skips, and the threads that wait for it.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Kinds of devices: the CPU, accelerators, and devices that have no data, and how they differ.
+"""Kinds of devices: the CPU, accelerators and devices without data.
 
 No file but this one and ``engine.stream`` asks for the type of a device; of a tensor, ``is_cpu``
 and ``is_meta`` tell it. An accelerator is whatever PyTorch takes for one and has streams: CUDA,

@@ -1,4 +1,4 @@
-"""How far two tensors are from each other, and whether that may be rounding."""
+"""The distance of two tensors, and its comparison with rounding errors."""
 import math
 from typing import Any
 

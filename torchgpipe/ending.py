@@ -1,4 +1,4 @@
-"""The end of a process: threads of gloo let go of their tensors before the interpreter ends.
+"""The end of a process: threads of gloo release their tensors before the interpreter ends.
 
 A thread of gloo holds what it has sent until after it has said that it is done, and may be the
 last that does. A tensor of Python's is let go under the lock of the interpreter. If there is none

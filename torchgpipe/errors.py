@@ -1,4 +1,4 @@
-"""Errors: notes that name the culprit, and the messages that several files share."""
+"""Errors: notes with their source, and messages that several files share."""
 
 __all__ = ['add_note', 'changed_input', 'nested', 'other_path']
 

@@ -1,4 +1,4 @@
-"""What the user holds: a module that runs a sequential model on several devices."""
+"""``GPipe``: a module that runs a sequential model on several devices."""
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager

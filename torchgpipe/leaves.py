@@ -1,4 +1,4 @@
-"""Leaves of values of any nesting: which there are, and where each one is."""
+"""Leaves of nested values, and their positions."""
 from dataclasses import fields, is_dataclass
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Locks: one for each layer, and open in a forked child whoever held them in the parent.
+"""Locks: one per layer, and always unlocked in a forked child.
 
 What may run beside what: a layer works in one thread at a time. A cell holds the locks of its
 layers from its start to its end, and so does a recomputation. So any number of threads may run and

@@ -1,4 +1,4 @@
-"""The loss of a mini-batch, computed from those of its micro-batches.
+"""The loss of a mini-batch, computed from the losses of its micro-batches.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Give values to a model that was built on the meta device, layer by layer, where each will live.
+"""Initialize a model on the meta device, layer by layer, on the device of each layer.
 
 ::
 

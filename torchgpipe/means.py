@@ -1,4 +1,4 @@
-"""What a loss is a mean over: known by its settings, or seen in the calls that it makes.
+"""The normalizer of a loss, known from its settings or from the calls that it makes.
 
 Losses of PyTorch's say what they give by their settings, ``reduction``, ``ignore_index`` and
 ``weight``. So do others that have settings of these names, but what they do with them is theirs.

@@ -1,4 +1,4 @@
-"""A model that is run by the pipeline made from it, and stays itself in all other things.
+"""A model whose forward runs in its pipeline, while its other methods stay its own.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The base of every pipeline as a module, in one process or over several.
+"""The base class of pipelines as modules, in one process or over several.
 
 [Note: Two views of the layers]
 The layers are registered as children under their own names, so that all that goes by names speaks

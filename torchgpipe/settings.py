@@ -1,4 +1,4 @@
-"""Settings of a pipeline, as data: what a plan says, and which micro-batches are checkpointed."""
+"""Settings of a pipeline as data: the values of a plan, and the checkpointed micro-batches."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

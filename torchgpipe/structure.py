@@ -1,4 +1,4 @@
-"""Values of any nesting: take the tensors out, put the value together again.
+"""Nested values: extract the tensors, and rebuild the value.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Text for people: tables, and sizes and durations with three digits."""
+"""Text output: tables, sizes, and durations with three digits."""
 from collections.abc import Sequence
 from typing import Any
 

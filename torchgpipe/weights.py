@@ -1,4 +1,4 @@
-"""Weights: the tensors of a state dict by their names, each read when it is asked for."""
+"""Weights: the tensors of a state dict by name, each read on request."""
 import json
 import os
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Find a balance: how many layers each partition gets.
+"""Balances: the number of layers in each partition.
 
 - :func:`balance_by_time` makes partitions equally fast, :func:`balance_by_size` equally large.
 - :func:`profile` measures the layers once; :meth:`Profile.balance` then gives the fastest balance

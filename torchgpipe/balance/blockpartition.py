@@ -1,4 +1,4 @@
-"""Cut a sequence of costs into blocks: the largest block as small as can be, the rest even.
+"""Split a sequence of costs into blocks: the largest block is minimal, the others are even.
 
 Both steps are exact, in integers. First the *bottleneck*, the smallest possible largest sum, by
 bisection: whether a bound can be kept is found by filling blocks greedily. Then, of all cuts that

@@ -1,4 +1,4 @@
-"""Cut a sequence of costs into blocks, of which not each fits on each device; or say why not.
+"""Split a sequence of costs into blocks with a memory limit per device, or report the excess.
 
 Which places the end of block ``j`` can have, given a bound on every block's cost, is found from
 those of block ``j-1``: each start ``a`` reaches all ends up to a furthest one. The smallest bound

@@ -1,4 +1,4 @@
-"""Count the memory of live tensors, on any device, in bytes that they asked for.
+"""Count the memory of live tensors on any device, in requested bytes.
 
 A dispatch mode sees every tensor that an operator returns, and its memory's end. The CPU's
 allocator keeps no statistics, and those of CUDA round up and count what is cached. A pipeline's

@@ -1,6 +1,6 @@
-"""Run one layer on what the layers before it gave, and see how long it takes and what it keeps.
+"""Measure the time and memory of one layer, with the output of the preceding layers as input.
 
-[Note: Who keeps an activation]
+[Note: Ownership of an activation]
 After a forward only its graph is kept, all other references are dropped, and what is still alive
 is what autograd keeps for backward. The output is a case of its own: it may be kept by this layer,
 by the next one or a later one, or by none. So its memory is followed until it has died or is found
@@ -51,7 +51,7 @@ class LayerInput:
     memory: ResultMemory
 
     def fresh(self) -> Tensor:
-        """Return a tensor to run a layer with: [Note: Who keeps an activation]."""
+        """Return a tensor to run a layer with: [Note: Ownership of an activation]."""
         tensor = self.tensor.clone()
         if not self.requires_grad:
             return tensor

@@ -1,4 +1,4 @@
-"""Measure what each layer of a sequential module costs, one layer at a time on the device.
+"""Measure the cost of each layer of a sequential module, one layer at a time on the device.
 
 So a model that is larger than the device can be profiled on it. A layer is a copy; it sees
 what the layers before gave, with their skips, and runs several times::

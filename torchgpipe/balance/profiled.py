@@ -1,4 +1,4 @@
-"""Profiles: what the layers of a model cost, and the balances that follow."""
+"""Profiles: costs of a model's layers, and balances computed from them."""
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate

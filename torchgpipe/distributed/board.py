@@ -1,4 +1,4 @@
-"""A board in the store of ``torch.distributed``: each rank says there what others have to know.
+"""A board in the store of ``torch.distributed``: short messages of each rank to the others.
 
 It has a connection of its own, as one is locked while a call on it waits.
 """

@@ -1,4 +1,4 @@
-"""Clipping: the norm of all gradients, of which each rank has some, or parts of some."""
+"""Gradient clipping by the norm of all gradients, which are spread over ranks."""
 from collections.abc import Mapping, Sequence
 
 import torch

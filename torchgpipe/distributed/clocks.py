@@ -1,4 +1,4 @@
-"""Clocks of ranks: what one rank calls now is another number elsewhere, by so much.
+"""Clock offsets between ranks.
 
 ::
 

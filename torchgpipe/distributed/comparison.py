@@ -1,4 +1,4 @@
-"""Comparison: parameters and buffers that ranks share have to be equal, to the bit.
+"""Bitwise comparison of the parameters and buffers that ranks share.
 
 ::
 

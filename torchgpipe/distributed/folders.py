@@ -1,4 +1,4 @@
-"""Folders of checkpoints: a new one replaces the last one when all ranks have written their parts.
+"""Checkpoint folders: a new one replaces the last one after all ranks have written their parts.
 
 ::
 

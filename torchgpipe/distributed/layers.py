@@ -1,4 +1,4 @@
-"""The layers of one rank: made here and nowhere else, with values that do not hang on the mesh.
+"""The layers of one rank: created on this rank only, with values independent of the mesh.
 
 ::
 

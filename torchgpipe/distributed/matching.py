@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of a model and its optimizer; what differs is named."""
+"""Match a checkpoint with a model and its optimizer; report the differences."""
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any

@@ -1,4 +1,4 @@
-"""The mesh: replicas of the data × stages of the pipeline × shards of layers, a process each.
+"""The mesh: data replicas × pipeline stages × tensor shards, one process each.
 
 ::
 

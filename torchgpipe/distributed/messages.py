@@ -1,4 +1,4 @@
-"""Messages between ranks: tensors, and what has to be known of them before they arrive.
+"""Messages between ranks: tensors, and the metadata that a receiver needs in advance.
 
 A receive takes memory of the right size. So the first time a message carries a header, for which
 its receiver waits where the receive stands in its row; from then on both know it::

@@ -1,4 +1,4 @@
-"""What the user holds on each of many processes: a pipeline over ranks, and its replicas."""
+"""``DistributedGPipe``: a pipeline over ranks and its replicas, for one process of many."""
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

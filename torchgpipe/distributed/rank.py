@@ -1,4 +1,4 @@
-"""What one rank has: its place in the mesh, its layers, and what runs them."""
+"""The state of one rank: its place in the mesh, its layers and their execution."""
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence

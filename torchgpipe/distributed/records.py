@@ -1,4 +1,4 @@
-"""Records: what each rank says of itself, and who is to blame, from what all have said."""
+"""Records: each rank's report, and the search for the failed rank in all reports."""
 import json
 import sys
 import traceback

@@ -1,4 +1,4 @@
-"""Replicas: what the gradients of several ranks become, once in a step.
+"""Replicas: reduction of the gradients of several ranks, once per step.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The start of a step: what ranks have to know of each other before the first message.
+"""The start of a step: facts that ranks exchange before the first message.
 
 A collective of a few numbers. It also tells of a rank that could not begin, as its input is wrong,
 so that no other one waits for it.

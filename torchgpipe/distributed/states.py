@@ -1,4 +1,4 @@
-"""What a checkpoint has of a model and its optimizer: entries by the names of the whole model.
+"""Entries of a checkpoint: model and optimizer state by the names of the whole model.
 
 ::
 

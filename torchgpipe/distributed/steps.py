@@ -1,4 +1,4 @@
-"""Steps and calls of a model on many ranks: how they begin on all of them, and what comes of them.
+"""Steps and calls of a model on many ranks: start on all ranks, and results.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: which modules of a model are split over ranks, by the names of modules."""
+"""Tensor parallelism: modules that are split over ranks, by their names."""
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase

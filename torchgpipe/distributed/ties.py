@@ -1,4 +1,4 @@
-"""Ties: tensors that stand in stages of several ranks, such as the weight of embedding and head.
+"""Tied tensors in stages of several ranks, such as the weight of embedding and head.
 
 Each rank has a copy of its own, which is that of the first stage at the beginning, and gets the
 sum of all gradients in each step; so all copies stay what one would be::

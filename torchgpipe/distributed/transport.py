@@ -1,4 +1,4 @@
-"""Transport between ranks: the cells of this rank's stages, and messages to those of others.
+"""Transport between ranks: the cells of this rank's stages, and messages to other ranks.
 
 Stages that are on one rank hand on tensors as in one process. What another rank has stands in the
 same places when a cell begins, put there from messages::

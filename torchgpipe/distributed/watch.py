@@ -1,4 +1,4 @@
-"""A watch: when a rank raises, dies or is stuck, all others end, and say which one and where.
+"""A watch: when a rank raises, dies or hangs, all other ranks end with an error that names it.
 
 Each rank has a thread that says each second, in the store of ``torch.distributed``, what the rank
 does. It looks at the others only when one of them has failed, or its own rank waits for long::

@@ -1,4 +1,4 @@
-"""The thread of a watch: it says what its rank does, and looks for the one that all wait for."""
+"""The thread of a watch: it reports its rank's state, and finds a rank that blocks others."""
 import os
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""Where a thread is: whether it waits for other ranks, and in which layer and line.
+"""The position of a thread: its layer and line, and whether it waits for other ranks.
 
 It is read off the frames of the thread, by another one; so it costs the thread nothing.
 """

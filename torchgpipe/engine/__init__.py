@@ -1,1 +1,1 @@
-"""The engine: takes micro-batches through partitions, and lays the way back."""
+"""The engine: execution of micro-batches in partitions, forward and backward."""

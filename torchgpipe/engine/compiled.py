@@ -1,4 +1,4 @@
-"""Compiled layers: compile what can be, and let several threads go back through it at once.
+"""Compiled layers: compile supported layers, and run their backward in several threads.
 
 Autograd has a thread for each accelerator, and gives all of them the same copy of the caller's
 context variables. Compiled code enters it in backward, which two threads can not do at once:

@@ -1,4 +1,4 @@
-"""Autograd functions that copy tensors between streams, and that let one stream wait for another.
+"""Autograd functions that copy tensors between streams, and let one stream wait for another.
 
 Between partition ``j-1`` on device A and partition ``j`` on device B, one micro-batch travels over
 a copy stream on each side, so that the compute streams go on computing::

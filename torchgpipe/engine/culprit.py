@@ -1,4 +1,4 @@
-"""The culprit of an error: which cell and layer, and the way out of what comes of a pipeline.
+"""The source of an error: its cell and layer, and the fix of errors caused by a pipeline.
 
 An error keeps its type and its traceback, which leads into the layer. What it lacks is which of
 the many cells it came from, so it gains a note (PEP 678)::

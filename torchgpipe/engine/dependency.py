@@ -1,4 +1,4 @@
-"""Nodes in the autograd graph that change no data: what comes first, and what is run again before.
+"""Nodes in the autograd graph without data: order of backward, and start of a recomputation.
 
 ``fork`` takes a phony off a tensor, ``join`` puts it onto another one. In backward, whatever comes
 before the fork waits until whatever comes after the join has been started::
@@ -148,7 +148,7 @@ class Recompute(torch.autograd.Function):
     def forward(ctx: Any, phony: Tensor, recomputation: Callable[[], Any],
                 input: tuple[Tensor, ...]) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.recomputation = recomputation  # weakly: [Note: Who owns a recomputation]
+        ctx.recomputation = recomputation  # weakly: [Note: Ownership of a recomputation]
         ctx.save_for_backward(*input)
         return phony.detach()
 

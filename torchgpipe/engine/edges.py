@@ -36,7 +36,7 @@ one has computed all of them. The edge hangs on outputs, not on inputs, because 
 tensor require grad, and the first partition would go on to compute a gradient for data that needs
 none.
 
-[Note: Outputs that stay as they are] An edge makes another tensor of an output, with a history of
+[Note: Unchanged outputs] An edge makes another tensor of an output, with a history of
 its own. Whatever else lies in the output's memory (another output, a view, what a layer keeps for
 itself) would not see in its history that a later partition changes it in place. So there is no
 edge between two partitions where the batch would stay as it is otherwise, since it neither goes to
@@ -57,7 +57,7 @@ one worker::
 
 Whether a partition draws, the first micro-batch tells that goes through it in its mode.
 
-[Note: What the caller runs]
+[Note: Work of the calling thread]
 The calling thread would have nothing to do but to wait, so it does the work of the last device
 itself: one thread less has to be woken up, which takes as long as a small layer. It does that for
 all micro-batches, since autograd goes by numbers that each thread counts for itself, see

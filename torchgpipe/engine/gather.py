@@ -1,4 +1,4 @@
-"""Put the outputs of micro-batches together to that of the mini-batch.
+"""Gather the outputs of micro-batches into the output of the mini-batch.
 
 ::
 

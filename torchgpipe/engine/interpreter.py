@@ -1,4 +1,4 @@
-"""The interpreter: each worker goes through its actions of a schedule, in order.
+"""The interpreter: each worker runs its actions of a schedule, in order.
 
 An action starts as soon as what it waits for is done. What another worker does is told by a
 message, once for each worker that waits for it::

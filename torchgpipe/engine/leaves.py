@@ -1,4 +1,4 @@
-"""Leaves: what gradients of parameters are added up in, for as long as a step takes.
+"""Leaves: tensors that accumulate gradients of parameters during a step.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The memory of tensors: changes in place, who shares it, how much it is."""
+"""The memory of tensors: in-place changes, sharing and size."""
 from collections.abc import Iterable, Sequence
 
 import torch

@@ -1,4 +1,4 @@
-"""An observer of a pipeline at work, such as a recorder: what it is told of."""
+"""Observers of a running pipeline, such as a recorder: the events that they receive."""
 from collections.abc import Callable, Sequence
 from typing import Protocol
 

@@ -1,4 +1,4 @@
-"""Offload: tensors wait in the memory of the host, and come back when they are needed.
+"""Offload: tensors move to host memory, and return before they are needed.
 
 One stream of each device carries them, beside the one that computes::
 

@@ -1,4 +1,4 @@
-"""The order of a step: what workers may not do beside each other, or in another order."""
+"""The order of a step: actions of workers that may not run concurrently or in another order."""
 from collections.abc import Sequence
 
 from torchgpipe.engine.checkpoint.attributes import are_same, state_of

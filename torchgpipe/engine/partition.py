@@ -1,4 +1,4 @@
-"""What the engine knows of a partition, and of all of them, from one forward pass to the next."""
+"""The engine's state of one partition and of all partitions, kept between forward passes."""
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

@@ -1,4 +1,4 @@
-"""Where modules, parameters and buffers stand: in which partitions, and under which names.
+"""The partitions and names of modules, parameters and buffers.
 
 One module may stand in several places, and so may one parameter or one buffer. PyTorch tells that
 by identity, and so does this package.

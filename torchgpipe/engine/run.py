@@ -1,4 +1,4 @@
-"""A run of micro-batches through partitions: what the plain call and a step have in common.
+"""A run of micro-batches through partitions: the common part of the plain call and a step.
 
 A cell starts when its partition is done with the micro-batch before, and the partition before with
 this one; so whoever runs a cell is the only one to touch its micro-batch. What differs is the
@@ -9,7 +9,7 @@ transport, how tensors come from one cell to another: over edges of a graph
     run            ──▶ cell, under the locks of its layers
     send           output, skips ──▶ wherever the next ones find them     transport
 
-[Note: Who has a tensor] A batch and a skip are the run's between cells. A cell takes a skip out
+[Note: Tensor ownership] A batch and a skip are the run's between cells. A cell takes a skip out
 of the list that it is given, so that it dies in the layer that pops it, unless a graph needs it.
 
 [Note: Changes in place] The layer that pops a skip gets it with all changes in place since its

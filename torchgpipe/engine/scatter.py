@@ -1,4 +1,4 @@
-"""Cut a mini-batch into micro-batches.
+"""Scatter a mini-batch into micro-batches.
 
 ::
 

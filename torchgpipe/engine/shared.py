@@ -1,4 +1,4 @@
-"""Shared tensors: each lives in one memory, and others have a copy of it for one forward pass.
+"""Shared tensors: each has one memory, and other devices have a copy for one forward pass.
 
 A parameter or a buffer that stands in partitions in different memories lives in that of the first
 one, its home. The others run with a copy in its place, in all of their cells and recomputations::
@@ -14,7 +14,7 @@ whoever looks at it between cells: the optimizer, hooks, the state dict. The pho
 output of micro-batch 0 at home, so that the device there waits for that sum when it has come back
 to its last micro-batch, and not before: all others would wait with it.
 
-[Note: Who may write to what is shared]
+[Note: Writes to shared tensors]
 A copy is what the parameter or buffer was when the pass began. A change of either would be lost
 on the other, so it raises at the end of the pass. In one memory, modules that share a tensor may
 not change it either, if several workers run them: each would see the other's changes for some
@@ -98,7 +98,7 @@ class SharedTensors:
             function: The function.
 
         Raises:
-            RuntimeError: Something was changed: [Note: Who may write to what is shared].
+            RuntimeError: Something was changed: [Note: Writes to shared tensors].
         """
         try:
             self._begin(put_last)

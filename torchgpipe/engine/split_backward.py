@@ -1,4 +1,4 @@
-"""Halves of a backward: gradients of weights of linear layers and convolutions are put off.
+"""Split backward: gradients of weights of linear layers and convolutions are deferred.
 
 ::
 

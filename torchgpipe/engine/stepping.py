@@ -1,4 +1,4 @@
-"""A step: forward and backward of cells, each by itself, in the order of a schedule.
+"""A step: forward and backward of separate cells, in the order of a schedule.
 
 Every cell has a graph of its own. Between two of them the step carries what autograd carries in
 the plain call::

@@ -1,4 +1,4 @@
-"""One face for the streams of accelerators and for the CPU, which has none.
+"""One interface for the streams of accelerators and for the CPU, which has no streams.
 
 Work on the CPU is done when the call returns. So a :data:`CPUStream` never has
 anything to wait for, and every function below does nothing where it meets one.

@@ -1,4 +1,4 @@
-"""Substitutes: modules have other tensors or attributes for a while, and afterwards their own.
+"""Substitutes: temporary replacement of tensors or attributes of modules.
 
 ::
 

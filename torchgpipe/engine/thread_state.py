@@ -1,4 +1,4 @@
-"""The thread-local state around a forward pass, captured once and entered again elsewhere.
+"""The thread-local state of a forward pass, captured once and entered in other threads.
 
 PyTorch keeps much of what decides a result in thread-local variables: grad mode, autocast,
 saved-tensor hooks, modes, and more. A worker is another thread, and a recomputation happens in

@@ -1,4 +1,4 @@
-"""What code written for the internals of torchgpipe 0.0.7 imports, and the engine does not use.
+"""Names that code for the internals of torchgpipe 0.0.7 imports; the engine does not use them.
 
 Some of it stands elsewhere in the engine under the same names; these modules can be imported by
 their old paths as well.

@@ -1,4 +1,4 @@
-"""Checkpointing of any function, as torchgpipe 0.0.7 had it.
+"""Checkpointing of any function, with the interface of torchgpipe 0.0.7.
 
 See [Note: How checkpointing works] in :mod:`torchgpipe.engine.checkpoint`.
 """

@@ -1,4 +1,4 @@
-"""Micro-batches as torchgpipe 0.0.7 had them, each a sequence of its tensors."""
+"""Micro-batches of torchgpipe 0.0.7, each a sequence of its tensors."""
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The pipeline of torchgpipe 0.0.7, made for each forward pass: its micro-batches and workers."""
+"""The pipeline of torchgpipe 0.0.7, created for each forward pass: micro-batches and workers."""
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Portals of torchgpipe 0.0.7: through one, a skip tensor leaves its partition and appears later.
+"""Portals of torchgpipe 0.0.7: a skip tensor leaves its partition and reappears in a later one.
 
 The autograd graph has an edge of its own for each skip, which the partitions between never see. A
 *phony* runs along it; the tensor and its gradient go through the portal::

@@ -1,4 +1,4 @@
-"""Predict what a step takes before it runs, and choose how to run it.
+"""Predict the time and memory of a step before it runs, and choose its settings.
 
 :func:`simulate` takes a schedule and what its stages cost. :func:`plan` searches balance, chunks,
 checkpoints, schedule and virtual stages for the fastest step within the devices' memory.

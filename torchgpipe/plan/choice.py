@@ -1,4 +1,4 @@
-"""A plan: how a model is to be run, and what that is predicted to take."""
+"""A plan: the settings of a pipeline, and its predicted time and memory."""
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from math import inf

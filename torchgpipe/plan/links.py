@@ -1,4 +1,4 @@
-"""Measure what copies from device to device take."""
+"""Measure the time of copies between devices."""
 import time
 from collections.abc import Sequence
 from statistics import median

@@ -1,4 +1,4 @@
-"""Measure what an action takes beside its layers: the time of the scheduler, and of Python.
+"""Measure the overhead of an action: the time of the scheduler and of Python.
 
 Workers on the CPU share the interpreter, so an action of one keeps others waiting. That is
 measured where nothing else takes time: in steps of a model with one number for each layer, of few

@@ -1,1 +1,1 @@
-"""Predictions: what a step by a schedule takes in time and memory, from what layers cost."""
+"""Predictions: time and memory of a step by a schedule, from the costs of layers."""

@@ -1,4 +1,4 @@
-"""What layers take in time and memory: each by itself, and blocks of them as stages of a step."""
+"""Time and memory of layers: of single layers, and of blocks of layers as stages of a step."""
 import math
 from bisect import bisect_right
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What the stages of a schedule cost in time and memory."""
+"""Time and memory of the stages of a schedule."""
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

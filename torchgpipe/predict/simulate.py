@@ -1,4 +1,4 @@
-"""Simulate a step: what devices do and hold at each time, given what stages cost.
+"""Simulate a step: actions and memory of devices over time, given the costs of stages.
 
 Each device goes through its row. It starts an action as soon as what that waits for has ended, on
 another device and arrived from there; copies go beside the computation, however many at a time::

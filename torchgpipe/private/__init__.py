@@ -1,4 +1,4 @@
-"""Private names of PyTorch that this package cannot do without, each with its reason.
+"""Private names of PyTorch that this package needs, each with its reason.
 
 Nothing else in the package uses a private name of PyTorch's, and importing this never fails: each
 name is looked up by :func:`torchgpipe.private.lookup.find`. Where a release does not have it,

@@ -1,4 +1,4 @@
-"""Look up a private name of PyTorch, which a release may not have."""
+"""Look up a private name of PyTorch, which a release may lack."""
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any

@@ -1,4 +1,4 @@
-"""Private names for modules, and for values of any nesting."""
+"""Private names for modules and nested values."""
 from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any

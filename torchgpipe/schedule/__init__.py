@@ -1,4 +1,4 @@
-"""Schedules as data: who does what, in which order. It needs the standard library alone.
+"""Schedules as data: the order of each device's actions. It needs the standard library alone.
 
 >>> print(make('1f1b', devices=2, micro_batches=3))
 0F0 0F1     0B0 0F2 0B1     0B2

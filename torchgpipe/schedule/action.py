@@ -1,4 +1,4 @@
-"""An action: what a device does at a time, in one stage, for one micro-batch; and its time."""
+"""An action of a device: one kind of work, in one stage, for one micro-batch; and its time."""
 import re
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""The schedules of the literature, each from its paper, for any number of micro-batches.
+"""The schedules of the literature, each with its paper, for any number of micro-batches.
 
 They differ in how many micro-batches are in flight on a device (its *warm-up*, and so its memory),
 in how many stages it has, and in whether backward is split into those of inputs and of weights.

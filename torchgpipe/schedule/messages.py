@@ -1,4 +1,4 @@
-"""Messages of a schedule whose stages are on several ranks: who sends what to whom, and when.
+"""Messages of a schedule whose stages are on several ranks: senders, receivers and order.
 
 What an action computed goes to the stages that need it: a forward's batch to the next stage, its
 skips straight to the stages that pop them; and backwards each gradient to where its tensor came

@@ -1,4 +1,4 @@
-"""A schedule: for each device the actions that it takes, in order; as data, as text, checked.
+"""A schedule: the actions of each device in order, as data and as text, with validation.
 
 What an action waits for, beside the action before it on its device::
 

@@ -1,4 +1,4 @@
-"""Sequential models from modules of any form."""
+"""Sequential models from other modules."""
 import sys
 import warnings
 from collections.abc import Callable, Iterable

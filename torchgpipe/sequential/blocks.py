@@ -1,4 +1,4 @@
-"""Which calls of a model are its blocks: repeated in depth, as the layers of a transformer are.
+"""The calls of a model that are blocks: repeated in depth, such as the layers of a transformer.
 
 ::
 

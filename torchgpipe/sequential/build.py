@@ -1,4 +1,4 @@
-"""Build layers: of the steps of each a function, and the part of the model that it calls."""
+"""Build layers: a function from the steps of each layer, and the submodules that it calls."""
 import re
 from collections.abc import Sequence
 from typing import Any

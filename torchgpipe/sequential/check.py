@@ -1,4 +1,4 @@
-"""Compare a model with what it was converted to: what they give for a sample, in both modes.
+"""Compare a converted model with the original: outputs for a sample, in both modes.
 
 Both run in copies, which have the parameters of the model itself, so gradients are of the same
 ones, and neither buffers nor the state of layers change. In training a micro-batch of the sample

@@ -1,4 +1,4 @@
-"""From a module of any form to a sequential one, with its submodules, parameters and names."""
+"""Convert a module to a sequential one with the same submodules, parameters and names."""
 import inspect
 import re
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Where a graph is cut into layers, and how values go from one to the next.
+"""Cuts of a graph into layers, and the path of values between layers.
 
 A cut is made once between two calls with weights, where least goes across.
 

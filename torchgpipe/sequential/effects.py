@@ -1,4 +1,4 @@
-"""Side effects of a forward: not on the user's model, and noticed where a graph misses them.
+"""Side effects of a forward: kept from the user's model, and detected if a graph lacks them.
 
 A model runs in copies, which have its parameters and all else for themselves. What a graph would
 not repeat is noticed: another mode, a random number that is drawn unseen, an object that changes,

@@ -1,4 +1,4 @@
-"""Errors of a conversion: the line of the user's code, what is wrong with it, and the ways out."""
+"""Errors of a conversion: the line of the user's code, the reason and the fixes."""
 import ast
 import linecache
 import os

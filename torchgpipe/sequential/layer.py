@@ -1,4 +1,4 @@
-"""A layer of a converted model: a part of its program, with the submodules that this calls.
+"""A layer of a converted model: a part of its program, with the submodules that it calls.
 
 The first one is called with the arguments of the original's forward, and takes their tensors.
 

@@ -1,4 +1,4 @@
-"""Which modules a recording does not look into: PyTorch's own layers, and those that are named."""
+"""Modules that a recording keeps whole: PyTorch's own layers, and leaves of the user."""
 import dis
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase

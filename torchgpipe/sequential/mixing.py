@@ -1,4 +1,4 @@
-"""Whether the samples of a mini-batch are mixed, so that micro-batches would give other numbers.
+"""Detect models that mix the samples of a mini-batch, so that micro-batches change the results.
 
 ::
 

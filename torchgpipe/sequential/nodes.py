@@ -1,4 +1,4 @@
-"""Nodes of a graph: functions that only a recording adds, how one is computed, what it tells."""
+"""Nodes of a graph: functions of a recording, their execution and their properties."""
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The state of an optimizer by names: from that of a model to that of its layers, and back.
+"""Optimizer state by names: from a model to its layers, and back.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Parts of a model in layers: submodules, parameters and buffers, under the names of the model.
+"""Submodules, parameters and buffers of a model in layers, under the names of the model.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Let a watcher see what a forward does: functions are replaced while it runs.
+"""Observe a forward: functions are replaced while it runs.
 
 ::
 
@@ -15,7 +15,7 @@
     swish(x)                type(Function)              refused: Swish.apply, by another name
     isinstance(x, Tensor)   isinstance                  the truth of the tensor, not of the value
 
-[Note: What is replaced for the whole process]
+[Note: Process-wide replacements]
 A name is looked up in a module or a class, which all threads have in common, or in ``builtins``;
 Python has none for one thread alone. A value can't do without: ``len`` makes a number of what
 ``__len__`` gives, ``math.sqrt`` of ``__float__``, and ``torch.zeros(n, 2)`` is refused before a

@@ -1,10 +1,10 @@
-"""Record a forward: the graph of what a module computes, made by running it once.
+"""Record a forward: the graph of a module's operations, from one run.
 
 Each step is recorded, and computed for the sample, so that a program can go its way: whether a
 mask is there, how many parts a tensor was cut into. See :mod:`torchgpipe.sequential.values` for
 what becomes of numbers, and :mod:`torchgpipe.sequential.patches` for how steps are seen.
 
-[Note: What a recording may depend on]
+[Note: Dependencies of a recording]
 The way of a program may depend on what is the same for each micro-batch. What it depends on is
 guarded in each run. It may not depend on the elements of tensors, but where the other way is an
 error, nor on whether the model is in training, nor on random numbers of Python's. It does what it

@@ -1,4 +1,4 @@
-"""Steps: what a forward computes becomes nodes of a graph, and is computed for the sample.
+"""Steps: operations of a forward become nodes of a graph, and are computed for the sample.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Values in a recording: each stands for a node of a graph, and has its value for the sample.
+"""Values in a recording: each has a node of a graph, and its value for the sample.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Guards that a single sample may pass: where a program goes another way, and does the same.
+"""Guards that a single sample may pass: branches that change the program but not its results.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Collectives in place, or without a gradient: sums, and what other ranks have.
+"""Collectives in place, or without a gradient: sums, and values of other ranks.
 
 All ranks of a group have to call the same collectives in the same order.
 """

@@ -1,4 +1,4 @@
-"""Within ``DistributedDataParallel``: shards are no copies of one tensor, and gathered rows count.
+"""Shards within ``DistributedDataParallel``: no replicas of one tensor, with weighted gradients.
 
 When it wraps a module, it sets the parameters of all ranks to those of the first one, but for
 those that it was told to leave alone. Shards would be overwritten without a word, so the first

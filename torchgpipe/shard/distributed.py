@@ -1,4 +1,4 @@
-"""Parallel groups, and the functions that move tensors within one, for autograd.
+"""Parallel groups, and autograd functions that move tensors within a group.
 
 They are two pairs, each of which is the other's backward pass. Between a full tensor, the same on
 each rank, and its shards::

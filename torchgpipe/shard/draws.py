@@ -1,4 +1,4 @@
-"""Random numbers: which ranks of a group draw the same ones."""
+"""Random numbers: the ranks of a group that draw the same ones."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

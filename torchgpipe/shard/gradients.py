@@ -1,4 +1,4 @@
-"""Gradients before a step: their mean over replicas, their norm, and the scale of the loss.
+"""Gradients before a step: mean over replicas, norm and loss scale.
 
 ::
 

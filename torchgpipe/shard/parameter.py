@@ -1,4 +1,4 @@
-"""Sharded parameters: plain ones that hold this rank's shard, and know their full tensor's shape.
+"""Sharded parameters: plain parameters with this rank's shard and the shape of the full tensor.
 
 What they know stands in attributes of the parameter.
 """

@@ -1,4 +1,4 @@
-"""Sizes: how a dimension is cut into a shard for each rank.
+"""Sizes: the length of each rank's shard of a dimension.
 
 All shards have the size of the first one, but those where the dimension ends, which are smaller,
 or empty: ``torch.chunk`` cuts like that, and so do DTensors.

@@ -1,4 +1,4 @@
-"""State dicts: shards gathered into full tensors, and full tensors cut into this rank's shards.
+"""State dicts: shards gathered into full tensors, and full tensors split into shards.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Tags: attributes of a tensor that say which dimension of it is split over the parallel group.
+"""Tags: attributes of a tensor with the dimension that is split over the parallel group.
 
 A tag is an attribute of one tensor object. What an operation makes of that tensor has none, so the
 functions of this package tag what they return, and never what they were given. Where a tag was

@@ -1,4 +1,4 @@
-"""Skip connections that go straight from the layer that stashes to the layer that pops."""
+"""Skip connections that go directly from the layer that stashes to the layer that pops."""
 from torchgpipe.skip.namespace import Namespace
 from torchgpipe.skip.skippable import (SkipGenerator, Skippable, pop, skippable, stash,
                                        verify_skippables)

@@ -1,4 +1,4 @@
-"""Run a forward that is a generator: do what it yields, resume it with the answer.
+"""Run a forward that is a generator: execute each yielded request, and resume with its result.
 
 A skippable layer's ``forward`` is a generator. It yields what it wants done, and is resumed with
 the answer; what it returns at last is the layer's output::

@@ -1,4 +1,4 @@
-"""The layout of skips: from which partition to which partition each one goes.
+"""The layout of skips: the source and destination partition of each.
 
 ::
 

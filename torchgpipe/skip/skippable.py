@@ -1,4 +1,4 @@
-"""Skippable layers: classes that declare which tensors they stash for later layers, and pop.
+"""Skippable layers: classes that declare the tensors that they stash and pop.
 
 [Note: The level called module]
 In torchgpipe 0.0.7 a skippable layer was a wrapper around the layer, its child ``module``. Here it

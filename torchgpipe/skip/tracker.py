@@ -1,4 +1,4 @@
-"""Trackers: where a thread's layers stash skip tensors, and pop them.
+"""Trackers: a thread's storage of stashed skip tensors.
 
 Each thread has a tracker at any time. It is a dictionary, and that is all that a model without a
 pipeline needs. In a pipeline each cell has one, with the skips that it pops; what is left in it in

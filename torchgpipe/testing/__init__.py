@@ -1,4 +1,4 @@
-"""Compare a model in a pipeline with the model itself: what differs, by how much, and why."""
+"""Compare a model in a pipeline with the unwrapped model: differences, sizes and reasons."""
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial

@@ -1,4 +1,4 @@
-"""Where two models differ: in which tensors after a step, and from which module on."""
+"""Differences of two models: the tensors after a step, and the first module that differs."""
 import math
 import threading
 from collections import defaultdict

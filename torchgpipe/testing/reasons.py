@@ -1,4 +1,4 @@
-"""Find out by experiments why a wrapped model has other numbers than the unwrapped one."""
+"""Determine by experiments why the results of a wrapped model differ from the unwrapped model."""
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations

@@ -1,4 +1,4 @@
-"""Train a copy of a model for some steps, wrapped or not, and record all that comes of it.
+"""Train a copy of a model for some steps, wrapped or not, and record all results.
 
 Three forms of one model, from the same state, sample and seeds::
 

@@ -1,4 +1,4 @@
-"""Timelines: what was predicted of a training step and what was measured, drawn alike."""
+"""Timelines: predicted and measured actions of a training step, drawn alike."""
 from torchgpipe.timeline.lanes import Copied
 from torchgpipe.timeline.recorder import record
 from torchgpipe.timeline.timeline import Comparison, Timeline, compare

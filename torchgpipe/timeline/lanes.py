@@ -1,4 +1,4 @@
-"""Lanes: what each device does when, and for how much of the time it works."""
+"""Lanes: the actions of each device over time, and the share of time in which it works."""
 from collections.abc import Iterable
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Marks: between which points in time a device works for an action, and where in a graph they are.
+"""Marks: start and end of an action on a device, and their places in the autograd graph.
 
 Points in time are those of the clock on the CPU, and of events in streams on accelerators.
 """

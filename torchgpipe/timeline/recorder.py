@@ -1,4 +1,4 @@
-"""Record when a pipeline does what.
+"""Record the actions of a pipeline over time.
 
 ==========================  ======================================================================
 forward, recomputation      from the first layer of a cell to its last

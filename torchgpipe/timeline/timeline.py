@@ -1,4 +1,4 @@
-"""Timelines: lanes of actions that have a time, as text, as a picture, as a trace; and two."""
+"""Timelines: lanes of timed actions, as text, picture or trace; and their comparison."""
 import json
 import os
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Checkpointing: keep a cell's input, compute its activations again in backward.
+"""Checkpointing: keep a cell's input, and recompute its activations in backward.
 
 [Note: How checkpointing works]
 The cell runs once, in grad mode, so its autograd graph is the one that the unwrapped model

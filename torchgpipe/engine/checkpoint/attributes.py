@@ -1,4 +1,4 @@
-"""Attributes of a module beside its parameters and buffers: did they change, how to put them back.
+"""Attributes of a module other than parameters and buffers: detect changes, and restore them.
 
 An attribute can be put back if it is a number, a string and the like, a tensor, or one of Python's
 containers, of any nesting; of a container, which things it holds, but not what these are made of.

@@ -1,4 +1,4 @@
-"""Random numbers: what a cell drew in its first pass, so that a recomputation draws the same.
+"""Random numbers of a cell's first pass, repeated in its recomputation.
 
 A recomputation must get the numbers of the first pass. On the CPU all threads share one random
 generator: to move it back would give another thread the same numbers again, and a draw of that

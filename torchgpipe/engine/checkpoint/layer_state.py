@@ -1,11 +1,11 @@
-"""What layers are made of when a cell runs for the first time, kept for its recomputation.
+"""The state of layers in a cell's first pass, kept for its recomputation.
 
 A recomputation is exact only if it finds what the first pass found. Buffers and frozen parameters
-are kept as they were at the start: [Note: What changes is copied, what does not costs nothing].
+are kept as they were at the start: [Note: Copy on write].
 Other attributes are kept where the layers were seen to set them. Cells of which nothing has to be
 kept share one state, as long as nobody writes to a parameter.
 
-[Note: What is told by its version]
+[Note: Tensors compared by version]
 An optimizer writes to trainable parameters while the graph is still alive; to copy these on write
 would copy the whole model. So they are copied only where a layer was seen to write to them, as an
 embedding with a largest norm does. All others must still have the version that they had when the
@@ -196,7 +196,7 @@ class CellState:
 
     Args:
         layers: The layers.
-        told: What is told by its version.
+        told: Tensors compared by version.
         versions: These versions.
     """
 

@@ -1,4 +1,4 @@
-"""What the layers of a partition were seen to do: draw random numbers, write to their state.
+"""Observed behaviour of a partition's layers: random numbers, and writes to their state.
 
 Nobody can tell from a module whether it will. So the first cell of a partition in each mode is
 watched by a dispatch mode, and later cells do only what these layers need: they record random

@@ -1,4 +1,4 @@
-"""What an operation says of itself: whether it draws, from which generator, what it writes to."""
+"""Properties of an operation: random draws, generator, and the tensors that it writes to."""
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Random operations: recorded in a first pass, and given the same numbers in a recomputation.
+"""Random operations: recorded in a first pass, repeated with the same numbers in a recomputation.
 
 See :mod:`torchgpipe.engine.checkpoint.draws` for why.
 

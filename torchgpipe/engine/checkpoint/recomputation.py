@@ -1,8 +1,8 @@
-"""Recomputation: run a checkpointed call again, and give its tensors to the first pass's graph.
+"""Recomputation: repeat a checkpointed call, and pass its tensors to the first pass's graph.
 
 See [Note: How checkpointing works] in :mod:`torchgpipe.engine.checkpoint`.
 
-[Note: Who owns a recomputation]
+[Note: Ownership of a recomputation]
 Nodes of PyTorch's own are invisible to Python's garbage collector, so no cycle may lead through
 the graph. An arrow is a strong reference::
 
@@ -278,7 +278,7 @@ class Recomputation:
         return output
 
     def forget(self) -> None:
-        """Let go of what was needed to run again: [Note: Who owns a recomputation]."""
+        """Let go of what was needed to run again: [Note: Ownership of a recomputation]."""
         del self._function, self._draws, self.layers, self._state, self._blame, self._results
 
     def _unpack(self, k: int) -> Tensor:

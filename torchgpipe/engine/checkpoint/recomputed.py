@@ -1,4 +1,4 @@
-"""Recomputed tensors: what one recomputation saves, for the nodes of one backward pass.
+"""Recomputed tensors: tensors that one recomputation saves for the nodes of one backward pass.
 
 [Note: Lifetime of a recomputed tensor]
     run ──keep──▶ RecomputedTensors.tensors[k] ──take──▶ the node that saved it ──▶ freed

@@ -1,4 +1,4 @@
-"""Put back what layers were made of in a first pass, for as long as its recomputation runs.
+"""Restore the state of layers from a first pass while its recomputation runs.
 
 What that changes must not stay changed. So while it runs, each module has another dictionary of
 attributes::

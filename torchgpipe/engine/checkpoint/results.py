@@ -1,4 +1,4 @@
-"""Results of layers that are kept out of recomputation: kept in the first pass, given again.
+"""Results of layers that are excluded from recomputation: kept in the first pass, and reused.
 
 A marked layer has a forward of the pass's own for as long as a checkpointed cell runs::
 

@@ -1,4 +1,4 @@
-"""Some elements of what a pass gave, to see whether another pass gives the same.
+"""Samples of a pass's output, which show whether another pass has the same output.
 
 [Note: Samples of other devices] To look at a number on another device than the CPU is to wait for
 that device. So samples are copied to the CPU without waiting, and compared when they have come,

@@ -1,6 +1,6 @@
-"""The value of a tensor as it was at some moment, in a copy that is made when someone writes.
+"""The value of a tensor at a given time, in a copy that the first write creates.
 
-[Note: What changes is copied, what does not costs nothing] On the CPU, a copy shares its memory
+[Note: Copy on write] On the CPU, a copy shares its memory
 with the tensor until someone writes to either (copy-on-write). A kernel has to ask before it
 writes, so this finds every change, also one that does not count as a new version of the tensor,
 and it is free for what never changes. It exists for ordinary tensors only. Others, and those on

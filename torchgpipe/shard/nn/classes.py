@@ -1,4 +1,4 @@
-"""Classes: which of them each rank of a group has, and what has to fit there.
+"""Classes: the shard of each rank of a group, and the sizes that must match it.
 
 Ranks tell each other the largest logit of each row. What else they have to know goes in the same
 collective, behind these, as numbers that each type of sums has exactly::

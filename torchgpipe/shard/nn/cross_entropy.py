@@ -1,4 +1,4 @@
-"""The cross entropy of each row of logits whose classes are spread over a group of ranks.
+"""The cross entropy of each row of logits whose classes are split over a group of ranks.
 
 A row has a share `a` of each class `c`: the weight of the class times the probability that the
 target gives it. Each rank has some of the classes. Two all-reduces bring some numbers per row

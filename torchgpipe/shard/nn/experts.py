@@ -1,4 +1,4 @@
-"""Mixtures of experts: layers of which each token uses a few, spread over the replicas' ranks.
+"""Mixtures of experts: each token uses a few experts, which are spread over the replicas' ranks.
 
 ::
 

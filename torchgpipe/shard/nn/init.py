@@ -1,4 +1,4 @@
-"""Initial values: those that one process would draw, on each rank its shard of them.
+"""Initial values: each rank gets its shard of the values of a single process.
 
 A random number depends on all that were drawn before it. So each rank draws those of the full
 tensor, a block at a time, and keeps its own. How a method of ``torch.nn.init`` sets values is

@@ -1,4 +1,4 @@
-"""Cross entropy over logits whose last dimension may be a shard, with each option of PyTorch's."""
+"""Cross entropy over logits whose last dimension may be a shard, with all options of PyTorch."""
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""Modules with shards of parameters: the class to derive from, and conversion of plain layers.
+"""Modules with sharded parameters: the base class, and the conversion of plain layers.
 
 A copy, another device or a checkpoint may put another parameter in the place of a shard, so the
 module that has it tags it again.

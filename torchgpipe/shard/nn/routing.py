@@ -1,4 +1,4 @@
-"""Routing: which tokens of all ranks have room with which expert, in one order at all scales.
+"""Routing: the tokens of all ranks that fit each expert's capacity, in one order at all scales.
 
 Tokens stand in line at the experts that they chose: first choices before second ones, and then in
 the order of ranks, and of tokens on a rank::

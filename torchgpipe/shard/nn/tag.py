@@ -1,4 +1,4 @@
-"""Layers that read or write the tag of an activation: whether it is full or this rank's shard."""
+"""Layers that read or write the tag of an activation: full, or this rank's shard."""
 from typing import Any
 
 import torch.nn.functional as F
