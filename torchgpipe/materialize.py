@@ -1,4 +1,4 @@
-"""Initialize a model on the meta device, layer by layer, on the device of each layer.
+"""Initialize a model on the meta device layer by layer, and put each layer on its device.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Tensors of a micro-batch that share memory, and in-place changes of them.
+"""Tensors of a micro-batch that share memory, or should share it, and in-place changes of them.
 
 A change in place reaches whatever lies in the same memory. In a pipeline it may not, or may reach
 too far, and then it raises, in the plain call and in a step alike::

@@ -1,4 +1,4 @@
-"""Shards within ``DistributedDataParallel``: no replicas of one tensor, with weighted gradients.
+"""Within ``DistributedDataParallel``: shards are not averaged, gathered rows have a factor.
 
 When it wraps a module, it sets the parameters of all ranks to those of the first one, but for
 those that it was told to leave alone. Shards would be overwritten without a word, so the first

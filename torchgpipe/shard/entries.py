@@ -1,4 +1,4 @@
-"""Entries of state dicts: shards as DTensors, and a check of the model's names.
+"""Entries of state dicts: shards as DTensors, and a check of names and shapes.
 
 A parameter has one entry for each of its names. In the state dict of an optimizer it has several,
 and those of its shape are shards if it is one.

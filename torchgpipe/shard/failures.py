@@ -1,4 +1,4 @@
-"""Failures: an error of one rank is raised on all ranks of its group, with the rank's name.
+"""Failures: an error of one rank is raised on all ranks of its group, with its number.
 
 Where no rank communicates, ranks ask each other whether one has raised
 (:func:`raise_on_all_ranks`). In a collective, the others wait for a rank that has raised. As soon
