@@ -137,7 +137,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _see_to_accelerators(items):
-    """Load the simulated accelerator where tests need it; skip what this machine can not run."""
+    """Load the simulated accelerator where tests need it; skip what this machine cannot run."""
     ours = [item for item in items if 'sim' in item.keywords]
     any_kind = [item for item in items if 'accelerator' in item.keywords]
     if ACCELERATOR != 'sim':
@@ -154,7 +154,7 @@ def _load_accelerator(items):
         try:
             accelerator.load()
         except RuntimeError as error:  # as with a release of PyTorch that it was not written for
-            reason = f'the simulated accelerator can not be built: {str(error).splitlines()[0]}'
+            reason = f'the simulated accelerator cannot be built: {str(error).splitlines()[0]}'
     if reason and wanted == 'required':
         for item in items:
             item.stash[MISSING] = reason

@@ -67,5 +67,5 @@ workers = _on('a worker each', 'accelerators')
 #: For tests marked as `cpu_only`.
 cpus = _on('one worker', 'a worker each')
 
-#: `@cpu_only('reason')` is for tests that have a device in them, and can not run on accelerators.
+#: `@cpu_only('reason')` is for tests that have a device in them, and cannot run on accelerators.
 cpu_only = pytest.mark.cpu_only

@@ -39,7 +39,7 @@ class Single:
 
 @dataclass(frozen=True)
 class Pair:
-    """A dataclass of two that can not be changed."""
+    """A dataclass of two that cannot be changed."""
 
     a: object
     b: object

@@ -202,7 +202,7 @@ def step_with_several_arguments(setting):
 @promise
 def refuse_unknown_keywords(setting):
     model = setting.make(joined())
-    with pytest.raises((TypeError, RuntimeError), match='can not be called|could not begin'):
+    with pytest.raises((TypeError, RuntimeError), match='cannot be called|could not begin'):
         model(setting.part(data()[0]), other=1)
 
 

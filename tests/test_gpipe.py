@@ -358,7 +358,7 @@ def test_input_that_is_refused(devices, input, error, text):
 @workers
 def test_two_positional_inputs(devices):
     model = pipe(devices=devices(2))
-    with pytest.raises(TypeError, match="the first layer, '0' .Linear., can not be called with "
+    with pytest.raises(TypeError, match="the first layer, '0' .Linear., cannot be called with "
                                         'these 2 arguments .*: too many positional arguments. '
                                         'Its forward takes .*as a skip'):
         model(torch.rand(2, 4), torch.rand(2, 4))
@@ -509,7 +509,7 @@ def test_workers_are_reused_lazy_and_end_with_the_model(devices):
     assert threads() == before
 
 
-@cpu_only('a forked process can not use the accelerators of its parent')
+@cpu_only('a forked process cannot use the accelerators of its parent')
 @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 def test_a_forked_process_starts_workers_of_its_own():
     model = pipe(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1])

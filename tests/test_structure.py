@@ -22,7 +22,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Frozen:
-    """A dataclass that can not be changed, and counts how often it is made."""
+    """A dataclass that cannot be changed, and counts how often it is made."""
 
     x: object
     rest: object = None

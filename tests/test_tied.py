@@ -579,7 +579,7 @@ def test_a_tensor_lives_where_it_is_used_first():
     assert last.weight.device == last.table.device == torch.device('cpu')
 
 
-# What can not be
+# What cannot be
 
 def scripted():
     """Return a layer of TorchScript."""

@@ -103,7 +103,7 @@ class Words(nn.Linear):
     """Return no batch: a table, a scalar, and as many tensors as there are samples."""
 
     def forward(self, x):
-        """Do so, with an object beside it that can not leave the partition."""
+        """Do so, with an object beside it that cannot leave the partition."""
         return object(), {'all': [*super().forward(x)], 'table': self.weight.t(), 'sum': x.sum()}
 
 

@@ -231,7 +231,7 @@ class DeferredBatchNorm(BatchNorm):
         if not known and not plain:
             return module
         if is_parametrized(module):
-            raise ValueError('a batch normalization with parametrizations can not be converted')
+            raise ValueError('a batch normalization with parametrizations cannot be converted')
         deferred = cls(module.num_features, module.eps, module.momentum, module.affine, chunks,
                        device='meta')
         for kind in ('_parameters', '_buffers', *HOOKS):

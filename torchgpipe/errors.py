@@ -30,7 +30,7 @@ def changed_input(input: object) -> str:
 def nested() -> RuntimeError:
     """Say that a nested tensor does not go through a checkpoint."""
     return RuntimeError(
-        'a checkpointed micro-batch can not make a nested tensor again: PyTorch takes the ragged '
+        'a checkpointed micro-batch cannot make a nested tensor again: PyTorch takes the ragged '
         'size of each new one for another size, and has no sizes for the layout torch.strided. '
         'Let a layer make it that is kept out of recomputation, torchgpipe.no_recompute(layer), '
         "with layout=torch.jagged; or use checkpoint='never' for the partitions that it is in.")

@@ -286,7 +286,7 @@ def _nothing(name: str = 'normalizer, or the loss by itself,', what: str = 'targ
 
 
 def _number(value: Any) -> float | None:
-    """Return a number that can be a count; ``None`` for what can not be one."""
+    """Return a number that can be a count; ``None`` for what cannot be one."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < inf:

@@ -98,7 +98,7 @@ def _parts(pipeline: Any, model: nn.Module, layers: dict[str, str]
 def _share(pipeline: Any, model: nn.Module, layers: dict[str, str]) -> None:
     """Let a model have the parameters and buffers of a pipeline.
 
-    They are the same, but for buffers that were moved to a device, parameters that can not be
+    They are the same, but for buffers that were moved to a device, parameters that cannot be
     moved as they are, and those of a model on the meta device.
     """
     own, slots = _own(pipeline, layers), [*named_slots(model)]

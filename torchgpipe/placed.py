@@ -3,7 +3,7 @@
 [Note: Two views of the layers]
 The layers are registered as children under their own names, so that all that goes by names speaks
 those of the module, whatever the balance. Partitions are a second view of the same layers, and no
-child. They follow where a child is replaced, as tools do that go by names; the children can not
+child. They follow where a child is replaced, as tools do that go by names; the children cannot
 follow, as nobody asks before he takes parameters from them. Where a layer has the name of an
 attribute of the class, `model.name` is the attribute, and what takes names as strings finds the
 layer. Over processes a rank has the layers of its own stages only; its other partitions are empty.

@@ -39,7 +39,7 @@ def verify_module(module: nn.Module) -> None:
     Raises:
         TypeError: It is not an :class:`torch.nn.Sequential`, or has a forward of its own.
         ValueError: It has parameters, buffers or hooks of its own, or a child has a name that it
-            can not have.
+            cannot have.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError('module must be nn.Sequential to be partitioned, but got '
@@ -63,7 +63,7 @@ def _verify_plain(module: nn.Sequential) -> None:
                          f'its layers, but this one has some of its own: {names}; move them into '
                          'the layer that uses them')
     if any(hooks_of(module)):
-        raise ValueError('a sequential module to be partitioned can not have hooks of its own; '
+        raise ValueError('a sequential module to be partitioned cannot have hooks of its own; '
                          'register them on its layers, or on the GPipe')
     for name, layer in module._modules.items():
         if layer is None:
@@ -73,7 +73,7 @@ def _verify_plain(module: nn.Sequential) -> None:
 def _verify_names(names: Iterable[str]) -> None:
     # What goes from attribute to attribute would take the one for the other without an error.
     if 'partitions' in names:
-        raise ValueError("a layer to be partitioned can not be called 'partitions', which is what "
+        raise ValueError("a layer to be partitioned cannot be called 'partitions', which is what "
                          'a GPipe calls its parts; give it another name')
 
 
@@ -82,7 +82,7 @@ def verify_shared(module: nn.Sequential, balance: Sequence[int], devices: Sequen
     """Check that what layers share can be had by all of them.
 
     Raises:
-        ValueError: A parameter or a buffer can not, on another device than that of its first
+        ValueError: A parameter or a buffer cannot, on another device than that of its first
             layer; or a layer of a GPipe among the layers stands elsewhere, too.
     """
     inner: set[nn.Module] = set()
@@ -230,7 +230,7 @@ def _resolve(device: Device) -> torch.device:
         return current_device()
     if resolved not in there:
         names = f"'{there[0]}' to '{there[-1]}'" if there else 'no accelerator'
-        raise ValueError(f"a pipeline can not run on device '{resolved}'; there are the CPU and "
+        raise ValueError(f"a pipeline cannot run on device '{resolved}'; there are the CPU and "
                          f'{names} on this machine')
     return resolved
 

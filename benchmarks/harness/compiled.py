@@ -5,7 +5,7 @@
     layers      conv  norm  relu  stash  conv  norm  pop  relu
     compiled    ───────────────          ──────────       ────
 
-Layers that stash or pop have effects that it can not see. A deferred batch norm does something
+Layers that stash or pop have effects that it cannot see. A deferred batch norm does something
 else in each micro-batch, so it would be compiled again and again.
 """
 from collections.abc import Callable

@@ -52,7 +52,7 @@ def choose_devices(n: int, schedule: str | None = None) -> list[torch.device]:
         schedule: The name of one. Where it has several partitions on a device, these are two.
 
     Raises:
-        ValueError: It can not have as many partitions.
+        ValueError: It cannot have as many partitions.
     """
     there = accelerators()
     numbers = range(n) if schedule is None else places(schedule, n)

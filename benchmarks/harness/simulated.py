@@ -25,7 +25,7 @@ def load() -> list[torch.device]:
     """Make it the accelerator of this process, and give its devices.
 
     Raises:
-        click.BadParameter: It can not be had.
+        click.BadParameter: It cannot be had.
     """
     other = torch.accelerator.current_accelerator(check_available=True)
     if other is not None and not is_simulated(other):

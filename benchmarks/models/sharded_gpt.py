@@ -28,11 +28,11 @@ def sharded_gpt(sizes: Sizes) -> GPT:
     """Return a GPT that gives the scores of this rank's tokens: (N, T, vocabulary / n).
 
     Raises:
-        ValueError: The ranks of the group can not have whole heads each.
+        ValueError: The ranks of the group cannot have whole heads each.
     """
     ranks = ts.distributed.get_group_size()
     if sizes.heads % ranks:
-        raise ValueError(f'{sizes.heads} heads can not be shared by {ranks} processes: each '
+        raise ValueError(f'{sizes.heads} heads cannot be shared by {ranks} processes: each '
                          'has as many, and whole ones')
     model = GPT(sizes)
     for pattern, style in tensor_plan().items():

@@ -1,4 +1,4 @@
-"""What can not be profiled or balanced gets an error that says why."""
+"""What cannot be profiled or balanced gets an error that says why."""
 import pytest
 import torch
 from torch import nn
@@ -45,8 +45,8 @@ def test_bad_input(function):
 @pytest.mark.parametrize('call, message', [
     (lambda m, x: balance_by_time(0, m, x, device='cpu'), 'positive'),
     (lambda m, x: balance_by_size(0, m, x, device='cpu'), 'positive'),
-    (lambda m, x: balance_by_time(2, m, x, device='cpu'), '1 layers can not be cut into 2'),
-    (lambda m, x: balance_by_size(2, m, x, device='cpu'), '1 layers can not be cut into 2'),
+    (lambda m, x: balance_by_time(2, m, x, device='cpu'), '1 layers cannot be cut into 2'),
+    (lambda m, x: balance_by_size(2, m, x, device='cpu'), '1 layers cannot be cut into 2'),
     (lambda m, x: balance_by_size(1, m, x, chunks=0, device='cpu'), 'chunks'),
     (lambda m, x: balance_by_size(1, m, x, param_scale=-1, device='cpu'), 'param_scale'),
     (lambda m, x: balance_by_time(1, m, x, timeout=-1, device='cpu'), 'timeout'),

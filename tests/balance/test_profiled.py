@@ -194,7 +194,7 @@ def test_a_balance_that_can_not_exist(limit, message):
 
 @pytest.mark.parametrize('arguments, error, message', [
     ({'partitions': 0}, ValueError, 'partitions must be a positive'),
-    ({'partitions': 3}, ValueError, '2 layers can not be cut into 3 partitions'),
+    ({'partitions': 3}, ValueError, '2 layers cannot be cut into 3 partitions'),
     ({'partitions': 1.5}, TypeError, 'partitions must be an integer'),
     ({'chunks': 0}, ValueError, 'chunks must be a positive'),
     ({'memory_limit': -1}, ValueError, 'zero or more, but is -1'),

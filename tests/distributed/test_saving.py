@@ -125,7 +125,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(layout, tmp_path):
 
 
 def staged(folder):
-    """Give how often a rank copies what it saves, and what is raised where one can not."""
+    """Give how often a rank copies what it saves, and what is raised where one cannot."""
     world, stage, calls = World('pipe'), FileSystemWriter.stage, []
 
     def count(writer, state):
@@ -182,7 +182,7 @@ def test_folders_that_are_no_checkpoints(tmp_path):
         assert re.match(r"RuntimeError: saving a checkpoint failed on ranks \[0\]: RuntimeError: "
                         r'rank 1 writes to another .*/0.own/model.saving', apart)
         assert 'empty is no checkpoint: it has no .metadata, which is written last' in empty
-        assert re.match(r'ValueError: .*/broken/.metadata can not be read', broken)
+        assert re.match(r'ValueError: .*/broken/.metadata cannot be read', broken)
         assert 'other settings on rank 1' in other
     assert 'takes the place of the whole folder' in first[3] and 'notes.txt in it' in first[3]
     assert 'as rank 0' in second[3] and 'notes.txt in it' in second[3]

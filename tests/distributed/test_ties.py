@@ -105,5 +105,5 @@ def test_a_tied_weight_that_is_frozen_on_one_rank_is_refused():
     """And a model goes on no more when it has raised something in the middle of a step."""
     for first, second in run(2, frozen_on_one):
         assert 'requires grad on 1 of them; freeze it on all, or on none' in first
-        assert second.startswith('this model can not go on')
+        assert second.startswith('this model cannot go on')
         assert second.endswith(f'It had raised RuntimeError: {first}')

@@ -107,7 +107,7 @@ def test_more_to_wait_for():
 @pytest.mark.parametrize('text, what', [
     ('', 'the schedule is empty'),
     ('0F0,0F0', '0F0 is there twice'),
-    ('0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1', 'it can not go on: 0B0 waits for 0F0, 1B0')])
+    ('0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1', 'it cannot go on: 0B0 waits for 0F0, 1B0')])
 def test_schedules_that_will_not_do(text, what):
     schedule = Schedule.parse(text)
     with pytest.raises(ValueError, match=what):
@@ -121,7 +121,7 @@ def test_costs_of_other_stages():
 
 def test_pairs_that_keep_each_other_from_going_on():
     one, other = Action(0, 'F', 0), Action(1, 'F', 0)
-    with pytest.raises(ValueError, match='can not go on with what actions wait for as well'):
+    with pytest.raises(ValueError, match='cannot go on with what actions wait for as well'):
         simulate(make('1f1b', 2, 1), Costs([StageCosts(1.0, 1.0)] * 2), [(other, one)])
 
 

@@ -71,7 +71,7 @@ def test_it_is_drawn_in_steps():
     ('0R0,0F0,0B0', '0R0 comes before 0F0'),
     ('0F0,0B0,0R0', '0B0 comes before 0R0'),
     ('0F0,0F1,0B1,0B0\n1F0,1F1,1B0,1B1', None),
-    ('0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1', 'it can not go on: 0B0 waits for 0F0, 1B0; 1F1 waits for '
+    ('0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1', 'it cannot go on: 0B0 waits for 0F0, 1B0; 1F1 waits for '
      '0F1\n0F0 +>0B0< 0F1 +0B1\n1F0 +>1F1< 1B0 +1B1')])
 def test_what_will_not_do_is_said_and_drawn(text, what):
     schedule = Schedule.parse(text)

@@ -220,7 +220,7 @@ def test_what_is_kept_in_each_run_is_refused():
 def test_models_that_can_not_be_copied_say_so():
     model = Model(halves)
     model.lock = threading.Lock()
-    with pytest.raises(ConversionError, match='can not be copied'):
+    with pytest.raises(ConversionError, match='cannot be copied'):
         to_sequential(model, sample())
     model = nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 6)), nn.Linear(6, 6))
     check(model, sample())
@@ -352,7 +352,7 @@ def test_what_can_not_be_followed_for_draws_of_numpy_s_says_so():
         numpy.put_along_axis(mask, numpy.array(places), 1, -1)
         return x * torch.tensor(mask, dtype=x.dtype)
 
-    with pytest.raises(ConversionError, match=r'can not be followed \(.*\); it draws random '
+    with pytest.raises(ConversionError, match=r'cannot be followed \(.*\); it draws random '
                        r'numbers of Python or NumPy, .*SpecAugment .*apply_spec_augment = False'):
         to_sequential(Model(masks), sample())
 

@@ -228,7 +228,7 @@ def test_a_leaf_with_most_of_the_model_is_no_way_out():
 
     for width in (2, 60):
         model = nn.Sequential(nn.Linear(6, 6), Body(by_an_element, width))
-        with pytest.raises(ConversionError, match=r"'1' \(Body\) can not") as caught:
+        with pytest.raises(ConversionError, match=r"'1' \(Body\) cannot") as caught:
             to_sequential(model, sample())
         assert ("leaves=['1']" in str(caught.value)) == (width == 2)
         assert 'write that part of ' in str(caught.value)

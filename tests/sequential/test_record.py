@@ -286,7 +286,7 @@ WRONG = [by_elements, by_an_element, by_a_draw, set_aside, without_gradients,
 def test_what_can_not_be_followed_names_the_line(function):
     model = Model(function)
     state, known = copy.deepcopy(model.state_dict()), dict(model.__dict__)
-    with pytest.raises(ConversionError, match=r'Model can not be converted') as caught:
+    with pytest.raises(ConversionError, match=r'Model cannot be converted') as caught:
         to_sequential(model, sample())
     message = str(caught.value)
     assert 'test_record.py, line' in message and f'in {function.__name__}' in message
@@ -503,7 +503,7 @@ def test_a_program_for_one_batch_size_is_found_out():
     def by_batch(m, x):
         return torch.stack([x[i] for i in range(x.shape[0])])
 
-    with pytest.raises(ConversionError, match='can not be cut into micro-batches'):
+    with pytest.raises(ConversionError, match='cannot be cut into micro-batches'):
         to_sequential(Model(by_batch), sample())
     one = to_sequential(Model(by_batch), sample()[:1])  # of which there is no half
     with pytest.raises(ValueError, match=r'shape\[0\] was 1; it is 4 now'):

@@ -49,7 +49,7 @@ def test_a_size_that_is_looked_up_or_written_is_checked(function):
 
 @alone
 def test_a_batch_size_in_a_text_is_found_out():
-    with pytest.raises(ConversionError, match='can not be cut into micro-batches'):
+    with pytest.raises(ConversionError, match='cannot be cut into micro-batches'):
         to_sequential(Model(by_type_in_text), sample())
 
 
@@ -188,7 +188,7 @@ def test_a_program_that_goes_by_elements_where_it_is_not_recorded():
     model, x = Model(masked), sample()
     assert len(to_sequential(model, x)) == 2
     assert len(to_sequential(model.to('meta'), x.to('meta'))) == 2
-    with pytest.raises(ConversionError, match='can not be followed .RuntimeError: .*3. X .6'):
+    with pytest.raises(ConversionError, match='cannot be followed .RuntimeError: .*3. X .6'):
         to_sequential(model, x.to('meta')[:, :3])
 
 

@@ -87,7 +87,7 @@ def test_a_checkpoint_has_the_names_of_the_plain_model_and_is_refused_by_another
 
 
 def fails(folder):
-    """Save what can not be saved on one rank, and read what is not there on one."""
+    """Save what cannot be saved on one rank, and read what is not there on one."""
     _, sharded = pair(Net)
     optimizer = optimizers(sharded.parameters())[0]
     if dist.get_rank() == 1:

@@ -259,7 +259,7 @@ def fails(how):
 
 
 class Failing:
-    """The module, but that memory for the second tensor can not be had."""
+    """The module, but that memory for the second tensor cannot be had."""
 
     left = 3
 

@@ -105,7 +105,7 @@ def refusals():
         with pytest.raises(RuntimeError, match='ts.distributed.init_process_group'):
             call()
     for size in (0, 3, 8, -2):
-        with pytest.raises(ValueError, match=f'4 processes can not .* groups of {size}:'):
+        with pytest.raises(ValueError, match=f'4 processes cannot .* groups of {size}:'):
             ts.distributed.init_process_group(size)
     ts.distributed.init_process_group(2)
     with pytest.raises(RuntimeError, match='already, of 2'):

@@ -88,7 +88,7 @@ def check_partitions(sequence: Sized, partitions: int) -> None:
     """Raise if a number of partitions is none, or a sequence is too short for it."""
     if len(sequence) < positive(partitions, 'partitions'):
         raise ValueError(f'sequence is shorter than intended partitions: {len(sequence)} layers '
-                         f'can not be cut into {partitions} partitions of one layer at least; '
+                         f'cannot be cut into {partitions} partitions of one layer at least; '
                          'ask for fewer partitions; or, where to_sequential has made the layers, '
                          "for more of these: grain='layer'")
 
@@ -145,7 +145,7 @@ def _windows(prefix: list[int], partitions: int, bound: int) -> list[tuple[int, 
 
 def _most_even(prefix: list[int], partitions: int, bound: int) -> list[int]:
     """Find the cuts that keep the bound and have the least sum of squares."""
-    # Squares of lengths come second: they can not outweigh one unit of the squares of sums.
+    # Squares of lengths come second: they cannot outweigh one unit of the squares of sums.
     weight = len(prefix) ** 2
     squares = [weight * total * total + a * a for a, total in enumerate(prefix)]
     weighted = [2 * weight * total for total in prefix]

@@ -187,7 +187,7 @@ def save_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | No
     Raises:
         FileExistsError: The folder has other things in it.
         ValueError: The optimizer has other parameters.
-        RuntimeError: It can not be written.
+        RuntimeError: It cannot be written.
     """
     path = resolved(folder)
     state = _contents(module, optimizer, {}, _ALONE, _devices(module),
@@ -218,7 +218,7 @@ def load_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | No
     Raises:
         FileNotFoundError: There is no checkpoint.
         ValueError: It is of another model, or of another optimizer.
-        RuntimeError: It can not be read.
+        RuntimeError: It cannot be read.
     """
     where, metadata = opened(resolved(folder))
     check_files(where, metadata)

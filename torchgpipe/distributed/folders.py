@@ -97,7 +97,7 @@ def _metadata(file: Path) -> Metadata:
         if (body or hasattr(found, 'files')) and own != b'%08x' % zlib.crc32(body):
             raise ValueError('it has other bytes than were written')
     except Exception as error:
-        raise ValueError(f'{file} can not be read, so that this is no checkpoint: '
+        raise ValueError(f'{file} cannot be read, so that this is no checkpoint: '
                          f'{type(error).__name__}: {error}') from error
     return found
 

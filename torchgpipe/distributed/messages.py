@@ -193,7 +193,7 @@ def _other(message: Message, known: Header, header: Header) -> str:
     return (f'what stage {message.action.stage} sends to stage {message.stage} for micro-batch '
             f'{message.action.micro_batch} is {_text(header)}, but in an earlier step with equal '
             f'inputs it was {_text(known)}; the other rank has made room for that. Shapes that '
-            'depend on values can not cross to another rank: let layers pad to a size that the '
+            'depend on values cannot cross to another rank: let layers pad to a size that the '
             'input decides, or put both layers into one stage')
 
 

@@ -272,7 +272,7 @@ class DistributedGPipe(Placed):
         Raises:
             FileExistsError: The folder has other things in it.
             ValueError: The optimizer has other parameters.
-            RuntimeError: A rank can not write its part.
+            RuntimeError: A rank cannot write its part.
         """
         self.partitions  # Where a layer has been replaced, the rank follows.
         return checkpoints.save(self, self._rank, folder, optimizer, extra, wait,
@@ -295,7 +295,7 @@ class DistributedGPipe(Placed):
         Raises:
             FileNotFoundError: There is no checkpoint.
             ValueError: It is of another model, or of another optimizer.
-            RuntimeError: A rank can not read its part, or could not begin.
+            RuntimeError: A rank cannot read its part, or could not begin.
         """
         return checkpoints.load(self, self._rank, folder, optimizer, extra)
 

@@ -241,7 +241,7 @@ class Rank:
     def copied(self, made: dict[str, Any]) -> 'Rank':
         """Return the same rank with copies of its layers, which share the groups of processes."""
         if self.replicas.shards:
-            raise TypeError("parameters that are spread over replicas (data='shard') can not be "
+            raise TypeError("parameters that are spread over replicas (data='shard') cannot be "
                             'copied with their model: save(folder), and load it into another one')
         new = copy(self)
         new.made, new.replaced, new.saving = made, [*self.replaced], None

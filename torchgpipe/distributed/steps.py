@@ -206,7 +206,7 @@ class Steps:
     def _begin(self, input: Any, what: str, ready: Callable[[], Any], gathers: bool) -> _Start:
         """Cut the input on ranks that have it, and let all know of it."""
         if self._failed:
-            raise RuntimeError('this model can not go on, as a rank failed in the middle of an '
+            raise RuntimeError('this model cannot go on, as a rank failed in the middle of an '
                                'earlier step, where others wait for its messages: start again '
                                f'from a checkpoint. It had raised {self._failed}')
         rank, model = self._rank, self._model

@@ -9,7 +9,7 @@ does. It looks at the others only when one of them has failed, or its own rank w
     rank 2    waits ───────────────────────────── named error, or exit status 70
 
 A main thread that the backend tells of a closed connection raises an error that names the rank.
-One that is still stuck after a time of grace can not be woken, so its process ends.
+One that is still stuck after a time of grace cannot be woken, so its process ends.
 """
 import os
 import threading

@@ -16,7 +16,7 @@ from torchgpipe.schedule.messages import Message
 
 __all__ = ['EXIT', 'GRACE', 'Own', 'Watcher']
 
-#: With what status a process ends that can not be woken.
+#: With what status a process ends that cannot be woken.
 EXIT = 70
 
 #: For so many seconds a rank looks for the culprit, and lets its main thread end by itself.
@@ -193,7 +193,7 @@ class Watcher:
             self._end(now)
 
     def _blame(self, now: float, late: bool) -> tuple[str, bool]:
-        """Return who is to blame for that the main thread can not go on, and whether it is sure.
+        """Return who is to blame for that the main thread cannot go on, and whether it is sure.
 
         Args:
             now: The time.

@@ -235,7 +235,7 @@ def changed_in_place(what: str) -> str:
     """Say what is wrong with a change in place that a skip should have seen, and did not."""
     return (f'{what} was changed in place between its stash and its pop, in another partition '
             'than the one that stashed it. Without a pipeline, the layer that pops would see that '
-            'change; here it can not. Use an operation that is not in place, or stash a copy: '
+            'change; here it cannot. Use an operation that is not in place, or stash a copy: '
             "stash('name', tensor.clone()).")
 
 

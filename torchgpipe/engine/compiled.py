@@ -1,7 +1,7 @@
 """Compiled layers: compile supported layers, and run their backward in several threads.
 
 Autograd has a thread for each accelerator, and gives all of them the same copy of the caller's
-context variables. Compiled code enters it in backward, which two threads can not do at once:
+context variables. Compiled code enters it in backward, which two threads cannot do at once:
 "cannot enter context". A pipeline is what lets them try.
 """
 from collections.abc import Callable, Iterable, Sequence
@@ -54,7 +54,7 @@ def compiled(layers: nn.Sequential, *args: Any, **kwargs: Any) -> Callable[..., 
         *args: Those of :func:`torch.compile`.
         **kwargs: And these.
     """
-    # PyTorch gives up a loop for one layer that it can not compile.
+    # PyTorch gives up a loop for one layer that it cannot compile.
     is_left = [hasattr(layer.forward, '_torchdynamo_disable') for layer in layers]
     runs = [partial(torch.compile(_own_code(_run), *args, **kwargs), layers,
                     tuple([name for name, _ in group]))

@@ -46,7 +46,7 @@ def _place(x: Tensor) -> tuple[object, ...]:
 
 
 def check_nested(x: Tensor) -> None:
-    """Refuse a nested tensor of the layout whose sizes can not be asked for."""
+    """Refuse a nested tensor of the layout whose sizes cannot be asked for."""
     if x.layout is torch.strided:
         raise nested()
 

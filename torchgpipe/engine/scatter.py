@@ -144,7 +144,7 @@ def _not_cut(name: str, x: Tensor, dim: int) -> ValueError:
     else:
         why = (f'has no dimension {dim} (its shape is {tuple(x.shape)})',
                'say where its batch is by batch_dim')
-    return ValueError(f'{name} {why[0]}, so it can not be split into micro-batches; {why[1]}, or '
+    return ValueError(f'{name} {why[0]}, so it cannot be split into micro-batches; {why[1]}, or '
                       'mark it as the same for all micro-batches: NoChunk(tensor)')
 
 
@@ -215,7 +215,7 @@ def check_arguments(name: str, layer: nn.Module, input: Arguments) -> None:
         signature.bind(*input.args, **input.kwargs)
     except TypeError as error:
         raise TypeError(
-            f"the first layer, '{name}' ({type(layer).__name__}), can not be called with these "
+            f"the first layer, '{name}' ({type(layer).__name__}), cannot be called with these "
             f'{len(input.args)} arguments and keywords {sorted(input.kwargs)}: {error}. Its '
             f'forward takes {signature}. What the model is called with goes to its first layer '
             'alone; what later layers need travels in the value that each layer returns, such as '

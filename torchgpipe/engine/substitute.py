@@ -37,7 +37,7 @@ def entry(holder: Any, name: str, value: Any) -> Swap:
 class substituted:
     """A context in which substitutes are in their places."""
 
-    # One of `contextlib` sets the traceback of an error, and so fails where it can not be set.
+    # One of `contextlib` sets the traceback of an error, and so fails where it cannot be set.
     __slots__ = ('_swaps',)
 
     def __init__(self, swaps: Sequence[Swap]) -> None:

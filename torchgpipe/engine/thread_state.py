@@ -135,7 +135,7 @@ class ThreadState(NamedTuple):
         is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         if is_traced or (self.dispatch_modes and proxy_mode() is not None):
             raise RuntimeError(
-                'a GPipe can not be traced (torch.jit.trace, make_fx, torch.export): a trace '
+                'a GPipe cannot be traced (torch.jit.trace, make_fx, torch.export): a trace '
                 'would hold for one batch size, and miss what runs in other threads. Trace the '
                 'sequential module that was wrapped')
         if threads and self.transformed:
@@ -146,7 +146,7 @@ class ThreadState(NamedTuple):
                 "checkpoint='never'")
         if self.grad and self.dispatch_modes and allows_mutation():
             raise RuntimeError(
-                'a GPipe can not be called in torch.autograd.graph.'
+                'a GPipe cannot be called in torch.autograd.graph.'
                 'allow_mutation_on_saved_tensors(): that one knows a saved tensor by the address '
                 'where it begins, so it misses micro-batches, which are parts of a tensor, and '
                 'takes one for another that had the address before; gradients would be wrong. '

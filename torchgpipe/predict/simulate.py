@@ -122,7 +122,7 @@ def simulate(schedule: Schedule, costs: Costs, pairs: Iterable[tuple[Action, Act
         pairs: Actions of which the second one waits for the first one as well.
 
     Raises:
-        ValueError: The costs are for another number of stages, or the schedule can not go on.
+        ValueError: The costs are for another number of stages, or the schedule cannot go on.
     """
     if not any(schedule.rows):
         raise ValueError('the schedule is empty')
@@ -134,7 +134,7 @@ def simulate(schedule: Schedule, costs: Costs, pairs: Iterable[tuple[Action, Act
     times = _run(schedule, _seconds(schedule, costs), _waits(costs, places), pairs)
     if times is None:
         schedule.validate()
-        raise ValueError('the schedule can not go on with what actions wait for as well')
+        raise ValueError('the schedule cannot go on with what actions wait for as well')
     timed = tuple(Timed(device, action, *times[action])
                   for device, row in enumerate(schedule.rows) for action in row)
     return Simulation(timed, costs, len(schedule.rows))

@@ -125,7 +125,7 @@ class Schedule:
         if stuck:
             waiting = '; '.join(f'{action} waits for {_names(waits_for(action, self._all()))}'
                                 for action in stuck)
-            raise self._wrong('it can not go on: ' + waiting, stuck)
+            raise self._wrong('it cannot go on: ' + waiting, stuck)
 
     def _all(self) -> set[Action]:
         return {action for row in self.rows for action in row}

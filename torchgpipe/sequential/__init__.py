@@ -87,10 +87,10 @@ def to_sequential(module: nn.Module, sample: Any = None, *, grain: str = 'block'
         parameters gives a warning.
 
     Raises:
-        ConversionError: The forward can not be followed: the message shows the line, and the way
+        ConversionError: The forward cannot be followed: the message shows the line, and the way
             out. Or the numbers are not those of the module, or not those of micro-batches.
         TypeError: Something is of the wrong type.
-        ValueError: The model has no such leaf, or the sample can not be cut into micro-batches.
+        ValueError: The model has no such leaf, or the sample cannot be cut into micro-batches.
     """
     check_rules(batch_dim, gather)
     converted = convert(module, UNKNOWN if sample is None else sample, leaves, grain,
@@ -98,7 +98,7 @@ def to_sequential(module: nn.Module, sample: Any = None, *, grain: str = 'block'
     largest = next((each for each in converted.wholes if each.warns), None)
     if largest is not None:
         warnings.warn(f'most of {type(module).__name__} is in one of its {len(converted)} layers, '
-                      f'so partitions can not be even: {largest}. Let the part that is to blame '
+                      f'so partitions cannot be even: {largest}. Let the part that is to blame '
                       'be a smaller submodule', stacklevel=2)
     if check_sample and sample is not None:
         _check(module, converted, sample, batch_dim, gather,

@@ -164,7 +164,7 @@ def fails_by_size(does: Callable[[], bool], failure: type[Exception]) -> Iterato
     except failure as error:
         if not does():
             raise
-        raise ConversionError('the model can not be cut into micro-batches as it is, since its '
+        raise ConversionError('the model cannot be cut into micro-batches as it is, since its '
                               f'program goes by their size: {error}') from error
 
 
@@ -181,7 +181,7 @@ def _fails_by_mode(converted: nn.Module, sample: Any, training: bool) -> Iterato
         here, there = ('training', 'evaluation') if training else ('evaluation', 'training')
         raise ConversionError(
             'the converted model fails in one mode: a submodule gives something else in training '
-            f'than in evaluation, and what goes on with it was recorded in {there} and can not do '
+            f'than in evaluation, and what goes on with it was recorded in {there} and cannot do '
             f'so in {here}: {error.__cause__ or error}. If it gives a cache in evaluation, '
             'go without: model.config.use_cache = False, for XLNet model.config.use_mems_eval = '
             'False, or use_cache=False in the call. Else let it give the same in both modes, as '

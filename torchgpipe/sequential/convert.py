@@ -233,7 +233,7 @@ def _raise_again(error: Exception, root: nn.Module, tracer: ForwardTracer) -> No
             raise NeedsLeaf('its program goes by the training mode, and can be followed in one '
                             'mode only', *asking) from None
         raise error
-    why = [f'it can not be followed ({type(error).__name__}: {error})']
+    why = [f'it cannot be followed ({type(error).__name__}: {error})']
     tracer.draws.check(why.append)  # What is drawn may be what could not be followed.
     raise refused(root, '; '.join(why), line_of_error(error.__traceback__),
                   tracer.inner) from error

@@ -37,7 +37,7 @@ def copied(module: TModule) -> TModule:
     """Return a copy of a module, with its very parameters, and tensors that belong to a graph.
 
     Raises:
-        ConversionError: It can not be copied.
+        ConversionError: It cannot be copied.
     """
     memo: dict[int, Any] = {id(x): x for x in module.parameters()}
     for each in module.modules():
@@ -50,7 +50,7 @@ def copied(module: TModule) -> TModule:
         return copy.deepcopy(module, memo)
     except Exception as error:
         raise ConversionError(
-            f'{type(module).__name__} can not be converted: it can not be copied, to be tried out '
+            f'{type(module).__name__} cannot be converted: it cannot be copied, to be tried out '
             f'without a change of it ({type(error).__name__}: {error}). Convert it before it was '
             'called, or without what keeps it from being copied') from error
 
@@ -182,7 +182,7 @@ _SOMEWHERE = 'a cache, a global or an object'
 def held_beyond(where: str = _SOMEWHERE) -> ConversionError:
     """Return the error that a value is used after its recording is over, or held somewhere."""
     return ConversionError(
-        f'the model can not be converted: its forward keeps what it computes in {where}, and each '
+        f'the model cannot be converted: its forward keeps what it computes in {where}, and each '
         'run would do so again. Name the submodule that does as a leaf: '
         'to_sequential(model, sample, leaves=[…])')
 

@@ -48,7 +48,7 @@ OF_MASKS = {
 
 
 class ConversionError(ValueError):
-    """A module can not be converted; the message says where, why, and what to do."""
+    """A module cannot be converted; the message says where, why, and what to do."""
 
 
 class NeedsLeaf(Exception):
@@ -60,7 +60,7 @@ class NeedsLeaf(Exception):
 
 def refused(root: nn.Module, why: str, line: str, inner: str | None, hint: str = '',
             more: str = '') -> ConversionError:
-    """Return the error that a module can not be converted.
+    """Return the error that a module cannot be converted.
 
     Args:
         root: The model.
@@ -82,7 +82,7 @@ def refused(root: nn.Module, why: str, line: str, inner: str | None, hint: str =
                 'to_sequential(model, sample, leaves=[…])')
     what = f"'{inner}' ({type(module).__name__})" if inner else type(module).__name__
     return ConversionError(
-        f'{what} can not be converted: {why}\n\n{line}\n\nWay out: {hint}{more}')
+        f'{what} cannot be converted: {why}\n\n{line}\n\nWay out: {hint}{more}')
 
 
 def _of_its_kind(root: nn.Module, name: str) -> str:

@@ -16,7 +16,7 @@ samples need not be mixed: a mean over tokens that are not padding is a mean of 
 that nobody knows. So a half is repeated: for once, twice and three times the same samples, a sum
 grows evenly, and a mean by any weights stays the same. A loss that compares each sample with all
 others does neither: a contrastive one grows as log(1), log(2), log(3) by what it compares with.
-Such a model is refused. What can not be told apart, as a loss of the hardest pair or a variance,
+Such a model is refused. What cannot be told apart, as a loss of the hardest pair or a variance,
 gives a warning. A rule of ``GPipe(…, gather=…)`` puts halves together instead; a number that
 differs is refused.
 """
@@ -86,7 +86,7 @@ def check_mixing(known: Evaluated, sample: Any, halves: Sequence[Any], sizes: Se
 
 def _mixes(different: list[str], batch_dim: Any) -> ConversionError:
     return ConversionError(
-        'the samples of a mini-batch are mixed, so the model can not be cut into micro-batches'
+        'the samples of a mini-batch are mixed, so the model cannot be cut into micro-batches'
         f' (batch_dim={batch_dim!r}): in evaluation, halves of the sample give other numbers '
         f'than all of it: {first_of(different)}. If the batch is in another dimension, say so: '
         'to_sequential(…, batch_dim=1) and GPipe(…, batch_dim=1). If an argument is the same for '
@@ -138,7 +138,7 @@ def _check_plain_values(given: Sequence[dict[Path, Any]]) -> None:
             name, (whole, *parts) = _name(path), found
             raise ConversionError(
                 f'a plain value that the model gives goes by the samples, or by their number, and '
-                f'a pipeline can not put those of micro-batches together: {name} is {whole!r} for '
+                f'a pipeline cannot put those of micro-batches together: {name} is {whole!r} for '
                 f'the sample and {", ".join(map(repr, parts))} for halves. Compute it of what the '
                 'pipeline gives or is called with; or give a tensor with an element for each '
                 'sample. check_sample=False does not look')

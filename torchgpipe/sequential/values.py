@@ -7,7 +7,7 @@
     if T > 5:                    concretized: the graph gets a guard that T > 5 is true again
     check(ok, f'got {T}')        a message, which nothing goes by: its text is that for the sample
 
-A tensor can not be concretized, as another one would be another way through the program.
+A tensor cannot be concretized, as another one would be another way through the program.
 """
 import operator
 import sys

@@ -52,7 +52,7 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
     Raises:
         ValueError: A sharded parameter, or a state of the optimizer, has not the shape of this
             rank's shard.
-        RuntimeError: A rank can not write its shard, or failed otherwise; it is named.
+        RuntimeError: A rank cannot write its shard, or failed otherwise; it is named.
     """
     import torch.distributed.checkpoint as dcp
 

@@ -143,7 +143,7 @@ def _end(ddp: nn.Module, args: Any, output: Any) -> Any:
         raise TypeError(
             'features are gathered behind DistributedDataParallel, which gives '
             f'{type(output).__name__} with something in it that is no tensor, tuple, list, dict, '
-            'dataclass or plain value, so that its features can not be found: let it give '
+            'dataclass or plain value, so that its features cannot be found: let it give '
             'tensors') from error
     return structure([counted(x) if x.grad_fn is not None and x.dim() else x for x in tensors])
 
@@ -162,7 +162,7 @@ def of_own_rows(x: Tensor, dim: int) -> bool:
     if not torch.is_grad_enabled():
         raise ValueError(
             'rows are gathered within DistributedDataParallel where no gradient is recorded, and '
-            'it can not be told what a gradient has to count: under torch.no_grad, in a '
+            'it cannot be told what a gradient has to count: under torch.no_grad, in a '
             'checkpoint or in a pipeline. Use checkpoint(…, use_reentrant=False), or gather '
             'behind DistributedDataParallel; what needs no gradient goes by '
             'torch.distributed.all_gather')

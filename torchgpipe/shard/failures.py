@@ -103,7 +103,7 @@ def complete(start: Callable[[], Any], group: ProcessGroup, on_cpu: bool) -> Non
 
 
 def _wait(work: Any, group: ProcessGroup) -> None:
-    """Wait for what is under way, but not for what can not come to its end any more."""
+    """Wait for what is under way, but not for what cannot come to its end any more."""
     while True:
         try:
             work.wait(LOOK)
@@ -147,7 +147,7 @@ def compare(facts: str, group: ProcessGroup) -> None:
     """Raise on all ranks of a group, in the debug mode, if one has something else in mind.
 
     In that mode PyTorch compares which collectives ranks call, and the shapes and types of what
-    they send. This is for what can not be seen there.
+    they send. This is for what cannot be seen there.
 
     Raises:
         RuntimeError: Facts differ. The message names the ranks.

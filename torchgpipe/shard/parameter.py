@@ -42,7 +42,7 @@ class Layout:
         setattr(parameter, _GLOBAL_SHAPE, torch.Size(self.shape))
 
     def check(self, name: str, parameter: Tensor) -> None:
-        """Raise if a parameter can not stand for this one."""
+        """Raise if a parameter cannot stand for this one."""
         if list(parameter.shape) != self.local_shape():
             raise ValueError(
                 f'{name} has the shape {tuple(parameter.shape)}; the shard of rank '
@@ -51,7 +51,7 @@ class Layout:
         if is_tagged(parameter) and storage_dim(parameter) != self.storage:
             raise ValueError(
                 f'{name} is split along dimension {self.storage} in memory, and this parameter '
-                f'along {storage_dim(parameter)}: it can not stand for it')
+                f'along {storage_dim(parameter)}: it cannot stand for it')
 
 
 def knows_shape(parameter: Tensor) -> bool:

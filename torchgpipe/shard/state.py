@@ -105,7 +105,7 @@ def collect_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, 
         rank0_only, device: As for :func:`collect_state_dict`.
 
     Raises:
-        ValueError: A sharded parameter has a state of another shape, so that it can not be known
+        ValueError: A sharded parameter has a state of another shape, so that it cannot be known
             how it is to be gathered; or the optimizer has other parameters.
         RuntimeError: As for :func:`collect_state_dict`.
     """

@@ -119,7 +119,7 @@ def _make(group_size: int, timeout: timedelta | None) -> World:
     size = number if group_size == -1 else group_size
     if size < 1 or number % size:
         raise ValueError(
-            f'{number} processes can not be cut into groups of {group_size}: a group size divides '
+            f'{number} processes cannot be cut into groups of {group_size}: a group size divides '
             'the number of processes, or is -1 for one group of all')
     grid = torch.arange(number).view(-1, size)
     # Every rank makes all groups, in the same order, as torch.distributed demands.

@@ -199,7 +199,7 @@ def _derive(base: type[Any], stashable: frozenset[str], poppable: frozenset[str]
                 derived.stashable_names, derived.poppable_names) == (stashable, poppable):
             return derived
 
-    @partial(uncompiled, recursive=False)  # PyTorch can not compile a generator.
+    @partial(uncompiled, recursive=False)  # PyTorch cannot compile a generator.
     @wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         generator = base.forward(self, *args, **kwargs)

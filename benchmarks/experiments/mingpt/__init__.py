@@ -36,10 +36,10 @@ def mingpt(numbers: tuple[int, ...], steps: int, output: str, width: int, heads:
     one that is not that of the plain model is an error.
     """
     if width % heads:
-        raise click.ClickException(f'--heads {heads} can not share --width {width} equally')
+        raise click.ClickException(f'--heads {heads} cannot share --width {width} equally')
     for n in numbers:
         if heads % n:
-            raise click.ClickException(f'--processes {n} can not share --heads {heads} equally')
+            raise click.ClickException(f'--processes {n} cannot share --heads {heads} equally')
     text = TEXT.read_text()
     sizes = Sizes(len({*text}), context, width, heads, depth, tied=False)
 

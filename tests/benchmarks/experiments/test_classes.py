@@ -1,4 +1,4 @@
-"""Classes: the table once, with sizes that can not be divided."""
+"""Classes: the table once, with sizes that cannot be divided."""
 import json
 
 import pytest

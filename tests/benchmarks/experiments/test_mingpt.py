@@ -63,7 +63,7 @@ def test_it_is_the_same_model():
         whole = 5 * 8 + 3 * 16 + 8 + 8
         halves = (8 + 1) * 24 // 2 + 8 * 8 // 2 + (8 + 1) * 32 // 2 + 32 * 8 // 2
         assert pair.call('parameters') == [whole + halves + 2 * size * 8 for size in (4, 3)]
-        with pytest.raises(Exception, match='3 heads can not be shared by 2 processes'):
+        with pytest.raises(Exception, match='3 heads cannot be shared by 2 processes'):
             pair.call('odd_heads')
 
 

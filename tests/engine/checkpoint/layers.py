@@ -134,7 +134,7 @@ LAZY = 'PyTorch moves lazy parameters to none of the backends that are not its o
 
 
 def skip_unless_movable(name, devices):
-    """Skip a test of an odd layer that the simulated accelerator can not have."""
+    """Skip a test of an odd layer that the simulated accelerator cannot have."""
     if accelerator.is_loaded() and devices.are_accelerators:
         if name == 'sparse':
             pytest.skip('the simulated accelerator has no sparse tensors')

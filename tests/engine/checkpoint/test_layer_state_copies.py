@@ -124,7 +124,7 @@ def test_where_nothing_can_be_copied_on_write(devices, name, large, monkeypatch)
             self._tensor() is not now or not torch.equal(self._value, now)))
     if large:
         monkeypatch.setattr(layer_state, 'SMALL', 0)
-    # A kernel that writes to a large frozen parameter and does not say so can not be noticed
+    # A kernel that writes to a large frozen parameter and does not say so cannot be noticed
     # there.
     unseen = pytest.raises(RuntimeError, match='its output has other values')
     with unseen if large and name == 'frozen statistics' else nullcontext():

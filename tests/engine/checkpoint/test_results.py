@@ -555,7 +555,7 @@ def test_an_interrupt_waits_until_layers_have_their_own_forward_again(devices):
     (lambda x: (lambda y: (y, y.T))(x * 2), lambda ys: ys[0].add_(1) + ys[1].T,
      'a later layer changed it in place')])
 def test_what_a_recomputation_would_not_see_is_refused(devices, function, after, text):
-    with pytest.raises(RuntimeError, match=rf"layer '1' \(Layer\) can not be kept .*{text}"):
+    with pytest.raises(RuntimeError, match=rf"layer '1' \(Layer\) cannot be kept .*{text}"):
         train_between(devices, function, after)
 
 

@@ -306,7 +306,7 @@ def autograd():
 
     # The gradient of the loss does not require one; that of the logits depends on them anyway.
     first, = torch.autograd.grad(parallel_cross_entropy(part, target), part, create_graph=True)
-    with pytest.raises(RuntimeError, match='can not be differentiated again: gather the logits'):
+    with pytest.raises(RuntimeError, match='cannot be differentiated again: gather the logits'):
         (part.sum() + first.square().sum()).backward()
 
     with torch.no_grad():

@@ -262,7 +262,7 @@ def _with_default_moved(draw: Draw, function: Callable[[], T]) -> T:
 def disturbed() -> RuntimeError:
     return RuntimeError(
         'another thread drew from the random generator of a checkpointed micro-batch in the '
-        'middle of its random operations, so they can not be repeated. Give that thread a '
+        'middle of its random operations, so they cannot be repeated. Give that thread a '
         "torch.Generator of its own, or use checkpoint='never'.")
 
 

@@ -278,7 +278,7 @@ class Recomputation:
         return output
 
     def forget(self) -> None:
-        """Let go of what was needed to run again: [Note: Ownership of a recomputation]."""
+        """Release the data that another run would need: [Note: Ownership of a recomputation]."""
         del self._function, self._draws, self.layers, self._state, self._blame, self._results
 
     def _unpack(self, k: int) -> Tensor:

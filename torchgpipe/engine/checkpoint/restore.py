@@ -74,7 +74,7 @@ def _check(state: CellState) -> None:
     raise RuntimeError(
         f'{_name(state.layers, slot)} has been modified by an inplace operation between forward '
         f'and backward (it is at version {version}; expected version {expected}), so a '
-        'checkpointed micro-batch can not be recomputed. Call backward before the '
+        'checkpointed micro-batch cannot be recomputed. Call backward before the '
         "optimizer's step, or use checkpoint='never'.")
 
 

@@ -65,7 +65,7 @@ def no_recompute(module: TModule) -> TModule:
                         f'of TorchScript, but this is {type(module).__name__}; mark a module that '
                         'calls it')
     if any(hasattr(part, 'stashable_names') for part in module.modules()):
-        raise TypeError('a layer that stashes or pops can not be kept out of recomputation, as '
+        raise TypeError('a layer that stashes or pops cannot be kept out of recomputation, as '
                         'that is done in each pass; mark modules within it')
     module.__dict__[MARK] = True  # `torch.compile(module)` would set it on what it wraps
     return module
@@ -189,13 +189,13 @@ class Results:
 
     def _refuse(self, layer: nn.Module, why: str) -> RuntimeError:
         name = next(name for name, module in self._partition.named_modules() if module is layer)
-        return RuntimeError(f"layer '{name}' ({type(layer).__name__}) can not be kept out of "
+        return RuntimeError(f"layer '{name}' ({type(layer).__name__}) cannot be kept out of "
                             f'recomputation: {why}, which a recomputation would not do. Let it '
                             'give a new tensor (tensor.clone()), or do not mark it')
 
 
 class _Again(torch.autograd.Function):
-    """Let tensors require grad that a later layer may change in place, as a leaf can not be.
+    """Let tensors require grad that a later layer may change in place, as a leaf cannot be.
 
     Takes ``(phony, *tensors)``; nothing goes back through it.
     """

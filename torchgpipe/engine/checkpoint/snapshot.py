@@ -58,7 +58,7 @@ def copy_on_write(x: Tensor, memories: Memories) -> Tensor | None:
 
 
 def _on_write(x: Tensor) -> Tensor | None:
-    # What `torch.load` gives can not be resized and knows no allocator. To write to it, were it
+    # What `torch.load` gives cannot be resized and knows no allocator. To write to it, were it
     # copied on write, would end the process.
     if not x.is_cpu or not x.untyped_storage().resizable():
         return None

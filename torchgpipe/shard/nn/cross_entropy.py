@@ -119,7 +119,7 @@ class _Once(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Raise an error that says what is not there."""
         raise RuntimeError(
-            'the gradient of parallel_cross_entropy can not be differentiated again: gather the '
+            'the gradient of parallel_cross_entropy cannot be differentiated again: gather the '
             'logits, ts.distributed.gather(logits), and use torch.nn.functional.cross_entropy')
 
 
