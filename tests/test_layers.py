@@ -92,6 +92,28 @@ def test_importing_needs_torch_only(module):
     assert output.strip() == f'set() {set() if module == "torchgpipe" else {module}}'
 
 
+def test_a_plain_call_imports_no_compiler_nor_what_it_does_not_use():
+    code = ('import sys; from torch import nn, ones; from torchgpipe import GPipe; '
+            'model = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], '
+            "devices=['cpu:0', 'cpu:1'], chunks=2); before = set(sys.modules); "
+            'model(ones(4, 2)).sum().backward(); '
+            "print(len(set(sys.modules) - before), 'torch._dynamo' in before, "
+            "len([name for name in before if name.partition('.')[0] == 'torchgpipe']))")
+    output = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True,
+                            check=True, cwd=ROOT).stdout.split()
+    assert output[:2] == ['0', 'False'] and int(output[2]) <= 69
+
+
+@pytest.mark.parametrize('name', [
+    'sequential.to_sequential', 'weights.open_weights', 'worker.spawn_workers', 'copy.Copy',
+    'skip.portal.PortalBlue', 'skip.tracker.SkipTrackerThroughPotals'])
+def test_what_is_not_imported_is_there_when_it_is_used(name):
+    code = f'import torchgpipe; print(torchgpipe.{name}, hasattr(torchgpipe, "gradients"))'
+    output = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True,
+                            check=True, cwd=ROOT).stdout
+    assert name.rpartition('.')[2].replace('Potals', 'Portals') in output and 'False' in output
+
+
 def test_the_changelog_is_up_to_date():
     newest = re.search(r'^## ([\d.]+) \(\d', (ROOT / 'docs/changelog.md').read_text(), re.M)
     assert newest.group(1) == torchgpipe.__version__

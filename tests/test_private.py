@@ -284,6 +284,41 @@ def between(x):
     return sine(x)
 
 
+class Doubled(private.DispatchMode):
+    """A mode that computes more than it is called for, without telling the compiler."""
+
+    @classmethod
+    def is_infra_mode(cls):
+        """Let layers be compiled in it."""
+        return True
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        return operation(*args, **(kwargs or {})) * 2
+
+
+@pytest.mark.usefixtures('compiler')
+def test_a_mode_is_not_compiled():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    x = torch.ones(3)
+    private.DISPATCH_MODES.push(Doubled())
+    try:
+        output = torch.compile(between_operations, backend=backend)(x)
+    finally:
+        private.DISPATCH_MODES.pop()
+    assert output.equal(x.exp() * 2) and not graphs
+
+
+@partial(private.uncompiled, recursive=False)
+def between_operations(x):
+    """Call an operation, and with it the mode, outside any graph."""
+    return x.exp()
+
+
 @pytest.mark.usefixtures('compiler')
 @pytest.mark.parametrize('function, number', [
     (sine, 1), (apart, 0), (between, 1), (lambda x: sine(x + 1) * 2, 1),

@@ -1,4 +1,7 @@
-"""``GPipe``: a module that runs a sequential model on several devices."""
+"""``GPipe``: a module that runs a sequential model on several devices.
+
+What a plain call does not use, such as steps and losses, is imported where it is used.
+"""
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -9,20 +12,15 @@ import torch
 from torch import nn
 
 from torchgpipe.aliases import Value
-from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.devices import Device
 from torchgpipe.engine.edges import Pipeline
 from torchgpipe.engine.gather import gather
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.scatter import Batch, check_arguments, cut, fit_rule
-from torchgpipe.losses import Losses, counts_of, seen_means, with_counts
-from torchgpipe.materialize import materialize, seeded
-from torchgpipe.means import no_mean_in_the_model
-from torchgpipe.original import run_by
 from torchgpipe.placed import Placed, verify
+from torchgpipe.schedule import ScheduleLike
 from torchgpipe.settings import Checkpoint, Settings, checkpoint_stops, stops_of_mode
 from torchgpipe.split import parse_devices, split, verify_shared
-from torchgpipe.step import ScheduleLike, run_step
 from torchgpipe.structure import Arguments, flatten_nested
 from torchgpipe.weights import Weights
 
@@ -118,14 +116,22 @@ class GPipe(Placed):
         self.devices = parse_devices(devices, len(self.balance))
         verify_shared(module, self.balance, self.devices)
         if deferred_batch_norm:
+            from torchgpipe.batchnorm import DeferredBatchNorm
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
+        if weights is not None or init is not None or any(
+                x.is_meta for x in (*module.parameters(), *module.buffers())):
+            self._materialize(module, weights, init, seed)
+        partitions = nn.ModuleList(split(module, self.balance, self.devices))
+        self._engine: Engine | None = Engine([*partitions], self.devices)
+        self._place(module._modules, module._modules, partitions, module.training)
+
+    def _materialize(self, module: nn.Sequential, weights: Weights | None,
+                     init: Callable[[nn.Module], Any] | None, seed: int | None) -> None:
+        from torchgpipe.materialize import materialize, seeded
         numbers = {name: i for i, name in enumerate(module._modules)}
         materialize(module, [device for number, device in zip(self.balance, self.devices)
                              for _ in range(number)], weights, None if seed is None else (
                                  lambda name, _: seeded(seed, numbers[name])), init)
-        partitions = nn.ModuleList(split(module, self.balance, self.devices))
-        self._engine: Engine | None = Engine([*partitions], self.devices)
-        self._place(module._modules, module._modules, partitions, module.training)
 
     def _call(self, input: Any) -> Any:
         if not self.devices:
@@ -134,14 +140,18 @@ class GPipe(Placed):
         batches, sizes, rule, options = self._cut(input)
         pipeline = Pipeline(self._running_engine(), batches, **options)
         if rule is not None:
+            from torchgpipe.losses import seen_means
             pipeline.losses = seen_means(rule, sizes)
         pipeline.run()
         if pipeline.losses:
+            from torchgpipe.means import no_mean_in_the_model
             pipeline.losses.check(no_mean_in_the_model)
         return gather(batches, sizes, rule, self.batch_dim, pipeline.aliasing.common(0))
 
     def _train_step(self, input: Any, ready: Callable[[], ScheduleLike], loss: tuple[Any, ...],
                     return_output: bool) -> Any:
+        from torchgpipe.losses import Losses
+        from torchgpipe.step import run_step
         schedule = ready()
         batches, sizes, rule, options = self._cut(input)
         loss_fn, target, target_dim, normalizer, scale = loss
@@ -154,6 +164,7 @@ class GPipe(Placed):
     @torch.no_grad()
     def _evaluate(self, input: Any, ready: Callable[[], Any], loss: tuple[Any, ...],
                   return_output: bool) -> Any:
+        from torchgpipe.losses import Losses
         ready()
         batches, sizes, rule, options = self._cut(input)
         loss_fn, target, target_dim, normalizer, _ = loss
@@ -184,7 +195,10 @@ class GPipe(Placed):
         mode = self.checkpoint if self.training else 'never'
         stops = (stops_of_mode if isinstance(mode, str) else checkpoint_stops)(
             mode, len(batches), len(self.devices))
-        rule = self.gather and with_counts(self.gather, iter(counts_of(self.gather, batches)))
+        rule = self.gather
+        if rule:
+            from torchgpipe.losses import counts_of, with_counts
+            rule = with_counts(rule, iter(counts_of(rule, batches)))
         return batches, sizes, rule, {
             'checkpoint_stops': stops, 'common': common, 'offload': self.offload}
 
@@ -236,4 +250,5 @@ class GPipe(Placed):
                 before some were added; or the model has another forward than that of its class.
             RuntimeError: In a call: tensors of the model were replaced, added or removed.
         """
+        from torchgpipe.original import run_by
         return run_by(self, model)

@@ -20,14 +20,12 @@ from torchgpipe.devices import is_cpu, memory_of
 from torchgpipe.engine.gather import check_rules
 from torchgpipe.engine.scatter import value_of
 from torchgpipe.private import hooks_of, uncompiled
+from torchgpipe.schedule import ScheduleLike
 from torchgpipe.schedule.plain import PLAIN_CALL
-from torchgpipe.sequential.convert import not_sequential
-from torchgpipe.sequential.parts import to_own_names
 from torchgpipe.settings import Checkpoint, Settings, parse_checkpoint
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.split import (parse_balance, parse_chunks, still_shared, verify_module,
                               verify_source)
-from torchgpipe.step import ScheduleLike
 
 __all__ = ['Placed', 'verify']
 
@@ -353,6 +351,7 @@ class Placed(nn.Module):
             name = key[len(old):].partition('.')[2]
             if name.partition('.')[0] in self._names:
                 state_dict.setdefault(prefix + name, state_dict.pop(key))
+        from torchgpipe.sequential.parts import to_own_names  # no plain call needs it
         to_own_names(state_dict, prefix, self._modules)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -420,9 +419,14 @@ def _denied() -> TypeError:
                      'devices=…), or the mesh of a DistributedGPipe')
 
 
+def _not_sequential(module: object) -> TypeError:
+    from torchgpipe.sequential.convert import not_sequential
+    return not_sequential(module)
+
+
 def verify(module: nn.Sequential) -> None:
     """Check that a module is a sequence of layers, whose skips match."""
     if not isinstance(module, nn.Sequential):
-        raise not_sequential(module)
+        raise _not_sequential(module)
     verify_module(module)
     verify_skippables(module)

@@ -9,13 +9,10 @@ from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.scatter import Batch
 from torchgpipe.engine.stepping import Step
 from torchgpipe.losses import Losses
-from torchgpipe.schedule import Schedule, make
+from torchgpipe.schedule import Schedule, ScheduleLike, make
 from torchgpipe.schedule.generators import stages_per_device
 
-__all__ = ['ScheduleLike', 'find_schedule', 'run_step']
-
-#: A schedule, its name, or the path of a file with one as CSV.
-ScheduleLike = str | os.PathLike[str] | Schedule
+__all__ = ['find_schedule', 'run_step']
 
 
 def find_schedule(schedule: ScheduleLike, workers: Sequence[Hashable], m: int) -> Schedule:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.engine.memory import storage_id
-from torchgpipe.private import TorchDispatchMode, tree_leaves
+from torchgpipe.private import DispatchMode, tree_leaves
 
 __all__ = ['LiveTensors', 'Storage']
 
@@ -87,7 +87,7 @@ class Storage(weakref.ref):  # type: ignore[type-arg]
     owner: Hashable
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(DispatchMode):
     def __init__(self, live: LiveTensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._live = live

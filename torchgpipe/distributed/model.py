@@ -28,9 +28,8 @@ from torchgpipe.distributed.watch import Watch, watched
 from torchgpipe.engine.partition import Engine
 from torchgpipe.placed import Placed
 from torchgpipe.private import uncompiled
-from torchgpipe.schedule import Timed
+from torchgpipe.schedule import ScheduleLike, Timed
 from torchgpipe.settings import Checkpoint, Settings
-from torchgpipe.step import ScheduleLike
 from torchgpipe.weights import Weights
 
 __all__ = ['DistributedGPipe']

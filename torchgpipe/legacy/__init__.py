@@ -1,23 +1,44 @@
 """Names that code for the internals of torchgpipe 0.0.7 imports; the engine does not use them.
 
 Some of it stands elsewhere in the engine under the same names; these modules can be imported by
-their old paths as well.
+their old paths as well. Nothing of it is loaded before it is used.
 """
 import sys
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
-#: Old paths within this package, and where what they had is now.
-PATHS = {'checkpoint': 'legacy.checkpoint', 'copy': 'engine.copy',
-         'dependency': 'engine.dependency', 'microbatch': 'legacy.microbatch',
-         'phony': 'engine.dependency', 'pipeline': 'legacy.pipeline',
-         'skip.portal': 'legacy.portal', 'stream': 'engine.stream', 'worker': 'legacy.pipeline'}
+#: Old paths, and where what they had is now.
+PATHS = {f'torchgpipe.{old}': f'torchgpipe.{new}' for old, new in {
+    'checkpoint': 'legacy.checkpoint', 'copy': 'engine.copy', 'dependency': 'engine.dependency',
+    'microbatch': 'legacy.microbatch', 'phony': 'engine.dependency',
+    'pipeline': 'legacy.pipeline', 'skip.portal': 'legacy.portal', 'stream': 'engine.stream',
+    'worker': 'legacy.pipeline'}.items()}
 
-for _old, _new in PATHS.items():
-    _module = import_module(f'torchgpipe.{_new}')
-    sys.modules[f'torchgpipe.{_old}'] = _module
-    _package, _, _name = f'torchgpipe.{_old}'.rpartition('.')
-    setattr(sys.modules[_package], _name, _module)
 
-_module = import_module('torchgpipe.legacy.portal')
-for _name in _module.__all__:  # beside the trackers that the engine uses
-    setattr(sys.modules['torchgpipe.skip.tracker'], _name, getattr(_module, _name))
+class _OldPaths(MetaPathFinder, Loader):
+    """Import under an old path the module that has its names now."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name in PATHS else None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        pass  # an empty one, which nobody sees
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = import_module(PATHS[module.__name__])
+
+
+def _name_of_portals(name: str) -> Any:
+    """Return an attribute that ``torchgpipe.skip`` and ``torchgpipe.skip.tracker`` had."""
+    if 'ortal' in name or name == 'SkipTrackerThroughPotals':
+        portals = import_module('torchgpipe.skip.portal')
+        return portals if name == 'portal' else getattr(portals, name)
+    raise AttributeError(f'torchgpipe.skip has no {name!r}')
+
+
+sys.meta_path.append(_OldPaths())
+for _owner in ('torchgpipe.skip', 'torchgpipe.skip.tracker'):
+    sys.modules[_owner].__dict__['__getattr__'] = _name_of_portals

@@ -13,16 +13,16 @@ from torchgpipe.private.graph import (Hooks, PythonNode, at_end_of_backward, bac
                                       current_node, data_address, innermost_hooks, lazy_clone,
                                       on_cpu_without_memory, retains_graph)
 from torchgpipe.private.lookup import TESTED
-from torchgpipe.private.modes import (DISPATCH_MODES, FUNCTION_MODES, DeviceContext, ModeStack,
-                                      TorchDispatchMode, allows_mutation, is_transformed,
-                                      proxy_mode, schema_of, unseen)
+from torchgpipe.private.modes import (DISPATCH_MODES, FUNCTION_MODES, DeviceContext, DispatchMode,
+                                      ModeStack, allows_mutation, is_transformed, proxy_mode,
+                                      schema_of, unseen)
 from torchgpipe.private.modules import (HOOKS, RESETS, BatchNorm, hooks_of, is_full_backward_hook,
                                         script_attributes, tree_flatten, tree_flatten_with_path,
                                         tree_leaves, tree_map_only, tree_unflatten)
 from torchgpipe.private.processes import Scaler, active_ddp, ignore_in_ddp
 
 __all__ = ['TESTED', 'APPLY', 'DISPATCH_MODES', 'FUNCTION_MODES', 'HOOKS', 'RESETS', 'BatchNorm',
-           'DeviceContext', 'Hooks', 'ModeStack', 'PythonNode', 'Scaler', 'TorchDispatchMode',
+           'DeviceContext', 'DispatchMode', 'Hooks', 'ModeStack', 'PythonNode', 'Scaler',
            'active_ddp', 'allows_mutation', 'at_end_of_backward', 'backward_pass', 'compiled_code',
            'compiled_codes', 'current_node', 'data_address', 'hooks_of', 'ignore_in_ddp',
            'innermost_hooks', 'is_compiled', 'is_compiled_module', 'is_full_backward_hook',

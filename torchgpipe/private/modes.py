@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd.function import Function
 
+from torchgpipe.private.compiled import uncompiled
 from torchgpipe.private.lookup import find, raise_missing
 
-__all__ = ['DISPATCH_MODES', 'FUNCTION_MODES', 'DeviceContext', 'ModeStack', 'TorchDispatchMode',
+__all__ = ['DISPATCH_MODES', 'FUNCTION_MODES', 'DeviceContext', 'DispatchMode', 'ModeStack',
            'allows_mutation', 'is_transformed', 'proxy_mode', 'schema_of', 'unseen']
 
 
@@ -95,6 +96,22 @@ if TYPE_CHECKING:
 else:
     DeviceContext = find('torch.utils._device:DeviceContext', otherwise=_NoMode)
     TorchDispatchMode = find(_MODE_NAME, otherwise=_NoMode)
+
+
+class DispatchMode(TorchDispatchMode):
+    """A mode whose ``__torch_dispatch__`` is never compiled.
+
+    That holds for each mode, but PyTorch imports the compiler for it at the first call: two
+    seconds in the first forward pass.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
+        uncompiled(cls.__torch_dispatch__)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 class _Untransformed(Function):

@@ -6,6 +6,6 @@
 """
 from torchgpipe.schedule.action import KINDS, Action, Timed
 from torchgpipe.schedule.generators import NAMES, make
-from torchgpipe.schedule.schedule import Schedule
+from torchgpipe.schedule.schedule import Schedule, ScheduleLike
 
-__all__ = ['Action', 'KINDS', 'NAMES', 'Schedule', 'Timed', 'make']
+__all__ = ['Action', 'KINDS', 'NAMES', 'Schedule', 'ScheduleLike', 'Timed', 'make']

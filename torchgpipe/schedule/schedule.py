@@ -11,13 +11,15 @@ What an action waits for, beside the action before it on its device::
 """
 import csv
 import io
+import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
 from torchgpipe.schedule.action import Action
 
-__all__ = ['Grid', 'Schedule', 'WAITS', 'by_step', 'in_flight', 'steps', 'waits_for']
+__all__ = ['Grid', 'Schedule', 'ScheduleLike', 'WAITS', 'by_step', 'in_flight', 'steps',
+           'waits_for']
 
 #: What stands in a grid: an action that starts in a step, or nothing.
 Grid = list[list[Action | None]]
@@ -190,6 +192,10 @@ class Schedule:
     def __str__(self) -> str:
         grid, _ = steps(self.rows)
         return _draw(grid)
+
+
+#: A schedule, its name, or the path of a file with one as CSV.
+ScheduleLike = str | os.PathLike[str] | Schedule
 
 
 def waits_for(action: Action, actions: Collection[Action]) -> list[Action]:

@@ -7,10 +7,7 @@ operation. So each random operation is tried at once as a recomputation will run
 with a generator in the state before. If that one ends in the state after, nobody drew in between.
 Otherwise the operation runs again, and what it drew at first is used by nobody.
 """
-import threading
 from collections.abc import Callable, Iterable
-from functools import cache
-from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,7 +17,7 @@ from torchgpipe.devices import is_cpu
 from torchgpipe.engine.checkpoint.operations import Operation, operation_of
 from torchgpipe.errors import other_path
 from torchgpipe.locks import new_lock
-from torchgpipe.private import DISPATCH_MODES, TorchDispatchMode, tree_leaves, unseen
+from torchgpipe.private import DISPATCH_MODES, DispatchMode, tree_leaves, unseen
 
 __all__ = ['Call', 'Draw', 'DrawMonitor', 'Mode', 'Recorder', 'Replayer', 'disturbed', 'same',
            'state_of']
@@ -70,25 +67,12 @@ class Draw(NamedTuple):
     device: torch.device
 
 
-@cache
-def _import_compiler() -> None:
-    """Import what PyTorch imports when a mode is called for the first time.
-
-    That leaves a cycle (in ``torch.fx.wrap``) that refers to all frames below it, and so to their
-    tensors. A thread of its own has none.
-    """
-    thread = threading.Thread(target=import_module, args=['torch._dynamo'])
-    thread.start()
-    thread.join()
-
-
-class Mode(TorchDispatchMode):
+class Mode(DispatchMode):
     """A mode that tells a cell's calls apart, and under which compiled layers stay compiled."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        _import_compiler()
         super().__init__()  # type: ignore[no-untyped-call]
         #: How often each operation was called.
         self.calls: dict[Any, int] = {}

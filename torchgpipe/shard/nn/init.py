@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.private import TorchDispatchMode, on_cpu_without_memory
+from torchgpipe.private import DispatchMode, on_cpu_without_memory
 from torchgpipe.shard import sizes
 from torchgpipe.shard.draws import same_draws
 from torchgpipe.shard.parameter import global_shape
@@ -139,7 +139,7 @@ def _calls(init_method: Callable[..., Any], shape: Sequence[int], dtype: torch.d
     return recorder.calls
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(DispatchMode):
     """Write down the operations on a full tensor, which has no values."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
