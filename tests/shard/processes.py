@@ -1,11 +1,27 @@
 """Run a function on several ranks, each a process of its own, and bring back what they give.
 
-The processes come from a server that has imported torch already, so that one starts in
-milliseconds. They meet in a folder, so that no port is needed.
+The processes come from a server that has imported torch already, and live on: a later call takes
+those that an earlier one has left as they were. Each call has a process group of its own, whose
+ranks meet in a folder, so that no port is needed::
+
+    test            rank 0                          rank 1
+     │ call ──────▶ init_process_group, barrier     init_process_group, barrier
+     │              function                        function
+     │ ◀─ result ──┤                     ◀─ result ─┤
+     │ end ───────▶ destroy_process_group           destroy_process_group    when all are there
+     │ ◀─ whether nothing is left of the call ──────┤
+
+What failed, does not return or leaves something behind (a thread, a patch) is killed.
 """
+import gc
+import itertools
 import multiprocessing
+import os
 import pickle
+import random
+import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -20,7 +36,11 @@ _context = multiprocessing.get_context('forkserver')
 # Optimizers and DistributedDataParallel import Dynamo when they are first made.
 _context.set_forkserver_preload([
     'pytest', 'torch._dynamo', 'torch.distributed.checkpoint.state_dict',
-    'torch.distributed.tensor', 'torchgpipe', 'torchgpipe.shard'])
+    'torch.distributed.tensor', 'torch.distributed.fsdp', 'torchgpipe.distributed',
+    'torchgpipe.sequential', 'torchgpipe.shard', 'torchgpipe.testing', 'torchgpipe.timeline'])
+
+#: For so many seconds a rank may take apart what it has of a call.
+TO_END = 5
 
 
 @dataclass(frozen=True)
@@ -57,25 +77,22 @@ def outcomes(world, function, *args, group=None, timeout=120, stop=False):
 
     With `stop`, they are ended then, and give None.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        ends, processes = [], []
-        for rank in range(world):
-            end, far = _context.Pipe(duplex=False)
-            process = _context.Process(target=_serve, daemon=True, args=(
-                far, rank, world, group, timeout, str(Path(folder) / 'store'),
-                pickle.dumps((function, args)), stop))
-            process.start()
-            far.close()
-            ends.append(end)
-            processes.append(process)
-        try:
-            return _collect(ends, time.monotonic() + timeout, stop)
-        finally:
-            for process, end in zip(processes, ends):
-                process.kill()
-                process.join()
-                process.close()
-                end.close()
+    ranks = [_Process.living() for _ in range(world)]
+    kept = False
+    try:
+        path = Path(_folder.name, str(next(_number)))
+        call = pickle.dumps((function, args))
+        for rank, each in enumerate(ranks):
+            each.end.send((rank, world, group, timeout, str(path), stop, call))
+        found = _collect([each.end for each in ranks], time.monotonic() + timeout, stop)
+        if not any(isinstance(each, Failure) for each in found):
+            for each in ranks:
+                each.end.send(None)
+            kept = True
+        return found
+    finally:
+        for each in ranks:
+            _idle.append(each) if kept else each.kill()
 
 
 def _collect(ends, deadline, stop):
@@ -91,15 +108,80 @@ def _collect(ends, deadline, stop):
             left.remove(end)
             try:
                 found[rank] = pickle.loads(end.recv_bytes())
-            except EOFError:
+            except (EOFError, OSError):
                 found[rank] = Failure(rank, 'the process has ended')
             if stop and isinstance(found[rank], Failure):
                 return found
     return found
 
 
-def _serve(end, rank, world, group, timeout, path, call, stay):
-    """Be a rank."""
+class _Process:
+    """A process that is a rank of one call after the other."""
+
+    def __init__(self):
+        self.end, far = _context.Pipe()
+        self._process = _context.Process(target=_serve, daemon=True, args=(far,))
+        self._process.start()
+        far.close()
+
+    @classmethod
+    def living(cls):
+        """Return one that an earlier call has left as it was, or a new one."""
+        while _idle:
+            found = _idle.pop()
+            if found.is_as_before():
+                return found
+            found.kill()
+        return cls()
+
+    def is_as_before(self):
+        """Wait for the end of a call, and return whether nothing is left of it."""
+        try:
+            return self.end.poll(TO_END) and self.end.recv()
+        except (EOFError, OSError):
+            return False
+
+    def kill(self):
+        """End it, whatever it does."""
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self.end.close()
+
+
+#: Those that nobody uses; they may be at the end of a call.
+_idle = []
+
+#: Where the ranks of each call meet, which they may use until they have ended it.
+_folder = tempfile.TemporaryDirectory()
+_number = itertools.count()
+
+
+def _serve(end):
+    """Be a rank, in each call another one."""
+    gc.freeze()
+    while True:
+        try:
+            call = end.recv()
+        except EOFError:
+            return
+        before = _state()
+        result, ended = _call(*call)
+        end.send_bytes(result)
+        if ended:
+            return
+        if end.recv() is None:
+            del result, call
+            _end()
+            end.send(_is_kept(before))
+
+
+def _call(rank, world, group, timeout, path, stays, call):
+    """Return what the function gives, and whether this process ends.
+
+    It does where it has failed, since others may wait for it; but not where it `stays` until it is
+    killed, as its end would be a failure of theirs.
+    """
     import torch
     import torch.distributed as dist
 
@@ -107,19 +189,60 @@ def _serve(end, rank, world, group, timeout, path, call, stay):
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    warnings.simplefilter('error')
-    warnings.filterwarnings('ignore', '.*torch.jit')  # as setup.cfg has it
-    try:
-        dist.init_process_group('gloo', store=dist.FileStore(path, world), rank=rank,
-                                world_size=world, timeout=timedelta(seconds=timeout))
-        if group is not None:
-            ts.distributed.init_process_group(group)
-        dist.barrier()  # A rank that ends while others connect would be a failure of theirs.
-        function, args = pickle.loads(call)
-        result = pickle.dumps(function(*args))
-    except BaseException:
-        result = pickle.dumps(Failure(rank, traceback.format_exc()))
-    end.send_bytes(result)
-    if stay:  # Until it is killed: for who waits for it, its end would be a failure as well.
-        time.sleep(timeout)
-    # What is left of the groups goes with the process.
+    random.seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        warnings.filterwarnings('ignore', '.*torch.jit')  # as setup.cfg has it
+        try:
+            dist.init_process_group('gloo', store=dist.FileStore(path, world), rank=rank,
+                                    world_size=world, timeout=timedelta(seconds=timeout))
+            if group is not None:
+                ts.distributed.init_process_group(group)
+            dist.barrier()  # A rank that ends while others connect would be a failure of theirs.
+            function, args = pickle.loads(call)
+            return pickle.dumps(function(*args)), False
+        except BaseException:
+            return pickle.dumps(Failure(rank, traceback.format_exc())), not stays
+
+
+def _end():
+    """Take the groups of a call apart."""
+    import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    import torchgpipe.shard as ts
+
+    gc.collect()  # A model that is in a cycle has a thread, which uses the store of the group.
+    if ts.distributed.is_initialized():
+        ts.distributed.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # PyTorch takes a mesh of this call for an equal one of the next, which has other groups.
+    _clear_sharding_prop_cache()
+
+
+def _state():
+    """Return what a call may not change: of the process, of modules and of classes."""
+    import torch
+    return {'dtype': torch.get_default_dtype(), 'grad mode': torch.is_grad_enabled(),
+            'deterministic': torch.are_deterministic_algorithms_enabled(),
+            'debug': torch.distributed.get_debug_level(), 'threads': threading.active_count(),
+            'folder': os.getcwd(), 'environment': dict(os.environ),
+            **{holder: [*map(id, vars(holder).values())] for holder in _holders()}}
+
+
+def _holders():
+    """Yield what a function of a test might patch."""
+    for name, module in [*sys.modules.items()]:
+        if name.startswith('torchgpipe'):
+            yield module
+            yield from (value for value in vars(module).values()
+                        if isinstance(value, type) and value.__module__ == name)
+    yield from (sys.modules['torch'], sys.modules['torch.distributed'])
+
+
+def _is_kept(before):
+    """Return whether all is there that was; imports and caches may have added to it."""
+    now = _state()
+    return all(now[name] == value or (isinstance(value, list) and now[name][:len(value)] == value)
+               for name, value in before.items())

@@ -1,5 +1,6 @@
 """Processes that the tests start: what they give, and what becomes of those that fail."""
 import os
+import threading
 import time
 
 import pytest
@@ -17,6 +18,29 @@ def place(base):
 
 def test_each_rank_returns_what_the_function_gives():
     assert run(4, place, 10, group=2) == [(10, 0, 1), (11, 1, 1), (12, 0, 1), (13, 1, 1)]
+
+
+def patched(name):
+    """Change something of the process."""
+    if name == 'module':
+        ts.distributed.gather = None
+    elif name == 'class':
+        ts.nn.ParallelLinear.forward = None
+    elif name == 'type':
+        torch.set_default_dtype(torch.float64)
+    elif name == 'thread':
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    elif name == 'raises':
+        raise KeyError
+
+
+@pytest.mark.parametrize('name', ['module', 'class', 'type', 'thread', 'raises', ''])
+def test_processes_live_on_if_nothing_is_left_of_a_call(name):
+    before = {*run(2, os.getpid)}
+    assert {*run(2, os.getpid)} == before
+    outcomes(2, patched, name)
+    after = {*run(2, os.getpid)}
+    assert after == before if not name else not after & before
 
 
 def one_raises():

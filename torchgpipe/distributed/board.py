@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -16,8 +17,8 @@ from torchgpipe.distributed.records import Record
 
 __all__ = ['Board']
 
-#: How many boards a process has made, by their ranks.
-_made: Counter[tuple[int, ...]] = Counter()
+#: How many boards were made with a default group, by their ranks.
+_made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 #: For so long it waits for the store.
 _TIMEOUT = timedelta(seconds=5)
@@ -39,17 +40,18 @@ class Board:
         self._rank = dist.get_rank()
         self._known: set[int] = set()
         self.gone = False
-        store: Any = dist.group.WORLD
-        base = store = store.get_group_store()
+        world: Any = dist.group.WORLD
+        base = store = world.get_group_store()
         while isinstance(base, dist.PrefixStore):  # type: ignore[attr-defined]
             base = base.underlying_store
         self.goes_with_us = (
             isinstance(base, dist.TCPStore) and self._rank == 0  # type: ignore[attr-defined]
             and os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True')
-        _made[self._ranks] += 1
+        made = _made.setdefault(world, Counter())
+        made[self._ranks] += 1
         name = zlib.crc32(repr(self._ranks).encode())
         self._store = dist.PrefixStore(  # type: ignore[attr-defined]
-            f'torchgpipe.watch/{name}/{_made[self._ranks]}', store.clone())
+            f'torchgpipe.watch/{name}/{made[self._ranks]}', store.clone())
         self._store.set_timeout(_TIMEOUT)
 
     def say(self, record: Record, news: bool) -> int:
