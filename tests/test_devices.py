@@ -1,8 +1,7 @@
 """Kinds of devices, and that one file of the package asks for them."""
 import ast
 
-import pytest
-
+from tests.cases import cases
 from tests.test_layers import layers
 
 #: Files that may ask. On the way of each micro-batch `engine.stream` asks for the CPU by itself.
@@ -37,7 +36,7 @@ def questions(source):
     return sorted(node.lineno for node in ast.walk(ast.parse(source)) if asks(node))
 
 
-@pytest.mark.parametrize('name', sorted({*layers.FILES} - MAY_ASK))
+@cases('name', sorted({*layers.FILES} - MAY_ASK))
 def test_no_other_file_asks_for_a_kind_of_device(name):
     assert not questions(layers.FILES[name].read_text())
 

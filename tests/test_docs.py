@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 import torchgpipe
+from tests.cases import cases
 from tests.devices import cpu_only
 from tests.refusals import REFUSALS, UNWRAPPED
 
@@ -138,7 +139,7 @@ def raised_by(program):
     return f'{raised.type.__name__}: {raised.value}'
 
 
-@pytest.mark.parametrize('k', range(len(ERRORS)))
+@cases('k', range(len(ERRORS)))
 def test_an_error_is_quoted_as_it_is(k):
     error, quoted = raised_by(REFUSALS[k]), ERRORS[k][0]
     if k in PYTORCHS:
@@ -177,7 +178,7 @@ def leads_somewhere(path, anchor, page):
     return target.exists() and (not anchor or anchor in slugs(target))
 
 
-@pytest.mark.parametrize('page', PAGES, ids=name)
+@cases('page', PAGES)
 def test_links_lead_somewhere(page):
     assert broken(page.read_text(), page) == []
 

@@ -6,8 +6,9 @@ import tokenize
 
 import pytest
 
+from tests.cases import cases
 from tests.devices import cpu_only
-from tests.test_docs import BLOCK, PAGES, ROOT, name
+from tests.test_docs import BLOCK, PAGES, ROOT
 
 pytestmark = cpu_only('it reads files')
 
@@ -89,7 +90,7 @@ def measure(texts):
     return counted, rate, sum(map(is_long, found)) / len(found)
 
 
-@pytest.mark.parametrize('page', PAGES, ids=name)
+@cases('page', PAGES)
 def test_a_page_is_in_plain_english(page):
     counted, rate, _ = measure([newest(page)])
     assert rate <= PAGE_FORMS, counted

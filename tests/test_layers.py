@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import torchgpipe
+from tests.cases import cases
 
 ROOT = Path(torchgpipe.__file__).parent.parent
 
@@ -63,7 +64,7 @@ def test_sharded_layers_stand_beside_the_rest():
         assert others <= (below if within(name, 'shard') else set()), name
 
 
-@pytest.mark.parametrize('above, below', RULES)
+@cases('above, below', RULES)
 def test_packages_keep_their_order(above, below):
     for name, imported in graph().items():
         if within(name, above):

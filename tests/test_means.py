@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.cases import cases
 from tests.devices import cpu_only
 from tests.helpers import assert_same
 from tests.test_losses import PADDED, PROBABILITIES, WEIGHT, models, plain, step
@@ -118,7 +119,7 @@ def with_norm(output, target, weight=torch.ones(3, requires_grad=True), count=6)
     return SUM(output, target) / len(target) + norm + F.mse_loss(weight, weight * 2, weight=weight)
 
 
-@pytest.mark.parametrize('loss_fn', [
+@cases('loss_fn', [
     in_place, divided_in_place, with_norm,
     lambda output, target: SUM(output, target) / output.numel(),
     lambda output, target: 2 * SUM(output, target).div(torch.tensor(len(target))) + 1,
@@ -203,7 +204,7 @@ def test_other_means_are_not_by_weights():
         output, target[:, 0], target[:, 1]), WEIGHTED)
 
 
-@pytest.mark.parametrize('loss_fn', [
+@cases('loss_fn', [
     each for each, signature in LOSSES.items() if 'weight' in signature.parameters
     if 'linear_weight' not in signature.parameters])
 def test_which_means_are_by_weights(loss_fn):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cases import cases
 from tests.devices import cpu_only
 from tests.engine.steps import layers, loss_of, train
 from torchgpipe import GPipe
@@ -35,7 +36,7 @@ BAD = [(dict(schedule='2f2b'), "there is no schedule '2f2b'"),
 
 
 @cpu_only('it is refused before')
-@pytest.mark.parametrize('options, message', BAD)
+@cases('options, message', BAD)
 def test_bad_input(options, message):
     gpipe = GPipe(layers(), [4, 4], devices=['cpu:0', 'cpu:1'], chunks=4)
     x = torch.randn(8, 4, dtype=torch.double)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils import _pytree
 
+from tests.cases import cases
 from torchgpipe.structure import NoChunk, flatten, flatten_nested, leaves_of, path_name
 
 X, Y = torch.zeros(2), torch.ones(3)
@@ -77,7 +78,7 @@ def same(a, b):
     return a == b
 
 
-@pytest.mark.parametrize('value', VALUES)
+@cases('value', VALUES)
 def test_it_comes_out_as_it_went_in(value):
     tensors, kind = flatten(value)
     assert same(kind(tensors), value)
@@ -121,7 +122,7 @@ class Opaque:
     """What nobody knows how to take apart."""
 
 
-@pytest.mark.parametrize('value, where', [
+@cases('value, where', [
     (Opaque(), 'Opaque as the value'), ({'a': [X, Opaque()]}, r"Opaque as value\['a'\]\[1\]"),
     (Pair(X, {1}), r'set as value\.y'),
     (Frozen(X, {'k': Opaque()}), r"Opaque as value\.rest\['k'\]"),

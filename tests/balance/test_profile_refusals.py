@@ -3,6 +3,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cases import cases
 from tests.devices import cpu_only
 from tests.skip.layers import Stash
 from torchgpipe.balance import balance_by_size, balance_by_time, profile
@@ -42,7 +43,7 @@ def test_bad_input(function):
         function(model, torch.rand(2, 3), device='cpu')
 
 
-@pytest.mark.parametrize('call, message', [
+@cases('call, message', [
     (lambda m, x: balance_by_time(0, m, x, device='cpu'), 'positive'),
     (lambda m, x: balance_by_size(0, m, x, device='cpu'), 'positive'),
     (lambda m, x: balance_by_time(2, m, x, device='cpu'), '1 layers cannot be cut into 2'),

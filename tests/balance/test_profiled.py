@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.cases import cases
 from tests.devices import cpu_only
 from torchgpipe import GPipe
 from torchgpipe.balance import LayerProfile, Profile, SkipProfile, profile
@@ -34,7 +35,7 @@ def test_json_and_back():
     assert Profile.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
 
 
-@pytest.mark.parametrize('data', [
+@cases('data', [
     {}, {'version': 2}, [], {'version': 1}, {'version': 1, 'layers': 3},
     {**make([1.]).to_dict(), 'layers': [{'name': '0'}]}, {**make([1.]).to_dict(), 'more': 1},
     {**make([1.]).to_dict(), 'batch_size': 0}, {**make([1.]).to_dict(), 'version': True},
@@ -192,7 +193,7 @@ def test_a_balance_that_can_not_exist(limit, message):
         costs.balance(2, chunks=1, memory_limit=limit)
 
 
-@pytest.mark.parametrize('arguments, error, message', [
+@cases('arguments, error, message', [
     ({'partitions': 0}, ValueError, 'partitions must be a positive'),
     ({'partitions': 3}, ValueError, '2 layers cannot be cut into 3 partitions'),
     ({'partitions': 1.5}, TypeError, 'partitions must be an integer'),

@@ -12,6 +12,7 @@ from benchmarks import experiments
 from benchmarks.commands import MODULES
 from benchmarks.harness.page import PAGE
 from benchmarks.harness.published import EXPERIMENTS
+from tests.cases import cases
 
 
 def test_help(run):
@@ -33,7 +34,7 @@ def test_all_experiments_are_in_the_list():
     assert {module.__name__ for module in MODULES} == {info.name for info in found}
 
 
-@pytest.mark.parametrize('args, reason', [
+@cases('args, reason', [
     (['digits', '--epochs', '0'], '--epochs'), (['digits', '--epochs', 'x'], '--epochs'),
     (['digits', '--chunks', '0'], '--chunks'), (['digits', '--chunks', '257'], '1<=x<=256'),
     (['digits', '--balance', '1,2'], '16 layers'), (['digits', '--balance', 'a,b'], 'a,b'),

@@ -24,6 +24,7 @@ from benchmarks.harness.processes import is_available
 from benchmarks.harness.tokens import read, samples_at, starts_of
 from benchmarks.models.gpt import GPT, init_gpt2, layers
 from tests.benchmarks import killing
+from tests.cases import cases
 from torchgpipe.devices import CPU
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 
@@ -121,7 +122,7 @@ def test_it_learns_as_a_plain_loop_does(tmp_path, run):
     assert (tmp_path / 'train-gpt.png').exists() and (tmp_path / 'train-gpt.svg').exists()
 
 
-@pytest.mark.parametrize('args, reason', [
+@cases('args, reason', [
     (['--data', '4', '--global-batch-size', '6'], '6 is not a multiple of --data 4'),
     (['--micro-batch-size', '5'], '--micro-batch-size 5'),
     (['--n-head', '3'], '--n-embd 16 is not a multiple of --n-head 3'),

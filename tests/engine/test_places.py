@@ -1,8 +1,8 @@
 """Where modules, parameters and buffers stand, and which partitions are serialized for it."""
-import pytest
 import torch
 from torch import nn
 
+from tests.cases import cases
 from tests.devices import cpu_only
 from tests.helpers import in_two_memories
 from torchgpipe import GPipe, no_recompute
@@ -64,7 +64,7 @@ def with_forward():
     return layer
 
 
-@pytest.mark.parametrize('module, expected', [
+@cases('module, expected', [
     (nn.ReLU(), True), (nn.Dropout(), True), (nn.Linear(2, 2), True), (nn.LSTM(2, 2), True),
     (nn.Embedding(2, 2), True), (nn.Embedding(2, 2, max_norm=1.0), False),
     (nn.BatchNorm1d(2), False), (nn.LazyLinear(2), False), (with_hook(), False),

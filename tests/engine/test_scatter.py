@@ -1,7 +1,10 @@
 """How a mini-batch is cut into micro-batches, and how these are put together."""
+from itertools import product
+
 import pytest
 import torch
 
+from tests.cases import cases
 from torchgpipe import Arguments, NoChunk
 from torchgpipe.engine.scatter import check_rule, value_of
 from torchgpipe.microbatch import Batch, gather, scatter
@@ -9,8 +12,7 @@ from torchgpipe.microbatch import Batch, gather, scatter
 JAGGED = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
 
 
-@pytest.mark.parametrize('size', range(1, 12))
-@pytest.mark.parametrize('chunks', [1, 2, 3, 8])
+@cases('size, chunks', [*product(range(1, 12), [1, 2, 3, 8])])
 def test_scatter_balances_sizes_and_loses_nothing(size, chunks):
     x = torch.arange(size)
     batches = scatter((x, x * 2), chunks)
@@ -29,7 +31,7 @@ def test_scatter_and_gather_are_adjoint():
     assert torch.equal(x.grad, gather([Batch(y) for y in ys]))
 
 
-@pytest.mark.parametrize('input, numbers', [
+@cases('input, numbers', [
     ((torch.zeros(4, 1), torch.zeros(3, 1)), r'input\[0\]: 4, input\[1\]: 3.*NoChunk'),
     ({'x': torch.zeros(4, 1), 'y': torch.zeros(1, 4)}, r"input\['x'\]: 4, input\['y'\]: 1"),
     (Arguments(torch.zeros(4), k=[torch.zeros(2)]), r"args\[0\]: 4, kwargs\['k'\]\[0\]: 2"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cases import cases
 from tests.devices import cpu_only, workers
 from torchgpipe import GPipe
 from torchgpipe.balance import LayerProfile, Profile, SkipProfile, profile
@@ -207,7 +208,7 @@ def test_links():
     assert slow.seconds > fast.seconds + 1
 
 
-@pytest.mark.parametrize('options, what', [
+@cases('options, what', [
     ({'devices': []}, 'devices must be one or more'),
     ({'devices': ['cpu', 'cpu:0']}, 'each of them once'),
     ({'devices': ['nowhere']}, "unknown device 'nowhere'"),

@@ -3,6 +3,7 @@ from dataclasses import fields, replace
 
 import pytest
 
+from tests.cases import cases
 from torchgpipe.balance import LayerProfile, Profile, SkipProfile
 from torchgpipe.plan import Costs, Link, Plan, StageCosts, plan, simulate
 from torchgpipe.schedule import make
@@ -81,7 +82,7 @@ def test_a_balance_of_other_layers(balance):
 BAD = [-1.0, float('nan'), float('inf'), 'one']
 
 
-@pytest.mark.parametrize('make_one', [
+@cases('make_one', [
     *(lambda number=number, name=field.name: StageCosts(**{
         'forward': 1.0, 'backward': 1.0, name: number})
       for number in BAD for field in fields(StageCosts)),

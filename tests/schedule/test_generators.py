@@ -1,6 +1,7 @@
 """The schedules of the literature: right for any numbers, and what their papers promise."""
 import pytest
 
+from tests.cases import cases
 from torchgpipe.schedule import NAMES, make
 from torchgpipe.schedule.schedule import steps
 
@@ -60,7 +61,7 @@ def test_stages_that_are_interleaved_divide_the_bubble(n, m, v):
         assert warm_up == min(m * v, 2 * (n - device - 1) + (v - 1) * n + 1)
 
 
-@pytest.mark.parametrize('n', range(1, 9))
+@cases('n', range(1, 9))
 def test_there_is_no_bubble(n):
     for m in (2 * n - 1, 2 * n, 5 * n):
         schedule = make('zb-v', n, m)

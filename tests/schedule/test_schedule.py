@@ -5,6 +5,7 @@ import sys
 import pytest
 from torch.distributed.pipelining.schedules import _Action
 
+from tests.cases import cases
 from torchgpipe.schedule import KINDS, Action, Schedule, make
 
 GOOD = '0F0,0F1,,0B0,0B1\n,1F0,1F1,1B0,1B1\n'
@@ -23,7 +24,7 @@ def test_pytorch_reads_it_alike(kind):
         3, kind, 14)
 
 
-@pytest.mark.parametrize('text', ['', '0F', 'F0', '0X1', '0F-1', '0F1 0F2', '0SEND_F1', '1.5F0'])
+@cases('text', ['', '0F', 'F0', '0X1', '0F-1', '0F1 0F2', '0SEND_F1', '1.5F0'])
 def test_what_is_no_action(text):
     with pytest.raises(ValueError, match='is no action: .*0F3.*W .backward, gradients of weights'):
         Action.parse(text)
@@ -54,7 +55,7 @@ def test_it_is_drawn_in_steps():
         '    1F0 1F1 1B0 1B1')
 
 
-@pytest.mark.parametrize('text, what', [
+@cases('text, what', [
     ('', 'the schedule is empty'),
     ('0F0\n2F0', r'it has a stage 2, but none \[1\]\n'),
     ('0F1,0B1', r'it has a micro-batch 1, but none \[0\]\n'),

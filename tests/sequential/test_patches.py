@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cases import cases
 from tests.devices import cpu_only
 from torchgpipe.sequential import ConversionError, from_stages, to_sequential
 from torchgpipe.sequential.record import ForwardTracer
@@ -108,8 +109,8 @@ def test_limits_of_numbers_are_those_of_the_type_of_each_run(name):
         assert layers(torch.rand(4, 6).double()).mean() > torch.finfo(torch.float).max
 
 
-@pytest.mark.parametrize('name', ['ceil', 'cos', 'exp', 'floor', 'isqrt', 'log', 'log10', 'log2',
-                                  'sin', 'sqrt'])
+@cases('name', ['ceil', 'cos', 'exp', 'floor', 'isqrt', 'log', 'log10', 'log2',
+                'sin', 'sqrt'])
 def test_functions_of_the_batch_size(name):
     assert_same(lambda m, x: x + getattr(math, name)(x.shape[0]))
 

@@ -1,13 +1,15 @@
 """How a size is cut."""
+from itertools import product
+
 import pytest
 import torch
 
 import torchgpipe.shard as ts
+from tests.cases import cases
 from torchgpipe.shard import sizes
 
 
-@pytest.mark.parametrize('n', range(1, 7))
-@pytest.mark.parametrize('size', range(12))
+@cases('n, size', [*product(range(1, 7), range(12))])
 def test_parts_are_those_of_torch_chunk(size, n):
     x = torch.arange(size)
     pieces = ts.slice(x, n)

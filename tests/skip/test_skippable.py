@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import torchgpipe
+from tests.cases import cases
 from tests.devices import one_worker
 from tests.helpers import assert_same, call
 from tests.skip.layers import Pop, Stash, StashLinear, popping, stashing
@@ -296,7 +297,7 @@ def test_isolate_some_names_only():
     assert layer.isolate(None) is layer and list(layer.stashable()) == [(None, 'a'), (None, 'b')]
 
 
-@pytest.mark.parametrize('layers, problems', [
+@cases('layers, problems', [
     ([Stash, Pop], []),
     ([Stash, nn.Identity], ["no module declared 'skip' as poppable but stashed"]),
     ([Pop], ["'0' declared 'skip' as poppable but it was not stashed"]),

@@ -4,13 +4,14 @@ import math
 import pytest
 import torch
 
+from tests.cases import cases
 from torchgpipe.distance import default_tolerance, distance
 from torchgpipe.testing.differences import Comparison, Difference
 
 NAN, INF = math.nan, math.inf
 
 
-@pytest.mark.parametrize('actual, expected, typical, result', [
+@cases('actual, expected, typical, result', [
     ([1., 2.], [1., 2.], 0, 0), ([1., 3.], [1., 2.], 0, 0.5), ([1., 3.], [1., 2.], 10, 0.1),
     ([1., INF, NAN], [1., INF, NAN], 0, 0), ([1., INF, NAN], [2., INF, NAN], 0, 0.5),
     ([1., NAN], [1., 2.], 0, INF), ([1., INF], [1., 2.], 0, INF), ([INF], [-INF], 0, INF),

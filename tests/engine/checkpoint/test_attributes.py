@@ -1,10 +1,10 @@
 """Attributes of modules: what is noticed to have changed, and what a copy has in common."""
 from collections import Counter, OrderedDict, defaultdict, deque
 
-import pytest
 import torch
 from torch import nn
 
+from tests.cases import cases
 from tests.devices import one_worker
 from tests.helpers import call
 from torchgpipe import GPipe
@@ -45,12 +45,12 @@ CHANGES = [(0, lambda module: setattr(module, 'value', 1)),
            (torch.zeros(1), lambda module: None)]
 
 
-@pytest.mark.parametrize('value, change', CHANGES)
+@cases('value, change', CHANGES)
 def test_changes(value, change):
     assert changes(value, change)
 
 
-@pytest.mark.parametrize('value, change', CHANGES[:-1])
+@cases('value, change', CHANGES[:-1])
 def test_no_change(value, change):
     assert not changes(value, lambda module: None)
 
