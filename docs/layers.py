@@ -22,6 +22,7 @@ def module(path: Path) -> str:
 FILES = {module(path): path for path in sorted(PACKAGE.glob('**/*.py'))}
 
 
+@lru_cache(maxsize=None)
 def imports(path: Path) -> set[str]:
     """Return the modules of the package that a file imports, anywhere in it."""
     found = set()

@@ -1,9 +1,10 @@
 """The suite on several releases of PyTorch: ``python -m tests.matrix`` prints a table.
 
-Each row has a virtual environment of its own. The package is installed there as the README says;
-in an empty folder the README's code runs, a comparison and a step; then the core of the suite, or
-all of it. A release that this project names itself may be missing in the package index: then the
-table says so. One that is asked for by its number has to be there.
+Each row has a virtual environment of its own, and all run beside each other. The package is
+installed there as the README says; in an empty folder the README's code runs, a comparison and a
+step; then the core of the suite, or all of it. A release that this project names itself may be
+missing in the package index: then the table says so. One that is asked for by its number has to be
+there.
 """
 import argparse
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,7 +71,7 @@ class Row:
 
     def __init__(self, python, release, folder):
         self.cells = [release, python, '', '', '']
-        self._folder = folder
+        self._folder, self._release = folder, release
         bin = folder / 'venv' / 'bin'
         self._python = bin / 'python'
         path = f'{bin}{os.pathsep}{os.environ["PATH"]}'
@@ -78,20 +80,23 @@ class Row:
 
     def _run(self, *command, cwd=ROOT, **environment):
         """Run a command; return what it prints, which is shown as well."""
-        print('$', *command, flush=True)
+        self._print('$', *command)
         process = subprocess.Popen(
             [str(word) for word in command], cwd=cwd, env=self._environment | environment,
             text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         lines = []
         for line in process.stdout:
-            print(line, end='', flush=True)
+            self._print(line.rstrip())
             lines.append(line)
         if process.wait():
             raise Failed(''.join(lines))
         return ''.join(lines)
 
+    def _print(self, *words):
+        print(f'{self._release:>7}:', *words, flush=True)
+
     def run(self, whole):
-        """RecomputedTensors the cells; return whether nothing failed."""
+        """Fill the cells; return whether nothing failed."""
         begin, cells = time.monotonic(), self.cells
         release, python, *_ = cells
         try:
@@ -147,16 +152,16 @@ def main():
     parser.add_argument('--python', action='append', help='a Python, this one if none is named')
     parser.add_argument('--whole', action='store_true', help='run all tests, not their core')
     args = parser.parse_args()
-    rows, good = [], True
-    for python in args.python or [sys.executable]:
-        for release in args.releases:
-            with tempfile.TemporaryDirectory() as folder:
-                row = Row(python, release, Path(folder))
-                good &= row.run(args.whole)
-                rows.append(row.cells)
-    for cells in [['torch', 'Python', 'README', 'tests', 'took'], ['---'] * 5, *rows]:
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [Row(python, release, Path(folder, str(k), release))
+                for k, python in enumerate(args.python or [sys.executable])
+                for release in args.releases]
+        with ThreadPoolExecutor(len(rows)) as pool:
+            good = [*pool.map(lambda row: row.run(args.whole), rows)]
+    for cells in [['torch', 'Python', 'README', 'tests', 'took'], ['---'] * 5,
+                  *(row.cells for row in rows)]:
         print(f"| {' | '.join(cells)} |")
-    sys.exit(not good)
+    sys.exit(not all(good))
 
 
 if __name__ == '__main__':

@@ -138,6 +138,7 @@ def test_the_numbers_are_those_of_the_model(how, make, balance, mode, devices):
     assert list(gpipe.state_dict()) == list(layers.state_dict())
 
 
+@pytest.mark.slow
 @devices
 @pytest.mark.parametrize('how', first(1, ['some partitions', 'layers', 'forward']))
 def test_micro_batches_of_several_sizes(how, devices):
@@ -149,6 +150,7 @@ def test_micro_batches_of_several_sizes(how, devices):
     assert backend.graphs
 
 
+@pytest.mark.slow
 @devices
 @pytest.mark.parametrize('mode', first(1, MODES))
 def test_a_compiled_step_around_it(mode, devices):
@@ -166,6 +168,7 @@ def test_a_compiled_step_around_it(mode, devices):
     assert backend.graphs
 
 
+@pytest.mark.slow
 @one_worker
 @pytest.mark.parametrize('frozen', [False, True])
 def test_frozen_layers_and_frozen_parameters(frozen, devices):
@@ -218,6 +221,7 @@ def frames(request, monkeypatch):
             monkeypatch.setattr(module, 'APPLY', None)
 
 
+@pytest.mark.slow
 @one_worker
 @pytest.mark.usefixtures('frames')
 @pytest.mark.parametrize('first, second', [
@@ -375,6 +379,7 @@ def test_the_compiler_does_not_give_up_on_many_partitions(devices):
     assert len(graphs) == 10
 
 
+@pytest.mark.slow
 @devices
 def test_deferred_batch_norm(devices):
     """Statistics are those of the mini-batch; nothing is compiled anew for each micro-batch."""

@@ -21,8 +21,8 @@ pytestmark = cpu_only('what the documentation shows runs on the CPU')
 ROOT = Path(torchgpipe.__file__).parent.parent
 PAGES = sorted([*ROOT.glob('*.md'), *(page for page in ROOT.glob('docs/**/*.md')
                                       if '_build' not in page.parts)])
-#: Pages whose programs have several processes.
-SLOW = ['docs/guide/processes.md', 'docs/guide/sharded.md', 'docs/guide/training.md']
+#: Pages whose programs run without `--whole`.
+QUICK = ['README.md', 'docs/guide/first.md']
 BLOCK = re.compile(r'^```(\S*)[^\n]*\n(.*?)^```$', re.M | re.S)
 
 
@@ -86,7 +86,7 @@ def empty(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('page', [
-    pytest.param(page, marks=pytest.mark.slow if name(page) in SLOW else ()) for page in PAGES],
+    pytest.param(page, marks=() if name(page) in QUICK else pytest.mark.slow) for page in PAGES],
     ids=name)
 def test_the_code_of_a_page_runs(page, empty):
     run(page.read_text(), name(page))
@@ -207,6 +207,7 @@ def test_both_readmes_say_the_same():
         assert not same(english, korean.replace(old, new, 1))
 
 
+@pytest.mark.slow
 def test_pictures_are_what_the_script_draws(tmp_path):
     pictures = ROOT / 'docs/pictures'
     subprocess.run([sys.executable, pictures / 'draw.py', tmp_path], check=True)
@@ -220,6 +221,7 @@ def commands(page):
     return [code.strip() for language, code, _, _ in blocks(page.read_text()) if language == 'sh']
 
 
+@pytest.mark.slow
 def test_the_commands_for_contributors():
     setup, test, whole, ci, releases, build = commands(ROOT / 'docs/contributing.md')
     extras = re.search(r"pip install -e '\.\[(.*)\]' -c constraints.txt", setup)[1].split(',')

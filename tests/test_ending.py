@@ -28,6 +28,7 @@ begun.wait()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not THREADS.exists(), reason='this system does not show its threads')
 @pytest.mark.parametrize('module', ['torchgpipe', 'torchgpipe.distributed'])
 def test_a_thread_of_gloo_comes_to_its_end(module):

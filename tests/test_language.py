@@ -100,6 +100,7 @@ def test_few_sentences_of_pages_are_long():
     assert measure(map(newest, PAGES))[2] <= PAGE_LONG
 
 
+@pytest.mark.slow
 def test_docstrings_and_comments_do_not_get_worse():
     _, rate, long = measure(map(prose, SOURCES))
     assert rate <= CODE_FORMS and long <= CODE_LONG

@@ -659,6 +659,7 @@ GPipe(model, [8, 8], devices=['cpu'] * 2, weights=weights)
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != 'linux', reason='reads what Linux says of a process')
 @pytest.mark.parametrize('kind', first(1, KINDS[1:]))
 def test_a_file_is_not_read_into_memory_beside_the_model(kind, tmp_path):

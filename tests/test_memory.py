@@ -146,6 +146,7 @@ assert not seen, len(seen)
 """
 
 
+@pytest.mark.slow
 def test_in_v080_the_first_step_of_a_process_kept_its_outputs():
     """PyTorch imports its compiler at the first call of a mode, and leaves a cycle of frames."""
     subprocess.run([sys.executable, '-c', FIRST], check=True)

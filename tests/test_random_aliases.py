@@ -210,6 +210,7 @@ def run_case(seed, accelerators=False):
     return became
 
 
+@pytest.mark.slow
 @cpu_only('fewer run on accelerators')
 @pytest.mark.parametrize('block', range(-(-CASES // BLOCK)))
 def test_programs(block):

@@ -250,6 +250,7 @@ def run_case(seed, accelerators=False):
         raise AssertionError(f'seed {seed}') from error
 
 
+@pytest.mark.slow
 @cpu_only('there are fewer cases on accelerators, as each takes longer')
 @pytest.mark.parametrize('block', first(1, range(BLOCKS)))
 def test_cases(block):

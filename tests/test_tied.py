@@ -320,6 +320,7 @@ def test_passes_and_mini_batches_before_a_step(gpipe, mode):
     assert_same(gradients(gpipe), gradients(plain), 1e-9)
 
 
+@pytest.mark.slow
 @cpu_only('PyTorch compiles nothing for the simulated accelerator')
 @STAND_INS
 @modes

@@ -31,6 +31,7 @@ def check(sequence, partitions):
     assert key(blocks) == brute_force(sequence, partitions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('length', range(1, 7))
 def test_all_small_cases(length):
     for sequence in itertools.product(range(4), repeat=length):
@@ -62,6 +63,7 @@ def test_even_ties(sequence, partitions, expected):
     assert lengths == expected or (expected is None and sorted(lengths) == [1, 1, 2, 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('costs', [
     lambda: [random.random() for _ in range(10_000)], lambda: [1] * 10_000,
     lambda: [0] * 10_000, lambda: [1] * 5_000 + [10 ** 6] + [1] * 4_999])

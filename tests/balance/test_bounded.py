@@ -1,6 +1,7 @@
 """The exact min-max partition where not every block fits on every device."""
 import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +29,7 @@ def cases(draw):
     return sequence, furthest
 
 
+@pytest.mark.slow
 @settings(max_examples=1000, deadline=None, derandomize=True)
 @given(cases())
 def test_against_brute_force(case):

@@ -129,6 +129,7 @@ def test_layers_that_are_hard_to_copy(make, clock):
     assert all(p.grad is None and p.requires_grad and p.is_leaf for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.accelerator
 @pytest.mark.parametrize('make', MODELS)
 def test_accelerator(make):

@@ -337,6 +337,7 @@ def peak_of(folder, *args):
     return peak_of_activations(step)
 
 
+@pytest.mark.slow
 def test_activations_of_bfloat16_take_less_memory(tmp_path):
     init_mesh(device_type='cpu')
     try:
@@ -346,6 +347,7 @@ def test_activations_of_bfloat16_take_less_memory(tmp_path):
     assert .4 * full < half < .62 * full  # norms and the loss are in float32
 
 
+@pytest.mark.slow
 def test_tokens_of_nanogpt_and_mock_data(run, tmp_path):
     tokens = torch.randint(50304, (4000,), generator=torch.Generator().manual_seed(0))
     for name in ('train', 'val'):

@@ -94,6 +94,7 @@ def test_in_v082_a_layer_that_moves_the_generator_in_backward_disturbed_others(d
     assert meeting.is_met is not draws  # Else they go on beside each other.
 
 
+@pytest.mark.slow
 @workers
 def test_a_forward_that_draws_nothing_runs_beside_a_backward_where_others_draw(devices):
     meeting = Meeting()

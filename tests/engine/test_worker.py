@@ -95,6 +95,7 @@ def test_a_thread_ends_whose_worker_nobody_has():
     assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_a_thread_does_not_keep_the_interpreter_from_exiting():
     program = """if True:
         import torch

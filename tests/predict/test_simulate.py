@@ -190,6 +190,7 @@ def steps(draw):
         st.lists(link, min_size=n, max_size=n), min_size=n, max_size=n)))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(steps())
 def test_each_time_is_what_its_definition_says(step):

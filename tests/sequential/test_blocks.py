@@ -243,6 +243,7 @@ NUMBERS = {'ResNet': (5, 13), 'VGG': (6, 6), 'MobileNetV3': (9, 25), 'U-Net': (9
            'two towers': (8, 16)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', MODELS)
 def test_models_of_the_literature(name):
     torch.manual_seed(0)

@@ -190,6 +190,7 @@ def test_a_change_in_place_is_in_the_layer_of_what_it_changes():
     assert 'relu_' in to_sequential(model, torch.randn(4, 4))[0].code
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:The .grad attribute of a Tensor that is not a leaf')
 def test_layers_are_compiled():
     """PyTorch counts how often it compiles a code, and gives up: each layer has its own."""

@@ -27,17 +27,18 @@ import traceback
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import wait
 from pathlib import Path
 
 __all__ = ['Failure', 'outcomes', 'run']
 
 _context = multiprocessing.get_context('forkserver')
-# Optimizers and DistributedDataParallel import Dynamo when they are first made.
-_context.set_forkserver_preload([
-    'pytest', 'torch._dynamo', 'torch.distributed.checkpoint.state_dict',
-    'torch.distributed.tensor', 'torch.distributed.fsdp', 'torchgpipe.distributed',
-    'torchgpipe.sequential', 'torchgpipe.shard', 'torchgpipe.testing', 'torchgpipe.timeline'])
+#: What the server imports. Optimizers and DistributedDataParallel import Dynamo when first made.
+IMPORTED = ['pytest', 'torch._dynamo', 'torch.distributed.checkpoint.state_dict',
+            'torch.distributed.tensor', 'torch.distributed.fsdp', 'torchgpipe.distributed',
+            'torchgpipe.sequential', 'torchgpipe.shard', 'torchgpipe.testing',
+            'torchgpipe.timeline']
 
 #: For so many seconds a rank may take apart what it has of a call.
 TO_END = 5
@@ -119,6 +120,8 @@ class _Process:
     """A process that is a rank of one call after the other."""
 
     def __init__(self):
+        # Others, as the benchmarks, may have set other modules; or have started the server.
+        _context.set_forkserver_preload(IMPORTED)
         self.end, far = _context.Pipe()
         self._process = _context.Process(target=_serve, daemon=True, args=(far,))
         self._process.start()
@@ -159,6 +162,8 @@ _number = itertools.count()
 
 def _serve(end):
     """Be a rank, in each call another one."""
+    for name in IMPORTED:
+        import_module(name)
     gc.freeze()
     while True:
         try:

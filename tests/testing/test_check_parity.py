@@ -556,6 +556,7 @@ def test_an_accelerator_that_several_partitions_draw_from():
         assert ('and on the micro-batches' in parity.reasons[0]) is both
 
 
+@pytest.mark.slow
 def test_it_is_not_imported_with_the_package():
     code = 'import sys, torchgpipe; print("torchgpipe.testing" in sys.modules)'
     assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True,

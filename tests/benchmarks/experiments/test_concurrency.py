@@ -1,8 +1,11 @@
 """Concurrency: once, with few rows; shares by hand."""
+import pytest
+
 from benchmarks.experiments import concurrency
 from benchmarks.models.stacks import perceptron
 
 
+@pytest.mark.slow
 def test_concurrency(run, tmp_path, monkeypatch):
     monkeypatch.setattr(concurrency, 'ROWS', 2)
     monkeypatch.setattr(concurrency, 'CELLS', {0.01: 8, 0.02: 8})

@@ -15,6 +15,7 @@ def more_steps(monkeypatch):
     monkeypatch.setattr(digits, 'BATCH', 64)
 
 
+@pytest.mark.slow
 def test_digits(run, tmp_path, monkeypatch):
     """By a plan; the unwrapped model with all threads of the CPU, and with one."""
     alone = ['unwrapped'] if accelerators() else ['unwrapped, 2 threads', 'unwrapped, 1 thread']

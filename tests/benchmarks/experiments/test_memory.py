@@ -66,6 +66,7 @@ def test_what_a_partition_gives_counts_for_the_next(letters):
     assert 4 * MIB <= found[0] < 4.01 * MIB and 8 * MIB <= found[1] < 8.1 * MIB
 
 
+@pytest.mark.slow
 def test_peaks_on_workers_are_near_those_on_one_worker():
     """One worker takes a micro-batch through all partitions before the next, and needs less."""
     found = []

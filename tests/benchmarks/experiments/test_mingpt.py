@@ -54,6 +54,7 @@ class Pair:
         return sharded_gpt(SIZES._replace(heads=distributed.get_world_size() + 1, width=12))
 
 
+@pytest.mark.slow
 def test_it_is_the_same_model():
     with Processes(2, Pair) as pair:
         assert pair.call('values_are_the_same') == [True, True]

@@ -1,11 +1,13 @@
 """Overhead: one size, and the ratios by hand."""
 import json
 
+import pytest
 import torch
 
 from benchmarks.experiments import overhead
 
 
+@pytest.mark.slow
 def test_overhead(run, tmp_path, monkeypatch):
     monkeypatch.setattr(overhead, 'SIZES', [(2, 4)])
     code, out, _ = run('overhead', '--rounds', 1, '--output', tmp_path)

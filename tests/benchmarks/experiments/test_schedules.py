@@ -29,6 +29,7 @@ def test_layers_keep_the_shape(stack):
     assert STACKS[stack].layer()(x).shape == x.shape == target.shape == STACKS[stack].shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('n', [2, 3])
 def test_all_train_the_same_cells(n):
     stack = STACKS['mlp']
@@ -46,6 +47,7 @@ def test_all_train_the_same_cells(n):
     assert 0 < found['1f1b'].bubble() < 1
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(not processes.is_available(), reason='needs gloo')
 def test_stages_of_torch_take_a_step():

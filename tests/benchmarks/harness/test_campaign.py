@@ -52,6 +52,7 @@ def test_a_picture_of_full_scale(tmp_path):
     assert '<svg' in (tmp_path / 'tiny-speed.svg').read_text()
 
 
+@pytest.mark.slow
 def test_speed_of_steps_by_a_schedule(tmp_path, capsys, monkeypatch):
     steps = []
     step = GPipe.step
@@ -85,6 +86,7 @@ def test_only_what_was_asked_for(tmp_path, capsys):
     assert 'no speed-ups' in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_what_was_measured(tmp_path, capsys):
     def measure(experiment, setting, options, result):
         if setting.name == 'pipeline-3':

@@ -51,6 +51,7 @@ def test_overheads_are_those_of_each_micro_batch():
     assert found['1f1b'] == pytest.approx(5 * 2 * 2.125)
 
 
+@pytest.mark.slow
 def test_a_published_table(tmp_path, capsys, monkeypatch):
     options = tiny.options(tiny.SPEED, tmp_path, settings=tiny.SETTINGS[:2])
     predict(tiny.SPEED, options)

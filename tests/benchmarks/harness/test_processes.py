@@ -145,6 +145,7 @@ if __name__ == '__main__':
 """
 
 
+@pytest.mark.slow
 def test_none_is_left_after_an_interrupt_at_the_start():
     process = subprocess.run([sys.executable, '-c', INTERRUPTED], cwd=PAGE.parents[1],
                              capture_output=True, text=True, timeout=100)

@@ -26,6 +26,7 @@ def test_a_source_without_a_figure_has_no_ratio():
         7.26 / 7.31)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('model', sorted({setting.model for experiment in EXPERIMENTS.values()
                                           for setting in experiment.settings}, key=str), ids=str)
 def test_balances_fit_their_models(model):

@@ -11,6 +11,7 @@ from torchgpipe import GPipe
 from torchgpipe.balance import balance_by_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('make, layers, parameters', [
     (resnet101, 370, 44_549_160),
     *((lambda a=a, b=b: amoebanetd(num_layers=a, num_filters=b), layers, parameters)
@@ -106,6 +107,7 @@ def small(name):
     return unet(2, 1, 4), torch.rand(4, 3, 17, 21), (4, 1, 17, 21)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['resnet101', 'amoebanetd', 'unet'])
 def test_a_training_step_in_a_pipeline(name):
     """In evaluation mode of norms and dropout, the numbers of the model itself."""

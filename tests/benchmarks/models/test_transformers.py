@@ -20,6 +20,7 @@ from torchgpipe.sequential import original_names
 pytestmark = cpu_only('processes meet by gloo')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('make, parameters', [
     (lambda: gpt.GPT(gpt.GPT2['gpt2']), 124_439_808),
     (lambda: gpt.GPT(gpt.GPT2['gpt2-medium']), 354_823_168),
@@ -166,6 +167,7 @@ def whole(kind):
     return found, dict(model.named_parameters(remove_duplicate=False))
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize('axes', [
     {'tensor': 2}, pytest.param({'tensor': 2, 'pipe': 2}, marks=pytest.mark.slow)])

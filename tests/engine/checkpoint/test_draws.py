@@ -558,6 +558,7 @@ for thread in threads:
 """
 
 
+@pytest.mark.slow
 @cpu_only('it is about the generator of the CPU')
 def test_threads_at_the_generator_do_not_wait_for_each_other_for_ever():
     """In a process of its own: a fork has the memory of all threads there were, and no threads."""

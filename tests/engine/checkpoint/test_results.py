@@ -427,6 +427,7 @@ def test_a_pipeline_in_a_pipeline(devices, outer, inner):
     train_both(model, gpipe, torch.randn(7, 4, dtype=torch.double))
 
 
+@pytest.mark.slow
 @cpu_only('nothing is compiled for the simulated accelerator')
 @pytest.mark.filterwarnings('ignore:The .grad attribute of a Tensor that is not a leaf')
 @pytest.mark.parametrize('compile', ['layer', 'around', 'wrapped', 'partition'])

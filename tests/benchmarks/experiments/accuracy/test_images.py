@@ -38,6 +38,7 @@ def test_modes_other_than_rgb_are_converted(tmp_path):
     assert all(image.shape == (3, 8, 8) for image, _ in ImageFolder(tmp_path, 8, seed=0))
 
 
+@pytest.mark.slow
 def test_crops_depend_on_seed_epoch_and_index_only(tmp_path):
     write_pictures(tmp_path, train=1, val=0)
     folder = ImageFolder(tmp_path / 'train', 32, seed=1)
