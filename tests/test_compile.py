@@ -348,6 +348,7 @@ class Around(nn.Module):
         return self.inner(x)
 
 
+@pytest.mark.slow
 @one_worker
 @pytest.mark.parametrize('how', ['layers', 'partitions'])
 def test_what_a_layer_calls_that_stashes_is_compiled(how, devices):
@@ -366,6 +367,7 @@ def test_layers_between_those_that_stash_and_pop_are_compiled_together(devices):
     assert backend.graphs == 1
 
 
+@pytest.mark.slow
 @one_worker
 def test_the_compiler_does_not_give_up_on_many_partitions(devices):
     """Before 0.5.0 all partitions had one code, and it was compiled eight times at most."""

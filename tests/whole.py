@@ -38,7 +38,8 @@ def short(items):
 
 def first(number, values):
     """Return values for ``pytest.mark.parametrize``, of which all but so many are slow."""
-    return [value if k < number else pytest.param(value, marks=pytest.mark.slow)
+    return [value if k < number else
+            pytest.param(*value if isinstance(value, tuple) else (value,), marks=pytest.mark.slow)
             for k, value in enumerate(values)]
 
 

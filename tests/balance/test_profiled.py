@@ -118,6 +118,7 @@ def needs(costs, a, b, m, mode, scale, partitions):
             + math.ceil(waiting + activations + passing))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.data())
 def test_limits_against_brute_force(data):

@@ -65,6 +65,7 @@ def cross(folder, pairs, name='perceptron'):
                 assert rank == {each: pytest.approx(wanted, rel=1e-9) for each in some}
 
 
+@pytest.mark.slow
 def test_some_layouts(tmp_path):
     cross(tmp_path, QUICK)
 
@@ -81,6 +82,7 @@ def test_shards_of_shards_of_other_sizes(tmp_path):
     cross(tmp_path, [*product(layouts, layouts)])
 
 
+@pytest.mark.slow
 def test_shards_that_wait_on_the_host(tmp_path):
     cross(tmp_path, [('offload', 'offload-one'), ('offload-one', 'offload'), ('shard', 'offload')])
 

@@ -175,6 +175,7 @@ def went_on(folder, axes):
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('data', ['replicate', pytest.param('shard', marks=pytest.mark.slow)])
 def test_a_checkpoint_goes_on_where_experts_are_spread_in_another_way(tmp_path, data):
     expected, *_ = run(4, saved, f'{tmp_path}/saved', data)

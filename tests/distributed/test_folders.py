@@ -92,6 +92,7 @@ def gone(folder):
     return before
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_while_it_writes_is_not_waited_for(tmp_path):
     """Others have a timeout of half an hour, and end by the error of a step."""
     (expected, _) = outcomes(2, gone, str(tmp_path / 'model'))
@@ -128,6 +129,7 @@ def check_killed(folder, at, rank, wait):
     return found['step']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('wait', [True, False])
 def test_a_rank_that_is_killed_at_some_moment_leaves_a_whole_checkpoint(wait, tmp_path):
     generator = random.Random(wait)

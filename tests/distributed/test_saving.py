@@ -63,6 +63,7 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path):
     assert os.listdir(tmp_path) == ['model']
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_leaves_the_last_one(tmp_path):
     assert all(isinstance(each, Failure) for each in outcomes(
         2, interrupted, str(tmp_path / 'model'), 'kill'))

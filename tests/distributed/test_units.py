@@ -235,6 +235,7 @@ def peak(axes, stages, options):
     return found.peak / (14 * 4 * (96 * 96 + 96))
 
 
+@pytest.mark.slow
 def test_two_replicas_have_half_of_what_one_process_has():
     whole, = run(1, peak, {}, 1, {})
     shards = run(2, peak, {'data': 2}, 14, OFFLOAD)

@@ -107,6 +107,7 @@ def two_ranks(release):
     steps(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('tcp', first(1, [True, False]))
 def test_is_killed_with_a_long_timeout(tcp):
     """The other one may have the store, which it keeps for a while; it finds out all the same."""

@@ -54,6 +54,7 @@ def test_workers_work_at_the_same_time(devices, after):
         gpipe.step(x, x.to(gpipe.devices[-1]), loss_of, schedule='gpipe')
 
 
+@pytest.mark.slow
 @cpu_only('it is about threads of the host')
 def test_threads_may_take_steps_of_the_same_model():
     """None may come first on one worker and last on another."""

@@ -125,6 +125,7 @@ def test_pairs_that_keep_each_other_from_going_on():
         simulate(make('1f1b', 2, 1), Costs([StageCosts(1.0, 1.0)] * 2), [(other, one)])
 
 
+@pytest.mark.slow
 def test_many_stages_and_micro_batches():
     """In linear time: 64 by 1024 takes a good part of a second."""
     simulation = simulate(make('1f1b', 64, 1024), Costs([StageCosts(1.0, 2.0)] * 64))

@@ -176,6 +176,7 @@ def test_who_keeps_something_in_each_run_is_named(function, name, has_sample):
     assert len(to_sequential(model, sample(), leaves=['1'])) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('function', [f for f, _ in KEEPERS if f is not in_a_tuple],
                          ids=lambda f: f.__name__)
 @pytest.mark.parametrize('has_sample', [True, False])

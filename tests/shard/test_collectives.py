@@ -1,4 +1,5 @@
 """Collectives in place, or without a gradient."""
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -24,5 +25,6 @@ def low_level():
     assert collectives.all_gather(x[:rank], group, 0, [0, 1]).tolist() == [first + 1]
 
 
+@pytest.mark.slow
 def test_collectives_of_several_groups():
     run(4, low_level, group=2)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 import torchgpipe.shard as ts
 from tests.shard.processes import Failure, outcomes, run
+from tests.whole import first
 from torchgpipe.shard import failures
 
 
@@ -37,7 +38,8 @@ def fails(where, who):
         y.sum().backward()
 
 
-@pytest.mark.parametrize('where, who', [('forward', 1), ('backward', 0), ('forward', 3)])
+@pytest.mark.parametrize('where, who', first(1, [
+    ('forward', 1), ('backward', 0), ('forward', 3)]))
 def test_the_others_name_the_rank_that_raises(where, who):
     found = outcomes(4, fails, where, who)
     assert all(isinstance(each, Failure) for each in found)
@@ -90,6 +92,7 @@ def start_fails():
     raise RuntimeError('at the start')
 
 
+@pytest.mark.slow
 def test_a_failure_of_all_ranks_is_over_when_they_go_on():
     run(2, together, group=2)
 
@@ -108,6 +111,7 @@ def absent():
         dist.distributed_c10d._get_default_store().set('done', '')
 
 
+@pytest.mark.slow
 def test_a_rank_that_keeps_away_is_named_after_the_timeout():
     failure, lives = outcomes(2, absent)
     assert 'rank 1 did not take part' in failure.text and lives == 'lives'

@@ -81,6 +81,7 @@ def debug():
     return texts
 
 
+@pytest.mark.slow
 def test_the_debug_mode_names_the_rank_that_differs():
     for rank, texts in enumerate(run(4, debug)):
         for text, (function, other, pattern) in zip(texts, PYTORCH):

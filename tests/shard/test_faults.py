@@ -36,6 +36,7 @@ def trained(features, classes):
         assert (whole - other.grad).abs().max() < 1e-12
 
 
+@pytest.mark.slow
 def test_group_size_below_world_size():
     run(4, trained, 6, 8, group=2)
 

@@ -240,6 +240,7 @@ def test_replicas_have_the_same_shards_whatever_their_seeds():
             assert found[name].equal(value), name
 
 
+@pytest.mark.slow
 def test_replicas_with_values_of_their_own_are_refused_or_get_the_same():
     """In v0.8.0, their gradients were averaged, and the replicas stayed different."""
     run(4, own_values, group=2)

@@ -102,6 +102,7 @@ def test_the_plain_call(world):
     run(world, plain_calls, group=world)
 
 
+@pytest.mark.slow
 def test_ranks_always_meet():
     run(2, plain_call, EACH, 'always', [4, 4], 60, group=2)
 

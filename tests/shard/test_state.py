@@ -271,6 +271,7 @@ class Failing:
         return getattr(torch, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('how, words', [
     ('before', 'collecting a state dict failed on rank 1, so it ended here, too: '
                r"ValueError: .*'row.weight' is \(1, "),

@@ -301,6 +301,7 @@ def fit():
     train(Own, images, lambda model, x, y: own_loss(model(x), torch.arange(7), y), own, 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('training', [classify, recognise, write, fit])
 @pytest.mark.parametrize('world, group', [(2, 1), (2, 2), (4, 2), (4, 4)])
 def test_ten_steps_are_those_of_one_process(world, group, training):

@@ -136,6 +136,7 @@ def test_a_long_training_does_not_grow(devices, mode):
     assert tensors(gpipe) <= before
 
 
+@pytest.mark.slow
 @one_worker
 @pytest.mark.filterwarnings('ignore:Using backward.. with create_graph')
 @pytest.mark.parametrize('mode', first(1, MODES))
@@ -178,6 +179,7 @@ def test_skips_die_after_a_backward_that_does_not_get_through(devices, mode, cre
     assert count() == before
 
 
+@pytest.mark.slow
 @one_worker
 @pytest.mark.parametrize('mode', first(1, MODES))
 def test_a_gradient_penalty_leaks_nothing(devices, mode):

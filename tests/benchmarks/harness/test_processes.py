@@ -42,6 +42,7 @@ def started():
     assert not any(process.is_alive() for process in children)
 
 
+@pytest.mark.slow
 def test_they_do_as_told(started):
     assert started[0].call('add') == [(0, 1, 15.), (1, 1, 15.)]
     assert started[0].call('add', 2) == [(0, 1, 60.), (1, 1, 60.)]

@@ -344,6 +344,7 @@ def test_a_thread_that_draws_beside_a_training_gets_no_number_twice(mode):
     assert len(set(numbers)) == len(numbers)
 
 
+@pytest.mark.slow
 @cpu_only(SHARED)
 @modes
 @pytest.mark.parametrize('threads', [2, 4])

@@ -1,6 +1,7 @@
 """Layers that are kept out of recomputation, in several partitions."""
 import threading
 
+import pytest
 import torch
 from torch import nn
 
@@ -12,6 +13,7 @@ from torchgpipe import GPipe, no_recompute
 SECONDS = 0.3
 
 
+@pytest.mark.slow
 @cpu_only('threads of the host meet')
 def test_one_that_stands_twice_runs_in_one_cell_at_a_time():
     """It has a forward of that cell's own meanwhile."""

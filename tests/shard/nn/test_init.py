@@ -114,6 +114,7 @@ def sizes_in_memory():
                 assert (largest.found <= weight.numel()) == in_blocks, (method, largest.found)
 
 
+@pytest.mark.slow
 def test_the_whole_is_never_made_where_it_need_not_be():
     run(2, sizes_in_memory, group=2)
 
@@ -130,6 +131,7 @@ def default_device():
         assert weight.equal(cut(whole, 0))
 
 
+@pytest.mark.slow
 def test_another_default_device():
     run(2, default_device, group=2)
 
