@@ -117,6 +117,12 @@ def pytest_addoption(parser):
                      help='run all tests, also slow ones and all combinations of parameters')
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """Let one worker more than cores run, as tests of processes wait."""
+    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, 'sched_getaffinity') else None
+
+
 def pytest_report_header(config):
     """Say that there is more."""
     return None if config.getoption('whole') else 'a part of the tests: --whole runs all of them'

@@ -4,6 +4,7 @@ import sys
 import threading
 import weakref
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -335,6 +336,14 @@ def test_who_is_to_blame():
     assert [rank for rank, _ in blame({0: waits, 1: waits}, 2, lost=[0])[0]] == [0]
     assert [rank for rank, _ in blame({0: waits, 1: waits}, 2, late=True)[0]] == [0, 1]
     assert blame({0: None}, 1, late=True)[0] == [(0, 'has not made this model')]
+
+
+def test_a_frame_that_has_no_globals_is_passed_over(monkeypatch):
+    """As Python 3.11 gave one; in v0.15.1 the thread of the watch ended with it."""
+    frame = SimpleNamespace(f_globals=len.__call__, f_code=None,
+                            f_back=sys._current_frames()[threading.get_ident()])
+    monkeypatch.setattr(sys, '_current_frames', lambda: {1: frame})
+    assert 'test_watch.py' in whereabouts(1).text
 
 
 def test_no_collection_begins_where_frames_are_read(monkeypatch):

@@ -56,7 +56,9 @@ def whereabouts(thread: int, layer: bool = False) -> Whereabouts:
     waits, line, name = False, '', ''
     decided = False
     while frame is not None:
-        module = frame.f_globals.get('__name__', '')
+        # Python 3.11 was seen to give another object for a frame that ended meanwhile.
+        names: object = frame.f_globals
+        module = str(names.get('__name__', '')) if isinstance(names, dict) else ''
         if not decided and not module.startswith(_PASSED):
             decided = True
             waits = module.startswith(_WAITING) and not module.startswith(_COMPUTING)
