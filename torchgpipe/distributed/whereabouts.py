@@ -58,7 +58,7 @@ def whereabouts(thread: int, layer: bool = False) -> Whereabouts:
     while frame is not None:
         # Python 3.11 was seen to give another object for a frame that ended meanwhile.
         names: object = frame.f_globals
-        module = str(names.get('__name__', '')) if isinstance(names, dict) else ''
+        module = str(names.get('__name__', '')) if isinstance(names, dict) else _PASSED[0]
         if not decided and not module.startswith(_PASSED):
             decided = True
             waits = module.startswith(_WAITING) and not module.startswith(_COMPUTING)
