@@ -11,7 +11,8 @@ ranks meet in a folder, so that no port is needed::
      │ end ───────▶ destroy_process_group           destroy_process_group    when all are there
      │ ◀─ whether nothing is left of the call ──────┤
 
-What failed, does not return or leaves something behind (a thread, a patch) is killed.
+What does not return or leaves something behind (a thread, a patch) is killed. A rank that has
+failed ends unless all have returned at once, since another one may wait for it.
 """
 import gc
 import itertools
@@ -39,6 +40,9 @@ IMPORTED = ['pytest', 'torch._dynamo', 'torch.distributed.checkpoint.state_dict'
             'torch.distributed.tensor', 'torch.distributed.fsdp', 'torchgpipe.distributed',
             'torchgpipe.sequential', 'torchgpipe.shard', 'torchgpipe.testing',
             'torchgpipe.timeline']
+
+#: For so many seconds a rank that has failed waits for the word that all the others are there.
+TO_HEAR = .3
 
 #: For so many seconds a rank may take apart what it has of a call.
 TO_END = 5
@@ -86,10 +90,8 @@ def outcomes(world, function, *args, group=None, timeout=120, stop=False):
         for rank, each in enumerate(ranks):
             each.end.send((rank, world, group, timeout, str(path), stop, call))
         found = _collect([each.end for each in ranks], time.monotonic() + timeout, stop)
-        if not any(isinstance(each, Failure) for each in found):
-            for each in ranks:
-                each.end.send(None)
-            kept = True
+        failed = any(isinstance(each, Failure) for each in found)
+        kept = not (stop and failed) and all(each.ends_call() for each in ranks)
         return found
     finally:
         for each in ranks:
@@ -137,6 +139,14 @@ class _Process:
             found.kill()
         return cls()
 
+    def ends_call(self):
+        """Tell it that all ranks have returned; return whether it has heard so."""
+        try:
+            self.end.send(None)
+        except OSError:  # It has ended.
+            return False
+        return True
+
     def is_as_before(self):
         """Wait for the end of a call, and return whether nothing is left of it."""
         try:
@@ -171,9 +181,9 @@ def _serve(end):
         except EOFError:
             return
         before = _state()
-        result, ended = _call(*call)
+        result, ends = _call(*call)
         end.send_bytes(result)
-        if ended:
+        if ends and not end.poll(TO_HEAR):
             return
         if end.recv() is None:
             del result, call
@@ -182,10 +192,9 @@ def _serve(end):
 
 
 def _call(rank, world, group, timeout, path, stays, call):
-    """Return what the function gives, and whether this process ends.
+    """Return what the function gives, and whether this process ends as it has failed.
 
-    It does where it has failed, since others may wait for it; but not where it `stays` until it is
-    killed, as its end would be a failure of theirs.
+    It does not where it `stays` until it is killed, as its end would be a failure of others.
     """
     import torch
     import torch.distributed as dist
