@@ -123,6 +123,13 @@ def pytest_xdist_auto_num_workers(config):
     return len(os.sched_getaffinity(0)) + 1 if hasattr(os, 'sched_getaffinity') else None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Let a worker of ``-n`` that has nothing left to do take tests of another one."""
+    if config.getoption('numprocesses', None) and config.getoption('dist') == 'no':
+        config.option.dist = 'worksteal'
+
+
 def pytest_report_header(config):
     """Say that there is more."""
     return None if config.getoption('whole') else 'a part of the tests: --whole runs all of them'
