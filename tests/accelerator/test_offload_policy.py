@@ -11,11 +11,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from tests import accelerator
 from tests.devices import ACCELERATOR
-from tests.shard.processes import Failure, outcomes, run
+from tests.shard.processes import Failure, end_idle, outcomes, run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.distributed.ties import Ties
 
 pytestmark = pytest.mark.accelerator
+
+
+@pytest.fixture(autouse=True)
+def new_processes():
+    """Have new ranks, as they load the accelerator before their first backward pass."""
+    end_idle()
 
 
 def layers():

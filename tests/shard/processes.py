@@ -32,7 +32,7 @@ from importlib import import_module
 from multiprocessing.connection import wait
 from pathlib import Path
 
-__all__ = ['Failure', 'outcomes', 'run']
+__all__ = ['Failure', 'end_idle', 'outcomes', 'run']
 
 _context = multiprocessing.get_context('forkserver')
 #: What the server imports. Optimizers and DistributedDataParallel import Dynamo when first made.
@@ -170,6 +170,12 @@ _folder = tempfile.TemporaryDirectory()
 _number = itertools.count()
 
 
+def end_idle():
+    """Let the next call have new processes."""
+    while _idle:
+        _idle.pop().kill()
+
+
 def _serve(end):
     """Be a rank, in each call another one."""
     for name in IMPORTED:
@@ -240,6 +246,7 @@ def _state():
     import torch
     return {'dtype': torch.get_default_dtype(), 'grad mode': torch.is_grad_enabled(),
             'deterministic': torch.are_deterministic_algorithms_enabled(),
+            'accelerator': torch.accelerator.current_accelerator(),
             'debug': torch.distributed.get_debug_level(), 'threads': threading.active_count(),
             'folder': os.getcwd(), 'environment': dict(os.environ),
             **{holder: [*map(id, vars(holder).values())] for holder in _holders()}}

@@ -107,7 +107,8 @@ class DispatchMode(TorchDispatchMode):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
-        uncompiled(cls.__torch_dispatch__)
+        if '__torch_dispatch__' in cls.__dict__:
+            uncompiled(cls.__torch_dispatch__)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
