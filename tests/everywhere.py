@@ -8,9 +8,8 @@ import functools
 import pytest
 
 from torchgpipe.balance.measure import Flow
+from torchgpipe.engine.autograd import Copy, Tie, Wait
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
-from torchgpipe.engine.copy import Copy, Wait
-from torchgpipe.engine.dependency import Tie
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.worker import Workers
 

@@ -16,8 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests import accelerator
 from torchgpipe import GPipe, split
-from torchgpipe.engine import copy as copy_module
-from torchgpipe.engine import partition, shared
+from torchgpipe.engine import autograd, partition, shared
 from torchgpipe.engine.cell import compare_earlier
 from torchgpipe.engine.stream import use_device
 
@@ -175,7 +174,7 @@ def in_two_memories(monkeypatch):
         copies.append(tensor)
         return tensor.clone()
 
-    monkeypatch.setattr(copy_module, 'copy_tensor', copy_tensor)
+    monkeypatch.setattr(autograd, 'copy_tensor', copy_tensor)
     for module in (partition, shared, split):
         monkeypatch.setattr(module, 'memory_key', lambda device: (device.type, device.index or 0))
     return copies

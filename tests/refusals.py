@@ -23,7 +23,7 @@ from torchgpipe.context import check_order
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.stream import CPUStream
 from torchgpipe.plan import Costs, Link, Plan, StageCosts, plan, simulate
-from torchgpipe.private.lookup import find
+from torchgpipe.private import find
 from torchgpipe.schedule import Schedule, make
 from torchgpipe.sequential import from_stages, original_names, to_sequential
 from torchgpipe.skip import pop, skippable, stash
@@ -319,7 +319,7 @@ def while_mutation_is_allowed():
 def in_other_memories():
     """Change what a copy would separate from another tensor, as if each device had a memory."""
     with patch('torchgpipe.engine.partition.Engine.apart', lambda *_: True), \
-            patch('torchgpipe.engine.copy.copy_tensor', lambda x, *streams: x.clone()):
+            patch('torchgpipe.engine.autograd.copy_tensor', lambda x, *streams: x.clone()):
         train(wrap(Call(lambda x: (x, x[:])), Call(lambda xs: xs[0].add_(1) + xs[1])))
 
 

@@ -15,10 +15,9 @@ from tests.devices import cpu_only, devices, one_worker, places
 from tests.helpers import (MODES, assert_same, gradients, in_a_new_thread, memory_of, modes,
                            on_first)
 from tests.whole import first
-from torchgpipe import GPipe, is_recomputing
+from torchgpipe import GPipe, is_recomputing, private
 from torchgpipe.checkpoint import enable_recomputing
 from torchgpipe.engine.checkpoint import recomputation
-from torchgpipe.private import compiled
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
 pytestmark = pytest.mark.usefixtures('compiler')
@@ -217,7 +216,7 @@ SAVES_ALL = aot_autograd(fw_compiler=lambda graph, inputs: boxed(graph.forward))
 def frames(request, monkeypatch):
     """Let it be known in which frame compiled code saves tensors, or not, as in other releases."""
     if request.param == 'unknown':
-        for module in compiled, recomputation:
+        for module in private, recomputation:
             monkeypatch.setattr(module, 'APPLY', None)
 
 

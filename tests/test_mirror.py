@@ -6,7 +6,7 @@ import torchgpipe
 PACKAGE, TESTS = Path(torchgpipe.__file__).parent, Path(__file__).parent
 
 #: It may fall, and does not rise.
-MOST = 75
+MOST = 43
 
 
 def has_test(module):
@@ -20,4 +20,4 @@ def test_modules_without_a_test_at_the_mirrored_place():
     modules = [path for path in PACKAGE.rglob('*.py') if not path.stem.startswith('__')]
     without = sorted(str(path.relative_to(PACKAGE)) for path in modules if not has_test(path))
     assert len(without) <= MOST, f'{len(without)} modules have none: {", ".join(without)}'
-    assert 'engine/scatter.py' not in without and len(modules) > 100
+    assert 'engine/microbatches.py' not in without and len(modules) > 100

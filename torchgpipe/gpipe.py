@@ -11,17 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchgpipe.aliases import Value
 from torchgpipe.devices import Device
 from torchgpipe.engine.edges import Pipeline
-from torchgpipe.engine.gather import gather
+from torchgpipe.engine.microbatches import Batch, check_arguments, cut, fit_rule, gather
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.scatter import Batch, check_arguments, cut, fit_rule
 from torchgpipe.placed import Placed, verify
 from torchgpipe.schedule import ScheduleLike
 from torchgpipe.settings import Checkpoint, Settings, checkpoint_stops, stops_of_mode
 from torchgpipe.split import parse_devices, split, verify_shared
-from torchgpipe.structure import Arguments, flatten_nested
+from torchgpipe.structure import Arguments, Value, flatten_nested
 from torchgpipe.weights import Weights
 
 __all__ = ['GPipe']

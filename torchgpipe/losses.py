@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from torchgpipe.context import context
 from torchgpipe.engine.leaves import leaf_of
-from torchgpipe.engine.scatter import Batch, cut
+from torchgpipe.engine.microbatches import Batch, cut
 from torchgpipe.errors import add_note
 from torchgpipe.means import Known, LossMonitor, itself, normalizer_of
 from torchgpipe.structure import call, leaves_of

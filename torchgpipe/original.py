@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from torchgpipe.devices import memory_of
-from torchgpipe.engine.places import holder_of, named_slots
+from torchgpipe.engine.partition import holder_of, named_slots
 from torchgpipe.errors import add_note
 from torchgpipe.sequential.parts import NamedLayer
 from torchgpipe.structure import flatten_nested

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.devices import is_cpu, memory_of
-from torchgpipe.engine.gather import check_rules
-from torchgpipe.engine.scatter import value_of
+from torchgpipe.engine.microbatches import check_rules, value_of
 from torchgpipe.private import hooks_of, uncompiled
 from torchgpipe.schedule import ScheduleLike
 from torchgpipe.schedule.plain import PLAIN_CALL

@@ -5,8 +5,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from torchgpipe.engine.microbatches import Batch
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.scatter import Batch
 from torchgpipe.engine.stepping import Step
 from torchgpipe.losses import Losses
 from torchgpipe.schedule import Schedule, ScheduleLike, make

@@ -9,7 +9,7 @@ import textwrap
 from typing import Any, NamedTuple
 
 from tests.accelerator import programs as P
-from torchgpipe.engine import copy, edges, offload, run, shared, stepping, stream, worker
+from torchgpipe.engine import autograd, edges, offload, run, shared, stepping, stream, worker
 from torchgpipe.engine.checkpoint import recomputation, samples
 from torchgpipe.stream import default_stream, no_context
 
@@ -80,24 +80,24 @@ RECOMPUTE_LATER = ('''output[:] = _wait(self._streams[j], departure, output)  # 
 
 MUTATIONS = [Mutation(*mutation) for mutation in [
     # Copies
-    (copy.copy_tensor, 'use_stream(source)', P.copies_overlap_with_computation),
-    (copy.copy_tensor, 'use_stream(target)', P.copies_overlap_with_computation),
-    (copy.copy_tensor, 'record_stream(tensor, source)', P.training),
-    (copy.copy_tensor, 'record_stream(copied, compute)', P.without_grad),
-    (copy.Copy.forward, 'current_stream(get_device(next_stream))', P.without_grad,
+    (autograd.copy_tensor, 'use_stream(source)', P.copies_overlap_with_computation),
+    (autograd.copy_tensor, 'use_stream(target)', P.copies_overlap_with_computation),
+    (autograd.copy_tensor, 'record_stream(tensor, source)', P.training),
+    (autograd.copy_tensor, 'record_stream(copied, compute)', P.without_grad),
+    (autograd.Copy.forward, 'current_stream(get_device(next_stream))', P.without_grad,
      'mutated(next_stream)'),
-    (copy.Copy.forward, 'current_stream(get_device(next_stream))', P.side_streams_without_grad,
+    (autograd.Copy.forward, 'current_stream(get_device(next_stream))', P.side_streams_without_grad,
      'mutated.default(get_device(next_stream))'),
-    (copy.Copy.forward, 'current_stream(get_device(prev_stream))',
+    (autograd.Copy.forward, 'current_stream(get_device(prev_stream))',
      P.a_hook_gives_another_gradient, 'mutated.default(get_device(prev_stream))'),
-    (copy.Copy.backward, 'ctx.prev_compute', P.a_hook_gives_another_gradient,
+    (autograd.Copy.backward, 'ctx.prev_compute', P.a_hook_gives_another_gradient,
      'mutated(prev_stream)'),
 
     # Waits: of the compute stream for an arrival, and of a copy stream before a departure
-    (copy.Wait.forward, WAIT, P.training, where_copies('prev_stream', WAIT)),
-    (copy.Wait.forward, WAIT, P.training, where_copies('next_stream', WAIT)),
-    (copy.Wait.backward, WAIT_BACK, P.training, where_copies('prev_stream', WAIT_BACK)),
-    (copy.Wait.backward, WAIT_BACK, P.steps_by_a_schedule,
+    (autograd.Wait.forward, WAIT, P.training, where_copies('prev_stream', WAIT)),
+    (autograd.Wait.forward, WAIT, P.training, where_copies('next_stream', WAIT)),
+    (autograd.Wait.backward, WAIT_BACK, P.training, where_copies('prev_stream', WAIT_BACK)),
+    (autograd.Wait.backward, WAIT_BACK, P.steps_by_a_schedule,
      where_copies('next_stream', WAIT_BACK)),
     (edges._wait, 'Wait.apply(prev_stream, next_stream, *tensors)', P.training,
      'mutated(tensors)'),

@@ -10,7 +10,7 @@ from tests.engine.steps import Pop, loss_of
 from tests.helpers import Layer, assert_same, gradients, memory_of
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.engine.aliasing import Aliasing
-from torchgpipe.engine.scatter import Batch
+from torchgpipe.engine.microbatches import Batch
 from torchgpipe.skip import skippable, stash
 
 A, B = (None, 'a'), (None, 'b')

@@ -13,7 +13,7 @@ from tests.helpers import (assert_same, call, in_two_memories, memory_of, micro_
                            nodes, on_first)
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine import substitute
-from torchgpipe.engine.copy import Copy
+from torchgpipe.engine.autograd import Copy
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.shared import SharedTensors
 

@@ -14,7 +14,7 @@ from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.engine.aliasing import Aliasing
 from torchgpipe.engine.interpreter import _in_order
 from torchgpipe.engine.leaves import Leaves
-from torchgpipe.engine.scatter import Batch
+from torchgpipe.engine.microbatches import Batch
 from torchgpipe.schedule import make
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.structure import bare, leaves_of

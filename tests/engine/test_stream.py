@@ -9,7 +9,7 @@ from torch import nn
 from tests.devices import cpu_only
 from tests.helpers import Spy
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.engine import copy, edges, run, worker
+from torchgpipe.engine import autograd, edges, run, worker
 from torchgpipe.engine.checkpoint import recomputation
 from torchgpipe.engine.partition import Engine
 
@@ -72,7 +72,7 @@ class Streams:
 def streams(monkeypatch):
     """Return the notes of all that the engine does with streams."""
     streams = Streams()
-    for module in (copy, edges, recomputation, run, worker):
+    for module in (autograd, edges, recomputation, run, worker):
         for name in dir(Streams):
             if hasattr(module, name) and not name.startswith('_'):
                 monkeypatch.setattr(module, name, getattr(streams, name))

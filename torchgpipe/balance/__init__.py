@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from torchgpipe.aliases import Value
 from torchgpipe.balance.blockpartition import check_partitions, even_cuts
 from torchgpipe.balance.profile import layerwise_sandbox, profile, profile_bytes
 from torchgpipe.balance.profiled import Balance, Profile, edges_for
 from torchgpipe.devices import Device
-from torchgpipe.engine.scatter import cut, fit_rule
+from torchgpipe.engine.microbatches import cut, fit_rule
 from torchgpipe.predict.blocks import LayerProfile, SkipProfile
 from torchgpipe.split import verify_module
+from torchgpipe.structure import Value
 
 __all__ = ['Balance', 'LayerProfile', 'Profile', 'SkipProfile', 'balance_by_size',
            'balance_by_time', 'profile']

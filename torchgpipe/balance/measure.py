@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from torchgpipe.balance.live import LiveTensors
 from torchgpipe.devices import synchronize
+from torchgpipe.engine.autograd import get_phony, join
 from torchgpipe.engine.compiled import has_compiled
-from torchgpipe.engine.dependency import get_phony, join
 from torchgpipe.engine.leaves import Leaves
 from torchgpipe.engine.memory import size_of, versions
-from torchgpipe.engine.scatter import Batch
+from torchgpipe.engine.microbatches import Batch
 from torchgpipe.engine.split_backward import DeferredWork
 from torchgpipe.predict.blocks import SkipProfile
 from torchgpipe.skip.layout import DeclaresSkips

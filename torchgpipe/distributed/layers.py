@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchgpipe.engine.places import named_slots
+from torchgpipe.engine.partition import named_slots
 from torchgpipe.materialize import materialize, seeded
 from torchgpipe.sequential.parts import to_own_names
 from torchgpipe.weights import Weights, open_weights

@@ -22,8 +22,7 @@ from torchgpipe.distributed.tensor import split_layer, tie_again
 from torchgpipe.distributed.ties import Ties
 from torchgpipe.distributed.units import Unit, grouped
 from torchgpipe.engine.cell import Sequential
-from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.places import named_slots
+from torchgpipe.engine.partition import Engine, named_slots
 from torchgpipe.materialize import seeded
 from torchgpipe.shard.nn.experts import Experts
 from torchgpipe.skip.layout import inspect_skip_layout

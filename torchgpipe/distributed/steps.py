@@ -24,9 +24,8 @@ from torchgpipe.distributed.rank import Rank
 from torchgpipe.distributed.replicas import Gradients, added
 from torchgpipe.distributed.start import Facts, digest
 from torchgpipe.distributed.transport import Evaluation, Training, Way
-from torchgpipe.engine.gather import gather
+from torchgpipe.engine.microbatches import Batch, check_arguments, cut, fit_rule, gather
 from torchgpipe.engine.run import Run
-from torchgpipe.engine.scatter import Batch, check_arguments, cut, fit_rule
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.losses import Losses, count_functions, counts_of, seen_means, with_counts
 from torchgpipe.means import LossMonitor, no_mean_in_the_model, no_mean_over_samples

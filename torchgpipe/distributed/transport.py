@@ -22,9 +22,9 @@ from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.leaves import Leaves
 from torchgpipe.engine.memory import versions
+from torchgpipe.engine.microbatches import Batch
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run, Skip
-from torchgpipe.engine.scatter import Batch
 from torchgpipe.engine.stepping import Loss, Step
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.messages import Message, Receive, Row, Send

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from torchgpipe.engine.checkpoint.snapshot import own_memory
 from torchgpipe.engine.leaves import Give
-from torchgpipe.engine.places import named_slots
+from torchgpipe.engine.partition import named_slots
 
 __all__ = ['Gradients', 'Unit', 'grouped']
 

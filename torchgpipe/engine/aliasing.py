@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.memory import is_among, share_memory, versions
+from torchgpipe.engine.microbatches import Batch
 from torchgpipe.engine.partition import Partition
-from torchgpipe.engine.scatter import Batch
 from torchgpipe.skip.namespace import Key
 
 __all__ = ['Aliasing', 'changed_in_place']

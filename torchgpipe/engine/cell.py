@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.aliases import Tensors
 from torchgpipe.context import context
 from torchgpipe.engine.checkpoint.draws import Draws
 from torchgpipe.engine.checkpoint.layer_state import CellState, Layers
@@ -35,7 +34,7 @@ from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.errors import changed_input
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker
-from torchgpipe.structure import Arguments, Kind, Repeated, bare, flatten, once
+from torchgpipe.structure import Arguments, Kind, Repeated, Tensors, bare, flatten, once
 
 __all__ = ['Cell', 'Cells', 'Sequential', 'compare_earlier', 'result_of']
 

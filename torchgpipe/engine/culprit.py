@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchgpipe.aliases import Value
 from torchgpipe.context import context
 from torchgpipe.engine.partition import Partition
 from torchgpipe.errors import add_note
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
-from torchgpipe.structure import call, flatten
+from torchgpipe.structure import Value, call, flatten
 
 __all__ = ['add_culprit', 'blame', 'left_grad_mode']
 

@@ -76,15 +76,14 @@ import torch
 from torch import Tensor
 
 from torchgpipe.context import context
+from torchgpipe.engine.autograd import Copy, Wait, find_grad, fork, tie
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.random_operations import DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
-from torchgpipe.engine.copy import Copy, Wait
-from torchgpipe.engine.dependency import find_grad, fork, tie
 from torchgpipe.engine.interpreter import Plan, interpret
+from torchgpipe.engine.microbatches import Batch
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run, Skip
-from torchgpipe.engine.scatter import Batch
 from torchgpipe.engine.stream import AbstractStream, no_context, use_stream
 from torchgpipe.schedule.action import Action
 
@@ -95,8 +94,8 @@ class Pipeline(Run):
     """A forward pass, whose graph lays the way back.
 
     >>> from torch import nn
-    >>> from torchgpipe.engine.gather import gather
-    >>> from torchgpipe.engine.scatter import cut
+    >>> from torchgpipe.engine.microbatches import gather
+    >>> from torchgpipe.engine.microbatches import cut
     >>> batches, _, _ = cut(torch.ones(4, 2), chunks=2)
     >>> Pipeline(Engine([nn.Sequential(nn.Flatten()), nn.Sequential(nn.ReLU())]), batches).run()
     >>> gather(batches).shape

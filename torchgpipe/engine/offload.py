@@ -17,12 +17,12 @@ does not wait, that raises: an alias without memory tells the version of x.
 import torch
 from torch import Tensor
 
-from torchgpipe.aliases import Tensors
 from torchgpipe.engine.checkpoint.snapshot import is_plain
 from torchgpipe.engine.memory import versions
 from torchgpipe.engine.stream import (AbstractStream, get_device, record_stream, use_stream,
                                       wait_stream)
 from torchgpipe.private import unseen
+from torchgpipe.structure import Tensors
 
 __all__ = ['Offload']
 

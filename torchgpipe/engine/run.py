@@ -34,8 +34,8 @@ from torchgpipe.engine.checkpoint.random_operations import DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.compiled import part_contexts
 from torchgpipe.engine.memory import versions
+from torchgpipe.engine.microbatches import Batch
 from torchgpipe.engine.partition import Engine, Partition
-from torchgpipe.engine.scatter import Batch
 from torchgpipe.engine.shared import SharedTensors
 from torchgpipe.engine.stream import AbstractStream, CPUStream, current_stream
 from torchgpipe.engine.thread_state import ThreadState

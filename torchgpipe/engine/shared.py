@@ -28,15 +28,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchgpipe.aliases import Slot
 from torchgpipe.devices import memory_key
-from torchgpipe.engine.copy import Copy, Wait
-from torchgpipe.engine.dependency import fork
+from torchgpipe.engine.autograd import Copy, Wait, fork
 from torchgpipe.engine.memory import versions
-from torchgpipe.engine.partition import Engine, Partition
-from torchgpipe.engine.places import holder_of, tensor_of
+from torchgpipe.engine.partition import Engine, Partition, holder_of, tensor_of
 from torchgpipe.engine.stream import AbstractStream, current_stream, wait_stream
 from torchgpipe.engine.substitute import entry, substituted
+from torchgpipe.structure import Slot
 
 __all__ = ['SharedTensors']
 

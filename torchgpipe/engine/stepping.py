@@ -10,7 +10,7 @@ the plain call::
 Who owns what: an output's memory belongs to its graph, and to the leaf until the next cell ran;
 from then on to whatever layers have saved. The graph of a cell, its leaves and its gradient end
 with its backward. What is copied is recorded with the allocator on the stream that reads it, as in
-:mod:`torchgpipe.engine.copy`.
+:mod:`torchgpipe.engine.autograd`.
 """
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchgpipe.context import context
+from torchgpipe.engine.autograd import Wait, copy_tensor
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.random_operations import Recorder
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.compiled import has_compiled
-from torchgpipe.engine.copy import Wait, copy_tensor
 from torchgpipe.engine.interpreter import Plan, interpret
 from torchgpipe.engine.leaves import Leaves, edge_of, give, leaf_of
+from torchgpipe.engine.microbatches import Batch
 from torchgpipe.engine.order import Unordered, beside
 from torchgpipe.engine.partition import Engine, Partition
 from torchgpipe.engine.run import Run, Skip
-from torchgpipe.engine.scatter import Batch
 from torchgpipe.engine.split_backward import DeferredWork
 from torchgpipe.engine.stream import CPUStream, no_context, use_stream, wait_stream
 from torchgpipe.errors import add_note

@@ -12,8 +12,8 @@ from typing import Any
 
 #: Old paths, and where what they had is now.
 PATHS = {f'torchgpipe.{old}': f'torchgpipe.{new}' for old, new in {
-    'checkpoint': 'legacy.checkpoint', 'copy': 'engine.copy', 'dependency': 'engine.dependency',
-    'microbatch': 'legacy.microbatch', 'phony': 'engine.dependency',
+    'checkpoint': 'legacy.checkpoint', 'copy': 'engine.autograd', 'dependency': 'engine.autograd',
+    'microbatch': 'legacy.microbatch', 'phony': 'engine.autograd',
     'pipeline': 'legacy.pipeline', 'skip.portal': 'legacy.portal', 'stream': 'engine.stream',
     'worker': 'legacy.pipeline'}.items()}
 

@@ -8,16 +8,15 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
-from torchgpipe.aliases import Function, Value
 from torchgpipe.context import context, is_checkpointing, is_recomputing
+from torchgpipe.engine.autograd import Checkpoint, Recompute, find_grad, join
 from torchgpipe.engine.cell import result_of
 from torchgpipe.engine.checkpoint.draws import Draws
 from torchgpipe.engine.checkpoint.random_operations import Recorder
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
-from torchgpipe.engine.dependency import Checkpoint, Recompute, find_grad, join
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.legacy.microbatch import Batch
-from torchgpipe.structure import Kind
+from torchgpipe.structure import Function, Kind, Value
 
 __all__ = ['Checkpoint', 'Checkpointing', 'Recompute', 'checkpoint', 'enable_checkpointing',
            'enable_recomputing', 'is_checkpointing', 'is_recomputing']

@@ -5,13 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.aliases import Function, Tensors
-from torchgpipe.engine import gather as gathering
+from torchgpipe.engine.autograd import find_grad
 from torchgpipe.engine.cell import result_of
-from torchgpipe.engine.dependency import find_grad
-from torchgpipe.engine.scatter import Batch as EngineBatch
-from torchgpipe.engine.scatter import cut
-from torchgpipe.structure import Kind, bare, flatten
+from torchgpipe.engine.microbatches import Batch as EngineBatch
+from torchgpipe.engine.microbatches import cut
+from torchgpipe.engine.microbatches import gather as engine_gather
+from torchgpipe.structure import Function, Kind, Tensors, bare, flatten
 
 __all__ = ['Batch', 'check', 'gather', 'scatter']
 
@@ -158,8 +157,8 @@ def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: A
     >>> gather([Batch(torch.zeros(2, 3)), Batch(torch.ones(1, 3))]).shape
     torch.Size([3, 3])
     """
-    return gathering.gather([EngineBatch(tuple(batch), batch.kind) for batch in batches],
-                            sizes, rule, batch_dim, shared)
+    return engine_gather([EngineBatch(tuple(batch), batch.kind) for batch in batches],
+                         sizes, rule, batch_dim, shared)
 
 
 def check(input: Any) -> None:

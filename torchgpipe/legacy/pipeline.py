@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from torchgpipe.engine.edges import Pipeline as EnginePipeline
+from torchgpipe.engine.microbatches import Batch as EngineBatch
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.scatter import Batch as EngineBatch
 from torchgpipe.engine.stream import AbstractStream, use_stream
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.engine.worker import device_key

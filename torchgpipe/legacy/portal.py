@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.context import context
-from torchgpipe.engine.copy import copy_tensor
-from torchgpipe.engine.dependency import get_phony
+from torchgpipe.engine.autograd import copy_tensor, get_phony
 from torchgpipe.engine.stream import AbstractStream, current_stream, get_device
 from torchgpipe.legacy.microbatch import Batch
 from torchgpipe.skip.layout import SkipLayout

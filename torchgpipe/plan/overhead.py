@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.devices import Device, forked_rng, is_cpu, parse_device
+from torchgpipe.engine.microbatches import cut
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.scatter import cut
 from torchgpipe.losses import Losses
 from torchgpipe.settings import checkpoint_stops
 from torchgpipe.step import run_step

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchgpipe.aliases import Value
 from torchgpipe.balance import Profile, profile
 from torchgpipe.balance.blockpartition import check_partitions, positive
 from torchgpipe.balance.profiled import fastest
@@ -35,6 +34,7 @@ from torchgpipe.predict.costs import Costs, Link, Links
 from torchgpipe.schedule import NAMES
 from torchgpipe.schedule.generators import stages_per_device
 from torchgpipe.schedule.plain import PLAIN_CALL
+from torchgpipe.structure import Value
 from torchgpipe.text import format_bytes
 
 __all__ = ['plan']

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchgpipe.engine.gather import check_rules
-from torchgpipe.engine.scatter import cut, fit_rule
+from torchgpipe.engine.microbatches import check_rules, cut, fit_rule
 from torchgpipe.losses import counts_of, with_counts
 from torchgpipe.sequential.check import check_conversion
 from torchgpipe.sequential.convert import convert, is_on_meta

@@ -29,8 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.distance import default_tolerance, distance
-from torchgpipe.engine.gather import gather
-from torchgpipe.engine.scatter import DEFAULT, Batch, look_up
+from torchgpipe.engine.microbatches import DEFAULT, Batch, gather, look_up
 from torchgpipe.sequential.check import (Evaluated, NamedTensors, differences, fails_by_size,
                                          first_of)
 from torchgpipe.sequential.effects import copied_value, same_random_numbers, without_grad

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.distance import close, distance, typical_size
-from torchgpipe.engine.scatter import cut
+from torchgpipe.engine.microbatches import cut
 from torchgpipe.engine.stream import rng_state
 from torchgpipe.private import BatchNorm
 from torchgpipe.structure import leaves_of

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.devices import memory_of
 from torchgpipe.distance import default_tolerance
-from torchgpipe.engine.gather import gather
 from torchgpipe.engine.memory import is_among
-from torchgpipe.engine.scatter import Batch, cut
+from torchgpipe.engine.microbatches import Batch, cut, gather
 from torchgpipe.errors import add_note
 from torchgpipe.gpipe import GPipe
 from torchgpipe.skip.namespace import Namespace

@@ -23,7 +23,6 @@ from typing import Any, Protocol
 
 import torch
 
-from torchgpipe.aliases import Value
 from torchgpipe.context import context
 from torchgpipe.devices import memory_key, synchronize
 from torchgpipe.engine.partition import Engine
@@ -31,7 +30,7 @@ from torchgpipe.engine.stream import (AbstractStream, CPUStream, current_stream,
                                       is_accelerator)
 from torchgpipe.gpipe import GPipe
 from torchgpipe.schedule.action import Action, Timed
-from torchgpipe.structure import flatten
+from torchgpipe.structure import Value, flatten
 from torchgpipe.timeline.lanes import Copied
 from torchgpipe.timeline.marks import (CellBackward, CpuBackward, Mark, Stamp, last_nodes,
                                        nodes_between, producers, seconds, stamp)

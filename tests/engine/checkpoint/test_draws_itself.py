@@ -14,8 +14,8 @@ from tests.devices import cpu_only
 from torchgpipe.engine.checkpoint import draws
 from torchgpipe.engine.checkpoint import random_operations as operations
 from torchgpipe.engine.edges import Pipeline
+from torchgpipe.engine.microbatches import cut
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.scatter import cut
 
 cpu = torch.device('cpu')
 

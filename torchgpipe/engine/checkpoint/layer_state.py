@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
-from torchgpipe.aliases import Slot
 from torchgpipe.context import context
 from torchgpipe.engine.checkpoint.attributes import (SIMPLE, attributes_of, contents_of,
                                                      copy_of_container)
@@ -30,6 +29,7 @@ from torchgpipe.engine.checkpoint.snapshot import (Memories, Snapshot, copy_of, 
                                                    is_plain, view_of)
 from torchgpipe.engine.memory import size_of, storage_id, versions
 from torchgpipe.private import HOOKS, unseen
+from torchgpipe.structure import Slot
 
 __all__ = ['CellState', 'Layers', 'Restore']
 

@@ -9,12 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from torchgpipe.aliases import Slot
 from torchgpipe.engine.checkpoint.attributes import attributes_of, contents_of, may_be_mutated
-from torchgpipe.engine.checkpoint.operations import operation_of
-from torchgpipe.engine.checkpoint.random_operations import Recorder
+from torchgpipe.engine.checkpoint.random_operations import Recorder, operation_of
 from torchgpipe.engine.checkpoint.snapshot import Memories, copy_of, is_plain, own_memory
 from torchgpipe.engine.memory import storage_id
+from torchgpipe.structure import Slot
 
 __all__ = ['Observed', 'Watch']
 

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from torchgpipe.aliases import Slot
 from torchgpipe.engine.checkpoint.attributes import OWN
 from torchgpipe.engine.checkpoint.layer_state import CellState, Layers, Restore
 from torchgpipe.engine.checkpoint.snapshot import Memories, with_grad
 from torchgpipe.engine.memory import versions
 from torchgpipe.engine.substitute import Swap, substituted
 from torchgpipe.private import unseen
+from torchgpipe.structure import Slot
 
 __all__ = ['run_on']
 

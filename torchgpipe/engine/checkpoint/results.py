@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.jit import ScriptModule
 
+from torchgpipe.engine.autograd import get_phony
 from torchgpipe.engine.checkpoint.draws import Draws, Position
 from torchgpipe.engine.checkpoint.snapshot import Memories, copy_of
-from torchgpipe.engine.dependency import get_phony
 from torchgpipe.engine.memory import check_nested, share_memory, versions
 from torchgpipe.engine.substitute import entry, substituted
 from torchgpipe.errors import add_note, other_path

@@ -6,7 +6,7 @@ import torch
 
 from tests.cases import cases
 from torchgpipe import Arguments, NoChunk
-from torchgpipe.engine.scatter import check_rule, value_of
+from torchgpipe.engine.microbatches import check_rule, value_of
 from torchgpipe.microbatch import Batch, gather, scatter
 
 JAGGED = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)

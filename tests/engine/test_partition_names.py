@@ -7,9 +7,9 @@ from tests.devices import cpu_only
 from tests.helpers import in_two_memories
 from torchgpipe import GPipe, no_recompute
 from torchgpipe.engine.edges import Pipeline
-from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.places import modules_of, only_computes, shared_modules, shared_slots
-from torchgpipe.engine.scatter import cut
+from torchgpipe.engine.microbatches import cut
+from torchgpipe.engine.partition import (Engine, modules_of, only_computes, shared_modules,
+                                         shared_slots)
 from torchgpipe.locks import layer_lock
 
 pytestmark = cpu_only('what stands where is the same on any device')
