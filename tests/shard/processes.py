@@ -122,7 +122,6 @@ class _Process:
     """A process that is a rank of one call after the other."""
 
     def __init__(self):
-        # Others, as the benchmarks, may have set other modules; or have started the server.
         _context.set_forkserver_preload(IMPORTED)
         self.end, far = _context.Pipe()
         self._process = _context.Process(target=_serve, daemon=True, args=(far,))
