@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from tests.devices import cpu_only
 from tests.sequential import models
 from tests.sequential.models import MODELS
+from tests.whole import first
 from torchgpipe import Arguments, GPipe
 from torchgpipe.sequential import to_sequential
 
@@ -157,10 +158,12 @@ def assert_near(actual, expected):
 
 
 @language_models
-def test_a_mean_over_the_labels_of_the_mini_batch(name):
+@pytest.mark.parametrize('sizes', first(1, [
+    [(2, 2), (5, 4), (9, 2)], [(3, 2), (7, 3), (8, 8), (9, 4)]]))
+def test_a_mean_over_the_labels_of_the_mini_batch(name, sizes):
     """Of 2 to 9 rows, in micro-batches of 1 to 5, by the plain call and by a step."""
     model, layers, count = make(name)
-    for rows, chunks in ((2, 2), (3, 2), (5, 4), (7, 3), (8, 8), (9, 2), (9, 4)):
+    for rows, chunks in sizes:
         pipe = pipeline(layers, chunks, gather={'loss': count})
         batch = padded(rows, rows)
         expected = trained(model, lambda: value_of(model(**batch)))

@@ -9,6 +9,7 @@ import torchgpipe.shard as ts
 from tests.shard.nn.oracle import (close, cut, double, over_groups, same_gradients,
                                    same_parameters, same_start)
 from tests.shard.processes import run
+from tests.whole import first
 from torchgpipe.shard.tags import is_tagged
 
 OPTIONS = [{}, {'padding_idx': 0}, {'padding_idx': 3}, {'padding_idx': -1},
@@ -52,8 +53,7 @@ def same_as_plain(number, features, dim, options):
 
 
 @pytest.mark.parametrize('world, groups, sizes', [
-    (2, [1, 2], [(31, 5)]), (4, [2, 4], [(7, 3)]),
-    pytest.param(4, [4], [(5, 7)], marks=pytest.mark.slow)])
+    (2, [1, 2], [(31, 5)]), *first(0, [(4, [2, 4], [(7, 3)]), (4, [4], [(5, 7)])])])
 def test_numbers_are_those_of_one_process(world, groups, sizes):
     run(world, over_sizes, groups, sizes)
 
