@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from tests.devices import cpu_only, devices, one_worker, places, workers
 from tests.helpers import Layer, assert_same, gradients, micro_batches, modes
+from tests.skip.layers import Pop, Stash
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.balance import balance_by_size, profile
 from torchgpipe.skip import pop, skippable, stash
@@ -234,26 +235,6 @@ def test_a_shared_tensor_that_changes_in_place(devices):
         assert gpipe(x, mark).max() > 0
 
 
-@skippable(stash=['mask'])
-class Stash(nn.Module):
-    """Stash a part of the value."""
-
-    def forward(self, value):
-        """Do so."""
-        yield stash('mask', value['mask'])
-        return {'x': value['x'], 'n': 2}
-
-
-@skippable(pop=['mask'])
-class Pop(nn.Module):
-    """Use what was stashed."""
-
-    def forward(self, value):
-        """Do so."""
-        mask = yield pop('mask')
-        return [value['x'] * mask * value['n']]
-
-
 @pytest.mark.accelerator
 @modes
 def test_gradients_of_a_shared_tensor_are_added_up_on_one_stream(mode):
@@ -352,7 +333,9 @@ def test_structures_and_skips(devices, mode):
         def forward(self, value):
             return {**value, 'x': super().forward(value['x'])}
 
-    model = nn.Sequential(Stash(), Double(3, 3), Pop()).double()
+    model = nn.Sequential(
+        Stash(lambda value: (value['mask'], {'x': value['x'], 'n': 2})), Double(3, 3),
+        Pop(lambda value, mask: [value['x'] * mask * value['n']])).double()
     reference = copy.deepcopy(model)
     gpipe = GPipe(model, [1, 1, 1], devices=devices(3), chunks=2, checkpoint=mode)
     value = {'x': torch.rand(5, 3).double().requires_grad_(), 'mask': torch.rand(5, 3).double()}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tests.accelerator import programs as P
 from torchgpipe.engine import autograd, edges, offload, run, shared, stepping, stream, worker
 from torchgpipe.engine.checkpoint import recomputation, samples
-from torchgpipe.stream import default_stream, no_context
+from torchgpipe.engine.stream import default_stream, no_context
 
 __all__ = ['MUTATIONS', 'Mutation']
 

@@ -20,8 +20,8 @@ from tests.helpers import assert_same, gradients, nodes, small_model
 from tests.skip.models import WIDTH, crossing
 from torchgpipe import GPipe, NoChunk
 from torchgpipe.balance import profile
-from torchgpipe.copy import Copy, Wait
-from torchgpipe.stream import CPUStream
+from torchgpipe.engine.autograd import Copy, Wait
+from torchgpipe.engine.stream import CPUStream
 
 FOUR = ['sim:0', 'sim:1', 'sim:2', 'sim:3']
 

@@ -9,10 +9,11 @@ from torch import nn
 from tests import accelerator
 from tests.accelerator import on
 from tests.helpers import MODES, assert_same, gradients
+from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, NoChunk
 from torchgpipe.balance import balance_by_size, balance_by_time
 from torchgpipe.engine.stream import new_stream, record_stream, use_stream
-from torchgpipe.skip import Namespace, pop, skippable, stash
+from torchgpipe.skip import Namespace
 
 pytestmark = pytest.mark.sim
 
@@ -20,32 +21,18 @@ modes = pytest.mark.parametrize('mode', MODES)
 seeds = pytest.mark.parametrize('seed', range(5))
 
 
-@skippable(stash=['skip'])
-class Stash(nn.Module):
-    """Stash the input."""
-
-    def forward(self, x):
-        """Do so."""
-        yield stash('skip', x)
-        return x * 2
-
-
-@skippable(pop=['skip'])
-class Pop(nn.Module):
-    """Add what was stashed."""
-
-    def forward(self, x):
-        """Do so."""
-        return x + (yield pop('skip'))
+def doubled(x):
+    """Return what is stashed, and the output."""
+    return x, x * 2
 
 
 def layers():
     """Return a model with two skips that cross each other."""
     a, b = Namespace(), Namespace()
     return nn.Sequential(
-        nn.Linear(6, 6), Stash().isolate(a), nn.Tanh(), nn.Linear(6, 6), Stash().isolate(b),
-        nn.ReLU(), nn.LayerNorm(6), Pop().isolate(a), nn.Linear(6, 6), nn.GELU(),
-        Pop().isolate(b), nn.Linear(6, 3)).double()
+        nn.Linear(6, 6), Stash(doubled).isolate(a), nn.Tanh(), nn.Linear(6, 6),
+        Stash(doubled).isolate(b), nn.ReLU(), nn.LayerNorm(6), Pop().isolate(a), nn.Linear(6, 6),
+        nn.GELU(), Pop().isolate(b), nn.Linear(6, 3)).double()
 
 
 @seeds

@@ -7,36 +7,17 @@ import torch
 from torch import nn
 
 from tests.helpers import MODES
+from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe
 from torchgpipe.balance import profile
 from torchgpipe.predict.blocks import peaks as held
 from torchgpipe.schedule import make
-from torchgpipe.skip import pop, skippable, stash
 
 pytestmark = pytest.mark.sim
 
 #: Micro-batches, partitions; rows of a micro-batch, columns, layers of a partition.
 M, N = 16, 4
 ROWS, COLUMNS, DEPTH = 128, 64, 24
-
-
-@skippable(stash=['skip'])
-class Stash(nn.Module):
-    """Stash the input."""
-
-    def forward(self, x):
-        """Do so."""
-        yield stash('skip', x)
-        return x.tanh()
-
-
-@skippable(pop=['skip'])
-class Pop(nn.Module):
-    """Add what was stashed."""
-
-    def forward(self, x):
-        """Do so."""
-        return x + (yield pop('skip'))
 
 
 def layers(kinds):
@@ -85,7 +66,8 @@ def formula(costs, balance, mode, param_scale):
 
 @pytest.mark.parametrize('mode', MODES)
 @pytest.mark.parametrize('balance', [[DEPTH] * N, [12, 36, 12, 36]], ids=['even', 'uneven'])
-@pytest.mark.parametrize('kinds', [{}, {1: Stash, DEPTH * N - 1: Pop}], ids=['plain', 'skip'])
+@pytest.mark.parametrize('kinds', [
+    {}, {1: lambda: Stash(lambda x: (x, x.tanh())), DEPTH * N - 1: Pop}], ids=['plain', 'skip'])
 def test_the_peak_of_each_device_is_what_the_formula_says(kinds, balance, mode):
     model, x = layers(kinds), torch.rand(M * ROWS, COLUMNS)
     costs = profile(model, x, device='cpu', timeout=.01)

@@ -15,6 +15,7 @@ from torch import nn
 from benchmarks.experiments.timeline.ablation import without
 from tests import accelerator
 from tests.helpers import MODES
+from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine import edges
 from torchgpipe.engine.checkpoint import samples
@@ -61,25 +62,6 @@ def slow_copies():
     accelerator.set_copy_time(COPY)
     yield
     accelerator.set_copy_time()
-
-
-@skippable(stash=['skip'])
-class Stash(nn.Module):
-    """Stash the input."""
-
-    def forward(self, x):
-        """Do so."""
-        yield stash('skip', x)
-        return x.tanh()
-
-
-@skippable(pop=['skip'])
-class Pop(nn.Module):
-    """Add what was stashed."""
-
-    def forward(self, x):
-        """Do so."""
-        return x + (yield pop('skip'))
 
 
 class Timeline:
@@ -203,7 +185,7 @@ def test_what_runs_beside_what(mode):
 
 @pytest.mark.parametrize('mode', MODES)
 def test_with_skips(mode):
-    timeline = Timeline(mode, Stash, Pop)
+    timeline = Timeline(mode, lambda: Stash(lambda x: (x, x.tanh())), Pop)
     for promise in (forward_is_a_pipeline, backward_is_a_pipeline, one_micro_batch_at_a_time):
         promise(timeline)
 

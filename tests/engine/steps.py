@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from tests.helpers import assert_same, gradients, on_first
+from tests.skip.layers import Pop, Stash
 from torchgpipe.schedule import NAMES
-from torchgpipe.skip import pop, skippable, stash
 
 schedules = pytest.mark.parametrize('schedule', NAMES)
 
@@ -14,30 +14,6 @@ schedules = pytest.mark.parametrize('schedule', NAMES)
 def loss_of(output, target):
     """Return a mean over samples; the simulated accelerator has no kernel for that of PyTorch."""
     return (output - target).square().mean()
-
-
-@skippable(stash=['skip'])
-class Stash(nn.Module):
-    """Stash the input, or nothing at all."""
-
-    def __init__(self, nothing=False):
-        super().__init__()
-        self.nothing = nothing
-
-    def forward(self, x):
-        """Do so."""
-        yield stash('skip', None if self.nothing else x)
-        return x * 2
-
-
-@skippable(pop=['skip'])
-class Pop(nn.Module):
-    """Add what was stashed."""
-
-    def forward(self, x):
-        """Do so."""
-        skip = yield pop('skip')
-        return x if skip is None else x + skip
 
 
 class Branch(nn.Module):
@@ -60,7 +36,8 @@ class Merge(nn.Module):
 def layers(width=4):
     """Return a model of eight layers with whatever goes between partitions."""
     return nn.Sequential(
-        nn.Linear(width, width), Stash(), nn.Linear(width, width).requires_grad_(False), Branch(),
+        nn.Linear(width, width), Stash(lambda x: (x, x * 2)),
+        nn.Linear(width, width).requires_grad_(False), Branch(),
         Merge(), nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True)), Pop(),
         nn.Linear(width, 3)).double()
 

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from tests.devices import cpu_only, cpus
-from tests.engine.steps import Pop, loss_of
+from tests.engine.steps import loss_of
 from tests.helpers import Layer, assert_same, gradients, memory_of
+from tests.skip.layers import Pop
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.engine.aliasing import Aliasing
 from torchgpipe.engine.microbatches import Batch

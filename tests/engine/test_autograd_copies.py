@@ -4,10 +4,10 @@ import torch
 
 from tests.devices import ACCELERATOR, cpu_only, places
 from tests.helpers import sleep
-from torchgpipe.copy import Copy, Wait
-from torchgpipe.stream import (CPUStream, current_stream, default_stream, get_device,
-                               is_accelerator, new_stream, record_stream, use_device, use_stream,
-                               wait_stream)
+from torchgpipe.engine.autograd import Copy, Wait
+from torchgpipe.engine.stream import (CPUStream, current_stream, default_stream, get_device,
+                                      is_accelerator, new_stream, record_stream, use_device,
+                                      use_stream, wait_stream)
 
 pytestmark = cpu_only('about the graph; waits are taken out in tests/accelerator')
 

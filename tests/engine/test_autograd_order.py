@@ -9,8 +9,7 @@ from torch import nn
 from tests.devices import ACCELERATOR, cpu_only, devices
 from tests.helpers import modes, on_first
 from torchgpipe import GPipe
-from torchgpipe.dependency import Fork, Join, Tie, fork, join
-from torchgpipe.phony import get_phony
+from torchgpipe.engine.autograd import Fork, Join, Tie, fork, get_phony, join
 
 pytestmark = cpu_only('an edge carries no data, wherever it is')
 

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from tests.devices import cpu_only, cpus, devices, workers
-from tests.engine.steps import Pop, loss_of
+from tests.engine.steps import loss_of
 from tests.helpers import Spy, WeakLog, assert_same, gradients, on_first
+from tests.skip.layers import Pop
 from torchgpipe import GPipe
 from torchgpipe.engine.interpreter import _Shared
 from torchgpipe.engine.worker import Workers

@@ -6,17 +6,27 @@ import torch
 
 from tests.cases import cases
 from torchgpipe import Arguments, NoChunk
-from torchgpipe.engine.microbatches import check_rule, value_of
-from torchgpipe.microbatch import Batch, gather, scatter
+from torchgpipe.engine.microbatches import Batch, check_rule, cut, gather, value_of
+from torchgpipe.structure import flatten
 
 JAGGED = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+
+
+def batch_of(value):
+    """Return a value as a micro-batch."""
+    return Batch(*flatten(value))
+
+
+def scatter(input, chunks, rule=0):
+    """Return the micro-batches of an input."""
+    return cut(input, chunks, rule)[0]
 
 
 @cases('size, chunks', [*product(range(1, 12), [1, 2, 3, 8])])
 def test_scatter_balances_sizes_and_loses_nothing(size, chunks):
     x = torch.arange(size)
     batches = scatter((x, x * 2), chunks)
-    sizes = [len(batch[0]) for batch in batches]
+    sizes = [len(batch.value[0]) for batch in batches]
     assert len(batches) == min(chunks, size)
     assert sum(sizes) == size and max(sizes) - min(sizes) <= 1
     a, b = gather(batches, sizes)
@@ -26,9 +36,9 @@ def test_scatter_balances_sizes_and_loses_nothing(size, chunks):
 def test_scatter_and_gather_are_adjoint():
     x = torch.randn(7, 3, dtype=torch.double, requires_grad=True)
     ys = [torch.randn(n, 3, dtype=torch.double) for n in (3, 2, 2)]
-    forward = sum((batch.tensor * y).sum() for batch, y in zip(scatter(x, 3), ys))
+    forward = sum((batch.value * y).sum() for batch, y in zip(scatter(x, 3), ys))
     forward.backward()
-    assert torch.equal(x.grad, gather([Batch(y) for y in ys]))
+    assert torch.equal(x.grad, gather([batch_of(y) for y in ys]))
 
 
 @cases('input, numbers', [
@@ -51,23 +61,23 @@ def test_scatter_refuses_what_it_would_lose(input, numbers):
                                      [torch.zeros(4, 3), torch.zeros(4, 3)]])
 def test_gather_refuses_another_number_of_samples(outputs):
     with pytest.raises(ValueError, match='with 2 samples and came out with shape'):
-        gather([Batch(x) for x in outputs], [2, 2])
+        gather([batch_of(x) for x in outputs], [2, 2])
 
 
 def test_gather_refuses_different_numbers_of_tensors():
     x = torch.zeros(1)
     with pytest.raises(ValueError, match=r'\[1, 2\]'):
-        gather([Batch(x), Batch((x, x))], [1, 1])
+        gather([batch_of(x), batch_of((x, x))], [1, 1])
 
 
 def test_gather_refuses_other_structures_and_plain_values():
     x = torch.zeros(1)
     with pytest.raises(ValueError, match='different numbers of tensors, or with other plain'):
-        gather([Batch({'x': x}), Batch({'y': x})], [1, 1])
+        gather([batch_of({'x': x}), batch_of({'y': x})], [1, 1])
     with pytest.raises(ValueError, match=r'numbers of tensors.*\[1, 2\] tensors'):
-        gather([Batch((x,)), Batch((x, x))], [1, 1])
+        gather([batch_of((x,)), batch_of((x, x))], [1, 1])
     with pytest.raises(ValueError, match=r"\{'x': \(1,\), 'n': 3\}, \{'x': \(1,\), 'n': 4\}"):
-        gather([Batch({'x': x, 'n': 3}), Batch({'x': x, 'n': 4})], [1, 1])
+        gather([batch_of({'x': x, 'n': 3}), batch_of({'x': x, 'n': 4})], [1, 1])
 
 
 def values(value, chunks, rule=0):
@@ -102,8 +112,8 @@ def test_a_rule_says_where_the_batch_is():
 
 
 def test_scalars_are_put_together_by_a_rule():
-    batches = [Batch({'y': torch.zeros(2, 1), 'loss': torch.tensor(1.)}),
-               Batch({'y': torch.ones(1, 1), 'loss': torch.tensor(4.)})]
+    batches = [batch_of({'y': torch.zeros(2, 1), 'loss': torch.tensor(1.)}),
+               batch_of({'y': torch.ones(1, 1), 'loss': torch.tensor(4.)})]
     with pytest.raises(ValueError, match=r"shape \(\) as output\['loss'\].*gather='mean'"):
         gather(batches, [2, 1])
     for rule in ({'loss': 'mean'}, 'mean'):
@@ -111,17 +121,17 @@ def test_scalars_are_put_together_by_a_rule():
         assert output['y'].tolist() == [[0], [0], [1]] and output['loss'].item() == 2
     assert gather(batches, [2, 1], 'sum')['loss'].item() == 5
     x = torch.tensor(3)
-    assert gather([Batch(x)], [2], 'mean').item() == 3
+    assert gather([batch_of(x)], [2], 'mean').item() == 3
     assert gather(batches, [2, 1], 'stack')['loss'].tolist() == [1, 4]
 
 
 def test_a_rule_by_name_is_for_any_shape():
-    batches = [Batch((torch.ones(2, 3), torch.ones(5))), Batch((torch.ones(2, 3), torch.ones(5)))]
+    batches = [batch_of((torch.ones(2, 3), torch.ones(5))) for _ in range(2)]
     with pytest.raises(ValueError, match=r'shape \(5,\) as output\[1\]'):
         gather(batches, [2, 2], 'sum')
     assert gather(batches, [2, 2], {1: 'sum'})[1].tolist() == [2] * 5
     assert gather(batches, [2, 2], (0, 'stack'))[1].shape == (2, 5)
-    turned = [Batch(torch.ones(3, 2)), Batch(torch.ones(3, 1))]
+    turned = [batch_of(torch.ones(3, 2)), batch_of(torch.ones(3, 1))]
     assert gather(turned, [2, 1], 1).shape == gather(turned, [2, 1], None, 1).shape == (3, 3)
 
 
@@ -149,7 +159,7 @@ def test_a_rule_that_is_none(rule):
     ({1: 'stack'}, r'\(3, 3\), \(2, 2\) as output\[1\]: outputs are gathered by .stack.')])
 def test_samples_that_are_mixed(rule, shapes):
     """In v0.8.0, it was an error of ``torch.cat`` about sizes."""
-    batches = [Batch((x, x @ x.T)) for x in torch.randn(7, 4).split([3, 2, 2])]
+    batches = [batch_of((x, x @ x.T)) for x in torch.randn(7, 4).split([3, 2, 2])]
     with pytest.raises(ValueError, match=shapes + '.* model that mixes them.* after the pipel'):
         gather(batches, [3, 2, 2], rule)
 
@@ -159,23 +169,23 @@ def test_a_mean_of_means():
     with pytest.raises(ValueError, match="where each is a mean over samples.*labels that are not "
                                          "padding, is not the mean of these means: let gather "
                                          r"count them, gather=lambda.*normalizer="):
-        gather([Batch(torch.zeros(()))] * 2, [2, 1])
+        gather([batch_of(torch.zeros(()))] * 2, [2, 1])
 
 
 def test_a_tensor_in_two_places_is_cut_once_and_put_together_once():
     x = torch.arange(4)
     batches = scatter((x, x), 2)
-    assert [len(batch) for batch in batches] == [1, 1]
+    assert [len(batch.tensors) for batch in batches] == [1, 1]
     a, b = gather(batches)
     assert a is b and torch.equal(a, x)
     y, z = torch.ones(1), torch.zeros(1)
-    a, b = gather([Batch((y, y)), Batch((z, z))])
+    a, b = gather([batch_of((y, y)), batch_of((z, z))])
     assert a is b
 
 
 def test_what_all_micro_batches_share_comes_out_as_it_is():
     shared = torch.ones(5)
-    found = gather([Batch((torch.ones(2), shared)), Batch((torch.ones(1), shared))], [2, 1],
+    found = gather([batch_of((torch.ones(2), shared)), batch_of((torch.ones(1), shared))], [2, 1],
                    shared=[shared])
     assert len(found[0]) == 3 and found[1] is shared
 

@@ -6,35 +6,13 @@ import torch
 from torch import nn
 
 from tests.devices import cpu_only, cpus, devices, one_worker
-from tests.helpers import Spy, assert_same, in_a_new_thread, modes, nodes
-from tests.skip.layers import Pop, Stash
+from tests.helpers import Spy, in_a_new_thread, modes, nodes
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.dependency import Tie
+from torchgpipe.engine.autograd import Tie
+from torchgpipe.engine.edges import Pipeline
 from torchgpipe.engine.interpreter import Plan
-from torchgpipe.microbatch import Batch, gather, scatter
-from torchgpipe.pipeline import Pipeline
-from torchgpipe.skip.layout import SkipLayout
-
-
-@cpu_only('about the class of 0.0.7 and its threads')
-def test_a_pipeline_by_itself():
-    before = set(threading.enumerate())
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)).double()
-    x = torch.rand(5, 2, dtype=torch.double)
-    for places in (None, [torch.device('cpu:0'), torch.device('cpu:1')]):
-        batches = scatter(x, 2)
-        Pipeline(batches, [model[:1], model[1:]], places, checkpoint_stop=1).run()
-        assert_same([gather(batches)], [model(x)])
-    assert set(threading.enumerate()) == before
-
-
-@cpu_only('about a table of names')
-@pytest.mark.parametrize('layout', [None, SkipLayout(2, {(None, 'skip'): (0, 1)})])
-def test_skips_are_found_in_the_layers_or_given(layout):
-    partitions = [nn.Sequential(Stash()), nn.Sequential(Pop())]
-    batches = scatter(torch.ones(2, 1), 2)
-    Pipeline(batches, partitions, skip_layout=layout).run()
-    assert gather(batches).tolist() == [[2], [2]]
+from torchgpipe.engine.microbatches import Batch
+from torchgpipe.structure import bare
 
 
 @one_worker
@@ -152,9 +130,9 @@ def test_backward_takes_the_last_micro_batch_first(devices, mode, loss):
     gpipe = GPipe(nn.Sequential(*[Noted(log, j) for j in range(3)]), [1] * 3, devices=devices(3))
     checkpoint_stop = {'always': 3, 'except_last': 2, 'never': 0}[mode]
     for _ in range(5):
-        batches = [Batch(torch.rand(i + 1, 2, device=devices.first)) for i in range(3)]
-        Pipeline(batches, gpipe.partitions, gpipe.devices, checkpoint_stop=checkpoint_stop).run()
-        loss([batch.tensor for batch in batches]).backward()
+        batches = [Batch((torch.rand(i + 1, 2, device=devices.first),), bare) for i in range(3)]
+        Pipeline(gpipe._running_engine(), batches, [checkpoint_stop] * 3).run()
+        loss([batch.value for batch in batches]).backward()
         for j in range(3):
             assert [size for size, where in log['backward'] if where == j] == [3, 2, 1]
             assert [size for size, where in log['recomputation'] if where == j] == \
@@ -176,12 +154,12 @@ def test_an_output_has_an_edge_to_that_of_the_micro_batch_before(devices, mode):
         return look
 
     model = nn.Sequential(*[nn.Sequential(Spy(see(j)), nn.Linear(2, 2)) for j in range(3)])
-    batches = [Batch(torch.rand(i + 1, 2, device=devices.first)) for i in range(3)]
+    batches = [Batch((torch.rand(i + 1, 2, device=devices.first),), bare) for i in range(3)]
     checkpoint_stop = {'always': 3, 'except_last': 2, 'never': 0}[mode]
     gpipe = GPipe(model, [1] * 3, devices=devices(3))
-    Pipeline(batches, gpipe.partitions, gpipe.devices, checkpoint_stop=checkpoint_stop).run()
+    Pipeline(gpipe._running_engine(), batches, [checkpoint_stop] * 3).run()
     for batch in batches:
-        see(3)(batch.tensor)
+        see(3)(batch.value)
     for j in range(3):
         ordered = [outputs[j, size].grad_fn in nodes(outputs[j, size + 1]) for size in (1, 2)]
         assert ordered == ([True, True] if j == 2 else {

@@ -10,13 +10,13 @@ from torch import nn
 from tests.devices import DEVICES, cpu_only, cpus, devices, workers
 from tests.helpers import Layer, assert_same, gradients, in_two_memories
 from tests.refusals import REFUSALS
+from tests.skip.layers import Pop, Stash
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.engine.aliasing import Aliasing
 from torchgpipe.engine.interpreter import _in_order
 from torchgpipe.engine.leaves import Leaves
 from torchgpipe.engine.microbatches import Batch
 from torchgpipe.schedule import make
-from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.structure import bare, leaves_of
 
 #: How long a thread waits for another one that the lock keeps away.
@@ -26,35 +26,6 @@ SECONDS = 0.3
 def squares(output, target):
     """Return a mean over samples."""
     return (output - target).square().mean()
-
-
-@skippable(stash=['skip'])
-class Stash(nn.Module):
-    """Stash a tensor and return another, both from a function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, input):
-        """Do so."""
-        skip, output = self.function(input)
-        yield stash('skip', skip)
-        return output
-
-
-@skippable(pop=['skip'])
-class Pop(nn.Module):
-    """Call a function with the input and the skip."""
-
-    def __init__(self, function=torch.add):
-        super().__init__()
-        self.function = function
-
-    def forward(self, input):
-        """Do so."""
-        skip = yield pop('skip')
-        return self.function(input, skip)
 
 
 # --- leaves

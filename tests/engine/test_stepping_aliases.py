@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from tests.devices import cpu_only, cpus, devices
-from tests.engine.steps import Pop, Stash, loss_of
+from tests.engine.steps import loss_of
+from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe
 from torchgpipe.skip import pop, skippable, stash
 
@@ -50,8 +51,9 @@ def test_a_change_in_place_of_what_is_recomputed_from(devices):
 @cpus
 @cpu_only('on accelerators it is copied before')
 def test_a_change_in_place_of_a_batch_beside_a_skip(devices):
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Stash(), nn.ReLU(inplace=True), Pop()), [2, 2],
-                  devices=devices(2), chunks=2, checkpoint='always')
+    layers = nn.Sequential(nn.Linear(4, 4), Stash(lambda x: (x, x * 2)), nn.ReLU(inplace=True),
+                           Pop())
+    gpipe = GPipe(layers, [2, 2], devices=devices(2), chunks=2, checkpoint='always')
     x = torch.randn(4, 4)
     with pytest.raises(RuntimeError, match='or a skip tensor that it popped, was changed'):
         gpipe.step(x, x, loss_of)

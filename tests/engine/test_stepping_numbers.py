@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.devices import cpu_only, cpus, devices
-from tests.engine.steps import Pop, Stash, layers, loss_of, schedules, train
+from tests.engine.steps import layers, loss_of, schedules, train
 from tests.helpers import MODES, assert_same, by_partitions, gradients, modes, on_first
+from tests.skip.layers import Pop, Stash
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.schedule import NAMES
 
@@ -226,7 +227,7 @@ def test_shared_parameters_and_layers(devices, mode, schedule):
 
 @devices
 def test_a_skip_may_be_none(devices):
-    model = nn.Sequential(nn.Linear(4, 4), Stash(nothing=True), nn.Tanh(), Pop(),
+    model = nn.Sequential(nn.Linear(4, 4), Stash(lambda x: (None, x * 2)), nn.Tanh(), Pop(),
                           nn.Linear(4, 3)).double()
     train(model, GPipe(copy.deepcopy(model), [2, 1, 2], devices=devices(3), chunks=2), 5)
 

@@ -1,5 +1,7 @@
 """The captured state by itself: what it holds, what is taken back, what a recomputation needs."""
 import contextvars
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.devices import cpu_only
 from tests.helpers import Spy, assert_same, nothing
 from torchgpipe import GPipe
-from torchgpipe.checkpoint import enable_checkpointing, enable_recomputing
 from torchgpipe.context import context
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.private import DISPATCH_MODES, FUNCTION_MODES
@@ -43,9 +44,15 @@ def autocast():
     return torch.autocast('cpu', torch.float16, cache_enabled=False)
 
 
+def phase(name):
+    """Return a context of a cell that is checkpointed, or of a recomputation."""
+    return mock.patch.object(context, name, True)
+
+
 STATES = {'grad': torch.no_grad, 'inference': torch.inference_mode, 'autocast': autocast,
           'hooks': hooks, 'function_modes': See, 'dispatch_modes': SeeOperations,
-          'checkpointing': enable_checkpointing, 'recomputing': enable_recomputing}
+          'checkpointing': partial(phase, 'checkpointing'),
+          'recomputing': partial(phase, 'recomputing')}
 
 
 @pytest.mark.parametrize('field', [*STATES, 'workers'])
@@ -62,15 +69,16 @@ def test_a_captured_state_is_entered_and_taken_back_afterwards(field, monkeypatc
 
 
 @pytest.mark.parametrize('context, is_serialized', [
-    (nothing, False), (torch.no_grad, False), (autocast, False), (enable_recomputing, False),
-    (lambda: torch.device('cpu'), False), (hooks, True), (See, True), (SeeOperations, True)])
+    (nothing, False), (torch.no_grad, False), (autocast, False),
+    (partial(phase, 'recomputing'), False), (lambda: torch.device('cpu'), False),
+    (hooks, True), (See, True), (SeeOperations, True)])
 def test_cells_take_turns_where_the_user_s_code_sees_what_they_do(context, is_serialized):
     with context():
         assert ThreadState.capture().is_serialized is is_serialized
 
 
 def test_what_an_interrupt_left_behind_is_dropped():
-    entered = [enable_checkpointing(), enable_recomputing()]  # and not left as they are freed
+    entered = [phase('checkpointing'), phase('recomputing')]
     with hooks(), See(), SeeOperations():
         state = ThreadState.capture()
         for each in entered:

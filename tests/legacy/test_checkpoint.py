@@ -512,3 +512,12 @@ def test_a_recomputation_that_failed_can_be_tried_again(devices):
     state['fail'] = False
     y.sum().backward()
     assert torch.allclose(x.grad, x.exp())
+
+
+@one_worker
+def test_what_a_function_draws_is_drawn_again(devices):
+    x = torch.rand(5, 5, requires_grad=True, device=devices.first)
+    y = checkpoint(lambda x: nn.functional.dropout(x, 0.5), x)
+    state = torch.get_rng_state()
+    y.sum().backward()
+    assert torch.allclose(y, x * x.grad) and torch.equal(torch.get_rng_state(), state)

@@ -1,7 +1,16 @@
-"""The clock: literal schedules."""
-import pytest
+"""The pipeline of torchgpipe 0.0.7: its clock, as literal schedules, and its runs."""
+import threading
 
-from torchgpipe.pipeline import clock_cycles
+import pytest
+import torch
+from torch import nn
+
+from tests.devices import cpu_only
+from tests.helpers import assert_same
+from tests.skip.layers import Pop, Stash
+from torchgpipe.microbatch import gather, scatter
+from torchgpipe.pipeline import Pipeline, clock_cycles
+from torchgpipe.skip.layout import SkipLayout
 
 
 @pytest.mark.parametrize('m, n, expected', [
@@ -12,3 +21,24 @@ from torchgpipe.pipeline import clock_cycles
     (4, 2, [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1)], [(3, 0), (2, 1)], [(3, 1)]])])
 def test_clock_cycles(m, n, expected):
     assert list(clock_cycles(m, n)) == expected
+
+
+@cpu_only('about the class of 0.0.7 and its threads')
+def test_a_pipeline_by_itself():
+    before = set(threading.enumerate())
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)).double()
+    x = torch.rand(5, 2, dtype=torch.double)
+    for places in (None, [torch.device('cpu:0'), torch.device('cpu:1')]):
+        batches = scatter(x, 2)
+        Pipeline(batches, [model[:1], model[1:]], places, checkpoint_stop=1).run()
+        assert_same([gather(batches)], [model(x)])
+    assert set(threading.enumerate()) == before
+
+
+@cpu_only('about a table of names')
+@pytest.mark.parametrize('layout', [None, SkipLayout(2, {(None, 'skip'): (0, 1)})])
+def test_skips_are_found_in_the_layers_or_given(layout):
+    partitions = [nn.Sequential(Stash()), nn.Sequential(Pop())]
+    batches = scatter(torch.ones(2, 1), 2)
+    Pipeline(batches, partitions, skip_layout=layout).run()
+    assert gather(batches).tolist() == [[2], [2]]

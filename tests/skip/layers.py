@@ -1,4 +1,5 @@
 """Skippable layers that several test files share."""
+import torch
 from torch import nn
 
 from torchgpipe.skip import pop, skippable, stash
@@ -6,22 +7,31 @@ from torchgpipe.skip import pop, skippable, stash
 
 @skippable(stash=['skip'])
 class Stash(nn.Module):
-    """Stash the input and pass it on."""
+    """Stash the input and pass it on, or stash and return what a function gives."""
+
+    def __init__(self, function=None):
+        super().__init__()
+        self.function = function
 
     def forward(self, input):
         """Stash."""
-        yield stash('skip', input)
-        return input
+        skip, output = (input, input) if self.function is None else self.function(input)
+        yield stash('skip', skip)
+        return output
 
 
 @skippable(pop=['skip'])
 class Pop(nn.Module):
-    """Add what was stashed."""
+    """Add what was stashed, if it is a tensor; or call another function with both."""
+
+    def __init__(self, function=torch.add):
+        super().__init__()
+        self.function = function
 
     def forward(self, input):
         """Pop."""
         skip = yield pop('skip')
-        return input if skip is None else input + skip
+        return input if skip is None else self.function(input, skip)
 
 
 @skippable(stash=['skip'])

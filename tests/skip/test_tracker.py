@@ -8,11 +8,12 @@ from torch import nn
 from tests.devices import one_worker
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe
-from torchgpipe.microbatch import Batch
+from torchgpipe.engine.microbatches import Batch
+from torchgpipe.engine.stream import CPUStream
 from torchgpipe.skip.tracker import SkipTracker, current_skip_tracker, use_skip_tracker
-from torchgpipe.stream import CPUStream
+from torchgpipe.structure import bare
 
-batch = Batch(torch.ones(1))
+batch = Batch((torch.ones(1),), bare)
 
 
 def test_each_thread_has_a_plain_tracker_of_its_own():

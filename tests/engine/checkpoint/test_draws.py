@@ -18,7 +18,6 @@ from tests.devices import ACCELERATOR, DEVICES, cpu_only, devices, one_worker, w
 from tests.helpers import (MODES, Call, assert_same, call, compare_all_pending, gradients,
                            micro_batches, modes, nothing, on_first)
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.checkpoint import checkpoint
 from torchgpipe.engine.stream import use_device
 
 SHARED = 'threads that draw from one accelerator are refused, as its generator is moved back'
@@ -564,12 +563,3 @@ for thread in threads:
 def test_threads_at_the_generator_do_not_wait_for_each_other_for_ever():
     """In a process of its own: a fork has the memory of all threads there were, and no threads."""
     subprocess.run([sys.executable, '-c', COLLECTED], check=True, timeout=120)
-
-
-@one_worker
-def test_a_function_by_itself(devices):
-    x = torch.rand(5, 5, requires_grad=True, device=devices.first)
-    y = checkpoint(lambda x: F.dropout(x, 0.5), x)
-    state = torch.get_rng_state()
-    y.sum().backward()
-    assert torch.allclose(y, x * x.grad) and torch.equal(torch.get_rng_state(), state)

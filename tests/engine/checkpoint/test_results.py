@@ -15,10 +15,11 @@ from tests.devices import DEVICES, cpu_only, devices, one_worker
 from tests.engine.checkpoint.layers import ODD, Layer, compare_modes, skip_unless_movable
 from tests.helpers import (STEPS, WeakLog, assert_same, call, compare_all_pending, gradients,
                            nodes, to, train_both)
+from tests.skip.layers import Stash
 from torchgpipe import GPipe, is_recomputing, no_recompute
 from torchgpipe.engine import substitute
 from torchgpipe.engine.checkpoint.results import MARK
-from torchgpipe.skip import pop, skippable, stash
+from torchgpipe.skip import pop, skippable
 from torchgpipe.structure import leaves_of
 
 
@@ -596,17 +597,7 @@ def test_another_path(devices, text, forward):
         output.sum().backward()
 
 
-@skippable(stash=['x'])
-class Stash(nn.Module):
-    """A layer that stashes."""
-
-    def forward(self, x):
-        """Do so."""
-        yield stash('x', x)
-        return x
-
-
-@skippable(pop=['x'])
+@skippable(pop=['skip'])
 class Pop(nn.Module):
     """A layer that pops, with a marked part."""
 
@@ -616,7 +607,7 @@ class Pop(nn.Module):
 
     def forward(self, x):
         """Do so."""
-        return self.inner(x + (yield pop('x')))
+        return self.inner(x + (yield pop('skip')))
 
 
 def test_what_can_not_be_marked():
