@@ -3,6 +3,7 @@
 And a clock, for those that ask for it.
 """
 import gc
+import multiprocessing
 import os
 import signal
 import warnings
@@ -18,6 +19,7 @@ from tests.clock import Clock
 from tests.devices import ACCELERATOR
 from tests.everywhere import Everywhere
 from tests.helpers import threads
+from tests.shard.processes import IMPORTED
 from tests.whole import short
 
 # What is imported by now stays: no collection of garbage has to look at it, of which tests ask for
@@ -54,6 +56,17 @@ def no_thread_left():
     if threads() - before:
         gc.collect()
     assert not threads() - before
+
+
+@pytest.fixture(autouse=True, scope='session')
+def one_server():
+    """Let the process that forks all others import what ranks need: a test worker has only one."""
+    context = multiprocessing.get_context('forkserver')
+    preload = context.set_forkserver_preload
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context, 'set_forkserver_preload',
+                      lambda names: preload([*IMPORTED, *names]))
+        yield
 
 
 @pytest.fixture

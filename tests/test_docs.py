@@ -4,14 +4,16 @@ import contextlib
 import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 import torchgpipe
+from benchmarks.harness.launch import launch
 from tests.cases import cases
 from tests.devices import cpu_only
 from tests.refusals import REFUSALS, UNWRAPPED
@@ -50,9 +52,27 @@ def execute(code, line, page):
 
 def shell(command):
     """Run a command with this environment's programs; give what it prints."""
+    if found := re.fullmatch(r'torchrun --standalone --nproc-per-node 4 (.*)\n', command):
+        return four_ranks(found[1].split())
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ['PATH']])
     return subprocess.run(command, shell=True, check=True, text=True, stdout=subprocess.PIPE,
                           env={**os.environ, 'PATH': path, 'OMP_NUM_THREADS': '1'}).stdout
+
+
+def four_ranks(argv):
+    """Run a program as ``torchrun`` does, but in processes that have imported torch already."""
+    Path('printed.txt').unlink(missing_ok=True)
+    launch(program, SimpleNamespace(world=4, restarts=0, folder=os.getcwd(), argv=argv), ())
+    return Path('printed.txt').read_text()
+
+
+def program(config):
+    """Be a rank of it."""
+    os.chdir(config.folder)
+    with open('printed.txt', 'a') as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+    sys.argv, sys.path[:0] = config.argv, [config.folder]
+    runpy.run_path(config.argv[0], run_name='__main__')
 
 
 def matches(text, expected):
