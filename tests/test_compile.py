@@ -12,7 +12,7 @@ from torch._dynamo import lookup_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor_config
 
-from tests.devices import cpu_only, devices, one_worker, places
+from tests.devices import DEVICES, cpu_only, devices, one_worker, places
 from tests.helpers import (MODES, assert_same, gradients, in_a_new_thread, memory_of, modes,
                            on_first)
 from tests.whole import first
@@ -139,8 +139,9 @@ def test_the_numbers_are_those_of_the_model(how, make, balance, mode, devices):
 
 
 @pytest.mark.slow
-@devices
-@pytest.mark.parametrize('how', first(1, ['some partitions', 'layers', 'forward']))
+@pytest.mark.parametrize('how, devices', [
+    ('some partitions', DEVICES['one worker']), ('layers', DEVICES['a worker each']),
+    pytest.param('forward', DEVICES['accelerators'], marks=pytest.mark.accelerator)])
 def test_micro_batches_of_several_sizes(how, devices):
     layers, backend = plain_layers().double(), Backend()
     gpipe = GPipe(copy.deepcopy(layers), [2, 4], devices=devices(2), chunks=3)

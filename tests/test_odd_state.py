@@ -12,9 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
-from tests.devices import devices
+from tests.devices import DEVICES
 from tests.helpers import MODES, assert_same, call, compare_all_pending, gradients
-from tests.whole import first
 from torchgpipe import GPipe
 
 #: What may be refused, by which kind of layer. Nothing else is an error, and nothing is wrong.
@@ -310,9 +309,11 @@ def run_case(seed, devices):
     return False
 
 
-@devices
-@pytest.mark.parametrize('block', first(2, range(20)))
+@pytest.mark.parametrize('block, devices', [
+    pytest.param(block, DEVICES[kind], id=f'{block}-{kind}', marks=[
+        *[pytest.mark.slow] * (block > 1), *[pytest.mark.accelerator] * (kind == 'accelerators')])
+    for block, kind in enumerate([*DEVICES] * 7)])
 def test_odd_state(devices, block):
-    """500 cases."""
+    """525 cases."""
     refused = [run_case(seed, devices) for seed in range(25 * block, 25 * block + 25)]
     assert sum(refused) < 15

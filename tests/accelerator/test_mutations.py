@@ -67,7 +67,7 @@ def notices(program, seed):
     pytest.param(program, id=name, marks=pytest.mark.slow if name.endswith(SLOW) else ())
     for name, program in PROGRAMS.items()])
 def test_the_programs_are_right(program):
-    for seed in SEEDS:
+    for seed in SEEDS[:3]:
         accelerator.set_delays(seed, 200)
         with accelerator.no_race():
             program()

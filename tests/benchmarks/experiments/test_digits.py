@@ -36,7 +36,7 @@ def test_digits(run, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('schedule, balance', [
-    ('1f1b', '6,10'), ('zb-v', '3,3,3,7'), ('plain call', '6,10')])
+    ('zb-v', '3,3,3,7'), ('plain call', '6,10')])
 def test_digits_by_a_schedule(run, tmp_path, schedule, balance):
     code, out, _ = run('digits', '--epochs', 2, '--schedule', schedule, '--balance', balance,
                        '--output', tmp_path)
