@@ -13,8 +13,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor_config
 
 from tests.devices import DEVICES, cpu_only, devices, one_worker, places
-from tests.helpers import (MODES, assert_same, gradients, in_a_new_thread, memory_of, modes,
-                           on_first)
+from tests.helpers import (MODES, assert_same, gradients, in_a_new_thread, memory_of,
+                           modes_on_devices, on_first)
 from tests.whole import first
 from torchgpipe import GPipe, is_recomputing, private
 from torchgpipe.context import context
@@ -125,8 +125,7 @@ def compare(layers, call, gpipe, sizes=(6, 6)):
     assert_same(steps(gpipe, call, sizes), steps(layers, one_by_one, sizes))
 
 
-@devices
-@modes
+@modes_on_devices
 @MODELS
 @pytest.mark.parametrize('how', ['layers', 'partitions', 'model'])
 def test_the_numbers_are_those_of_the_model(how, make, balance, mode, devices):

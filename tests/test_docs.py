@@ -52,17 +52,17 @@ def execute(code, line, page):
 
 def shell(command):
     """Run a command with this environment's programs; give what it prints."""
-    if found := re.fullmatch(r'torchrun --standalone --nproc-per-node 4 (.*)\n', command):
-        return four_ranks(found[1].split())
+    if found := re.fullmatch(r'torchrun --standalone --nproc-per-node (\d) (.*)\n', command):
+        return ranks(int(found[1]), found[2].split())
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ['PATH']])
     return subprocess.run(command, shell=True, check=True, text=True, stdout=subprocess.PIPE,
                           env={**os.environ, 'PATH': path, 'OMP_NUM_THREADS': '1'}).stdout
 
 
-def four_ranks(argv):
+def ranks(world, argv):
     """Run a program as ``torchrun`` does, but in processes that have imported torch already."""
     Path('printed.txt').unlink(missing_ok=True)
-    launch(program, SimpleNamespace(world=4, restarts=0, folder=os.getcwd(), argv=argv), ())
+    launch(program, SimpleNamespace(world=world, restarts=0, folder=os.getcwd(), argv=argv), ())
     return Path('printed.txt').read_text()
 
 

@@ -4,8 +4,8 @@ import copy
 import pytest
 import torch
 
-from tests.devices import cpu_only, devices
-from tests.helpers import assert_same, gradients, modes
+from tests.devices import cpu_only
+from tests.helpers import assert_same, gradients, modes_on_devices
 from tests.models import MODELS, mean_square
 from torchgpipe import Arguments, GPipe
 from torchgpipe.structure import flatten, flatten_nested
@@ -45,8 +45,7 @@ def step(net, case, sample):
 
 
 @models
-@modes
-@devices
+@modes_on_devices
 def test_three_steps_of_uneven_batches(devices, mode, case):
     plain = case.make().double()
     gpipe = GPipe(copy.deepcopy(plain), case.balance, devices=devices(3), chunks=3,

@@ -21,6 +21,7 @@ __all__ = ['resnet101']
 
 STAGES = (3, 4, 23, 3)
 EXPANSION = 4
+WIDTH = 64
 
 
 @skippable(stash=['identity'])
@@ -54,11 +55,11 @@ def resnet101(num_classes: int = 1000) -> nn.Sequential:
     Returns:
         370 layers; with 1,000 classes 44,549,160 parameters. Stride 2 is on the 3×3 convolution.
     """
-    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
-                               nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
-    channels = 64
+    layers: list[nn.Module] = [nn.Conv2d(3, WIDTH, 7, stride=2, padding=3, bias=False),
+                               nn.BatchNorm2d(WIDTH), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
+    channels = WIDTH
     for stage, blocks in enumerate(STAGES):
-        planes = 64 << stage
+        planes = WIDTH << stage
         for block in range(blocks):
             stride = 2 if stage > 0 and block == 0 else 1
             layers += _bottleneck(channels, planes, stride)

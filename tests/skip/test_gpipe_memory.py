@@ -31,7 +31,7 @@ def make(devices, mode, layer=None):
 @pytest.mark.parametrize('step', list(STEPS.values()), ids=list(STEPS))
 def test_nothing_is_alive_after_a_step(devices, mode, step):
     gpipe, log = make(devices, mode)
-    for _ in range(30):
+    for _ in range(10):
         step(gpipe)
         assert log.alive() == 0
         log.refs.clear()

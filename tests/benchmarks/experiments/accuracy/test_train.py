@@ -2,6 +2,7 @@
 import csv
 import json
 import shutil
+from importlib import import_module
 
 import pytest
 import torch
@@ -10,6 +11,12 @@ from benchmarks.experiments.accuracy import train
 from benchmarks.experiments.accuracy.pictures import write_pictures
 from benchmarks.experiments.accuracy.recipe import learning_rate
 from benchmarks.models import resnet101
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch):
+    """Let the model have an eighth of its channels."""
+    monkeypatch.setattr(import_module('benchmarks.models.resnet101'), 'WIDTH', 8)
 
 
 @pytest.fixture(scope='module')
