@@ -81,40 +81,47 @@ def test_every_file_says_its_idea_in_its_first_line():
         assert path.read_text().startswith('"""'), path
 
 
-def test_importing_needs_torch_only():
-    modules = ['torchgpipe', 'torchgpipe.timeline', 'torchgpipe.shard']
-    code = 'import sys, torch; before = set(sys.modules); ' + ''.join(
-        f'import {module}; new = set(sys.modules) - before; '
-        'print({name.partition(".")[0] for name in new} - sys.stdlib_module_names '
-        '- {"torchgpipe", "torch"}, *sorted(new & {"torch.distributed", '
-        '"torchgpipe.timeline", "torchgpipe.shard"})); ' for module in modules)
-    output = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True,
-                            check=True, cwd=ROOT).stdout
-    assert output.splitlines() == ['set()', 'set() torchgpipe.timeline',
-                                   'set() torchgpipe.shard torchgpipe.timeline']
+#: Programs, for forks of one process that has imported torch.
+MODULES = ['torchgpipe', 'torchgpipe.timeline', 'torchgpipe.shard']
+IMPORTS = 'import sys; before = set(sys.modules); ' + ''.join(
+    f'import {module}; new = set(sys.modules) - before; '
+    'print({name.partition(".")[0] for name in new} - sys.stdlib_module_names '
+    '- {"torchgpipe", "torch"}, *sorted(new & {"torch.distributed", '
+    '"torchgpipe.timeline", "torchgpipe.shard"})); ' for module in MODULES)
+PLAIN_CALL = (
+    'import sys; from torch import nn, ones; from torchgpipe import GPipe; '
+    'model = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], '
+    "devices=['cpu:0', 'cpu:1'], chunks=2); before = set(sys.modules); "
+    'model(ones(4, 2)).sum().backward(); '
+    "print(len(set(sys.modules) - before), 'torch._dynamo' in before, "
+    "len([name for name in before if name.partition('.')[0] == 'torchgpipe']))")
+NAMES = ['skip.portal.PortalBlue', 'worker.spawn_workers', 'copy.Copy',
+         'skip.tracker.SkipTrackerThroughPortals', 'sequential.to_sequential']
+USES = 'import torchgpipe; ' + ''.join(
+    f'assert "{name}".endswith(torchgpipe.{name}.__name__); ' for name in NAMES) + (
+    'assert not hasattr(torchgpipe, "gradients"); '
+    'import torchgpipe.stream, torchgpipe.engine.stream as new; '
+    'assert torchgpipe.stream is new and new.__spec__.name == new.__name__')
+FORKS = """
+import os, sys, torch
+for code in sys.argv[1:]:
+    if os.fork() == 0:
+        exec(code, {})
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
 
 
-def test_a_plain_call_imports_no_compiler_nor_what_it_does_not_use():
-    code = ('import sys; from torch import nn, ones; from torchgpipe import GPipe; '
-            'model = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], '
-            "devices=['cpu:0', 'cpu:1'], chunks=2); before = set(sys.modules); "
-            'model(ones(4, 2)).sum().backward(); '
-            "print(len(set(sys.modules) - before), 'torch._dynamo' in before, "
-            "len([name for name in before if name.partition('.')[0] == 'torchgpipe']))")
-    output = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True,
-                            check=True, cwd=ROOT).stdout.split()
-    assert output[:2] == ['0', 'False'] and int(output[2]) <= 55
-
-
-def test_what_is_not_imported_is_there_when_it_is_used():
-    names = ['skip.portal.PortalBlue', 'worker.spawn_workers', 'copy.Copy',
-             'skip.tracker.SkipTrackerThroughPortals', 'sequential.to_sequential']
-    code = 'import torchgpipe; ' + ''.join(
-        f'assert "{name}".endswith(torchgpipe.{name}.__name__); ' for name in names)
-    code += ('assert not hasattr(torchgpipe, "gradients"); '
-             'import torchgpipe.stream, torchgpipe.engine.stream as new; '
-             'assert torchgpipe.stream is new and new.__spec__.name == new.__name__')
-    subprocess.run([sys.executable, '-c', code], check=True, cwd=ROOT)
+def test_importing_needs_torch_only_and_a_plain_call_no_compiler():
+    """And what is not imported is there when it is used."""
+    *imports, call = subprocess.run(
+        [sys.executable, '-c', FORKS, IMPORTS, PLAIN_CALL, USES], capture_output=True,
+        text=True, check=True, cwd=ROOT).stdout.splitlines()
+    assert imports == ['set()', 'set() torchgpipe.timeline',
+                       'set() torchgpipe.shard torchgpipe.timeline']
+    new, compiler, number = call.split()
+    assert (new, compiler) == ('0', 'False') and int(number) <= 55
 
 
 def test_the_changelog_is_up_to_date():

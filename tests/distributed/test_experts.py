@@ -104,7 +104,8 @@ def train(model, step, clip, sizes=(12, 15, 12)):
 
 @pytest.mark.parametrize('axes, schedule, options', [
     ({}, '1f1b', {}), ({'data': 2}, '1f1b', {}), ({'data': 2, 'pipe': 2}, '1f1b', {}),
-    ({'data': 2, 'pipe': 2}, 'gpipe', {'checkpoint': 'always'}),
+    pytest.param({'data': 2, 'pipe': 2}, 'gpipe', {'checkpoint': 'always'},
+                 marks=pytest.mark.slow),
     pytest.param({'data': 2, 'pipe': 2}, 'zb-h1', {}, marks=pytest.mark.slow),
     pytest.param({'data': 2, 'pipe': 2}, '1f1b', {'data': 'shard'}, marks=pytest.mark.slow),
     pytest.param({'data': 2, 'pipe': 2}, 'looped-bfs', {**OFFLOAD, 'balance': [1] * 4},
@@ -227,7 +228,8 @@ def frozen(data, later):
 
 
 @pytest.mark.parametrize('data, later', [
-    ('replicate', False), ('shard', False), ('shard', True)])
+    ('replicate', False), ('shard', True),
+    pytest.param('shard', False, marks=pytest.mark.slow)])
 def test_frozen_experts_hand_gradients_on(data, later):
     """They may learn later."""
     steps, _, _ = alone()

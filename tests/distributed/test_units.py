@@ -41,10 +41,10 @@ def share(*tensors):
 SLOW = pytest.mark.slow
 
 CASES = [
-    (1, {}, 4, 'perceptron', 'looped-bfs', {}),
+    pytest.param(1, {}, 4, 'perceptron', 'looped-bfs', {}, marks=SLOW),
     (1, {}, 8, 'tied', 'gpipe', {'checkpoint': 'always'}),
     (1, {}, 4, 'unet', '1f1b', {}),
-    (2, {'data': 2}, 8, 'frozen', 'looped-bfs', {'checkpoint': 'always'}),
+    pytest.param(2, {'data': 2}, 8, 'frozen', 'looped-bfs', {'checkpoint': 'always'}, marks=SLOW),
     (2, {'data': 2}, 4, 'tied', '1f1b', {'checkpoint': 'never'}),
     pytest.param(2, {'data': 2}, 4, 'dictionaries', 'gpipe', {}, marks=SLOW),
     (2, {'pipe': 2}, 4, 'unet', 'interleaved', {}),

@@ -53,7 +53,8 @@ def same_as_plain(number, features, dim, options):
 
 
 @pytest.mark.parametrize('world, groups, sizes', [
-    (2, [1, 2], [(31, 5)]), *first(0, [(4, [2, 4], [(7, 3)]), (4, [4], [(5, 7)])])])
+    (2, [2], [(31, 5)]),
+    *first(0, [(2, [1], [(31, 5)]), (4, [2, 4], [(7, 3)]), (4, [4], [(5, 7)])])])
 def test_numbers_are_those_of_one_process(world, groups, sizes):
     run(world, over_sizes, groups, sizes)
 
