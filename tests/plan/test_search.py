@@ -225,6 +225,12 @@ def test_bad_input(options, what):
         plan(made_up(6), **options)
 
 
+def test_fewer_layers_than_devices_are_refused():
+    """The number is that of the devices, not of the stages that a schedule would have."""
+    with pytest.raises(ValueError, match='6 layers cannot be cut into 7 partitions'):
+        plan(made_up(6), devices=[f'cuda:{k}' for k in range(7)])
+
+
 def test_numbers_are_integers():
     with pytest.raises(TypeError, match='batch must be an integer, but is True'):
         plan(made_up(6), devices=GPUS, batch=True)
