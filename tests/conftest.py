@@ -60,7 +60,7 @@ def no_thread_left():
 
 @pytest.fixture(autouse=True, scope='session')
 def one_server():
-    """Let the process that forks all others import what ranks need: a test worker has only one."""
+    """Import the modules of ranks in the process that forks all others: a worker has only one."""
     context = multiprocessing.get_context('forkserver')
     preload = context.set_forkserver_preload
     with pytest.MonkeyPatch.context() as patch:

@@ -114,7 +114,7 @@ for code in sys.argv[1:]:
 
 
 def test_importing_needs_torch_only_and_a_plain_call_no_compiler():
-    """And what is not imported is there when it is used."""
+    """The other modules are imported when they are used."""
     *imports, call = subprocess.run(
         [sys.executable, '-c', FORKS, IMPORTS, PLAIN_CALL, USES], capture_output=True,
         text=True, check=True, cwd=ROOT).stdout.splitlines()

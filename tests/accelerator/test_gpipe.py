@@ -22,7 +22,7 @@ seeds = pytest.mark.parametrize('seed', range(5))
 
 
 def doubled(x):
-    """Return what is stashed, and the output."""
+    """Return a skip tensor and the output."""
     return x, x * 2
 
 

@@ -7,7 +7,7 @@ from torchgpipe.skip import pop, skippable, stash
 
 @skippable(stash=['skip'])
 class Stash(nn.Module):
-    """Stash the input and pass it on, or stash and return what a function gives."""
+    """Stash the input and pass it on, or stash and return the two results of a function."""
 
     def __init__(self, function=None):
         super().__init__()
@@ -22,7 +22,7 @@ class Stash(nn.Module):
 
 @skippable(pop=['skip'])
 class Pop(nn.Module):
-    """Add what was stashed, if it is a tensor; or call another function with both."""
+    """Add the skip tensor, if there is one; or call another function with both."""
 
     def __init__(self, function=torch.add):
         super().__init__()

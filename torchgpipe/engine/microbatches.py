@@ -1,4 +1,4 @@
-"""Micro-batches: scatter a mini-batch, and gather the outputs into that of the mini-batch.
+"""Micro-batches: scatter a mini-batch, and gather the outputs into one output.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Partitions: what stands in which, and the engine's state of each between forward passes.
+"""Partitions: their modules and tensors, and the engine's state between forward passes.
 
 One module may stand in several places, and so may one parameter or one buffer. PyTorch tells that
 by identity, and so does this package.

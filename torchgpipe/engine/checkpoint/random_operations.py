@@ -23,7 +23,7 @@ __all__ = ['Call', 'Draw', 'DrawMonitor', 'Mode', 'Operation', 'Recorder', 'Repl
            'disturbed', 'operation_of', 'same', 'state_of']
 
 
-# --- operations: whether they draw, and what they write to
+# --- operations: draws and writes
 # ----------------------------------------------------------------------------------
 
 
