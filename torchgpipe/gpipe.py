@@ -18,11 +18,11 @@ from torchgpipe.engine.partition import Engine
 from torchgpipe.placed import Placed, verify
 from torchgpipe.schedule import ScheduleLike
 from torchgpipe.settings import Checkpoint, Settings, checkpoint_stops, stops_of_mode
-from torchgpipe.split import parse_devices, split, verify_shared
+from torchgpipe.split import parse_devices, split, verify_module, verify_shared
 from torchgpipe.structure import Arguments, Value, flatten_nested
 from torchgpipe.weights import Weights
 
-__all__ = ['GPipe']
+__all__ = ['GPipe', 'verify_module']
 
 
 class GPipe(Placed):

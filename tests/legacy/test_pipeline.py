@@ -8,6 +8,7 @@ from torch import nn
 from tests.devices import cpu_only
 from tests.helpers import assert_same
 from tests.skip.layers import Pop, Stash
+from torchgpipe.gpipe import verify_module
 from torchgpipe.microbatch import gather, scatter
 from torchgpipe.pipeline import Pipeline, clock_cycles
 from torchgpipe.skip.layout import SkipLayout
@@ -21,6 +22,12 @@ from torchgpipe.skip.layout import SkipLayout
     (4, 2, [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1)], [(3, 0), (2, 1)], [(3, 1)]])])
 def test_clock_cycles(m, n, expected):
     assert list(clock_cycles(m, n)) == expected
+
+
+def test_the_check_of_a_module_has_its_old_place():
+    verify_module(nn.Sequential(nn.ReLU()))
+    with pytest.raises(TypeError):
+        verify_module(nn.ReLU())
 
 
 @cpu_only('about the class of 0.0.7 and its threads')

@@ -7,6 +7,7 @@ from torchgpipe.shard.tags import is_split, is_tagged, storage_dim
 
 
 def test_a_tag_is_an_attribute_of_one_tensor():
+    assert (ts._PARALLEL_DIM, ts._ORDER_ATTR) == ('parallel_dim', 'order_type')  # as TorchShard
     x = torch.zeros(2)
     assert not is_tagged(x) and ts.get_parallel_dim(x) is None
     ts.register_parallel_dim(x, -1)

@@ -14,10 +14,10 @@ __all__ = ['check_dim', 'get_parallel_dim', 'is_made_of_shards', 'is_split', 'is
            'sharded_parameters', 'storage_dim', 'tagged_full', 'to_storage']
 
 #: The attribute that holds the parallel dimension: None for a full tensor, or 0, 1, -1.
-_PARALLEL_DIM = '_parallel_dim'
+_PARALLEL_DIM = 'parallel_dim'
 
 #: The attribute that holds the order of a weight: 0 for (out, in), 1 for (number, features).
-_ORDER_ATTR = '_order_type'
+_ORDER_ATTR = 'order_type'
 
 #: The dimension in memory along which a weight is split, by its order and its parallel dimension.
 _STORAGE = {0: {None: None, 0: 1, 1: 0, -1: 0}, 1: {None: None, 0: 0, 1: 1, -1: 1}}
