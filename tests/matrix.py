@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CORE = ['tests/test_private.py', 'tests/test_compile.py', 'tests/test_gpipe.py',
         'tests/test_batchnorm.py', 'tests/test_materialize.py',
         'tests/engine/test_interpreter.py', 'tests/engine/test_stepping_numbers.py',
-        'tests/engine/checkpoint/test_draws.py', 'tests/engine/checkpoint/test_snapshot.py',
+        'tests/engine/checkpoint/test_draws.py', 'tests/engine/checkpoint/test_layer_state.py',
         'tests/engine/test_thread_state.py',
         'tests/schedule/test_schedule.py', 'tests/sequential/test_record.py',
         'tests/shard/test_gradients_scaler.py', 'tests/skip/test_gpipe_gradients.py']

@@ -334,7 +334,7 @@ def drawn_elsewhere():
     def state(*_):
         return torch.Generator().manual_seed(int(torch.randint(1 << 30, ()))).get_state()
 
-    with patch('torchgpipe.engine.checkpoint.random_operations.state_of', state):
+    with patch('torchgpipe.engine.checkpoint.draws.state_of', state):
         train(one(linear(), nn.Dropout()))
 
 

@@ -335,7 +335,9 @@ def test_checkpoint_nodes_in_the_graph(devices, mode, count):
         names = [node.name() for node in nodes(output)]
         return names.count('CheckpointBackward'), names.count('RecomputeBackward')
 
-    assert numbers(model(torch.rand(3, 1, device=devices.first))) == (count, count)
+    # What goes to no other memory needs no second node, behind a copy stream.
+    first = count if devices.are_apart else 0
+    assert numbers(model(torch.rand(3, 1, device=devices.first))) == (count, first)
     assert numbers(model.eval()(torch.rand(3, 1, device=devices.first))) == (0, 0)
 
 

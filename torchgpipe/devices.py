@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 __all__ = ['CPU', 'Device', 'accelerator', 'accelerators', 'autocast_types', 'current_device',
-           'forked_rng', 'has_data', 'has_streams', 'is_cpu', 'memory_key', 'memory_of',
-           'parse_device', 'rng_states', 'set_rng_states', 'synchronize']
+           'forked_rng', 'has_data', 'has_own_state', 'has_streams', 'is_cpu', 'memory_key',
+           'memory_of', 'parse_device', 'rng_states', 'set_rng_states', 'synchronize']
 
 #: A device, or what names one.
 Device = torch.device | int | str
@@ -53,7 +53,7 @@ def has_streams(device: torch.device) -> bool:
     return device.type == _kind()
 
 
-def _has_own_state(device: torch.device) -> bool:
+def has_own_state(device: torch.device) -> bool:
     """Return whether a device has a queue and a random generator of its own."""
     return not is_cpu(device) and has_data(device)
 
@@ -99,7 +99,7 @@ def memory_of(device: Device) -> torch.device:
 def synchronize(devices: Iterable[torch.device]) -> None:
     """Wait until each device has done what is queued."""
     for device in dict.fromkeys(devices):
-        if _has_own_state(device):
+        if has_own_state(device):
             torch.accelerator.synchronize(device)
 
 
@@ -113,7 +113,7 @@ def forked_rng(devices: Sequence[torch.device] | None = None) -> AbstractContext
         kind = torch.accelerator.current_accelerator(check_available=True)
         devices = [] if kind is None else [torch.device(kind.type, index) for index
                                            in range(torch.accelerator.device_count())]
-    own = [device for device in devices if _has_own_state(device)]
+    own = [device for device in devices if has_own_state(device)]
     return torch.random.fork_rng(own, device_type=own[0].type if own else 'cpu')
 
 
@@ -134,7 +134,7 @@ def set_rng_states(devices: Iterable[torch.device], states: Mapping[str, Tensor]
 
 
 def _own_generators(devices: Iterable[torch.device]) -> Iterator[tuple[str, torch.device]]:
-    own = sorted({*filter(_has_own_state, devices)}, key=str)
+    own = sorted({*filter(has_own_state, devices)}, key=str)
     yield from ((f'{device.type}{k}', device) for k, device in enumerate(own))
 
 

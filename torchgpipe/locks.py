@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ['layer_lock', 'new_lock', 'together']
+__all__ = ['generator_lock', 'layer_lock', 'new_lock', 'together']
 
 _locks: 'weakref.WeakSet[Any]' = weakref.WeakSet()
 
@@ -42,6 +42,10 @@ if hasattr(os, 'register_at_fork'):
     os.register_at_fork(after_in_child=_open_all)
 
 _lock = new_lock()
+
+#: Held by cells and recomputations that draw from the random generator of the CPU, which all
+#: threads share. Whoever takes it and locks of layers takes it first.
+generator_lock = new_lock()
 
 
 def layer_lock(layers: Collection[nn.Module]) -> AbstractContextManager[Any]:

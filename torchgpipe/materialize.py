@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.devices import CPU, rng_states, set_rng_states
-from torchgpipe.engine.checkpoint.snapshot import is_plain
+from torchgpipe.engine.memory import is_plain
 from torchgpipe.engine.stream import no_context
 from torchgpipe.errors import add_note
 from torchgpipe.private import RESETS, data_address, lazy_clone, unseen

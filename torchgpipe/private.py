@@ -23,12 +23,13 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 __all__ = ['APPLY', 'BatchNorm', 'DISPATCH_MODES', 'DeviceContext', 'DispatchMode',
            'FUNCTION_MODES', 'HOOKS', 'Hooks', 'ModeStack', 'PythonNode', 'RESETS', 'Scaler',
            'TESTED', 'active_ddp', 'allows_mutation', 'at_end_of_backward', 'backward_pass',
-           'compiled_code', 'compiled_codes', 'current_node', 'data_address', 'find', 'hooks_of',
-           'ignore_in_ddp', 'innermost_hooks', 'is_compiled', 'is_compiled_module',
-           'is_full_backward_hook', 'is_transformed', 'lazy_clone', 'name_of_call',
-           'on_cpu_without_memory', 'own_context', 'proxy_mode', 'raise_missing', 'retains_graph',
-           'schema_of', 'script_attributes', 'tree_flatten', 'tree_flatten_with_path',
-           'tree_leaves', 'tree_map_only', 'tree_unflatten', 'uncompiled', 'unseen', 'untraced']
+           'compiled_code', 'compiled_codes', 'current_node', 'data_address', 'find',
+           'generator_key', 'hooks_of', 'ignore_in_ddp', 'innermost_hooks', 'is_compiled',
+           'is_compiled_module', 'is_full_backward_hook', 'is_transformed', 'lazy_clone',
+           'name_of_call', 'on_cpu_without_memory', 'own_context', 'proxy_mode', 'raise_missing',
+           'retains_graph', 'schema_of', 'script_attributes', 'tree_flatten',
+           'tree_flatten_with_path', 'tree_leaves', 'tree_map_only', 'tree_unflatten',
+           'uncompiled', 'unseen', 'untraced']
 
 #: The releases of PyTorch that the whole suite has passed on, oldest and newest.
 TESTED = '2.11', '2.15'
@@ -204,6 +205,11 @@ class ModeStack:
             self.pop()
         for mode in modes:
             self.push(mode)
+
+
+def generator_key(generator: torch.Generator) -> int:
+    """Tell generators apart: a mode is given a new Python object for one at each call."""
+    return getattr(generator, '_cdata', id(generator))
 
 
 #: Of ``torch.overrides.TorchFunctionMode``.

@@ -72,10 +72,10 @@ def where_copies(name, wait):
 WAIT, WAIT_BACK = 'wait_stream(next_stream, prev_stream)', 'wait_stream(prev_stream, next_stream)'
 
 # In backward the later one of two nodes on a tensor comes first.
-RECOMPUTE_LATER = ('''output[:] = _wait(self._streams[j], departure, output)  # 2
+RECOMPUTE_LATER = ('''output[:] = _wait(self._streams[j], self._copy_streams[j][i], output)  # 2
             self._tie(i, j, output, recomputation)
 ''', '''self._tie(i, j, output, recomputation)
-                output[:] = mutated(_wait(self._streams[j], departure, output))
+            output[:] = mutated(_wait(self._streams[j], self._copy_streams[j][i], output))
 ''')
 
 MUTATIONS = [Mutation(*mutation) for mutation in [
@@ -103,7 +103,7 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
      'mutated(tensors)'),
     (edges.Pipeline._bring, '_wait(self._copy_streams[j][i], self._streams[j], tensors)',
      P.training, 'mutated(tensors)'),
-    (edges.Pipeline._send, '_wait(self._streams[j], departure, output)', P.training,
+    (edges.Pipeline._send, '_wait(self._streams[j], self._copy_streams[j][i], output)', P.training,
      'mutated(output)'),
     (stream.wait_stream, 'as_accelerator(source).wait_stream(as_accelerator(target))', P.training),
     (stream.wait_stream, 'as_accelerator(target).synchronize()', P.the_host_waits),
@@ -186,28 +186,18 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
      'mutated(prev_stream)'),
 
     # Backward: recomputations, samples, and the nodes on the way
-    (recomputation.Recomputation.__init__, 'current_stream(device)',
-     P.gradients_accumulate_on_side_streams, 'mutated.default(device)'),
+    (run.Run.__init__, 'partition.lock_alone), stream,', P.gradients_accumulate_on_side_streams,
+     'partition.lock_alone), mutated.default(partition.device),'),
     (recomputation.Recomputation._run_again, 'use_stream(self._stream)',
      P.recomputations_overlap_with_what_comes_before),
-    (recomputation.Recomputation.phony, 'current_stream(get_device(self._stream))',
-     P.hooks_pack_inputs, 'mutated(self._stream)'),
-    (recomputation.Recomputation.phony, 'wait_stream(self._stream, self._packer)',
-     P.hooks_pack_inputs),
-    (recomputation.Recomputation._take_input, 'use_stream(self._packer)', P.hooks_pack_inputs),
-    (recomputation.Recomputation._take_input, 'wait_stream(self._stream, self._packer)',
-     P.hooks_pack_inputs),
-    (recomputation.Recomputation._take_input, 'record_stream(x, self._stream)',
-     P.hooks_pack_inputs),
-    (edges.Pipeline._tie, 'find_grad(output)', P.outputs_in_two_places,
-     'mutated(0)'),
-    (edges.Pipeline._tie, 'output[k].device', P.outputs_in_two_places,
+    (recomputation.Recomputation._run_again, 'use_stream(self._stream)', P.hooks_pack_inputs),
+    (edges.Pipeline._tie, 'output[k].device', P.recomputations_overlap_with_what_comes_before,
      'mutated(torch.device("cpu"))'),
     (samples._event, 'torch.accelerator.current_stream(device).record_event()',
      P.samples_from_another_device, 'mutated(torch.Event(device))'),
     (samples._event, 'torch.accelerator.current_stream(device)', P.samples_from_another_device,
      'mutated(torch.accelerator.current_stream())'),
-    (edges.Pipeline._send, 'no_context if departure is None else use_stream(departure)',
+    (edges.Pipeline._send, 'use_stream(self._copy_streams[j][i])',
      P.recomputations_overlap_with_what_comes_before),
     (edges.Pipeline._send, RECOMPUTE_LATER[0], P.recomputations_overlap_with_what_comes_before,
      RECOMPUTE_LATER[1]),

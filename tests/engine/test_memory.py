@@ -1,7 +1,9 @@
 """Versions and memories of tensors."""
+import pytest
 import torch
+from torch import nn
 
-from torchgpipe.engine.memory import is_among, share_memory, size_of, versions
+from torchgpipe.engine.memory import copy_of, is_among, share_memory, size_of, versions
 
 
 def test_versions_count_changes_in_place_but_for_those_in_inference_mode():
@@ -31,3 +33,23 @@ def test_sizes():
     x = torch.eye(4)
     assert size_of(x) == 4 * 16
     assert size_of(x.to_sparse()) == 4 * 4 + 2 * 8 * 4
+
+
+@pytest.mark.parametrize('make', [
+    lambda: torch.rand(6), lambda: torch.rand(2, 3).t(), lambda: torch.rand(8)[2:],
+    lambda: torch.rand(3, 1).expand(3, 4), lambda: torch.eye(3).to_sparse(),
+    lambda: nn.Parameter(torch.rand(3)), lambda: torch.rand(0)])
+def test_copies(make):
+    x = make()
+    copy = copy_of(x, {})
+    assert torch.equal(copy.to_dense(), x.to_dense()) and not copy.requires_grad
+    assert not share_memory([x], [copy]) and copy.stride() == x.stride() or x.is_sparse
+
+
+def test_copies_of_tensors_that_share_a_memory_share_one():
+    x, memories = torch.rand(4, 2), {}
+    for views in ([x, x[1:], x.t()], [x[1:], x, x[0]]):
+        copies = [copy_of(view, memories) for view in views]
+        copies[0].mul_(2)
+        assert all(map(torch.equal, copies[1:], [copy_of(view, memories) for view in views[1:]]))
+        assert share_memory(copies[:1], copies[1:]) and not share_memory(copies, [x])

@@ -247,8 +247,8 @@ def test_a_fork_while_another_thread_holds_every_lock():
 
     def hold():
         from torchgpipe import locks
-        from torchgpipe.engine.checkpoint import random_operations as draws
-        with gpipe._engine.workers._lock, draws._lock, locks._lock, \
+        from torchgpipe.engine.checkpoint import draws
+        with gpipe._engine.workers._lock, draws._lock, locks._lock, locks.generator_lock, \
                 gpipe._engine.partitions[0].lock, gpipe._engine.partitions[1].lock:
             held.set()
             end.wait(20)

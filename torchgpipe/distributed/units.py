@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from torchgpipe.engine.checkpoint.snapshot import own_memory
 from torchgpipe.engine.leaves import Give
 from torchgpipe.engine.partition import named_slots
 
@@ -73,13 +72,7 @@ class Unit(nn.Module):
     def free(self) -> None:
         """Let parameters be shards."""
         assert isinstance(self, FSDPModule)
-        self._own_memory()
         self.reshard()
-
-    def _own_memory(self) -> None:
-        for x in self.own:
-            if not x.requires_grad:
-                own_memory(x)  # A recomputation has a copy on write; FSDP resizes the memory.
 
     def add(self, gradients: Gradients) -> None:
         """Free the parameters, and add gradients, summed over replicas, to the shards' ``.grad``.
@@ -90,7 +83,6 @@ class Unit(nn.Module):
         if gradients:
             tensors, grads = ([*each] for each in zip(*gradients))
             gradients.clear()
-            self._own_memory()
             # FSDP would put a node of its own behind each tensor that it sees.
             known = partial(Give.apply, grads, *tensors)
             self(torch.zeros((), requires_grad=True), known).backward()

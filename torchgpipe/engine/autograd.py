@@ -27,7 +27,7 @@ Who owns what: the copy is allocated on copy stream B and read on compute stream
 allocated on compute stream A and read on the copy streams. Either may lose its last reference
 while the other stream still reads it, so both uses are recorded with the allocator.
 """
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,6 @@ from torch import Tensor
 from torchgpipe.engine.observer import observers
 from torchgpipe.engine.stream import (AbstractStream, current_stream, get_device, record_stream,
                                       use_stream, wait_stream)
-from torchgpipe.private import retains_graph
 
 __all__ = ['Checkpoint', 'Copy', 'Fork', 'Join', 'Recompute', 'Tie', 'Wait', 'copy_tensor',
            'find_grad', 'fork', 'get_phony', 'join', 'tie']
@@ -135,46 +134,43 @@ class Tie(torch.autograd.Function):
 class Checkpoint(torch.autograd.Function):
     """Mark the output of a checkpointed call; in backward, see that its graph is filled.
 
-    Takes ``(phony, recomputation, *output)`` and gives the output: step 4 of the note "How
-    checkpointing works".
+    Takes ``(recomputation, number, *phonies, *output)`` and gives the output and a phony. It is a
+    ``Tie`` as well: step 4 of the note "How checkpointing works".
     """
 
     @staticmethod
-    def forward(ctx: Any, phony: Tensor, recomputation: Any,
-                *output: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, recomputation: Any, number: int, *tensors: Tensor
+                ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.recomputation = recomputation
-        return tuple(y.detach() for y in output)  # [Note: Identity without a view]
+        ctx.number = number
+        phony = get_phony(tensors[-1].device, requires_grad=False)
+        # [Note: Identity without a view]
+        return (*[y.detach() for y in tensors[number:]], phony.detach())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.recomputation.fill()
-        return (None, None, *grads)
+        ctx.recomputation.recompute(ctx)
+        return (None, None, *[None] * ctx.number, *grads[:-1])
 
 
 class Recompute(torch.autograd.Function):
     """Run a checkpointed call again, before its gradient is there. In a step, `R` does so.
 
-    Takes ``(phony, recomputation, input)`` and gives a phony: step 2 of the note "How
-    checkpointing works".
+    Takes ``(phony, recomputation)`` and gives a phony: step 2 of the note "How checkpointing
+    works".
     """
 
     @staticmethod
-    def forward(ctx: Any, phony: Tensor, recomputation: Callable[[], Any],
-                input: tuple[Tensor, ...]) -> Tensor:
+    def forward(ctx: Any, phony: Tensor, recomputation: Any) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.recomputation = recomputation  # weakly: [Note: Ownership of a recomputation]
-        ctx.save_for_backward(*input)
+        ctx.recomputation = recomputation
         return phony.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, ...]:
-        recomputation = ctx.recomputation()
-        assert recomputation is not None, 'Checkpoint, which runs next, owns it'
-        recomputation.fill()
-        if not retains_graph():
-            recomputation.forget()
-        return None, None, None
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None]:
+        ctx.recomputation.recompute(ctx)
+        return None, None
 
 
 #: As torchgpipe 0.0.7 named them.

@@ -15,13 +15,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, default_generator, nn
 
 from torchgpipe.context import context
-from torchgpipe.engine.checkpoint.draws import Draws
-from torchgpipe.engine.checkpoint.layer_state import CellState, Layers
+from torchgpipe.engine.checkpoint.draws import DrawMonitor, Draws, Recorder, generators_of
+from torchgpipe.engine.checkpoint.layer_state import Layers
 from torchgpipe.engine.checkpoint.observed import Observed, Watch
-from torchgpipe.engine.checkpoint.random_operations import DrawMonitor, Recorder
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.checkpoint.results import MARK, Results
 from torchgpipe.engine.checkpoint.samples import compare_pending
@@ -29,9 +28,10 @@ from torchgpipe.engine.compiled import compiled
 from torchgpipe.engine.culprit import add_culprit, blame, left_grad_mode
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.partition import Partition
-from torchgpipe.engine.stream import AbstractStream, CPUStream
+from torchgpipe.engine.stream import AbstractStream, CPUStream, no_context
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.errors import changed_input
+from torchgpipe.locks import generator_lock
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker
 from torchgpipe.structure import Arguments, Kind, Repeated, Tensors, bare, flatten, once
@@ -174,17 +174,19 @@ class Cells:
         state: The state of the thread that asked for the forward pass.
         one_worker: Whether all partitions run on one worker, so none at the same time.
         held: The context in which a recomputation has the layers.
+        stream: Where they run.
         host_stream: Carries inputs of checkpointed cells to the host, and back; none if they stay.
     """
 
     def __init__(self, partition: Partition, checkpoint_stop: int, state: ThreadState,
-                 one_worker: bool, held: AbstractContextManager[Any],
+                 one_worker: bool, held: AbstractContextManager[Any], stream: AbstractStream,
                  host_stream: AbstractStream = CPUStream) -> None:
         if partition.pending:
             compare_earlier(partition)
         self._partition = partition
         self._state = state
         self._held = held
+        self._stream = stream
         self._host_stream = host_stream
         self._checkpoint_stop = checkpoint_stop if state.grad else 0
         self._trainable = self._checkpoint_stop > 0 and any(
@@ -208,6 +210,12 @@ class Cells:
         ``None`` if that is not known yet, or does not matter.
         """
         return None if self._observed is None else self._observed.draws
+
+    @property
+    def generator_lock(self) -> AbstractContextManager[Any]:
+        """Held while one of them runs: [Note: Generator of the CPU] of its draws."""
+        return no_context if self._observed is None or self._observed.draws is False \
+            else generator_lock
 
     def watch_draws(self) -> None:
         """Take note that someone drew while these ran, which were not known to."""
@@ -242,35 +250,37 @@ class Cells:
                     ) -> tuple[list[Tensor], Recomputation]:
         """Run it for the first time."""
         watch = None if observed.watched and observed.draws is not None else Watch(self._modules)
-        recorder = watch or (Recorder(observed.random) if observed.draws else None)
         if self._layers is None:
             self._layers = Layers(self._modules, observed, self._held)
         found = self._layers.find(watch)
-        own_monitor = DrawMonitor() if self.monitor is None and recorder is None else None
-        recomputation = self._recomputation(cell, found, recorder, self.monitor or own_monitor)
+        # Beside cells that draw, each one of those that do not is looked at by itself.
+        alone = self.monitor is None and watch is None and observed.draws is False
+        own_monitor = DrawMonitor() if alone else None
+        draws = self._draws(observed, watch, self.monitor or own_monitor)
+        recomputation = Recomputation(
+            cell, self._state, draws, found, self._stream,
+            changed_input if cell.popped else partial(_blame, self._partition, cell.kind),
+            self._partition.pending,
+            Results(self._modules, self.no_recompute, draws) if self.no_recompute else None,
+            None if self._host_stream is CPUStream else Offload(self._host_stream))
         output = recomputation.first_pass(tensors)
         recomputation.layers = self._layers.end(found, watch)
-        if recorder is not None:
-            observed.learn(recorder)
+        if watch is not None:
+            observed.learn(watch)
         elif own_monitor is not None and own_monitor.anyone_drew():
             observed.watch_draws()
         return output, recomputation
 
-    def _recomputation(self, cell: Cell, found: CellState, recorder: Recorder | None,
-                       monitor: DrawMonitor | None) -> Recomputation:
-        device, results = self._partition.device, None
-        draws: Draws | DrawMonitor
-        if monitor is None or recorder is not None or self.no_recompute \
-                or not self._partition.on_cpu:
-            draws = Draws(device, recorder, monitor)
-            if self.no_recompute:
-                results = Results(self._modules, self.no_recompute, draws)
-        else:
-            draws = monitor
-        offload = None if self._host_stream is CPUStream else Offload(self._host_stream)
-        why = changed_input if cell.popped else partial(_blame, self._partition, cell.kind)
-        return Recomputation(cell, self._state, draws, found, device, why,
-                             self._partition.pending, results, offload)
+    def _draws(self, observed: Observed, watch: Watch | None, monitor: DrawMonitor | None
+               ) -> Draws:
+        if watch is not None:
+            watch.generators.update(observed.generators)
+            return Draws([*generators_of(self._partition.device), *watch.generators.values()],
+                         watch)
+        generators = [*generators_of(self._partition.device), *observed.generators.values()]
+        if observed.draws:
+            return Draws([*generators, default_generator])
+        return Draws(generators, None, monitor)
 
 
 def compare_earlier(partition: Partition) -> None:

@@ -76,15 +76,16 @@ import torch
 from torch import Tensor
 
 from torchgpipe.context import context
-from torchgpipe.engine.autograd import Copy, Wait, find_grad, fork, tie
+from torchgpipe.engine.autograd import Copy, Recompute, Wait, find_grad, fork, get_phony, tie
 from torchgpipe.engine.cell import Cell
-from torchgpipe.engine.checkpoint.random_operations import DrawMonitor
+from torchgpipe.engine.checkpoint.draws import DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.interpreter import Plan, interpret
 from torchgpipe.engine.microbatches import Batch
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run, Skip
-from torchgpipe.engine.stream import AbstractStream, no_context, use_stream
+from torchgpipe.engine.stream import AbstractStream, use_stream
+from torchgpipe.locks import generator_lock
 from torchgpipe.schedule.action import Action
 
 __all__ = ['Pipeline']
@@ -111,7 +112,7 @@ class Pipeline(Run):
         super().__init__(engine, batches, *args, **options)
         #: Whether there are edges of order.
         self._orders = self._state.grad and len(batches) > 1 and not self._state.transformed
-        #: Of each partition, what the output of the next micro-batch is joined with.
+        #: Of each partition, what the output of the next micro-batch is tied to.
         self._before: dict[int, list[Tensor]] = {}
         #: And that of the first micro-batch, which comes last in backward.
         self._last: dict[int, list[Tensor]] = {}
@@ -119,9 +120,11 @@ class Pipeline(Run):
     def _run_cells(self) -> None:
         """Run all cells: at the same time, or one after the other where their order matters."""
         m, known = len(self._batches), 0
-        # No two could run at the same time, or anyone may see when a cell runs.
+        # No two could run at the same time, or anyone may see when a cell runs; or workers would
+        # wait for a lock that this thread has.
         in_order = self._engine.one_worker or m == 1 or self._state.is_serialized or any(
-            partition.serialized for partition in self._engine.partitions)
+            partition.serialized for partition in self._engine.partitions
+        ) or generator_lock._is_owned()
         if not in_order:
             if any(cells.draws is None for cells in self._cells):
                 self._run_at_once(0, 1)  # which tells
@@ -205,8 +208,13 @@ class Pipeline(Run):
               recomputation: Recomputation | None) -> None:
         """Add to an output, in place, what backward runs first."""
         departs = self._engine.partitions[j].departs
-        is_last = j == len(self._cells) - 1
-        if departs or recomputation is not None or (is_last and self._orders):
+        if recomputation is not None:
+            # Where it does not depart, one node does it all.
+            before = () if departs else self._phonies(i, j)
+            phony = recomputation.mark(output, before)
+            if phony is not None and not departs:
+                self._before[j] = [phony]
+        if departs:
             # [Note: Stream of the nodes behind a cell]
             # When autograd hands a gradient on, it lets the stream of the next node wait at once
             # for all that is queued on the stream of this one. These nodes belong to the copy
@@ -215,13 +223,12 @@ class Pipeline(Run):
             # its copy.
             # A leaf, such as an input that is handed on, gets a node that belongs to the compute
             # stream: its gradients are added up there, not on the copy stream of each micro-batch.
-            if departs:
-                output[:] = [fork(x)[0] if x.is_leaf and x.requires_grad else x for x in output]
-            departure = self._copy_streams[j][i] if departs else None
-            with no_context if departure is None else use_stream(departure):
-                if departure is not None:
-                    output[:] = _wait(self._streams[j], departure, output)  # 2
+            output[:] = [fork(x)[0] if x.is_leaf and x.requires_grad else x for x in output]
+            with use_stream(self._copy_streams[j][i]):
+                output[:] = _wait(self._streams[j], self._copy_streams[j][i], output)  # 2
                 self._tie(i, j, output, recomputation)
+        elif recomputation is None and self._orders and j == len(self._cells) - 1:
+            self._tie(i, j, output, None)
         self._keep(i, j, cell, output)
 
     def _tie(self, i: int, j: int, output: list[Tensor], recomputation: Recomputation | None
@@ -230,17 +237,19 @@ class Pipeline(Run):
         k = find_grad(output)
         if k is None:
             return
-        phonies = []
+        phonies = self._phonies(i, j)  # 4
         if recomputation is not None:
-            phonies.append(recomputation.phony(output[k].device))  # 3
-        if self._orders:
-            phonies += self._before.pop(j, [])  # 4
-            if i == 0:
-                phonies += self._last.get(j, [])
+            phonies = (Recompute.apply(  # type: ignore[no-untyped-call]
+                get_phony(output[k].device, requires_grad=True), recomputation), *phonies)  # 3
         if phonies or self._orders:
             output[k], phony = tie(output[k], *phonies)
-            if self._orders and i < len(self._batches) - 1:
-                self._before[j] = [phony]
+            self._before[j] = [phony]
+
+    def _phonies(self, i: int, j: int) -> tuple[Tensor, ...]:
+        """Return what the output of a cell is tied to, which comes after it in backward."""
+        if not self._orders:
+            return ()
+        return (*self._before.get(j, ()), *(self._last.get(j, ()) if i == 0 else ()))
 
     def _put_last(self, j: int, phony: Tensor) -> None:
         self._last.setdefault(j, []).append(phony)

@@ -1,19 +1,24 @@
-"""The memory of tensors: in-place changes, sharing and size."""
+"""The memory of tensors: in-place changes, sharing, copies and size."""
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import Buffer
 
 from torchgpipe.errors import nested
 
-__all__ = ['check_nested', 'is_among', 'share_memory', 'size_of', 'storage_id', 'versions']
+__all__ = ['Memories', 'check_nested', 'copy_of', 'is_among', 'is_plain', 'share_memory',
+           'size_of', 'storage_id', 'versions', 'view_of']
+
+#: Copies of memories, by :func:`storage_id` of what they were copied from.
+Memories = dict[int, Tensor]
 
 
 def storage_id(tensor: Tensor) -> int:
     """Tell memories apart, also where they are empty or lie on the meta device.
 
-    A memory has one Python object for as long as it lives. ``data_ptr()`` is 0 for those, and
-    counts as a write to a memory that is copied on write.
+    A memory has one Python object for as long as it lives. ``data_ptr()`` is 0 for those.
     """
     return id(tensor.untyped_storage())
 
@@ -58,3 +63,38 @@ def size_of(x: Tensor) -> int:
     if x.layout is torch.sparse_coo:
         return size_of(x._values()) + size_of(x._indices())
     return x.values().numel() * x.element_size() + 8 * x._nnz()
+
+
+def is_plain(x: Any) -> bool:
+    """Tell an ordinary tensor, whose memory can be had, from a sparse one or another type."""
+    return type(x) in (Tensor, nn.Parameter, Buffer) and x.layout is torch.strided
+
+
+def copy_of(x: Tensor, memories: Memories) -> Tensor:
+    """Copy a tensor; tensors that share a memory share its copy.
+
+    Args:
+        x: The tensor.
+        memories: The copies to share; a new one is added.
+    """
+    x = x.detach()
+    if not is_plain(x):
+        return x.clone()
+    memory, key = x.untyped_storage(), storage_id(x)
+    copy = memories.get(key)
+    if copy is None:
+        # What fills its memory keeps its strides in a clone, and so lies there as in its own.
+        copy = memories[key] = x.clone() if memory.nbytes() == x.numel() * x.element_size() \
+            else _view(memory.clone(), x)
+        return copy
+    return view_of(copy, x)
+
+
+def view_of(copy: Tensor, x: Tensor) -> Tensor:
+    """Return a tensor that lies in the memory of a copy as one lies in its own."""
+    return _view(copy.untyped_storage(), x)
+
+
+def _view(memory: torch.UntypedStorage, x: Tensor) -> Tensor:
+    view = torch.empty(0, dtype=x.dtype, device=x.device)
+    return view.set_(memory, x.storage_offset(), x.size(), x.stride())

@@ -17,8 +17,7 @@ does not wait, that raises: an alias without memory tells the version of x.
 import torch
 from torch import Tensor
 
-from torchgpipe.engine.checkpoint.snapshot import is_plain
-from torchgpipe.engine.memory import versions
+from torchgpipe.engine.memory import is_plain, versions
 from torchgpipe.engine.stream import (AbstractStream, get_device, record_stream, use_stream,
                                       wait_stream)
 from torchgpipe.private import unseen

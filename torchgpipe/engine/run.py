@@ -30,7 +30,7 @@ from torch import Tensor
 from torchgpipe.context import MicroBatch, MiniBatch, context
 from torchgpipe.engine.aliasing import Aliasing, changed_in_place
 from torchgpipe.engine.cell import Cell, Cells
-from torchgpipe.engine.checkpoint.random_operations import DrawMonitor
+from torchgpipe.engine.checkpoint.draws import DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.compiled import part_contexts
 from torchgpipe.engine.memory import versions
@@ -102,9 +102,9 @@ class Run:
         self._shared = SharedTensors(engine, len(batches)) if engine.shares else None
         self._cells = [
             Cells(partition, stop, state, engine.one_worker,
-                  self._hold(partition, partition.lock_alone),
+                  self._hold(partition, partition.lock_alone), stream,
                   engine.workers.host_stream(partition.device) if offload else CPUStream)
-            for partition, stop in zip(engine.partitions, stops)]
+            for partition, stop, stream in zip(engine.partitions, stops, self._streams)]
         #: What cells call: the layers of each partition.
         self._layers: list[Callable[..., Any]] = [each.layers for each in engine.partitions]
         #: The contexts in which cells have the layers of each partition.
@@ -192,7 +192,7 @@ class Run:
         try:
             tensors = self._bring(
                 i, j, self._pop(i, partition, cell) if partition.incoming else ())
-            with self._held[j]:
+            with self._cells[j].generator_lock, self._held[j]:
                 if partition.has_skips or i in self.aliasing.watched:
                     before = self.aliasing.before(i, j, cell, tensors)
                     output, recomputation = self._cells[j].run(i, cell, tensors)

@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torchgpipe.context import context
 from torchgpipe.engine.autograd import Wait, copy_tensor
 from torchgpipe.engine.cell import Cell
-from torchgpipe.engine.checkpoint.random_operations import Recorder
+from torchgpipe.engine.checkpoint.draws import Recorder
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.compiled import has_compiled
 from torchgpipe.engine.interpreter import Plan, interpret
@@ -143,7 +143,7 @@ class Step(Run):
         if watch is not None:
             watch.check()
         if self._recorder is not None:
-            engine.backward_draws = bool(self._recorder.draws)
+            engine.backward_draws = self._recorder.draws
 
     def _put_leaves(self, partitions: Sequence[Partition]) -> None:
         """Make leaves of the parameters, as they are when no cell has put others there.
@@ -233,7 +233,6 @@ class Step(Run):
             stream, departure = self._streams[j], self._copy_streams[j][i]
             output = [*Wait.apply(stream, departure, *output)]  # type: ignore[no-untyped-call]
         if recomputation is not None:
-            recomputation.phony(self._engine.partitions[j].device)
             self._recomputations[i, j] = recomputation
         roots = self._graphs[i, j].roots
         if j < len(self._cells) - 1:
@@ -258,7 +257,7 @@ class Step(Run):
                 return self._loss(i, output)  # type: ignore[no-any-return]
             recorder = Recorder()
             loss: Tensor = recorder.run(partial(self._loss, i, output))
-            self._engine.loss_draws = bool(recorder.draws)
+            self._engine.loss_draws = recorder.draws
             return loss
 
     def _recompute(self, i: int, j: int) -> None:

@@ -15,7 +15,7 @@ from torchgpipe.devices import CPU, has_streams
 
 __all__ = ['AbstractStream', 'CPUStream', 'CPUStreamType', 'as_accelerator', 'as_cuda',
            'current_stream', 'default_stream', 'get_device', 'is_accelerator', 'is_cuda',
-           'new_stream', 'no_context', 'record_stream', 'rng_state', 'use_device', 'use_stream',
+           'new_stream', 'no_context', 'record_stream', 'use_device', 'use_stream',
            'wait_stream']
 
 
@@ -157,14 +157,6 @@ def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
             memory = tensor.untyped_storage()
             tensor = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
         tensor.record_stream(as_accelerator(stream))
-
-
-def rng_state(device: torch.device) -> Tensor | None:
-    """Return the state of a device's random generator, unless that is the CPU's."""
-    if device.type in ('cpu', 'meta'):
-        return None
-    state: Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
 
 
 #: As torchgpipe 0.0.7 spelled them.

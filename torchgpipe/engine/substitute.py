@@ -45,7 +45,8 @@ class substituted:
 
     def __enter__(self) -> None:
         try:
-            _call_all([put for put, _ in self._swaps])
+            for put, _ in self._swaps:
+                put()
         except BaseException:
             self.__exit__()
             raise

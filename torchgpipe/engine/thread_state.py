@@ -231,8 +231,8 @@ class ThreadState(NamedTuple):
 
     def _rerun(self, function: Callable[[], T], num_threads: int) -> T:
         number = torch.get_num_threads()
-        same_modes = (FUNCTION_MODES.read(), DISPATCH_MODES.read()) == (
-            self.function_modes, self.dispatch_modes)
+        same_modes = FUNCTION_MODES.len() + DISPATCH_MODES.len() == 0 and not (
+            self.function_modes or self.dispatch_modes)
         autocast = _Autocast.capture()
         if same_modes and number == num_threads and autocast == self.autocast:
             return function()

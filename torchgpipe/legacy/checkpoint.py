@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from torchgpipe.context import context, is_checkpointing, is_recomputing
-from torchgpipe.engine.autograd import Checkpoint, Recompute, find_grad, join
+from torchgpipe.engine.autograd import Checkpoint, Recompute, find_grad, get_phony, join
 from torchgpipe.engine.cell import result_of
-from torchgpipe.engine.checkpoint.draws import Draws
-from torchgpipe.engine.checkpoint.random_operations import Recorder
+from torchgpipe.engine.checkpoint.draws import Draws, Recorder, generators_of
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
+from torchgpipe.engine.stream import current_stream
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.legacy.microbatch import Batch
 from torchgpipe.structure import Function, Kind, Value
@@ -111,8 +111,10 @@ class Checkpointing:
                 return self._batch.call(self._function)
         device, call = self._batch.device, _Call(self._function, self._batch.kind)
         self._recomputation = Recomputation(
-            call, ThreadState.capture(), Draws(device, Recorder()), None, device)
-        output = self._recomputation.first_pass([*self._batch], always=True)
+            call, ThreadState.capture(), Draws(generators_of(device), Recorder()), None,
+            current_stream(device))
+        output = self._recomputation.first_pass([*self._batch])
+        self._recomputation.mark(output, [get_phony(device, requires_grad=True)], always=True)
         return Batch.of(tuple(output), call.kind)
 
     def recompute(self, batch: Batch) -> None:
@@ -125,7 +127,8 @@ class Checkpointing:
             output = [*batch]
             k = find_grad(output)
             if k is not None:
-                output[k] = join(output[k], self._recomputation.phony(output[k].device))
+                output[k] = join(output[k], Recompute.apply(  # type: ignore[no-untyped-call]
+                    get_phony(output[k].device, requires_grad=True), self._recomputation))
                 batch[:] = output
 
 

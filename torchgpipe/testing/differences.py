@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.devices import rng_states
 from torchgpipe.distance import close, distance, typical_size
 from torchgpipe.engine.microbatches import cut
-from torchgpipe.engine.stream import rng_state
 from torchgpipe.private import BatchNorm
 from torchgpipe.structure import leaves_of
 from torchgpipe.testing.training import RESULTS, InParts, Record, Setup, Whole, Wrapped
@@ -127,8 +127,7 @@ def recorded_calls(model: nn.Module, device: torch.device) -> list[ModuleCall]:
     names = {module: name for name, module in model.named_modules() if name}
 
     def states() -> list[Tensor]:
-        own = rng_state(device)
-        return [torch.get_rng_state()] + ([] if own is None else [own])
+        return [*rng_states([device]).values()]
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
         begun[threading.get_ident()].append(ModuleCall(

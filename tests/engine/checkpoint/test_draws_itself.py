@@ -1,6 +1,5 @@
-"""What records random operations and repeats them, by itself, beside threads that draw too."""
+"""Random numbers of a cell by themselves, beside threads that draw too."""
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,130 +10,100 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.devices import cpu_only
-from torchgpipe.engine.checkpoint import draws
-from torchgpipe.engine.checkpoint import random_operations as operations
+from torchgpipe.engine.checkpoint.draws import DrawMonitor, Draws, Recorder
 from torchgpipe.engine.edges import Pipeline
 from torchgpipe.engine.microbatches import cut
 from torchgpipe.engine.partition import Engine
+from torchgpipe.locks import generator_lock
 
 cpu = torch.device('cpu')
-
-
-@pytest.fixture
-def disturb(monkeypatch):
-    """Return what lets another thread draw right after the next so many looks at the generator."""
-    left, real = [0], operations.state_of
-
-    def state(generator=torch.default_generator):
-        result = real(generator)
-        if left[0] and generator is torch.default_generator:
-            left[0] -= 1
-            torch.rand(1)
-        return result
-
-    monkeypatch.setattr(operations, 'state_of', state)
-
-    def begin(number):
-        left[0] = number
-        return left
-
-    return begin
-
 
 FUNCTIONS = {
     'new tensors': lambda: F.dropout(torch.ones(100)) + torch.rand(100),
     'a change in place': lambda: F.rrelu(-torch.ones(100), training=True, inplace=True)}
 
 
-@pytest.mark.parametrize('number', [0, 1, 3])
+def known():
+    """Return the draws of a cell whose layers were seen to draw."""
+    return Draws([torch.default_generator])
+
+
+def watched():
+    """Return those of a first cell."""
+    return Draws([], Recorder())
+
+
+@pytest.mark.parametrize('make', [known, watched])
 @pytest.mark.parametrize('function', list(FUNCTIONS.values()), ids=list(FUNCTIONS))
-def test_a_draw_of_another_thread_within_an_operation(function, number, disturb):
-    """It is found out, and the operation runs again."""
-    cell = draws.Draws(cpu, operations.Recorder())
-    left = disturb(number)
-    first = cell.first_pass(function)
-    assert left == [0]
+def test_the_same_numbers_again(function, make):
+    draws = make()
+    first = draws.first_pass(function)
+    torch.rand(3)
     now = torch.get_rng_state()
-    assert torch.equal(cell.replay(function), first)
+    for _ in range(2):
+        assert torch.equal(draws.replay(function), first)
+        assert torch.equal(torch.get_rng_state(), now)
+    assert draws.lock is generator_lock
+
+
+@pytest.mark.parametrize('make', [known, watched])
+def test_what_draws_nothing_is_not_put_back(make):
+    draws = make()
+    draws.first_pass(lambda: torch.rand(0))
+    assert draws.lock is not generator_lock
+    before = torch.rand(1), torch.get_rng_state()
+    assert draws.replay(lambda: torch.equal(torch.get_rng_state(), before[1]))
+
+
+def test_a_generator_that_no_module_has():
+    own = torch.Generator()
+    draws = Draws([], recorder := Recorder())
+    first = draws.first_pass(lambda: torch.rand(3, generator=own))
+    now = own.get_state()
+    assert torch.equal(draws.replay(lambda: torch.rand(3, generator=own)), first)
+    assert torch.equal(own.get_state(), now)
+    assert not recorder.draws and len(recorder.generators) == 1
+
+
+@pytest.mark.parametrize('again', [lambda: torch.rand(5), lambda: torch.rand(3) + torch.rand(1)])
+def test_other_numbers_than_in_the_first_pass_are_an_error(again):
+    """Another thread has drawn, in either pass."""
+    draws, now = known(), torch.get_rng_state()
+    draws.first_pass(lambda: torch.rand(3))
+    now = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match='another thread drew .* torch.Generator of its own'):
+        draws.replay(again)
     assert torch.equal(torch.get_rng_state(), now)
 
 
-def test_draws_of_other_threads_without_end_are_an_error(disturb):
-    disturb(-1)
-    with pytest.raises(RuntimeError, match='another thread drew .* torch.Generator of its own'):
-        operations.Recorder().run(lambda: torch.rand(3))
+def test_draws_of_another_thread_are_not_those_of_a_first_cell():
+    draws, recorder = Draws([], recorder := Recorder()), recorder
+
+    def function():
+        torch.default_generator.set_state(torch.Generator().manual_seed(5).get_state())
+
+    draws.first_pass(function)  # as another thread may, between two operations
+    assert not recorder.draws and draws.lock is not generator_lock
 
 
-def test_an_operation_that_draws_nothing_is_not_recorded():
-    recorder = operations.Recorder()
-    recorder.run(lambda: torch.rand(0))
-    assert recorder.draws == {}
+def test_a_cell_that_was_not_known_to_draw():
+    monitor = DrawMonitor()
+    draws = Draws([], None, monitor)
+    draws.first_pass(lambda: torch.rand(3))
+    draws.replay(lambda: torch.rand(3))  # nobody has looked yet
+    assert monitor.anyone_drew()
+    draws.replay(lambda: torch.ones(3).sin())
+    with pytest.raises(RuntimeError, match='random numbers where the first pass was not known'):
+        draws.replay(lambda: F.dropout(torch.ones(3)))
 
 
 def test_a_recorder_is_let_go_of_when_it_has_recorded():
-    """One that watches has copies of parameters, and the graph owns what was recorded."""
-    recorder = operations.Recorder()
-    ref, cell = weakref.ref(recorder), draws.Draws(cpu, recorder)
+    """One that watches has copies of parameters, and the graph owns the draws."""
+    recorder = Recorder()
+    ref, cell = weakref.ref(recorder), Draws([], recorder)
     del recorder
     cell.first_pass(lambda: torch.rand(3))
     assert ref() is None
-
-
-def test_more_numbers_than_in_the_first_pass_are_another_path():
-    cell = draws.Draws(cpu, operations.Recorder())
-    cell.first_pass(lambda: torch.rand(3))
-    with pytest.raises(RuntimeError, match='drew more or fewer numbers'):
-        cell.replay(lambda: torch.rand(5))
-
-
-@pytest.mark.parametrize('function, other', [
-    (lambda: torch.rand(0), False), (lambda: torch.rand(0, device='meta'), False),
-    (lambda: torch.rand(3, device='meta'), False), (lambda: torch.ones(2).sin(), False),
-    (lambda: torch.rand(3), True), (lambda: F.dropout(torch.ones(3)), True)],
-    ids=['no number', 'no number elsewhere', 'elsewhere', 'does not say', 'draws', 'a twin draws'])
-def test_draws_of_another_thread_are_not_taken_for_those_of_a_recomputation(
-        function, other, disturb):
-    replayer = operations.Replayer({}, {torch.ops.aten.sin.default})
-    disturb(-1)
-    if other:
-        with pytest.raises(RuntimeError, match='random numbers where the first pass drew none'):
-            replayer.run(function)
-    else:
-        replayer.run(function)
-
-
-def draw(number):
-    """Return what it means to draw so many numbers from the CPU's generator."""
-    before = torch.get_rng_state()
-    torch.rand(number)
-    return operations.Draw(before, torch.get_rng_state(), cpu)
-
-
-def test_what_takes_no_generator_draws_as_much_as_before_or_nothing():
-    """Nothing, where it was another thread that drew in the first pass."""
-    recorded = draw(3)
-    now = torch.get_rng_state()
-    for number in (0, 3):
-        operations._with_default_moved(recorded, lambda: torch.rand(number))
-    for number in (2, 4):
-        with pytest.raises(RuntimeError, match='another thread drew'):
-            operations._with_default_moved(recorded, lambda: torch.rand(number))
-    assert torch.equal(torch.get_rng_state(), now)
-
-
-def test_nobody_looks_at_the_generator_while_it_is_moved_back():
-    def take():
-        taken = operations._lock.acquire(blocking=False)
-        if taken:
-            operations._lock.release()
-        return taken
-
-    def take_elsewhere():
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(take).result()
-
-    assert not operations._with_default_moved(draw(0), take_elsewhere)
-    assert take_elsewhere()
 
 
 @cpu_only('it is about a generator that devices share')
@@ -178,26 +147,18 @@ def test_a_mode_of_the_user_s_sees_what_it_sees_without_a_recorder(function):
     with Log() as expected:
         function()
     with Log() as actual:
-        operations.Recorder().run(function)
+        Recorder().run(function)
     assert actual.seen == expected.seen
 
 
-def test_an_operation_on_another_device_is_given_no_generator():
-    with Log() as log:
-        operations.Replayer({}, set()).run(lambda: torch.rand(3, device='meta'))
-    assert log.seen == [torch.ops.aten.rand.default]
-
-
-def test_operations_of_others_are_looked_at_while_they_are_not_known(monkeypatch):
+def test_operations_of_others_are_looked_at():
     library = torch.library.Library('torchgpipe_itself', 'FRAGMENT')
-    library.define('plain(Tensor x) -> Tensor')
-    library.impl('plain', torch.sin, 'CPU')
-    looks, real = [], operations.state_of
-    monkeypatch.setattr(operations, 'state_of', lambda *args: (looks.append(1), real(*args))[1])
-    for random, number in [(None, 2), ((), 0), ([torch.ops.torchgpipe_itself.plain.default], 2)]:
-        looks.clear()
-        operations.Recorder(random).run(lambda: torch.ops.torchgpipe_itself.plain(torch.ones(1)))
-        assert len(looks) == number
+    library.define('hidden(Tensor x) -> Tensor')
+    library.impl('hidden', lambda x: x + torch.rand(()), 'CPU')
+    recorder = Recorder()
+    with torch._C._AutoDispatchBelowAutograd():
+        recorder.run(lambda: torch.ops.torchgpipe_itself.hidden(torch.ones(1)))
+    assert recorder.draws
 
 
 @pytest.mark.filterwarnings('ignore')
@@ -210,7 +171,7 @@ def test_layers_that_are_compiled_stay_compiled():
 
     torch.compiler.reset()  # Dynamo counts what it has compiled of its own wrapper.
     compiled = torch.compile(torch.sin, backend=backend)
-    operations.Recorder().run(lambda: compiled(torch.ones(3)))
+    Recorder().run(lambda: compiled(torch.ones(3)))
     assert len(graphs) == 1
 
 
@@ -218,7 +179,7 @@ def test_layers_that_are_compiled_stay_compiled():
 @pytest.mark.skipif(not hasattr(TorchDispatchMode, 'supports_higher_order_operators'),
                     reason='this PyTorch takes no operators of higher order in any mode')
 def test_operators_of_higher_order():
-    recorder = operations.Recorder()
+    recorder = Recorder()
     output = recorder.run(lambda: torch.cond(
         torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (torch.ones(2),)))
     assert output.tolist() == [2, 2]

@@ -11,7 +11,6 @@ from tests.engine.checkpoint.layers import (LAZY, ODD, Decay, Layer, compare_mod
                                             skip_unless_movable)
 from tests.helpers import assert_same, call, gradients
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.engine.checkpoint.snapshot import Snapshot
 
 
 @devices
@@ -182,11 +181,3 @@ def test_in_v080_sparse_buffers_could_not_be_compared(layout, change):
             gpipe(torch.randn(6, 4, dtype=torch.double)).square().sum().backward()
         results.append([*gradients(gpipe), *[x.to_dense() for x in gpipe.buffers()]])
     assert_same(results[1], results[0])
-
-
-def test_a_sparse_buffer_is_told_by_its_version():
-    tensor = torch.eye(2).to_sparse()
-    kept = Snapshot(tensor, tensor.clone())
-    assert not kept.was_written(tensor)
-    tensor.mul_(2)
-    assert kept.was_written(tensor)

@@ -76,7 +76,7 @@ def elsewhere(monkeypatch):
         return lambda: events[k]
 
     monkeypatch.setattr(samples, '_is_here', lambda x: False)
-    monkeypatch.setattr(samples, '_copy', torch.clone)
+    monkeypatch.setattr(samples, '_to_host', torch.clone)
     monkeypatch.setattr(samples, '_event', event)
     return events
 

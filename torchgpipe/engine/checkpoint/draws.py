@@ -1,124 +1,286 @@
 """Random numbers of a cell's first pass, repeated in its recomputation.
 
-A recomputation must get the numbers of the first pass. On the CPU all threads share one random
-generator: to move it back would give another thread the same numbers again, and a draw of that
-thread would spoil the recomputation. Instead, a dispatch mode records the state of the generator
-around each random operation of the first pass, and in the recomputation gives the operation a
-generator of its own, in that state::
+The state of each generator is saved when a cell starts. Its recomputation puts the generator back
+to that state, and afterwards to the present one::
 
-    first pass       op ─────▶ default generator, or one that the layer owns
-                                    │ state before and after
-    recomputation    op ─────▶ another generator, in the state before; it ends in the state after
+    first pass       before ──▶ layers draw ──▶ after ── …
+    recomputation    … now │ before ──▶ layers draw ──▶ after? │ now …
 
-The first pass draws from where it would draw without a pipeline. So a seed gives the numbers that
-it gives there, and layers may seed, save and restore states as they like, for instance for a
-recomputation of their own (``torch.utils.checkpoint``). It also means that partitions which draw
-from the CPU's generator take turns: see the note "Order of draws" of the pipeline.
+This is the same on all devices. The generators are those of the partition's device, of the CPU if
+the layers were seen to draw from it, and those that the layers own.
 
-The generator of another device serves one worker only, and many of its kernels take no other.
-There the state of the whole cell is kept, and the generator is moved back.
+[Note: Generator of the CPU]
+All threads share it. So whoever draws from it in a cell, or puts it back, holds
+:data:`~torchgpipe.locks.generator_lock`, and partitions that draw take turns: see
+[Note: Order of draws] of the pipeline. Another thread of the user's may draw in the middle of a
+cell nevertheless. The recomputation then ends in another state than the first pass, and raises.
 
-A mode costs about 10 µs for each operation, so layers that were seen to draw nothing run without.
-Should they begin to, the state of the CPU's generator tells.
+A dispatch mode sees in the first cell of a partition whether its layers draw. It costs about 10 µs
+per operation, so later cells run without. Should layers begin to draw later, the state of the
+generator differs after the pass; their recomputation runs in the mode, and raises if it draws.
 """
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from torchgpipe.engine.checkpoint.random_operations import (Call, Draw, DrawMonitor, Mode,
-                                                            Recorder, Replayer, disturbed, same)
-from torchgpipe.engine.stream import rng_state
+from torchgpipe.devices import has_own_state
+from torchgpipe.engine.stream import no_context
+from torchgpipe.errors import other_path
+from torchgpipe.locks import generator_lock, new_lock
+from torchgpipe.private import (DISPATCH_MODES, DispatchMode, generator_key, schema_of,
+                                tree_leaves, unseen)
 
-__all__ = ['Draws', 'Position']
+__all__ = ['DrawMonitor', 'Draws', 'Generator', 'Recorder', 'generators_of', 'operation_of']
 
 T = TypeVar('T')
 
+_cpu = torch.default_generator
+
+
+class Generator(Protocol):
+    """A random generator."""
+
+    def get_state(self) -> Tensor:
+        """Return a copy of its state."""
+
+    def set_state(self, state: Tensor) -> object:
+        """Put it into a state."""
+
+
+class _DeviceGenerator:
+    """The default generator of an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module, self._device = torch.get_device_module(device), device
+
+    def get_state(self) -> Tensor:
+        return self._module.get_rng_state(self._device)  # type: ignore[no-any-return]
+
+    def set_state(self, state: Tensor) -> None:
+        self._module.set_rng_state(state, self._device)
+
+
+@lru_cache(maxsize=None)
+def generators_of(device: torch.device) -> tuple[Generator, ...]:
+    """Return the default generator of a device, unless it is the CPU's, which threads share."""
+    return (_DeviceGenerator(device),) if has_own_state(device) else ()
+
+
+# PyTorch guards a generator with a mutex, which it takes while it holds the GIL; making the tensor
+# for the state may start Python's garbage collector, which may let go of the GIL. Two threads
+# could then wait for each other for ever. Who waits for a lock of Python's own lets go of the GIL.
+# Reentrant, since what the collector frees may draw.
+_lock = new_lock()
+
+
+def state_of(generator: Generator) -> Tensor:
+    """Return a copy of a generator's state."""
+    with _lock:
+        return generator.get_state()
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two states are equal."""
+    with unseen():
+        return torch.equal(a.view(torch.int64), b.view(torch.int64))
+
 
 class Draws:
-    """The random numbers of one cell.
+    """The random numbers of one cell; of several cells, if there is no generator to save.
 
     Args:
-        device: Where it runs.
-        recorder: Records its first pass; ``None`` if its layers were seen not to draw.
-        monitor: Tells after a first pass that is not recorded whether anyone drew.
+        generators: Those that it may draw from.
+        recorder: Watches its first pass.
+        monitor: Tells whether someone drew from the CPU's generator during the first pass, if
+            that is not among these.
     """
 
-    __slots__ = ('_after', '_before', '_device', '_draws', '_mode', '_moved', '_random',
-                 '_recorder', '_monitor')
+    __slots__ = ('_before', '_generators', '_recorder', 'monitor', 'states')
 
-    #: Whether there may be something to repeat.
-    drawn = True
-
-    def __init__(self, device: torch.device, recorder: Recorder | None,
-                 monitor: DrawMonitor | None = None) -> None:
-        self._device = device
+    def __init__(self, generators: Iterable[Generator], recorder: 'Recorder | None' = None,
+                 monitor: 'DrawMonitor | None' = None) -> None:
+        self._generators = (*generators, _cpu) if recorder else tuple(generators)
         self._recorder = recorder
-        self._monitor = monitor
-        self._draws: dict[Call, Draw] = {}
-        self._random: set[Any] = set()
-        #: What counts the calls of the present pass.
-        self._mode: Mode | None = None
-        #: Whether it has moved the generator of the device.
-        self._moved = False
+        self.monitor = monitor
+        #: The states that the pass began with.
+        self._before: dict[Generator, Tensor] = {}
+        #: Of the generators that moved, the states before and after the first pass.
+        self.states: dict[Generator, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held by a recomputation, from before it takes the locks of layers."""
+        return generator_lock if _cpu in self.states else no_context
 
     def first_pass(self, function: Callable[[], T]) -> T:
         """Run the cell for the first time."""
+        if not self._generators:
+            return function()
         recorder, self._recorder = self._recorder, None
-        self._mode = recorder
-        self._before = rng_state(self._device)
+        self._before = before = {each: state_of(each) for each in self._generators}
         if recorder is None:
             output = function()
         else:
+            recorder.before = before
             output = recorder.run(function)
-            self._draws, self._random = recorder.draws, recorder.random
-        self._mode = None
-        self._after = rng_state(self._device)
+            if not recorder.draws:
+                del before[_cpu]  # If it moved, another thread has drawn.
+        after = {each: state_of(each) for each in before}
+        self.states = {each: (before[each], after[each]) for each in before
+                       if not same(before[each], after[each])}
         return output
 
     def replay(self, function: Callable[[], T]) -> T:
-        """Run the cell again, on the numbers that it drew."""
-        if self._draws or (self._monitor is not None and self._monitor.drawn):
-            self._mode = Replayer(self._draws, self._random)
-            function = partial(self._mode.run, function)
-        before, after = self._before, self._after
-        if before is None or after is None or same(before, after):
-            return function()
-        return self._with_device_moved(before, after, function)
+        """Run the cell again, with the random numbers of the first pass.
 
-    def _with_device_moved(self, before: Tensor, after: Tensor, function: Callable[[], T]) -> T:
-        module = torch.get_device_module(self._device)
-        now = module.get_rng_state(self._device)
-        module.set_rng_state(before, self._device)
-        self._moved = True
+        Raises:
+            RuntimeError: Another thread drew from the same generator, or the cell drew from one
+                whose state was not saved.
+        """
+        if self.monitor is not None and self.monitor.drawn:
+            function = partial(_without_draws, function)
+        if not self.states:
+            return function()
+        now = {each: state_of(each) for each in self.states}
         try:
+            for each, (before, _) in self.states.items():
+                each.set_state(before)
             output = function()
-            end = module.get_rng_state(self._device)
+            end = {each: state_of(each) for each in self.states}
         finally:
-            self._moved = False
-            module.set_rng_state(now, self._device)
+            for each, state in now.items():
+                each.set_state(state)
         # Layers may well draw in their first pass only.
-        if not same(end, before) and not same(end, after):
+        if not all(same(end[each], after) or same(end[each], before)
+                   for each, (before, after) in self.states.items()):
             raise disturbed()
         return output
 
-    def position(self) -> 'Position':
-        """Tell how far the present pass has come."""
-        calls = {} if self._mode is None else self._mode.calls.copy()
-        return Position(calls, rng_state(self._device))
+    def position(self) -> dict[Generator, Tensor]:
+        """Return the present states of the generators."""
+        return {each: state_of(each) for each in self._before}
 
-    def go_to(self, position: 'Position') -> None:
-        """Go on from where the first pass was, without what it drew on the way there."""
-        if self._mode is not None:
-            self._mode.calls = position.calls.copy()
-        if self._moved:
-            torch.get_device_module(self._device).set_rng_state(position.state, self._device)
+    def go_to(self, position: dict[Generator, Tensor]) -> None:
+        """Let the generators of a recomputation go on from where the first pass was."""
+        for each, state in position.items():
+            if each in self.states:
+                each.set_state(state)
 
 
-class Position(NamedTuple):
-    """A point in a pass over a cell: calls that came before, and the state of the device."""
+def _without_draws(function: Callable[[], T]) -> T:
+    recorder = Recorder()
+    output = recorder.run(function)
+    if recorder.draws:
+        raise other_path('it drew random numbers where the first pass was not known to')
+    return output
 
-    calls: dict[Any, int]
-    state: Tensor | None
+
+def disturbed() -> RuntimeError:
+    return RuntimeError(
+        'another thread drew from the random generator of a checkpointed micro-batch while it '
+        'ran, so its random numbers cannot be repeated. Give that thread a torch.Generator of its '
+        "own, or use checkpoint='never'.")
+
+
+class DrawMonitor:
+    """Whether someone drew from the CPU's generator since this was made.
+
+    It may be cells that were not seen to draw before, or another thread.
+    """
+
+    def __init__(self) -> None:
+        self.drawn = False
+        self._before = state_of(_cpu)
+
+    def anyone_drew(self) -> bool:
+        """Look whether the generator is where it was, and remember."""
+        self.drawn = not same(self._before, state_of(_cpu))
+        return self.drawn
+
+
+# --- operations that draw
+# ----------------------------------------------------------------------------------
+
+
+class Operation(NamedTuple):
+    """What is known of an operation, as a dispatch mode sees it."""
+
+    #: Whether it may draw random numbers: one that is not PyTorch's own need not say so.
+    may_draw: bool
+    #: The place of its generator among its arguments, if it takes one.
+    generator: int | None
+    #: Places and names of the arguments that it writes to.
+    written: tuple[tuple[int, str], ...]
+
+    def generator_of(self, args: Any, kwargs: Any) -> torch.Generator | None:
+        """Return the generator that a call was given."""
+        if self.generator is None:
+            return None
+        given: torch.Generator | None = (
+            args[self.generator] if self.generator < len(args) else kwargs.get('generator'))
+        return given
+
+    def written_by(self, args: Any, kwargs: Any) -> Iterator[Tensor]:
+        """Yield the tensors that a call writes to."""
+        for k, name in self.written:
+            given = args[k] if k < len(args) else kwargs.get(name)
+            yield from (x for x in tree_leaves(given) if isinstance(x, Tensor))
+
+
+@lru_cache(maxsize=None)
+def operation_of(func: Any) -> Operation:
+    """Return what is known of an operation."""
+    schema = schema_of(func)
+    if schema is None:
+        return Operation(False, None, ())
+    names = [argument.name for argument in schema.arguments]
+    generator = names.index('generator') if 'generator' in names else None
+    written = tuple((k, argument.name) for k, argument in enumerate(schema.arguments)
+                    if argument.alias_info and argument.alias_info.is_write)
+    may_draw = generator is not None or func.namespace not in ('aten', 'prims') \
+        or torch.Tag.nondeterministic_seeded in func.tags
+    return Operation(may_draw, generator, written)
+
+
+class Recorder(DispatchMode):
+    """A mode that sees whether operations draw; under it compiled layers stay compiled."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        #: Whether any of them drew from the CPU's generator.
+        self.draws = False
+        #: The generators that they were given, by keys; and the states of generators before.
+        self.generators: dict[int, torch.Generator] = {}
+        self.before: dict[Generator, Tensor] = {}
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Run a function in this mode."""
+        DISPATCH_MODES.push(self)
+        try:
+            return function()
+        finally:
+            DISPATCH_MODES.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operation = operation_of(func)
+        if not operation.may_draw:
+            return func(*args, **kwargs)
+        given = operation.generator_of(args, kwargs)
+        if given is not None and (key := generator_key(given)) not in self.generators:
+            self.generators[key] = given
+            self.before[given] = state_of(given)
+        before = state_of(_cpu)
+        output = func(*args, **kwargs)
+        self.draws = self.draws or not same(before, state_of(_cpu))
+        return output

@@ -1,22 +1,26 @@
 """The state of layers in a cell's first pass, kept for its recomputation.
 
-A recomputation is exact only if it finds what the first pass found. Buffers and frozen parameters
-are kept as they were at the start: [Note: Copy on write].
-Other attributes are kept where the layers were seen to set them. Cells of which nothing has to be
-kept share one state, as long as nobody writes to a parameter.
+A recomputation is exact only if it finds what the first pass found. The same is done on all
+devices::
+
+    small buffers, and all that layers were seen to write to      copied when a cell starts
+    other attributes that layers were seen to set                 copied when a cell starts
+    all other parameters and buffers                              compared by version
+
+Cells of which nothing has to be copied share one state, as long as nobody writes to a parameter.
 
 [Note: Tensors compared by version]
-An optimizer writes to trainable parameters while the graph is still alive; to copy these on write
-would copy the whole model. So they are copied only where a layer was seen to write to them, as an
-embedding with a largest norm does. All others must still have the version that they had when the
-cell's first pass ended; otherwise backward raises, as autograd does without checkpoints. On other
-devices than the CPU, the same goes for large buffers and for frozen parameters.
+An optimizer writes to parameters while the graph is still alive; to copy them would copy the whole
+model. So a tensor that no layer was seen to write to must still have the version that it had when
+the cell's first pass ended; otherwise backward raises, as autograd does without checkpoints.
 """
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
@@ -25,38 +29,48 @@ from torchgpipe.context import context
 from torchgpipe.engine.checkpoint.attributes import (SIMPLE, attributes_of, contents_of,
                                                      copy_of_container)
 from torchgpipe.engine.checkpoint.observed import Observed, Watch
-from torchgpipe.engine.checkpoint.snapshot import (Memories, Snapshot, copy_of, copy_on_write,
-                                                   is_plain, view_of)
-from torchgpipe.engine.memory import size_of, storage_id, versions
+from torchgpipe.engine.memory import (Memories, copy_of, is_plain, size_of, storage_id, versions,
+                                      view_of)
 from torchgpipe.private import HOOKS, unseen
 from torchgpipe.structure import Slot
 
-__all__ = ['CellState', 'Layers', 'Restore']
-
-#: Where a tensor is, and the tensor.
-SlotTensor = tuple[Slot, Tensor]
+__all__ = ['CellState', 'Layers', 'Restore', 'with_grad']
 
 #: Gives what a recomputation uses, from what is there now and the memories copied for it.
 Restore = Callable[[Any, Memories], Any]
 
 Restores = dict[nn.Module, dict[str, Restore]]
 
-#: Buffers of at most so many bytes are copied for every cell where copies can't be made on write.
+#: Buffers of at most so many bytes are copied for every cell.
 SMALL = 1 << 16
-
-
-def _now(now: Any, memories: Memories) -> Any:
-    """Restore what is there now."""
-    return now
-
-
-def _nothing(now: Any, memories: Memories) -> None:
-    """Restore an empty place."""
 
 
 def _copy_of_now(now: Any, memories: Memories) -> Any:
     """Restore a buffer that a lazy layer had not made yet, so that the copy is written to."""
     return None if now is None else copy_of(now, memories)
+
+
+def _as_it_is(now: Any, memories: Memories) -> Any:
+    """Restore what is there now."""
+    return now
+
+
+def _constant(value: Any, now: Any, memories: Memories) -> Any:
+    """Restore a value that does not change."""
+    return value
+
+
+def _container(value: Any, now: Any, memories: Memories) -> Any:
+    """Restore one of Python's containers."""
+    return copy_of_container(value)
+
+
+def _copied(value: Tensor, requires_grad: bool, now: Any, memories: Memories) -> Tensor:
+    """Restore a tensor that the recomputation may write to."""
+    copy = copy_of(value, memories)
+    if isinstance(now, nn.Parameter):
+        return nn.Parameter(copy, requires_grad)
+    return copy.requires_grad_(requires_grad)
 
 
 class Layers:
@@ -85,26 +99,10 @@ class Layers:
                              for name, parameter in module._parameters.items()
                              if parameter is not None and not is_lazy(parameter)}
                     for module in modules}
-        self._split: tuple[int, list[SlotTensor], list[SlotTensor]] = -1, [], []
-        #: The values that cells keep.
-        self._kept: dict[Slot, Snapshot] = {}
-        #: The state of cells of which nothing is kept, as long as any of them has it.
-        self._same: weakref.ref[CellState] | None = None
+        #: The state of cells of which nothing is copied, as long as any of them has it.
+        self._same: Callable[[], CellState | None] = _gone
         #: The hooks of modules when a first cell has ended.
         self.hooks: dict[nn.Module, dict[str, Any]] = {}
-
-    def _parameters(self) -> tuple[list[SlotTensor], list[SlotTensor]]:
-        """Return the parameters that are kept, and those that are told by their version."""
-        written = self.observed.written
-        if self._split[0] != len(written):
-            kept: list[SlotTensor] = []
-            told: list[SlotTensor] = []
-            for module, own in self.own.items():
-                for name, (x, _) in own.items():
-                    slot = module, name
-                    (told if x.requires_grad and slot not in written else kept).append((slot, x))
-            self._split = len(written), kept, told
-        return self._split[1:]
 
     def find(self, watch: Watch | None) -> 'CellState':
         """Return the layers as a cell finds them now.
@@ -112,30 +110,20 @@ class Layers:
         Args:
             watch: What watches this cell, if it is the first one in its mode.
         """
-        kept, told = self._parameters()
-        mutated = self.observed.mutated if watch is None else self.modules
+        # A layer may have added some.
         buffered = [module for module in self.modules if module._buffers]
-        now = versions([x for _, x in told])
-        if not (kept or buffered or mutated):
-            same = None if self._same is None else self._same()
-            if same is None or same.versions != now:
-                same = CellState(self, told, now)
-                self._same = weakref.ref(same)
+        same = self._same()
+        if same is not None and watch is None and not buffered:
             return same
-        state = CellState(self, told, now)
-        with unseen():
-            for slot, tensor in kept:
-                _put(state.parameters, slot, state.keep(slot, tensor))
-            for module in buffered:
-                state.buffers[module] = {
-                    name: state.keep_buffer((module, name), buffer, watch is not None)
-                    for name, buffer in module._buffers.items()}
-            for module in mutated:
-                state.attributes[module] = {
-                    name: state.keep_attribute((module, name), value)
-                    for name, value in attributes_of(module).items()}
-        state.end_find()
-        context.asked = False
+        state = CellState(self, watch is not None)
+        mutated = self.observed.mutated if watch is None else self.modules
+        if not (state.parameters or buffered or mutated):
+            self._same = weakref.ref(state)
+        else:
+            with unseen():
+                state.keep(buffered, mutated)
+            context.asked = False
+        state.versions = versions(state.told)
         return state
 
     def end(self, state: 'CellState', watch: Watch | None) -> 'CellState':
@@ -144,11 +132,13 @@ class Layers:
             # Not dicts, as the handle of a hook refers to what holds it weakly.
             self.hooks = {module: {name: module.__dict__[name].copy() for name in HOOKS}
                           for module, _ in self.plain}
-        after = versions([x for _, x in state.told])
+        after = versions(state.told)
         if watch is None and after == state.versions:
             return state
-        if self._same and state is self._same():
-            self._same, state = None, CellState(self, state.told, state.versions)
+        if state is self._same():
+            self._same, before = _gone, state.versions
+            state = CellState(self)
+            state.versions = before
         state.end_told(after, {} if watch is None else watch.copies)
         if watch is not None:
             observed = self.observed
@@ -157,38 +147,13 @@ class Layers:
             observed.mutated |= set() if observed.asks_phase else watch.mutated()
             state.attributes = {module: restores for module, restores in state.attributes.items()
                                 if module in observed.mutated}
-            observed.written.update(self._written(state))
+            with unseen():
+                observed.written.update(state.written())
         return state
 
-    def _written(self, state: 'CellState') -> Iterator[Slot]:
-        """Yield the buffers that the first cell wrote to, or made."""
-        for slot, kept in self._kept.items():
-            if kept.was_written(getattr(*slot, None)):
-                yield slot
-        for module in self.modules:
-            found = state.buffers.get(module, {})
-            for name, _ in module._buffers.items():
-                if found.get(name, _copy_of_now) is _copy_of_now:
-                    yield module, name
 
-    def keep(self, slot: Slot, tensor: Tensor, memories: Memories, at_once: bool
-             ) -> Snapshot | None:
-        """Keep the value of a tensor; cells that find the same value share a copy.
-
-        Args:
-            slot: Where it is.
-            tensor: The tensor.
-            memories: Copies that were made for this cell.
-            at_once: Whether to copy it even if that can't be on write.
-        """
-        kept = self._kept.get(slot)
-        if kept is None or not kept.is_still(tensor):
-            at_once = at_once or size_of(tensor) <= SMALL or slot in self.observed.written
-            value = (copy_of if at_once else copy_on_write)(tensor, memories)
-            if value is None:
-                return None
-            kept = self._kept[slot] = Snapshot(tensor, value)
-        return kept
+def _gone() -> None:
+    """Answer as a dead weak reference does."""
 
 
 class CellState:
@@ -196,17 +161,19 @@ class CellState:
 
     Args:
         layers: The layers.
-        told: Tensors compared by version.
-        versions: These versions.
+        is_first: Whether nothing is known of them yet.
     """
 
-    __slots__ = ('__weakref__', '_memories', 'attributes', 'buffers', 'layers', 'lost',
-                 'parameters', 'told', 'versions')
+    __slots__ = ('__weakref__', '_is_first', '_memories', 'attributes', 'buffers', 'layers',
+                 'lost', 'parameters', 'places', 'told', 'versions')
 
-    def __init__(self, layers: Layers, told: list[SlotTensor], versions: list[int]) -> None:
+    def __init__(self, layers: Layers, is_first: bool = False) -> None:
         self.layers = layers
-        self.told = told
-        self.versions = versions
+        self._is_first = is_first
+        #: Tensors compared by version, where they are, and these versions.
+        self.told: list[Tensor] = []
+        self.places: list[Slot] = []
+        self.versions: list[int] = []
         #: What was written to, and has to be known.
         self.lost: Slot | None = None
         #: How to restore parameters, buffers and other attributes, by module and name.
@@ -214,55 +181,97 @@ class CellState:
         self.buffers: Restores = {}
         self.attributes: Restores = {}
         self._memories: Memories = {}
+        written = layers.observed.written
+        for module, own in layers.own.items():
+            for name, (x, _) in own.items():
+                slot = module, name
+                # A kernel may write to a frozen one, as to statistics, and not say so.
+                if slot in written or (is_first and not x.requires_grad and size_of(x) <= SMALL):
+                    self.parameters.setdefault(module, {})[name] = self._copy(x)
+                else:
+                    self._tell(slot, x)
 
-    def keep(self, slot: Slot, tensor: Tensor, at_once: bool = False) -> Restore:
-        """Keep a tensor."""
-        kept = self.layers.keep(slot, tensor, self._memories, at_once)
-        if kept is not None:
-            return kept.restored
-        self.told = [*self.told, (slot, tensor)]
-        return _now
+    def keep(self, buffered: Iterable[nn.Module], mutated: Iterable[nn.Module]) -> None:
+        """Keep the buffers of some modules, and other attributes of some."""
+        for module in buffered:
+            self.buffers[module] = {name: self._keep_buffer((module, name), buffer)
+                                    for name, buffer in module._buffers.items()}
+        for module in mutated:
+            self.attributes[module] = {name: self._keep_attribute(name, value)
+                                       for name, value in attributes_of(module).items()}
+        self._memories = {}
 
-    def keep_buffer(self, slot: Slot, buffer: Tensor | None, is_first: bool) -> Restore:
-        """Keep a buffer."""
+    def _tell(self, slot: Slot, x: Tensor) -> None:
+        self.places.append(slot)
+        self.told.append(x)
+
+    def _copy(self, x: Tensor) -> Restore:
+        with unseen():
+            return partial(_copied, copy_of(x, self._memories), x.requires_grad)
+
+    def _keep_buffer(self, slot: Slot, buffer: Tensor | None) -> Restore:
         if buffer is None:
-            return _nothing
+            return partial(_constant, None)
         if is_lazy(buffer):
             return _copy_of_now
-        # Nothing is known yet of those in the first cell; and one that carries a graph must not be
-        # kept alive.
-        return self.keep(slot, buffer, is_first or buffer.requires_grad)
+        # One that carries a graph must not be kept alive, and one of another type may be written
+        # to without a new version.
+        if self._is_first or buffer.requires_grad or not is_plain(buffer) \
+                or size_of(buffer) <= SMALL or slot in self.layers.observed.written:
+            return self._copy(buffer)
+        self._tell(slot, buffer)
+        return partial(_constant, buffer)
 
-    def keep_attribute(self, slot: Slot, value: Any) -> Restore:
-        """Keep another attribute."""
+    def _keep_attribute(self, name: str, value: Any) -> Restore:
         if isinstance(value, Tensor):
-            return self.keep(slot, value, at_once=True)
-        if contents_of(slot[1], value) is not None:
-            kept = copy_of_container(value)
-            return lambda now, memories: copy_of_container(kept)
-        return (lambda now, memories: value) if isinstance(value, SIMPLE) else _now
-
-    def end_find(self) -> None:
-        """Take note that all is kept."""
-        self._memories = {}
-        self.versions = versions([x for _, x in self.told])
+            return self._copy(value)
+        if contents_of(name, value) is not None:
+            return partial(_container, copy_of_container(value))
+        return partial(_constant, value) if isinstance(value, SIMPLE) else _as_it_is
 
     def end_told(self, after: list[int], copies: Memories) -> None:
         """Restore from a copy what was written to after all, if one was made before."""
-        told = []
-        for (slot, tensor), version, now in zip(self.told, self.versions, after):
+        told = [*zip(self.places, self.told, self.versions, after)]
+        self.places, self.told = [], []
+        for slot, tensor, version, now in told:
             copy = copies.get(storage_id(tensor)) if is_plain(tensor) else None
             if copy is None and version == now:
-                told.append((slot, tensor))
+                self._tell(slot, tensor)
                 continue
             self.layers.observed.written.add(slot)
             if copy is None:
                 self.lost = slot
             else:
                 where = self.buffers if slot[1] in slot[0]._buffers else self.parameters
-                _put(where, slot, Snapshot(tensor, view_of(copy, tensor)).restored)
-        self.told, self.versions = told, versions([x for _, x in told])
+                where.setdefault(slot[0], {})[slot[1]] = partial(
+                    _copied, view_of(copy, tensor), tensor.requires_grad)
+        self.versions = versions(self.told)
+
+    def written(self) -> list[Slot]:
+        """Return the tensors that the first cell wrote to, and buffers that it replaced or made.
+        """
+        found = [(module, name) for module in self.layers.modules
+                 for name, buffer in module._buffers.items()
+                 if _is_other(self.buffers.get(module, {}).get(name, _copy_of_now), buffer)]
+        return found + [(module, name) for module, restores in self.parameters.items()
+                        for name, restore in restores.items()
+                        if _is_other(restore, module._parameters.get(name))]
 
 
-def _put(restores: Restores, slot: Slot, restore: Restore) -> None:
-    restores.setdefault(slot[0], {})[slot[1]] = restore
+def _is_other(restore: Restore, now: Tensor | None) -> bool:
+    """Return whether a tensor has another value now than a copy that was kept of it."""
+    if not isinstance(restore, partial):
+        return True
+    before = restore.args[0]
+    if before is None or now is None or not is_plain(now) or not is_plain(before):
+        return now is not before
+    return before.shape != now.shape or before.dtype != now.dtype or not torch.equal(before, now)
+
+
+def with_grad(tensor: Tensor, requires_grad: bool) -> Tensor:
+    """Return a tensor that requires grad or not, over the same memory."""
+    if tensor.requires_grad is requires_grad:
+        return tensor
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.detach(), requires_grad)
+    return tensor.detach().requires_grad_(requires_grad)

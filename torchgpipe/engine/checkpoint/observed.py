@@ -1,18 +1,19 @@
 """Observed behaviour of a partition's layers: random numbers, and writes to their state.
 
 Nobody can tell from a module whether it will. So the first cell of a partition in each mode is
-watched by a dispatch mode, and later cells do only what these layers need: they record random
-numbers, and copy what the layers write to.
+watched by a dispatch mode, and later cells do only what these layers need: they save the states of
+random generators, and copy what the layers write to.
 """
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchgpipe.engine.checkpoint.attributes import attributes_of, contents_of, may_be_mutated
-from torchgpipe.engine.checkpoint.random_operations import Recorder, operation_of
-from torchgpipe.engine.checkpoint.snapshot import Memories, copy_of, is_plain, own_memory
-from torchgpipe.engine.memory import storage_id
+from torchgpipe.engine.checkpoint.draws import Recorder, operation_of
+from torchgpipe.engine.memory import Memories, copy_of, is_plain, storage_id
+from torchgpipe.private import generator_key
 from torchgpipe.structure import Slot
 
 __all__ = ['Observed', 'Watch']
@@ -27,8 +28,8 @@ class Observed:
         self.draws: bool | None = None
         #: Whether a checkpointed cell was watched. Others show only whether they draw.
         self.watched = False
-        #: Operations of theirs that draw although PyTorch does not say so.
-        self.random: set[Any] = set()
+        #: Generators of their own, by keys.
+        self.generators: dict[int, torch.Generator] = {}
         #: Parameters and buffers that they write to.
         self.written: set[Slot] = set()
         #: Modules of which they set other attributes, or that have tensors in them.
@@ -38,9 +39,9 @@ class Observed:
         self._false_alarms = 0
 
     def learn(self, recorder: Recorder) -> None:
-        """Take note of what a recorder has recorded."""
+        """Take note of what a recorder has seen."""
         self.draws = bool(self.draws or recorder.draws)
-        self.random |= recorder.random
+        self.generators.update(recorder.generators)
 
     def watch_draws(self) -> None:
         """Take note that someone drew while these layers ran, which were seen not to.
@@ -78,12 +79,16 @@ class Watch(Recorder):
         self._watched = {storage_id(x) for module in self._found
                          for x in (*module._parameters.values(), *module._buffers.values())
                          if x is not None and is_plain(x)}
+        values = [value for found in self._found.values() for value in found.values()]
+        values += [value for found in self._contents.values() for contents in found.values()
+                   for value in contents]
+        self.generators = {generator_key(value): value for value in values
+                           if isinstance(value, torch.Generator)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for x in operation_of(func).written_by(args, kwargs or {}):
             if is_plain(x) and storage_id(x) in self._watched:
                 copy_of(x, self.copies)
-                own_memory(x)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def mutated(self) -> set[nn.Module]:

@@ -6,21 +6,11 @@ See [Note: How checkpointing works] in :mod:`torchgpipe.engine.checkpoint`.
 Nodes of PyTorch's own are invisible to Python's garbage collector, so no cycle may lead through
 the graph. An arrow is a strong reference::
 
-    Checkpoint, layers' nodes ──▶ Recomputation ──▶ Recompute ──▶ input ──▶ earlier nodes
-                                        ▲ ─ ─ ─ weak ─ ─ ┘
+    Recompute, Checkpoint, layers' nodes ──▶ Recomputation ──▶ input ──▶ earlier nodes
 
 So the input can be recomputed from as long as any hollow node lives, even if only a gradient of a
-gradient still refers to it; and autograd frees it when Recompute has run for the last time. With
-it goes all else that a recomputation needs.
-
-[Note: Stream of packed inputs]
-Recompute belongs to the copy stream on which the output departs. So that is where autograd calls
-the user's saved-tensor hooks for the input, which the compute stream has::
-
-    forward     compute stream ──▶ pack on the copy stream ──▶ compute stream
-    backward    unpack on the copy stream ──▶ recomputation on the compute stream
-
-What they pack is theirs, and stays on that stream, whoever asks for the recomputation.
+gradient still refers to it; and it is freed when Checkpoint has run for the last time. With it
+goes all else that a recomputation needs.
 
 [Note: Lifetime of a recomputed tensor]
     run ──keep──▶ RecomputedTensors.tensors[k] ──take──▶ the node that saved it ──▶ freed
@@ -37,7 +27,7 @@ is the code of the first pass whose backward will take it. Only the values tell.
 """
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from sys import _getframe
 from typing import Any, NamedTuple
@@ -47,23 +37,21 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.context import context
-from torchgpipe.engine.autograd import Checkpoint, Recompute, get_phony
+from torchgpipe.engine.autograd import Checkpoint
 from torchgpipe.engine.checkpoint.draws import Draws
 from torchgpipe.engine.checkpoint.layer_state import CellState
-from torchgpipe.engine.checkpoint.random_operations import DrawMonitor
 from torchgpipe.engine.checkpoint.restore import run_on
 from torchgpipe.engine.checkpoint.results import Results
 from torchgpipe.engine.checkpoint.samples import (PendingComparison, agree, compare, elements_of,
                                                   keep)
 from torchgpipe.engine.memory import check_nested, versions
 from torchgpipe.engine.offload import Offload
-from torchgpipe.engine.stream import (AbstractStream, current_stream, get_device, record_stream,
-                                      use_stream, wait_stream)
+from torchgpipe.engine.stream import AbstractStream, no_context, use_stream
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.errors import add_note, changed_input, nested, other_path
 from torchgpipe.private import (APPLY, Hooks, PythonNode, at_end_of_backward, backward_pass,
-                                compiled_code, current_node, uncompiled)
-from torchgpipe.structure import Kind, once
+                                compiled_code, current_node, retains_graph, uncompiled)
+from torchgpipe.structure import Kind, Tensors, once
 
 __all__ = ['Recomputation', 'RecomputedTensors', 'Saved']
 
@@ -141,22 +129,19 @@ class RecomputedTensors:
             return self._held[k]
         if k not in self._tensors:
             return None
-        tensor = self._unpacked(*self._tensors.pop(k))
-        if isinstance(node, PythonNode):
-            self._holder = weakref.ref(node)
-            self._held[k] = tensor
-        return tensor
-
-    def _unpacked(self, packed: Any, version: int | None) -> Tensor:
+        tensor: Tensor
+        tensor, version = self._tensors.pop(k)
         if self._hooks is not None:
-            return self._hooks[1](packed)  # type: ignore[no-any-return]
-        tensor: Tensor = packed
+            tensor = self._hooks[1](tensor)
         # PyTorch checks no versions behind hooks, so it is done here.
-        if tensor._version != version:
+        elif tensor._version != version:
             raise RuntimeError(
                 'one of the variables needed for gradient computation has been modified by an '
                 f'inplace operation: {tensor.dtype} of shape {tuple(tensor.shape)} is at version '
                 f'{tensor._version}; expected version {version} instead')
+        if isinstance(node, PythonNode):
+            self._holder = weakref.ref(node)
+            self._held[k] = tensor
         return tensor
 
 
@@ -198,9 +183,9 @@ class Recomputation:
     Args:
         function: What is called, with a list of tensors; it gives another one.
         state: The state of the calling thread.
-        draws: The random numbers that it draws, or what tells whether it draws any.
+        draws: The random numbers that it draws.
         layers: What it is made of, as it finds that.
-        device: Where it runs.
+        stream: Where it runs.
         blame: Says who changed the input in place, given that.
         pending: Where to put outputs that can't be compared yet.
         results: Those of layers that are not to run again, if any.
@@ -208,16 +193,16 @@ class Recomputation:
     """
 
     __slots__ = ('_ahead', '_blame', '_changed', '_compiled', '_draws', '_fills', '_function',
-                 '_input', '_pending', '_num_threads', '_offload', '_open',
-                 '_packer', '_phony', '_results', '_samples', '_saved', '_spread', '_state',
-                 '_stream', 'layers', '__weakref__')
+                 '_input', '_num_threads', '_offload', '_open', '_pending', '_requires_grad',
+                 '_results', '_samples', '_saved', '_spread', '_state', '_stream', '_versions',
+                 'layers')
 
-    def __init__(self, function: Call, state: ThreadState,
-                 draws: Draws | DrawMonitor, layers: CellState | None, device: torch.device,
+    def __init__(self, function: Call, state: ThreadState, draws: Draws,
+                 layers: CellState | None, stream: AbstractStream,
                  blame: Callable[[Any], str] = changed_input,
                  pending: deque[PendingComparison] | None = None,
                  results: Results | None = None, offload: Offload | None = None) -> None:
-        self._function = function
+        self._function: Call | None = function
         self._results = results
         self._offload = offload
         self._blame = blame
@@ -225,33 +210,30 @@ class Recomputation:
         self._state = state
         self._draws = draws
         self.layers = layers
-        self._stream = current_stream(device)
-        self._input: tuple[Tensor, ...] = ()
+        self._stream = stream
         #: Puts inputs where they stood, of which one may be several.
         self._spread: Kind = list
         self._saved: list[int] = []
         self._compiled: dict[int, Saved] = {}
         self._fills: dict[int, RecomputedTensors] = {}
         self._ahead: RecomputedTensors | None = None
-        self._phony: Tensor | None = None
-        self._packer: AbstractStream | None = None
-        self._changed = False
 
-    def first_pass(self, tensors: list[Tensor], always: bool = False) -> list[Tensor]:
+    def first_pass(self, tensors: list[Tensor]) -> list[Tensor]:
         """Call the function for the first time; its graph saves numbers in place of tensors.
 
         Args:
             tensors: What to call it with.
-            always: Whether to make the output require grad if nothing in it does.
 
         Returns:
-            What the function gave, marked by ``Checkpoint``.
+            What the function gave.
         """
         # A skip may be a tensor of the batch: then it is one in the recomputation, too.
-        self._input, self._spread = (tuple(tensors), list) if len(tensors) == 1 else \
-            once(tensors, list)
-        before = versions(self._input)
+        input: Tensors = tuple(tensors)
+        if len(input) > 1:
+            input, self._spread = once(tensors, list)
+        before = versions(input)
         hooks = saved_tensors_hooks(self._number, self._unpack)
+        assert self._function is not None
         function = partial(self._function, tensors)
         if self._results is not None:
             function = partial(self._results.record, hooks, function)
@@ -264,45 +246,50 @@ class Recomputation:
         finally:
             self._open = False
             context.checkpointing = before_this
-        self._changed = versions(self._input) != before
-        if self._changed:
-            self._offload = None
-        if self._offload is not None:
-            self._input = self._offload.store(self._input, self._stream)
+        self._versions = versions(input)
+        self._changed = self._versions != before
         self._samples = keep(output)
-        self._mark(output, always)
+        self._keep(input)
         return output
 
-    def _mark(self, output: list[Tensor], always: bool) -> None:
-        """Hang ``Checkpoint`` on the output, in place."""
-        # Outputs that need no gradient stay out of the graph, as they do without checkpointing.
+    def _keep(self, input: Tensors) -> None:
+        """Keep the input, as hooks of the user's pack it or where an offload puts it.
+
+        One that the first pass changed stays as it is: the recomputation has to raise.
+        """
+        self._input: Sequence[Any] = input
+        self._requires_grad = [x.requires_grad for x in input]
+        if self._changed:
+            self._offload = None
+        elif self._state.hooks is not None:
+            with torch.no_grad():
+                self._input = [self._state.hooks[0](x.detach()) for x in input]
+        elif self._offload is not None:
+            self._input = self._offload.store(input, self._stream)
+
+    def mark(self, output: list[Tensor], before: Sequence[Tensor] = (), always: bool = False
+             ) -> Tensor | None:
+        """Hang ``Checkpoint`` on the output, in place.
+
+        Args:
+            output: What the first pass gave. Those that need no gradient stay out of the graph, as
+                they do without checkpointing.
+            before: Phonies of what comes after this in backward.
+            always: Whether to make the output require grad if nothing in it does.
+
+        Returns:
+            A phony of what comes before; ``None`` if nothing requires grad.
+        """
         where = [k for k, y in enumerate(output) if y.requires_grad]
         if always and not where:
             where = [k for k, y in enumerate(output) if y.is_floating_point()]
-        if where:
-            phony = get_phony(output[where[0]].device, requires_grad=True)
-            marked = Checkpoint.apply(  # type: ignore[no-untyped-call]
-                phony, self, *[output[k] for k in where])
-            for k, y in zip(where, marked):
-                output[k] = y
-
-    def phony(self, device: torch.device) -> Tensor:
-        """Return what ties an output, or what a ``Wait`` has made of it, to ``Recompute``.
-
-        That takes the input, checks its version and frees it. Who calls :meth:`prefetch` need not
-        tie anything. An input that the first pass changed stays here: the recomputation has to
-        raise, and says more than the check of versions would.
-        """
-        kept = () if self._changed else self._input
-        phony: Tensor = Recompute.apply(  # type: ignore[no-untyped-call]
-            get_phony(device, requires_grad=True), weakref.ref(self), kept)
-        self._phony = phony  # It keeps the node alive, which `phony.grad_fn` need not.
-        if self._state.hooks is not None:  # [Note: Stream of packed inputs]
-            self._packer = current_stream(get_device(self._stream))
-            wait_stream(self._stream, self._packer)
-        if kept:
-            self._input = ()
-        return phony
+        if not where:
+            return None
+        *marked, phony = Checkpoint.apply(  # type: ignore[no-untyped-call]
+            self, len(before), *before, *[output[k] for k in where])
+        for k, y in zip(where, marked):
+            output[k] = y
+        return phony  # type: ignore[no-any-return]
 
     @uncompiled
     def _number(self, tensor: Tensor) -> int:
@@ -318,10 +305,18 @@ class Recomputation:
             self._compiled[k] = Saved.of(code, tensor)
         return k
 
-    def fill(self) -> RecomputedTensors:
-        """Return the tensors of the present backward pass."""
-        found = self._fills.get(backward_pass())
-        return self._refill() if found is None else found
+    def recompute(self, node: Any) -> None:
+        """Run again for the present backward pass, and let go of the rest if it is the last one.
+
+        Args:
+            node: The node that asks for it.
+        """
+        if backward_pass() not in self._fills:
+            if self._function is None:
+                _raise_again(node)
+            self._refill()
+        if self._function is not None and not retains_graph():
+            self.forget()
 
     def _refill(self) -> RecomputedTensors:
         """Let the pass have new ones, and drop at its end what no node asked for."""
@@ -337,24 +332,20 @@ class Recomputation:
         """Run again before the one backward pass that will need it, and let go of the rest."""
         self._ahead = self._run_again()
         self.forget()
-        self._phony = None
 
     @uncompiled
     def _run_again(self) -> RecomputedTensors:
         """Run the function again, and keep what its nodes save."""
-        try:
-            input = self._take_input()
-        except RuntimeError as error:
-            if not hasattr(self, '_function'):  # It has been forgotten.
-                add_note(error, AGAIN)
-            raise
-        leaves = tuple([x.detach().requires_grad_(x.requires_grad) for x in input])
+        if self._function is None:
+            _raise_again()
         fill = RecomputedTensors(
             self._saved, self._compiled,
             None if self._state.hooks is None else self._state.hooks_of_recomputation())
         try:
             # Autograd may call this on another stream than the one whose nodes take the tensors.
             with use_stream(self._stream):
+                leaves = [x.detach().requires_grad_(requires_grad) for x, requires_grad
+                          in zip(self._take_input(), self._requires_grad)]
                 output = self._recompute(leaves, fill)
                 fill.close()
                 self._pending.extend(compare(output, self._samples))
@@ -364,30 +355,29 @@ class Recomputation:
             raise
         return fill
 
-    def _take_input(self) -> tuple[Tensor, ...]:
-        """Return the input, as it was kept or as the user's hooks unpack it."""
-        node: Any = None if self._phony is None else self._phony.grad_fn
-        if node is None and not hasattr(self, '_function'):
-            raise RuntimeError('Trying to backward through the graph of a step a second time')
-        if node is None or self._changed:
-            input = self._input
-        elif self._packer is None:
-            # Where an earlier backward has freed the input, PyTorch raises its usual error here.
-            input = node.saved_tensors
-        else:
-            with use_stream(self._packer):
-                input = node.saved_tensors
-            wait_stream(self._stream, self._packer)
-            for x in input:
-                record_stream(x, self._stream)
-        return input if self._offload is None else self._offload.fetch(input, self._stream)
+    def _take_input(self) -> Sequence[Tensor]:
+        """Return the input."""
+        if self._changed:
+            return self._input
+        if self._state.hooks is not None:
+            return [self._state.hooks[1](x) for x in self._input]
+        if self._offload is not None:
+            return self._offload.fetch(tuple(self._input), self._stream)
+        if (now := versions(self._input)) != self._versions:
+            raise RuntimeError(
+                'one of the variables needed for gradient computation has been modified by an '
+                'inplace operation: the input of a checkpointed micro-batch is at versions '
+                f'{now}; expected versions {self._versions} instead')
+        return self._input
 
-    def _recompute(self, leaves: tuple[Tensor, ...], fill: RecomputedTensors) -> list[Tensor]:
+    def _recompute(self, leaves: list[Tensor], fill: RecomputedTensors) -> list[Tensor]:
+        assert self._function is not None
         function: Callable[[], list[Tensor]] = partial(self._function, self._spread(leaves))
         if self._results is not None:
             function = partial(self._results.replay, function)
-        if self._draws.drawn:
-            function = partial(self._draws.replay, function)
+        lock, draws = no_context, self._draws
+        if draws.states or (draws.monitor is not None and draws.monitor.drawn):
+            lock, function = draws.lock, partial(draws.replay, function)
         if self.layers is not None:
             function = partial(run_on, self.layers, function)
         # What an interrupt leaves behind of these hooks is dropped by autograd when the backward
@@ -395,7 +385,7 @@ class Recomputation:
         outside = context.checkpointing, context.recomputing
         context.checkpointing, context.recomputing = False, True
         try:
-            with torch.enable_grad(), saved_tensors_hooks(fill.keep, _own_gradient):
+            with lock, torch.enable_grad(), saved_tensors_hooks(fill.keep, _own_gradient):
                 output = self._state.rerun(function, self._num_threads)
         except Exception:
             # Most likely PyTorch's "a leaf Variable that requires grad …". It shows the line.
@@ -410,17 +400,29 @@ class Recomputation:
 
     def forget(self) -> None:
         """Release the data that another run would need: [Note: Ownership of a recomputation]."""
-        del self._function, self._draws, self.layers, self._state, self._blame, self._results
+        self._function = None
+        del self._draws, self.layers, self._state, self._blame, self._results, self._input
 
     def _unpack(self, k: int) -> Tensor:
         """Unpack hook of the first pass: [Note: Lifetime of a recomputed tensor]."""
         if self._open:
             _own_gradient(k)
-        tensor = self.fill().take(k)
+        tensor = (self._fills.get(backward_pass()) or self._refill()).take(k)
         if tensor is None:
             tensor = self._refill().take(k)
             assert tensor is not None
         return tensor
+
+
+def _raise_again(node: Any = None) -> None:
+    """Raise as PyTorch does, by a node whose graph was freed if there is one."""
+    try:
+        if node is not None:
+            node.saved_tensors
+        raise RuntimeError('Trying to backward through the graph a second time')
+    except RuntimeError as error:
+        add_note(error, AGAIN)
+        raise
 
 
 def _own_gradient(k: int) -> Tensor:

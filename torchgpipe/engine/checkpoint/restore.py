@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from torchgpipe.engine.checkpoint.attributes import OWN
-from torchgpipe.engine.checkpoint.layer_state import CellState, Layers, Restore
-from torchgpipe.engine.checkpoint.snapshot import Memories, with_grad
-from torchgpipe.engine.memory import versions
+from torchgpipe.engine.checkpoint.layer_state import CellState, Layers, Restore, with_grad
+from torchgpipe.engine.memory import Memories, versions
 from torchgpipe.engine.substitute import Swap, substituted
 from torchgpipe.private import unseen
 from torchgpipe.structure import Slot
@@ -37,7 +36,8 @@ def run_on(state: CellState, function: Callable[[], T]) -> T:
     """Run a recomputation on what the first pass found."""
     layers = state.layers
     with layers.lock:
-        _check(state)
+        if state.lost is not None or versions(state.told) != state.versions:
+            _raise_changed(state)
         memories: Memories = {}
         with unseen():
             found = [(module, module.__dict__, _attributes_for(state, module, training, memories))
@@ -58,19 +58,15 @@ def run_on(state: CellState, function: Callable[[], T]) -> T:
                                    if name not in OWN)
 
 
-def _check(state: CellState) -> None:
-    """Raise if what is told by its version has another one now."""
+def _raise_changed(state: CellState) -> None:
     if state.lost is not None:
         raise RuntimeError(
             f'{_name(state.layers, state.lost)} was written to by its layer in a checkpointed '
             'micro-batch, as was never seen before in this mode, so its value from before is '
             'not there for the recomputation. Call the model again: from now on it is kept.')
-    now = versions([tensor for _, tensor in state.told])
-    if now == state.versions:
-        return
     slot, expected, version = next(
-        (slot, before, after) for (slot, _), before, after
-        in zip(state.told, state.versions, now) if before != after)
+        (slot, before, after) for slot, before, after
+        in zip(state.places, state.versions, versions(state.told)) if before != after)
     raise RuntimeError(
         f'{_name(state.layers, slot)} has been modified by an inplace operation between forward '
         f'and backward (it is at version {version}; expected version {expected}), so a '

@@ -3,7 +3,7 @@
 A marked layer has a forward of the pass's own for as long as a checkpointed cell runs::
 
     first pass       x ──▶ layer, its nodes save their tensors ──▶ y ──▶ next layers, hollow
-                                                                   └─▶ a copy on write, kept
+                                                                   └─▶ a copy, kept
     recomputation    x, used by nobody                   the copy ──▶ y ──▶ next layers
 
 So its part of the first pass's graph is not hollow, and backward goes through it as it would
@@ -23,9 +23,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.jit import ScriptModule
 
 from torchgpipe.engine.autograd import get_phony
-from torchgpipe.engine.checkpoint.draws import Draws, Position
-from torchgpipe.engine.checkpoint.snapshot import Memories, copy_of
-from torchgpipe.engine.memory import check_nested, share_memory, versions
+from torchgpipe.engine.checkpoint.draws import Draws, Generator
+from torchgpipe.engine.memory import Memories, check_nested, copy_of, share_memory, versions
 from torchgpipe.engine.substitute import entry, substituted
 from torchgpipe.errors import add_note, other_path
 from torchgpipe.private import innermost_hooks, name_of_call, unseen, untraced
@@ -78,8 +77,8 @@ class _Result(NamedTuple):
     tensors: list[Tensor]
     requires_grad: list[bool]
     kind: Kind
-    #: Where the random numbers are after it.
-    position: Position
+    #: The states of generators after it.
+    position: dict[Generator, Tensor]
 
 
 class Results:

@@ -1,4 +1,4 @@
-"""Copies of tensors: on write, of memories of every origin, and told from what has changed."""
+"""Tensors of layers that are written to in odd ways: loaded, resized, and put back."""
 import io
 
 import pytest
@@ -8,8 +8,7 @@ from torch import nn
 from tests.devices import one_worker
 from tests.helpers import assert_same, call, gradients
 from torchgpipe import GPipe
-from torchgpipe.engine.checkpoint.snapshot import (Snapshot, copy_of, copy_on_write, own_memory,
-                                                   with_grad)
+from torchgpipe.engine.checkpoint.layer_state import with_grad
 
 
 def loaded(value):
@@ -23,7 +22,7 @@ def loaded(value):
 @one_worker
 @pytest.mark.parametrize('how', ['assign', 'module', 'gpipe'])
 def test_what_was_loaded_from_a_file(devices, how):
-    """To copy its memory on write would end the process with the first write."""
+    """Its memory has no allocator, and cannot be resized."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
     other = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
@@ -45,14 +44,6 @@ def test_what_was_loaded_from_a_file(devices, how):
         actual.square().sum().backward()
         assert_same([actual, *gradients(gpipe), *gpipe.buffers()],
                     [expected, *gradients(plain), *plain.buffers()])
-
-
-def test_a_memory_without_an_allocator_is_copied_at_once():
-    x = loaded(torch.zeros(3))
-    assert copy_on_write(x, {}) is None
-    copy = copy_of(x, {})
-    x.add_(1)
-    assert copy.sum() == 0 and x.sum() == 3
 
 
 class Grows(nn.Module):
@@ -83,17 +74,6 @@ def test_a_buffer_that_is_resized(devices, size):
         assert_same([b.grad, *gpipe.buffers()], [a.grad, *plain.buffers()])
 
 
-def test_the_same_value_again_is_not_the_same_as_never_written():
-    """A recomputation writes to what it is given."""
-    x = torch.ones(3)
-    kept = Snapshot(x, copy_of(x, {}))
-    assert kept.restored(x, {}) is x
-    x.mul_(1)
-    assert kept.is_still(x) and kept.restored(x, {}) is not x
-    x.add_(1)
-    assert not kept.is_still(x) and kept.restored(x, {}).sum() == 3
-
-
 class There(nn.Module):
     """A buffer that goes to and fro."""
 
@@ -115,14 +95,6 @@ def test_a_buffer_that_has_an_earlier_value_again(devices):
     torch.cat([plain(c) for c in a.chunk(3)]).sum().backward()
     call(gpipe, b).sum().backward()
     assert_same([b.grad, *gpipe.buffers()], [a.grad, *plain.buffers()])
-
-
-def test_own_memory():
-    x = torch.ones(3)
-    copy = copy_of(x, {})
-    own_memory(x)
-    x.resize_(6).zero_()
-    assert copy.sum() == 3
 
 
 @pytest.mark.parametrize('make', [nn.Parameter, torch.Tensor.clone])
