@@ -12,7 +12,7 @@ from torch._dynamo import lookup_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor_config
 
-from tests.devices import DEVICES, cpu_only, devices, one_worker, places
+from tests.devices import DEVICES, cpu_only, devices, one_worker
 from tests.helpers import (MODES, assert_same, gradients, in_a_new_thread, memory_of,
                            modes_on_devices, on_first)
 from tests.whole import first
@@ -308,7 +308,8 @@ def test_backward_of_compiled_code_on_two_devices_at_the_same_time():
         fw_compiler=lambda graph, inputs: boxed(graph.forward),
         bw_compiler=lambda graph, inputs: boxed(meet.before(graph.forward)))
     layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(2)]).double()
-    gpipe = GPipe(copy.deepcopy(layers), [1, 1], devices=places('aa'), chunks=2)
+    gpipe = GPipe(copy.deepcopy(layers), [1, 1], devices=DEVICES['accelerators'].distinct(2),
+                  chunks=2)
     x = torch.rand(4, 4, dtype=torch.double)
     gpipe.compile(backend=backend)
     gpipe(on_first(gpipe, x)).sum().backward()

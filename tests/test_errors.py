@@ -96,8 +96,8 @@ def test_the_first_failure_in_clock_order_wins_and_nothing_later_starts(devices)
             return (int(x[0]), j) in [(2, 0), (1, 1), (0, 2)]  # all of clock 2
         return when
 
-    gpipe = GPipe(nn.Sequential(*[Fail(fail(j)) for j in range(3)]), [1] * 3, devices=devices(3),
-                  chunks=5)
+    gpipe = GPipe(nn.Sequential(*[Fail(fail(j)) for j in range(3)]), [1] * 3,
+                  devices=devices.distinct(3), chunks=5)
     gpipe(torch.arange(5., 10., device=devices.first))  # learns that cells may run at once
     for _ in range(30):
         log.clear()
@@ -220,7 +220,7 @@ def test_keyboard_interrupt_waits_for_the_cells_under_way(devices, ctrl_c):
             ended.append('partition 0')
 
     gpipe = GPipe(nn.Sequential(Spy(slow), nn.Identity()), [1, 1],
-                  devices=devices(2), chunks=4)
+                  devices=devices.distinct(2), chunks=4)
     with pytest.raises(KeyboardInterrupt):
         gpipe(torch.arange(4., device=devices.first))
     assert ended == ['partition 0']

@@ -422,7 +422,7 @@ def test_moving_is_denied(devices):
     model = pipe(devices=devices(2))
     elsewhere = 'meta' if devices.first.type == 'cpu' else 'cpu'
     for move in (model.cuda, model.cpu, lambda: model.to(elsewhere), lambda: model.to('meta'),
-                 lambda: model.to(device=elsewhere), lambda: model.to('cuda:99'),
+                 lambda: model.to(device=elsewhere), lambda: model.to('ipu:99'),
                  lambda: model.to(torch.rand(1)), lambda: model.to(elsewhere, torch.half),
                  lambda: model.to(tensor=torch.rand(1)), lambda: nn.Sequential(model).to('meta'),
                  lambda: model.to_empty(device='meta'), lambda: GPipe(nn.Sequential(), []).to(0)):

@@ -131,8 +131,8 @@ def test_initial_values_are_those_of_the_model_built_on_the_cpu(devices):
     for partition, device in zip(gpipe.partitions, devices(3)):
         place = 'cpu' if device.startswith('cpu') else device
         assert {str(x.device) for x in partition.state_dict().values()} <= {place}
-    x = torch.randn(5, 4)
-    assert_same([call(gpipe.eval(), x).cpu()], [plain.eval()(x)], 1e-6)
+    x = torch.randn(5, 4, dtype=torch.double)
+    assert_same([call(gpipe.double().eval(), x)], [plain.double().eval()(x)])
 
 
 @one_worker
@@ -153,14 +153,14 @@ def test_training_goes_on_as_usual(devices):
     module = on_meta()
     torch.manual_seed(1)
     gpipe = GPipe(module, BALANCE, devices=devices(3), deferred_batch_norm=True)
-    for net in (plain, gpipe):
+    for net in (plain.double(), gpipe.double()):
         torch.manual_seed(2)
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
         for _ in range(3):
-            call(net, torch.randn(5, 4)).square().sum().backward()
+            call(net, torch.randn(5, 4, dtype=torch.double)).square().sum().backward()
             optimizer.step()
-    assert_same(gradients(gpipe), gradients(plain), 1e-4)
-    assert_same([x.cpu() for x in gpipe.buffers()], plain.buffers(), 1e-4)
+    assert_same(gradients(gpipe), gradients(plain), 1e-10)
+    assert_same([x.cpu() for x in gpipe.buffers()], plain.buffers(), 1e-10)
 
 
 @one_worker

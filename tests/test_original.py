@@ -127,7 +127,8 @@ def test_on_devices():
     pipeline = pipeline_of(model, devices)
     batch = {name: x.to(devices[0]) for name, x in BATCH.items()}
     with pipeline.in_place_of(model):
-        assert [*dict.fromkeys(model.hf_device_map.values())] == pipeline.devices
+        found, expected = map(dict.fromkeys, (model.hf_device_map.values(), pipeline.devices))
+        assert [*found] == [*expected]
         assert len(model.hf_device_map) == len(pipeline)
         output, expected = model(**batch), reference(**BATCH)
         assert (output.loss.device, output.logits.device) == (*pipeline.devices,)

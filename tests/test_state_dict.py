@@ -99,21 +99,21 @@ def test_loading_leaves_the_given_state_alone():
 @pytest.mark.parametrize('optimizer', [
     lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9), lambda ps: torch.optim.Adam(ps, 0.1)])
 def test_optimizer_states_move_between_balances(devices, optimizer):
-    x = torch.rand(8, 3)
+    x = torch.rand(8, 3, dtype=torch.double)
 
     def step(model, optimizer):
         optimizer.zero_grad()
         call(model, x).square().sum().backward()
         optimizer.step()
 
-    a = pipe([2, 3], places=devices)
+    a = pipe([2, 3], places=devices).double()
     a_optimizer = optimizer(a.parameters())
     step(a, a_optimizer)
-    b = pipe([1, 3, 1], places=devices)
+    b = pipe([1, 3, 1], places=devices).double()
     b_optimizer = optimizer(b.parameters())
     b.load_state_dict(a.state_dict())
     b_optimizer.load_state_dict(copy.deepcopy(a_optimizer.state_dict()))
-    plain = make()
+    plain = make().double()
     plain_optimizer = optimizer(plain.parameters())
     plain.load_state_dict(a.state_dict())
     plain_optimizer.load_state_dict(copy.deepcopy(a_optimizer.state_dict()))

@@ -46,6 +46,7 @@ def trained():
     """Train on a device; give losses, norms, the output, and where things are."""
     if ACCELERATOR == 'sim':
         accelerator.load()
+    torch.accelerator.set_device_index(0)
     model = DistributedGPipe(layers(), [2, 1], mesh=init_mesh(device_type=ACCELERATOR), chunks=2,
                              data='shard', offload_policy=CPUOffloadPolicy())
     optimizer, found = torch.optim.AdamW(model.parameters(), .1), []
@@ -112,7 +113,7 @@ def squeezed(share, **options):
     with limit(int(share * SIZE)):
         model = DistributedGPipe(large(), [1] * N, mesh=init_mesh(device_type=ACCELERATOR),
                                  chunks=4, compare_every=0, **options)  # digests take room
-        optimizer, found = torch.optim.AdamW(model.parameters(), lr=.01), []
+        optimizer, found = torch.optim.AdamW(model.parameters(), lr=2.56 / WIDTH), []
         for _ in range(3):
             optimizer.zero_grad()
             loss = model.step(x.to(ACCELERATOR), target.to(ACCELERATOR), distance,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.accelerator.test_gpipe import layers
-from tests.devices import ACCELERATOR, cpu_only, places
+from tests.devices import ACCELERATOR, DEVICES, cpu_only, places
 from tests.helpers import (MODES, WeakLog, assert_same, call, compare_all_pending, gradients,
                            memory_of, train_both)
 from tests.skip.layers import Pop, Stash
@@ -41,7 +41,7 @@ def test_dropout_marked_layers_and_shared_tensors(devices):
         torch.manual_seed(0)
         model = nn.Sequential(Scale(4, 4), Scale(4, 4), nn.Sequential(First(), no_recompute(
             nn.Linear(4, 4)), nn.ReLU(inplace=True), nn.Dropout(0.3))).double()
-        gpipe = GPipe(model, [1, 2], devices=[f'{ACCELERATOR}:{k % devices}' for k in range(2)],
+        gpipe = GPipe(model, [1, 2], devices=DEVICES['accelerators'].distinct(devices) * 2,
                       chunks=3, checkpoint='always', offload=waits)
         table = torch.rand(4, dtype=torch.double, device=gpipe.devices[0], requires_grad=True)
         x = torch.rand(7, 4, dtype=torch.double, device=gpipe.devices[0])

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tests.devices import cpu_only, one_worker, places, workers
-from tests.helpers import (assert_same, call, in_two_memories, memory_of, micro_batches, modes,
-                           nodes, on_first)
+from tests.helpers import (assert_same, call, drop_failed_backward, in_two_memories, memory_of,
+                           micro_batches, modes, nodes, on_first)
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine import substitute
 from torchgpipe.engine.autograd import Copy
@@ -207,6 +207,7 @@ def test_a_step_between_forward_and_backward(devices, mode):
     else:
         with pytest.raises(RuntimeError, match="parameter '0.weight' has been modified"):
             output.sum().backward()
+        drop_failed_backward(gpipe)
 
 
 # Changes of what is shared

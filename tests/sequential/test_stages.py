@@ -92,7 +92,7 @@ def test_stages(devices, sample):
             with torch.no_grad():
                 for p in model.parameters():
                     if p.grad is not None:
-                        p -= 0.1 * p.grad
+                        p -= 0.003 * p.grad
         for name, x in outputs[0].items():
             assert (x - outputs[1][name]).abs().max() <= 1e-12
     state = reference.state_dict()
