@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.harness.live import LiveTensors
 from tests.devices import cpu_only, one_worker
 from tests.engine.checkpoint.layers import ODD, Layer, compare_modes, doubles, skip_unless_movable
 from torchgpipe import GPipe
-from torchgpipe.balance.live import LiveTensors
 from torchgpipe.engine.checkpoint import layer_state, snapshot
 from torchgpipe.engine.checkpoint.snapshot import copy_of
 from torchgpipe.private import data_address
