@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from benchmarks.harness.live import LiveTensors
 from tests.devices import DEVICES, cpu_only, devices, one_worker
 from tests.helpers import assert_same, call, gradients
 from tests.whole import first
 from torchgpipe import GPipe
-from torchgpipe.balance.live import LiveTensors
 from torchgpipe.sequential import original_names, to_sequential
 from torchgpipe.skip import pop, skippable, stash
 

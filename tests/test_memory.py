@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.harness.live import LiveTensors
 from tests.devices import devices, one_worker
 from tests.helpers import MODES, STEPS, WeakLog, drop_failed_backward, modes
 from torchgpipe import GPipe
-from torchgpipe.balance.live import LiveTensors
 
 
 def make(devices, mode):

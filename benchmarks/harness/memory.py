@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from benchmarks.harness.live import LiveTensors, Storage
 from torchgpipe import is_recomputing
-from torchgpipe.balance.live import LiveTensors, Storage
 from torchgpipe.private import backward_pass
 
 __all__ = ['GIB', 'OwnedTensors', 'peak_memory', 'peak_of_activations', 'size_of_partition']

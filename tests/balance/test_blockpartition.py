@@ -1,4 +1,4 @@
-"""The exact min-max partition, ties as evenly as possible."""
+"""The exact min-max partition, ties as evenly as possible, also with limits of blocks."""
 import itertools
 import random
 
@@ -17,11 +17,17 @@ def key(blocks):
     return (max(sums), sum(total ** 2 for total in sums), sum(len(block) ** 2 for block in blocks))
 
 
-def brute_force(sequence, partitions):
-    """Rate the best of all partitions."""
+def brute_force(sequence, partitions, furthest=None):
+    """Rate the best of all partitions, if there is one."""
     cuts = itertools.combinations(range(1, len(sequence)), partitions - 1)
     edges = [(0, *cut, len(sequence)) for cut in cuts]
-    return min(key([sequence[a:b] for a, b in zip(edge, edge[1:])]) for edge in edges)
+    return min((key([sequence[a:b] for a, b in zip(edge, edge[1:])]) for edge in edges
+                if furthest is None or fits(edge, furthest)), default=None)
+
+
+def fits(edge, furthest):
+    """Return whether blocks keep their limits."""
+    return all(a < b <= limits[a] for limits, a, b in zip(furthest, edge, edge[1:]))
 
 
 def check(sequence, partitions):
@@ -89,3 +95,33 @@ def test_numbers_of_numpy_and_pytorch():
 def test_bad_input(sequence, partitions, message):
     with pytest.raises(ValueError, match=message):
         blockpartition.solve(sequence, partitions)
+
+
+@st.composite
+def limited(draw):
+    """Draw costs and, for each device, how far a block can reach from each start."""
+    sequence = draw(st.lists(st.integers(0, 9), min_size=1, max_size=8))
+    number = len(sequence)
+    partitions = draw(st.integers(1, number))
+    furthest = [[draw(st.integers(a, number)) for a in range(number)] for _ in range(partitions)]
+    return sequence, furthest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('ascending', [False, True])
+@settings(max_examples=1000, deadline=None, derandomize=True)
+@given(limited())
+def test_limits_of_blocks(ascending, case):
+    """Where no limit is below that of an earlier start, ties are as even as without limits."""
+    sequence, furthest = case
+    if ascending:
+        furthest = [[*itertools.accumulate(limits, max)] for limits in furthest]
+    lengths = blockpartition.bounded_cuts(sequence, range(len(sequence) + 1), furthest)
+    expected = brute_force(sequence, len(furthest), furthest)
+    assert (lengths is None) == (expected is None)
+    if lengths is not None:
+        edge = [0, *itertools.accumulate(lengths)]
+        assert edge[-1] == len(sequence) and len(lengths) == len(furthest)
+        assert fits(edge, furthest)
+        found = key([sequence[a:b] for a, b in zip(edge, edge[1:])])
+        assert found == expected if ascending else found[0] == expected[0]

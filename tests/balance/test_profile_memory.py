@@ -4,12 +4,12 @@ import copy
 import torch
 from torch import nn
 
+from benchmarks.harness.live import LiveTensors
 from tests.balance.models import unet
 from tests.devices import cpu_only
 from tests.skip.layers import Pop, StashLinear, popping, stashing
 from torchgpipe import GPipe
 from torchgpipe.balance import profile
-from torchgpipe.balance.live import LiveTensors
 from torchgpipe.skip import skippable, stash
 
 pytestmark = cpu_only('the same of any device; on accelerators in test_profile_layers.py')
@@ -47,6 +47,23 @@ def test_what_a_partition_keeps_is_the_sum():
         graph = model(x).grad_fn
     assert graph is not None
     assert live.now == sum(layer.activation_bytes for layer in costs.layers)
+
+
+class Squares(nn.Linear):
+    """Multiply by a gradient, and compute what no result depends on."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        x.exp().sin()
+        return x * torch.func.grad(lambda x: x.square().sum())(x) if self.bias is None else x
+
+
+def test_what_the_graph_of_the_results_does_not_have():
+    assert sizes(nn.Linear(64, 64), Squares(64, 64)) == [16, 0]
+
+
+def test_a_layer_that_refuses_hooks():
+    assert sizes(Squares(64, 64, bias=False), nn.Linear(64, 64)) == [16, 0]
 
 
 def test_skips_count_for_the_layer_that_made_them():

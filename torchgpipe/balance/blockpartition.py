@@ -1,9 +1,16 @@
 """Split a sequence of costs into blocks: the largest block is minimal, the others are even.
 
-Both steps are exact, in integers. First the *bottleneck*, the smallest possible largest sum, by
-bisection: whether a bound can be kept is found by filling blocks greedily. Then, of all cuts that
-keep it, the one with the least sum of squares, which is the most even one, since the mean is
-given; and of those the one whose blocks have the most even lengths::
+A block may have to end early, where memory is limited. Which places the end of block ``j`` can
+have, given a bound on every block's cost, follows from those of block ``j-1``: each start ``a``
+reaches all ends up to a furthest one. The *bottleneck* is the smallest bound for which the last
+block reaches the end of the sequence; it is found by bisection, in integers, so it is exact::
+
+    costs     3  1  2  2  4        the first block has room for two layers, the second for three
+    ends      ·  1  1  ·  ·  ·     of block 0, with bound 8
+              ·  ·  ·  ·  1  1     of block 1: the bound can be kept
+
+Of all cuts that keep it, the one with the least sum of squares is taken, which is the most even
+one, since the mean is given; and of those the one whose blocks have the most even lengths::
 
     costs                1  1  1  0  0  4        three blocks
     bottleneck           4
@@ -14,7 +21,8 @@ given; and of those the one whose blocks have the most even lengths::
 The cost of a block as a function of its ends satisfies the quadrangle inequality, also where it is
 infinite since the block is too large. So a shorter sequence has its last cut no later than a
 longer one, and dynamic programming by divide and conquer takes O(partitions × layers × log
-layers): Galil and Park, "Dynamic programming with convexity, concavity and sparsity" (1992).
+layers): Galil and Park, "Dynamic programming with convexity, concavity and sparsity" (1992). This
+holds unless a block that starts later has to end earlier; then the cut is one of the even ones.
 """
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence, Sized
@@ -24,10 +32,18 @@ from math import inf, lcm
 from operator import sub
 from typing import Any, TypeVar
 
-__all__ = ['check_partitions', 'even_cuts', 'group', 'integers', 'positive', 'solve', 'ungroup']
+__all__ = ['bounded_cuts', 'check_partitions', 'even_cuts', 'integers', 'positive', 'reachable',
+           'solve']
 
 Number = int | float
 T = TypeVar('T', int, float)
+
+#: By block, the places that its end can have, in ascending order; before them the start of all.
+Ends = list[list[int]]
+
+#: By block and start, the furthest end that it can have, or the start if there is none; whatever
+#: ends before it fits as well.
+Furthest = Sequence[Sequence[int]]
 
 
 def solve(sequence: Sequence[T], partitions: int = 1) -> list[list[T]]:
@@ -53,25 +69,46 @@ def solve(sequence: Sequence[T], partitions: int = 1) -> list[list[T]]:
         TypeError: ``partitions`` is not an integer.
     """
     check_partitions(sequence, partitions)
-    prefix: list[int] = [0, *accumulate(integers(sequence))]
-    bottleneck: int = _bottleneck(prefix, partitions)
-    cuts = [0, *_most_even(prefix, partitions, bottleneck), len(sequence)]
-    return [list(sequence[a:b]) for a, b in zip(cuts, cuts[1:])]
+    items = iter(sequence)
+    return [[next(items) for _ in range(length)]
+            for length in even_cuts(sequence, range(len(sequence) + 1), partitions)]
 
 
 def even_cuts(costs: Sequence[float], edges: Sequence[int], partitions: int) -> list[int]:
     """Cut costs at some edges only; return the number of layers of each partition."""
-    return ungroup([len(block) for block in solve(group(costs, edges), partitions)], edges)
+    number = len(edges) - 1
+    return bounded_cuts(costs, edges, [[number] * number] * partitions) or []
 
 
-def group(costs: Sequence[float], edges: Sequence[int]) -> list[float]:
-    """Add up the costs between edges."""
-    return [sum(costs[a:b]) for a, b in zip(edges, edges[1:])]
+def bounded_cuts(costs: Sequence[float], edges: Sequence[int], furthest: Furthest
+                 ) -> list[int] | None:
+    """Cut costs at some edges only, into blocks that fit.
 
+    >>> bounded_cuts([1, 1, 1, 1], [0, 1, 3, 4], furthest=[[1, 2, 3], [3, 3, 3]])
+    [1, 3]
 
-def ungroup(lengths: Sequence[int], edges: Sequence[int]) -> list[int]:
-    """Return numbers of layers for numbers of groups between edges."""
-    cuts = [edges[k] for k in accumulate([0, *lengths])]
+    Args:
+        costs: Of the layers, none of them negative.
+        edges: Where blocks may start and end, in ascending order.
+        furthest: By block.
+
+    Returns:
+        The number of layers of each block, or ``None`` if there is no such cut.
+    """
+    prefix = [0, *accumulate(integers([sum(costs[a:b]) for a, b in zip(edges, edges[1:])]))]
+    low = max(-(-prefix[-1] // len(furthest)), *map(sub, prefix[1:], prefix))
+    high = prefix[-1]
+    ends = reachable(prefix, furthest, high)
+    if not ends[-1]:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        found = reachable(prefix, furthest, middle)
+        if found[-1]:
+            ends, high = found, middle
+        else:
+            low = middle + 1
+    cuts = [edges[k] for k in _most_even(prefix, furthest, high, ends)]
     return [b - a for a, b in zip(cuts, cuts[1:])]
 
 
@@ -105,91 +142,87 @@ def integers(sequence: Sequence[Number]) -> list[int]:
     return [int(cost * scale) for cost in exact]
 
 
-def _bottleneck(prefix: list[int], partitions: int) -> int:
-    """Find the smallest bound on a block's sum that can be kept."""
-    low: int = max(map(sub, prefix[1:], prefix))
-    high = prefix[-1]
-    while low < high:
-        middle = (low + high) // 2
-        if len(_fill(prefix, partitions, middle)) <= partitions:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+def reachable(prefix: Sequence[int], furthest: Furthest, bound: int) -> Ends:
+    """Return the ends that each block can have if the rest keeps the bound as well.
 
-
-def _fill(prefix: list[int], partitions: int, bound: int) -> list[int]:
-    """Fill blocks greedily: return the ends of at most ``partitions + 1`` of them."""
-    ends: list[int] = []
-    start = 0
-    while start < len(prefix) - 1 and len(ends) <= partitions:
-        start = bisect_right(prefix, prefix[start] + bound, start + 1) - 1
-        ends.append(start)
-    return ends
-
-
-def _windows(prefix: list[int], partitions: int, bound: int) -> list[tuple[int, int]]:
-    """Return for each cut the first and the last place where it can be, given the bound."""
+    Args:
+        prefix: Sums of the costs before each edge.
+        furthest: By block.
+        bound: Of the cost of a block.
+    """
     last = len(prefix) - 1
-    latest = _fill(prefix, partitions, bound)
-    latest += [last] * (partitions - len(latest))
-    earliest = [last]
-    for _ in range(partitions - 1):
-        end = earliest[-1]
-        earliest.append(bisect_left(prefix, prefix[end] - bound, 0, end))
-    earliest.reverse()
-    # A block has one item at least, before a cut and after it.
-    return [(max(first, j + 1), min(end, last - (partitions - 1 - j)))
-            for j, (first, end) in enumerate(zip(earliest, latest))]
+    stops = [bisect_right(prefix, total + bound, a) - 1 for a, total in enumerate(prefix)]
+    rows: Ends = [[0]]
+    for left, limits in zip(range(len(furthest) - 1, -1, -1), furthest):
+        ends: list[int] = []
+        # The blocks that are left have room for so much.
+        reached = bisect_left(prefix, prefix[-1] - left * bound) - 1 if left else last - 1
+        for a in rows[-1]:
+            if a < last:
+                stop, limit = stops[a], limits[a]
+                if limit < stop:
+                    stop = limit
+                if stop > reached:
+                    ends += range(1 + (reached if reached > a else a), stop + 1)
+                    reached = stop
+        rows.append(ends)
+    return rows
 
 
-def _most_even(prefix: list[int], partitions: int, bound: int) -> list[int]:
-    """Find the cuts that keep the bound and have the least sum of squares."""
-    # Squares of lengths come second: they cannot outweigh one unit of the squares of sums.
-    weight = len(prefix) ** 2
-    squares = [weight * total * total + a * a for a, total in enumerate(prefix)]
-    weighted = [2 * weight * total for total in prefix]
-    # The first place where a block that ends at b may start.
-    earliest = [bisect_left(prefix, total - bound) for total in prefix]
-    windows = _windows(prefix, partitions, bound)
-    costs = squares
-    rows: list[list[int]] = []
-    for window, previous in zip(windows, [(0, 0), *windows]):
-        row, costs = _choose(prefix, squares, weighted, costs, earliest, window, previous)
-        rows.append(row)
+def _most_even(prefix: Sequence[int], furthest: Furthest, bound: int, rows: Ends) -> list[int]:
+    """Choose from the ends the cuts that keep the bound and have the least sum of squares."""
+    for starts, ends, limits in zip(rows[-2::-1], rows[:0:-1], furthest[::-1]):
+        starts[:] = [a for a in starts if a < ends[-1] and (
+            b := ends[bisect_right(ends, a)]) <= limits[a] and prefix[b] - prefix[a] <= bound]
+    costs = {0: 0}
+    choices = []
+    for starts, ends, limits in zip(rows, rows[1:], furthest):
+        points = [(a, prefix[a], costs[a], limits[a]) for a in starts]
+        costs, choice = _choose(prefix, bound, points, ends)
+        choices.append(choice)
     cuts = [len(prefix) - 1]
-    for row in reversed(rows):
-        cuts.append(row[cuts[-1]])
-    return cuts[-2:0:-1]
+    for choice in choices[::-1]:
+        cuts.append(choice[cuts[-1]])
+    return cuts[::-1]
 
 
-def _choose(prefix: list[int], squares: list[int], weighted: list[int], costs: list[int],
-            earliest: list[int], window: tuple[int, int], previous: tuple[int, int]
-            ) -> tuple[list[int], list[int]]:
-    """Add a block: find for each end ``b`` in a window its best start ``a`` in the previous one.
+def _choose(prefix: Sequence[int], bound: int, points: Sequence[tuple[int, int, int, int]],
+            ends: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
+    """Add a block ``a`` to ``b``: find the best start for each end.
 
-    A block costs ``weight * (S[b] - S[a])² + (b - a)²``, which is ``squares[b] + squares[a]`` less
-    ``weighted[b] * S[a] + 2 * b * a``.
+    It costs ``weight * (S[b] - S[a])² + (b - a)²``, which is ``square(b) + square(a)`` less
+    ``2 * weight * S[b] * S[a] + 2 * b * a``.
+
+    Args:
+        prefix: Sums ``S`` of the costs before each edge.
+        bound: Of the cost of a block.
+        points: By start ``a``: itself, ``S[a]``, the least cost of all blocks before it with
+            ``square(a)`` added, and the furthest end.
+        ends: Where it may end; each of these is reached from one of the starts.
 
     Returns:
-        Two lists by ``b``: the best ``a``, and the least cost, with ``squares[b]`` added to it.
+        The least costs by ``b``, with ``square(b)`` added, and the starts that give them.
     """
-    start, size = window[0], window[1] - window[0] + 1
-    row, least = [0] * len(prefix), [0] * len(prefix)
-    stride = 1 << (size - 1).bit_length()
-    while stride:
-        # Those halfway between others, whose best starts their own lie between.
-        for b in range(start + stride - 1, start + size, 2 * stride):
-            low = row[b - stride] if b - stride >= start else previous[0]
-            high = row[b + stride] if b + stride < start + size else previous[1]
-            low, high = max(low, earliest[b]), min(high, b - 1)
-            factor, twice, choice = weighted[b], 2 * b, low
-            best = costs[low] - factor * prefix[low] - twice * low
-            for a in range(low + 1, high + 1):
-                value = costs[a] - factor * prefix[a] - twice * a
-                if value < best:
-                    best, choice = value, a
-            row[b], least[b] = choice, best + 2 * squares[b]
-            earliest[b] = choice  # With one block more, the last cut comes no earlier.
-        stride //= 2
-    return row, least
+    # Squares of lengths come second: they cannot outweigh one unit of the squares of sums.
+    weight = len(prefix) ** 2
+    costs: dict[int, int] = {}
+    choice: dict[int, int] = {}
+    spans = [(0, len(ends), 0, len(points))]
+    while spans:
+        left, right, low, high = spans.pop()
+        middle = (left + right) // 2
+        b = ends[middle]
+        first = bisect_left(points, (bisect_left(prefix, prefix[b] - bound),))
+        last = bisect_left(points, (b,))
+        factor, twice = 2 * weight * prefix[b], 2 * b
+        # The best start lies between those of ends on either side, or else it may be anywhere.
+        for one, other in ((max(first, low), min(last, high)), (first, last)):
+            if values := [(cost - factor * total - twice * a, a)
+                          for a, total, cost, end in points[one:other] if end >= b]:
+                break
+        cost, choice[b] = min(values)
+        costs[b] = cost + 2 * (weight * prefix[b] ** 2 + b * b)
+        place = bisect_left(points, (choice[b],))
+        spans += [span for span in ((left, middle, low, place + 1),
+                                    (middle + 1, right, place, high)) if span[0] < span[1]]
+    return costs, choice

@@ -1,24 +1,22 @@
 """Measure the time and memory of one layer, with the output of the preceding layers as input.
 
 [Note: Ownership of an activation]
-After a forward only its graph is kept, all other references are dropped, and what is still alive
-is what autograd keeps for backward. The output is a case of its own: it may be kept by this layer,
-by the next one or a later one, or by none. So its memory is followed until it has died or is found
-to be kept, and counts for the layer that made it. For that, inputs are made such that the graph
-does not hold on to them by itself, as it would hold on to leaves.
+What autograd saves in a forward counts as far as the graph of the results has it, and so do the
+leaves of that graph, unless they lie in parameters or buffers. The output is a case of its own: it
+may be saved by this layer, by the next one or a later one, or by none. So its memory is followed
+from layer to layer, and counts for the layer that made it.
 """
 import time
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from torchgpipe.balance.live import LiveTensors
 from torchgpipe.devices import synchronize
-from torchgpipe.engine.autograd import get_phony, join
+from torchgpipe.engine.autograd import get_phony, graph_leaves, join
 from torchgpipe.engine.compiled import has_compiled
 from torchgpipe.engine.leaves import Leaves
 from torchgpipe.engine.memory import size_of, versions
@@ -51,11 +49,21 @@ class LayerInput:
     memory: ResultMemory
 
     def fresh(self) -> Tensor:
-        """Return a tensor to run a layer with: [Note: Ownership of an activation]."""
+        """Return a tensor to run a layer with, whose graph ends here."""
         tensor = self.tensor.clone()
         if not self.requires_grad:
             return tensor
         return join(tensor, get_phony(tensor.device, requires_grad=True))
+
+
+class _Saved:
+    """A tensor that autograd saves; it lives as long as the graph that needs it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # An output would refer to its own graph.
+
+    def unpack(self) -> Tensor:
+        return self.tensor
 
 
 class Flow:
@@ -160,32 +168,49 @@ class Measurement:
         return True
 
     def watch(self) -> None:
-        """Run forward; see which memory is kept, and forward the results."""
+        """Run forward; see which memory autograd saves, and forward the results."""
+        saved: list[weakref.ref[_Saved]] = []
+
+        def pack(x: Tensor) -> _Saved:
+            saved.append(weakref.ref(holder := _Saved(x)))
+            return holder
+
+        try:
+            with saved_tensors_hooks(pack, _Saved.unpack):
+                self._watch(saved)
+        except RuntimeError as error:
+            if 'saved tensor hooks' not in str(error):
+                raise
+            self._watch([])  # Transforms of `torch.func` refuse hooks.
+
+    def _watch(self, saved: list['weakref.ref[_Saved]']) -> None:
         input, tracker = self._start()
         given: list[tuple[Any, LayerInput]] = [*zip(input.tensors, self.inputs), *(
             (tracker.tensors[key], value) for key, (_, value) in self.pops.items() if value)]
         known = {x.untyped_storage(): value.memory for x, value in given}
+        own = {x.untyped_storage() for x in (*self.module.parameters(), *self.module.buffers())
+               if x.layout is torch.strided}
         before = versions([x for x, _ in given])
-        with LiveTensors().watched() as live:
-            output = self._forward(input, tracker)
+        output = self._forward(input, tracker)
         # What lies in the memory of the sample binds all layers up to this one, as layer 0 would.
         changed = [value.memory.maker or 0 for (x, value), version in zip(given, before)
                    if versions([x]) != [version]]
         self.changes = min(changed, default=None)
-        given.clear()
-        self._forward_results(output, tracker, known, live)
-        graph = [x.grad_fn for x in self._results(output, tracker)]
-        references = [(weakref.ref(storage), memory) for storage, memory in known.items()]
-        known.clear()
-        del output, input, tracker
-        self._see(graph, references, live)
+        self._forward_results(output, tracker, known, own)
+        nodes = [x.grad_fn for x in self._results(output, tracker) if x.grad_fn]
+        kept = [x.tensor for each in saved if (x := each())]
+        alive = {x.untyped_storage() for x in (*kept, *graph_leaves(nodes))
+                 if x.layout is torch.strided}
+        for memory in (known[storage] for storage in alive & known.keys()):
+            memory.kept = True
+        self._inner_bytes = sum(x.nbytes() for x in alive - known.keys() - own)
 
     def _forward_results(self, output: Batch, tracker: SkipTracker,
-                         known: dict[Any, ResultMemory], live: LiveTensors) -> None:
+                         known: dict[Any, ResultMemory], own: set[Any]) -> None:
         def value(x: Tensor) -> LayerInput:
             storage = x.untyped_storage()
             if storage not in known:
-                made = live.find(x) is not None
+                made = storage not in own
                 known[storage] = ResultMemory(self.index if made else None, storage.nbytes())
                 self.memories += [known[storage]] if made else []
             return LayerInput(x.detach().clone(), x.requires_grad, known[storage])
@@ -198,17 +223,6 @@ class Measurement:
             self.flow.stashed[key] = self.index, None if tensor is None else value(tensor)
         self.flow.skips += [SkipProfile(source, self.index, size_of(skip.tensor))
                             for source, skip in self.pops.values() if skip is not None]
-
-    def _see(self, graph: list[Any], references: Iterable[tuple[Any, ResultMemory]],
-             live: LiveTensors) -> None:
-        """See what is alive now that only the graph is left."""
-        outside = 0
-        for reference, memory in references:
-            alive = reference() is not None
-            memory.kept |= alive
-            outside += memory.bytes if alive and memory.maker == self.index else 0
-        self._inner_bytes = live.now - outside
-        graph.clear()
 
     def activation_bytes(self) -> int:
         """Return what this layer made and autograd keeps, once later layers have shown theirs."""

@@ -4,7 +4,7 @@ So a model that is larger than the device can be profiled on it. A layer is a co
 what the layers before gave, with their skips, and runs several times::
 
     warm-up      forward, backward     not counted: kernels are chosen, lazy layers get their shape
-    memory       forward               which of the tensors that it makes stay alive
+    memory       forward               which of the tensors that it makes autograd saves
     time         forward, backward     again and again; medians
     split        forward, backward     beside that, with a backward that is split; medians
 
@@ -52,6 +52,10 @@ def profile(module: nn.Sequential, sample: Value, *, device: Device | None = Non
 
     The module itself is left as it is: its mode, buffers, gradients, hooks, the device that it is
     on; so are the random states of PyTorch, Python and NumPy.
+
+    Activations are tensors that autograd saves. Those that a ``Function`` keeps otherwise than by
+    ``save_for_backward`` are not counted, nor those within a layer that uses a transform of
+    ``torch.func``, which refuses saved-tensor hooks.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> costs = profile(model, torch.rand(16, 8), device='cpu', timeout=0.01)

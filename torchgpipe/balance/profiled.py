@@ -2,10 +2,11 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
+from math import inf
 from typing import Any, TypeVar
 
-from torchgpipe.balance.blockpartition import check_partitions, even_cuts, group, positive, ungroup
-from torchgpipe.balance.bounded import solve_bounded, why_not
+from torchgpipe.balance.blockpartition import (bounded_cuts, check_partitions, even_cuts, positive,
+                                               reachable)
 from torchgpipe.predict.blocks import (Blocks, LayerProfile, MemoryLimit, Peak, SkipProfile,
                                        check_numbers, memory_limits, peaks)
 from torchgpipe.predict.costs import Costs
@@ -180,20 +181,18 @@ class Profile:
         partitions, chunks = positive(partitions, 'partitions'), positive(chunks, 'chunks')
         limits = memory_limits(memory_limit, partitions, 'partitions')
         blocks = self.blocks(chunks, param_scale)
-        balance = self._predicted(fastest(self, blocks, partitions, checkpoint), blocks,
-                                  checkpoint)
-        if all(limit is None or size <= limit for limit, size in zip(limits, balance.bytes)):
-            return balance
+        costs = blocks.seconds(checkpoint)
+        check_partitions(costs, partitions)
         edges = edges_for(self, partitions, checkpoint)
         peak = _peak(blocks, partitions, checkpoint)
         cases = [(limit, j == partitions - 1) for j, limit in enumerate(limits)]
         found = {case: blocks.furthest(edges, peak, *case) for case in {*cases}}
         furthest = [found[case] for case in cases]
-        lengths = solve_bounded(group(blocks.seconds(checkpoint), edges), furthest)
+        lengths = bounded_cuts(costs, edges, furthest)
         if lengths is None:
             names = [layer.name for layer in self.layers]
-            raise ValueError(why_not(names, blocks, edges, peak, limits, furthest))
-        return self._predicted(ungroup(lengths, edges), blocks, checkpoint)
+            raise ValueError(_why_not(names, blocks, edges, peak, limits, furthest))
+        return self._predicted(lengths, blocks, checkpoint)
 
     def _predicted(self, lengths: list[int], blocks: Blocks, checkpoint: str) -> Balance:
         """Return a balance that says what to expect of it, if devices work by themselves."""
@@ -270,3 +269,54 @@ def _make(cls: type[T], data: Any) -> T:
         return cls(**data)
     except ValueError as error:
         raise ValueError(f'this is not a profile: {error}') from None
+
+
+def _why_not(names: Sequence[str], blocks: Blocks, edges: Sequence[int], peak: Peak,
+             limits: Sequence[int | None], furthest: Sequence[Sequence[int]]) -> str:
+    """Return which layers do not fit, or that all of them together do not.
+
+    Args:
+        names: Of the layers.
+        blocks: What they take.
+        edges: Where partitions may start and end.
+        peak: What a partition holds.
+        limits: By partition, in bytes.
+        furthest: The furthest ends of partitions, by their places in ``edges``.
+    """
+    largest = inf if None in limits else max(limit or 0 for limit in limits)
+    room = inf if None in limits else sum(limit or 0 for limit in limits)
+    for start, end in zip(edges, edges[1:]):
+        need = min(blocks.bytes(a, end, peak) for a in edges[:edges.index(end)])
+        if need > largest:
+            return (f'{_block(names, start, end)} alone needs {format_bytes(need)}, but the '
+                    f'largest memory limit is {format_bytes(largest)}; raise chunks, split the '
+                    'layer, or take a larger device')
+    activations = -(-blocks.activations[-1] * peak.activations // blocks.m)
+    total = blocks.resident[-1] + activations + blocks.inputs[0] + 2 * blocks.inputs[-1]
+    all_of_them = f'all {len(names)} layers together need {format_bytes(total)} or more'
+    if total > room:
+        return (f'{all_of_them}, but the memory limits add up to {format_bytes(room)}; take more '
+                'or larger devices, or raise chunks')
+    stuck = _stuck(names, blocks, edges, peak, limits, furthest)
+    return f'{stuck}; {all_of_them}. Raise chunks, or take larger devices'
+
+
+def _stuck(names: Sequence[str], blocks: Blocks, edges: Sequence[int], peak: Peak,
+           limits: Sequence[int | None], furthest: Sequence[Sequence[int]]) -> str:
+    """Return at which partition each balance that keeps the limits so far comes to an end."""
+    number = len(edges) - 1
+    rows = reachable([0] * len(edges), furthest, 0)  # with no bound on the time
+    j = next(j for j, ends in enumerate(rows[1:]) if not ends)
+    ends = [number if j == len(limits) - 1 else a + 1 for a in range(number)]
+    needs = [(blocks.bytes(edges[a], edges[ends[a]], peak), a) for a in rows[j] if a < number]
+    if not needs:
+        return f'no layer is left for partition {j}'
+    need, a = min(needs)
+    return (f'no balance keeps the memory limit of partition {j}, {format_bytes(limits[j] or 0)}: '
+            f'at least {_block(names, edges[a], edges[ends[a]])} would be there and need '
+            f'{format_bytes(need)}')
+
+
+def _block(names: Sequence[str], a: int, b: int) -> str:
+    return f"layer '{names[a]}'" if b == a + 1 else \
+        f"the block of layers '{names[a]}' to '{names[b - 1]}'"

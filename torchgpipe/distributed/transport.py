@@ -18,6 +18,7 @@ from torch.profiler import record_function
 
 from torchgpipe.distributed.messages import Header, Messages, outline
 from torchgpipe.distributed.replicas import Replicas
+from torchgpipe.engine.autograd import graph_leaves
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.leaves import Leaves
@@ -209,7 +210,7 @@ class Training(_OnRanks, Step):
                 where += ' or loss_fn'
                 # A loss that nothing can learn from is a leaf by itself.
                 nodes = [node for node in nodes if not hasattr(node, 'variable')]
-            self.learning.update({id(x): (x, where) for x in _leaves_of(nodes)
+            self.learning.update({id(x): (x, where) for x in graph_leaves(nodes)
                                   if id(x) not in own})
 
     def _leave(self, message: Message) -> None:
@@ -249,20 +250,6 @@ class Evaluation(_OnRanks):
     def _send(self, i: int, j: int, cell: Cell, output: list[Tensor],
               recomputation: Recomputation | None) -> None:
         self._keep(i, j, cell, output)
-
-
-def _leaves_of(nodes: list[Any]) -> list[Tensor]:
-    """Return the tensors that get gradients from a graph."""
-    found, seen = [], {*nodes}
-    while nodes:
-        node = nodes.pop()
-        # Those without elements only tie nodes to each other.
-        if hasattr(node, 'variable') and node.variable.numel():
-            found.append(node.variable)
-        new = {other for other, _ in node.next_functions if other is not None} - seen
-        seen |= new
-        nodes += new
-    return found
 
 
 def _has_numbers(value: Any) -> bool:

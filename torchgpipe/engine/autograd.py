@@ -38,7 +38,7 @@ from torchgpipe.engine.stream import (AbstractStream, current_stream, get_device
                                       use_stream, wait_stream)
 
 __all__ = ['Checkpoint', 'Copy', 'Fork', 'Join', 'Recompute', 'Tie', 'Wait', 'copy_tensor',
-           'find_grad', 'fork', 'get_phony', 'join', 'tie']
+           'find_grad', 'fork', 'get_phony', 'graph_leaves', 'join', 'tie']
 
 # Filled once per device, never emptied, read-only afterwards.
 _phonies: dict[tuple[torch.device, bool], Tensor] = {}
@@ -271,3 +271,17 @@ class Wait(torch.autograd.Function):
         prev_stream, next_stream = ctx.streams
         wait_stream(prev_stream, next_stream)
         return (None, None, *grads)
+
+
+def graph_leaves(nodes: list[Any]) -> list[Tensor]:
+    """Return the tensors that get gradients from a graph."""
+    found, seen = [], {*nodes}
+    while nodes:
+        node = nodes.pop()
+        # Those without elements only tie nodes to each other.
+        if hasattr(node, 'variable') and node.variable.numel():
+            found.append(node.variable)
+        new = {other for other, _ in node.next_functions if other is not None} - seen
+        seen |= new
+        nodes += new
+    return found

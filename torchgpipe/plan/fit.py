@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from torchgpipe.balance.blockpartition import group, ungroup
-from torchgpipe.balance.bounded import solve_bounded
+from torchgpipe.balance.blockpartition import bounded_cuts
 from torchgpipe.plan.choice import Plan, schedule_of
 from torchgpipe.predict.blocks import Blocks, peaks
 from torchgpipe.schedule.plain import PLAIN_CALL
@@ -66,7 +65,7 @@ def fit(plan: Plan, blocks: Blocks, edges: Sequence[int], limits: Limits,
     # As whole numbers: quicker, and closer than any measurement.
     seconds = blocks.seconds(plan.checkpoint)
     unit = (sum(seconds) or 1.0) / UNITS
-    costs = [round(cost / unit) for cost in group(seconds, edges)]
+    costs = [round(cost / unit) for cost in seconds]
     for _ in range(ROUNDS):
         cuts = [0, *accumulate(plan.balance)]
         cases: list[Any] = [None] * len(peak)
@@ -76,10 +75,10 @@ def fit(plan: Plan, blocks: Blocks, edges: Sequence[int], limits: Limits,
             for j in own:
                 cases[j] = peak[j], share, j == last
         found = {case: blocks.furthest(edges, *case) for case in {*cases}}
-        lengths = solve_bounded(costs, [found[case] for case in cases])
-        if lengths is None:
+        balance = bounded_cuts(costs, edges, [found[case] for case in cases])
+        if balance is None:
             return None
-        plan = planned(ungroup(lengths, edges))
+        plan = planned(balance)
         if not any(excess([*plan.bytes.values()], limits)):
             return plan
     return None

@@ -1,7 +1,7 @@
 """What peaks are made of: tensors that are alive."""
 import torch
 
-from torchgpipe.balance.live import LiveTensors
+from benchmarks.harness.live import LiveTensors
 
 
 def test_live_tensors_are_counted_once_and_until_they_die():

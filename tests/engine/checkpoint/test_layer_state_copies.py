@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.harness.live import LiveTensors
 from tests.devices import one_worker
 from tests.engine.checkpoint.layers import ODD, Layer, compare_modes, doubles, skip_unless_movable
 from torchgpipe import GPipe
-from torchgpipe.balance.live import LiveTensors
 from torchgpipe.engine.checkpoint import layer_state
 
 

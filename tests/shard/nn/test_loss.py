@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import torchgpipe.shard as ts
+from benchmarks.harness.live import LiveTensors
 from tests.shard.processes import run
 from tests.whole import first
-from torchgpipe.balance.live import LiveTensors
 from torchgpipe.shard import sizes
 from torchgpipe.shard.nn.loss import ParallelCrossEntropyLoss, parallel_cross_entropy
 
