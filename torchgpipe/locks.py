@@ -3,9 +3,11 @@
 What may run beside what: a layer works in one thread at a time. A cell holds the locks of its
 layers from its start to its end, and so does a recomputation. So any number of threads may run and
 train the same model, or models that share layers; their cells are serialized. But a layer that
-only computes may run in several partitions of one memory at a time. Whoever gives it other
-parameters, as a step does, waits for others who do, in whichever model; a plain call of one model
-beside a step of another one is for the user to keep apart.
+only computes may run in several partitions of one memory at a time.
+
+A step puts other parameters into its layers for as long as it runs. So steps exclude each other,
+of whichever models, if they have layers in common; and a step excludes forward passes of the same
+model. A plain call of another model with the same layers is for the user to keep apart.
 
 A child process has the thread that forked and none of the others, so a lock that another one held
 would never be released there.
@@ -13,15 +15,17 @@ would never be released there.
 import os
 import threading
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 
-__all__ = ['generator_lock', 'layer_lock', 'new_lock', 'together']
+__all__ = ['generator_lock', 'layer_lock', 'new_lock', 'step_lock', 'together']
 
 _locks: 'weakref.WeakSet[Any]' = weakref.WeakSet()
+
+_of_steps: 'weakref.WeakKeyDictionary[nn.Module, Any]' = weakref.WeakKeyDictionary()
 
 _of_layers: 'weakref.WeakKeyDictionary[nn.Module, Any]' = weakref.WeakKeyDictionary()
 
@@ -44,7 +48,7 @@ if hasattr(os, 'register_at_fork'):
 _lock = new_lock()
 
 #: Held by cells and recomputations that draw from the random generator of the CPU, which all
-#: threads share. Whoever takes it and locks of layers takes it first.
+#: threads share. Who holds it takes no other lock.
 generator_lock = new_lock()
 
 
@@ -55,6 +59,12 @@ def layer_lock(layers: Collection[nn.Module]) -> AbstractContextManager[Any]:
             if layer not in _of_layers:
                 _of_layers[layer] = new_lock()
         return together(*map(_of_layers.__getitem__, layers))
+
+
+def step_lock(modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
+    """Return a context in which no other step has any of these modules."""
+    with _lock:
+        return together(*{_of_steps.setdefault(module, new_lock()) for module in modules})
 
 
 def together(*contexts: Any) -> AbstractContextManager[Any]:

@@ -22,6 +22,7 @@ from torchgpipe.engine.leaves import Leaves
 from torchgpipe.engine.memory import size_of, versions
 from torchgpipe.engine.microbatches import Batch
 from torchgpipe.engine.split_backward import DeferredWork
+from torchgpipe.engine.substitute import substituted
 from torchgpipe.predict.blocks import SkipProfile
 from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.namespace import Key
@@ -152,9 +153,10 @@ class Measurement:
         input, tracker = self._start()
         deferred = DeferredWork()
         work = deferred.work = []
-        run = Leaves().within(self.module.modules(), self._forward, {},
-                              None if has_compiled(self.module) else deferred)
-        output = run(input, tracker)
+        leaves = Leaves().swaps(self.module.modules(), {},
+                                None if has_compiled(self.module) else deferred)
+        with substituted(leaves):
+            output = self._forward(input, tracker)
         deferred.splits = True
         first = self._backward(output, tracker)
         if not work:

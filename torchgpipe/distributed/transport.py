@@ -192,7 +192,7 @@ class Training(_OnRanks, Step):
         super()._enter(j)
         if j not in self._ready:  # Before, parameters may be shards.
             self._ready.add(j)
-            self._put_leaves(self._engine.partitions[j:j + 1])
+            self._put_leaves(self._engine.partitions[j:j + 1], each=True)
 
     def _end(self, action: Action) -> None:
         unit = self._way.replicas.early(action.stage)

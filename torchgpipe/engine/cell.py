@@ -28,10 +28,9 @@ from torchgpipe.engine.compiled import compiled
 from torchgpipe.engine.culprit import add_culprit, blame, left_grad_mode
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.partition import Partition
-from torchgpipe.engine.stream import AbstractStream, CPUStream, no_context
+from torchgpipe.engine.stream import AbstractStream, CPUStream
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.errors import changed_input
-from torchgpipe.locks import generator_lock
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker
 from torchgpipe.structure import Arguments, Kind, Repeated, Tensors, bare, flatten, once
@@ -196,12 +195,14 @@ class Cells:
         self.no_recompute = [module for module in self._modules if MARK in module.__dict__] \
             if self._checkpoint_stop else []
         #: What the layers were seen to do, where it matters.
-        self._observed = None if one_worker and not self._checkpoint_stop else partition.observed[
+        self.observed = None if one_worker and not self._checkpoint_stop else partition.observed[
             tuple([module.training for module in self._modules])]
         #: The layers as the first of these cells that is checkpointed finds them.
         self._layers: Layers | None = None
         #: Tells after the forward pass whether any layers drew that were not known to.
         self.monitor: DrawMonitor | None = None
+        #: Of cells with no generator to save.
+        self._no_draws: Draws | None = None
 
     @property
     def draws(self) -> bool | None:
@@ -209,18 +210,12 @@ class Cells:
 
         ``None`` if that is not known yet, or does not matter.
         """
-        return None if self._observed is None else self._observed.draws
-
-    @property
-    def generator_lock(self) -> AbstractContextManager[Any]:
-        """Held while one of them runs: [Note: Generator of the CPU] of its draws."""
-        return no_context if self._observed is None or self._observed.draws is False \
-            else generator_lock
+        return None if self.observed is None else self.observed.draws
 
     def watch_draws(self) -> None:
         """Take note that someone drew while these ran, which were not known to."""
-        assert self._observed is not None
-        self._observed.watch_draws()
+        assert self.observed is not None
+        self.observed.watch_draws()
 
     def run(self, i: int, cell: Cell, tensors: list[Tensor]
             ) -> tuple[list[Tensor], Recomputation | None]:
@@ -234,7 +229,7 @@ class Cells:
         Returns:
             The output, and what has to come before it in backward, if the cell is checkpointed.
         """
-        observed = self._observed
+        observed = self.observed
         # A cell without anything to train has no graph, so there is nothing to save memory on.
         if observed is not None and i < self._checkpoint_stop and (
                 self._trainable or any([x.requires_grad for x in tensors])):
@@ -256,7 +251,9 @@ class Cells:
         # Beside cells that draw, each one of those that do not is looked at by itself.
         alone = self.monitor is None and watch is None and observed.draws is False
         own_monitor = DrawMonitor() if alone else None
-        draws = self._draws(observed, watch, self.monitor or own_monitor)
+        draws = self._no_draws
+        if draws is None or alone or watch is not None or observed.draws:
+            draws = self._draws(observed, watch, self.monitor or own_monitor)
         recomputation = Recomputation(
             cell, self._state, draws, found, self._stream,
             changed_input if cell.popped else partial(_blame, self._partition, cell.kind),
@@ -280,7 +277,10 @@ class Cells:
         generators = [*generators_of(self._partition.device), *observed.generators.values()]
         if observed.draws:
             return Draws([*generators, default_generator])
-        return Draws(generators, None, monitor)
+        draws = Draws(generators, None, monitor)
+        if not generators and monitor is self.monitor:
+            self._no_draws = draws
+        return draws
 
 
 def compare_earlier(partition: Partition) -> None:

@@ -85,7 +85,6 @@ from torchgpipe.engine.microbatches import Batch
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run, Skip
 from torchgpipe.engine.stream import AbstractStream, use_stream
-from torchgpipe.locks import generator_lock
 from torchgpipe.schedule.action import Action
 
 __all__ = ['Pipeline']
@@ -120,11 +119,9 @@ class Pipeline(Run):
     def _run_cells(self) -> None:
         """Run all cells: at the same time, or one after the other where their order matters."""
         m, known = len(self._batches), 0
-        # No two could run at the same time, or anyone may see when a cell runs; or workers would
-        # wait for a lock that this thread has.
+        # No two could run at the same time, or anyone may see when a cell runs.
         in_order = self._engine.one_worker or m == 1 or self._state.is_serialized or any(
-            partition.serialized for partition in self._engine.partitions
-        ) or generator_lock._is_owned()
+            partition.serialized for partition in self._engine.partitions)
         if not in_order:
             if any(cells.draws is None for cells in self._cells):
                 self._run_at_once(0, 1)  # which tells

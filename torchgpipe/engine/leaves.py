@@ -25,7 +25,7 @@ from torchgpipe.engine.split_backward import DeferredWork, Weight
 from torchgpipe.engine.substitute import Swap, substituted
 from torchgpipe.structure import Slot
 
-__all__ = ['Give', 'Leaves', 'edge_of', 'give', 'leaf_of']
+__all__ = ['Give', 'Leaves', 'edge_of', 'give', 'leaf_of', 'within']
 
 
 class Leaves:
@@ -39,14 +39,12 @@ class Leaves:
         self._dtype = dtype
         self._leaves: dict[tuple[int, int], tuple[Tensor, nn.Parameter]] = {}
 
-    def within(self, modules: Iterable[nn.Module], function: Callable[..., Any],
-               copies: Mapping[Slot, Tensor], deferred: DeferredWork | None = None
-               ) -> Callable[..., Any]:
-        """Return a function that has the leaves in place of the parameters of some modules.
+    def swaps(self, modules: Iterable[nn.Module], copies: Mapping[Slot, Tensor],
+              deferred: DeferredWork | None = None) -> list[Swap]:
+        """Return how to put leaves in place of the parameters of some modules.
 
         Args:
             modules: The modules.
-            function: The function.
             copies: What has been put in the place of some of these parameters.
             deferred: Where gradients of weights are put off to, if they are.
         """
@@ -54,10 +52,8 @@ class Leaves:
                  for name, x in module._parameters.items() if x is not None]
         leaves = [(module, name, x, self._leaf_of(x, deferred)) for module, name, x in found
                   if x.requires_grad and not is_lazy(x)]
-        # Made once for all cells of a partition, which mostly has many parameters.
-        return partial(_run_within, [
-            Swap(partial(_put, module, name, leaf), partial(_put, module, name, x, leaf))
-            for module, name, x, leaf in leaves], function)
+        return [Swap(partial(_put, module, name, leaf), partial(_put, module, name, x, leaf))
+                for module, name, x, leaf in leaves]
 
     def _leaf_of(self, x: Tensor, deferred: DeferredWork | None) -> nn.Parameter:
         key = id(x), id(deferred)
@@ -95,6 +91,11 @@ class Leaves:
                 found.append((x, leaf.grad))
                 leaf.grad = None
         return found
+
+
+def within(swaps: Sequence[Swap], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs with leaves in their places."""
+    return partial(_run_within, swaps, function)
 
 
 def _run_within(swaps: Sequence[Swap], function: Callable[..., Any], *args: Any, **kwargs: Any

@@ -18,7 +18,7 @@ from torchgpipe.engine.checkpoint.samples import PendingComparison
 from torchgpipe.engine.observer import Observer, observers
 from torchgpipe.engine.stream import no_context
 from torchgpipe.engine.worker import Workers, device_key
-from torchgpipe.locks import layer_lock, new_lock, together
+from torchgpipe.locks import layer_lock, new_lock, step_lock, together
 from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
 from torchgpipe.structure import Slot
 
@@ -155,6 +155,10 @@ class Partition:
         #: Held by whoever gives its modules other attributes, as for a recomputation: no other
         #: partition runs any of them meanwhile.
         self.lock_alone: AbstractContextManager[Any] = no_context
+        #: Whether a module of it is in another partition, too.
+        self.shares_modules = False
+        #: Whether there is another pipeline in it.
+        self.has_pipeline = any(map(is_pipeline, layers.modules()))
         #: Whether it has a module that communicates: [Note: Collectives] of
         #: :mod:`torchgpipe.context`.
         self.communicates = any(
@@ -194,6 +198,8 @@ class Engine:
         self.loss_draws: bool | None = None
         #: And whether the backward of any cell was, as that of an `autograd.Function` may.
         self.backward_draws: bool | None = None
+        #: Held by a forward pass or a step: see :mod:`torchgpipe.locks`.
+        self.lock = new_lock()
         #: Held in a step by all that draws from the generator of the CPU, or may put it back.
         self.generator_lock = new_lock()
         #: Who is told of actions, if anyone.
@@ -221,6 +227,12 @@ class Engine:
         #: The modules in several partitions that may change when they are called.
         self.changing = [module for module in shared if not only_computes(module)]
         self._lock(shared)
+
+    @cached_property
+    def step_lock(self) -> AbstractContextManager[Any]:
+        """What a step holds: see :mod:`torchgpipe.locks`."""
+        return step_lock(module for partition in self.partitions
+                         for module in partition.layers.modules() if module._parameters)
 
     @cached_property
     def communicating_worker(self) -> Hashable:
@@ -274,6 +286,7 @@ class Engine:
             if changes or self.several_memories and module._parameters:
                 alone.setdefault(js, []).append(module)
             for j in js:
+                self.partitions[j].shares_modules = True
                 self.partitions[j].serialized |= changes
         for partition in self.partitions:
             own = [layer for layer in partition.layers if layer not in shared]

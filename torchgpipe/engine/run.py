@@ -37,8 +37,9 @@ from torchgpipe.engine.memory import versions
 from torchgpipe.engine.microbatches import Batch
 from torchgpipe.engine.partition import Engine, Partition
 from torchgpipe.engine.shared import SharedTensors
-from torchgpipe.engine.stream import AbstractStream, CPUStream, current_stream
+from torchgpipe.engine.stream import AbstractStream, CPUStream, current_stream, no_context
 from torchgpipe.engine.thread_state import ThreadState
+from torchgpipe.locks import generator_lock
 from torchgpipe.schedule.action import Action
 from torchgpipe.skip.namespace import Key
 
@@ -77,8 +78,10 @@ class Run:
         offload: Whether what checkpoints keep waits in the memory of the host.
     """
 
-    #: Whether cells give modules other parameters, so that no other partition may run them.
-    alone = False
+    #: Held beside the lock of the model, from start to end.
+    _steps: AbstractContextManager[Any] = no_context
+    #: Whether backward is a part of it, so that cells may give modules other parameters.
+    has_backward = False
 
     def __init__(self, engine: Engine, batches: list[Batch], checkpoint_stops: Sequence[int] = (),
                  copy_streams: Sequence[Sequence[AbstractStream]] | None = None,
@@ -95,7 +98,7 @@ class Run:
             if partition.arrives or partition.departs else [] for partition in engine.partitions]
         self._streams = [current_stream(partition.device) for partition in engine.partitions]
         stops = checkpoint_stops or [0] * len(engine.partitions)
-        state.check(threads=self.alone or not engine.one_worker or any(stops))
+        state.check(threads=self.has_backward or not engine.one_worker or any(stops))
         # Hooks of the user's decide by themselves where what is saved waits, and would look at it
         # while it is still on its way.
         offload = offload and state.hooks is None
@@ -109,8 +112,8 @@ class Run:
         self._layers: list[Callable[..., Any]] = [each.layers for each in engine.partitions]
         #: The contexts in which cells have the layers of each partition.
         self._held = [
-            self._hold(partition, partition.lock_alone if self.alone or cells.no_recompute
-                       else partition.lock)
+            self._hold(partition, partition.lock_alone
+                       if self.has_backward or cells.no_recompute else partition.lock)
             for partition, cells in zip(engine.partitions, self._cells)]
         #: Looks after all of this pass; or, where some partitions draw, after less than that.
         self._monitor = None if any(
@@ -142,6 +145,10 @@ class Run:
             self._engine.workers.check_caller()
         parts = self._engine.several_memories and self._state.grad
         inputs = [x.grad_fn for batch in self._batches for x in batch.tensors] if parts else []
+        with self._engine.lock, self._steps:
+            self._run(inputs, parts)
+
+    def _run(self, inputs: list[Any], parts: bool) -> None:
         try:
             if self._shared is None:
                 self._run_cells()
@@ -192,7 +199,10 @@ class Run:
         try:
             tensors = self._bring(
                 i, j, self._pop(i, partition, cell) if partition.incoming else ())
-            with self._cells[j].generator_lock, self._held[j]:
+            observed = self._cells[j].observed
+            draws = observed is not None and observed.draws is not False
+            with self._held[j], (generator_lock if draws and not partition.has_pipeline
+                                 else no_context):
                 if partition.has_skips or i in self.aliasing.watched:
                     before = self.aliasing.before(i, j, cell, tensors)
                     output, recomputation = self._cells[j].run(i, cell, tensors)

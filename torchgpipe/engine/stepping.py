@@ -27,15 +27,16 @@ from torchgpipe.engine.checkpoint.draws import Recorder
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.compiled import has_compiled
 from torchgpipe.engine.interpreter import Plan, interpret
-from torchgpipe.engine.leaves import Leaves, edge_of, give, leaf_of
+from torchgpipe.engine.leaves import Leaves, edge_of, give, leaf_of, within
 from torchgpipe.engine.microbatches import Batch
 from torchgpipe.engine.order import Unordered, beside
 from torchgpipe.engine.partition import Engine, Partition
 from torchgpipe.engine.run import Run, Skip
 from torchgpipe.engine.split_backward import DeferredWork
 from torchgpipe.engine.stream import CPUStream, no_context, use_stream, wait_stream
+from torchgpipe.engine.substitute import Swap, substituted
 from torchgpipe.errors import add_note
-from torchgpipe.locks import layer_lock, together
+from torchgpipe.locks import layer_lock, step_lock, together
 from torchgpipe.schedule.action import Action
 
 __all__ = ['Loss', 'Step']
@@ -79,7 +80,7 @@ class Step(Run):
         options: Those of :class:`~torchgpipe.engine.run.Run`.
     """
 
-    alone = True  # They have leaves in place of parameters.
+    has_backward = True
     _give = staticmethod(give)
 
     def __init__(self, engine: Engine, batches: list[Batch], rows: tuple[tuple[Action, ...], ...],
@@ -92,10 +93,16 @@ class Step(Run):
         self._leaves = Leaves()
         self._loss: Callable[..., Any] = loss
         modules = {*loss.modules}
+        with_loss = [partition for partition in engine.partitions
+                     if not modules.isdisjoint(partition.layers.modules())]
         #: Held where the loss has leaves in place of its parameters.
         self._loss_lock = together(layer_lock(modules), *(
-            partition.lock for partition in engine.partitions
-            if not modules.isdisjoint(partition.layers.modules()))) if modules else no_context
+            partition.lock for partition in with_loss)) if modules else no_context
+        #: Partitions whose modules stand elsewhere, too: in another one, or in the loss.
+        self._apart = {partition.j for partition in engine.partitions
+                       if partition.shares_modules or partition in with_loss}
+        self._steps = together(engine.step_lock, step_lock(modules)) if modules \
+            else engine.step_lock
         self._input = [batch.tensors for batch in batches]
         batches[:] = [Batch(tuple(map(leaf_of, batch.tensors)), batch.kind)
                       for batch in batches]
@@ -136,31 +143,39 @@ class Step(Run):
         plan = Plan.of(self._rows, tuple([partition.device for partition in engine.partitions]),
                        frozenset([j for j, partition in enumerate(engine.partitions)
                                   if all_ordered or partition.serialized or self._may_draw(j)]))
-        self._put_leaves(engine.partitions)
         run = self._act if engine.observer is None else partial(engine.observer.act, self._act)
         watch = None if plan.in_order else Unordered(engine, self._rows)
-        interpret(plan, run, engine.workers)
+        with substituted(self._put_leaves(engine.partitions)):
+            interpret(plan, run, engine.workers)
         if watch is not None:
             watch.check()
         if self._recorder is not None:
             engine.backward_draws = self._recorder.draws
 
-    def _put_leaves(self, partitions: Sequence[Partition]) -> None:
-        """Make leaves of the parameters, as they are when no cell has put others there.
+    def _put_leaves(self, partitions: Sequence[Partition], each: bool = False) -> list[Swap]:
+        """Make leaves of the parameters.
 
         Args:
             partitions: The partitions; the last one includes the parameters of the loss.
+            each: Whether each cell puts them in place by itself. So do those of partitions whose
+                modules stand elsewhere, or that have copies of tensors in another memory.
+
+        Returns:
+            How to put the others in place.
         """
+        found = []
         for partition in partitions:
             copies = {} if self._shared is None else self._shared.copies(partition.j)
-            with partition.lock_alone:
-                self._layers[partition.j] = self._leaves.within(
-                    partition.layers.modules(), self._layers[partition.j], copies,
-                    self._deferred.get(partition.j))
-        if partitions[-1].j < len(self._cells) - 1:
-            return
-        with self._loss_lock:
-            self._loss = self._leaves.within(self._losses.modules, self._losses, {})
+            swaps = self._leaves.swaps(partition.layers.modules(), copies,
+                                       self._deferred.get(partition.j))
+            if each or copies or partition.j in self._apart:
+                self._layers[partition.j] = within(swaps, self._layers[partition.j])
+            else:
+                found += swaps
+        if partitions[-1].j == len(self._cells) - 1:
+            swaps = self._leaves.swaps(self._losses.modules, {})
+            self._loss = within(swaps, self._losses) if swaps else self._losses
+        return found
 
     def _gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Return what has a gradient in the end, with that, and let go of it."""

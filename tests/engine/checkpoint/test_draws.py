@@ -246,7 +246,7 @@ def test_layers_that_seed_the_generator_and_put_it_back(devices, mode):
         torch.manual_seed(seed)
         output = gpipe(x)
         torch.manual_seed(seed)
-        if devices.are_accelerators:  # each of which has a generator
+        if devices.are_apart:  # and have a generator each
             expected = by_partitions(gpipe, x.detach(), 4)
         else:
             expected = torch.cat([model(x) for x in micro_batches(x.detach(), 4)])

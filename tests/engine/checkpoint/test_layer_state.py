@@ -136,13 +136,13 @@ def test_a_mode_that_changes_between_forward_and_backward(devices, where):
     def run(net, model):
         net.train()
         torch.manual_seed(2)
-        output = call(net, doubles(6, 4))
+        output = net(doubles(6, 4).to(devices.first))
         where(net).eval()
         output.square().sum().backward()
         return [*gradients(model), *model.buffers()]
 
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
-    reference = copy.deepcopy(model)
+    reference = copy.deepcopy(model).to(devices.first)
     gpipe = GPipe(model, [3], devices=devices(1), checkpoint='always')
     for _ in range(2):
         assert_same(run(gpipe, model), run(reference, reference))

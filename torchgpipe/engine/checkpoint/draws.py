@@ -12,15 +12,16 @@ the layers were seen to draw from it, and those that the layers own.
 [Note: Generator of the CPU]
 All threads share it. So whoever draws from it in a cell, or puts it back, holds
 :data:`~torchgpipe.locks.generator_lock`, and partitions that draw take turns: see
-[Note: Order of draws] of the pipeline. Another thread of the user's may draw in the middle of a
-cell nevertheless. The recomputation then ends in another state than the first pass, and raises.
+[Note: Order of draws] of the pipeline. (A partition with a pipeline in it does not hold it in its
+cells, as the workers of that pipeline need it.) Another thread of the user's may draw in the
+middle of a cell nevertheless. The recomputation then ends in another state than the first pass,
+and raises.
 
 A dispatch mode sees in the first cell of a partition whether its layers draw. It costs about 10 µs
 per operation, so later cells run without. Should layers begin to draw later, the state of the
 generator differs after the pass; their recomputation runs in the mode, and raises if it draws.
 """
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -111,11 +112,6 @@ class Draws:
         #: Of the generators that moved, the states before and after the first pass.
         self.states: dict[Generator, tuple[Tensor, Tensor]] = {}
 
-    @property
-    def lock(self) -> AbstractContextManager[Any]:
-        """Held by a recomputation, from before it takes the locks of layers."""
-        return generator_lock if _cpu in self.states else no_context
-
     def first_pass(self, function: Callable[[], T]) -> T:
         """Run the cell for the first time."""
         if not self._generators:
@@ -143,8 +139,10 @@ class Draws:
         """
         if self.monitor is not None and self.monitor.drawn:
             function = partial(_without_draws, function)
-        if not self.states:
-            return function()
+        with generator_lock if _cpu in self.states else no_context:
+            return self._replay(function)
+
+    def _replay(self, function: Callable[[], T]) -> T:
         now = {each: state_of(each) for each in self.states}
         try:
             for each, (before, _) in self.states.items():

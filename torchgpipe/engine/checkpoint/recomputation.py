@@ -39,14 +39,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torchgpipe.context import context
 from torchgpipe.engine.autograd import Checkpoint
 from torchgpipe.engine.checkpoint.draws import Draws
-from torchgpipe.engine.checkpoint.layer_state import CellState
-from torchgpipe.engine.checkpoint.restore import run_on
+from torchgpipe.engine.checkpoint.layer_state import CellState, run_on
 from torchgpipe.engine.checkpoint.results import Results
 from torchgpipe.engine.checkpoint.samples import (PendingComparison, agree, compare, elements_of,
                                                   keep)
 from torchgpipe.engine.memory import check_nested, versions
 from torchgpipe.engine.offload import Offload
-from torchgpipe.engine.stream import AbstractStream, no_context, use_stream
+from torchgpipe.engine.stream import AbstractStream, use_stream
 from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.errors import add_note, changed_input, nested, other_path
 from torchgpipe.private import (APPLY, Hooks, PythonNode, at_end_of_backward, backward_pass,
@@ -83,13 +82,14 @@ class RecomputedTensors:
         hooks: The user's saved-tensor hooks, if any.
     """
 
-    __slots__ = ('_compiled', '_held', '_holder', '_hooks', '_next', '_saved', '_tensors')
+    __slots__ = ('_compiled', '_held', '_holder', '_hooks', '_saved', '_tensors', 'number')
 
     def __init__(self, saved: list[int], compiled: dict[int, Saved], hooks: Hooks | None) -> None:
         self._saved = saved
         self._compiled = compiled
         self._hooks = hooks
-        self._next = 0
+        #: How many have come.
+        self.number = 0
         self._tensors: dict[int, tuple[Any, int | None]] = {}
         self._holder: Callable[[], Any] = _gone
         self._held: dict[int, Tensor] = {}
@@ -97,8 +97,8 @@ class RecomputedTensors:
     @uncompiled
     def keep(self, tensor: Tensor) -> int:
         """Pack hook of the recomputation: keep the tensor under its number."""
-        k = self._next
-        self._next += 1
+        k = self.number
+        self.number += 1
         if k < len(self._saved) and self._saved[k] != hash((tensor.shape, tensor.dtype)):
             if tensor.is_nested:
                 raise nested()
@@ -113,12 +113,6 @@ class RecomputedTensors:
         hooks = self._hooks
         self._tensors[k] = (alias, alias._version) if hooks is None else (hooks[0](alias), None)
         return k
-
-    def close(self) -> None:
-        """Check that as many tensors came as the first pass saved."""
-        if self._next != len(self._saved):
-            raise other_path(f'it saved {self._next} tensors for backward, the first pass '
-                             f'{len(self._saved)}')
 
     def take(self, k: int) -> Tensor | None:
         """Return a tensor, and let go of it; ``None`` if it was taken before."""
@@ -347,7 +341,9 @@ class Recomputation:
                 leaves = [x.detach().requires_grad_(requires_grad) for x, requires_grad
                           in zip(self._take_input(), self._requires_grad)]
                 output = self._recompute(leaves, fill)
-                fill.close()
+                if fill.number != len(self._saved):
+                    raise other_path(f'it saved {fill.number} tensors for backward, the first '
+                                     f'pass {len(self._saved)}')
                 self._pending.extend(compare(output, self._samples))
         except Exception:
             if self.layers is not None:  # so that more was to be seen than was seen
@@ -375,9 +371,9 @@ class Recomputation:
         function: Callable[[], list[Tensor]] = partial(self._function, self._spread(leaves))
         if self._results is not None:
             function = partial(self._results.replay, function)
-        lock, draws = no_context, self._draws
+        draws = self._draws
         if draws.states or (draws.monitor is not None and draws.monitor.drawn):
-            lock, function = draws.lock, partial(draws.replay, function)
+            function = partial(draws.replay, function)
         if self.layers is not None:
             function = partial(run_on, self.layers, function)
         # What an interrupt leaves behind of these hooks is dropped by autograd when the backward
@@ -385,7 +381,7 @@ class Recomputation:
         outside = context.checkpointing, context.recomputing
         context.checkpointing, context.recomputing = False, True
         try:
-            with lock, torch.enable_grad(), saved_tensors_hooks(fill.keep, _own_gradient):
+            with torch.enable_grad(), saved_tensors_hooks(fill.keep, _own_gradient):
                 output = self._state.rerun(function, self._num_threads)
         except Exception:
             # Most likely PyTorch's "a leaf Variable that requires grad …". It shows the line.
