@@ -375,21 +375,6 @@ def test_modules():
     assert private.is_full_backward_hook in vars(nn.Linear(1, 1))
 
 
-def test_attributes_of_torch_script():
-    class Counter(nn.Module):
-        n: int
-
-        def __init__(self):
-            super().__init__()
-            self.n = 0
-
-        def forward(self, x: torch.Tensor):
-            self.n += 1
-            return x
-
-    assert private.script_attributes(torch.jit.script(Counter())) == ['n']
-
-
 def test_modules_that_have_only_a_private_reset():
     for module in (nn.MultiheadAttention(4, 2), nn.Transformer(4, 2, 1, 1, 4, batch_first=True)):
         public, own = (hasattr(module, name) for name in private.RESETS)

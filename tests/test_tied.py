@@ -582,54 +582,22 @@ def test_a_tensor_lives_where_it_is_used_first():
 
 # What cannot be
 
-def scripted():
-    """Return a layer of TorchScript."""
-    return torch.jit.script(nn.Linear(4, 4))
-
-
 def nested(layer):
     """Return a pipeline that has a layer."""
     return GPipe(nn.Sequential(layer), [1], devices=['cpu'])
 
 
-@cpu_only('layers of TorchScript do not move to the simulated accelerator')
+@cpu_only('it patches which CPU devices have a memory of their own')
 def test_what_can_not_have_a_copy(monkeypatch):
     in_two_memories(monkeypatch)
-    layer, lazy, script = nn.Linear(4, 4), nn.LazyLinear(4), scripted()
-    tied = nn.Linear(4, 4)
+    layer, tied = nn.Linear(4, 4), nn.Linear(4, 4)
     tied.weight = layer.weight
     for first, last, reason in [(layer, nested(tied), 'within another GPipe'),
-                                (nested(layer), tied, 'within another GPipe'),
-                                (lazy, nn.Sequential(lazy), 'while they are lazy'),
-                                (script, nn.Sequential(script), 'of TorchScript')]:
+                                (nested(layer), tied, 'within another GPipe')]:
         with pytest.raises(ValueError, match=f"module with duplicate parameters .*{reason}: "
                                              r"'0.*weight' on cpu:0 is also '2.*' on cpu:1"):
             GPipe(nn.Sequential(first, nn.Tanh(), last), [1, 2], devices=['cpu:0', 'cpu:1'])
         GPipe(nn.Sequential(first, nn.Tanh(), last), [1, 2], devices=['cpu:0', 'cpu'])
-
-
-@cpu_only('layers of TorchScript do not move to the simulated accelerator')
-@modes
-def test_a_scripted_layer_in_one_memory(mode):
-    script = scripted()
-    gpipe = GPipe(nn.Sequential(script, nn.Tanh(), script), [1, 2], devices=['cpu:0', 'cpu:1'],
-                  chunks=3, checkpoint=mode)
-    x = torch.randn(7, 4)
-    gpipe(x).sum().backward()
-    actual = gradients(gpipe)
-    gpipe.zero_grad()
-    script(script(x).tanh()).sum().backward()
-    assert_same(actual, gradients(gpipe), 1e-4)
-
-
-@cpu_only('several workers with one memory')
-@pytest.mark.parametrize('devices', [['cpu', 'cpu'], ['cpu:0', 'cpu:1']])
-def test_a_lazy_layer_in_one_memory(devices):
-    lazy = nn.LazyLinear(4)
-    gpipe = GPipe(nn.Sequential(lazy, nn.Tanh(), lazy), [1, 2], devices=devices, chunks=3)
-    x = torch.randn(5, 4)
-    gpipe(x)
-    assert_same([gpipe(x)], [lazy(lazy(x).tanh())], 1e-6)
 
 
 def test_a_layer_that_stashes_can_stand_in_one_place():

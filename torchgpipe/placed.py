@@ -23,8 +23,8 @@ from torchgpipe.schedule import ScheduleLike
 from torchgpipe.schedule.plain import PLAIN_CALL
 from torchgpipe.settings import Checkpoint, Settings, parse_checkpoint
 from torchgpipe.skip.skippable import verify_skippables
-from torchgpipe.split import (parse_balance, parse_chunks, still_shared, verify_module,
-                              verify_source)
+from torchgpipe.split import (parse_balance, parse_chunks, still_shared, verify_layers,
+                              verify_module, verify_source)
 
 __all__ = ['Placed', 'verify']
 
@@ -428,4 +428,5 @@ def verify(module: nn.Sequential) -> None:
     if not isinstance(module, nn.Sequential):
         raise _not_sequential(module)
     verify_module(module)
+    verify_layers(module)
     verify_skippables(module)

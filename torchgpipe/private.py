@@ -27,7 +27,7 @@ __all__ = ['APPLY', 'BatchNorm', 'DISPATCH_MODES', 'DeviceContext', 'DispatchMod
            'generator_key', 'hooks_of', 'ignore_in_ddp', 'innermost_hooks', 'is_compiled',
            'is_compiled_module', 'is_full_backward_hook', 'is_transformed', 'lazy_clone',
            'name_of_call', 'on_cpu_without_memory', 'own_context', 'proxy_mode', 'raise_missing',
-           'retains_graph', 'schema_of', 'script_attributes', 'tree_flatten',
+           'retains_graph', 'schema_of', 'tree_flatten',
            'tree_flatten_with_path', 'tree_leaves', 'tree_map_only', 'tree_unflatten',
            'uncompiled', 'unseen', 'untraced']
 
@@ -430,13 +430,6 @@ if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 else:
     BatchNorm = torch.nn.BatchNorm1d.__base__
-
-
-def script_attributes(module: Any) -> list[str]:
-    """Name the attributes of a module of TorchScript, which are not Python's."""
-    concrete = getattr(module, '_concrete_type', None)  # not of one that was loaded
-    names = [] if concrete is None else concrete.get_attributes()
-    return [name for name in names if name not in ('training', is_full_backward_hook)]
 
 
 #: Where a module has its forward hooks, and those that its call makes nodes in the graph of.

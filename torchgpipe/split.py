@@ -18,7 +18,7 @@ from torchgpipe.private import hooks_of
 from torchgpipe.structure import Slot
 
 __all__ = ['Sequential', 'split', 'parse_balance', 'parse_chunks', 'parse_devices',
-           'still_shared', 'verify_module', 'verify_shared', 'verify_source']
+           'still_shared', 'verify_layers', 'verify_module', 'verify_shared', 'verify_source']
 
 _RECOMMENDATION = '''
 
@@ -77,6 +77,23 @@ def _verify_names(names: Iterable[str]) -> None:
                          'a GPipe calls its parts; give it another name')
 
 
+def verify_layers(module: nn.Sequential) -> None:
+    """Check that all modules within are ready to be run in a pipeline.
+
+    Raises:
+        TypeError: One is a module of TorchScript.
+        ValueError: One is lazy, and has not seen its first input.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, ScriptModule):
+            raise TypeError(f"'{name}' is a module of TorchScript, which cannot be in a pipeline; "
+                            'wrap the module as it was before it was scripted or traced')
+    for name, slot, tensor in named_slots(module):
+        if is_lazy(tensor):
+            raise ValueError(f"'{name}' of a {type(slot[0]).__name__} has no shape yet; call the "
+                             'module once, with a sample, before it is wrapped')
+
+
 def verify_shared(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
                   ) -> None:
     """Check that what layers share can be had by all of them.
@@ -103,12 +120,6 @@ def verify_shared(module: nn.Sequential, balance: Sequence[int], devices: Sequen
 def _verify_copied(what: str, slot: Slot, tensor: Tensor, within: bool) -> None:
     """Check that a module can have a copy of what it shares, for each forward pass."""
     rule = 'module with duplicate parameters in distinct children is not supported'
-    if is_lazy(tensor):
-        raise ValueError(f'{rule} on different devices while they are lazy: {what}; call the '
-                         'module once before it is wrapped, or put both on one device')
-    if isinstance(slot[0], ScriptModule):
-        raise ValueError(f'{rule} on different devices in a module of TorchScript: {what}; put '
-                         'both on one device, or wrap the layer as it was before it was scripted')
     if within:
         raise ValueError(f'{rule} on different devices within another GPipe: {what}; put both on '
                          'one device, or their layers into one GPipe')
@@ -175,9 +186,8 @@ def verify_source(balance: Any, module: nn.Module) -> None:
     if len(expected) != len(layers):
         raise _other_module(f'it had {len(expected)} layers, this one has {len(layers)}')
     for (name, size), (own_name, layer) in zip(expected, layers):
-        parameters = [*cast(nn.Module, layer).parameters()]
-        own_size = sum(size_of(x) for x in parameters if not is_lazy(x))
-        if name != own_name or (size != own_size and not any(map(is_lazy, parameters))):
+        own_size = sum(map(size_of, cast(nn.Module, layer).parameters()))
+        if name != own_name or size != own_size:
             raise _other_module(f"there a layer was '{name}' with {size} bytes of parameters, "
                                 f"here it is '{own_name}' with {own_size}")
 

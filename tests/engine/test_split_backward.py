@@ -222,7 +222,6 @@ LAYERS = {
     'of sparse': (lambda: [OfSparse(nn.Linear(4, 4, bias=False)), nn.Linear(4, 4)], (4,), 2),
     'of another class': (lambda: [OfMarked(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),
     'vmap': (lambda: [Mapped(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),
-    'TorchScript': (lambda: [torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),
     'autocast': (lambda: [Halved(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),
 }
 

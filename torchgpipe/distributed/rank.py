@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from torchgpipe.devices import is_cpu, rng_states, set_rng_states
 from torchgpipe.distributed.comparison import Shared, details, differ, differences, numbers_of
@@ -321,11 +320,10 @@ class Rank:
         for layer in [name for name in self.made if name not in self.replaced]:
             kept = self.made[layer].state_dict(prefix=f'{layer}.').keys()
             for full, _, x in named_slots(self.made[layer], layer):
-                if not is_lazy(x):
-                    name, others = ties.get(id(x), (full, 0))
-                    found.setdefault(id(x), Shared(
-                        name, local(x), frozenset({'data', 'tensor'} - split_axes(x)), others,
-                        full not in kept))
+                name, others = ties.get(id(x), (full, 0))
+                found.setdefault(id(x), Shared(
+                    name, local(x), frozenset({'data', 'tensor'} - split_axes(x)), others,
+                    full not in kept))
         return sorted(found.values(), key=lambda each: each.name)
 
     def numbers(self, loss: Mapping[str, Tensor] | None = None) -> tuple[int, int, int]:

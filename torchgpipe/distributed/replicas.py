@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from torchgpipe.distributed.comparison import digests
 from torchgpipe.distributed.mesh import Axis
@@ -388,7 +387,7 @@ def take_first(module: nn.Module, axis: Axis) -> None:
     """Let parameters and buffers be those of the first rank of an axis."""
     if axis.group is not None:
         for x in (*module.parameters(), *module.buffers()):
-            if is_lazy(x) or x.layout is not torch.strided:
+            if x.layout is not torch.strided:
                 continue  # They are compared.
             value = x.contiguous()
             # Backends do not know all types.

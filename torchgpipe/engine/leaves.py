@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.nn.parameter import is_lazy
 
 from torchgpipe.engine.split_backward import DeferredWork, Weight
 from torchgpipe.engine.substitute import Swap, substituted
@@ -51,7 +50,7 @@ class Leaves:
         found = [(module, name, copies.get((module, name), x)) for module in modules
                  for name, x in module._parameters.items() if x is not None]
         leaves = [(module, name, x, self._leaf_of(x, deferred)) for module, name, x in found
-                  if x.requires_grad and not is_lazy(x)]
+                  if x.requires_grad]
         return [Swap(partial(_put, module, name, leaf), partial(_put, module, name, x, leaf))
                 for module, name, x, leaf in leaves]
 

@@ -126,11 +126,7 @@ ODD = {
     'sparse': lambda: Layer(lambda layer, x: (setattr(layer, 'eye', layer.eye * 0.9),
                                               (layer.eye @ x.T).T)[1],
                             {'eye': torch.eye(4).double().to_sparse()}),
-    'lazy': lambda: nn.LazyBatchNorm1d(dtype=torch.double),
     'dropout': lambda: nn.Dropout(0.4)}
-
-
-LAZY = 'PyTorch moves lazy parameters to none of the backends that are not its own'
 
 
 def skip_unless_movable(name, devices):
@@ -138,8 +134,6 @@ def skip_unless_movable(name, devices):
     if accelerator.is_loaded() and devices.are_accelerators:
         if name == 'sparse':
             pytest.skip('the simulated accelerator has no sparse tensors')
-        if name == 'lazy':
-            pytest.skip(LAZY)
 
 
 def move_attributes(gpipe):

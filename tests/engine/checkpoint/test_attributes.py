@@ -5,9 +5,6 @@ import torch
 from torch import nn
 
 from tests.cases import cases
-from tests.devices import one_worker
-from tests.helpers import call
-from torchgpipe import GPipe
 from torchgpipe.engine.checkpoint.attributes import (attributes_of, contents_of, copy_of_container,
                                                      may_be_mutated)
 
@@ -74,33 +71,3 @@ def test_a_copy_has_containers_of_its_own():
     copy['a'][1].append(2), copy['a'][1].append(3), copy['b']['x']
     assert copy['a'][1] == deque([2, 3]) and copy['b'] == {'x': 0}
     assert value['a'][1] == deque([1]) and value['b'] == {}
-
-
-@one_worker
-def test_attributes_of_torch_script_are_those_of_one_pass(devices):
-    class Layer(nn.Module):
-        n: int
-        numbers: list[int]
-
-        def __init__(self):
-            super().__init__()
-            self.n = 0
-            self.numbers = [0]
-            self.tensor = torch.ones(2)
-
-        def forward(self, x: torch.Tensor):
-            self.n += 1
-            self.numbers.append(self.n)
-            self.tensor = self.tensor * 2
-            return x.sin() * self.n * len(self.numbers) * self.tensor.to(x.device)
-
-    plain = torch.jit.script(Layer())
-    model = torch.jit.script(Layer())
-    gpipe = GPipe(nn.Sequential(model), [1], devices=devices(1), chunks=2, checkpoint='always')
-    for _ in range(2):
-        a, b = (torch.ones(4, 2, requires_grad=True) for _ in range(2))
-        torch.cat([plain(c) for c in a.chunk(2)]).sum().backward()
-        call(gpipe, b).sum().backward()
-        assert torch.equal(a.grad, b.grad)
-        assert (model.n, list(model.numbers)) == (plain.n, list(plain.numbers))
-        assert torch.equal(model.tensor, plain.tensor)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from tests.devices import cpu_only, devices, one_worker
-from tests.engine.checkpoint.layers import (LAZY, ODD, Decay, Layer, compare_modes, doubles,
+from tests.engine.checkpoint.layers import (ODD, Decay, Layer, compare_modes, doubles,
                                             skip_unless_movable)
 from tests.helpers import assert_same, call, gradients
 from torchgpipe import GPipe, is_recomputing
@@ -100,33 +100,6 @@ def test_a_buffer_that_another_cell_changes_is_put_back_too(devices, change):
             call(gpipe, torch.randn(8, 4, dtype=torch.double)).square().sum().backward()
         results.append([*gradients(gpipe), gpipe[1].scale])
     assert_same(results[1], results[0])
-
-
-@one_worker
-@pytest.mark.filterwarnings('ignore')
-@pytest.mark.parametrize('compile', [torch.jit.script, lambda module: torch.jit.trace(
-    module, doubles(3, 4))])
-def test_torchscript_layers(devices, compile):
-    """In v0.3.0: "'OrderedDictWrapper' object has no attribute 'get'"."""
-    class Scripted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer('scale', doubles(1))
-            self.norm = nn.BatchNorm1d(4).double()
-
-        def forward(self, x):
-            self.scale.mul_(0.9)
-            return self.norm(x) * self.scale.clone()
-
-    compare_modes(lambda: nn.Sequential(nn.Linear(4, 4).double(), compile(Scripted())), devices)
-
-
-@cpu_only(LAZY)
-def test_a_lazy_layer_s_buffers_move_once():
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d()), [2], devices=['cpu'],
-                  chunks=2, checkpoint='always')
-    gpipe(torch.rand(4, 4)).sum().backward()
-    assert gpipe[1].num_batches_tracked == 2
 
 
 @one_worker

@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.jit import ScriptModule
 
 from torchgpipe.engine.memory import versions
-from torchgpipe.private import script_attributes
 
 __all__ = ['OWN', 'SIMPLE', 'Attributes', 'are_same', 'attributes_of', 'contents_of',
            'copy_of_container', 'may_be_mutated', 'state_of']
@@ -34,9 +32,6 @@ _EVERY = frozenset(vars(nn.Module()))
 
 def attributes_of(module: nn.Module) -> Attributes:
     """Return the attributes of a module but for its parameters and buffers."""
-    if isinstance(module, ScriptModule):
-        names = script_attributes(module)
-        return {name: getattr(module, name) for name in names if name not in module._buffers}
     return {name: value for name, value in module.__dict__.items() if name not in OWN}
 
 

@@ -24,15 +24,13 @@ dictionary of attributes::
     what does not change       the same at all times
 """
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.jit import ScriptModule
-from torch.nn.parameter import is_lazy
 
 from torchgpipe.context import context
 from torchgpipe.engine.checkpoint.attributes import (OWN, SIMPLE, attributes_of, contents_of,
@@ -56,11 +54,6 @@ Restores = dict[nn.Module, dict[str, Restore]]
 
 #: Buffers of at most so many bytes are copied for every cell.
 SMALL = 1 << 16
-
-
-def _copy_of_now(now: Any, memories: Memories) -> Any:
-    """Restore a buffer that a lazy layer had not made yet, so that the copy is written to."""
-    return None if now is None else copy_of(now, memories)
 
 
 def _as_it_is(now: Any, memories: Memories) -> Any:
@@ -102,15 +95,13 @@ class Layers:
         self.modules = modules
         self.observed = observed
         self.lock = lock
-        #: Those of TorchScript, whose attributes are not Python's, and all others; their modes.
-        self.scripts, self.plain = (
-            [(module, module.training) for module in modules
-             if isinstance(module, ScriptModule) is scripted] for scripted in (True, False))
+        #: With their modes.
+        self.trainings = [(module, module.training) for module in modules]
         #: The parameters of each module in this forward pass, and whether they require grad.
         #: Afterwards `torch.func.functional_call` takes back what it gave, and others are frozen.
         self.own = {module: {name: (parameter, parameter.requires_grad)
                              for name, parameter in module._parameters.items()
-                             if parameter is not None and not is_lazy(parameter)}
+                             if parameter is not None}
                     for module in modules}
         #: The state of cells of which nothing is copied, as long as any of them has it.
         self._same: Callable[[], CellState | None] = _gone
@@ -144,7 +135,7 @@ class Layers:
         if not self.hooks:  # as of now, since a hook may remove itself
             # Not dicts, as the handle of a hook refers to what holds it weakly.
             self.hooks = {module: {name: module.__dict__[name].copy() for name in HOOKS}
-                          for module, _ in self.plain}
+                          for module in self.modules}
         after = versions(state.told)
         if watch is None and after == state.versions:
             return state
@@ -225,8 +216,6 @@ class CellState:
     def _keep_buffer(self, slot: Slot, buffer: Tensor | None) -> Restore:
         if buffer is None:
             return partial(_constant, None)
-        if is_lazy(buffer):
-            return _copy_of_now
         # One that carries a graph must not be kept alive, and one of another type may be written
         # to without a new version.
         if self._is_first or buffer.requires_grad or not is_plain(buffer) \
@@ -265,7 +254,7 @@ class CellState:
         """
         found = [(module, name) for module in self.layers.modules
                  for name, buffer in module._buffers.items()
-                 if _is_other(self.buffers.get(module, {}).get(name, _copy_of_now), buffer)]
+                 if _is_other(self.buffers.get(module, {}).get(name, _as_it_is), buffer)]
         return found + [(module, name) for module, restores in self.parameters.items()
                         for name, restore in restores.items()
                         if _is_other(restore, module._parameters.get(name))]
@@ -294,8 +283,6 @@ def with_grad(tensor: Tensor, requires_grad: bool) -> Tensor:
 # ----------------------------------------------------------------------------------
 
 
-_NONE: dict[str, Restore] = {}
-
 #: Sets an attribute of a module, without what `nn.Module` makes of that.
 assign = object.__setattr__
 
@@ -309,12 +296,10 @@ def run_on(state: CellState, function: Callable[[], T]) -> T:
         memories: Memories = {}
         with unseen() if state.parameters or state.buffers or state.attributes else no_context:
             found = [(module, module.__dict__, _attributes_for(state, module, training, memories))
-                     for module, training in layers.plain]
+                     for module, training in layers.trainings]
             swaps = [Swap(partial(assign, module, '__dict__', attributes),
                           partial(assign, module, '__dict__', own))
                      for module, own, attributes in found]
-            for module, training in layers.scripts:
-                swaps += _script_swaps(state, module, training, memories)
         with substituted(swaps):
             try:
                 return function()
@@ -372,24 +357,3 @@ def _attributes_for(state: CellState, module: nn.Module, training: bool, memorie
 def _restored(restores: dict[str, Restore], now: dict[str, Any], memories: Memories
               ) -> dict[str, Any]:
     return {name: restore(now.get(name), memories) for name, restore in restores.items()}
-
-
-def _script_swaps(state: CellState, module: nn.Module, training: bool, memories: Memories
-                  ) -> Iterator[Swap]:
-    """Yield the same for a module of TorchScript, attribute by attribute."""
-    def swap(name: str, value: Any) -> Swap:
-        return Swap(partial(setattr, module, name, value),
-                    partial(setattr, module, name, getattr(module, name)))
-
-    yield swap('training', training)
-    own = {name: with_grad(parameter, requires_grad)
-           for name, (parameter, requires_grad) in state.layers.own[module].items()}
-    for now, restores in ((module._parameters, state.parameters.get(module, _NONE)),
-                          (module._buffers, state.buffers.get(module, _NONE))):
-        for name, tensor in now.items():
-            if name in restores:
-                yield swap(name, restores[name](tensor, memories))
-            elif own.get(name, tensor) is not tensor:
-                yield swap(name, own[name])
-    for name, restore in state.attributes.get(module, _NONE).items():
-        yield swap(name, restore(getattr(module, name), memories))

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.jit import ScriptModule
 
 from torchgpipe.engine.autograd import get_phony
 from torchgpipe.engine.checkpoint.draws import Draws, Generator
@@ -57,12 +56,11 @@ def no_recompute(module: TModule) -> TModule:
         The module.
 
     Raises:
-        TypeError: It is none, is one of TorchScript, or it stashes or pops skip tensors.
+        TypeError: It is none, or it stashes or pops skip tensors.
     """
-    if not isinstance(module, nn.Module) or isinstance(module, ScriptModule):
-        raise TypeError('a layer that is kept out of recomputation is an nn.Module, and not one '
-                        f'of TorchScript, but this is {type(module).__name__}; mark a module that '
-                        'calls it')
+    if not isinstance(module, nn.Module):
+        raise TypeError('a layer that is kept out of recomputation is an nn.Module, but this is '
+                        f'{type(module).__name__}; mark a module that calls it')
     if any(hasattr(part, 'stashable_names') for part in module.modules()):
         raise TypeError('a layer that stashes or pops cannot be kept out of recomputation, as '
                         'that is done in each pass; mark modules within it')
