@@ -112,10 +112,10 @@ NEEDED = {
         {'sharded', 'told_to_ddp'},
     'torch.nn:Module._compiled_call_impl': {'kept_out_of_recomputation', 'step_with_halves'},
     'torch.nn:Module._ddp_params_and_buffers_to_ignore': {'told_to_ddp'},
-    'torch.utils._python_dispatch:TorchDispatchMode': PIPELINES | {'balanced'},
+    'torch.utils._python_dispatch:TorchDispatchMode': PIPELINES,
     'torch.utils._pytree:tree_flatten': VALUES,
     'torch.utils._pytree:tree_flatten_with_path': VALUES | {'kept_out_of_recomputation'},
-    'torch.utils._pytree:tree_leaves': PIPELINES | {'balanced', 'transformed'},
+    'torch.utils._pytree:tree_leaves': PIPELINES | {'transformed'},
     'torch.utils._pytree:tree_unflatten': VALUES,
 }
 
