@@ -1,6 +1,6 @@
 """The comparison of two runs: distances of tensors, rounding errors, and parts put together."""
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -53,16 +53,18 @@ def close(actual: Tensor, expected: Tensor) -> bool:
     return distance(actual, expected) <= rounding(expected)
 
 
-def apart(expected: Mapping[Name, Tensor], actual: Mapping[Name, Tensor]) -> dict[Name, float]:
+def apart(expected: Mapping[Name, Tensor], actual: Mapping[Name, Tensor],
+          kind: Callable[[Name], Hashable] = lambda name: None) -> dict[Name, float]:
     """Return the distances of the tensors of two runs, of those that are not the same.
 
-    Where one is missing, it is infinite.
+    Where one is missing, it is infinite. Each is relative to what is typical of its kind.
     """
     found = {name: math.inf for name in {**expected, **actual}
              if name not in expected or name not in actual
              or not _same(actual[name], expected[name])}
-    typical = typical_size(expected.values()) if found else 0.0
-    return {name: distance(actual[name], expected[name], typical)
+    typical = {each: typical_size(x for name, x in expected.items() if kind(name) == each)
+               for each in {*map(kind, found)}}
+    return {name: distance(actual[name], expected[name], typical[kind(name)])
             if name in expected and name in actual else far for name, far in found.items()}
 
 

@@ -1,8 +1,9 @@
 """Differences of two models: the tensors after a step, and the first module that differs."""
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -60,15 +61,13 @@ class Comparison:
 
     def add(self, step: int, expected: Record, actual: Record) -> None:
         """Compare what came of a step, the first of which is 0."""
-        for kind in RESULTS:
-            a, b = ({name: x for (of, name), x in record.items() if of == kind}
-                    for record in (expected, actual))
-            self.tensors[kind] = max(self.tensors[kind], len({**a, **b}))
-            for name, found in apart(a, b).items():
-                if found <= self._tolerance:
-                    self.largest[kind] = max(self.largest[kind], found)
-                else:
-                    self._found.setdefault((kind, name), Difference(kind, name, step + 1, found))
+        for kind, number in Counter(kind for kind, _ in {**expected, **actual}).items():
+            self.tensors[kind] = max(self.tensors[kind], number)
+        for (kind, name), found in apart(expected, actual, itemgetter(0)).items():
+            if found <= self._tolerance:
+                self.largest[kind] = max(self.largest[kind], found)
+            else:
+                self._found.setdefault((kind, name), Difference(kind, name, step + 1, found))
 
 
 def compare(expected: Whole, actual: Whole, steps: int, tolerance: float) -> Comparison:
