@@ -16,8 +16,6 @@ import time
 from functools import cache
 from pathlib import Path
 
-__all__ = ['LIMIT', 'THREADS', 'let_threads_finish', 'wait_at_exit']
-
 #: What the system calls the threads of this process. Where there is none, nobody can look.
 THREADS = Path('/proc/self/task')
 

@@ -9,6 +9,7 @@ other way round, or all of it in both.
 """
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -141,7 +142,8 @@ def differences(expected: NamedTensors, found: NamedTensors, tolerance: float | 
 
     Rounding may come to the tolerance or, without one, to what it does for the type of each.
     """
-    return [f'{name} by {far:.1e}' for name, far in apart(expected, found, _kind).items()
+    kinds = itemgetter(slice(6))  # 'output', 'gradient of …', 'buffer …'
+    return [f'{name} by {far:.1e}' for name, far in apart(expected, found, kinds).items()
             if far > (rounding(expected.get(name)) if tolerance is None else tolerance)]
 
 
@@ -149,11 +151,6 @@ def first_of(different: list[str]) -> str:
     """Return the first few of some differences, as a text."""
     more = f', and {len(different) - 8} others' if len(different) > 8 else ''
     return ', '.join(different[:8]) + more
-
-
-def _kind(name: str) -> str:
-    """Return whether a name is that of an output, a gradient or a buffer."""
-    return name[:6]
 
 
 @contextmanager

@@ -241,11 +241,6 @@ def _apart(whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], sizes: Se
             and not all(close(y, x) for y in xs)]
 
 
-def _alike(x: Tensor, xs: Sequence[Tensor]) -> bool:
-    """Return whether something has no dimension of samples."""
-    return all(part.shape == x.shape for part in xs)
-
-
 def _first_is_right(x: Tensor, xs: Sequence[Tensor]) -> bool:
     """Return whether the first micro-batch has what it should have, unlike others."""
     dim = split_dim(x, xs)
@@ -262,7 +257,7 @@ def _why(call: ModuleCall, outputs: Apart) -> str:
                 'variance, as GPipe trains; with deferred_batch_norm=True running statistics move '
                 'once per mini-batch. Evaluation mode, or a norm within each sample, has no '
                 'difference')
-    if all(_alike(x, xs) for x, xs in outputs):
+    if all(y.shape == x.shape for x, xs in outputs for y in xs):
         return ('it gives something of a whole batch, and those of micro-batches make that of the '
                 'mini-batch neither by their mean, weighted by samples, nor by their sum. A mean '
                 'over something else than samples, as over tokens that are not masked? Give sum '
