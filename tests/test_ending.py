@@ -1,24 +1,28 @@
-"""At the end of a process, threads of gloo come to their end first."""
+"""At the end of a process that made groups of gloo, their threads come to their end first."""
 import subprocess
 import sys
+import time
 
 import pytest
 
 from tests.devices import cpu_only
 from torchgpipe.ending import THREADS
 
-pytestmark = cpu_only('gloo is on the CPU')
+pytestmark = [
+    cpu_only('gloo is on the CPU'),
+    pytest.mark.skipif(not THREADS.exists(), reason='this system does not show its threads')]
 
 #: A thread that the system takes for one of gloo's works on, and the script ends.
 SCRIPT = """
-import hashlib, os, threading
-import {module}
+import hashlib, os, sys, threading
+import torchgpipe
+{before}
 
 def work():
     with open(f'/proc/self/task/{{threading.get_native_id()}}/comm', 'w') as file:
         file.write('pt_gloo_runloop')
     begun.set()
-    for _ in range(3):
+    for _ in range({times}):
         hashlib.sha256(memory)  # without the interpreter's lock
     os.write(1, b'done')
 
@@ -27,10 +31,34 @@ threading.Thread(target=work, daemon=True).start()
 begun.wait()
 """
 
+MESH = "import torchgpipe.distributed; torchgpipe.distributed.init_mesh(device_type='cpu')"
+SHARD = """
+import torchgpipe.shard as ts
+from torch import distributed as dist
+dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+ts.distributed.init_process_group()
+"""
+
+
+def run(before, times=3):
+    """Run the script after something else, and return what it says."""
+    return subprocess.run([sys.executable, '-c', SCRIPT.format(before=before, times=times)],
+                          check=True, capture_output=True).stdout
+
 
 @pytest.mark.slow
-@pytest.mark.skipif(not THREADS.exists(), reason='this system does not show its threads')
-@pytest.mark.parametrize('module', ['torchgpipe', 'torchgpipe.distributed'])
-def test_a_thread_of_gloo_comes_to_its_end(module):
-    assert subprocess.run([sys.executable, '-c', SCRIPT.format(module=module)], check=True,
-                          capture_output=True).stdout == b'done'
+@pytest.mark.parametrize('before', [MESH, SHARD], ids=['mesh', 'shard'])
+def test_a_thread_of_gloo_comes_to_its_end(before):
+    assert run(before) == b'done'
+
+
+@pytest.mark.slow
+def test_nobody_waits_for_longer_than_the_limit():
+    start = time.monotonic()
+    assert run(MESH + '; import torchgpipe.ending; torchgpipe.ending.LIMIT = .1', 10 ** 6) == b''
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.slow
+def test_a_process_without_such_groups_does_not_wait():
+    assert run('assert "torchgpipe.ending" not in sys.modules', 10 ** 6) == b''

@@ -93,14 +93,12 @@ NEEDED = {
     'torch._C:_autograd._top_saved_tensors_default_hooks':
         {'within_hooks', 'kept_out_of_recomputation', 'step_with_halves'},
     'torch._C:_current_graph_task_id': BACKWARD,
-    'torch._C:_data_address': {'built_on_the_meta_device'},
     'torch._C:_get_dispatch_stack_at': PIPELINES,
     'torch._C:_get_function_stack_at': {'within_a_default_device'},
     'torch._C:_get_obj_in_tls': IN_CONTEXT,
     'torch._C:_is_key_in_tls': {'given_a_context'},
-    'torch._C:_len_torch_dispatch_stack':
-        PIPELINES | {'built_on_the_meta_device', 'transformed'},
-    'torch._C:_len_torch_function_stack': PIPELINES | {'built_on_the_meta_device'},
+    'torch._C:_len_torch_dispatch_stack': PIPELINES | {'transformed'},
+    'torch._C:_len_torch_function_stack': PIPELINES,
     'torch._C:_pop_torch_dispatch_stack': PIPELINES,
     'torch._C:_pop_torch_function_stack': {'within_a_default_device'},
     'torch._C:_push_on_torch_dispatch_stack': PIPELINES,
@@ -114,12 +112,11 @@ NEEDED = {
         {'sharded', 'told_to_ddp'},
     'torch.nn:Module._compiled_call_impl': {'kept_out_of_recomputation', 'step_with_halves'},
     'torch.nn:Module._ddp_params_and_buffers_to_ignore': {'told_to_ddp'},
-    'torch.utils._python_dispatch:TorchDispatchMode': PIPELINES | {'balanced'},
+    'torch.utils._python_dispatch:TorchDispatchMode': PIPELINES,
     'torch.utils._pytree:tree_flatten': VALUES,
     'torch.utils._pytree:tree_flatten_with_path': VALUES | {'kept_out_of_recomputation'},
-    'torch.utils._pytree:tree_leaves': PIPELINES | {'balanced', 'transformed'},
+    'torch.utils._pytree:tree_leaves': PIPELINES | {'transformed'},
     'torch.utils._pytree:tree_unflatten': VALUES,
-    'torch:_lazy_clone': {'built_on_the_meta_device'},
 }
 
 
@@ -175,11 +172,6 @@ def test_a_backward_pass():
     assert running is node and running_again is node and end == 'end'
 
 
-def test_memory():
-    x = torch.zeros(3)
-    assert private.data_address(x[1:]) == private.data_address(x) == x.data_ptr()
-
-
 def test_a_tensor_without_memory():
     class Shape(torch.Tensor):
         @classmethod
@@ -189,16 +181,6 @@ def test_a_tensor_without_memory():
     x = private.on_cpu_without_memory(Shape, torch.Size([10 ** 9, 10 ** 5]), torch.half)
     assert isinstance(x, Shape) and x.shape == (10 ** 9, 10 ** 5) and x.dtype == torch.half
     assert x.device == torch.device('cpu') and not x.is_meta and x.is_contiguous()
-
-
-def test_a_copy_on_write():
-    x = torch.zeros(3)
-    version = x._version
-    copy = private.lazy_clone(x)
-    assert private.data_address(copy) == private.data_address(x)
-    x.data.add_(1)  # no new version
-    assert private.data_address(copy) != private.data_address(x)
-    assert x._version == version and copy.sum() == 0
 
 
 class Function(TorchFunctionMode):

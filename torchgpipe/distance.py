@@ -1,13 +1,17 @@
-"""The distance of two tensors, and its comparison with rounding errors."""
+"""The comparison of two runs: distances of tensors, rounding errors, and parts put together."""
 import math
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchgpipe.structure import leaves_of
 
-__all__ = ['arbitrary_loss', 'close', 'default_tolerance', 'distance', 'same', 'typical_size']
+__all__ = ['apart', 'arbitrary_loss', 'close', 'default_tolerance', 'distance', 'is_real',
+           'rounding', 'split_dim', 'together', 'typical_size']
+
+Name = TypeVar('Name', bound=Hashable)
 
 
 def default_tolerance(dtype: torch.dtype | None) -> float:
@@ -25,28 +29,75 @@ def distance(actual: Tensor, expected: Tensor, typical: float = 0.0) -> float:
     """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return math.inf
-    if same(actual, expected):  # That takes a tenth of the time.
+    if _same(actual, expected):  # That takes a tenth of the time.
         return 0.0
     alike = (actual == expected) | (actual.isnan() & expected.isnan())
     wide = torch.complex128 if actual.is_complex() else torch.float64
     apart = (actual.to(wide) - expected.to(wide)).abs().masked_fill(alike, 0)
     largest = float(apart.nan_to_num(math.inf, math.inf).max())
-    return largest / (max(_size(expected), typical) or 1.0) if _rounds(expected) else max(
+    return largest / (max(_size(expected), typical) or 1.0) if is_real(expected) else max(
         largest, 1.0)  # which is 0 where integers have more digits than floats
 
 
-def same(actual: Tensor, expected: Tensor) -> bool:
-    """Return whether two tensors are of one type, and have the same numbers."""
+def _same(actual: Tensor, expected: Tensor) -> bool:
     return actual.dtype == expected.dtype and torch.equal(actual, expected)
+
+
+def rounding(x: Tensor | None) -> float:
+    """Return what rounding may come to in a tensor."""
+    return default_tolerance(None if x is None or not x.is_floating_point() else x.dtype)
 
 
 def close(actual: Tensor, expected: Tensor) -> bool:
     """Return whether two tensors are the same but for rounding."""
-    return distance(actual, expected) <= default_tolerance(
-        expected.dtype if expected.is_floating_point() else None)
+    return distance(actual, expected) <= rounding(expected)
 
 
-def _rounds(x: Tensor) -> bool:
+def apart(expected: Mapping[Name, Tensor], actual: Mapping[Name, Tensor],
+          kind: Callable[[Name], Hashable] = lambda name: None) -> dict[Name, float]:
+    """Return the distances of the tensors of two runs, of those that are not the same.
+
+    Where one is missing, it is infinite. Each is relative to what is typical of its kind.
+    """
+    found = {name: math.inf for name in {**expected, **actual}
+             if name not in expected or name not in actual
+             or not _same(actual[name], expected[name])}
+    typical = {each: typical_size(x for name, x in expected.items() if kind(name) == each)
+               for each in {*map(kind, found)}}
+    return {name: distance(actual[name], expected[name], typical[kind(name)])
+            if name in expected and name in actual else far for name, far in found.items()}
+
+
+def split_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
+    """Return the dimension along which parts, side by side, have the shape of a tensor."""
+    def beside(x: Tensor, dim: int) -> list[int]:
+        return [*x.shape[:dim], *x.shape[dim + 1:]]
+
+    return next((dim for dim in range(whole.dim())
+                 if all(x.dim() == whole.dim() and beside(x, dim) == beside(whole, dim)
+                        for x in parts)
+                 and sum(x.shape[dim] for x in parts) == whole.shape[dim]), None)
+
+
+def together(whole: Tensor, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    """Return what parts may be together: side by side, or the mean by their sizes and the sum.
+
+    Args:
+        whole: What they should be.
+        parts: Those of micro-batches.
+        sizes: How many samples these have.
+    """
+    dim = split_dim(whole, parts)
+    if dim is not None:
+        return [torch.cat([*parts], dim)]
+    if any(x.shape != whole.shape for x in parts):
+        return []
+    means = [x * (size / sum(sizes)) for x, size in zip(parts, sizes)]
+    return [torch.stack([*xs]).sum(0) for xs in (means, parts)]
+
+
+def is_real(x: Tensor) -> bool:
+    """Return whether a tensor has numbers that are rounded."""
     return x.is_floating_point() or x.is_complex()
 
 
@@ -56,13 +107,13 @@ def _size(x: Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def typical_size(tensors: list[Tensor]) -> float:
+def typical_size(tensors: Iterable[Tensor]) -> float:
     """Return the size that half of the tensors have.
 
     What is zero but for rounding, as the gradient of a bias before a normalisation, would be
     another number each time relative to itself.
     """
-    sizes = sorted(_size(x) for x in tensors if _rounds(x))
+    sizes = sorted(_size(x) for x in tensors if is_real(x))
     return sizes[len(sizes) // 2] if sizes else 0.0
 
 

@@ -11,21 +11,32 @@ an active exception``, and ``torchrun`` reports that a training failed which had
 ``destroy_process_group`` waits for the threads of a group only where nothing else keeps it: a
 DeviceMesh does, and the graph of a loss.
 """
+import atexit
 import time
+from functools import cache
 from pathlib import Path
 
 #: What the system calls the threads of this process. Where there is none, nobody can look.
 THREADS = Path('/proc/self/task')
 
+#: For how many seconds the end of a process waits at most.
+LIMIT = 10.
+
+
+@cache
+def wait_at_exit() -> None:
+    """Let this process wait for threads of gloo when it ends. Who makes groups calls this."""
+    atexit.register(let_threads_finish)
+
 
 def let_threads_finish() -> None:
-    """Wait until no thread of gloo has anything to do.
+    """Wait until no thread of gloo has anything to do, or the limit is reached.
 
     One that waits for the interpreter's lock does not run either, and gets it in the pause between
     two looks.
     """
-    quiet = 0
-    while quiet < 2:
+    quiet, end = 0, time.monotonic() + LIMIT
+    while quiet < 2 and time.monotonic() < end:
         time.sleep(0.001)
         quiet = 0 if any(_runs(thread) for thread in THREADS.glob('*/stat')) else quiet + 1
 

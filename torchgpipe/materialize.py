@@ -42,7 +42,7 @@ from torchgpipe.devices import CPU, rng_states, set_rng_states
 from torchgpipe.engine.memory import is_plain
 from torchgpipe.engine.stream import no_context
 from torchgpipe.errors import add_note
-from torchgpipe.private import RESETS, data_address, lazy_clone, unseen
+from torchgpipe.private import RESETS
 from torchgpipe.sequential.parts import NamedLayer, to_own_names, with_part
 from torchgpipe.weights import Weights, open_weights
 
@@ -197,9 +197,27 @@ def _allocate(slots: Iterable[Slot], device: torch.device) -> None:
     """Return memory to each place, also to several of one tensor, as constructors do."""
     for module, name, x in slots:
         value = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
-        if not isinstance(x, nn.Parameter):
-            value.zero_()  # A module may leave out a buffer that weights do not have.
+        _memory(value).fill_(_blank(x))
         setattr(module, name, _like(x, value))
+
+
+def _blank(x: Tensor) -> int:
+    """Return what each byte of a tensor is before anything is written: zero in buffers.
+
+    A module may leave out a buffer that weights do not have. A parameter has NaN.
+    """
+    return 0xFF if isinstance(x, nn.Parameter) else 0
+
+
+def _is_blank(x: Tensor) -> bool:
+    """Return whether nothing was written to a tensor, also where PyTorch does not count it."""
+    least, greatest = _memory(x).aminmax()
+    return int(least) == int(greatest) == _blank(x)
+
+
+def _memory(x: Tensor) -> Tensor:
+    """Return the bytes of a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
 
 
 def _move(slots: Iterable[Slot], device: torch.device, made: Made) -> None:
@@ -267,15 +285,13 @@ class _Plan:
             The tensors that were not written to; and those to which the constructor has given
             other values: [Note: Values of the constructor].
         """
-        with unseen():
-            # A copy on write has another address as soon as someone writes.
-            fresh = [(slot, now, now._version, lazy_clone(now.detach())) for slot in self.needed
-                     if (now := getattr(slot.module, slot.name)).numel()]
+        fresh = [(slot, now, now._version) for slot in self.needed
+                 if (now := getattr(slot.module, slot.name)).numel()]
         with CPU:
             for reset in self.resets:
                 reset()
             counts = [(slot, now._version - (version if now is was else 0), _writes(slot.tensor))
-                      for slot, was, version, _ in fresh
+                      for slot, was, version in fresh
                       if (now := getattr(slot.module, slot.name)) is not None]
             with torch.no_grad():
                 for each in more:
@@ -283,8 +299,8 @@ class _Plan:
             changed = [slot for slot, resets, writes in counts
                        if (0 < resets < writes if more else resets != writes)
                        or not more and id(slot.tensor) in self._foreign]
-        return [slot for slot, was, _, copy in fresh if getattr(slot.module, slot.name) is was
-                and data_address(was) == data_address(copy)], changed
+        return [slot for slot, was, version in fresh if getattr(slot.module, slot.name) is was
+                and was._version == version and _is_blank(was)], changed
 
 
 def _writes(x: Tensor) -> int:

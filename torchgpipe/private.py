@@ -23,13 +23,12 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 __all__ = ['APPLY', 'BatchNorm', 'DISPATCH_MODES', 'DeviceContext', 'DispatchMode',
            'FUNCTION_MODES', 'HOOKS', 'Hooks', 'ModeStack', 'PythonNode', 'RESETS', 'Scaler',
            'TESTED', 'active_ddp', 'allows_mutation', 'at_end_of_backward', 'backward_pass',
-           'compiled_code', 'compiled_codes', 'current_node', 'data_address', 'find',
-           'generator_key', 'hooks_of', 'ignore_in_ddp', 'innermost_hooks', 'is_compiled',
-           'is_compiled_module', 'is_full_backward_hook', 'is_transformed', 'lazy_clone',
-           'name_of_call', 'on_cpu_without_memory', 'own_context', 'proxy_mode', 'raise_missing',
-           'retains_graph', 'schema_of', 'tree_flatten',
-           'tree_flatten_with_path', 'tree_leaves', 'tree_map_only', 'tree_unflatten',
-           'uncompiled', 'unseen', 'untraced']
+           'compiled_code', 'compiled_codes', 'current_node', 'find', 'generator_key', 'hooks_of',
+           'ignore_in_ddp', 'innermost_hooks', 'is_compiled', 'is_compiled_module',
+           'is_full_backward_hook', 'is_transformed', 'name_of_call', 'on_cpu_without_memory',
+           'own_context', 'proxy_mode', 'raise_missing', 'retains_graph', 'schema_of',
+           'tree_flatten', 'tree_flatten_with_path', 'tree_leaves', 'tree_map_only',
+           'tree_unflatten', 'uncompiled', 'unseen', 'untraced']
 
 #: The releases of PyTorch that the whole suite has passed on, oldest and newest.
 TESTED = '2.11', '2.15'
@@ -379,20 +378,6 @@ PythonNode: type = BackwardCFunction
 at_end_of_backward: Callable[[Callable[[], None]], None] = find(
     'torch.autograd:Variable._execution_engine.queue_callback',
     'backward of a checkpointed cell, or of a skip')
-
-
-_ADDRESS_NAME = 'torch._C:_data_address'
-
-#: Return where a tensor's memory lies. ``Tensor.data_ptr()`` counts as a write, see
-#: :data:`lazy_clone`; without it there are none.
-data_address: Callable[[Tensor], int] = find(_ADDRESS_NAME, otherwise=Tensor.data_ptr)
-
-#: Copy a tensor's memory when either of both is written to, and not before. Every kernel that
-#: writes is noticed by that, also one that does not count as a new version. There is no public
-#: way. Recomputations copy at once where this raises.
-lazy_clone: Callable[[Tensor], Tensor] = find(
-    'torch:_lazy_clone' if data_address is not Tensor.data_ptr else _ADDRESS_NAME,
-    'to see whether reset_parameters() sets a tensor')
 
 _without_memory = find('torch:Tensor._make_wrapper_subclass', 'a tensor without memory')
 

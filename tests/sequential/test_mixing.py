@@ -8,7 +8,7 @@ from tests.devices import cpu_only
 from torchgpipe import Arguments, NoChunk
 from torchgpipe.sequential import ConversionError, from_stages, to_sequential
 from torchgpipe.sequential.check import differences
-from torchgpipe.sequential.mixing import coarsest_tolerance, mixed, neither_mean_nor_sum
+from torchgpipe.sequential.mixing import coarsest_tolerance, compare_parts
 
 pytestmark = cpu_only('numbers are compared as on any device')
 
@@ -230,12 +230,12 @@ def test_what_rounding_may_come_to_is_that_of_the_least_precise_number():
 
 def test_halves_that_are_no_parts():
     whole, half = torch.arange(12.).view(4, 3), torch.arange(6.).view(2, 3)
-    assert mixed({'x': whole}, [{'x': half}, {'x': half + 6}], 0) == []
+    assert compare_parts({'x': whole}, [{'x': half}, {'x': half + 6}], [2, 2], 0) == ([], {})
     for parts in ([half[0], half], [half, half[:1]], [half, half[:, :2]], [half, half[None]]):
-        found, = mixed({'x': whole}, [{'x': part} for part in parts], 0)
+        (found,), _ = compare_parts({'x': whole}, [{'x': part} for part in parts], [2, 2], 0)
         assert 'in place of parts of (4, 3)' in found
-    found, = mixed({'x': whole}, [{'x': half}, {}], 0)
-    assert found == 'x, which is not there for each'
+    assert compare_parts({'x': whole}, [{'x': half}, {}], [2, 2], 0) == (
+        ['x, which is not there for each'], {})
     assert differences({'x': whole}, {'x': whole + 11}, 1.0) == []
     assert differences({'x': whole}, {'x': whole + 11}, 0.9) == ['x by 1.0e+00']
 
@@ -380,11 +380,15 @@ def test_a_loss_of_no_more_samples_than_it_knows():
 
 
 def test_numbers_of_halves():
+    def unsure(whole, halves, sizes):
+        found, unsure = compare_parts(whole, halves, sizes, 1e-6)
+        assert len(found) == halves.count({})
+        return unsure
+
     one = {'x': torch.tensor(1.0)}
-    assert neither_mean_nor_sum(one, [one, one], [2, 1], 0) == {}
+    assert unsure(one, [one, one], [2, 1]) == {}
     three, seven = {'x': torch.tensor(3.0)}, {'x': torch.tensor(7.0)}
-    assert neither_mean_nor_sum(three, [one, seven], [2, 1], 1e-6) == {}  # weighted
-    assert neither_mean_nor_sum(three, [one, seven], [1, 1], 1e-6) == {
-        'x': '3 for the sample and 1, 7 for halves'}
-    assert neither_mean_nor_sum(three, [one, {}], [1, 1], 1e-6) == {}  # which `mixed` names
-    assert neither_mean_nor_sum({'x': torch.tensor(3)}, [one, one], [1, 1], 0) == {}
+    assert unsure(three, [one, seven], [2, 1]) == {}  # weighted
+    assert unsure(three, [one, seven], [1, 1]) == {'x': '3 for the sample and 1, 7 for halves'}
+    assert unsure(three, [one, {}], [1, 1]) == {}
+    assert unsure({'x': torch.tensor(3)}, [{'x': torch.tensor(1)}] * 2, [1, 1]) == {}

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchgpipe.devices import CPU, accelerator, current_device, is_cpu
+from torchgpipe.ending import wait_at_exit
 
 __all__ = ['AXES', 'Axis', 'alike', 'axis_of', 'device_of', 'init_mesh', 'lines_of', 'whole_group']
 
@@ -69,6 +70,7 @@ def init_mesh(data: int = 1, pipe: int = 1, tensor: int = 1, *, device_type: str
     Raises:
         ValueError: The axes do not multiply to the number of processes.
     """
+    wait_at_exit()
     kind = device_type or accelerator() or str(CPU)
     if not is_cpu(kind) and 'LOCAL_RANK' in os.environ:
         torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK']))
@@ -117,6 +119,7 @@ def whole_group(mesh: DeviceMesh) -> ProcessGroup | None:
     """Return the group of all ranks of a mesh; ``None`` if there is one only."""
     if mesh.size() == 1:
         return None
+    wait_at_exit()  # Somebody else may have made the mesh.
     if mesh.size() == dist.get_world_size():
         return dist.group.WORLD
     ranks = mesh.mesh.flatten().tolist()

@@ -9,20 +9,21 @@ other way round, or all of it in both.
 """
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.distance import arbitrary_loss, default_tolerance, distance, same, typical_size
+from torchgpipe.distance import apart, arbitrary_loss, rounding
 from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers, without_grad
 from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.parts import Converted, original_names
 from torchgpipe.sequential.patches import one_at_a_time
 from torchgpipe.structure import Path, call, leaves_of, path_name
 
-__all__ = ['Evaluated', 'NamedTensors', 'check_conversion', 'differences', 'fails_by_size',
-           'first_of']
+__all__ = ['Evaluated', 'NamedTensors', 'check_conversion', 'differences', 'evaluated',
+           'first_of', 'tensors_of']
 
 #: Tensors that come of a call, by what they are.
 NamedTensors = dict[str, Tensor]
@@ -57,8 +58,7 @@ def check_conversion(module: nn.Module, converted: Converted, halves: Sequence[A
         original, value, expected = _trained(module, halves[0] if number > 1 else sample, sample)
         _compare(copy, value, True, sample, expected, advice)
         value = halves[0] if value is sample else sample
-        with same_random_numbers(), fails_by_size(lambda: value is not sample, Exception):
-            outputs, expected = _run(original, value, False)
+        outputs, expected = evaluated(original, value, value is not sample)
         _compare(copy, value, False, sample, expected, advice)
         return Evaluated(original, value, outputs)
 
@@ -69,7 +69,7 @@ def _trained(module: nn.Module, value: Any, sample: Any) -> tuple[nn.Module, Any
     That is all of the sample if what comes of a part of it is no number.
     """
     original = copied(module)
-    with same_random_numbers(), fails_by_size(
+    with same_random_numbers(), _fails_by_size(
             lambda: value is not sample and _takes(original, sample, True, dict), Exception):
         outputs, found = _run(original, value, True)
     tensors = [x for x in outputs.values() if isinstance(x, Tensor)]
@@ -83,11 +83,9 @@ def _compare(copy: nn.Module, value: Any, training: bool, sample: Any, expected:
     """Raise what is different from what is expected of a copy of a converted model."""
     is_cut = value is not sample
     with (same_random_numbers(), _fails_by_mode(copy, sample, training),
-          fails_by_size(lambda: is_cut and _takes(copy, sample, training), ValueError)):
+          _fails_by_size(lambda: is_cut and _takes(copy, sample, training), ValueError)):
         _, found = _run(copy, value, training, original_names)
-    different = []
-    for kind in ('output', 'gradient', 'buffer'):
-        different += differences(_of_kind(expected, kind), _of_kind(found, kind))
+    different = differences(expected, found)
     if different:
         mode = 'training' if training else 'evaluation'
         raise ConversionError(f'the converted model has other numbers than the model in {mode}: '
@@ -112,7 +110,7 @@ def _run(module: nn.Module, value: Any, training: bool,
         output = output_of(True) if learns else without_grad(output_of)
         loss = arbitrary_loss(output) if learns else torch.zeros(())
     outputs = {leaf.path: leaf.value for leaf in leaves_of(output)}
-    found = {f'output{path_name(path)}': x for path, x in outputs.items() if isinstance(x, Tensor)}
+    found = tensors_of(outputs)
     if loss.requires_grad:
         names = original(dict(module.named_parameters(remove_duplicate=False)))
         learning = {name: x for name, x in names.items() if x.requires_grad}
@@ -125,24 +123,28 @@ def _run(module: nn.Module, value: Any, training: bool,
     return outputs, {name: x.detach() for name, x in found.items()}
 
 
+def evaluated(module: nn.Module, value: Any, is_cut: bool, seed: int = 0
+              ) -> tuple[dict[Path, Any], NamedTensors]:
+    """Return what a module gives in evaluation, and tensors: these, and its buffers."""
+    with same_random_numbers(seed), _fails_by_size(lambda: is_cut, Exception):
+        return _run(module, value, False)
+
+
+def tensors_of(outputs: dict[Path, Any]) -> NamedTensors:
+    """Return the tensors of an output by their names."""
+    return {f'output{path_name(path)}': x.detach() for path, x in outputs.items()
+            if isinstance(x, Tensor)}
+
+
 def differences(expected: NamedTensors, found: NamedTensors, tolerance: float | None = None
                 ) -> list[str]:
     """Return which tensors differ by more than rounding, and by how much.
 
     Rounding may come to the tolerance or, without one, to what it does for the type of each.
     """
-    names = [name for name in {**expected, **found} if name not in expected or name not in found
-             or not same(found[name], expected[name])]
-    typical = typical_size([*expected.values()]) if names else 0.0
-    different = []
-    for name in names:
-        apart, dtype = float('inf'), None
-        if name in expected and name in found:
-            apart = distance(found[name], expected[name], typical)
-            dtype = expected[name].dtype if expected[name].is_floating_point() else None
-        if apart > (default_tolerance(dtype) if tolerance is None else tolerance):
-            different.append(f'{name} by {apart:.1e}')
-    return different
+    kinds = itemgetter(slice(6))  # 'output', 'gradient of …', 'buffer …'
+    return [f'{name} by {far:.1e}' for name, far in apart(expected, found, kinds).items()
+            if far > (rounding(expected.get(name)) if tolerance is None else tolerance)]
 
 
 def first_of(different: list[str]) -> str:
@@ -151,13 +153,8 @@ def first_of(different: list[str]) -> str:
     return ', '.join(different[:8]) + more
 
 
-def _of_kind(tensors: NamedTensors, kind: str) -> NamedTensors:
-    """Return those of some tensors that are outputs, gradients or buffers."""
-    return {name: x for name, x in tensors.items() if name.startswith(kind)}
-
-
 @contextmanager
-def fails_by_size(does: Callable[[], bool], failure: type[Exception]) -> Iterator[None]:
+def _fails_by_size(does: Callable[[], bool], failure: type[Exception]) -> Iterator[None]:
     """Say of what fails that the number of samples is the reason, if it is."""
     try:
         yield

@@ -223,6 +223,7 @@ def _qualified(thing: Any) -> str:
 def release(values: list[Any]) -> None:
     """Put examples in the place of values, as if the model had run by itself.
 
+    Else a cache that was empty would have them for good, and the model would not run any more.
     Without a sample that is nothing. Sets, tuples and objects without a dictionary hold on.
     """
     own = {id(value) for value in values}

@@ -28,16 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.distance import default_tolerance, distance
+from torchgpipe.distance import default_tolerance, distance, is_real, together
 from torchgpipe.engine.microbatches import DEFAULT, Batch, gather, look_up
-from torchgpipe.sequential.check import (Evaluated, NamedTensors, differences, fails_by_size,
-                                         first_of)
-from torchgpipe.sequential.effects import copied_value, same_random_numbers, without_grad
+from torchgpipe.sequential.check import (Evaluated, NamedTensors, differences, evaluated, first_of,
+                                         tensors_of)
 from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.patches import one_at_a_time
-from torchgpipe.structure import Path, call, flatten, flatten_nested, leaves_of, path_name
+from torchgpipe.structure import Path, flatten, flatten_nested, path_name
 
-__all__ = ['check_mixing', 'coarsest_tolerance', 'mixed', 'neither_mean_nor_sum']
+__all__ = ['check_mixing', 'coarsest_tolerance', 'compare_parts']
 
 
 def check_mixing(known: Evaluated, sample: Any, halves: Sequence[Any], sizes: Sequence[int],
@@ -54,16 +53,16 @@ def check_mixing(known: Evaluated, sample: Any, halves: Sequence[Any], sizes: Se
     """
     with one_at_a_time, torch.inference_mode(False):
         model = known.model
-        given = [known.outputs if x is known.value else _given(model, x, x is not sample)
+        given = [known.outputs if x is known.value else evaluated(model, x, x is not sample)[0]
                  for x in (sample, *halves)]
         _check_plain_values(given)
-        whole, *parts = map(_tensors, given)
+        whole, *parts = map(tensors_of, given)
         tolerance = coarsest_tolerance((*model.parameters(), *model.buffers(), *whole.values()))
         rules = _rules(rule, given)
         different, wrong, unsure = _compare(whole, parts, sizes, rules, tolerance)
         # Random numbers are others for other sizes.
         if not (different or wrong or unsure) or _reals_differ(
-                parts[0], _outputs(model, halves[0], True, seed=1), tolerance) or _is_rounding(
+                parts[0], _outputs(model, halves[0], seed=1), tolerance) or _is_rounding(
                 model, [sample, *halves], sizes, rules):
             return
         uneven = _grows_unevenly(model, sample, halves[0], [*unsure], tolerance)
@@ -109,7 +108,7 @@ def _rules(rule: Any, given: Sequence[dict[Path, Any]]) -> dict[str, Any]:
         if each not in (DEFAULT, None) and all(
                 isinstance(outputs.get(path), Tensor) for outputs in given) and (
                 named or isinstance(each, int) or x.dim() == 0):  # A word alone is for scalars.
-            found[_name(path)] = each
+            found[f'output{path_name(path)}'] = each
     return found
 
 
@@ -124,8 +123,8 @@ def _compare(whole: NamedTensors, halves: Sequence[NamedTensors], sizes: Sequenc
             joined[name] = gather(batches, sizes, {name: rule})[name]
     others, *parts = ({name: x for name, x in outputs.items() if name not in rules}
                       for outputs in (whole, *halves))
-    return (mixed(others, parts, tolerance), _reals_differ(whole, joined, tolerance),
-            neither_mean_nor_sum(others, parts, sizes, tolerance))
+    different, unsure = compare_parts(others, parts, sizes, tolerance)
+    return different, _reals_differ(whole, joined, tolerance), unsure
 
 
 def _check_plain_values(given: Sequence[dict[Path, Any]]) -> None:
@@ -134,32 +133,17 @@ def _check_plain_values(given: Sequence[dict[Path, Any]]) -> None:
         found = [value, *(outputs.get(path, value) for outputs in given[1:])]
         # By their texts, as NaN is not itself.
         if len({*map(repr, found)}) > 1 and not any(isinstance(x, Tensor) for x in found):
-            name, (whole, *parts) = _name(path), found
+            name, (whole, *parts) = path_name(path), found
             raise ConversionError(
-                f'a plain value that the model gives goes by the samples, or by their number, and '
-                f'a pipeline cannot put those of micro-batches together: {name} is {whole!r} for '
-                f'the sample and {", ".join(map(repr, parts))} for halves. Compute it of what the '
-                'pipeline gives or is called with; or give a tensor with an element for each '
-                'sample. check_sample=False does not look')
+                'a plain value that the model gives goes by the samples, or by their number, and '
+                f'a pipeline cannot put those of micro-batches together: output{name} is '
+                f'{whole!r} for the sample and {", ".join(map(repr, parts))} for halves. Compute '
+                'it of what the pipeline gives or is called with; or give a tensor with an '
+                'element for each sample. check_sample=False does not look')
 
 
-def _outputs(model: nn.Module, value: Any, is_cut: bool, seed: int = 0) -> NamedTensors:
-    return _tensors(_given(model, value, is_cut, seed))
-
-
-def _given(model: nn.Module, value: Any, is_cut: bool, seed: int = 0) -> dict[Path, Any]:
-    """Return what a model gives in evaluation: tensors and plain values, by where they are."""
-    with same_random_numbers(seed), fails_by_size(lambda: is_cut, Exception):
-        output = without_grad(lambda _: call(model.eval(), copied_value(value)))
-    return {leaf.path: leaf.value for leaf in leaves_of(output)}
-
-
-def _tensors(given: dict[Path, Any]) -> NamedTensors:
-    return {_name(path): x.detach() for path, x in given.items() if isinstance(x, Tensor)}
-
-
-def _name(path: Path) -> str:
-    return f'output{path_name(path)}'
+def _outputs(model: nn.Module, value: Any, seed: int = 0) -> NamedTensors:
+    return tensors_of(evaluated(model, value, False, seed)[0])
 
 
 def _is_rounding(model: nn.Module, values: list[Any], sizes: Sequence[int],
@@ -171,35 +155,42 @@ def _is_rounding(model: nn.Module, values: list[Any], sizes: Sequence[int],
         for value in values:
             tensors, kind = flatten_nested(value)
             found.append(_outputs(double, kind(
-                [x.double() if x.is_floating_point() else x for x in tensors]), False))
+                [x.double() if x.is_floating_point() else x for x in tensors])))
     except Exception:  # Not every model can compute in float64.
         return False
     whole, *parts = found
     return not any(_compare(whole, parts, sizes, rules, 1e-6))
 
 
-def mixed(whole: NamedTensors, halves: Sequence[NamedTensors], tolerance: float) -> list[str]:
-    """Return which outputs for halves of a sample are not those halves of that for all of it.
+def compare_parts(whole: NamedTensors, halves: Sequence[NamedTensors], sizes: Sequence[int],
+                  tolerance: float) -> tuple[list[str], dict[str, str]]:
+    """Compare outputs for all of a sample with those for halves of some sizes.
 
-    What has no batch dimension, such as a scalar, becomes what ``GPipe(…, gather=…)`` says.
-    Rounding may come to the tolerance.
+    What has no batch dimension becomes what ``GPipe(…, gather=…)`` says. Rounding may come to the
+    tolerance.
+
+    Returns:
+        Which outputs for halves are not the halves, and how; and which numbers are neither the
+        mean nor the sum of those for halves, and what they are.
     """
-    found = []
+    found, unsure = [], {}
     joined: NamedTensors = {}
     for name in {name: None for outputs in (whole, *halves) for name in outputs}:
         if not all(name in outputs for outputs in (whole, *halves)):
             found.append(f'{name}, which is not there for each')
             continue
-        parts = [outputs[name] for outputs in halves]
-        shapes = [tuple(x.shape) for x in parts]
-        if any(shape != whole[name].shape for shape in shapes):
-            together = _joined(parts, whole[name])
-            if together is None:
-                found.append(f'{name} of shapes {", ".join(map(str, shapes))}, in place of parts '
-                             f'of {tuple(whole[name].shape)}')
-            else:
-                joined[name] = together
-    return found + _reals_differ(whole, joined, tolerance)
+        x, *parts = (outputs[name] for outputs in (whole, *halves))
+        if any(part.shape != x.shape for part in parts):
+            joined.update((name, way) for way in together(x, parts, sizes))
+            if name not in joined:
+                shapes = ', '.join(str(tuple(part.shape)) for part in parts)
+                found.append(f'{name} of shapes {shapes}, in place of parts of {tuple(x.shape)}')
+        elif x.numel() == 1 and is_real(x):
+            scale = float(torch.stack([x, *parts]).abs().max())
+            if all(distance(way, x, scale) > tolerance for way in together(x, parts, sizes)):
+                first, *others = (f'{y.item():.4g}' for y in (x, *parts))
+                unsure[name] = f'{first} for the sample and {", ".join(others)} for halves'
+    return found + _reals_differ(whole, joined, tolerance), unsure
 
 
 def _reals_differ(expected: NamedTensors, found: NamedTensors, tolerance: float) -> list[str]:
@@ -207,45 +198,8 @@ def _reals_differ(expected: NamedTensors, found: NamedTensors, tolerance: float)
 
     These may differ by much where what they are made of differs by rounding.
     """
-    reals = {name: x for name, x in found.items() if _is_real(x)}
+    reals = {name: x for name, x in found.items() if is_real(x)}
     return differences({name: expected[name] for name in reals}, reals, tolerance)
-
-
-def _is_real(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
-
-
-def _joined(parts: Sequence[Tensor], expected: Tensor) -> Tensor | None:
-    """Return parts, put together by the dimension in which they are parts, if there is one."""
-    for dim in range(expected.dim()):
-        sizes = list(expected.shape)
-        for x in parts:
-            sizes[dim] = x.shape[dim] if dim < x.dim() else 0
-            if list(x.shape) != sizes:
-                break
-        else:
-            if sum(x.shape[dim] for x in parts) == expected.shape[dim]:
-                return torch.cat(list(parts), dim)
-    return None
-
-
-def neither_mean_nor_sum(whole: NamedTensors, halves: Sequence[NamedTensors], sizes: Sequence[int],
-                         tolerance: float) -> dict[str, str]:
-    """Return numbers that are neither the mean nor the sum of those for halves of some sizes.
-
-    Each comes with a text of what it is, and those for halves.
-    """
-    found = {}
-    for name, x in whole.items():
-        parts = [outputs[name] for outputs in halves if name in outputs]
-        if x.numel() == 1 and _is_real(x) and [y.shape for y in parts] == [x.shape] * len(halves):
-            mean = sum(y * (size / sum(sizes)) for y, size in zip(parts, sizes))
-            scale = float(torch.stack([x, *parts]).abs().max())
-            if all(distance(torch.as_tensor(each, dtype=x.dtype), x, scale) > tolerance
-                   for each in (mean, sum(parts))):
-                first, *others = (f'{y.item():.4g}' for y in (x, *parts))
-                found[name] = f'{first} for the sample and {", ".join(others)} for halves'
-    return found
 
 
 def _grows_unevenly(model: nn.Module, sample: Any, half: Any, names: Sequence[str],
@@ -254,7 +208,7 @@ def _grows_unevenly(model: nn.Module, sample: Any, half: Any, names: Sequence[st
     if not names:
         return []
     try:
-        found = [_outputs(model, _repeated(half, sample, times), False) for times in (1, 2, 3)]
+        found = [_outputs(model, _repeated(half, sample, times)) for times in (1, 2, 3)]
     except Exception:  # It does not take as many.
         return []
     uneven = []
@@ -283,7 +237,7 @@ def coarsest_tolerance(tensors: Iterable[Tensor]) -> float:
     """
     found: set[torch.dtype] = set()
     for x in tensors:
-        if _is_real(x):
+        if is_real(x):
             kind = x.device.type
             lower = not x.is_cpu or torch.get_float32_matmul_precision() != 'highest'
             found.add(torch.float16 if lower and x.dtype == torch.float32 else x.dtype)

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchgpipe.ending import wait_at_exit
+
 __all__ = ['World', 'current', 'destroy_process_group', 'get_data_group', 'get_data_rank',
            'get_group', 'get_group_size', 'get_mesh', 'get_rank', 'get_world_size',
            'init_process_group', 'is_initialized', 'needed_by']
@@ -93,6 +95,7 @@ def init_process_group(group_size: int = -1, *, mesh: DeviceMesh | None = None,
         raise RuntimeError('there are parallel groups already, of '
                            f'{current().tensor_size}: call ts.distributed.destroy_process_group '
                            'before making others')
+    wait_at_exit()
     _world = _make(group_size, timeout) if mesh is None else _take(group_size, mesh)
     # nn.TransformerEncoderLayer would otherwise read the weights of its layers without calling
     # them, in eval mode, and take shards for full tensors.

@@ -1,16 +1,16 @@
 """Differences of two models: the tensors after a step, and the first module that differs."""
-import math
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.devices import rng_states
-from torchgpipe.distance import close, distance, typical_size
+from torchgpipe.distance import apart, close, split_dim, together
 from torchgpipe.engine.microbatches import cut
 from torchgpipe.private import BatchNorm
 from torchgpipe.structure import leaves_of
@@ -61,17 +61,13 @@ class Comparison:
 
     def add(self, step: int, expected: Record, actual: Record) -> None:
         """Compare what came of a step, the first of which is 0."""
-        for kind in RESULTS:
-            names = dict.fromkeys(name for of, name in [*expected, *actual] if of == kind)
-            self.tensors[kind] = max(self.tensors[kind], len(names))
-            typical = typical_size([x for (of, _), x in expected.items() if of == kind])
-            for name in names:
-                a, b = actual.get((kind, name)), expected.get((kind, name))
-                found = math.inf if a is None or b is None else distance(a, b, typical)
-                if found <= self._tolerance:
-                    self.largest[kind] = max(self.largest[kind], found)
-                else:
-                    self._found.setdefault((kind, name), Difference(kind, name, step + 1, found))
+        for kind, number in Counter(kind for kind, _ in {**expected, **actual}).items():
+            self.tensors[kind] = max(self.tensors[kind], number)
+        for (kind, name), found in apart(expected, actual, itemgetter(0)).items():
+            if found <= self._tolerance:
+                self.largest[kind] = max(self.largest[kind], found)
+            else:
+                self._found.setdefault((kind, name), Difference(kind, name, step + 1, found))
 
 
 def compare(expected: Whole, actual: Whole, steps: int, tolerance: float) -> Comparison:
@@ -210,12 +206,12 @@ def _first(call: ModuleCall) -> str:
 
 
 def _wrong(whole: Sequence[ModuleCall], parts: Sequence[ModuleCall], sizes: Sequence[int]
-           ) -> Iterator[tuple[ModuleCall, '_Joined']]:
+           ) -> Iterator[tuple[ModuleCall, 'Apart']]:
     """Return the calls that gave other outputs for the same inputs."""
     for call, calls in _pairs(whole, parts, len(sizes)):
-        inputs = _Joined(call.inputs, [each.inputs for each in calls], sizes)
-        outputs = _Joined(call.outputs, [each.outputs for each in calls], sizes)
-        if outputs.apart and (call.changed or not inputs.apart):
+        outputs = _apart(call.outputs, [each.outputs for each in calls], sizes)
+        if outputs and (call.changed or not _apart(
+                call.inputs, [each.inputs for each in calls], sizes)):
             yield call, outputs
 
 
@@ -230,50 +226,28 @@ def _pairs(whole: Sequence[ModuleCall], parts: Sequence[ModuleCall], m: int
             yield call, calls[k::len(calls) // m]
 
 
-class _Joined:
-    """Tensors of the mini-batch, and those of micro-batches that should be parts of them.
+#: Tensors of the mini-batch, each with those of micro-batches that do not make it.
+Apart = list[tuple[Tensor, list[Tensor]]]
 
-    They are the same if those of the micro-batches are, put together in one of the usual ways:
-    side by side along some dimension, added, as a mean weighted by samples, or each by itself.
+
+def _apart(whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], sizes: Sequence[int]
+           ) -> Apart:
+    """Return which tensors those of micro-batches make in none of the usual ways.
+
+    Put together, or each by itself.
     """
-
-    def __init__(self, whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]],
-                 sizes: Sequence[int]) -> None:
-        self._weights = [size / sum(sizes) for size in sizes]
-        #: Of the tensors that are not the same, that of the mini-batch and the others.
-        self.apart = [(x, xs) for x, *xs in zip(whole, *parts) if not self._same(x, xs)]
-
-    def _same(self, x: Tensor, xs: Sequence[Tensor]) -> bool:
-        if any(close(torch.cat(list(xs), dim), x) for dim in _dims(x, xs)):
-            return True
-        if not _alike(x, xs):
-            return False
-        parts = torch.stack(list(xs))
-        mean = torch.stack([part * weight for part, weight in zip(xs, self._weights)]).sum(0)
-        return all(close(part, x) for part in xs) or close(parts.sum(0), x) or close(mean, x)
-
-    def first_is_right(self) -> bool:
-        """Return whether the first micro-batch has what it should have, unlike others."""
-        return all(any(close(xs[0], x.narrow(dim, 0, xs[0].shape[dim])) for dim in _dims(x, xs))
-                   for x, xs in self.apart)
-
-    def without_batch(self) -> bool:
-        """Return whether what is not the same has no dimension of samples."""
-        return all(_alike(x, xs) for x, xs in self.apart)
+    return [(x, xs) for x, *xs in zip(whole, *parts)
+            if not any(close(y, x) for y in together(x, xs, sizes))
+            and not all(close(y, x) for y in xs)]
 
 
-def _alike(x: Tensor, xs: Sequence[Tensor]) -> bool:
-    return all(part.shape == x.shape for part in xs)
+def _first_is_right(x: Tensor, xs: Sequence[Tensor]) -> bool:
+    """Return whether the first micro-batch has what it should have, unlike others."""
+    dim = split_dim(x, xs)
+    return dim is not None and close(xs[0], x.narrow(dim, 0, xs[0].shape[dim]))
 
 
-def _dims(x: Tensor, xs: Sequence[Tensor]) -> list[int]:
-    """Return the dimensions along which tensors, side by side, have some shape."""
-    return [dim for dim in range(x.dim()) if all(
-        y.dim() == x.dim() and y.transpose(0, dim)[0].shape == x.transpose(0, dim)[0].shape
-        for y in xs) and sum(y.shape[dim] for y in xs) == x.shape[dim]]
-
-
-def _why(call: ModuleCall, outputs: _Joined) -> str:
+def _why(call: ModuleCall, outputs: Apart) -> str:
     """Return what a module does that makes it differ."""
     if call.changed:
         return ('it changes its input in place, and so for each micro-batch what all of them '
@@ -283,12 +257,12 @@ def _why(call: ModuleCall, outputs: _Joined) -> str:
                 'variance, as GPipe trains; with deferred_batch_norm=True running statistics move '
                 'once per mini-batch. Evaluation mode, or a norm within each sample, has no '
                 'difference')
-    if outputs.without_batch():
+    if all(y.shape == x.shape for x, xs in outputs for y in xs):
         return ('it gives something of a whole batch, and those of micro-batches make that of the '
                 'mini-batch neither by their mean, weighted by samples, nor by their sum. A mean '
                 'over something else than samples, as over tokens that are not masked? Give sum '
                 'and number, and divide after the pipeline')
-    if outputs.first_is_right():
+    if all(_first_is_right(x, xs) for x, xs in outputs):
         return ('the first micro-batch is right, and later ones are not: it keeps something from '
                 'call to call, and is called for each micro-batch here')
     return ('what it gives for a sample depends on which others are in its batch. A normalisation '

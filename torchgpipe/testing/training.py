@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.devices import memory_of
-from torchgpipe.distance import default_tolerance
+from torchgpipe.distance import default_tolerance, is_real
 from torchgpipe.engine.memory import is_among
 from torchgpipe.engine.microbatches import Batch, cut, gather
 from torchgpipe.errors import add_note
@@ -78,7 +78,7 @@ class Setup:
         return copy.deepcopy(self.sample, copies)  # which takes these for the copies of tensors
 
     def _cast(self, x: Tensor) -> Tensor:
-        if self.dtype is None or not (x.is_floating_point() or x.is_complex()):
+        if self.dtype is None or not is_real(x):
             return x
         return x.to(self.dtype.to_complex() if x.is_complex() else self.dtype)
 
@@ -89,8 +89,7 @@ class Setup:
             return default_tolerance(self.dtype)
         sample = [leaf.value for leaf in leaves_of(self.sample) if isinstance(leaf.value, Tensor)]
         types = {x.dtype.to_real() for x in (
-            *self.module.parameters(), *self.module.buffers(), *sample)
-            if x.is_floating_point() or x.is_complex()}
+            *self.module.parameters(), *self.module.buffers(), *sample) if is_real(x)}
         return max(map(default_tolerance, types or {torch.get_default_dtype()}))
 
     def device_of(self, j: int) -> torch.device:
