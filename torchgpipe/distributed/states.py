@@ -8,32 +8,37 @@
     random.1x2x1.0.cpu                            generators, by mesh and rank
     extra.all.step                                further state of a training: of all ranks,
     extra.2.1.loader                              or of the second one of two replicas
-
-Those of the optimizer are what ``StateDictOptions(flatten_optimizer_state_dict=True)`` makes of
-one. They are made here, since PyTorch takes a step with an optimizer that has not taken one yet,
-and knows nothing of parameters that ranks share.
 """
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from io import BytesIO
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
 from torchgpipe.devices import rng_states, set_rng_states
+from torchgpipe.shard.entries import (check_names, form, is_tensor, names_in, parameters_of, some,
+                                      states_of)
 
-__all__ = ['Index', 'extra_bytes', 'extra_entries', 'extra_forms', 'groups_of', 'index',
-           'load_extra', 'load_optimizer', 'names_of', 'optimizer_entries', 'optimizer_forms',
-           'options_of', 'random_entries', 'restore_random', 'shapes']
+__all__ = ['Index', 'check_model', 'check_optimizer', 'extra_bytes', 'extra_entries',
+           'extra_forms', 'groups_of', 'index', 'load_extra', 'names_of', 'optimizer_entries',
+           'option_forms', 'options_of', 'random_entries', 'random_forms', 'restore_random',
+           'shapes']
 
 #: Shapes by name; of what is no tensor, ``None``.
 Shapes = dict[str, tuple[int, ...] | None]
 
 #: Options that are of a group as a whole: each rank has other parameters in it.
 _OF_GROUPS = ('params', 'param_names')
+
+#: What schedulers of learning rates add to the options of an optimizer.
+_SCHEDULERS = {'initial_lr', 'max_lr', 'min_lr', 'base_momentum', 'max_momentum', 'swa_lr'}
+
+#: So many differences are named at most.
+_MOST = 5
 
 #: Where modules have an extra state: of any kind, so that it has any number of entries.
 _EXTRA = '_extra_state'
@@ -43,36 +48,29 @@ class Index(NamedTuple):
     """What a checkpoint has.
 
     Args:
+        entries: All entries, by their keys.
         model: The shapes of parameters and buffers.
-        states: For each parameter, what the optimizer keeps of it.
         groups: For each parameter, the options that the optimizer has for it.
-        random: The generators.
         extra: Further state of the training, each with its number of bytes.
     """
 
+    entries: Mapping[str, Any]
     model: Shapes
-    states: dict[str, dict[str, Any]]
     groups: dict[str, dict[str, Any]]
-    random: dict[str, Any]
     extra: dict[str, Any]
 
 
 def index(metadata: Metadata) -> Index:
     """Return what a checkpoint has."""
-    found = Index({}, {}, {}, {}, {})
-    for key, value in metadata.state_dict_metadata.items():
+    found = Index(metadata.state_dict_metadata, {}, {}, {})
+    for key, value in found.entries.items():
         kind, _, path = key.partition('.')
         section, _, rest = path.partition('.')
         name, _, last = rest.rpartition('.')
         if kind == 'model' and _EXTRA not in path:
-            found.model[path] = (
-                tuple(value.size) if isinstance(value, TensorStorageMetadata) else None)
-        elif kind == 'optimizer' and section == 'state':
-            found.states.setdefault(name, {})[last] = value
-        elif kind == 'optimizer' and last not in _OF_GROUPS:
+            found.model[path] = tuple(value.size) if is_tensor(value) else None
+        elif kind == 'optimizer' and section == 'param_groups' and last not in _OF_GROUPS:
             found.groups.setdefault(name, {})[last] = value
-        elif kind == 'random':
-            found.random[path] = value
         elif kind == 'extra':
             found.extra[path] = value
     return found
@@ -84,11 +82,59 @@ def shapes(model: nn.Module) -> Shapes:
             for name, value in model.state_dict().items() if not name.endswith(_EXTRA)}
 
 
+# --- a checkpoint is of this model and optimizer
+# --------------------------------------------------------------------------
+
+
+def check_model(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """See that a checkpoint has the parameters and buffers of a model, in these shapes.
+
+    Args:
+        here: The shapes of the model.
+        saved: Those of the checkpoint.
+
+    Raises:
+        ValueError: It does not; all ranks raise it.
+    """
+    check_names('the checkpoint is of another model', 'model', here, saved, _MOST)
+    others = [f'{name!r} is {saved[name]}, and not {shape}' for name, shape in here.items()
+              if saved[name] != shape]
+    if others:
+        raise ValueError('the checkpoint is of a model of other sizes: in it '
+                         f'{some(others[:_MOST], len(others))}; make the model as it was made '
+                         'before')
+
+
+def check_optimizer(here: Collection[str], options: set[str], saved: Mapping[str, Collection[str]]
+                    ) -> None:
+    """See that a checkpoint is of an optimizer of these parameters.
+
+    Args:
+        here: Their names, of all ranks.
+        options: The options of its groups.
+        saved: The options that the checkpoint has, for each parameter.
+
+    Raises:
+        ValueError: It is not; all ranks raise it.
+    """
+    if not saved:
+        raise ValueError('the checkpoint was saved without an optimizer: load it without one, or '
+                         'save it with one')
+    check_names('the checkpoint is of an optimizer of other parameters', 'optimizer', here, saved,
+                _MOST)
+    there = {key for each in saved.values() for key in each}
+    missing, others = options - there - _SCHEDULERS, there - options - _SCHEDULERS
+    # Releases of PyTorch differ in one of them only.
+    if missing and others:
+        raise ValueError('the checkpoint is of an optimizer of another type: it has '
+                         f'{sorted(others)}, but this one {sorted(missing)}')
+
+
 # --- the optimizer
 # ---------------------------------------------------------------------------------------
 
 
-def names_of(model: nn.Module, optimizer: Optimizer, ties: Mapping[str, str]) -> dict[int, str]:
+def names_of(model: nn.Module, optimizer: Optimizer, ties: Mapping[str, str]) -> list[str]:
     """Return the names of an optimizer's parameters, by number.
 
     Args:
@@ -99,103 +145,56 @@ def names_of(model: nn.Module, optimizer: Optimizer, ties: Mapping[str, str]) ->
     Raises:
         ValueError: The model does not have them.
     """
-    names = {id(x): ties.get(name, name) for name, x in model.named_parameters()}
-    foreign = [tuple(x.shape) for group in optimizer.param_groups for x in group['params']
-               if id(x) not in names]
-    if foreign:
-        raise ValueError(f'{len(foreign)} parameters of the optimizer are not in the model, with '
-                         f'shapes {foreign[:5]}: make it of model.parameters(), and another one '
-                         'for parameters of a loss, say, which is saved on its own')
-    return names
+    return names_in(optimizer, {id(x): ties.get(name, name)
+                                for name, x in model.named_parameters()})
 
 
-def optimizer_entries(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+def optimizer_entries(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Any]:
     """Return what an optimizer has, by names.
 
     Raises:
         ValueError: Its state has tensors within something else.
     """
-    entries: dict[str, Any] = {}
-    for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key not in _OF_GROUPS}
-        for x in group['params']:
-            name = names[id(x)]
-            for key, value in optimizer.state.get(x, {}).items():
-                if isinstance(value, (dict, list)):
-                    raise ValueError(f'the optimizer keeps a {type(value).__name__} as {key!r} of '
-                                     f'{name!r}, but a checkpoint takes tensors and numbers: save '
-                                     'optimizer.state_dict() of each rank on its own')
-                entries[f'state.{name}.{key}'] = value
-            entries.update({f'param_groups.{name}.{key}': value for key, value in options.items()})
+    entries = {f'state.{name}.{key}': value for name, states in states_of(optimizer, names).items()
+               for key, value in states.items()}
+    for path, value in entries.items():
+        if isinstance(value, (dict, list)):
+            raise ValueError(f'the optimizer keeps a {type(value).__name__} as {path!r}, but a '
+                             'checkpoint takes tensors and numbers: save optimizer.state_dict() '
+                             'of each rank on its own')
+    for group in optimizer.state_dict()['param_groups']:
+        entries.update((f'param_groups.{names[number]}.{key}', value)
+                       for number in group['params']
+                       for key, value in group.items() if key not in _OF_GROUPS)
     return entries
 
 
-def optimizer_forms(optimizer: Optimizer, names: Mapping[int, str], saved: Index
-                    ) -> dict[str, Any]:
-    """Return what the entries of a checkpoint are read into: whatever was saved, and no more."""
-    forms: dict[str, Any] = {}
-    for group in optimizer.param_groups:
-        for x in group['params']:
-            name = names[id(x)]
-            for section, entries in (('state', saved.states.get(name, {})),
-                                     ('param_groups', saved.groups[name])):
-                for key, value in entries.items():
-                    forms[f'{section}.{name}.{key}'] = _form(value, x)
-    return forms
+def option_forms(optimizer: Optimizer, names: Sequence[str], saved: Index
+                 ) -> dict[str, dict[str, Any]]:
+    """Return what the options of each parameter are read into."""
+    return {name: {key: form(value, x) for key, value in saved.groups[name].items()}
+            for name, x in zip(names, parameters_of(optimizer))}
 
 
-def _form(saved: Any, x: Tensor) -> Any:
-    if not isinstance(saved, TensorStorageMetadata):
-        return None
-    size, dtype = saved.size, saved.properties.dtype
-    if not size:
-        return torch.empty((), dtype=dtype)  # The optimizer knows where it has to be.
-    if size == x.shape:
-        return torch.empty_like(x, dtype=dtype, requires_grad=False)
-    return torch.empty(size, dtype=dtype, device=x.device)
-
-
-def load_optimizer(optimizer: Optimizer, names: Mapping[int, str], entries: Mapping[str, Any]
-                   ) -> None:
-    """Give an optimizer what was read.
-
-    Raises:
-        ValueError: Parameters of one group had different options.
-    """
-    found, states = _sections(entries), {}
-    groups = groups_of(optimizer, names, entries)
-    for group, packed in zip(optimizer.param_groups, groups):
-        for number, x in zip(packed['params'], group['params']):
-            if ('state', names[id(x)]) in found:
-                states[number] = found['state', names[id(x)]]
-    optimizer.load_state_dict({'state': states, 'param_groups': groups})
-
-
-def groups_of(optimizer: Optimizer, names: Mapping[int, str], entries: Mapping[str, Any]
+def groups_of(optimizer: Optimizer, names: Sequence[str], options: Mapping[str, dict[str, Any]]
               ) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer with the options that were read.
+    """Return the options of each group of an optimizer.
+
+    Args:
+        optimizer: The optimizer.
+        names: Its parameters.
+        options: Those that were read for each of them.
 
     Raises:
         ValueError: Parameters of one group had different options.
     """
-    found, groups = _sections(entries), []
-    for group, packed in zip(optimizer.param_groups, optimizer.state_dict()['param_groups']):
-        own = [names[id(x)] for x in group['params']]
-        options = [found['param_groups', name] for name in own]
-        for name, each in zip(own, options):
-            _check_same((own[0], name), (options[0], each))
-        groups.append({**packed, **(options[0] if options else {})})
+    groups = []
+    for group in optimizer.state_dict()['param_groups']:
+        own = [names[number] for number in group['params']]
+        for name in own:
+            _check_same((own[0], name), (options[own[0]], options[name]))
+        groups.append(options[own[0]] if own else {})
     return groups
-
-
-def _sections(entries: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the entries of each parameter, by section and name."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for path, value in entries.items():
-        section, _, rest = path.partition('.')
-        name, _, key = rest.rpartition('.')
-        found.setdefault((section, name), {})[key] = value
-    return found
 
 
 def _check_same(names: tuple[str, str], options: tuple[dict[str, Any], dict[str, Any]]) -> None:
@@ -331,6 +330,13 @@ def random_entries(place: str, devices: Iterable[torch.device]) -> dict[str, Ten
         devices: The devices of the rank.
     """
     return {f'{place}.{name}': state for name, state in rng_states(devices).items()}
+
+
+def random_forms(place: str, saved: Index) -> dict[str, Tensor]:
+    """Return the tensors to read the states of generators into, as far as there are some."""
+    prefix = f'random.{place}.'
+    return {key.removeprefix('random.'): torch.empty(value.size, dtype=torch.uint8)
+            for key, value in saved.entries.items() if key.startswith(prefix)}
 
 
 def restore_random(place: str, devices: Iterable[torch.device], entries: Mapping[str, Tensor]

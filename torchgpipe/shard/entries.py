@@ -1,9 +1,15 @@
-"""Entries of state dicts: shards as DTensors, and a check of names and shapes.
+"""Entries of state dicts and checkpoints: shards as DTensors, and a check of names and shapes.
 
 A parameter has one entry for each of its names. In the state dict of an optimizer it has several,
-and those of its shape are shards if it is one.
+and those of its shape are shards if it is one. A checkpoint has them by the parameter's name::
+
+    optimizer.state.0.weight.exp_avg
+
+They are made here, since PyTorch takes a step with an optimizer that has not taken one yet, and
+knows nothing of parameters that ranks share.
 """
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -13,8 +19,9 @@ from torch.optim import Optimizer
 from torchgpipe.shard.parameter import dtensor, shard_shape
 from torchgpipe.shard.tags import storage_dim
 
-__all__ = ['Entries', 'Sharded', 'check_keys', 'check_shapes', 'name_of', 'nested',
-           'optimizer_entries', 'views']
+__all__ = ['Entries', 'Sharded', 'check_keys', 'check_names', 'check_shapes', 'form', 'is_tensor',
+           'load_states', 'local', 'name_of', 'names_in', 'nested', 'optimizer_entries',
+           'parameters_of', 'some', 'state_forms', 'states_of', 'views']
 
 #: The values of a state dict by their keys. Those of an optimizer have pairs for keys: the number
 #: of the parameter, and the name of the state.
@@ -33,6 +40,14 @@ def views(entries: Entries, sharded: Sharded) -> dict[Any, Any]:
             for key, value in found.items()}
 
 
+def local(entries: Entries) -> dict[Any, Any]:
+    """Return entries with tensors in the place of DTensors."""
+    from torch.distributed.tensor import DTensor  # takes long
+
+    return {key: value.to_local() if isinstance(value, DTensor) else value
+            for key, value in entries.items()}
+
+
 def optimizer_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]
                       ) -> tuple[dict[tuple[Any, str], Any], dict[tuple[Any, str], Tensor]]:
     """Return the states of an optimizer, and the parameters of those that are shards."""
@@ -47,22 +62,50 @@ def optimizer_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]
                   for number, parameter in zip(numbers, group)}
     entries = {(number, name): value for number, states in state_dict['state'].items()
                for name, value in states.items()}
-    sharded = {key: parameters[key[0]] for key, value in entries.items()
-               if storage_dim(parameters[key[0]]) is not None
+    sharded = {key: parameters[key[0]] for key, value in entries.items() if key[0] in parameters
+               and storage_dim(parameters[key[0]]) is not None
                and isinstance(value, Tensor) and value.dim()}
     return entries, sharded
 
 
-def check_keys(expected: Iterable[str], found: Iterable[str]) -> None:
+def check_keys(expected: Iterable[str], found: Iterable[str], hint: str = '') -> None:
     """Raise, and name them, if keys of the model are missing, or others are found."""
-    expected, found = list(expected), list(found)
-    missing, foreign = sorted({*expected} - {*found}), sorted({*found} - {*expected})
-    if missing or foreign:
-        raise ValueError(
-            'a checkpoint has the keys of the model: '
-            + '; '.join(f'{what} {", ".join(map(repr, keys))}' for what, keys in (
-                ('it misses', missing), ('the model does not have', foreign)) if keys)
-            + '. Pass prefix= if the keys have one, or strict=False to take what there is')
+    check_names('a checkpoint has the keys of the model', 'model', sorted(expected), sorted(found),
+                hint=hint)
+
+
+def check_names(what: str, of: str, here: Collection[str], saved: Collection[str],
+                most: int | None = None, hint: str = '') -> None:
+    """Raise if a checkpoint misses names, or has others.
+
+    Args:
+        what: Is said first.
+        of: What has the names.
+        here: The names.
+        saved: Those of the checkpoint.
+        most: Name so many, with names that are like them; by default all.
+        hint: Is said last.
+
+    Raises:
+        ValueError: It does.
+    """
+    def close(name: str, others: list[str]) -> str:
+        found = get_close_matches(name, others[:1000], 1) if most else ()
+        return repr(name) + ''.join(f' (like {each!r})' for each in found)
+
+    known, there = {*here}, {*saved}
+    missing = [name for name in here if name not in there]
+    foreign = [name for name in saved if name not in known]
+    found = [f'{verb} {some([close(name, others) for name in names[:most]], len(names))}'
+             for verb, names, others in (('it misses', missing, foreign),
+                                         (f'the {of} does not have', foreign, missing)) if names]
+    if found:
+        raise ValueError(f'{what}: {"; ".join(found)}{hint}')
+
+
+def some(texts: Sequence[str], of: int) -> str:
+    """Say that there are so many, of which these are some."""
+    return ', '.join(texts) + (f' and {of - len(texts)} more' if of > len(texts) else '')
 
 
 def check_shapes(tensors: Entries, shapes: Mapping[Any, torch.Size]) -> None:
@@ -87,3 +130,100 @@ def nested(state_dict: Mapping[str, Any], entries: dict[tuple[Any, str], Any]) -
     for (number, name), value in entries.items():
         states.setdefault(number, {})[name] = value
     return {**state_dict, 'state': states}
+
+
+# --- entries of a checkpoint
+# ---------------------------------------------------------------------------------------
+
+
+def is_tensor(saved: Any) -> bool:
+    """Return whether an entry of a checkpoint is a tensor, by its metadata."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # takes long
+
+    return isinstance(saved, TensorStorageMetadata)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer, by number."""
+    return [x for group in optimizer.param_groups for x in group['params']]
+
+
+def names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
+    """Return the names of an optimizer's parameters, by number.
+
+    Args:
+        optimizer: The optimizer.
+        names: The names of a model's parameters, by their ids.
+
+    Raises:
+        ValueError: The model does not have them.
+    """
+    parameters = parameters_of(optimizer)
+    foreign = [tuple(x.shape) for x in parameters if id(x) not in names]
+    if foreign:
+        raise ValueError(f'{len(foreign)} parameters of the optimizer are not in the model, with '
+                         f'shapes {foreign[:5]}: make it of model.parameters(), and another one '
+                         'for parameters of a loss, say, which is saved on its own')
+    return [names[id(x)] for x in parameters]
+
+
+def states_of(optimizer: Optimizer, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the states of each parameter, with DTensors in the memory of shards.
+
+    Raises:
+        ValueError: A state has not the shape of its shard.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for (number, key), value in views(*optimizer_entries(
+            optimizer, optimizer.state_dict())).items():
+        if isinstance(number, int):  # Others are of no parameter.
+            found.setdefault(names[number], {})[key] = value
+    return found
+
+
+def state_forms(optimizer: Optimizer, names: Sequence[str], saved: Mapping[str, Any]
+                ) -> dict[str, dict[str, Any]]:
+    """Return the tensors to read the states of each parameter into.
+
+    These states are the ones that were saved: those of an optimizer come with its first step only,
+    and to take one for that would change the count of its steps.
+
+    Args:
+        optimizer: The optimizer.
+        names: Its parameters.
+        saved: The entries of the checkpoint.
+    """
+    parameters = dict(zip(names, parameters_of(optimizer)))
+    forms: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for path, value in saved.items():
+        name, _, key = path.removeprefix('optimizer.state.').rpartition('.')
+        if path.startswith('optimizer.state.') and name in parameters:
+            forms[name][key] = form(value, parameters[name])
+    return forms
+
+
+def form(saved: Any, parameter: Tensor) -> Any:
+    """Return a tensor to read a state into; other values are read as they are."""
+    if not is_tensor(saved):
+        return None
+    size, dtype = saved.size, saved.properties.dtype
+    if not size:
+        return torch.empty((), dtype=dtype)  # The optimizer knows where it has to be.
+    if storage_dim(parameter) is not None:
+        return dtensor(parameter, torch.empty_like(parameter, dtype=dtype))
+    if size == parameter.shape:
+        return torch.empty_like(parameter, dtype=dtype)
+    return torch.empty(size, dtype=dtype, device=parameter.device)
+
+
+def load_states(optimizer: Optimizer, names: Sequence[str],
+                states: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+                ) -> None:
+    """Give an optimizer the states that were read, and its groups these options."""
+    own = optimizer.state_dict()['param_groups']
+    optimizer.load_state_dict({
+        'state': {number: states[name] if storage_dim(x) is None else local(states[name])
+                  for number, (name, x) in enumerate(zip(names, parameters_of(optimizer)))
+                  if states.get(name)},
+        'param_groups': [{**packed, **group, 'params': packed['params']}
+                         for packed, group in zip(own, groups)]})

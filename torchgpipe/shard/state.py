@@ -85,7 +85,8 @@ def relocate_state_dict(model: nn.Module, state_dict: Mapping[str, Any], prefix:
     """
     if strict:
         check_keys([prefix + key for key in model.state_dict()],
-                   [key for key in state_dict if key.startswith(prefix)])
+                   [key for key in state_dict if key.startswith(prefix)],
+                   '. Pass prefix= if the keys have one, or strict=False to take what there is')
     return _filled(state_dict, _relocate(state_dict, sharded_parameters(model, prefix)))
 
 
