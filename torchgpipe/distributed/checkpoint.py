@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -17,12 +18,11 @@ from torch.optim import Optimizer
 from torchgpipe.distributed.mesh import AXES, Axis
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.distributed.start import Facts, digest
-from torchgpipe.distributed.states import (Index, check_model, check_optimizer, extra_bytes,
-                                           extra_entries, extra_forms, groups_of, index,
-                                           load_extra, names_of, optimizer_entries, option_forms,
-                                           options_of, random_entries, random_forms,
-                                           restore_random, shapes)
-from torchgpipe.shard.entries import load_states, state_forms
+from torchgpipe.distributed.states import (check_model, check_optimizer, extra_bytes,
+                                           extra_entries, extra_forms, groups_of, load_extra,
+                                           named, optimizer_entries, options_of, random_entries,
+                                           restore_random, saved_options, saved_shapes, shapes)
+from torchgpipe.shard.entries import by_names, under
 from torchgpipe.shard.failures import gathered
 from torchgpipe.shard.folders import Folder, Writer, as_errors, opened
 
@@ -79,7 +79,7 @@ class Saving:
             self.result()
 
 
-def save(model: nn.Module, rank: 'Rank | _Alone', folder: Folder, optimizer: Optimizer | None,
+def save(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | None,
          extra: Extra, wait: bool = True, patience: Callable[[], float] = float) -> Saving | None:
     """Save a model on all ranks: see :meth:`DistributedGPipe.save`.
 
@@ -99,7 +99,7 @@ def save(model: nn.Module, rank: 'Rank | _Alone', folder: Folder, optimizer: Opt
     def prepare() -> None:
         entries = {'model': model.state_dict(),
                    'optimizer': {} if optimizer is None else optimizer_entries(
-                       optimizer, names_of(model, optimizer, rank.ties.names)),
+                       named(model, optimizer, rank.ties.names)),
                    'random': random_entries(_name(rank), rank.devices),
                    'extra': extra_entries(everywhere, rank.data.rank)}
         state.update(entries if wait else writer.stage(entries))
@@ -122,7 +122,7 @@ def save(model: nn.Module, rank: 'Rank | _Alone', folder: Folder, optimizer: Opt
     return None
 
 
-def load(model: nn.Module, rank: 'Rank | _Alone', folder: Folder, optimizer: Optimizer | None,
+def load(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | None,
          extra: Extra) -> dict[str, Any]:
     """Load a model on all ranks: see :meth:`DistributedGPipe.load`.
 
@@ -133,14 +133,14 @@ def load(model: nn.Module, rank: 'Rank | _Alone', folder: Folder, optimizer: Opt
     def prepare() -> Facts:
         _settle(rank)
         loading.append(_Loading(model, rank, *opened(folder, *_place(rank)), optimizer))
-        return Facts(settings=digest(sorted(loading[0].saved.entries)))
+        return Facts(settings=digest(sorted(loading[0].saved)))
 
     def finish() -> Facts:
         found.update(loading[0].read_tensors(extra or {}))
         return Facts(numbers=rank.numbers())
 
     rank.together(what, prepare)
-    _check(_everywhere(rank, loading[0].facts()), loading[0].saved)
+    _check(_everywhere(rank, loading[0].facts), loading[0].saved)
     rank.together(what, lambda: loading[0].read_options(extra or {}))
     rank.compare(rank.together(what, finish))
     return found
@@ -163,7 +163,7 @@ def save_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | No
         ValueError: The optimizer has other parameters.
         RuntimeError: It cannot be written.
     """
-    save(module, _Alone(module), folder, optimizer, extra)
+    save(module, _alone(module), folder, optimizer, extra)
 
 
 def load_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | None = None,
@@ -186,24 +186,22 @@ def load_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | No
         ValueError: It is of another model, or of another optimizer.
         RuntimeError: It cannot be read.
     """
-    return load(module, _Alone(module), folder, optimizer, extra)
+    return load(module, _alone(module), folder, optimizer, extra)
 
 
 class _Loading:
     """A checkpoint while it is loaded. Each rank reads its own entries, and waits for no other."""
 
-    def __init__(self, model: nn.Module, rank: 'Rank | _Alone', reader: FileSystemReader,
-                 metadata: Metadata, optimizer: Optimizer | None) -> None:
-        self._model, self._rank, self._reader, self._optimizer = model, rank, reader, optimizer
-        self.saved = index(metadata)
-        self._names = [] if optimizer is None else names_of(model, optimizer, rank.ties.names)
+    def __init__(self, model: nn.Module, rank: Rank, reader: FileSystemReader, metadata: Metadata,
+                 optimizer: Optimizer | None) -> None:
+        self._model, self._rank, self._reader = model, rank, reader
+        self.saved = metadata.state_dict_metadata
+        self._optimizer = None if optimizer is None else named(model, optimizer, rank.ties.names)
+        own = self._optimizer
+        #: The shapes of the model, the parameters of the optimizer and its options.
+        self.facts = (shapes(model), own.names if own else [], options_of(own) if own else None)
         self._groups: list[dict[str, Any]] = []
         self._extra: dict[str, Any] = {}
-
-    def facts(self) -> tuple[Any, list[str], list[str] | None]:
-        """Return the shapes of the model, the parameters of the optimizer and its options."""
-        return shapes(self._model), self._names, (
-            None if self._optimizer is None else options_of(self._optimizer))
 
     def read_options(self, asked: Mapping[str, Any]) -> None:
         """Read the options of the optimizer, and further state.
@@ -211,25 +209,25 @@ class _Loading:
         Raises:
             ValueError: Parameters of one group had different options; or a state is not there.
         """
-        data, optimizer = self._rank.data, self._optimizer
+        data, own = self._rank.data, self._optimizer
         self._extra = extra_forms(self.saved, data.size, data.rank, asked)
-        options = {} if optimizer is None else option_forms(optimizer, self._names, self.saved)
+        options = own.forms(saved_options(self.saved)) if own else {}
         self._read({'optimizer': {'param_groups': options}, 'extra': self._extra})
-        if optimizer is not None:
-            self._groups = groups_of(optimizer, self._names, options)
+        self._groups = groups_of(own, options) if own else []
 
     def read_tensors(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Give the model, its optimizer, generators and objects their values."""
-        states = {} if self._optimizer is None else state_forms(
-            self._optimizer, self._names, self.saved.entries)
-        state = {'model': self._model.state_dict(), 'optimizer': {'state': states},
-                 'random': random_forms(_name(self._rank), self.saved)}
+        own, place = self._optimizer, _name(self._rank)
+        states = own.forms(by_names(under(self.saved, 'optimizer.state.'))) if own else {}
+        state = {'model': self._model.state_dict(), 'optimizer': {'state': states}, 'random': {
+            f'{place}.{key}': torch.empty(value.size, dtype=torch.uint8)
+            for key, value in under(self.saved, f'random.{place}.').items()}}
         self._read(state)
         # Tensors are there; hooks and extra states are not.
         self._model.load_state_dict(state['model'])
-        if self._optimizer is not None:
-            load_states(self._optimizer, self._names, states, self._groups)
-        restore_random(_name(self._rank), self._rank.devices, state['random'])
+        if own:
+            own.load(states, self._groups)
+        restore_random(place, self._rank.devices, state['random'])
         return load_extra(self._extra, asked)
 
     def _read(self, state: dict[str, Any]) -> None:
@@ -237,71 +235,51 @@ class _Loading:
             state_dict_loader.load(state, storage_reader=self._reader, no_dist=True)
 
 
-def _check(everywhere: Iterable[tuple[Any, list[str], list[str] | None]], saved: Index) -> None:
+def _check(everywhere: Iterable[tuple[Any, list[str], list[str] | None]],
+           saved: Mapping[str, Any]) -> None:
     """See that a checkpoint is of this model and this optimizer, whose parts ranks have."""
     models, names, options = zip(*everywhere)
-    check_model({name: shape for each in models for name, shape in each.items()}, saved.model)
+    check_model({name: shape for each in models for name, shape in each.items()},
+                saved_shapes(saved))
     if any(each is not None for each in options):
         check_optimizer({name for each in names for name in each},
-                        {key for each in options for key in each or ()}, saved.groups)
+                        {key for each in options for key in each or ()}, saved_options(saved))
 
 
 # --- ranks
 # -----------------------------------------------------------------------------------------------
 
 
-class _Alone:
-    """A process with the whole model, in place of a rank of a mesh.
-
-    Args:
-        module: The model.
-    """
-
-    everyone: None = None
-    saving: Saving | None = None
-
-    def __init__(self, module: nn.Module) -> None:
-        self.devices = {x.device for x in (*module.parameters(), *module.buffers())}
-        self.data, self.pipe, self.tensor = (Axis(name, 1, 0, None, None) for name in AXES)
-        self.ties = SimpleNamespace(names={})
-
-    def outline(self) -> int:
-        """Return that there is no other rank to compare with."""
-        return 0
-
-    def numbers(self) -> tuple[int, int, int]:
-        """Return the same of tensors."""
-        return 0, 0, 0
-
-    def compare(self, said: Mapping[int, Facts]) -> None:
-        """Compare nothing."""
-
-    check_outlines = compare
-
-    def together(self, what: str, function: Callable[[], Facts | None]) -> dict[int, Facts]:
-        """Call a function."""
-        return {0: function() or Facts()}
+def _alone(module: nn.Module) -> Any:
+    """Return, in place of a rank of a mesh, a process with the whole model."""
+    data, pipe, tensor = (Axis(name, 1, 0, None, None) for name in AXES)
+    return SimpleNamespace(
+        everyone=None, saving=None, data=data, pipe=pipe, tensor=tensor,
+        devices={x.device for x in (*module.parameters(), *module.buffers())},
+        ties=SimpleNamespace(names={}), outline=int, numbers=lambda: (0, 0, 0),
+        # There is no other rank to compare with.
+        check_outlines=bool, compare=bool, together=lambda what, function: {0: function()})
 
 
-def _place(rank: 'Rank | _Alone') -> tuple[int, int]:
+def _place(rank: Rank) -> tuple[int, int]:
     """Return the number of a rank, and of all ranks."""
     everyone = rank.everyone
     return (0, 1) if everyone is None else (everyone.rank(), everyone.size())
 
 
-def _everywhere(rank: 'Rank | _Alone', value: Any) -> list[Any]:
+def _everywhere(rank: Rank, value: Any) -> list[Any]:
     """Return what each rank has."""
     return [value] if rank.everyone is None else gathered(value, rank.everyone)
 
 
-def _settle(rank: 'Rank | _Alone') -> None:
+def _settle(rank: Rank) -> None:
     """Wait for what was saved before."""
     if rank.saving is not None:
         rank.saving.settle()
         rank.saving = None
 
 
-def _name(rank: 'Rank | _Alone') -> str:
+def _name(rank: Rank) -> str:
     """Return the sizes of a mesh, and the place of a rank in it."""
     data, pipe, tensor = rank.data, rank.pipe, rank.tensor
     number = (data.rank * pipe.size + pipe.rank) * tensor.size + tensor.rank

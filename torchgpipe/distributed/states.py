@@ -12,21 +12,18 @@
 import pickle
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from io import BytesIO
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
 from torchgpipe.devices import rng_states, set_rng_states
-from torchgpipe.shard.entries import (check_names, form, is_tensor, names_in, parameters_of, some,
-                                      states_of)
+from torchgpipe.shard.entries import Named, by_names, check_names, is_tensor, some, under
 
-__all__ = ['Index', 'check_model', 'check_optimizer', 'extra_bytes', 'extra_entries',
-           'extra_forms', 'groups_of', 'index', 'load_extra', 'names_of', 'optimizer_entries',
-           'option_forms', 'options_of', 'random_entries', 'random_forms', 'restore_random',
-           'shapes']
+__all__ = ['check_model', 'check_optimizer', 'extra_bytes', 'extra_entries', 'extra_forms',
+           'groups_of', 'load_extra', 'named', 'optimizer_entries', 'options_of', 'random_entries',
+           'restore_random', 'saved_options', 'saved_shapes', 'shapes']
 
 #: Shapes by name; of what is no tensor, ``None``.
 Shapes = dict[str, tuple[int, ...] | None]
@@ -44,42 +41,16 @@ _MOST = 5
 _EXTRA = '_extra_state'
 
 
-class Index(NamedTuple):
-    """What a checkpoint has.
-
-    Args:
-        entries: All entries, by their keys.
-        model: The shapes of parameters and buffers.
-        groups: For each parameter, the options that the optimizer has for it.
-        extra: Further state of the training, each with its number of bytes.
-    """
-
-    entries: Mapping[str, Any]
-    model: Shapes
-    groups: dict[str, dict[str, Any]]
-    extra: dict[str, Any]
-
-
-def index(metadata: Metadata) -> Index:
-    """Return what a checkpoint has."""
-    found = Index(metadata.state_dict_metadata, {}, {}, {})
-    for key, value in found.entries.items():
-        kind, _, path = key.partition('.')
-        section, _, rest = path.partition('.')
-        name, _, last = rest.rpartition('.')
-        if kind == 'model' and _EXTRA not in path:
-            found.model[path] = tuple(value.size) if is_tensor(value) else None
-        elif kind == 'optimizer' and section == 'param_groups' and last not in _OF_GROUPS:
-            found.groups.setdefault(name, {})[last] = value
-        elif kind == 'extra':
-            found.extra[path] = value
-    return found
-
-
 def shapes(model: nn.Module) -> Shapes:
     """Return the shapes of what a model, or a rank's part of it, has."""
     return {name: tuple(value.shape) if isinstance(value, Tensor) else None
             for name, value in model.state_dict().items() if not name.endswith(_EXTRA)}
+
+
+def saved_shapes(saved: Mapping[str, Any]) -> Shapes:
+    """Return the shapes of what a checkpoint has of a model."""
+    return {name: tuple(value.size) if is_tensor(value) else None
+            for name, value in under(saved, 'model.').items() if _EXTRA not in name}
 
 
 # --- a checkpoint is of this model and optimizer
@@ -134,63 +105,53 @@ def check_optimizer(here: Collection[str], options: set[str], saved: Mapping[str
 # ---------------------------------------------------------------------------------------
 
 
-def names_of(model: nn.Module, optimizer: Optimizer, ties: Mapping[str, str]) -> list[str]:
-    """Return the names of an optimizer's parameters, by number.
-
-    Args:
-        model: What has them.
-        optimizer: The optimizer.
-        ties: Of names that are those of an earlier stage's parameters, the first ones.
-
-    Raises:
-        ValueError: The model does not have them.
-    """
-    return names_in(optimizer, {id(x): ties.get(name, name)
-                                for name, x in model.named_parameters()})
+def named(model: nn.Module, optimizer: Optimizer, ties: Mapping[str, str]) -> Named:
+    """Return an optimizer by names; a tied parameter has the name in the first stage."""
+    return Named(optimizer, {id(x): ties.get(name, name) for name, x in model.named_parameters()})
 
 
-def optimizer_entries(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Any]:
+def optimizer_entries(optimizer: Named) -> dict[str, Any]:
     """Return what an optimizer has, by names.
 
     Raises:
         ValueError: Its state has tensors within something else.
     """
-    entries = {f'state.{name}.{key}': value for name, states in states_of(optimizer, names).items()
-               for key, value in states.items()}
-    for path, value in entries.items():
-        if isinstance(value, (dict, list)):
-            raise ValueError(f'the optimizer keeps a {type(value).__name__} as {path!r}, but a '
-                             'checkpoint takes tensors and numbers: save optimizer.state_dict() '
-                             'of each rank on its own')
-    for group in optimizer.state_dict()['param_groups']:
-        entries.update((f'param_groups.{names[number]}.{key}', value)
-                       for number in group['params']
-                       for key, value in group.items() if key not in _OF_GROUPS)
+    entries: dict[str, Any] = {}
+    for name, states in optimizer.states().items():
+        for key, value in states.items():
+            if isinstance(value, (dict, list)):
+                raise ValueError(f'the optimizer keeps a {type(value).__name__} as {key!r} of '
+                                 f'{name!r}, but a checkpoint takes tensors and numbers: save '
+                                 'optimizer.state_dict() of each rank on its own')
+            entries[f'state.{name}.{key}'] = value
+    entries.update((f'param_groups.{name}.{key}', value) for group in optimizer.groups()
+                   for name in group['params'] for key, value in _options(group).items())
     return entries
 
 
-def option_forms(optimizer: Optimizer, names: Sequence[str], saved: Index
-                 ) -> dict[str, dict[str, Any]]:
-    """Return what the options of each parameter are read into."""
-    return {name: {key: form(value, x) for key, value in saved.groups[name].items()}
-            for name, x in zip(names, parameters_of(optimizer))}
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _OF_GROUPS}
 
 
-def groups_of(optimizer: Optimizer, names: Sequence[str], options: Mapping[str, dict[str, Any]]
-              ) -> list[dict[str, Any]]:
-    """Return the options of each group of an optimizer.
+def options_of(optimizer: Named) -> list[str]:
+    """Return the names of the options that an optimizer has for each parameter."""
+    return sorted({key for group in optimizer.groups() for key in _options(group)})
 
-    Args:
-        optimizer: The optimizer.
-        names: Its parameters.
-        options: Those that were read for each of them.
+
+def saved_options(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return, for each parameter, the options that a checkpoint has of an optimizer."""
+    return {name: _options(each)
+            for name, each in by_names(under(saved, 'optimizer.param_groups.')).items()}
+
+
+def groups_of(optimizer: Named, options: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the options of each group of an optimizer, from those that parameters had.
 
     Raises:
         ValueError: Parameters of one group had different options.
     """
     groups = []
-    for group in optimizer.state_dict()['param_groups']:
-        own = [names[number] for number in group['params']]
+    for own in [group['params'] for group in optimizer.groups()]:
         for name in own:
             _check_same((own[0], name), (options[own[0]], options[name]))
         groups.append(options[own[0]] if own else {})
@@ -206,11 +167,6 @@ def _check_same(names: tuple[str, str], options: tuple[dict[str, Any], dict[str,
                 f'the optimizer has {names[0]!r} and {names[1]!r} in one group, but in the '
                 f'checkpoint the {key} of the first is {one}, and that of the second {another}; '
                 'make the optimizer with the same groups of parameters')
-
-
-def options_of(optimizer: Optimizer) -> list[str]:
-    """Return the names of the options that an optimizer has for each parameter."""
-    return sorted({key for group in optimizer.param_groups for key in group} - {*_OF_GROUPS})
 
 
 # --- further state of a training
@@ -282,7 +238,7 @@ def _is_equal(a: Any, b: Any) -> bool:
     return pickle.dumps(a) == pickle.dumps(b)
 
 
-def extra_forms(saved: Index, data: int, replica: int, asked: Mapping[str, Any]
+def extra_forms(saved: Mapping[str, Any], data: int, replica: int, asked: Mapping[str, Any]
                 ) -> dict[str, Tensor]:
     """Return the tensors to read the extra entries of a checkpoint into.
 
@@ -295,7 +251,8 @@ def extra_forms(saved: Index, data: int, replica: int, asked: Mapping[str, Any]
     Raises:
         ValueError: The checkpoint does not have one of them, or of another number of replicas.
     """
-    places = {path.rpartition('.')[2]: path.rpartition('.')[0] for path in saved.extra}
+    there = under(saved, 'extra.')
+    places = {path.rpartition('.')[2]: path.rpartition('.')[0] for path in there}
     for key in asked:
         if key not in places:
             raise ValueError(f'the checkpoint has no extra {key!r}; it has {sorted(places)}')
@@ -305,7 +262,7 @@ def extra_forms(saved: Index, data: int, replica: int, asked: Mapping[str, Any]
                 f'replicas in the checkpoint, and now there are {data}: leave it out, and make '
                 'that object for the new number of replicas')
     return {path: torch.empty(value.size, dtype=torch.uint8)
-            for path, value in saved.extra.items()
+            for path, value in there.items()
             if path.rpartition('.')[0] in ('all', f'{data}.{replica}')}
 
 
@@ -330,13 +287,6 @@ def random_entries(place: str, devices: Iterable[torch.device]) -> dict[str, Ten
         devices: The devices of the rank.
     """
     return {f'{place}.{name}': state for name, state in rng_states(devices).items()}
-
-
-def random_forms(place: str, saved: Index) -> dict[str, Tensor]:
-    """Return the tensors to read the states of generators into, as far as there are some."""
-    prefix = f'random.{place}.'
-    return {key.removeprefix('random.'): torch.empty(value.size, dtype=torch.uint8)
-            for key, value in saved.entries.items() if key.startswith(prefix)}
 
 
 def restore_random(place: str, devices: Iterable[torch.device], entries: Mapping[str, Tensor]

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchgpipe.shard.entries import (check_keys, is_tensor, load_states, local, names_in,
-                                      state_forms, states_of, views)
+from torchgpipe.shard.entries import Named, by_names, check_names, is_tensor, local, under, views
 from torchgpipe.shard.failures import raise_on_all_ranks
 from torchgpipe.shard.parameter import place
 from torchgpipe.shard.tags import storage_dim
@@ -67,8 +66,8 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
         values, parameters = _model_views(model)
         state: dict[str, Any] = {'model': values}
         if optimizer is not None:
-            names, groups = _named(parameters, optimizer)
-            state['optimizer'] = {'param_groups': groups, 'state': states_of(optimizer, names)}
+            named = _named(parameters, optimizer)
+            state['optimizer'] = {'param_groups': named.groups(), 'state': named.states()}
         if writer is not None and not rank:
             writer.make_way()
     with as_errors(what):
@@ -113,22 +112,30 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
         saved = reader.read_metadata().state_dict_metadata
         values, parameters = _model_views(model)
         state: dict[str, Any] = {'model': values}
-        check_keys([f'model.{key}' for key, value in values.items() if isinstance(value, Tensor)],
-                   [key for key, value in saved.items()
-                    if key.startswith('model.') and is_tensor(value)])
+        check_names('a checkpoint has the keys of the model', 'model',
+                    sorted(f'model.{key}' for key, value in values.items()
+                           if isinstance(value, Tensor)),
+                    sorted(key for key, value in saved.items()
+                           if key.startswith('model.') and is_tensor(value)))
         if optimizer is not None:
-            names, groups = _named(parameters, optimizer)
-            _check_options(groups, saved)
-            here = [group['params'] for group in groups]
-            state['optimizer'] = {'param_groups': groups,
-                                  'state': state_forms(optimizer, names, saved)}
+            named = _named(parameters, optimizer)
+            _check_options(named.groups(), under(saved, 'optimizer.param_groups.'))
+            state['optimizer'] = {
+                'param_groups': named.groups(),
+                'state': named.forms(by_names(under(saved, 'optimizer.state.')))}
     with as_errors('reading a checkpoint'):
         dcp.load(state, storage_reader=reader, **options)  # type: ignore[attr-defined]
     set_model_state_dict(model, local(state['model']))
     if optimizer is not None:
         loaded = state['optimizer']
-        _check_parameters(here, [group['params'] for group in loaded['param_groups']])
-        load_states(optimizer, names, loaded['state'], loaded['param_groups'])
+        here, there = ([group['params'] for group in groups]
+                       for groups in (named.groups(), loaded['param_groups']))
+        if here != there:
+            raise ValueError(
+                'a checkpoint is loaded into an optimizer with the same groups of parameters: '
+                f'this one has {here}, the checkpoint {there}. Make the optimizer as it was made '
+                'before')
+        named.load(loaded['state'], loaded['param_groups'])
 
 
 # --- the model
@@ -150,32 +157,16 @@ def _model_views(model: nn.Module) -> tuple[dict[str, Any], Parameters]:
                           if storage_dim(parameter) is not None}), parameters
 
 
-# --- the optimizer
-# --------------------------------------------------------------------------------------
-
-
-def _named(parameters: Parameters, optimizer: Optimizer) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the names of an optimizer's parameters, and its groups with names for numbers."""
-    # The first name of each, as PyTorch takes it.
-    names = names_in(optimizer, {id(x): key for key, x in reversed(parameters.items())})
-    return names, [{**group, 'params': [names[number] for number in group['params']]}
-                   for group in optimizer.state_dict()['param_groups']]
+def _named(parameters: Parameters, optimizer: Optimizer) -> Named:
+    """Return an optimizer by the first name of each parameter, as PyTorch takes it."""
+    return Named(optimizer, {id(x): key for key, x in reversed(parameters.items())})
 
 
 def _check_options(groups: list[dict[str, Any]], saved: Mapping[str, Any]) -> None:
-    prefix = 'optimizer.param_groups.'
     here = {f'{i}.{option}' for i, group in enumerate(groups) for option in group}
-    there = {'.'.join(key.removeprefix(prefix).split('.')[:2])
-             for key in saved if key.startswith(prefix)}
+    there = {'.'.join(key.split('.')[:2]) for key in saved}
     if here != there:
         raise ValueError(
             'a checkpoint is loaded into an optimizer of the same type with the same groups of '
             f'parameters: only this one has {sorted(here - there)}, only the checkpoint '
             f'{sorted(there - here)} (numbers of groups, and their options)')
-
-
-def _check_parameters(here: list[list[str]], there: list[list[str]]) -> None:
-    if here != there:
-        raise ValueError(
-            'a checkpoint is loaded into an optimizer with the same groups of parameters: this '
-            f'one has {here}, the checkpoint {there}. Make the optimizer as it was made before')

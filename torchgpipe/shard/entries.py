@@ -19,9 +19,8 @@ from torch.optim import Optimizer
 from torchgpipe.shard.parameter import dtensor, shard_shape
 from torchgpipe.shard.tags import storage_dim
 
-__all__ = ['Entries', 'Sharded', 'check_keys', 'check_names', 'check_shapes', 'form', 'is_tensor',
-           'load_states', 'local', 'name_of', 'names_in', 'nested', 'optimizer_entries',
-           'parameters_of', 'some', 'state_forms', 'states_of', 'views']
+__all__ = ['Entries', 'Named', 'Sharded', 'by_names', 'check_names', 'check_shapes', 'is_tensor',
+           'local', 'name_of', 'nested', 'optimizer_entries', 'some', 'under', 'views']
 
 #: The values of a state dict by their keys. Those of an optimizer have pairs for keys: the number
 #: of the parameter, and the name of the state.
@@ -66,12 +65,6 @@ def optimizer_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]
                and storage_dim(parameters[key[0]]) is not None
                and isinstance(value, Tensor) and value.dim()}
     return entries, sharded
-
-
-def check_keys(expected: Iterable[str], found: Iterable[str], hint: str = '') -> None:
-    """Raise, and name them, if keys of the model are missing, or others are found."""
-    check_names('a checkpoint has the keys of the model', 'model', sorted(expected), sorted(found),
-                hint=hint)
 
 
 def check_names(what: str, of: str, here: Collection[str], saved: Collection[str],
@@ -124,16 +117,28 @@ def name_of(key: Any) -> str:
     return f"'{key[1]}' of parameter {key[0]}" if isinstance(key, tuple) else f"'{key}'"
 
 
-def nested(state_dict: Mapping[str, Any], entries: dict[tuple[Any, str], Any]) -> dict[str, Any]:
-    """Return the state dict of an optimizer with other states."""
-    states: dict[Any, dict[str, Any]] = {}
-    for (number, name), value in entries.items():
-        states.setdefault(number, {})[name] = value
-    return {**state_dict, 'state': states}
+def nested(entries: Mapping[tuple[Any, str], Any]) -> dict[Any, dict[str, Any]]:
+    """Return entries by the first part of their keys, then by the second."""
+    found: dict[Any, dict[str, Any]] = {}
+    for (first, second), value in entries.items():
+        found.setdefault(first, {})[second] = value
+    return found
 
 
 # --- entries of a checkpoint
 # ---------------------------------------------------------------------------------------
+
+
+def under(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the entries of a checkpoint that have a prefix, without it."""
+    return {key.removeprefix(prefix): value for key, value in saved.items()
+            if key.startswith(prefix)}
+
+
+def by_names(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return entries by the names of parameters, then by the word behind them."""
+    return nested({(key.rpartition('.')[0], key.rpartition('.')[2]): value
+                   for key, value in saved.items()})
 
 
 def is_tensor(saved: Any) -> bool:
@@ -143,66 +148,7 @@ def is_tensor(saved: Any) -> bool:
     return isinstance(saved, TensorStorageMetadata)
 
 
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer, by number."""
-    return [x for group in optimizer.param_groups for x in group['params']]
-
-
-def names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Return the names of an optimizer's parameters, by number.
-
-    Args:
-        optimizer: The optimizer.
-        names: The names of a model's parameters, by their ids.
-
-    Raises:
-        ValueError: The model does not have them.
-    """
-    parameters = parameters_of(optimizer)
-    foreign = [tuple(x.shape) for x in parameters if id(x) not in names]
-    if foreign:
-        raise ValueError(f'{len(foreign)} parameters of the optimizer are not in the model, with '
-                         f'shapes {foreign[:5]}: make it of model.parameters(), and another one '
-                         'for parameters of a loss, say, which is saved on its own')
-    return [names[id(x)] for x in parameters]
-
-
-def states_of(optimizer: Optimizer, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the states of each parameter, with DTensors in the memory of shards.
-
-    Raises:
-        ValueError: A state has not the shape of its shard.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for (number, key), value in views(*optimizer_entries(
-            optimizer, optimizer.state_dict())).items():
-        if isinstance(number, int):  # Others are of no parameter.
-            found.setdefault(names[number], {})[key] = value
-    return found
-
-
-def state_forms(optimizer: Optimizer, names: Sequence[str], saved: Mapping[str, Any]
-                ) -> dict[str, dict[str, Any]]:
-    """Return the tensors to read the states of each parameter into.
-
-    These states are the ones that were saved: those of an optimizer come with its first step only,
-    and to take one for that would change the count of its steps.
-
-    Args:
-        optimizer: The optimizer.
-        names: Its parameters.
-        saved: The entries of the checkpoint.
-    """
-    parameters = dict(zip(names, parameters_of(optimizer)))
-    forms: dict[str, dict[str, Any]] = {name: {} for name in names}
-    for path, value in saved.items():
-        name, _, key = path.removeprefix('optimizer.state.').rpartition('.')
-        if path.startswith('optimizer.state.') and name in parameters:
-            forms[name][key] = form(value, parameters[name])
-    return forms
-
-
-def form(saved: Any, parameter: Tensor) -> Any:
+def _form(saved: Any, parameter: Tensor) -> Any:
     """Return a tensor to read a state into; other values are read as they are."""
     if not is_tensor(saved):
         return None
@@ -216,14 +162,59 @@ def form(saved: Any, parameter: Tensor) -> Any:
     return torch.empty(size, dtype=dtype, device=parameter.device)
 
 
-def load_states(optimizer: Optimizer, names: Sequence[str],
-                states: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
-                ) -> None:
-    """Give an optimizer the states that were read, and its groups these options."""
-    own = optimizer.state_dict()['param_groups']
-    optimizer.load_state_dict({
-        'state': {number: states[name] if storage_dim(x) is None else local(states[name])
-                  for number, (name, x) in enumerate(zip(names, parameters_of(optimizer)))
-                  if states.get(name)},
-        'param_groups': [{**packed, **group, 'params': packed['params']}
-                         for packed, group in zip(own, groups)]})
+class Named:
+    """An optimizer by the names of its parameters.
+
+    Args:
+        optimizer: The optimizer.
+        names: The names of a model's parameters, by their ids.
+
+    Raises:
+        ValueError: The model does not have the parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        self._optimizer = optimizer
+        self.parameters = [x for group in optimizer.param_groups for x in group['params']]
+        foreign = [tuple(x.shape) for x in self.parameters if id(x) not in names]
+        if foreign:
+            raise ValueError(f'{len(foreign)} parameters of the optimizer are not in the model, '
+                             f'with shapes {foreign[:5]}: make it of model.parameters(), and '
+                             'another one for parameters of a loss, say, which is saved on its '
+                             'own')
+        self.names = [names[id(x)] for x in self.parameters]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the groups of the optimizer, with names for parameters."""
+        return [{**group, 'params': [self.names[number] for number in group['params']]}
+                for group in self._optimizer.state_dict()['param_groups']]
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Return the states of each parameter, with DTensors in the memory of shards.
+
+        Raises:
+            ValueError: A state has not the shape of its shard.
+        """
+        found = nested(views(*optimizer_entries(self._optimizer, self._optimizer.state_dict())))
+        return {self.names[number]: states for number, states in found.items()
+                if isinstance(number, int)}  # Others are of no parameter.
+
+    def forms(self, saved: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Return tensors to read states, or options, into: those that were saved, and no more.
+
+        An optimizer has states after its first step only. To take one for that would change the
+        count of its steps.
+        """
+        return {name: {key: _form(value, x) for key, value in saved.get(name, {}).items()}
+                for name, x in zip(self.names, self.parameters)}
+
+    def load(self, states: Mapping[str, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]
+             ) -> None:
+        """Give the optimizer the states that were read, and its groups these options."""
+        own = self._optimizer.state_dict()['param_groups']
+        self._optimizer.load_state_dict({
+            'state': {number: states[name] if storage_dim(x) is None else local(states[name])
+                      for number, (name, x) in enumerate(zip(self.names, self.parameters))
+                      if states[name]},
+            'param_groups': [{**packed, **group, 'params': packed['params']}
+                             for packed, group in zip(own, groups)]})
