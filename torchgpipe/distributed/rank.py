@@ -25,6 +25,7 @@ from torchgpipe.distributed.units import Unit, grouped
 from torchgpipe.engine.cell import Sequential
 from torchgpipe.engine.partition import Engine, named_slots
 from torchgpipe.materialize import seeded
+from torchgpipe.shard.failures import gathered
 from torchgpipe.shard.nn.experts import Experts
 from torchgpipe.skip.layout import inspect_skip_layout
 from torchgpipe.skip.skippable import Skippable
@@ -344,8 +345,7 @@ class Rank:
         """
         if self.everyone is not None and differ(
                 {rank: each.numbers for rank, each in said.items()}, self.lines):
-            found: list[Any] = [None] * self.everyone.size()
-            dist.all_gather_object(found, details(self.shared(loss)), self.everyone)
+            found = gathered(details(self.shared(loss)), self.everyone)
             text = differences(dict(zip(said, found)), self.lines)
             if text:
                 raise RuntimeError(text)

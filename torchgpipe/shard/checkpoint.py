@@ -27,6 +27,9 @@ __all__ = ['load_checkpoint', 'save_checkpoint']
 #: Where a checkpoint is.
 Path = str | os.PathLike[str]
 
+#: For so many seconds a file system may hide from one rank which files others have written.
+_PATIENCE = 60.
+
 # `torch.distributed.checkpoint` is imported where it is called, as that takes long.
 
 
@@ -61,7 +64,7 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
 
     what, rank = 'saving a checkpoint', dist.get_rank()
     plain = not options and '://' not in str(path)
-    writer = Writer(path, rank, dist.get_world_size()) if plain else None
+    writer = Writer(path, rank, dist.get_world_size(), lambda: _PATIENCE) if plain else None
     with raise_on_all_ranks(what, dist.group.WORLD):
         values, parameters = _model_views(model)
         state: dict[str, Any] = {'model': values}
