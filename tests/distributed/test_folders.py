@@ -19,7 +19,7 @@ from tests.distributed.models import perceptron
 from tests.distributed.saving import World, adam, fresh, made, same, steps, values
 from tests.shard.processes import outcomes, run
 from torchgpipe.distributed import load_checkpoint, save_checkpoint
-from torchgpipe.distributed.folders import opened
+from torchgpipe.shard.folders import opened
 
 pytestmark = cpu_only('processes meet by gloo')
 

@@ -1,4 +1,5 @@
 """Checkpoints: what was saved is loaded, in groups of any size, and in one process."""
+import os
 import re
 
 import pytest
@@ -70,6 +71,12 @@ def wrapped(folder):
     ts.load_checkpoint('', sharded, optimizer, storage_reader=dcp.FileSystemReader(folder))
     same(sharded.state_dict(), before)
     assert not optimizer.state
+    in_place = f'{folder}/in place'  # As all were, before there were sums of files.
+    ts.save_checkpoint('', sharded, optimizer, storage_writer=dcp.FileSystemWriter(in_place))
+    ts.load_checkpoint(in_place, sharded, optimizer)
+    same(sharded.state_dict(), before)
+    with pytest.raises((RuntimeError, FileExistsError), match='in place in it'):
+        ts.save_checkpoint(folder, sharded)
     other = optimizers(sharded.parameters())[1]
     with pytest.raises(ValueError, match=r"only this one has \['0.dampening', .* only the "
                                          r"checkpoint \['0.amsgrad', "):
@@ -100,6 +107,29 @@ def fails(folder):
     if dist.get_rank() == 1:
         folder += '/nowhere'
     ts.load_checkpoint(folder, sharded)
+
+
+def replaced(folder):
+    """Save twice, of which the second fails on one rank while it writes; load the first."""
+    model = nn.Sequential(ts.nn.ParallelLinear(6, 8, dim=1))
+    ts.save_checkpoint(folder, model)
+    ts.save_checkpoint(folder, model)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with torch.no_grad():
+        model[0].weight.zero_()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(dcp.FileSystemWriter, 'write_data', None)
+        text, _ = raised(ts.save_checkpoint, folder, model)
+    assert 'saving a checkpoint failed on rank' in text and 'not callable' in text
+    ts.load_checkpoint(folder, model)
+    same(model.state_dict(), before)
+
+
+def test_a_checkpoint_takes_the_place_of_another_when_it_is_complete(tmp_path):
+    run(2, replaced, str(tmp_path / 'model'), group=2)
+    assert sorted(os.listdir(tmp_path)) == ['model', 'model.saving']
+    assert sorted(os.listdir(tmp_path / 'model')) == ['.metadata', '__0_0.distcp', '__1_0.distcp']
 
 
 def raised(function, *args):

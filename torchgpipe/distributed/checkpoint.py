@@ -4,36 +4,32 @@ Each rank writes and reads what it has, under the names of the whole model. What
 is written by one of them. It is ``torch.distributed.checkpoint`` that does it.
 """
 import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
-from torchgpipe.distributed.folders import Folder, Writer, check_files, make_way, opened, resolved
-from torchgpipe.distributed.matching import check_model, check_optimizer
+from torchgpipe.distributed.mesh import AXES, Axis
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.distributed.start import Facts, digest
-from torchgpipe.distributed.states import (Index, extra_bytes, extra_entries, extra_forms,
-                                           groups_of, index, load_extra, load_optimizer, names_of,
-                                           optimizer_entries, optimizer_forms, options_of,
-                                           random_entries, restore_random, shapes)
-from torchgpipe.shard.checkpoint import as_errors
+from torchgpipe.distributed.states import (check_model, check_optimizer, extra_bytes,
+                                           extra_entries, extra_forms, groups_of, load_extra,
+                                           named, optimizer_entries, options_of, random_entries,
+                                           restore_random, saved_options, saved_shapes, shapes)
+from torchgpipe.shard.entries import by_names, under
+from torchgpipe.shard.failures import gathered
+from torchgpipe.shard.folders import Folder, Writer, as_errors, opened
 
 __all__ = ['Saving', 'load', 'load_checkpoint', 'save', 'save_checkpoint']
 
 #: Objects with states, and plain values, by names.
 Extra = Mapping[str, Any] | None
-
-#: The mesh of one process, and its rank.
-_ALONE = '1x1x1.0'
 
 
 class Saving:
@@ -42,11 +38,11 @@ class Saving:
     Its thread lets the process end only when all ranks have written it, or one has failed.
 
     Args:
-        write: Writes it, and waits until the other ranks have written theirs.
+        work: Writes it, and waits until the other ranks have written theirs.
     """
 
-    def __init__(self, write: Callable[[], None]) -> None:
-        self._write = write
+    def __init__(self, *work: Callable[[], None]) -> None:
+        self._work = work
         self._error: BaseException | None = None
         self._told = False
         self._thread = threading.Thread(target=self._run, name='torchgpipe saving')
@@ -54,7 +50,8 @@ class Saving:
 
     def _run(self) -> None:
         try:
-            self._write()
+            for each in self._work:
+                each()
         except BaseException as error:
             self._error = error
 
@@ -83,91 +80,68 @@ class Saving:
 
 
 def save(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | None,
-         extra: Extra, wait: bool, patience: Callable[[], float]) -> Saving | None:
+         extra: Extra, wait: bool = True, patience: Callable[[], float] = float) -> Saving | None:
     """Save a model on all ranks: see :meth:`DistributedGPipe.save`.
 
     Args:
         patience: For how many seconds a rank waits for others.
     """
-    what, path, numbers = 'saving a checkpoint', resolved(folder), _numbers(rank)
-    writer = Writer(path, numbers.index(dist.get_rank()), len(numbers), patience)
+    what, (number, ranks) = 'saving a checkpoint', _place(rank)
+    writer = Writer(folder, number, ranks, patience)
     state, own = dict[str, Any](), dict[str, bytes]()
 
     def read() -> Facts:
         _settle(rank)
         own.update(extra_bytes(extra or {}))
-        return Facts(settings=digest(path.name, wait), layers=rank.outline(),
+        return Facts(settings=digest(writer.folder.name, wait), layers=rank.outline(),
                      numbers=rank.numbers())
 
-    def prepare() -> Facts:
-        entries = _contents(model, optimizer, rank.ties.names, _place(rank), [rank.device],
-                            extra_entries(everywhere, rank.data.rank))
+    def prepare() -> None:
+        entries = {'model': model.state_dict(),
+                   'optimizer': {} if optimizer is None else optimizer_entries(
+                       named(model, optimizer, rank.ties.names)),
+                   'random': random_entries(_name(rank), rank.devices),
+                   'extra': extra_entries(everywhere, rank.data.rank)}
         state.update(entries if wait else writer.stage(entries))
-        if dist.get_rank() == numbers[0]:
-            make_way(path)
-        return Facts()
-
-    def write() -> Facts:
-        writer.write()
-        return Facts()
-
-    def end() -> Facts:
-        writer.end()
-        return Facts()
+        if not number:
+            writer.make_way()
 
     said = rank.together(what, read)
     rank.check_outlines(said)
     rank.compare(said)
     everywhere = _everywhere(rank, (rank.data.rank, own))
     rank.together(what, prepare)
-    with as_errors(what), _quiet():
+    with as_errors(what):
         state_dict_saver.save(state, storage_writer=writer, process_group=rank.everyone,
                               no_dist=rank.everyone is None)
     if not wait:
-        def finish() -> None:
-            writer.write()
-            writer.end()
-
-        rank.saving = saving = Saving(finish)
+        rank.saving = saving = Saving(writer.write, writer.end)
         return saving
-    rank.together(what, write)
-    rank.together(what, end)
+    rank.together(what, writer.write)
+    rank.together(what, writer.end)
     return None
 
 
 def load(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | None,
          extra: Extra) -> dict[str, Any]:
-    """Load a model on all ranks: see :meth:`DistributedGPipe.load`."""
-    what, numbers = 'loading a checkpoint', _numbers(rank)
-    read: list[tuple[Path, Index]] = []
-    own: list[Any] = []
-    small: dict[str, Any] = {}
-    found: dict[str, Any] = {}
+    """Load a model on all ranks: see :meth:`DistributedGPipe.load`.
+
+    Options and further state are read before any tensor.
+    """
+    what, loading, found = 'loading a checkpoint', list[_Loading](), dict[str, Any]()
 
     def prepare() -> Facts:
         _settle(rank)
-        where, metadata = opened(resolved(folder))
-        check_files(where, metadata, numbers.index(dist.get_rank()), len(numbers))
-        read.append((where, index(metadata)))
-        own.append((shapes(model), _names(model, optimizer, rank.ties.names)))
-        return Facts(settings=digest(sorted(metadata.state_dict_metadata)))
-
-    def begin() -> Facts:
-        small.update(_read_options(*read[0], model, optimizer, rank.ties.names, extra_forms(
-            read[0][1], rank.data.size, rank.data.rank, extra or {})))
-        return Facts()
+        loading.append(_Loading(model, rank, *opened(folder, *_place(rank)), optimizer))
+        return Facts(settings=digest(sorted(loading[0].saved)))
 
     def finish() -> Facts:
-        _read_tensors(*read[0], model, optimizer, rank.ties.names, small, _place(rank),
-                      [rank.device])
-        found.update(load_extra(small['extra'], extra or {}))
+        found.update(loading[0].read_tensors(extra or {}))
         return Facts(numbers=rank.numbers())
 
     rank.together(what, prepare)
-    everywhere = _everywhere(rank, own[0])
-    _check([each for each, _ in everywhere],
-           [each for _, each in everywhere if each is not None], read[0][1])
-    rank.together(what, begin)
+    _check(_everywhere(rank, loading[0].facts), loading[0].saved)
+    rank.together(what, lambda: loading[0].read_options(extra or {}))
     rank.compare(rank.together(what, finish))
     return found
 
@@ -189,15 +163,7 @@ def save_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | No
         ValueError: The optimizer has other parameters.
         RuntimeError: It cannot be written.
     """
-    path = resolved(folder)
-    state = _contents(module, optimizer, {}, _ALONE, _devices(module),
-                      extra_entries([(0, extra_bytes(extra or {}))], 0))
-    make_way(path)
-    writer = Writer(path)
-    with as_errors('saving a checkpoint'), _quiet():
-        state_dict_saver.save(state, storage_writer=writer, no_dist=True)
-    writer.write()
-    writer.end()
+    save(module, _alone(module), folder, optimizer, extra)
 
 
 def load_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | None = None,
@@ -220,107 +186,90 @@ def load_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | No
         ValueError: It is of another model, or of another optimizer.
         RuntimeError: It cannot be read.
     """
-    where, metadata = opened(resolved(folder))
-    check_files(where, metadata)
-    saved, names = index(metadata), _names(module, optimizer, {})
-    _check([shapes(module)], [] if names is None else [names], saved)
-    small = _read_options(where, saved, module, optimizer, {},
-                          extra_forms(saved, 1, 0, extra or {}))
-    _read_tensors(where, saved, module, optimizer, {}, small, _ALONE, _devices(module))
-    return load_extra(small['extra'], extra or {})
+    return load(module, _alone(module), folder, optimizer, extra)
 
 
-# --- what is saved
-# ---------------------------------------------------------------------------------------
+class _Loading:
+    """A checkpoint while it is loaded. Each rank reads its own entries, and waits for no other."""
+
+    def __init__(self, model: nn.Module, rank: Rank, reader: FileSystemReader, metadata: Metadata,
+                 optimizer: Optimizer | None) -> None:
+        self._model, self._rank, self._reader = model, rank, reader
+        self.saved = metadata.state_dict_metadata
+        self._optimizer = None if optimizer is None else named(model, optimizer, rank.ties.names)
+        own = self._optimizer
+        #: The shapes of the model, the parameters of the optimizer and its options.
+        self.facts = (shapes(model), own.names if own else [], options_of(own) if own else None)
+        self._groups: list[dict[str, Any]] = []
+        self._extra: dict[str, Any] = {}
+
+    def read_options(self, asked: Mapping[str, Any]) -> None:
+        """Read the options of the optimizer, and further state.
+
+        Raises:
+            ValueError: Parameters of one group had different options; or a state is not there.
+        """
+        data, own = self._rank.data, self._optimizer
+        self._extra = extra_forms(self.saved, data.size, data.rank, asked)
+        options = own.forms(saved_options(self.saved)) if own else {}
+        self._read({'optimizer': {'param_groups': options}, 'extra': self._extra})
+        self._groups = groups_of(own, options) if own else []
+
+    def read_tensors(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Give the model, its optimizer, generators and objects their values."""
+        own, place = self._optimizer, _name(self._rank)
+        states = own.forms(by_names(under(self.saved, 'optimizer.state.'))) if own else {}
+        state = {'model': self._model.state_dict(), 'optimizer': {'state': states}, 'random': {
+            f'{place}.{key}': torch.empty(value.size, dtype=torch.uint8)
+            for key, value in under(self.saved, f'random.{place}.').items()}}
+        self._read(state)
+        # Tensors are there; hooks and extra states are not.
+        self._model.load_state_dict(state['model'])
+        if own:
+            own.load(states, self._groups)
+        restore_random(place, self._rank.devices, state['random'])
+        return load_extra(self._extra, asked)
+
+    def _read(self, state: dict[str, Any]) -> None:
+        with as_errors('loading a checkpoint'):
+            state_dict_loader.load(state, storage_reader=self._reader, no_dist=True)
 
 
-def _contents(model: nn.Module, optimizer: Optimizer | None, ties: Mapping[str, str], place: str,
-              devices: Iterable[torch.device], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a rank saves."""
-    return {'model': model.state_dict(),
-            'optimizer': {} if optimizer is None else optimizer_entries(
-                optimizer, names_of(model, optimizer, ties)),
-            'random': random_entries(place, devices), 'extra': extra}
-
-
-def _read_options(where: Path, saved: Index, model: nn.Module, optimizer: Optimizer | None,
-                  ties: Mapping[str, str], extra: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of an optimizer and further state, which are read before any tensor.
-
-    Raises:
-        ValueError: Parameters of one group had different options.
-    """
-    options: dict[str, Any] = {}
-    if optimizer is not None:
-        names = names_of(model, optimizer, ties)
-        options = {key: form for key, form in optimizer_forms(optimizer, names, saved).items()
-                   if key.startswith('param_groups.')}
-    state = {'optimizer': options, 'extra': extra}
-    _read(where, state)
-    if optimizer is not None:
-        groups_of(optimizer, names, options)
-    return state
-
-
-def _read_tensors(where: Path, saved: Index, model: nn.Module, optimizer: Optimizer | None,
-                  ties: Mapping[str, str], small: Mapping[str, Any], place: str,
-                  devices: Iterable[torch.device]) -> None:
-    """Give a model, its optimizer and the generators their values."""
-    names = {} if optimizer is None else names_of(model, optimizer, ties)
-    states = {} if optimizer is None else {
-        key: form for key, form in optimizer_forms(optimizer, names, saved).items()
-        if key not in small['optimizer']}
-    state = {'model': model.state_dict(), 'optimizer': states,
-             'random': {key: torch.empty(each.size, dtype=torch.uint8)
-                        for key, each in saved.random.items() if key.startswith(f'{place}.')}}
-    _read(where, state)
-    model.load_state_dict(state['model'])  # Tensors are there; hooks and extra states are not.
-    if optimizer is not None:
-        load_optimizer(optimizer, names, {**small['optimizer'], **states})
-    restore_random(place, devices, state['random'])
-
-
-def _read(where: Path, state: dict[str, Any]) -> None:
-    """Read entries in place. Each rank reads its own, so that none waits for another."""
-    with as_errors('loading a checkpoint'), _quiet():
-        state_dict_loader.load(state, storage_reader=FileSystemReader(where), no_dist=True)
-
-
-def _names(model: nn.Module, optimizer: Optimizer | None, ties: Mapping[str, str]
-           ) -> tuple[list[str], list[str]] | None:
-    """Return the parameters of an optimizer, and its options."""
-    if optimizer is None:
-        return None
-    names = names_of(model, optimizer, ties)
-    return ([names[id(x)] for group in optimizer.param_groups for x in group['params']],
-            options_of(optimizer))
-
-
-def _check(models: Iterable[Any], optimizers: list[Any], saved: Index) -> None:
+def _check(everywhere: Iterable[tuple[Any, list[str], list[str] | None]],
+           saved: Mapping[str, Any]) -> None:
     """See that a checkpoint is of this model and this optimizer, whose parts ranks have."""
-    check_model({name: shape for each in models for name, shape in each.items()}, saved.model)
-    if optimizers:
-        check_optimizer({name for names, _ in optimizers for name in names},
-                        {key for _, options in optimizers for key in options}, saved.groups)
+    models, names, options = zip(*everywhere)
+    check_model({name: shape for each in models for name, shape in each.items()},
+                saved_shapes(saved))
+    if any(each is not None for each in options):
+        check_optimizer({name for each in names for name in each},
+                        {key for each in options for key in each or ()}, saved_options(saved))
 
 
 # --- ranks
 # -----------------------------------------------------------------------------------------------
 
 
-def _numbers(rank: Rank) -> list[int]:
-    """Return the numbers of all ranks."""
-    return [dist.get_rank()] if rank.everyone is None else dist.get_process_group_ranks(
-        rank.everyone)
+def _alone(module: nn.Module) -> Any:
+    """Return, in place of a rank of a mesh, a process with the whole model."""
+    data, pipe, tensor = (Axis(name, 1, 0, None, None) for name in AXES)
+    return SimpleNamespace(
+        everyone=None, saving=None, data=data, pipe=pipe, tensor=tensor,
+        devices={x.device for x in (*module.parameters(), *module.buffers())},
+        ties=SimpleNamespace(names={}), outline=int, numbers=lambda: (0, 0, 0),
+        # There is no other rank to compare with.
+        check_outlines=bool, compare=bool, together=lambda what, function: {0: function()})
+
+
+def _place(rank: Rank) -> tuple[int, int]:
+    """Return the number of a rank, and of all ranks."""
+    everyone = rank.everyone
+    return (0, 1) if everyone is None else (everyone.rank(), everyone.size())
 
 
 def _everywhere(rank: Rank, value: Any) -> list[Any]:
     """Return what each rank has."""
-    if rank.everyone is None:
-        return [value]
-    found: list[Any] = [None] * rank.everyone.size()
-    dist.all_gather_object(found, value, rank.everyone)
-    return found
+    return [value] if rank.everyone is None else gathered(value, rank.everyone)
 
 
 def _settle(rank: Rank) -> None:
@@ -330,20 +279,8 @@ def _settle(rank: Rank) -> None:
         rank.saving = None
 
 
-def _place(rank: Rank) -> str:
+def _name(rank: Rank) -> str:
     """Return the sizes of a mesh, and the place of a rank in it."""
     data, pipe, tensor = rank.data, rank.pipe, rank.tensor
     number = (data.rank * pipe.size + pipe.rank) * tensor.size + tensor.rank
     return f'{data.size}x{pipe.size}x{tensor.size}.{number}'
-
-
-def _devices(module: nn.Module) -> set[torch.device]:
-    return {x.device for x in (*module.parameters(), *module.buffers())}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Let PyTorch not say that there is one process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings('ignore', 'torch.distributed is disabled')
-        yield

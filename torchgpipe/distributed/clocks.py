@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchgpipe.schedule import Timed
+from torchgpipe.shard.failures import gathered
 
 __all__ = ['merge']
 
@@ -31,8 +32,7 @@ def merge(actions: list[Timed], began: float, group: dist.ProcessGroup | None,
     if group is None:
         return actions
     began -= _ahead(group, device)
-    found: list[list[Timed]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(found, [
+    found: list[list[Timed]] = gathered([
         timed._replace(device=group.rank(), start=timed.start + began, end=timed.end + began)
         for timed in actions], group)
     return sum(found, [])

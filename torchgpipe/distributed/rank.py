@@ -5,6 +5,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from copy import copy
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +24,7 @@ from torchgpipe.distributed.units import Unit, grouped
 from torchgpipe.engine.cell import Sequential
 from torchgpipe.engine.partition import Engine, named_slots
 from torchgpipe.materialize import seeded
+from torchgpipe.shard.failures import gathered
 from torchgpipe.shard.nn.experts import Experts
 from torchgpipe.skip.layout import inspect_skip_layout
 from torchgpipe.skip.skippable import Skippable
@@ -90,6 +92,11 @@ class Rank:
         self.skips: frozenset[tuple[int, int]] = frozenset()
         self.replaced: list[str] = []
         self.saving: Any = None
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Its devices, whose generators are saved."""
+        return [self.device]
 
     @property
     def takes_turns(self) -> bool:
@@ -160,7 +167,7 @@ class Rank:
         modules = {j: nn.ModuleList(map(skeleton.get_submodule, stages[j])) for j in own}
         groups = grouped(modules, late) if offloads else [own]
 
-        def make() -> Facts:
+        def make() -> None:
             made: dict[str, nn.Module] = {}
             for group in groups:  # The device has the layers of one group at a time.
                 made.update(fill(model, skeleton, [name for j in group for name in stages[j]],
@@ -170,7 +177,6 @@ class Rank:
                 if data == 'shard' and (self.data.group is not None or policies):
                     self._units.update(dict.fromkeys(group, self._unit(group, late)))
             self.made = {name: made[name] for j in own for name in stages[j]}
-            return Facts()
 
         self.together('this model', make)
         self._assemble()
@@ -199,7 +205,7 @@ class Rank:
         return Unit(layers, spread, any(j in late for j in stages),
                     {'mesh': self.data.mesh, **self._policies})
 
-    def _check_unused(self) -> Facts:
+    def _check_unused(self) -> None:
         """See that no layer keeps parameters that took another form, and none had hooks.
 
         Raises:
@@ -216,7 +222,6 @@ class Rank:
                     and hooked._backward_hooks:
                 raise ValueError(f"'{name}' has a hook, but another tensor took its place, on a "
                                  'device or in parts: register hooks on model.get_parameter(name)')
-        return Facts()
 
     def _check_unused_one(self, x: Any, where: str) -> None:
         name, reference = self._unused.get(id(x), ('', None))
@@ -338,8 +343,7 @@ class Rank:
         """
         if self.everyone is not None and differ(
                 {rank: each.numbers for rank, each in said.items()}, self.lines):
-            found: list[Any] = [None] * self.everyone.size()
-            dist.all_gather_object(found, details(self.shared(loss)), self.everyone)
+            found = gathered(details(self.shared(loss)), self.everyone)
             text = differences(dict(zip(said, found)), self.lines)
             if text:
                 raise RuntimeError(text)
@@ -352,7 +356,7 @@ class Rank:
         """
         names = [name for stage in self._stages for name in stage]
 
-        def run() -> Facts:
+        def run() -> None:
             for name, layer in self.made.items():
                 parts = any(isinstance(x, DTensor) for x in layer.parameters())
                 with seeded(seed, names.index(name), self.device) as drew:
@@ -362,7 +366,6 @@ class Rank:
                         f"apply has drawn random numbers for layer '{name}', of which ranks have "
                         'parts, so they would differ from one process; give the model the '
                         'function when it is made: init=function')
-            return Facts()
 
         self.together('apply', run)
         self.ties.spread(self.device)
@@ -407,7 +410,8 @@ class Rank:
                     'gradients. Let the layer that uses it have it as a parameter, or give a '
                     'module as loss_fn')
 
-    def together(self, what: str, function: Callable[[], Facts]) -> dict[int, Facts]:
+    def together(self, what: str, function: Callable[[], Facts | None]
+                 ) -> dict[int, Facts]:
         """Call a function on all ranks, and return what each says: see `start`."""
         return together(what, function, self.everyone, self.device)
 

@@ -53,13 +53,13 @@ def digest(*values: object) -> int:
     return zlib.crc32(re.sub(' at 0x[0-9a-f]+', '', repr(values)).encode())
 
 
-def together(what: str, function: Callable[[], Facts], group: dist.ProcessGroup | None,
+def together(what: str, function: Callable[[], Facts | None], group: dist.ProcessGroup | None,
              device: torch.device) -> dict[int, Facts]:
     """Call a function on all ranks of a group, and return what each of them says, by its number.
 
     Args:
         what: What it is called for, in errors.
-        function: Says what this rank says; it does not communicate.
+        function: Says what this rank says, if anything; it does not communicate.
         group: The ranks; ``None`` if there is this one only.
         device: That of this rank.
 
@@ -69,7 +69,7 @@ def together(what: str, function: Callable[[], Facts], group: dist.ProcessGroup 
     error: BaseException | None = None
     facts = Facts()
     try:
-        facts = function()
+        facts = function() or facts
     except BaseException as raised:  # An interrupt, too: the others would wait for this rank.
         error = raised
     if group is not None:

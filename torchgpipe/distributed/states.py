@@ -8,26 +8,22 @@
     random.1x2x1.0.cpu                            generators, by mesh and rank
     extra.all.step                                further state of a training: of all ranks,
     extra.2.1.loader                              or of the second one of two replicas
-
-Those of the optimizer are what ``StateDictOptions(flatten_optimizer_state_dict=True)`` makes of
-one. They are made here, since PyTorch takes a step with an optimizer that has not taken one yet,
-and knows nothing of parameters that ranks share.
 """
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from io import BytesIO
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
 from torchgpipe.devices import rng_states, set_rng_states
+from torchgpipe.shard.entries import Named, by_names, check_names, is_tensor, some, under
 
-__all__ = ['Index', 'extra_bytes', 'extra_entries', 'extra_forms', 'groups_of', 'index',
-           'load_extra', 'load_optimizer', 'names_of', 'optimizer_entries', 'optimizer_forms',
-           'options_of', 'random_entries', 'restore_random', 'shapes']
+__all__ = ['check_model', 'check_optimizer', 'extra_bytes', 'extra_entries', 'extra_forms',
+           'groups_of', 'load_extra', 'named', 'optimizer_entries', 'options_of', 'random_entries',
+           'restore_random', 'saved_options', 'saved_shapes', 'shapes']
 
 #: Shapes by name; of what is no tensor, ``None``.
 Shapes = dict[str, tuple[int, ...] | None]
@@ -35,47 +31,14 @@ Shapes = dict[str, tuple[int, ...] | None]
 #: Options that are of a group as a whole: each rank has other parameters in it.
 _OF_GROUPS = ('params', 'param_names')
 
+#: What schedulers of learning rates add to the options of an optimizer.
+_SCHEDULERS = {'initial_lr', 'max_lr', 'min_lr', 'base_momentum', 'max_momentum', 'swa_lr'}
+
+#: So many differences are named at most.
+_MOST = 5
+
 #: Where modules have an extra state: of any kind, so that it has any number of entries.
 _EXTRA = '_extra_state'
-
-
-class Index(NamedTuple):
-    """What a checkpoint has.
-
-    Args:
-        model: The shapes of parameters and buffers.
-        states: For each parameter, what the optimizer keeps of it.
-        groups: For each parameter, the options that the optimizer has for it.
-        random: The generators.
-        extra: Further state of the training, each with its number of bytes.
-    """
-
-    model: Shapes
-    states: dict[str, dict[str, Any]]
-    groups: dict[str, dict[str, Any]]
-    random: dict[str, Any]
-    extra: dict[str, Any]
-
-
-def index(metadata: Metadata) -> Index:
-    """Return what a checkpoint has."""
-    found = Index({}, {}, {}, {}, {})
-    for key, value in metadata.state_dict_metadata.items():
-        kind, _, path = key.partition('.')
-        section, _, rest = path.partition('.')
-        name, _, last = rest.rpartition('.')
-        if kind == 'model' and _EXTRA not in path:
-            found.model[path] = (
-                tuple(value.size) if isinstance(value, TensorStorageMetadata) else None)
-        elif kind == 'optimizer' and section == 'state':
-            found.states.setdefault(name, {})[last] = value
-        elif kind == 'optimizer' and last not in _OF_GROUPS:
-            found.groups.setdefault(name, {})[last] = value
-        elif kind == 'random':
-            found.random[path] = value
-        elif kind == 'extra':
-            found.extra[path] = value
-    return found
 
 
 def shapes(model: nn.Module) -> Shapes:
@@ -84,118 +47,115 @@ def shapes(model: nn.Module) -> Shapes:
             for name, value in model.state_dict().items() if not name.endswith(_EXTRA)}
 
 
+def saved_shapes(saved: Mapping[str, Any]) -> Shapes:
+    """Return the shapes of what a checkpoint has of a model."""
+    return {name: tuple(value.size) if is_tensor(value) else None
+            for name, value in under(saved, 'model.').items() if _EXTRA not in name}
+
+
+# --- a checkpoint is of this model and optimizer
+# --------------------------------------------------------------------------
+
+
+def check_model(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """See that a checkpoint has the parameters and buffers of a model, in these shapes.
+
+    Args:
+        here: The shapes of the model.
+        saved: Those of the checkpoint.
+
+    Raises:
+        ValueError: It does not; all ranks raise it.
+    """
+    check_names('the checkpoint is of another model', 'model', here, saved, _MOST)
+    others = [f'{name!r} is {saved[name]}, and not {shape}' for name, shape in here.items()
+              if saved[name] != shape]
+    if others:
+        raise ValueError('the checkpoint is of a model of other sizes: in it '
+                         f'{some(others[:_MOST], len(others))}; make the model as it was made '
+                         'before')
+
+
+def check_optimizer(here: Collection[str], options: set[str], saved: Mapping[str, Collection[str]]
+                    ) -> None:
+    """See that a checkpoint is of an optimizer of these parameters.
+
+    Args:
+        here: Their names, of all ranks.
+        options: The options of its groups.
+        saved: The options that the checkpoint has, for each parameter.
+
+    Raises:
+        ValueError: It is not; all ranks raise it.
+    """
+    if not saved:
+        raise ValueError('the checkpoint was saved without an optimizer: load it without one, or '
+                         'save it with one')
+    check_names('the checkpoint is of an optimizer of other parameters', 'optimizer', here, saved,
+                _MOST)
+    there = {key for each in saved.values() for key in each}
+    missing, others = options - there - _SCHEDULERS, there - options - _SCHEDULERS
+    # Releases of PyTorch differ in one of them only.
+    if missing and others:
+        raise ValueError('the checkpoint is of an optimizer of another type: it has '
+                         f'{sorted(others)}, but this one {sorted(missing)}')
+
+
 # --- the optimizer
 # ---------------------------------------------------------------------------------------
 
 
-def names_of(model: nn.Module, optimizer: Optimizer, ties: Mapping[str, str]) -> dict[int, str]:
-    """Return the names of an optimizer's parameters, by number.
-
-    Args:
-        model: What has them.
-        optimizer: The optimizer.
-        ties: Of names that are those of an earlier stage's parameters, the first ones.
-
-    Raises:
-        ValueError: The model does not have them.
-    """
-    names = {id(x): ties.get(name, name) for name, x in model.named_parameters()}
-    foreign = [tuple(x.shape) for group in optimizer.param_groups for x in group['params']
-               if id(x) not in names]
-    if foreign:
-        raise ValueError(f'{len(foreign)} parameters of the optimizer are not in the model, with '
-                         f'shapes {foreign[:5]}: make it of model.parameters(), and another one '
-                         'for parameters of a loss, say, which is saved on its own')
-    return names
+def named(model: nn.Module, optimizer: Optimizer, ties: Mapping[str, str]) -> Named:
+    """Return an optimizer by names; a tied parameter has the name in the first stage."""
+    return Named(optimizer, {id(x): ties.get(name, name) for name, x in model.named_parameters()})
 
 
-def optimizer_entries(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+def optimizer_entries(optimizer: Named) -> dict[str, Any]:
     """Return what an optimizer has, by names.
 
     Raises:
         ValueError: Its state has tensors within something else.
     """
     entries: dict[str, Any] = {}
-    for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key not in _OF_GROUPS}
-        for x in group['params']:
-            name = names[id(x)]
-            for key, value in optimizer.state.get(x, {}).items():
-                if isinstance(value, (dict, list)):
-                    raise ValueError(f'the optimizer keeps a {type(value).__name__} as {key!r} of '
-                                     f'{name!r}, but a checkpoint takes tensors and numbers: save '
-                                     'optimizer.state_dict() of each rank on its own')
-                entries[f'state.{name}.{key}'] = value
-            entries.update({f'param_groups.{name}.{key}': value for key, value in options.items()})
+    for name, states in optimizer.states().items():
+        for key, value in states.items():
+            if isinstance(value, (dict, list)):
+                raise ValueError(f'the optimizer keeps a {type(value).__name__} as {key!r} of '
+                                 f'{name!r}, but a checkpoint takes tensors and numbers: save '
+                                 'optimizer.state_dict() of each rank on its own')
+            entries[f'state.{name}.{key}'] = value
+    entries.update((f'param_groups.{name}.{key}', value) for group in optimizer.groups()
+                   for name in group['params'] for key, value in _options(group).items())
     return entries
 
 
-def optimizer_forms(optimizer: Optimizer, names: Mapping[int, str], saved: Index
-                    ) -> dict[str, Any]:
-    """Return what the entries of a checkpoint are read into: whatever was saved, and no more."""
-    forms: dict[str, Any] = {}
-    for group in optimizer.param_groups:
-        for x in group['params']:
-            name = names[id(x)]
-            for section, entries in (('state', saved.states.get(name, {})),
-                                     ('param_groups', saved.groups[name])):
-                for key, value in entries.items():
-                    forms[f'{section}.{name}.{key}'] = _form(value, x)
-    return forms
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _OF_GROUPS}
 
 
-def _form(saved: Any, x: Tensor) -> Any:
-    if not isinstance(saved, TensorStorageMetadata):
-        return None
-    size, dtype = saved.size, saved.properties.dtype
-    if not size:
-        return torch.empty((), dtype=dtype)  # The optimizer knows where it has to be.
-    if size == x.shape:
-        return torch.empty_like(x, dtype=dtype, requires_grad=False)
-    return torch.empty(size, dtype=dtype, device=x.device)
+def options_of(optimizer: Named) -> list[str]:
+    """Return the names of the options that an optimizer has for each parameter."""
+    return sorted({key for group in optimizer.groups() for key in _options(group)})
 
 
-def load_optimizer(optimizer: Optimizer, names: Mapping[int, str], entries: Mapping[str, Any]
-                   ) -> None:
-    """Give an optimizer what was read.
+def saved_options(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return, for each parameter, the options that a checkpoint has of an optimizer."""
+    return {name: _options(each)
+            for name, each in by_names(under(saved, 'optimizer.param_groups.')).items()}
+
+
+def groups_of(optimizer: Named, options: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the options of each group of an optimizer, from those that parameters had.
 
     Raises:
         ValueError: Parameters of one group had different options.
     """
-    found, states = _sections(entries), {}
-    groups = groups_of(optimizer, names, entries)
-    for group, packed in zip(optimizer.param_groups, groups):
-        for number, x in zip(packed['params'], group['params']):
-            if ('state', names[id(x)]) in found:
-                states[number] = found['state', names[id(x)]]
-    optimizer.load_state_dict({'state': states, 'param_groups': groups})
-
-
-def groups_of(optimizer: Optimizer, names: Mapping[int, str], entries: Mapping[str, Any]
-              ) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer with the options that were read.
-
-    Raises:
-        ValueError: Parameters of one group had different options.
-    """
-    found, groups = _sections(entries), []
-    for group, packed in zip(optimizer.param_groups, optimizer.state_dict()['param_groups']):
-        own = [names[id(x)] for x in group['params']]
-        options = [found['param_groups', name] for name in own]
-        for name, each in zip(own, options):
-            _check_same((own[0], name), (options[0], each))
-        groups.append({**packed, **(options[0] if options else {})})
+    groups = []
+    for own in [group['params'] for group in optimizer.groups()]:
+        for name in own:
+            _check_same((own[0], name), (options[own[0]], options[name]))
+        groups.append(options[own[0]] if own else {})
     return groups
-
-
-def _sections(entries: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the entries of each parameter, by section and name."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for path, value in entries.items():
-        section, _, rest = path.partition('.')
-        name, _, key = rest.rpartition('.')
-        found.setdefault((section, name), {})[key] = value
-    return found
 
 
 def _check_same(names: tuple[str, str], options: tuple[dict[str, Any], dict[str, Any]]) -> None:
@@ -207,11 +167,6 @@ def _check_same(names: tuple[str, str], options: tuple[dict[str, Any], dict[str,
                 f'the optimizer has {names[0]!r} and {names[1]!r} in one group, but in the '
                 f'checkpoint the {key} of the first is {one}, and that of the second {another}; '
                 'make the optimizer with the same groups of parameters')
-
-
-def options_of(optimizer: Optimizer) -> list[str]:
-    """Return the names of the options that an optimizer has for each parameter."""
-    return sorted({key for group in optimizer.param_groups for key in group} - {*_OF_GROUPS})
 
 
 # --- further state of a training
@@ -283,7 +238,7 @@ def _is_equal(a: Any, b: Any) -> bool:
     return pickle.dumps(a) == pickle.dumps(b)
 
 
-def extra_forms(saved: Index, data: int, replica: int, asked: Mapping[str, Any]
+def extra_forms(saved: Mapping[str, Any], data: int, replica: int, asked: Mapping[str, Any]
                 ) -> dict[str, Tensor]:
     """Return the tensors to read the extra entries of a checkpoint into.
 
@@ -296,7 +251,8 @@ def extra_forms(saved: Index, data: int, replica: int, asked: Mapping[str, Any]
     Raises:
         ValueError: The checkpoint does not have one of them, or of another number of replicas.
     """
-    places = {path.rpartition('.')[2]: path.rpartition('.')[0] for path in saved.extra}
+    there = under(saved, 'extra.')
+    places = {path.rpartition('.')[2]: path.rpartition('.')[0] for path in there}
     for key in asked:
         if key not in places:
             raise ValueError(f'the checkpoint has no extra {key!r}; it has {sorted(places)}')
@@ -306,7 +262,7 @@ def extra_forms(saved: Index, data: int, replica: int, asked: Mapping[str, Any]
                 f'replicas in the checkpoint, and now there are {data}: leave it out, and make '
                 'that object for the new number of replicas')
     return {path: torch.empty(value.size, dtype=torch.uint8)
-            for path, value in saved.extra.items()
+            for path, value in there.items()
             if path.rpartition('.')[0] in ('all', f'{data}.{replica}')}
 
 

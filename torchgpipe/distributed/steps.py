@@ -140,15 +140,11 @@ class Steps:
         start = self._begin(input, 'call', str, True)
         evaluation = self._evaluation(start)
         evaluation.losses = monitor = seen_means(self._model.gather, start.sizes)
-
-        def check() -> Facts:
-            monitor.check(no_mean_in_the_model)  # type: ignore[union-attr]
-            return Facts()
-
         with torch.no_grad():
             self._rank.replicas.evaluate(lambda: self._run(evaluation))
             if monitor is not None:
-                self._rank.together('a call of this model', check)
+                self._rank.together('a call of this model',
+                                    partial(monitor.check, no_mean_in_the_model))
             return self._gathered(start, evaluation)
 
     @torch.no_grad()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchgpipe.distributed.layers import Tie
 from torchgpipe.distributed.replicas import Gradients, like, local
 from torchgpipe.distributed.tensor import layout_of, split_apart
+from torchgpipe.shard.failures import gathered
 
 __all__ = ['Ties']
 
@@ -109,8 +110,7 @@ class Ties:
     def _check_layouts(self) -> None:
         if self._group is None:
             return
-        found: list[dict[str, tuple[str, str]]] = [{} for _ in range(self._group.size())]
-        dist.all_gather_object(found, self._layouts, self._group)
+        found: list[dict[str, tuple[str, str]]] = gathered(self._layouts, self._group)
         for first in dict.fromkeys(key for each in found for key in each):
             layouts = dict(each[first] for each in found if first in each)
             if len({*layouts.values()}) > 1:

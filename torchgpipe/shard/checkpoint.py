@@ -7,18 +7,16 @@ size can read them, and so can a single process with PyTorch alone::
     optimizer.state.<name of the parameter>.<name of the state>
 """
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchgpipe.shard.entries import check_keys, nested, optimizer_entries, views
+from torchgpipe.shard.entries import Named, by_names, check_names, is_tensor, local, under, views
 from torchgpipe.shard.failures import raise_on_all_ranks
-from torchgpipe.shard.parameter import dtensor, place
+from torchgpipe.shard.parameter import place
 from torchgpipe.shard.tags import storage_dim
 
 if TYPE_CHECKING:
@@ -28,6 +26,9 @@ __all__ = ['load_checkpoint', 'save_checkpoint']
 
 #: Where a checkpoint is.
 Path = str | os.PathLike[str]
+
+#: For so many seconds a file system may hide from one rank which files others have written.
+_PATIENCE = 60.
 
 # `torch.distributed.checkpoint` is imported where it is called, as that takes long.
 
@@ -43,26 +44,44 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
         ts.load_checkpoint('checkpoint', model, optimizer)  # in groups of another size, too
 
     Args:
-        path: A folder.
+        path: A folder, on a file system that all ranks share. When all have written their shards,
+            the checkpoint takes the place of the one that is there.
         model: The model.
         optimizer: Its optimizer. That of a ``ZeroRedundancyOptimizer`` is spread over replicas:
             :func:`collect_optimizer_state_dict` is for it.
-        options: What else ``torch.distributed.checkpoint.save`` takes, as ``storage_writer``.
+        options: What else ``torch.distributed.checkpoint.save`` takes, as ``storage_writer``. With
+            any, PyTorch writes to the path itself.
 
     Raises:
+        FileExistsError: The folder has other things in it.
         ValueError: A sharded parameter, or a state of the optimizer, has not the shape of this
-            rank's shard.
+            rank's shard; or the optimizer has parameters of another model.
         RuntimeError: A rank cannot write its shard, or failed otherwise; it is named.
     """
     import torch.distributed.checkpoint as dcp
 
-    with raise_on_all_ranks('saving a checkpoint', dist.group.WORLD):
+    from torchgpipe.shard.folders import Writer, as_errors
+
+    what, rank = 'saving a checkpoint', dist.get_rank()
+    plain = not options and '://' not in str(path)
+    writer = Writer(path, rank, dist.get_world_size(), lambda: _PATIENCE) if plain else None
+    with raise_on_all_ranks(what, dist.group.WORLD):
         values, parameters = _model_views(model)
         state: dict[str, Any] = {'model': values}
         if optimizer is not None:
-            state['optimizer'] = _optimizer_views(parameters, optimizer)
-    with as_errors('saving a checkpoint'):
-        dcp.save(state, checkpoint_id=path, **options)  # type: ignore[attr-defined]
+            named = _named(parameters, optimizer)
+            state['optimizer'] = {'param_groups': named.groups(), 'state': named.states()}
+        if writer is not None and not rank:
+            writer.make_way()
+    with as_errors(what):
+        dcp.save(state, **(  # type: ignore[attr-defined]
+            {'checkpoint_id': path, **options} if writer is None else {'storage_writer': writer}))
+    if writer is not None:
+        with raise_on_all_ranks(what, dist.group.WORLD):
+            writer.write()
+        with raise_on_all_ranks(what, dist.group.WORLD):
+            if not rank:
+                writer.end()
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = None, *,
@@ -73,49 +92,53 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
     it has made a step.
 
     Args:
-        path: The folder.
+        path: The folder; its last complete checkpoint is taken.
         model: The model.
         optimizer: Its optimizer, with the same groups of parameters.
         storage_reader: What reads the checkpoint, if it is not a folder.
         options: What else ``torch.distributed.checkpoint.load`` takes.
 
     Raises:
+        FileNotFoundError: There is no checkpoint.
         ValueError: Keys of the model are missing, or foreign, or the optimizer has other groups
-            of parameters; they are named.
+            of parameters; they are named. Or a file is damaged.
         RuntimeError: A tensor of the checkpoint has another shape, or a rank failed, which is
             named.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
+    from torchgpipe.shard.folders import as_errors, opened
+
     with raise_on_all_ranks('reading a checkpoint', dist.group.WORLD):
-        reader = storage_reader or dcp.FileSystemReader(path)  # type: ignore[attr-defined]
+        reader = storage_reader or opened(path, dist.get_rank(), dist.get_world_size())[0]
         saved = reader.read_metadata().state_dict_metadata
         values, parameters = _model_views(model)
         state: dict[str, Any] = {'model': values}
-        check_keys([f'model.{key}' for key, value in values.items() if isinstance(value, Tensor)],
-                   [key for key, value in saved.items()
-                    if key.startswith('model.') and _is_tensor(value)])
+        check_names('a checkpoint has the keys of the model', 'model',
+                    sorted(f'model.{key}' for key, value in values.items()
+                           if isinstance(value, Tensor)),
+                    sorted(key for key, value in saved.items()
+                           if key.startswith('model.') and is_tensor(value)))
         if optimizer is not None:
-            state['optimizer'] = _optimizer_form(parameters, optimizer, saved)
+            named = _named(parameters, optimizer)
+            _check_options(named.groups(), under(saved, 'optimizer.param_groups.'))
+            state['optimizer'] = {
+                'param_groups': named.groups(),
+                'state': named.forms(by_names(under(saved, 'optimizer.state.')))}
     with as_errors('reading a checkpoint'):
         dcp.load(state, storage_reader=reader, **options)  # type: ignore[attr-defined]
-    set_model_state_dict(model, _local(state['model']))
+    set_model_state_dict(model, local(state['model']))
     if optimizer is not None:
-        _load_optimizer(parameters, optimizer, state['optimizer'])
-
-
-@contextmanager
-def as_errors(what: str) -> Iterator[None]:
-    """Raise a RuntimeError for what PyTorch raises on all ranks, which is no exception."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        yield
-    except CheckpointException as error:
-        raised, _ = next(iter(error.failures.values()))
-        raise RuntimeError(f'{what} failed on ranks {[*error.failures]}: {type(raised).__name__}: '
-                           f'{raised}') from error
+        loaded = state['optimizer']
+        here, there = ([group['params'] for group in groups]
+                       for groups in (named.groups(), loaded['param_groups']))
+        if here != there:
+            raise ValueError(
+                'a checkpoint is loaded into an optimizer with the same groups of parameters: '
+                f'this one has {here}, the checkpoint {there}. Make the optimizer as it was made '
+                'before')
+        named.load(loaded['state'], loaded['param_groups'])
 
 
 # --- the model
@@ -137,95 +160,16 @@ def _model_views(model: nn.Module) -> tuple[dict[str, Any], Parameters]:
                           if storage_dim(parameter) is not None}), parameters
 
 
-def _is_tensor(saved: Any) -> bool:
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    return isinstance(saved, TensorStorageMetadata)
-
-
-def _local(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tensors for DTensors."""
-    from torch.distributed.tensor import DTensor
-
-    return {key: value.to_local() if isinstance(value, DTensor) else value
-            for key, value in values.items()}
-
-
-# --- the optimizer
-# --------------------------------------------------------------------------------------
-
-
-def _optimizer_views(parameters: Parameters, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state dict of an optimizer by names, with DTensors in the memory of shards."""
-    groups, names = _named_groups(parameters, optimizer)
-    return nested({'param_groups': groups}, {
-        (names[number], entry): value for (number, entry), value in
-        views(*optimizer_entries(optimizer, optimizer.state_dict())).items()})
-
-
-def _named_groups(parameters: Parameters, optimizer: Optimizer
-                  ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the groups of an optimizer with names for numbers, and the names of the numbers."""
-    of_parameters: dict[int, str] = {}
-    for key, parameter in parameters.items():
-        of_parameters.setdefault(id(parameter), key)  # The first name, as PyTorch takes it.
-    names = [of_parameters[id(parameter)] for group in optimizer.param_groups
-             for parameter in group['params']]
-    return [{**group, 'params': [names[number] for number in group['params']]}
-            for group in optimizer.state_dict()['param_groups']], names
-
-
-def _optimizer_form(parameters: Parameters, optimizer: Optimizer, saved: Mapping[str, Any]
-                    ) -> dict[str, Any]:
-    """Return what the states of a checkpoint are read into.
-
-    These states are the ones that were saved: those of an optimizer come with its first step only,
-    and to take one for that would change the count of its steps.
-    """
-    groups, names = _named_groups(parameters, optimizer)
-    _check_options(groups, saved)
-    prefixes = {name: f'optimizer.state.{name}.' for name in names}
-    return {'param_groups': groups, 'state': {
-        name: {key.removeprefix(prefix): _form(value, parameters[name])
-               for key, value in saved.items() if key.startswith(prefix)}
-        for name, prefix in prefixes.items()}}
+def _named(parameters: Parameters, optimizer: Optimizer) -> Named:
+    """Return an optimizer by the first name of each parameter, as PyTorch takes it."""
+    return Named(optimizer, {id(x): key for key, x in reversed(parameters.items())})
 
 
 def _check_options(groups: list[dict[str, Any]], saved: Mapping[str, Any]) -> None:
-    prefix = 'optimizer.param_groups.'
     here = {f'{i}.{option}' for i, group in enumerate(groups) for option in group}
-    there = {'.'.join(key.removeprefix(prefix).split('.')[:2])
-             for key in saved if key.startswith(prefix)}
+    there = {'.'.join(key.split('.')[:2]) for key in saved}
     if here != there:
         raise ValueError(
             'a checkpoint is loaded into an optimizer of the same type with the same groups of '
             f'parameters: only this one has {sorted(here - there)}, only the checkpoint '
             f'{sorted(there - here)} (numbers of groups, and their options)')
-
-
-def _form(saved: Any, parameter: Tensor) -> Any:
-    """Return a tensor to read a state into; what is none is read as it is."""
-    if not _is_tensor(saved):
-        return None
-    dtype = saved.properties.dtype
-    if not saved.size:
-        return torch.empty((), dtype=dtype)  # The optimizer knows where it has to be.
-    if storage_dim(parameter) is None:
-        return torch.empty(saved.size, dtype=dtype, device=parameter.device)
-    return dtensor(parameter, torch.empty_like(parameter, dtype=dtype))
-
-
-def _load_optimizer(parameters: Parameters, optimizer: Optimizer, loaded: dict[str, Any]) -> None:
-    groups, names = _named_groups(parameters, optimizer)
-    here, there = ([group['params'] for group in each]
-                   for each in (groups, loaded['param_groups']))
-    if here != there:
-        raise ValueError(
-            'a checkpoint is loaded into an optimizer with the same groups of parameters: this '
-            f'one has {here}, the checkpoint {there}. Make the optimizer as it was made before')
-    optimizer.load_state_dict({
-        'state': {number: _local(loaded['state'][name]) for number, name in enumerate(names)
-                  if loaded['state'][name]},
-        'param_groups': [
-            {**new, 'params': old['params']} for new, old in zip(
-                loaded['param_groups'], optimizer.state_dict()['param_groups'])]})

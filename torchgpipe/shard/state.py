@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from torchgpipe.shard import sizes
 from torchgpipe.shard.collectives import broadcast
-from torchgpipe.shard.entries import (Entries, Sharded, check_keys, check_shapes, name_of, nested,
+from torchgpipe.shard.entries import (Entries, Sharded, check_names, check_shapes, name_of, nested,
                                       optimizer_entries, views)
 from torchgpipe.shard.failures import gathered, raise_on_all_ranks
 from torchgpipe.shard.parameter import global_shape, place
@@ -84,8 +84,10 @@ def relocate_state_dict(model: nn.Module, state_dict: Mapping[str, Any], prefix:
             than the model's; all of them are named.
     """
     if strict:
-        check_keys([prefix + key for key in model.state_dict()],
-                   [key for key in state_dict if key.startswith(prefix)])
+        check_names('a checkpoint has the keys of the model', 'model',
+                    sorted(prefix + key for key in model.state_dict()),
+                    sorted(key for key in state_dict if key.startswith(prefix)), None,
+                    '. Pass prefix= if the keys have one, or strict=False to take what there is')
     return _filled(state_dict, _relocate(state_dict, sharded_parameters(model, prefix)))
 
 
@@ -111,7 +113,7 @@ def collect_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, 
     """
     with raise_on_all_ranks('collecting the state of an optimizer'):
         entries, sharded = optimizer_entries(optimizer, state_dict)
-    return nested(state_dict, _collect(entries, sharded, rank0_only, device))
+    return {**state_dict, 'state': nested(_collect(entries, sharded, rank0_only, device))}
 
 
 def relocate_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]
@@ -131,7 +133,7 @@ def relocate_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str,
         ValueError: The optimizer has other parameters, or states have other shapes than theirs.
     """
     entries, sharded = optimizer_entries(optimizer, state_dict)
-    return nested(state_dict, _relocate(entries, sharded))
+    return {**state_dict, 'state': nested(_relocate(entries, sharded))}
 
 
 # --- collect and relocate

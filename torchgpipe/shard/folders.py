@@ -16,16 +16,19 @@ import os
 import pickle
 import shutil
 import time
+import warnings
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.futures import Future
 
-__all__ = ['Folder', 'Writer', 'check_files', 'make_way', 'opened', 'resolved']
+__all__ = ['Folder', 'Writer', 'as_errors', 'opened']
 
 #: Where a checkpoint is.
 Folder = str | os.PathLike[str]
@@ -43,42 +46,44 @@ _WRITING, _WRITTEN, _FAILED = 'writing', 'written', 'failed'
 _PERIOD = .02
 
 
-def resolved(folder: Folder) -> Path:
-    """Return where a folder is, or will be; a link is replaced by what it leads to."""
-    return Path(os.path.realpath(folder))
+@contextmanager
+def as_errors(what: str) -> Iterator[None]:
+    """Raise a RuntimeError for PyTorch's error on all ranks, which is no exception.
 
-
-def make_way(folder: Path) -> None:
-    """Prepare the folder that a checkpoint is written to first, and see that it may be renamed.
-
-    Raises:
-        FileExistsError: There are other things where the checkpoint is to be.
+    And let PyTorch not warn that there is one process.
     """
-    others = sorted(each.name for each in folder.iterdir() if not _is_ours(each)
-                    ) if folder.exists() else []
-    if others:
-        raise FileExistsError(f'a checkpoint takes the place of the whole folder {folder}, but '
-                              f'there is {", ".join(others[:5])} in it; name another folder')
-    saving = _beside(folder, 'saving')
-    if saving.exists():
-        shutil.rmtree(saving)
-    saving.mkdir(parents=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings('ignore', 'torch.distributed is disabled')
+        try:
+            yield
+        except CheckpointException as error:
+            raised, _ = next(iter(error.failures.values()))
+            raise RuntimeError(f'{what} failed on ranks {[*error.failures]}: '
+                               f'{type(raised).__name__}: {raised}') from error
 
 
 # --- reading
 # ------------------------------------------------------------------------------------------------
 
 
-def opened(folder: Path) -> tuple[Path, Metadata]:
-    """Return where the last complete checkpoint of a folder is, and its metadata.
+def opened(folder: Folder, part: int = 0, of: int = 1) -> tuple[FileSystemReader, Metadata]:
+    """Return a reader of the last complete checkpoint of a folder, and its metadata.
+
+    Args:
+        folder: The folder.
+        part: Which part of the files to look at.
+        of: The number of parts.
 
     Raises:
         FileNotFoundError: There is none.
-        ValueError: It cannot be read.
+        ValueError: It cannot be read; or a file is missing, or has another size or other bytes.
     """
+    folder = _resolved(folder)
     for each in (folder, _beside(folder, 'before')):
         if (each / _METADATA).is_file():
-            return each, _metadata(each / _METADATA)
+            metadata = _metadata(each / _METADATA)
+            _check_files(each, metadata, part, of)
+            return FileSystemReader(each), metadata
     why = f'has no {_METADATA}, which is written last' if folder.is_dir() else 'is not there'
     near = sorted(str(each.parent) for place in (folder, folder.parent)
                   for each in place.glob(f'*/{_METADATA}') if each.parent.suffix != '.saving')
@@ -102,18 +107,8 @@ def _metadata(file: Path) -> Metadata:
     return found
 
 
-def check_files(where: Path, metadata: Metadata, part: int = 0, of: int = 1) -> None:
-    """See that files of a checkpoint are as they were written: [Note: Sums of a checkpoint].
-
-    Args:
-        where: The folder.
-        metadata: Its metadata.
-        part: Which part of the files to look at.
-        of: The number of parts.
-
-    Raises:
-        ValueError: A file is missing, or has another size or other bytes.
-    """
+def _check_files(where: Path, metadata: Metadata, part: int, of: int) -> None:
+    """See that files of a checkpoint are as they were written: [Note: Sums of a checkpoint]."""
     sizes: dict[str, int] = {}
     for each in (metadata.storage_data or {}).values():
         sizes[each.relative_path] = max(sizes.get(each.relative_path, 0),
@@ -161,13 +156,30 @@ class Writer(FileSystemWriter):
         patience: Returns for how many seconds to wait for another rank at most.
     """
 
-    def __init__(self, folder: Path, rank: int = 0, ranks: int = 1,
+    def __init__(self, folder: Folder, rank: int = 0, ranks: int = 1,
                  patience: Callable[[], float] = float) -> None:
-        self._folder, self._saving = folder, _beside(folder, 'saving')
+        self.folder = _resolved(folder)
+        self._saving = _beside(self.folder, 'saving')
         super().__init__(self._saving)
         self._own, self._ranks, self._patience = rank, range(ranks), patience
         self._plan: Any = None
         self._whole: Metadata | None = None
+
+    def make_way(self) -> None:
+        """Prepare the folder that is written to first, and see that it may be renamed.
+
+        Raises:
+            FileExistsError: There are other things where the checkpoint is to be.
+        """
+        others = sorted(each.name for each in self.folder.iterdir() if not _is_ours(each)
+                        ) if self.folder.exists() else []
+        if others:
+            raise FileExistsError(f'a checkpoint takes the place of the whole folder {self.folder}'
+                                  f', but there is {", ".join(others[:5])} in it; name another '
+                                  'folder')
+        if self._saving.exists():
+            shutil.rmtree(self._saving)
+        self._saving.mkdir(parents=True)
 
     def write_data(self, plan: Any, planner: Any) -> 'Future[list[Any]]':
         """Take note of what this rank writes."""
@@ -241,14 +253,14 @@ class Writer(FileSystemWriter):
         written.files = {name: found for _, files in parts for name, found in files.items()}
         body = pickle.dumps(written)
         _write(self._saving / _METADATA, body + _SUM + b'%08x' % zlib.crc32(body))
-        before = _beside(self._folder, 'before')
-        if self._folder.exists():
+        before = _beside(self.folder, 'before')
+        if self.folder.exists():
             if before.exists():
                 shutil.rmtree(before)
-            self._folder.rename(before)
-        self._saving.rename(self._folder)
+            self.folder.rename(before)
+        self._saving.rename(self.folder)
         for mark in marks:
-            (self._folder / mark.name).unlink()
+            (self.folder / mark.name).unlink()
         shutil.rmtree(before, ignore_errors=True)
 
     def _states(self) -> dict[str, list[int]] | None:
@@ -294,3 +306,8 @@ def _beside(folder: Path, what: str) -> Path:
 
 def _is_ours(file: Path) -> bool:
     return file.name.startswith(_METADATA) or file.suffix == '.distcp'
+
+
+def _resolved(folder: Folder) -> Path:
+    """Return where a folder is, or will be; a link is replaced by what it leads to."""
+    return Path(os.path.realpath(folder))
