@@ -111,6 +111,7 @@ def squeezed(share, **options):
     generator = torch.Generator().manual_seed(0)
     x, target = torch.randn(2, 8, WIDTH, dtype=torch.float64, generator=generator)
     with limit(int(share * SIZE)):
+        torch.accelerator.reset_peak_memory_stats()  # A rank may have run before.
         model = DistributedGPipe(large(), [1] * N, mesh=init_mesh(device_type=ACCELERATOR),
                                  chunks=4, compare_every=0, **options)  # digests take room
         optimizer, found = torch.optim.AdamW(model.parameters(), lr=2.56 / WIDTH), []

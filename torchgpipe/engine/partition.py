@@ -140,7 +140,6 @@ class Partition:
         #: The worker that runs it.
         self.worker = device_key(device)
         self.memory = memory_key(device)
-        self.on_cpu = is_cpu(device)
         #: Skips that come in and go out, with the partition at the other end.
         self.incoming = skip_layout.incoming(j)
         self.outgoing = skip_layout.outgoing(j)
