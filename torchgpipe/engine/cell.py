@@ -252,7 +252,8 @@ class Cells:
         alone = self.monitor is None and watch is None and observed.draws is False
         own_monitor = DrawMonitor() if alone else None
         draws = self._no_draws
-        if draws is None or alone or watch is not None or observed.draws:
+        if watch is not None or observed.draws or alone or draws is None \
+                or draws.monitor is not self.monitor:
             draws = self._draws(observed, watch, self.monitor or own_monitor)
         recomputation = Recomputation(
             cell, self._state, draws, found, self._stream,

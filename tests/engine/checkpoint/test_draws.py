@@ -417,6 +417,22 @@ def test_a_partition_that_begins_to_draw_is_recorded_from_then_on(devices, first
 
 
 @cpu_only(APART)
+def test_a_later_cell_that_begins_to_draw_beside_a_partition_that_draws(monkeypatch):
+    class Later(Maybe):
+        def forward(self, x):
+            # The third micro-batch has a seven.
+            return super().forward(x) if x.detach().eq(7).any() else x * 2
+
+    gpipe = GPipe(nn.Sequential(Call(lambda x: x + 0 * torch.rand(1)), Later()), [1, 1],
+                  devices=['cpu', 'cpu'], chunks=3, checkpoint='always')
+    x = torch.tensor([[1.], [2.], [7.]], requires_grad=True)
+    gpipe(x)
+    monkeypatch.setattr(Maybe, 'on', True)
+    with pytest.raises(RuntimeError, match='it drew random numbers where the first pass was not'):
+        gpipe(x).sum().backward()
+
+
+@cpu_only(APART)
 def test_a_partition_that_begins_to_draw_takes_turns_from_then_on(monkeypatch):
     gpipe = GPipe(nn.Sequential(Maybe(), Maybe(), Maybe()), [1] * 3,
                   devices=['cpu:0', 'cpu:1', 'cpu:2'], chunks=4, checkpoint='never')
