@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.devices import cpu_only, cpus, devices
-from tests.helpers import assert_same, call, gradients, modes
+from tests.helpers import Call, assert_same, call, gradients, modes
 from torchgpipe import GPipe
 from torchgpipe.locks import _Several, layer_lock
 
@@ -51,6 +51,26 @@ def make():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), Count(), nn.BatchNorm1d(8, momentum=None), nn.Tanh(),
                          nn.Linear(8, 4), Count()).double()
+
+
+@cpu_only('about locks of the host')
+@pytest.mark.parametrize('mode', ['always', 'never'])
+def test_forward_passes_and_steps_of_one_model_exclude_each_other(mode):
+    """Or a forward pass would find the leaves of a step in place of parameters."""
+    free = []
+
+    def look(x):
+        thread = threading.Thread(target=lambda: free.append(lock.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+        return x
+
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Call(look)), [1, 1], devices=['cpu:0', 'cpu:1'],
+                  chunks=2, checkpoint=mode)
+    x, lock = torch.rand(4, 4), gpipe._engine.lock
+    gpipe(x)
+    gpipe.step(x, x, lambda output, target: (output - target).square().mean())
+    assert free and not any(free)
 
 
 @devices

@@ -19,6 +19,7 @@ from tests.helpers import (MODES, Call, assert_same, call, compare_all_pending, 
                            micro_batches, modes, nothing, on_first)
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.stream import use_device
+from torchgpipe.locks import generator_lock
 
 SHARED = 'threads that draw from one accelerator are refused, as its generator is moved back'
 APART = 'accelerators have generators of their own, so their partitions need not be serialized'
@@ -361,6 +362,28 @@ def test_a_thread_that_draws_from_a_generator_of_its_own(mode):
     finally:
         end.set()
         thread.join()
+
+
+@cpu_only(SHARED)
+@pytest.mark.parametrize('mode', ['always', 'never'])
+def test_cells_that_draw_hold_the_lock_of_the_generator(mode):
+    """But not around another pipeline, whose workers need it."""
+    held = []
+
+    def note(x):
+        held.append(generator_lock._is_owned())
+        return x
+
+    inner = GPipe(nn.Sequential(nn.Dropout(0.5), Call(note)), [1, 1], devices=['cpu:2', 'cpu:3'],
+                  chunks=2, checkpoint='always')
+    for layers, expected in ([nn.Dropout(0.5), Call(note)], True), ([Call(note), inner], False), (
+            [nn.Linear(4, 4), Call(note)], False):
+        gpipe = GPipe(nn.Sequential(nn.Sequential(*layers), nn.Identity()), [1, 1],
+                      devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint=mode)
+        for _ in range(2):
+            held.clear()
+            gpipe(torch.rand(4, 4, requires_grad=True)).sum().backward()
+        assert held[0] is expected
 
 
 @pytest.mark.slow

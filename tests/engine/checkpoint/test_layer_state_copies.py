@@ -11,6 +11,7 @@ from torch import nn
 from benchmarks.harness.live import LiveTensors
 from tests.devices import one_worker
 from tests.engine.checkpoint.layers import ODD, Layer, compare_modes, doubles, skip_unless_movable
+from tests.helpers import assert_same
 from torchgpipe import GPipe
 from torchgpipe.engine.checkpoint import layer_state
 
@@ -109,3 +110,41 @@ class Replaced(nn.Module):
 def test_a_buffer_that_is_replaced(devices, size):
     """In v0.15.2, a large one on an accelerator was that of a later forward."""
     compare_modes(lambda: nn.Sequential(nn.Linear(4, 4).double(), Replaced(size)), devices)
+
+
+class Late(nn.Linear):
+    """A layer that registers a buffer when a sample says so."""
+
+    def forward(self, x):
+        """Register it, and change it in each later forward."""
+        if x.detach().eq(7).any():
+            self.register_buffer('late', torch.ones(1, dtype=x.dtype, device=x.device))
+        elif 'late' in self._buffers:
+            self.late.mul_(0.9)
+            x = x * self.late.clone()
+        return super().forward(x)
+
+
+@one_worker
+def test_a_buffer_that_is_registered_in_a_later_cell(devices):
+    results = []
+    for mode in ('never', 'always'):
+        torch.manual_seed(0)
+        gpipe = GPipe(nn.Sequential(Late(2, 2).double()), [1], devices=devices(1), chunks=4,
+                      checkpoint=mode)
+        x = torch.tensor([[1., 2.], [7., 1.], [3., 4.], [5., 6.]], dtype=torch.double)
+        for _ in range(2):
+            gpipe(x.to(devices.first)).square().sum().backward()
+        results.append([gpipe[0].weight.grad, gpipe[0].late])
+    assert_same(*results)
+
+
+@one_worker
+def test_an_input_that_is_changed_before_backward(devices):
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4)), [1], devices=devices(1), chunks=2,
+                  checkpoint='always')
+    x = torch.rand(4, 4, device=devices.first)
+    output = gpipe(x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match='modified by an inplace operation: the input of a'):
+        output.sum().backward()

@@ -216,10 +216,9 @@ class CellState:
     def _keep_buffer(self, slot: Slot, buffer: Tensor | None) -> Restore:
         if buffer is None:
             return partial(_constant, None)
-        # One that carries a graph must not be kept alive, and one of another type may be written
-        # to without a new version.
-        if self._is_first or buffer.requires_grad or not is_plain(buffer) \
-                or size_of(buffer) <= SMALL or slot in self.layers.observed.written:
+        # One that carries a graph must not be kept alive.
+        if self._is_first or buffer.requires_grad or size_of(buffer) <= SMALL \
+                or slot in self.layers.observed.written:
             return self._copy(buffer)
         self._tell(slot, buffer)
         return partial(_constant, buffer)
