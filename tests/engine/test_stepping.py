@@ -61,8 +61,10 @@ def test_in_v080_a_layer_that_stands_twice_had_the_leaves_of_one_cell_in_another
     loss_fn = Loss() if where[0] == 'a' else squares
     model.step(x, y, loss_fn)  # which tells that nobody draws, so that cells run side by side
     shared.register_forward_hook(see)
+    calls = []
+    shared.weight.register_hook(calls.append)
     model.step(x, y, loss_fn)
-    assert not met.is_set()
+    assert not met.is_set() and len(calls) == 1
 
 
 @cpus
