@@ -132,7 +132,8 @@ def test_a_device_has_parameters_and_gradients_of_one_stage(options):
     (found, own, peak), = run(1, partial(squeezed, **OFFLOAD, **options), .75)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(own, output, rtol=1e-12, atol=1e-12)
-    assert peak < 3.5 / N and whole > 5
+    # On CUDA there is the workspace of cuBLAS, too.
+    assert peak < (3.5 if ACCELERATOR == 'sim' else 3.6) / N and whole > 5
 
 
 def test_without_a_policy_a_device_needs_room_for_all():
