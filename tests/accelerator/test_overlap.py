@@ -231,7 +231,7 @@ def host_waits_for_cells():
 
 def host_waits_for_samples():
     """Let the host wait until it can look at samples of outputs."""
-    return patch.object(samples, '_copy', lambda elements: elements.to('cpu'))
+    return patch.object(samples, '_to_host', lambda elements: elements.to('cpu'))
 
 
 def copies_on_the_compute_stream():
