@@ -100,7 +100,7 @@ class Draws:
             that is not among these.
     """
 
-    __slots__ = ('_before', '_generators', '_recorder', 'monitor', 'states')
+    __slots__ = ('_before', '_generators', '_last', '_recorder', 'monitor', 'states')
 
     def __init__(self, generators: Iterable[Generator], recorder: 'Recorder | None' = None,
                  monitor: 'DrawMonitor | None' = None) -> None:
@@ -109,6 +109,8 @@ class Draws:
         self.monitor = monitor
         #: The states that the pass began with.
         self._before: dict[Generator, Tensor] = {}
+        #: The states that a recomputation has put generators into.
+        self._last: dict[Generator, Tensor] = {}
         #: Of the generators that moved, the states before and after the first pass.
         self.states: dict[Generator, tuple[Tensor, Tensor]] = {}
 
@@ -147,14 +149,15 @@ class Draws:
         try:
             for each, (before, _) in self.states.items():
                 each.set_state(before)
+                self._last[each] = before
             output = function()
             end = {each: state_of(each) for each in self.states}
         finally:
             for each, state in now.items():
                 each.set_state(state)
         # Layers may well draw in their first pass only.
-        if not all(same(end[each], after) or same(end[each], before)
-                   for each, (before, after) in self.states.items()):
+        if not all(same(end[each], after) or same(end[each], self._last[each])
+                   for each, (_, after) in self.states.items()):
             raise disturbed()
         return output
 
@@ -162,11 +165,24 @@ class Draws:
         """Return the present states of the generators."""
         return {each: state_of(each) for each in self._before}
 
-    def go_to(self, position: dict[Generator, Tensor]) -> None:
-        """Let the generators of a recomputation go on from where the first pass was."""
-        for each, state in position.items():
-            if each in self.states:
-                each.set_state(state)
+    def go_to(self, start: dict[Generator, Tensor], end: dict[Generator, Tensor]) -> None:
+        """Let the generators of a recomputation skip what the first pass drew on a way.
+
+        Args:
+            start: Where the first pass was before it.
+            end: And after it.
+
+        Raises:
+            RuntimeError: The recomputation is not where the first pass was.
+        """
+        for each in self.states.keys() & end.keys():
+            now = state_of(each)
+            # Layers may well draw in their first pass only.
+            if not (same(now, start.get(each, self.states[each][0]))
+                    or same(now, self._last[each])):
+                raise disturbed()
+            each.set_state(end[each])
+            self._last[each] = end[each]
 
 
 def _without_draws(function: Callable[[], T]) -> T:

@@ -75,8 +75,9 @@ class _Result(NamedTuple):
     tensors: list[Tensor]
     requires_grad: list[bool]
     kind: Kind
-    #: The states of generators after it.
-    position: dict[Generator, Tensor]
+    #: The states of generators before and after it.
+    start: dict[Generator, Tensor]
+    end: dict[Generator, Tensor]
 
 
 class Results:
@@ -141,7 +142,7 @@ class Results:
             return forward(*args, **kwargs)
         values = [leaf.value for leaf in leaves_of((args, kwargs))]
         input = [value for value in values if isinstance(value, Tensor)]
-        before = versions(input)
+        before, start = versions(input), self._draws.position()
         self._inside = True
         try:
             output = _without(hooks, partial(forward, *args, **kwargs))
@@ -157,7 +158,7 @@ class Results:
         with unseen():
             copies = [copy_of(x, memories) for x in tensors]
         self._results.append(_Result(module, copies, [x.requires_grad for x in tensors], kind,
-                                     self._draws.position()))
+                                     start, self._draws.position()))
         for k, x in enumerate(tensors):
             if share_memory([x], [*input, *tensors[:k], *tensors[k + 1:]]):
                 self._shared.append((module, x.detach(), versions([x])))
@@ -171,7 +172,7 @@ class Results:
                              'order')
         result = self._results[self._next]
         self._next += 1
-        self._draws.go_to(result.position)
+        self._draws.go_to(result.start, result.end)
         memories: Memories = {}
         with unseen():
             tensors = [copy_of(x, memories) for x in result.tensors]
