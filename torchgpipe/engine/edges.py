@@ -111,7 +111,7 @@ class Pipeline(Run):
         super().__init__(engine, batches, *args, **options)
         #: Whether there are edges of order.
         self._orders = self._state.grad and len(batches) > 1 and not self._state.transformed
-        #: Of each partition, what the output of the next micro-batch is tied to.
+        #: By partition, the phony to which the output of the next micro-batch is tied.
         self._before: dict[int, list[Tensor]] = {}
         #: And that of the first micro-batch, which comes last in backward.
         self._last: dict[int, list[Tensor]] = {}
@@ -243,7 +243,7 @@ class Pipeline(Run):
             self._before[j] = [phony]
 
     def _phonies(self, i: int, j: int) -> tuple[Tensor, ...]:
-        """Return what the output of a cell is tied to, which comes after it in backward."""
+        """Return the phonies to which the output of a cell is tied: later in backward."""
         if not self._orders:
             return ()
         return (*self._before.get(j, ()), *(self._last.get(j, ()) if i == 0 else ()))

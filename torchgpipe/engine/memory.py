@@ -83,7 +83,7 @@ def copy_of(x: Tensor, memories: Memories) -> Tensor:
     memory, key = x.untyped_storage(), storage_id(x)
     copy = memories.get(key)
     if copy is None:
-        # What fills its memory keeps its strides in a clone, and so lies there as in its own.
+        # A tensor that fills its memory keeps its strides in a clone, and so the same layout.
         copy = memories[key] = x.clone() if memory.nbytes() == x.numel() * x.element_size() \
             else _view(memory.clone(), x)
         return copy

@@ -229,7 +229,7 @@ class Engine:
 
     @cached_property
     def step_lock(self) -> AbstractContextManager[Any]:
-        """What a step holds: see :mod:`torchgpipe.locks`."""
+        """The lock of a step: see :mod:`torchgpipe.locks`."""
         return step_lock(module for partition in self.partitions
                          for module in partition.layers.modules() if module._parameters)
 

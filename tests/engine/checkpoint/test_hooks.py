@@ -3,9 +3,10 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.devices import places
+from tests.devices import one_worker, places
 from tests.helpers import assert_same, sleep, small_model
 from torchgpipe import GPipe
 
@@ -55,3 +56,19 @@ def test_an_input_that_hooks_pack_and_unpack_on_its_device(where, find):
     actual = [grad for _ in xs for grad in find(outputs.pop(0), gpipe)]
     expected = [grad for x in xs for grad in backward(reference(x).square().sum(), reference)]
     assert_same(actual, expected)
+
+
+@one_worker
+def test_hooks_pack_without_grad_as_those_of_autograd_do(devices):
+    modes = []
+
+    def pack(x):
+        modes.append(torch.is_grad_enabled())
+        return x
+
+    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=devices(1), chunks=2,
+                  checkpoint='always')
+    with saved_tensors_hooks(pack, lambda x: x):
+        output = gpipe(torch.rand(4, 2, device=devices.first))
+    assert modes and not any(modes)
+    output.sum().backward()

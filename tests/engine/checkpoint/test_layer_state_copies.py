@@ -148,3 +148,31 @@ def test_an_input_that_is_changed_before_backward(devices):
     x.add_(1)
     with pytest.raises(RuntimeError, match='modified by an inplace operation: the input of a'):
         output.sum().backward()
+
+
+class ReplacedLater(nn.Linear):
+    """A layer that replaces a large buffer when a sample says so."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.register_buffer('table', torch.ones(20_000, dtype=torch.double))
+
+    def forward(self, x):
+        """Replace it."""
+        y = super().forward(x) * self.table[:2]
+        if x.detach().eq(7).any():
+            self.table = self.table * 3
+        return y
+
+
+@one_worker
+def test_a_large_buffer_that_is_replaced_in_a_later_cell(devices):
+    results = []
+    for mode in ('never', 'always'):
+        torch.manual_seed(0)
+        gpipe = GPipe(nn.Sequential(ReplacedLater().double()), [1], devices=devices(1), chunks=3,
+                      checkpoint=mode)
+        x = torch.tensor([[1., 2.], [7., 1.], [3., 4.]], dtype=torch.double)
+        gpipe(x.to(devices.first)).square().sum().backward()
+        results.append([gpipe[0].weight.grad, gpipe[0].table])
+    assert_same(*results)

@@ -74,7 +74,7 @@ def generators_of(device: torch.device) -> tuple[Generator, ...]:
 # PyTorch guards a generator with a mutex, which it takes while it holds the GIL; making the tensor
 # for the state may start Python's garbage collector, which may let go of the GIL. Two threads
 # could then wait for each other for ever. Who waits for a lock of Python's own lets go of the GIL.
-# Reentrant, since what the collector frees may draw.
+# Reentrant, since an object that the collector frees may draw.
 _lock = new_lock()
 
 
@@ -166,14 +166,15 @@ class Draws:
         return {each: state_of(each) for each in self._before}
 
     def go_to(self, start: dict[Generator, Tensor], end: dict[Generator, Tensor]) -> None:
-        """Let the generators of a recomputation skip what the first pass drew on a way.
+        """Let the generators of a recomputation skip the draws of a marked layer.
 
         Args:
-            start: Where the first pass was before it.
+            start: Their states in the first pass before the layer.
             end: And after it.
 
         Raises:
-            RuntimeError: The recomputation is not where the first pass was.
+            RuntimeError: They are in another state than in the first pass before the layer, as
+                another thread drew.
         """
         for each in self.states.keys() & end.keys():
             now = state_of(each)
@@ -221,7 +222,7 @@ class DrawMonitor:
 
 
 class Operation(NamedTuple):
-    """What is known of an operation, as a dispatch mode sees it."""
+    """Properties of an operation, as a dispatch mode sees it."""
 
     #: Whether it may draw random numbers: one that is not PyTorch's own need not say so.
     may_draw: bool
@@ -247,7 +248,7 @@ class Operation(NamedTuple):
 
 @lru_cache(maxsize=None)
 def operation_of(func: Any) -> Operation:
-    """Return what is known of an operation."""
+    """Return the properties of an operation."""
     schema = schema_of(func)
     if schema is None:
         return Operation(False, None, ())

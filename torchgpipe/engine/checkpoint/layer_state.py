@@ -1,27 +1,27 @@
 """The state of layers in a cell's first pass, kept for its recomputation.
 
-A recomputation is exact only if it finds what the first pass found. The same is done on all
-devices::
+A recomputation is exact only if it finds the state of the first pass. The rules are the same on
+all devices::
 
     small buffers, and all that layers were seen to write to      copied when a cell starts
     other attributes that layers were seen to set                 copied when a cell starts
     all other parameters and buffers                              compared by version
 
-Cells of which nothing has to be copied share one state, as long as nobody writes to a parameter.
+Cells without copies share one state, as long as no parameter is written to.
 
 [Note: Tensors compared by version]
 An optimizer writes to parameters while the graph is still alive; to copy them would copy the whole
 model. So a tensor that no layer was seen to write to must still have the version that it had when
 the cell's first pass ended; otherwise backward raises, as autograd does without checkpoints.
 
-What a recomputation changes must not stay changed. So while it runs, each module has another
+Changes by a recomputation must not persist. While it runs, each module therefore has another
 dictionary of attributes::
 
                                first pass of the cell     later     recomputation       afterwards
     module.__dict__            its own                              another             its own
     training                                                        as in first pass
     a buffer that changes      start ─────▶ end           …         a copy of start     as it was
-    what does not change       the same at all times
+    other attributes           the same at all times
 """
 import weakref
 from collections.abc import Callable, Iterable, Sequence

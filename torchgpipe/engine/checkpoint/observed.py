@@ -1,8 +1,8 @@
 """Observed behaviour of a partition's layers: random numbers, and writes to their state.
 
 Nobody can tell from a module whether it will. So the first cell of a partition in each mode is
-watched by a dispatch mode, and later cells do only what these layers need: they save the states of
-random generators, and copy what the layers write to.
+watched by a dispatch mode. Later cells save the states of the random generators that these layers
+use, and copy the tensors that they write to.
 """
 from collections.abc import Iterable
 from typing import Any
@@ -39,7 +39,7 @@ class Observed:
         self._false_alarms = 0
 
     def learn(self, recorder: Recorder) -> None:
-        """Take note of what a recorder has seen."""
+        """Take note of the observations of a recorder."""
         self.draws = bool(self.draws or recorder.draws)
         self.generators.update(recorder.generators)
 

@@ -219,7 +219,7 @@ class Recomputation:
             tensors: What to call it with.
 
         Returns:
-            What the function gave.
+            The function's output.
         """
         # A skip may be a tensor of the batch: then it is one in the recomputation, too.
         input: Tensors = tuple(tensors)
@@ -266,13 +266,13 @@ class Recomputation:
         """Hang ``Checkpoint`` on the output, in place.
 
         Args:
-            output: What the first pass gave. Those that need no gradient stay out of the graph, as
-                they do without checkpointing.
-            before: Phonies of what comes after this in backward.
+            output: The output of the first pass. Tensors that need no gradient stay out of the
+                graph, as they do without checkpointing.
+            before: Phonies of nodes that run after this one in backward.
             always: Whether to make the output require grad if nothing in it does.
 
         Returns:
-            A phony of what comes before; ``None`` if nothing requires grad.
+            A phony for the node that runs before; ``None`` if nothing requires grad.
         """
         where = [k for k, y in enumerate(output) if y.requires_grad]
         if always and not where:
