@@ -44,7 +44,7 @@ def _same(actual: Tensor, expected: Tensor) -> bool:
 
 
 def rounding(x: Tensor | None) -> float:
-    """Return what rounding may come to in a tensor."""
+    """Return the largest difference that rounding may make in a tensor."""
     return default_tolerance(None if x is None or not x.is_floating_point() else x.dtype)
 
 
@@ -57,7 +57,7 @@ def apart(expected: Mapping[Name, Tensor], actual: Mapping[Name, Tensor],
           kind: Callable[[Name], Hashable] = lambda name: None) -> dict[Name, float]:
     """Return the distances of the tensors of two runs, of those that are not the same.
 
-    Where one is missing, it is infinite. Each is relative to what is typical of its kind.
+    Where one is missing, it is infinite. Each is relative to the typical size of its kind.
     """
     found = {name: math.inf for name in {**expected, **actual}
              if name not in expected or name not in actual

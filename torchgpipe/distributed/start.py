@@ -59,7 +59,7 @@ def together(what: str, function: Callable[[], Facts | None], group: dist.Proces
 
     Args:
         what: What it is called for, in errors.
-        function: Says what this rank says, if anything; it does not communicate.
+        function: Returns the facts of this rank, if any; it does not communicate.
         group: The ranks; ``None`` if there is this one only.
         device: That of this rank.
 

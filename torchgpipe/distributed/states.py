@@ -31,7 +31,7 @@ Shapes = dict[str, tuple[int, ...] | None]
 #: Options that are of a group as a whole: each rank has other parameters in it.
 _OF_GROUPS = ('params', 'param_names')
 
-#: What schedulers of learning rates add to the options of an optimizer.
+#: Options that schedulers of learning rates add to an optimizer.
 _SCHEDULERS = {'initial_lr', 'max_lr', 'min_lr', 'base_momentum', 'max_momentum', 'swa_lr'}
 
 #: So many differences are named at most.
@@ -48,7 +48,7 @@ def shapes(model: nn.Module) -> Shapes:
 
 
 def saved_shapes(saved: Mapping[str, Any]) -> Shapes:
-    """Return the shapes of what a checkpoint has of a model."""
+    """Return the shapes of a model's tensors in a checkpoint."""
     return {name: tuple(value.size) if is_tensor(value) else None
             for name, value in under(saved, 'model.').items() if _EXTRA not in name}
 

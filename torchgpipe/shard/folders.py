@@ -309,5 +309,5 @@ def _is_ours(file: Path) -> bool:
 
 
 def _resolved(folder: Folder) -> Path:
-    """Return where a folder is, or will be; a link is replaced by what it leads to."""
+    """Return the path of a folder, which need not exist yet; links are resolved."""
     return Path(os.path.realpath(folder))

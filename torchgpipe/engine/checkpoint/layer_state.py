@@ -282,12 +282,12 @@ def with_grad(tensor: Tensor, requires_grad: bool) -> Tensor:
 # ----------------------------------------------------------------------------------
 
 
-#: Sets an attribute of a module, without what `nn.Module` makes of that.
+#: Sets an attribute of a module without the checks of `nn.Module`.
 assign = object.__setattr__
 
 
 def run_on(state: CellState, function: Callable[[], T]) -> T:
-    """Run a recomputation on what the first pass found."""
+    """Run a recomputation with the state that the first pass found."""
     layers = state.layers
     with layers.lock:
         if state.lost is not None or versions(state.told) != state.versions:
