@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import allow_mutation_on_saved_tensors, saved_tensors_hooks
+from torch.autograd.graph import (allow_mutation_on_saved_tensors, get_gradient_edge,
+                                  saved_tensors_hooks)
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -170,6 +171,14 @@ def test_a_backward_pass():
     assert -1 not in (first, second) and first != second
     assert (retained, retained_again) == (True, False)
     assert running is node and running_again is node and end == 'end'
+
+
+@pytest.mark.parametrize('function', [private.backward_from, torch.autograd.backward])
+def test_backward_from_edges(function):
+    x = torch.ones(2, requires_grad=True)
+    edges = get_gradient_edge(x * 2), get_gradient_edge(x.sum())
+    function(edges, (torch.ones(2), torch.tensor(3.)))
+    assert x.grad.tolist() == [5, 5]
 
 
 def test_a_tensor_without_memory():

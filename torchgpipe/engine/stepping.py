@@ -37,6 +37,7 @@ from torchgpipe.engine.stream import CPUStream, no_context, use_stream, wait_str
 from torchgpipe.engine.substitute import Swap, substituted
 from torchgpipe.errors import add_note
 from torchgpipe.locks import layer_lock, step_lock, together
+from torchgpipe.private import backward_from
 from torchgpipe.schedule.action import Action
 
 __all__ = ['Loss', 'Step']
@@ -287,10 +288,9 @@ class Step(Run):
         roots = [(edge, grads[k]) for k, edge in graph.roots if k in grads]
         if roots:
             self._recompute(i, j)  # unless the schedule has done so before
+            run = partial(backward_from, *zip(*roots))
+            run() if self._recorder is None else self._recorder.run(run)
         self._recomputations.pop((i, j), None)
-        run = partial(torch.autograd.backward, [edge for edge, _ in roots],
-                      [grad for _, grad in roots])
-        run() if self._recorder is None else self._recorder.run(run)
         for prev_j, k, leaf in graph.leaves:
             if leaf.grad is not None:
                 self._grads.setdefault((i, prev_j), {})[k] = self._send_back(

@@ -212,9 +212,9 @@ class ThreadState(NamedTuple):
     def run_backward(self, function: Callable[[], T]) -> T:
         """Run backward with the context variables, and without autocast, which it does not want.
         """
-        autocast = _Autocast.capture()
-        if not any(enabled for enabled, _ in autocast.devices):
+        if not any([enabled for enabled, _ in self.autocast.devices]):  # nor in a worker
             return self.variables.copy().run(function)
+        autocast = _Autocast.capture()
         _Autocast(tuple((False, dtype) for _, dtype in autocast.devices), autocast.cache).set()
         try:
             return self.variables.copy().run(function)
