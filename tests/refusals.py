@@ -20,8 +20,6 @@ from tests.helpers import Call, in_two_memories
 from torchgpipe import GPipe, NoChunk, is_recomputing, no_recompute
 from torchgpipe.balance import Profile, SkipProfile, profile
 from torchgpipe.context import check_order
-from torchgpipe.engine.offload import Offload
-from torchgpipe.engine.stream import CPUStream
 from torchgpipe.plan import Costs, Link, Plan, StageCosts, plan, simulate
 from torchgpipe.private import find
 from torchgpipe.schedule import Schedule, make
@@ -62,10 +60,14 @@ class Stash(nn.Module):
 class Pop(nn.Module):
     """Pop it."""
 
+    def __init__(self, in_place=False):
+        super().__init__()
+        self.in_place = in_place
+
     def forward(self, input):
         """Add what was stashed."""
         skip = yield pop('x')
-        return input + skip
+        return skip.add_(input) if self.in_place else input + skip
 
 
 def wrap(*layers, balance=None, devices=CPUS, chunks=2, **options):
@@ -369,13 +371,18 @@ def begins_to_write():
     train(model)
 
 
-def changed_while_it_waits():
-    """Change a tensor for which a copy waits."""
-    x = torch.ones(2, device='meta')
-    waiting = Offload(CPUStream)
-    stored = waiting.store((x,), CPUStream)
+def changed_input():
+    """Change the input of a checkpointed micro-batch between forward and backward."""
+    x = torch.ones(4, 4)
+    output = one(linear())(x)
     x.add_(1)
-    waiting.fetch(stored, CPUStream)
+    output.sum().backward()
+
+
+def change_what_was_popped():
+    """Change a skip in place where it is popped."""
+    train(wrap(Stash(lambda x: stash('x', x * 2)), Pop(in_place=True), linear(),
+               checkpoint='always'))
 
 
 def with_gradient():
@@ -543,6 +550,7 @@ REFUSALS = [
     handed_on,
     drawn_elsewhere,
     lambda: train(wrap(linear(), Call(add_one), checkpoint='always')),
+    change_what_was_popped,
     lambda: train(one(linear(), Call(lambda x: x * 2 if is_recomputing() else x))),
     parameter_step,
     twice,
@@ -550,7 +558,7 @@ REFUSALS = [
     lambda: train(one(linear(), Call(ragged), Call(torch.relu), Call(padded))),
     lambda: train(one(linear(), Call(transformed))),
     lambda: train(one(linear(), no_recompute(Call(add_one)), linear())),
-    changed_while_it_waits,
+    changed_input,
     begins_to_write,
     with_gradient,
     lambda: costs(linear()).balance(2, chunks=2),

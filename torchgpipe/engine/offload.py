@@ -17,7 +17,7 @@ does not wait, that raises: an alias without memory tells the version of x.
 import torch
 from torch import Tensor
 
-from torchgpipe.engine.memory import is_plain, versions
+from torchgpipe.engine.memory import is_plain
 from torchgpipe.engine.stream import (AbstractStream, get_device, record_stream, use_stream,
                                       wait_stream)
 from torchgpipe.private import unseen
@@ -33,13 +33,13 @@ class Offload:
         stream: The stream that carries them.
     """
 
-    __slots__ = ('_aliases', '_moved', '_stream', '_versions')
+    __slots__ = ('_moved', '_stream', 'aliases')
 
     def __init__(self, stream: AbstractStream) -> None:
         self._stream = stream
         self._moved: list[bool] = []
-        self._aliases: list[Tensor] = []
-        self._versions: list[int] = []
+        #: Tensors without memory that have the versions of those for which copies wait.
+        self.aliases: list[Tensor] = []
 
     def store(self, tensors: Tensors, compute: AbstractStream) -> Tensors:
         """Return copies that wait; tensors that are not on the device of the stream stay.
@@ -50,10 +50,9 @@ class Offload:
         """
         device = get_device(self._stream)
         self._moved = [x.device == device and is_plain(x) and x.numel() > 0 for x in tensors]
-        self._versions = versions(tensors)
         wait_stream(self._stream, compute)
         with unseen(), use_stream(self._stream):
-            self._aliases = [_without_memory(x) for x in tensors]
+            self.aliases = [_without_memory(x) for x in tensors]
             return tuple(self._to_host(x) if moved else x
                          for x, moved in zip(tensors, self._moved))
 
@@ -69,16 +68,7 @@ class Offload:
         Args:
             tensors: What :meth:`store` gave.
             compute: The stream that will use them.
-
-        Raises:
-            RuntimeError: One of the tensors was changed in place after all.
         """
-        if versions(self._aliases) != self._versions:
-            raise RuntimeError(
-                'the input of a checkpointed micro-batch, which waits in the memory of the host, '
-                'has been modified by an inplace operation between forward and backward (it is at '
-                f'versions {versions(self._aliases)}; expected versions {self._versions}). Change '
-                'a copy instead.')
         with unseen(), use_stream(self._stream):
             fetched = tuple(self._to_device(x, compute) if moved else x
                             for x, moved in zip(tensors, self._moved))

@@ -146,7 +146,7 @@ def test_an_input_that_is_changed_before_backward(devices):
     x = torch.rand(4, 4, device=devices.first)
     output = gpipe(x)
     x.add_(1)
-    with pytest.raises(RuntimeError, match='modified by an inplace operation: the input of a'):
+    with pytest.raises(RuntimeError, match='input of a checkpointed micro-batch has been mod'):
         output.sum().backward()
 
 

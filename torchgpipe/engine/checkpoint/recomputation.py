@@ -357,13 +357,14 @@ class Recomputation:
             return self._input
         if self._state.hooks is not None:
             return [self._state.hooks[1](x) for x in self._input]
+        own = self._input if self._offload is None else self._offload.aliases
+        if (now := versions(own)) != self._versions:
+            raise RuntimeError(
+                'the input of a checkpointed micro-batch has been modified by an inplace '
+                f'operation between forward and backward (it is at versions {now}; expected '
+                f'versions {self._versions}). Change a copy instead')
         if self._offload is not None:
             return self._offload.fetch(tuple(self._input), self._stream)
-        if (now := versions(self._input)) != self._versions:
-            raise RuntimeError(
-                'one of the variables needed for gradient computation has been modified by an '
-                'inplace operation: the input of a checkpointed micro-batch is at versions '
-                f'{now}; expected versions {self._versions} instead')
         return self._input
 
     def _recompute(self, leaves: list[Tensor], fill: RecomputedTensors) -> list[Tensor]:
