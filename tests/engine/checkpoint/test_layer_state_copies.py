@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness.live import LiveTensors
 from tests.devices import one_worker
@@ -176,3 +177,22 @@ def test_a_large_buffer_that_is_replaced_in_a_later_cell(devices):
         gpipe(x.to(devices.first)).square().sum().backward()
         results.append([gpipe[0].weight.grad, gpipe[0].table])
     assert_same(*results)
+
+
+@one_worker
+def test_a_mode_of_the_user_s_does_not_see_copies(devices):
+    """Neither those of the first cell and of later ones, nor those of their recomputations."""
+    seen = set()
+
+    class See(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.BatchNorm1d(4)), [2],
+                  devices=devices(1), chunks=2, checkpoint='always')
+    for _ in range(2):
+        with See():
+            output = gpipe(torch.rand(6, 4, device=devices.first))
+        output.sum().backward()
+    assert 'addmm' in seen and seen.isdisjoint({'clone', 'copy_', 'equal'})

@@ -124,8 +124,7 @@ class Layers:
         if not (state.parameters or buffered or mutated):
             self._same = weakref.ref(state)
         else:
-            with unseen():
-                state.keep(buffered, mutated)
+            state.keep(buffered, mutated)
             context.asked = False
         state.versions = versions(state.told)
         return state

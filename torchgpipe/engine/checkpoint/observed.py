@@ -13,7 +13,7 @@ from torch import nn
 from torchgpipe.engine.checkpoint.attributes import attributes_of, contents_of, may_be_mutated
 from torchgpipe.engine.checkpoint.draws import Recorder, operation_of
 from torchgpipe.engine.memory import Memories, copy_of, is_plain, storage_id
-from torchgpipe.private import generator_key
+from torchgpipe.private import generator_key, unseen
 from torchgpipe.structure import Slot
 
 __all__ = ['Observed', 'Watch']
@@ -88,7 +88,8 @@ class Watch(Recorder):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for x in operation_of(func).written_by(args, kwargs or {}):
             if is_plain(x) and storage_id(x) in self._watched:
-                copy_of(x, self.copies)
+                with unseen():
+                    copy_of(x, self.copies)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def mutated(self) -> set[nn.Module]:
