@@ -300,6 +300,25 @@ def test_a_generator_of_a_layer_s_own(devices, mode, dtype):
         assert torch.allclose(x.grad, y.grad)
 
 
+@one_worker
+def test_a_generator_of_a_layer_s_own_that_is_used_first_in_a_later_cell(devices):
+    class Second(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.generator = torch.Generator(devices.first).manual_seed(1)
+
+        def forward(self, x):
+            return x if len(x) == 2 else x * self.noise()
+
+        def noise(self):
+            return torch.rand(4, generator=self.generator, device=self.generator.device)
+
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Second()), [2], devices=devices(1), chunks=2,
+                  checkpoint='always')
+    gpipe(torch.rand(3, 4, device=devices.first)).sum().backward()
+    assert_same(gpipe[0].bias.grad, 2 + Second().noise())
+
+
 @devices
 def test_recomputation_leaves_all_generators_where_they_were(devices):
     own = torch.Generator(devices(2)[1])
