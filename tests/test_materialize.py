@@ -272,6 +272,20 @@ def test_what_gets_no_value_is_named(make, name):
     assert name in str(error.value) and "'0." not in str(error.value)
 
 
+@cpu_only('values are drawn on the CPU')
+def test_a_reset_that_writes_where_pytorch_does_not_count():
+    class Data(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(4))
+            self.reset_parameters()
+
+        def reset_parameters(self):
+            self.weight.data.fill_(2)
+
+    assert GPipe(on_meta(lambda: nn.Sequential(Data())), [1], devices=['cpu'])[0].weight[0] == 2
+
+
 def test_what_can_not_be_made_is_named_though_there_are_weights():
     with pytest.raises(ValueError, match="nothing gives a value to '0.weight'"):
         GPipe(on_meta(lambda: nn.Sequential(Other())), [1], devices=['cpu'],
