@@ -290,7 +290,6 @@ class Step(Run):
             self._recompute(i, j)  # unless the schedule has done so before
             run = partial(backward_from, *zip(*roots))
             run() if self._recorder is None else self._recorder.run(run)
-        self._recomputations.pop((i, j), None)
         for prev_j, k, leaf in graph.leaves:
             if leaf.grad is not None:
                 self._grads.setdefault((i, prev_j), {})[k] = self._send_back(
