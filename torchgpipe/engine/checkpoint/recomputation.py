@@ -254,8 +254,8 @@ class Recomputation:
         self._input: Sequence[Any] = input
         self._requires_grad = [x.requires_grad for x in input]
         if self._changed:
-            self._offload = None
-        elif self._state.hooks is not None:
+            return
+        if self._state.hooks is not None:
             with torch.no_grad():
                 self._input = [self._state.hooks[0](x.detach()) for x in input]
         elif self._offload is not None:
