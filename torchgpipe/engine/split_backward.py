@@ -107,14 +107,19 @@ class _Split(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return None, None, None, None
-        input, weight = ctx.saved_tensors
-        input_grad = ctx.function.input_grad(grad, input, weight) \
-            if ctx.needs_input_grad[1] else None
-        if ctx.hooked or not ctx.deferred.splits:
-            return None, input_grad, *_weight_grads(ctx.function, grad, input, ctx.leaves)
-        # Detached, or nodes of the graph would own each other, unseen by the garbage collector.
-        ctx.work.append(partial(_finish, ctx.function, grad, input.detach(), ctx.leaves))
-        return None, input_grad, None, None
+        # Nodes of PyTorch's own ask no class of tensors what to do either.
+        return _as_parameter(_go_back, (), (ctx, grad))  # type: ignore[no-any-return]
+
+
+def _go_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    input, weight = ctx.saved_tensors
+    input_grad = ctx.function.input_grad(grad, input, weight) if ctx.needs_input_grad[1] else None
+    if ctx.hooked or not ctx.deferred.splits:
+        return None, input_grad, *_weight_grads(ctx.function, grad, input, ctx.leaves)
+    # Detached, or nodes of the graph would own each other, unseen by the garbage collector.
+    finish = ctx.function, grad, input.detach(), ctx.leaves
+    ctx.work.append(partial(_as_parameter, _finish, (), finish))
+    return None, input_grad, None, None
 
 
 def _register_hook(ctx: Any, hook: Callable[..., Any]) -> Any:
