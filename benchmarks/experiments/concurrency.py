@@ -2,7 +2,6 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,18 +27,14 @@ CELLS = {0.3: 128, 1.0: 256, 5.0: 256, 20.0: 512}
 CHUNKS = (2, 4, 8, 16)
 
 FORWARD, STEP = 'forward, plain call', "training, step by '1f1b'"
-SPLIT = "training in one thread, step by 'zb-h1'"
 THREADS = 'training, two threads that share nothing'
-TABLES = (FORWARD, STEP, SPLIT, THREADS)
 
 MEANING = '''Each entry is the share of the ideal speed-up, with the speed-up in brackets. The
 baseline runs the same cells one after the other in one thread. The ideal is 2 · m / (m + 1), the
 maximum for m micro-batches in two partitions. Cells are stacks of linear layers, named by the
-forward time of one cell. The third table shows the cost of a split backward: both partitions are
-on one device, the baseline is their step by '1f1b', and the ideal is 1. The last table shows the
-limit of the machine and the interpreter. There, two threads each train one of the cells by itself,
-and neither waits for the other. The baseline is the same work in one thread, and the ideal is
-2.'''
+forward time of one cell. The last table shows the limit of the machine and the interpreter. There,
+two threads each train one of the cells by itself, and neither waits for the other. The baseline is
+the same work in one thread, and the ideal is 2.'''
 
 
 def measure(stack: Stack, milliseconds: float, m: int, rounds: int) -> list[dict[str, Any]]:
@@ -49,8 +44,7 @@ def measure(stack: Stack, milliseconds: float, m: int, rounds: int) -> list[dict
         seconds = median(_seconds(lambda: layer(x)) for _ in range(20)) / 10
     depth = max(1, round(milliseconds / 1e3 / seconds))
     cells, (x, y) = stack.build(2, depth), stack.data(m)
-    model, alone = (GPipe(cells, [1, 1], devices=devices, chunks=m, checkpoint='never')
-                    for devices in (['cpu:0', 'cpu:1'], ['cpu', 'cpu']))
+    model = GPipe(cells, [1, 1], devices=['cpu:0', 'cpu:1'], chunks=m, checkpoint='never')
 
     def forward(module: Callable[[Tensor], Tensor], parts: int) -> None:
         with torch.no_grad():
@@ -79,8 +73,6 @@ def measure(stack: Stack, milliseconds: float, m: int, rounds: int) -> list[dict
 
     pairs = {FORWARD: (lambda: forward(cells, m), lambda: forward(model, 1)),
              STEP: (train, lambda: model.step(x, y, F.mse_loss, schedule='1f1b')),
-             SPLIT: tuple(partial(alone.step, x, y, F.mse_loss, schedule=schedule)
-                          for schedule in ('1f1b', 'zb-h1')),
              THREADS: (in_turn, apart)}
     calls = [call for pair in pairs.values() for call in pair]
     for call in calls * 2:
@@ -91,8 +83,8 @@ def measure(stack: Stack, milliseconds: float, m: int, rounds: int) -> list[dict
         speed_up = median(one / two for one, two in zip(serial, ours))
         found.append({'what': what, 'milliseconds': milliseconds, 'chunks': m, 'layers': depth,
                       'serial_ms': median(serial) * 1e3, 'pipeline_ms': median(ours) * 1e3,
-                      'speed_up': speed_up, 'share': speed_up / {SPLIT: 1, THREADS: 2}.get(
-                          what, 2 * m / (m + 1))})
+                      'speed_up': speed_up, 'share': speed_up / (
+                          2 if what == THREADS else 2 * m / (m + 1))})
     return found
 
 
@@ -111,8 +103,7 @@ def concurrency(rounds: int, output: str) -> None:
     """Time two equal partitions on cpu:0 and cpu:1 against one after the other.
 
     A forward pass by the plain call and a training step by 1F1B, without checkpoints, for several
-    sizes of cells and numbers of micro-batches, one intra-op thread each. And what a split
-    backward costs in one thread.
+    sizes of cells and numbers of micro-batches, one intra-op thread each.
     """
     folder = output_folder(output)
     threads = torch.get_num_threads()
@@ -125,7 +116,7 @@ def concurrency(rounds: int, output: str) -> None:
     finally:
         torch.set_num_threads(threads)
     click.echo(f"{machine()['cores']} cores, torch {machine()['torch']}\n")
-    for what in TABLES:
+    for what in (FORWARD, STEP, THREADS):
         click.echo(table(*share_rows(results, what)) + '\n')
     files = [write_json(folder, 'concurrency', results), *draw(results, folder / 'concurrency')]
     click.echo('\n'.join([MEANING, '', *map(str, files)]))
@@ -147,10 +138,10 @@ def draw(results: Sequence[dict[str, Any]], stem: Path) -> list[Path]:
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(17, 3.2), layout='constrained')
-    panels = figure.subplots(1, len(TABLES))
+    figure = Figure(figsize=(13, 3.2), layout='constrained')
+    panels = figure.subplots(1, 3)
     figure.suptitle('two partitions on two cores: share of the ideal speed-up', color=NEUTRAL)
-    for axes, what in zip(panels, TABLES):
+    for axes, what in zip(panels, (FORWARD, STEP, THREADS)):
         (_, *chunks), rows = share_rows(results, what)
         shares = [[float(cell.split()[0]) for cell in cells] for _, *cells in rows]
         axes.imshow(shares, vmin=0.3, vmax=1, cmap='Blues', aspect='auto')
@@ -167,4 +158,4 @@ def draw(results: Sequence[dict[str, Any]], stem: Path) -> list[Path]:
 
 COMMANDS = [concurrency]
 SECTION = Section('Two partitions at the same time', 'concurrency', lambda results: [
-    *(share_rows(results, what) for what in TABLES), MEANING])
+    *(share_rows(results, what) for what in (FORWARD, STEP, THREADS)), MEANING])
