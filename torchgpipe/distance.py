@@ -80,10 +80,10 @@ def split_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
 
 
 def together(whole: Tensor, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    """Return what parts may be together: side by side, or the mean by their sizes and the sum.
+    """Return the tensors that parts may make: side by side, or their weighted mean and their sum.
 
     Args:
-        whole: What they should be.
+        whole: The tensor that they should make.
         parts: Those of micro-batches.
         sizes: How many samples these have.
     """

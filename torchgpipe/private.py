@@ -23,12 +23,11 @@ from torch.autograd.graph import GradientEdge, disable_saved_tensors_hooks
 __all__ = ['APPLY', 'BatchNorm', 'DISPATCH_MODES', 'DeviceContext', 'DispatchMode',
            'FUNCTION_MODES', 'HOOKS', 'Hooks', 'ModeStack', 'PythonNode', 'RESETS', 'Scaler',
            'TESTED', 'active_ddp', 'allows_mutation', 'at_end_of_backward', 'backward_from',
-           'backward_pass',
-           'compiled_code', 'compiled_codes', 'current_node', 'find', 'generator_key', 'hooks_of',
-           'ignore_in_ddp', 'innermost_hooks', 'is_compiled', 'is_compiled_module',
-           'is_full_backward_hook', 'is_transformed', 'name_of_call', 'on_cpu_without_memory',
-           'own_context', 'proxy_mode', 'raise_missing', 'retains_graph', 'schema_of',
-           'tree_flatten', 'tree_flatten_with_path', 'tree_leaves', 'tree_map_only',
+           'backward_pass', 'compiled_code', 'compiled_codes', 'current_node', 'find',
+           'generator_key', 'hooks_of', 'ignore_in_ddp', 'innermost_hooks', 'is_compiled',
+           'is_compiled_module', 'is_full_backward_hook', 'is_transformed', 'name_of_call',
+           'on_cpu_without_memory', 'own_context', 'proxy_mode', 'raise_missing', 'retains_graph',
+           'schema_of', 'tree_flatten', 'tree_flatten_with_path', 'tree_leaves', 'tree_map_only',
            'tree_unflatten', 'uncompiled', 'unseen', 'untraced']
 
 #: The releases of PyTorch that the whole suite has passed on, oldest and newest.
@@ -380,13 +379,13 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = find(
     'torch.autograd:Variable._execution_engine.queue_callback',
     'backward of a checkpointed cell, or of a skip')
 
-_engine: Any = find('torch.autograd.graph:_engine_run_backward', otherwise=False)
+_run_engine: Any = find('torch.autograd.graph:_engine_run_backward', otherwise=False)
 
 #: Go back from edges, with gradients of the right shapes; both are tuples. The public function
 #: checks them first, which takes as long as a small layer.
 backward_from: Callable[[tuple[GradientEdge, ...], tuple[Tensor, ...]], object] = partial(
-    _engine, keep_graph=False, create_graph=False, inputs=(), allow_unreachable=True,
-    accumulate_grad=True) if _engine else torch.autograd.backward
+    _run_engine, keep_graph=False, create_graph=False, inputs=(), allow_unreachable=True,
+    accumulate_grad=True) if _run_engine else torch.autograd.backward
 
 _without_memory = find('torch:Tensor._make_wrapper_subclass', 'a tensor without memory')
 

@@ -35,7 +35,7 @@ def test_a_gradient_is_not_copied_into_its_parameter(devices):
 
 @devices
 def test_layers_find_their_parameters_as_they_are(devices):
-    """With what was set on them; what a layer puts in their place stays."""
+    """They keep their attributes; a parameter that a layer puts in their place stays."""
     class Layer(nn.Linear):
         def forward(self, x):
             if isinstance(self.bias, nn.Parameter) and self.weight.is_known:

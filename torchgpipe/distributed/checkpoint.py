@@ -86,7 +86,7 @@ def save(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | No
     Args:
         patience: For how many seconds a rank waits for others.
     """
-    what, (number, ranks) = 'saving a checkpoint', _place(rank)
+    task, (number, ranks) = 'saving a checkpoint', _place(rank)
     writer = Writer(folder, number, ranks, patience)
     state, own = dict[str, Any](), dict[str, bytes]()
 
@@ -106,19 +106,19 @@ def save(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | No
         if not number:
             writer.make_way()
 
-    said = rank.together(what, read)
+    said = rank.together(task, read)
     rank.check_outlines(said)
     rank.compare(said)
     everywhere = _everywhere(rank, (rank.data.rank, own))
-    rank.together(what, prepare)
-    with as_errors(what):
+    rank.together(task, prepare)
+    with as_errors(task):
         state_dict_saver.save(state, storage_writer=writer, process_group=rank.everyone,
                               no_dist=rank.everyone is None)
     if not wait:
         rank.saving = saving = Saving(writer.write, writer.end)
         return saving
-    rank.together(what, writer.write)
-    rank.together(what, writer.end)
+    rank.together(task, writer.write)
+    rank.together(task, writer.end)
     return None
 
 
@@ -128,7 +128,7 @@ def load(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | No
 
     Options and further state are read before any tensor.
     """
-    what, loading, found = 'loading a checkpoint', list[_Loading](), dict[str, Any]()
+    task, loading, found = 'loading a checkpoint', list[_Loading](), dict[str, Any]()
 
     def prepare() -> Facts:
         _settle(rank)
@@ -139,10 +139,10 @@ def load(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | No
         found.update(loading[0].read_tensors(extra or {}))
         return Facts(numbers=rank.numbers())
 
-    rank.together(what, prepare)
+    rank.together(task, prepare)
     _check(_everywhere(rank, loading[0].facts), loading[0].saved)
-    rank.together(what, lambda: loading[0].read_options(extra or {}))
-    rank.compare(rank.together(what, finish))
+    rank.together(task, lambda: loading[0].read_options(extra or {}))
+    rank.compare(rank.together(task, finish))
     return found
 
 
@@ -258,7 +258,7 @@ def _alone(module: nn.Module) -> Any:
         devices={x.device for x in (*module.parameters(), *module.buffers())},
         ties=SimpleNamespace(names={}), outline=int, numbers=lambda: (0, 0, 0),
         # There is no other rank to compare with.
-        check_outlines=bool, compare=bool, together=lambda what, function: {0: function()})
+        check_outlines=bool, compare=bool, together=lambda task, function: {0: function()})
 
 
 def _place(rank: Rank) -> tuple[int, int]:

@@ -410,10 +410,10 @@ class Rank:
                     'gradients. Let the layer that uses it have it as a parameter, or give a '
                     'module as loss_fn')
 
-    def together(self, what: str, function: Callable[[], Facts | None]
+    def together(self, task: str, function: Callable[[], Facts | None]
                  ) -> dict[int, Facts]:
         """Call a function on all ranks, and return what each says: see `start`."""
-        return together(what, function, self.everyone, self.device)
+        return together(task, function, self.everyone, self.device)
 
     def draw_alike(self) -> None:
         """Let ranks that share layers draw the same numbers from now on: those of the first one.

@@ -53,12 +53,12 @@ def digest(*values: object) -> int:
     return zlib.crc32(re.sub(' at 0x[0-9a-f]+', '', repr(values)).encode())
 
 
-def together(what: str, function: Callable[[], Facts | None], group: dist.ProcessGroup | None,
+def together(task: str, function: Callable[[], Facts | None], group: dist.ProcessGroup | None,
              device: torch.device) -> dict[int, Facts]:
-    """Call a function on all ranks of a group, and return what each of them says, by its number.
+    """Call a function on all ranks of a group, and return the facts of each rank, by its number.
 
     Args:
-        what: What it is called for, in errors.
+        task: The task of the ranks, for errors.
         function: Returns the facts of this rank, if any; it does not communicate.
         group: The ranks; ``None`` if there is this one only.
         device: That of this rank.
@@ -85,7 +85,7 @@ def together(what: str, function: Callable[[], Facts | None], group: dist.Proces
     rows = torch.stack(found).tolist()
     for rank, (failed, *_) in zip(ranks, rows):
         if failed:
-            raise NotBegun(f'{what} could not begin on rank {rank}, so it ended here, too; '
+            raise NotBegun(f'{task} could not begin on rank {rank}, so it ended here, too; '
                            'look at what that rank has raised')
     said = {}
     for rank, (_, m, size, counted, *more) in zip(ranks, rows):
@@ -94,6 +94,6 @@ def together(what: str, function: Callable[[], Facts | None], group: dist.Proces
                            (more[4], more[5]), (numbers[0], numbers[1], numbers[2]))
     for rank, each in said.items():
         if each.settings != said[ranks[0]].settings:
-            raise RuntimeError(f'{what} has other settings on rank {rank} than on rank '
+            raise RuntimeError(f'{task} has other settings on rank {rank} than on rank '
                                f'{ranks[0]}; all ranks call it with the same ones')
     return said

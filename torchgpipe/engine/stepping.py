@@ -158,7 +158,7 @@ class Step(Run):
 
         Args:
             partitions: The partitions; the last one includes the parameters of the loss.
-            each: Whether each cell puts them in place by itself. So do those of partitions whose
+            each: Whether each cell puts them in place by itself, as in partitions whose
                 modules stand elsewhere, or that have copies of tensors in another memory.
 
         Returns:

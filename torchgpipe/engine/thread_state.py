@@ -212,7 +212,8 @@ class ThreadState(NamedTuple):
     def run_backward(self, function: Callable[[], T]) -> T:
         """Run backward with the context variables, and without autocast, which it does not want.
         """
-        if not any([enabled for enabled, _ in self.autocast.devices]):  # nor in a worker
+        # Between their cells, workers are not in autocast.
+        if not any([enabled for enabled, _ in self.autocast.devices]):
             return self.variables.copy().run(function)
         autocast = _Autocast.capture()
         _Autocast(tuple((False, dtype) for _, dtype in autocast.devices), autocast.cache).set()

@@ -125,7 +125,7 @@ def _run(module: nn.Module, value: Any, training: bool,
 
 def evaluated(module: nn.Module, value: Any, is_cut: bool, seed: int = 0
               ) -> tuple[dict[Path, Any], NamedTensors]:
-    """Return what a module gives in evaluation, and tensors: these, and its buffers."""
+    """Return the outputs of a module in evaluation, and all tensors: outputs and buffers."""
     with same_random_numbers(seed), _fails_by_size(lambda: is_cut, Exception):
         return _run(module, value, False)
 

@@ -135,10 +135,10 @@ def _check_plain_values(given: Sequence[dict[Path, Any]]) -> None:
         if len({*map(repr, found)}) > 1 and not any(isinstance(x, Tensor) for x in found):
             name, (whole, *parts) = path_name(path), found
             raise ConversionError(
-                'a plain value that the model gives goes by the samples, or by their number, and '
-                f'a pipeline cannot put those of micro-batches together: output{name} is '
+                'a plain value that the model returns depends on the samples, or on their number, '
+                f'and a pipeline cannot combine the values of micro-batches: output{name} is '
                 f'{whole!r} for the sample and {", ".join(map(repr, parts))} for halves. Compute '
-                'it of what the pipeline gives or is called with; or give a tensor with an '
+                'it from the inputs or outputs of the pipeline; or return a tensor with an '
                 'element for each sample. check_sample=False does not look')
 
 
@@ -166,12 +166,12 @@ def compare_parts(whole: NamedTensors, halves: Sequence[NamedTensors], sizes: Se
                   tolerance: float) -> tuple[list[str], dict[str, str]]:
     """Compare outputs for all of a sample with those for halves of some sizes.
 
-    What has no batch dimension becomes what ``GPipe(…, gather=…)`` says. Rounding may come to the
+    ``GPipe(…, gather=…)`` decides on outputs without a batch dimension. Rounding may come to the
     tolerance.
 
     Returns:
         Which outputs for halves are not the halves, and how; and which numbers are neither the
-        mean nor the sum of those for halves, and what they are.
+        mean nor the sum of the numbers for halves, with their values.
     """
     found, unsure = [], {}
     joined: NamedTensors = {}

@@ -49,8 +49,8 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
         model: The model.
         optimizer: Its optimizer. That of a ``ZeroRedundancyOptimizer`` is spread over replicas:
             :func:`collect_optimizer_state_dict` is for it.
-        options: What else ``torch.distributed.checkpoint.save`` takes, as ``storage_writer``. With
-            any, PyTorch writes to the path itself.
+        options: Further arguments of ``torch.distributed.checkpoint.save``, as
+            ``storage_writer``. With any, PyTorch writes to the path itself.
 
     Raises:
         FileExistsError: The folder has other things in it.
@@ -62,10 +62,10 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
 
     from torchgpipe.shard.folders import Writer, as_errors
 
-    what, rank = 'saving a checkpoint', dist.get_rank()
+    task, rank = 'saving a checkpoint', dist.get_rank()
     plain = not options and '://' not in str(path)
     writer = Writer(path, rank, dist.get_world_size(), lambda: _PATIENCE) if plain else None
-    with raise_on_all_ranks(what, dist.group.WORLD):
+    with raise_on_all_ranks(task, dist.group.WORLD):
         values, parameters = _model_views(model)
         state: dict[str, Any] = {'model': values}
         if optimizer is not None:
@@ -73,13 +73,13 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
             state['optimizer'] = {'param_groups': named.groups(), 'state': named.states()}
         if writer is not None and not rank:
             writer.make_way()
-    with as_errors(what):
+    with as_errors(task):
         dcp.save(state, **(  # type: ignore[attr-defined]
             {'checkpoint_id': path, **options} if writer is None else {'storage_writer': writer}))
     if writer is not None:
-        with raise_on_all_ranks(what, dist.group.WORLD):
+        with raise_on_all_ranks(task, dist.group.WORLD):
             writer.write()
-        with raise_on_all_ranks(what, dist.group.WORLD):
+        with raise_on_all_ranks(task, dist.group.WORLD):
             if not rank:
                 writer.end()
 

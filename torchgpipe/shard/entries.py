@@ -1,7 +1,7 @@
 """Entries of state dicts and checkpoints: shards as DTensors, and a check of names and shapes.
 
 A parameter has one entry for each of its names. In the state dict of an optimizer it has several,
-and those of its shape are shards if it is one. A checkpoint has them by the parameter's name::
+and the states of its shape are shards if it is one. A checkpoint names them by the parameter::
 
     optimizer.state.0.weight.exp_avg
 
@@ -67,13 +67,13 @@ def optimizer_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]
     return entries, sharded
 
 
-def check_names(what: str, of: str, here: Collection[str], saved: Collection[str],
+def check_names(message: str, of: str, here: Collection[str], saved: Collection[str],
                 most: int | None = None, hint: str = '') -> None:
     """Raise if a checkpoint misses names, or has others.
 
     Args:
-        what: Is said first.
-        of: What has the names.
+        message: The start of the error.
+        of: The owner of the names.
         here: The names.
         saved: Those of the checkpoint.
         most: Name so many, with names that are like them; by default all.
@@ -93,7 +93,7 @@ def check_names(what: str, of: str, here: Collection[str], saved: Collection[str
              for verb, names, others in (('it misses', missing, foreign),
                                          (f'the {of} does not have', foreign, missing)) if names]
     if found:
-        raise ValueError(f'{what}: {"; ".join(found)}{hint}')
+        raise ValueError(f'{message}: {"; ".join(found)}{hint}')
 
 
 def some(texts: Sequence[str], of: int) -> str:

@@ -45,10 +45,10 @@ _failures: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 
 
 @contextmanager
-def raise_on_all_ranks(what: str, group: ProcessGroup | None = None) -> Iterator[None]:
+def raise_on_all_ranks(task: str, group: ProcessGroup | None = None) -> Iterator[None]:
     """Raise on all ranks of a group if one of them raises within, where nobody communicates.
 
-    The message says what was being done, which rank has raised, and what.
+    The message has the task, the rank that has raised, and its error.
     """
     group = group or current().tensor_group
     error: BaseException | None = None
@@ -65,7 +65,7 @@ def raise_on_all_ranks(what: str, group: ProcessGroup | None = None) -> Iterator
         raise error
     for rank, reason in zip(dist.get_process_group_ranks(group), reasons):
         if reason is not None:
-            raise RuntimeError(f'{what} failed on rank {rank}, so it ended here, too: {reason}')
+            raise RuntimeError(f'{task} failed on rank {rank}, so it ended here, too: {reason}')
 
 
 def gathered(value: Any, group: ProcessGroup) -> list[Any]:

@@ -47,7 +47,7 @@ _PERIOD = .02
 
 
 @contextmanager
-def as_errors(what: str) -> Iterator[None]:
+def as_errors(task: str) -> Iterator[None]:
     """Raise a RuntimeError for PyTorch's error on all ranks, which is no exception.
 
     And let PyTorch not warn that there is one process.
@@ -58,7 +58,7 @@ def as_errors(what: str) -> Iterator[None]:
             yield
         except CheckpointException as error:
             raised, _ = next(iter(error.failures.values()))
-            raise RuntimeError(f'{what} failed on ranks {[*error.failures]}: '
+            raise RuntimeError(f'{task} failed on ranks {[*error.failures]}: '
                                f'{type(raised).__name__}: {raised}') from error
 
 

@@ -87,7 +87,7 @@ def relocate_state_dict(model: nn.Module, state_dict: Mapping[str, Any], prefix:
         check_names('a checkpoint has the keys of the model', 'model',
                     sorted(prefix + key for key in model.state_dict()),
                     sorted(key for key in state_dict if key.startswith(prefix)), None,
-                    '. Pass prefix= if the keys have one, or strict=False to take what there is')
+                    '. Pass prefix= if the keys have one, or strict=False to load common keys')
     return _filled(state_dict, _relocate(state_dict, sharded_parameters(model, prefix)))
 
 

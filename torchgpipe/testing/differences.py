@@ -226,13 +226,13 @@ def _pairs(whole: Sequence[ModuleCall], parts: Sequence[ModuleCall], m: int
             yield call, calls[k::len(calls) // m]
 
 
-#: Tensors of the mini-batch, each with those of micro-batches that do not make it.
+#: Tensors of the mini-batch, each with the tensors of micro-batches that do not make it.
 Apart = list[tuple[Tensor, list[Tensor]]]
 
 
 def _apart(whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], sizes: Sequence[int]
            ) -> Apart:
-    """Return which tensors those of micro-batches make in none of the usual ways.
+    """Return the tensors that micro-batches make in none of the usual ways.
 
     Put together, or each by itself.
     """
@@ -242,7 +242,7 @@ def _apart(whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], sizes: Se
 
 
 def _first_is_right(x: Tensor, xs: Sequence[Tensor]) -> bool:
-    """Return whether the first micro-batch has what it should have, unlike others."""
+    """Return whether the first micro-batch is right, unlike others."""
     dim = split_dim(x, xs)
     return dim is not None and close(xs[0], x.narrow(dim, 0, xs[0].shape[dim]))
 

@@ -181,7 +181,7 @@ def test_a_large_buffer_that_is_replaced_in_a_later_cell(devices):
 
 @one_worker
 def test_a_mode_of_the_user_s_does_not_see_copies(devices):
-    """Neither those of the first cell and of later ones, nor those of their recomputations."""
+    """In the first cell, in later cells and in their recomputations."""
     seen = set()
 
     class See(TorchDispatchMode):

@@ -303,7 +303,7 @@ def run_on(state: CellState, function: Callable[[], T]) -> T:
                 return function()
             finally:
                 if layers.observed.asks_phase:
-                    # What layers have set that know in which pass they did stays.
+                    # Layers that ask for the pass keep the attributes that they set.
                     for _, own, attributes in found:
                         own.update((name, value) for name, value in attributes.items()
                                    if name not in OWN)
