@@ -45,11 +45,11 @@ from benchmarks.harness.report import (add_line, kept_lines, output_folder, peak
 from benchmarks.harness.tokens import read, samples_at, starts_of
 from benchmarks.models.gpt import (GPT, Block, Mixture, Sizes, init_gpt2, layers,
                                    layers_with_experts, tensor_plan)
-from torchgpipe.devices import CPU, current_device, is_cpu, synchronize
+from torchgpipe.base.devices import CPU, current_device, is_cpu, synchronize
+from torchgpipe.base.text import format_bytes
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.plan import Plan
 from torchgpipe.schedule import NAMES
-from torchgpipe.text import format_bytes
 from torchgpipe.timeline import record
 
 #: The exit code after a loss that is not finite: another attempt would end the same way.

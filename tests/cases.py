@@ -5,7 +5,7 @@ An item of pytest has a seed, a look at its threads, a timeout and a report: som
 import functools
 import inspect
 
-from torchgpipe.errors import add_note
+from torchgpipe.base.errors import add_note
 
 __all__ = ['cases']
 

@@ -19,9 +19,9 @@ from tests.distributed.refusals import REFUSALS as DISTRIBUTED
 from tests.helpers import Call, in_two_memories
 from torchgpipe import GPipe, NoChunk, is_recomputing, no_recompute
 from torchgpipe.balance import Profile, SkipProfile, profile
-from torchgpipe.context import check_order
+from torchgpipe.base.context import check_order
+from torchgpipe.base.private import find
 from torchgpipe.plan import Costs, Link, Plan, StageCosts, plan, simulate
-from torchgpipe.private import find
 from torchgpipe.schedule import Schedule, make
 from torchgpipe.sequential import from_stages, original_names, to_sequential
 from torchgpipe.skip import pop, skippable, stash

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchgpipe import Arguments, GPipe, NoChunk
-from torchgpipe.settings import Settings
+from torchgpipe.base.settings import Settings
 
 __all__ = ['ERRORS', 'PROMISES', 'REFUSED', 'SETTINGS', 'Setting']
 

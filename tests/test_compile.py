@@ -16,8 +16,9 @@ from tests.devices import DEVICES, cpu_only, devices, one_worker
 from tests.helpers import (MODES, assert_same, gradients, in_a_new_thread, memory_of,
                            modes_on_devices, on_first)
 from tests.whole import first
-from torchgpipe import GPipe, is_recomputing, private
-from torchgpipe.context import context
+from torchgpipe import GPipe, is_recomputing
+from torchgpipe.base import private
+from torchgpipe.base.context import context
 from torchgpipe.engine.checkpoint import recomputation
 from torchgpipe.skip import Namespace, pop, skippable, stash
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tests.matrix import CORE, ROOT, Failed, Row, requirement
-from torchgpipe.private import TESTED
+from torchgpipe.base.private import TESTED
 
 
 class Scripted(Row):

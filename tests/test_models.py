@@ -8,7 +8,7 @@ from tests.devices import cpu_only
 from tests.helpers import assert_same, gradients, modes_on_devices
 from tests.models import MODELS, mean_square
 from torchgpipe import Arguments, GPipe
-from torchgpipe.structure import flatten, flatten_nested
+from torchgpipe.base.structure import flatten, flatten_nested
 from torchgpipe.testing import check_parity
 
 models = pytest.mark.parametrize('case', MODELS.values(), ids=list(MODELS))

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgpipe
 from tests import without
-from torchgpipe import private
+from torchgpipe.base import private
 
 ROOT = Path(torchgpipe.__file__).parent
 PAGE = (ROOT.parent / 'docs/private-names.md').read_text()

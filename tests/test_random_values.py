@@ -22,7 +22,7 @@ from tests.random_layers import (LENGTH, WIDTH, Branch, Drop, Forget, InPlace, L
                                  Stash, Sum, Use)
 from tests.whole import first
 from torchgpipe import Arguments, GPipe, NoChunk, no_recompute
-from torchgpipe.context import context
+from torchgpipe.base.context import context
 from torchgpipe.skip import Namespace
 
 #: PyTorch's own, where it compiles.

@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree
 
 from tests.cases import cases
-from torchgpipe.structure import NoChunk, flatten, flatten_nested, leaves_of, path_name
+from torchgpipe.base.structure import NoChunk, flatten, flatten_nested, leaves_of, path_name
 
 X, Y = torch.zeros(2), torch.ones(3)
 

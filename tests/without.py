@@ -1,7 +1,7 @@
 """What works without a private name of PyTorch: ``python -m tests.without`` tries each in turn.
 
-Each is tried in a process of its own, in which ``torchgpipe.private`` asks for another name, that
-PyTorch does not have. PyTorch itself keeps the name: it is one that it may have renamed.
+Each is tried in a process of its own, in which ``torchgpipe.base.private`` asks for another name,
+that PyTorch does not have. PyTorch itself keeps the name: it is one that it may have renamed.
 """
 import copy
 import json
@@ -21,7 +21,7 @@ import torch._dynamo
 from torch import nn
 
 VARIABLE = ContextVar('VARIABLE')
-SOURCES = [Path(__file__).parent.parent / 'torchgpipe' / 'private.py']
+SOURCES = [Path(__file__).parent.parent / 'torchgpipe/base/private.py']
 
 #: Attributes that are asked for by themselves, and what they are attributes of.
 ATTRIBUTES = {'torch._ops:OpOverload._schema': "'_schema'",
@@ -33,7 +33,7 @@ ATTRIBUTES = {'torch._ops:OpOverload._schema': "'_schema'",
 
 
 def names():
-    """Return all that ``torchgpipe.private`` asks for by name."""
+    """Return all that ``torchgpipe.base.private`` asks for by name."""
     found = re.findall(r"'(torch[\w.]*:[\w.]+)'", ''.join(path.read_text() for path in SOURCES))
     return sorted({*found, *ATTRIBUTES})
 
@@ -45,7 +45,7 @@ def import_without(name):
 
     def get_code(self, fullname):
         source = self.get_data(self.path).decode()
-        if fullname.startswith('torchgpipe.private'):
+        if fullname.startswith('torchgpipe.base.private'):
             source = source.replace(quoted, f"{quoted[:-1]}_gone'")
         return compile(source, self.path, 'exec')
 
@@ -192,11 +192,11 @@ class Features:
         ts.register_ddp_parameters_to_ignore(layer)
 
     def scaled(self):
-        from torchgpipe.private import Scaler
+        from torchgpipe.base.private import Scaler
         Scaler('cpu')
 
     def told_to_ddp(self):
-        from torchgpipe.private import ignore_in_ddp
+        from torchgpipe.base.private import ignore_in_ddp
         ignore_in_ddp(self.model, ['0.weight'])
 
     def transformed(self):
@@ -204,7 +204,7 @@ class Features:
             torch.func.vmap(self.gpipe(checkpoint='never'))(torch.rand(2, 3, 4).double())
 
     def given_a_context(self):
-        from torchgpipe.private import own_context
+        from torchgpipe.base.private import own_context
         output = self.model(self.x).sum()
         output.grad_fn.register_prehook(own_context)
         output.backward()

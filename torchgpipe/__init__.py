@@ -4,10 +4,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from torchgpipe.__version__ import __version__
-from torchgpipe.context import is_checkpointing, is_recomputing
+from torchgpipe.base.context import is_checkpointing, is_recomputing
+from torchgpipe.base.structure import Arguments, NoChunk
 from torchgpipe.engine.checkpoint.results import no_recompute
 from torchgpipe.gpipe import GPipe
-from torchgpipe.structure import Arguments, NoChunk
 
 import torchgpipe.legacy  # noqa: F401,I100,I202  isort: skip  # the old paths
 

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from torchgpipe.context import context
-from torchgpipe.private import HOOKS, BatchNorm, is_full_backward_hook, uncompiled
+from torchgpipe.base.context import context
+from torchgpipe.base.private import HOOKS, BatchNorm, is_full_backward_hook, uncompiled
 
 __all__ = ['DeferredBatchNorm']
 

@@ -17,12 +17,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.context import context
+from torchgpipe.base.context import context
+from torchgpipe.base.errors import add_note
+from torchgpipe.base.structure import call, leaves_of
 from torchgpipe.engine.leaves import leaf_of
 from torchgpipe.engine.microbatches import Batch, cut
-from torchgpipe.errors import add_note
 from torchgpipe.means import Known, LossMonitor, itself, normalizer_of
-from torchgpipe.structure import call, leaves_of
 
 __all__ = ['Losses', 'count_functions', 'counts_of', 'seen_means', 'with_counts']
 

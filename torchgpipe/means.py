@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from torchgpipe.context import context
-from torchgpipe.private import is_transformed
-from torchgpipe.structure import leaves_of
+from torchgpipe.base.context import context
+from torchgpipe.base.private import is_transformed
+from torchgpipe.base.structure import leaves_of
 
 __all__ = ['Known', 'LossMonitor', 'itself', 'no_mean_in_the_model', 'no_mean_over_samples',
            'normalizer_of', 'watches']

@@ -16,11 +16,11 @@ from typing import Any
 
 from torch import nn
 
-from torchgpipe.devices import memory_of
+from torchgpipe.base.devices import memory_of
+from torchgpipe.base.errors import add_note
+from torchgpipe.base.structure import flatten_nested
 from torchgpipe.engine.partition import holder_of, named_slots
-from torchgpipe.errors import add_note
 from torchgpipe.sequential.parts import NamedLayer
-from torchgpipe.structure import flatten_nested
 
 __all__ = ['run_by']
 

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices import is_cpu, memory_of
+from torchgpipe.base.devices import is_cpu, memory_of
+from torchgpipe.base.private import hooks_of, uncompiled
+from torchgpipe.base.settings import Checkpoint, Settings, parse_checkpoint
 from torchgpipe.engine.microbatches import check_rules, value_of
-from torchgpipe.private import hooks_of, uncompiled
 from torchgpipe.schedule import ScheduleLike
 from torchgpipe.schedule.plain import PLAIN_CALL
-from torchgpipe.settings import Checkpoint, Settings, parse_checkpoint
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.split import (parse_balance, parse_chunks, still_shared, verify_layers,
                               verify_module, verify_source)

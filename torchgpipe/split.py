@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
-from torchgpipe.devices import (Device, accelerators, current_device, is_cpu, memory_key,
-                                memory_of, parse_device)
+from torchgpipe.base.devices import (Device, accelerators, current_device, is_cpu, memory_key,
+                                     memory_of, parse_device)
+from torchgpipe.base.private import hooks_of
+from torchgpipe.base.structure import Slot, size_of
 from torchgpipe.engine.cell import Sequential
-from torchgpipe.engine.memory import size_of
 from torchgpipe.engine.partition import holder_of, is_pipeline, modules_of, named_slots, tensor_of
-from torchgpipe.private import hooks_of
-from torchgpipe.structure import Slot
 
 __all__ = ['Sequential', 'split', 'parse_balance', 'parse_chunks', 'parse_devices',
            'still_shared', 'verify_layers', 'verify_module', 'verify_shared', 'verify_source']

@@ -14,7 +14,7 @@ from benchmarks.harness.report import Rows, machine, output_folder, table, write
 from benchmarks.harness.turns import Turns
 from torchgpipe import GPipe
 from torchgpipe.balance import Balance, profile
-from torchgpipe.devices import synchronize
+from torchgpipe.base.devices import synchronize
 from torchgpipe.skip import Namespace, SkipGenerator, Skippable, pop, skippable, stash
 
 CHUNKS = 4

@@ -15,7 +15,7 @@ from benchmarks.harness.memory import peak_memory
 from benchmarks.harness.options import choose_devices
 from benchmarks.harness.report import machine, output_folder, table
 from torchgpipe import GPipe
-from torchgpipe.devices import accelerators, is_cpu, memory_of
+from torchgpipe.base.devices import accelerators, is_cpu, memory_of
 from torchgpipe.plan import plan
 from torchgpipe.schedule import NAMES
 from torchgpipe.schedule.plain import PLAIN_CALL

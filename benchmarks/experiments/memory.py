@@ -26,7 +26,7 @@ from benchmarks.harness.memory import GIB, OwnedTensors, size_of_partition
 from benchmarks.harness.options import Options, experiment_options, take_options
 from benchmarks.harness.published import ACTIVATIONS, AMOEBANETD_MEMORY, MODEL, UNET_MEMORY
 from benchmarks.harness.turns import Turns
-from torchgpipe.devices import memory_of, synchronize
+from torchgpipe.base.devices import memory_of, synchronize
 from torchgpipe.engine.edges import Pipeline
 from torchgpipe.engine.run import Skip
 

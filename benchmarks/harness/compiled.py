@@ -14,9 +14,9 @@ from itertools import groupby
 import torch
 from torch import nn
 
+from torchgpipe.base.structure import Value
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.skip.layout import DeclaresSkips
-from torchgpipe.structure import Value
 
 __all__ = ['compile_partition']
 

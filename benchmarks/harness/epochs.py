@@ -6,7 +6,7 @@ from tqdm import tqdm
 
 from benchmarks.harness.experiment import Setting
 from benchmarks.harness.job import Job
-from torchgpipe.devices import synchronize
+from torchgpipe.base.devices import synchronize
 from torchgpipe.engine.stream import current_stream
 from torchgpipe.timeline.marks import Stamp, seconds, stamp
 

@@ -9,7 +9,7 @@ import click
 import torch
 
 from benchmarks.models.gpt import GPT2, MINGPT, Sizes
-from torchgpipe.devices import accelerators
+from torchgpipe.base.devices import accelerators
 from torchgpipe.schedule import NAMES
 from torchgpipe.schedule.generators import stages_per_device
 

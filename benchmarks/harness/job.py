@@ -13,7 +13,7 @@ from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.options import Options
 from benchmarks.harness.simulated import is_on_host
 from torchgpipe import GPipe
-from torchgpipe.devices import memory_of
+from torchgpipe.base.devices import memory_of
 
 __all__ = ['Job', 'autocast', 'wrap']
 

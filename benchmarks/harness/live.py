@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.engine.memory import storage_id
-from torchgpipe.private import DispatchMode, tree_leaves
+from torchgpipe.base.private import DispatchMode, tree_leaves
+from torchgpipe.base.structure import storage_id
 
 __all__ = ['LiveTensors', 'Storage']
 

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from benchmarks.harness.live import LiveTensors, Storage
 from torchgpipe import is_recomputing
-from torchgpipe.private import backward_pass
+from torchgpipe.base.private import backward_pass
 
 __all__ = ['GIB', 'OwnedTensors', 'peak_memory', 'peak_of_activations', 'size_of_partition']
 

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.simulated import SIMULATED, is_simulated, load
-from torchgpipe.devices import accelerator, accelerators, current_device
+from torchgpipe.base.devices import accelerator, accelerators, current_device
 from torchgpipe.schedule import make
 
 __all__ = ['Options', 'choose_devices', 'experiment_options', 'places', 'take_options']

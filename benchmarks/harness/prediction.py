@@ -15,11 +15,11 @@ from benchmarks.harness.options import Options
 from benchmarks.harness.report import describe, machine, output_folder, table, write_json
 from benchmarks.harness.tables import prediction_notes, prediction_rows
 from torchgpipe.balance import Profile, profile
-from torchgpipe.devices import memory_of
+from torchgpipe.base.devices import memory_of
+from torchgpipe.base.settings import checkpoint_stops
 from torchgpipe.plan import Costs, simulate
 from torchgpipe.schedule import NAMES, make
 from torchgpipe.schedule.plain import PLAIN_CALL
-from torchgpipe.settings import checkpoint_stops
 
 __all__ = ['predict', 'step_seconds']
 

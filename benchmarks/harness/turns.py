@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from torchgpipe import is_recomputing
-from torchgpipe.context import context
+from torchgpipe.base.context import context
 from torchgpipe.timeline.marks import nodes_between, producers
 
 __all__ = ['Turns']

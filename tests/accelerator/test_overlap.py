@@ -17,11 +17,11 @@ from tests import accelerator
 from tests.helpers import MODES
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, is_recomputing
+from torchgpipe.base.context import ThreadState
 from torchgpipe.engine import edges
 from torchgpipe.engine.checkpoint import samples
 from torchgpipe.engine.edges import Pipeline
 from torchgpipe.engine.stream import no_context
-from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.timeline import record
 

@@ -10,8 +10,8 @@ from tests.clock import Timed
 from tests.devices import cpu_only
 from torchgpipe.balance import balance_by_time, profile
 from torchgpipe.balance.profile import profile_bytes
+from torchgpipe.base.structure import bare
 from torchgpipe.engine.microbatches import Batch
-from torchgpipe.structure import bare
 
 pytestmark = cpu_only('the clock that a test moves is that of the host')
 

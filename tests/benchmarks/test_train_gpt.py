@@ -25,7 +25,7 @@ from benchmarks.harness.tokens import read, samples_at, starts_of
 from benchmarks.models.gpt import GPT, init_gpt2, layers
 from tests.benchmarks import killing
 from tests.cases import cases
-from torchgpipe.devices import CPU
+from torchgpipe.base.devices import CPU
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 
 pytestmark = [pytest.mark.distributed,

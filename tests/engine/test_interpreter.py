@@ -15,9 +15,9 @@ from tests.engine.steps import loss_of
 from tests.helpers import Spy, WeakLog, assert_same, gradients, on_first
 from tests.skip.layers import Pop
 from torchgpipe import GPipe
+from torchgpipe.base.private import innermost_hooks
 from torchgpipe.engine.interpreter import _Shared
 from torchgpipe.engine.worker import Workers
-from torchgpipe.private import innermost_hooks
 from torchgpipe.skip import skippable
 
 

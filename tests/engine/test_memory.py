@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchgpipe.engine.memory import copy_of, is_among, share_memory, size_of, versions
+from torchgpipe.base.structure import copy_of, is_among, share_memory, size_of, versions
 
 
 def test_versions_count_changes_in_place_but_for_those_in_inference_mode():

@@ -6,8 +6,8 @@ import torch
 
 from tests.cases import cases
 from torchgpipe import Arguments, NoChunk
+from torchgpipe.base.structure import flatten
 from torchgpipe.engine.microbatches import Batch, check_rule, cut, gather, value_of
-from torchgpipe.structure import flatten
 
 JAGGED = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
 

@@ -8,11 +8,11 @@ from torch import nn
 from tests.devices import cpu_only, cpus, devices, one_worker
 from tests.helpers import Spy, in_a_new_thread, modes, nodes
 from torchgpipe import GPipe, is_recomputing
+from torchgpipe.base.structure import bare
 from torchgpipe.engine.autograd import Tie
 from torchgpipe.engine.edges import Pipeline
 from torchgpipe.engine.interpreter import Plan
 from torchgpipe.engine.microbatches import Batch
-from torchgpipe.structure import bare
 
 
 @one_worker

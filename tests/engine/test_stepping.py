@@ -12,12 +12,12 @@ from tests.helpers import Layer, assert_same, gradients, in_two_memories
 from tests.refusals import REFUSALS
 from tests.skip.layers import Pop, Stash
 from torchgpipe import Arguments, GPipe, NoChunk
+from torchgpipe.base.structure import bare, leaves_of
 from torchgpipe.engine.aliasing import Aliasing
 from torchgpipe.engine.interpreter import _in_order
 from torchgpipe.engine.leaves import Leaves
 from torchgpipe.engine.microbatches import Batch
 from torchgpipe.schedule import make
-from torchgpipe.structure import bare, leaves_of
 
 #: How long a thread waits for another one that the lock keeps away.
 SECONDS = 0.3

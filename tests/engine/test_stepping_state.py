@@ -6,9 +6,8 @@ from torch import nn
 from tests.devices import cpu_only, workers
 from tests.engine.steps import loss_of
 from torchgpipe import GPipe
-from torchgpipe.context import context
-from torchgpipe.engine.thread_state import ThreadState
-from torchgpipe.private import DISPATCH_MODES
+from torchgpipe.base.context import ThreadState, context
+from torchgpipe.base.private import DISPATCH_MODES
 
 
 def two(devices, **options):

@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.devices import cpu_only
 from tests.helpers import Spy, assert_same, nothing
 from torchgpipe import GPipe
-from torchgpipe.context import context
-from torchgpipe.engine.thread_state import ThreadState
-from torchgpipe.private import DISPATCH_MODES, FUNCTION_MODES
+from torchgpipe.base.context import ThreadState, context
+from torchgpipe.base.private import DISPATCH_MODES, FUNCTION_MODES
 
 pytestmark = cpu_only('about the state of threads, which are the same for any device')
 

@@ -246,9 +246,9 @@ def test_a_fork_while_another_thread_holds_every_lock():
     held, end = threading.Event(), threading.Event()
 
     def hold():
-        from torchgpipe import locks
+        from torchgpipe.base import context
         from torchgpipe.engine.checkpoint import draws
-        with gpipe._engine.workers._lock, draws._lock, locks._lock, locks.generator_lock, \
+        with gpipe._engine.workers._lock, draws._lock, context._lock, context.generator_lock, \
                 gpipe._engine.partitions[0].lock, gpipe._engine.partitions[1].lock:
             held.set()
             end.wait(20)

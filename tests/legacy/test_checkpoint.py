@@ -8,13 +8,13 @@ from torch import nn
 
 from tests.devices import ACCELERATOR, one_worker
 from tests.helpers import memory_of, nodes
+from torchgpipe.base.context import ThreadState
+from torchgpipe.base.private import current_node
 from torchgpipe.checkpoint import (Checkpoint, Checkpointing, Recompute, checkpoint,
                                    enable_checkpointing, enable_recomputing, is_checkpointing,
                                    is_recomputing)
 from torchgpipe.dependency import fork, join
-from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.microbatch import Batch
-from torchgpipe.private import current_node
 
 
 class Log(torch.autograd.Function):

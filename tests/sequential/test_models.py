@@ -10,8 +10,8 @@ from tests.devices import ACCELERATOR, DEVICES, cpu_only, cpus, devices
 from tests.sequential.models import BATCH, FULL, MODELS, PARAMETERS
 from torchgpipe import GPipe
 from torchgpipe.balance import balance_by_size
+from torchgpipe.base.structure import call, flatten, flatten_nested
 from torchgpipe.sequential import original_names, to_sequential
-from torchgpipe.structure import call, flatten, flatten_nested
 
 models = pytest.mark.parametrize('name', MODELS)
 

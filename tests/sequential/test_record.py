@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from tests.devices import cpu_only
 from torchgpipe import Arguments, GPipe, NoChunk
+from torchgpipe.base.structure import call, flatten_nested
 from torchgpipe.sequential import ConversionError, to_sequential
-from torchgpipe.structure import call, flatten_nested
 
 pytestmark = cpu_only('what is recorded does not depend on devices')
 

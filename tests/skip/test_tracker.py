@@ -8,10 +8,10 @@ from torch import nn
 from tests.devices import one_worker
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe
+from torchgpipe.base.structure import bare
 from torchgpipe.engine.microbatches import Batch
 from torchgpipe.engine.stream import CPUStream
 from torchgpipe.skip.tracker import SkipTracker, current_skip_tracker, use_skip_tracker
-from torchgpipe.structure import bare
 
 batch = Batch((torch.ones(1),), bare)
 

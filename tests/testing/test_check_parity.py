@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tests.devices import ACCELERATOR, cpu_only, devices, places
 from tests.helpers import assert_same, modes
 from torchgpipe import Arguments, NoChunk
-from torchgpipe.context import context
+from torchgpipe.base.context import context
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import check_parity
 

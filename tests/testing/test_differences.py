@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.cases import cases
-from torchgpipe.distance import default_tolerance, distance
+from torchgpipe.base.distance import default_tolerance, distance
 from torchgpipe.testing.differences import Comparison, Difference
 
 NAN, INF = math.nan, math.inf

@@ -11,7 +11,7 @@ from tests.clock import Clock, Timed
 from tests.devices import ACCELERATOR, cpu_only, devices, one_worker, workers
 from tests.helpers import modes
 from torchgpipe import GPipe
-from torchgpipe.context import context
+from torchgpipe.base.context import context
 from torchgpipe.engine import worker
 from torchgpipe.engine.observer import observers
 from torchgpipe.engine.stream import current_stream

@@ -12,11 +12,11 @@ from torch import nn
 from torchgpipe.balance.blockpartition import check_partitions, even_cuts
 from torchgpipe.balance.profile import layerwise_sandbox, profile, profile_bytes
 from torchgpipe.balance.profiled import Balance, Profile, edges_for
-from torchgpipe.devices import Device
+from torchgpipe.base.devices import Device
+from torchgpipe.base.structure import Value
 from torchgpipe.engine.microbatches import cut, fit_rule
 from torchgpipe.predict.blocks import LayerProfile, SkipProfile
 from torchgpipe.split import verify_module
-from torchgpipe.structure import Value
 
 __all__ = ['Balance', 'LayerProfile', 'Profile', 'SkipProfile', 'balance_by_size',
            'balance_by_time', 'profile']

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchgpipe.devices import synchronize
+from torchgpipe.base.devices import synchronize
+from torchgpipe.base.structure import call, flatten, size_of, versions
 from torchgpipe.engine.autograd import get_phony, graph_leaves, join
 from torchgpipe.engine.compiled import has_compiled
 from torchgpipe.engine.leaves import Leaves
-from torchgpipe.engine.memory import size_of, versions
 from torchgpipe.engine.microbatches import Batch
 from torchgpipe.engine.split_backward import DeferredWork
 from torchgpipe.engine.substitute import substituted
@@ -27,7 +27,6 @@ from torchgpipe.predict.blocks import SkipProfile
 from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
-from torchgpipe.structure import call, flatten
 
 __all__ = ['Flow', 'Measurement']
 

@@ -27,15 +27,14 @@ from torch.nn.parameter import UninitializedBuffer
 
 from torchgpipe.balance.measure import Flow, Measurement
 from torchgpipe.balance.profiled import Profile
-from torchgpipe.devices import Device, accelerator, forked_rng, has_data
-from torchgpipe.engine.memory import size_of
+from torchgpipe.base.devices import Device, accelerator, forked_rng, has_data
+from torchgpipe.base.errors import add_note
+from torchgpipe.base.structure import Value, size_of
 from torchgpipe.engine.microbatches import Batch, cut, fit_rule
 from torchgpipe.engine.stream import use_device
-from torchgpipe.errors import add_note
 from torchgpipe.predict.blocks import LayerProfile
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.split import verify_module
-from torchgpipe.structure import Value
 
 __all__ = ['layerwise_sandbox', 'profile', 'profile_bytes']
 

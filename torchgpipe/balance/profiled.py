@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 
 from torchgpipe.balance.blockpartition import (bounded_cuts, check_partitions, even_cuts, positive,
                                                reachable)
+from torchgpipe.base.text import format_bytes, table
 from torchgpipe.predict.blocks import (Blocks, LayerProfile, MemoryLimit, Peak, SkipProfile,
                                        check_numbers, memory_limits, peaks)
 from torchgpipe.predict.costs import Costs
 from torchgpipe.predict.simulate import simulate
 from torchgpipe.schedule.plain import plain_call
-from torchgpipe.text import format_bytes, table
 
 __all__ = ['Balance', 'Profile', 'edges_for', 'fastest']
 

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchgpipe.devices import is_cpu
+from torchgpipe.base.devices import is_cpu
+from torchgpipe.base.structure import Kind
 from torchgpipe.schedule.messages import Message
-from torchgpipe.structure import Kind
 
 __all__ = ['Header', 'Messages', 'Outline', 'outline']
 

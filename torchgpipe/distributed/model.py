@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
+from torchgpipe.base.private import uncompiled
+from torchgpipe.base.settings import Checkpoint, Settings
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.distributed import checkpoint as checkpoints
 from torchgpipe.distributed.clipping import clip
@@ -27,9 +29,7 @@ from torchgpipe.distributed.tensor import check_plan
 from torchgpipe.distributed.watch import Watch, watched
 from torchgpipe.engine.partition import Engine
 from torchgpipe.placed import Placed
-from torchgpipe.private import uncompiled
 from torchgpipe.schedule import ScheduleLike, Timed
-from torchgpipe.settings import Checkpoint, Settings
 from torchgpipe.weights import Weights
 
 __all__ = ['DistributedGPipe']

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from torchgpipe.devices import is_cpu, rng_states, set_rng_states
+from torchgpipe.base.devices import is_cpu, rng_states, set_rng_states
 from torchgpipe.distributed.comparison import Shared, details, differ, differences, numbers_of
 from torchgpipe.distributed.layers import fill, shared_in, ties_of
 from torchgpipe.distributed.mesh import alike, axis_of, device_of, lines_of, whole_group

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchgpipe.devices import rng_states, set_rng_states
+from torchgpipe.base.devices import rng_states, set_rng_states
 from torchgpipe.shard.entries import Named, by_names, check_names, is_tensor, some, under
 
 __all__ = ['check_model', 'check_optimizer', 'extra_bytes', 'extra_entries', 'extra_forms',

@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchgpipe.base.context import ThreadState
+from torchgpipe.base.settings import checkpoint_stops
+from torchgpipe.base.structure import Arguments, flatten_nested
 from torchgpipe.distributed.comparison import digests
 from torchgpipe.distributed.messages import Header, Messages
 from torchgpipe.distributed.rank import Rank
@@ -26,15 +29,12 @@ from torchgpipe.distributed.start import Facts, digest
 from torchgpipe.distributed.transport import Evaluation, Training, Way
 from torchgpipe.engine.microbatches import Batch, check_arguments, cut, fit_rule, gather
 from torchgpipe.engine.run import Run
-from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.losses import Losses, count_functions, counts_of, seen_means, with_counts
 from torchgpipe.means import LossMonitor, no_mean_in_the_model, no_mean_over_samples
 from torchgpipe.placed import Placed
 from torchgpipe.schedule import Action, Schedule
 from torchgpipe.schedule.messages import Message, Row, with_messages
-from torchgpipe.settings import checkpoint_stops
 from torchgpipe.step import find_schedule
-from torchgpipe.structure import Arguments, flatten_nested
 
 __all__ = ['Steps', 'check_alike', 'check_counts', 'check_losses',
            'check_same_losses']

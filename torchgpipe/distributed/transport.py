@@ -16,20 +16,19 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.profiler import record_function
 
+from torchgpipe.base.structure import bare, leaves_of, versions
 from torchgpipe.distributed.messages import Header, Messages, outline
 from torchgpipe.distributed.replicas import Replicas
 from torchgpipe.engine.autograd import graph_leaves
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.leaves import Leaves
-from torchgpipe.engine.memory import versions
 from torchgpipe.engine.microbatches import Batch
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run, Skip
 from torchgpipe.engine.stepping import Loss, Step
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.messages import Message, Receive, Row, Send
-from torchgpipe.structure import bare, leaves_of
 
 __all__ = ['Evaluation', 'Training', 'Way', 'drive']
 

@@ -22,10 +22,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchgpipe.base.errors import add_note
 from torchgpipe.distributed.records import doing, text_of
 from torchgpipe.distributed.watcher import GRACE, Own, Watcher
 from torchgpipe.distributed.whereabouts import is_from_others
-from torchgpipe.errors import add_note
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.messages import Message
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.base.structure import is_among, share_memory, versions
 from torchgpipe.engine.cell import Cell
-from torchgpipe.engine.memory import is_among, share_memory, versions
 from torchgpipe.engine.microbatches import Batch
 from torchgpipe.engine.partition import Partition
 from torchgpipe.skip.namespace import Key

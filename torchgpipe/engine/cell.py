@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, default_generator, nn
 
-from torchgpipe.context import context
+from torchgpipe.base.context import ThreadState, context
+from torchgpipe.base.errors import changed_input
+from torchgpipe.base.structure import Arguments, Kind, Repeated, Tensors, bare, flatten, once
 from torchgpipe.engine.checkpoint.draws import DrawMonitor, Draws, Recorder, generators_of
 from torchgpipe.engine.checkpoint.layer_state import Layers
 from torchgpipe.engine.checkpoint.observed import Observed, Watch
@@ -29,11 +31,8 @@ from torchgpipe.engine.culprit import add_culprit, blame, left_grad_mode
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.partition import Partition
 from torchgpipe.engine.stream import AbstractStream, CPUStream
-from torchgpipe.engine.thread_state import ThreadState
-from torchgpipe.errors import changed_input
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker
-from torchgpipe.structure import Arguments, Kind, Repeated, Tensors, bare, flatten, once
 
 __all__ = ['Cell', 'Cells', 'Sequential', 'compare_earlier', 'result_of']
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.private import compiled_codes, is_compiled, is_compiled_module, own_context
+from torchgpipe.base.private import compiled_codes, is_compiled, is_compiled_module, own_context
 
 __all__ = ['compiled', 'has_compiled', 'part_contexts']
 

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchgpipe.context import context
+from torchgpipe.base.context import context
+from torchgpipe.base.errors import add_note
+from torchgpipe.base.structure import Value, call, flatten
 from torchgpipe.engine.partition import Partition
-from torchgpipe.errors import add_note
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
-from torchgpipe.structure import Value, call, flatten
 
 __all__ = ['add_culprit', 'blame', 'left_grad_mode']
 

@@ -75,7 +75,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.context import context
+from torchgpipe.base.context import context
 from torchgpipe.engine.autograd import Copy, Recompute, Wait, find_grad, fork, get_phony, tie
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.draws import DrawMonitor

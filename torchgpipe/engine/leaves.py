@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from torchgpipe.base.structure import Slot
 from torchgpipe.engine.split_backward import DeferredWork, Weight
 from torchgpipe.engine.substitute import Swap, substituted
-from torchgpipe.structure import Slot
 
 __all__ = ['Give', 'Leaves', 'edge_of', 'give', 'leaf_of', 'within']
 

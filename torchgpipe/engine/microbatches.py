@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.engine.memory import is_among
-from torchgpipe.structure import (Arguments, Kind, Leaf, Path, Repeated, Tensors, bare,
-                                  flatten_nested, leaves_of, once, path_name)
+from torchgpipe.base.structure import (Arguments, Kind, Leaf, Path, Repeated, Tensors, bare,
+                                       flatten_nested, is_among, leaves_of, once, path_name)
 
 __all__ = ['Batch', 'DEFAULT', 'REDUCTIONS', 'check_arguments', 'check_rule', 'check_rules',
            'cut', 'fit_rule', 'gather', 'look_up', 'value_of']
@@ -31,7 +30,7 @@ class Batch:
     """One micro-batch.
 
     >>> import torch
-    >>> from torchgpipe.structure import flatten
+    >>> from torchgpipe.base.structure import flatten
     >>> batch = Batch(*flatten((torch.zeros(2, 3), None)))
     >>> len(batch.tensors), batch.value[0].shape
     (1, torch.Size([2, 3]))

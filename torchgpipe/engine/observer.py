@@ -4,9 +4,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from torchgpipe.base.structure import Value
 from torchgpipe.engine.stream import AbstractStream
 from torchgpipe.schedule.action import Action
-from torchgpipe.structure import Value
 
 __all__ = ['Observer', 'observers']
 

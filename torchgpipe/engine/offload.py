@@ -17,11 +17,10 @@ does not wait, that raises: an alias without memory tells the version of x.
 import torch
 from torch import Tensor
 
-from torchgpipe.engine.memory import is_plain
+from torchgpipe.base.private import unseen
+from torchgpipe.base.structure import Tensors, is_plain
 from torchgpipe.engine.stream import (AbstractStream, get_device, record_stream, use_stream,
                                       wait_stream)
-from torchgpipe.private import unseen
-from torchgpipe.structure import Tensors
 
 __all__ = ['Offload']
 

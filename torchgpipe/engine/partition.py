@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices import is_cpu, memory_key
+from torchgpipe.base.context import layer_lock, new_lock, step_lock, together
+from torchgpipe.base.devices import is_cpu, memory_key
+from torchgpipe.base.structure import Slot
 from torchgpipe.engine.checkpoint.observed import Observed
 from torchgpipe.engine.checkpoint.samples import PendingComparison
 from torchgpipe.engine.observer import Observer, observers
 from torchgpipe.engine.stream import no_context
 from torchgpipe.engine.worker import Workers, device_key
-from torchgpipe.locks import layer_lock, new_lock, step_lock, together
 from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
-from torchgpipe.structure import Slot
 
 __all__ = ['Engine', 'Partition', 'holder_of', 'is_pipeline', 'modules_of', 'named_slots',
            'only_computes', 'shared_modules', 'shared_slots', 'tensor_of']
@@ -149,7 +149,7 @@ class Partition:
         #: Whether anything comes from another memory, or goes to one.
         self.arrives = False
         self.departs = False
-        #: Held by whoever runs it: see :mod:`torchgpipe.locks`.
+        #: Held by whoever runs it: see :mod:`torchgpipe.base.context`.
         self.lock: AbstractContextManager[Any] = no_context
         #: Held by whoever gives its modules other attributes, as for a recomputation: no other
         #: partition runs any of them meanwhile.
@@ -159,7 +159,7 @@ class Partition:
         #: Whether there is another pipeline in it.
         self.has_pipeline = any(map(is_pipeline, layers.modules()))
         #: Whether it has a module that communicates: [Note: Collectives] of
-        #: :mod:`torchgpipe.context`.
+        #: :mod:`torchgpipe.base.context`.
         self.communicates = any(
             getattr(module, 'communicates', False) is True for module in modules_of(layers))
         #: Whether cells run one after the other, since it communicates, or shares a module with
@@ -197,7 +197,7 @@ class Engine:
         self.loss_draws: bool | None = None
         #: And whether the backward of any cell was, as that of an `autograd.Function` may.
         self.backward_draws: bool | None = None
-        #: Held by a forward pass or a step: see :mod:`torchgpipe.locks`.
+        #: Held by a forward pass or a step: see :mod:`torchgpipe.base.context`.
         self.lock = new_lock()
         #: Held in a step by all that draws from the generator of the CPU, or may put it back.
         self.generator_lock = new_lock()
@@ -229,7 +229,7 @@ class Engine:
 
     @cached_property
     def step_lock(self) -> AbstractContextManager[Any]:
-        """The lock of a step: see :mod:`torchgpipe.locks`."""
+        """The lock of a step: see :mod:`torchgpipe.base.context`."""
         return step_lock(module for partition in self.partitions
                          for module in partition.layers.modules() if module._parameters)
 

@@ -27,19 +27,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchgpipe.context import MicroBatch, MiniBatch, context
+from torchgpipe.base.context import MicroBatch, MiniBatch, ThreadState, context, generator_lock
+from torchgpipe.base.structure import versions
 from torchgpipe.engine.aliasing import Aliasing, changed_in_place
 from torchgpipe.engine.cell import Cell, Cells
 from torchgpipe.engine.checkpoint.draws import DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.compiled import part_contexts
-from torchgpipe.engine.memory import versions
 from torchgpipe.engine.microbatches import Batch
 from torchgpipe.engine.partition import Engine, Partition
 from torchgpipe.engine.shared import SharedTensors
 from torchgpipe.engine.stream import AbstractStream, CPUStream, current_stream, no_context
-from torchgpipe.engine.thread_state import ThreadState
-from torchgpipe.locks import generator_lock
 from torchgpipe.schedule.action import Action
 from torchgpipe.skip.namespace import Key
 

@@ -28,13 +28,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchgpipe.devices import memory_key
+from torchgpipe.base.devices import memory_key
+from torchgpipe.base.structure import Slot, versions
 from torchgpipe.engine.autograd import Copy, Wait, fork
-from torchgpipe.engine.memory import versions
 from torchgpipe.engine.partition import Engine, Partition, holder_of, tensor_of
 from torchgpipe.engine.stream import AbstractStream, current_stream, wait_stream
 from torchgpipe.engine.substitute import entry, substituted
-from torchgpipe.structure import Slot
 
 __all__ = ['SharedTensors']
 

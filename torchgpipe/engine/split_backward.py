@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchgpipe.private import innermost_hooks, is_transformed, tree_map_only
+from torchgpipe.base.private import innermost_hooks, is_transformed, tree_map_only
 
 __all__ = ['DeferredWork', 'Weight']
 

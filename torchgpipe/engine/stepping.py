@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from torchgpipe.context import context
+from torchgpipe.base.context import context, layer_lock, step_lock, together
+from torchgpipe.base.errors import add_note
+from torchgpipe.base.private import backward_from
 from torchgpipe.engine.autograd import Wait, copy_tensor
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.draws import Recorder
@@ -35,9 +37,6 @@ from torchgpipe.engine.run import Run, Skip
 from torchgpipe.engine.split_backward import DeferredWork
 from torchgpipe.engine.stream import CPUStream, no_context, use_stream, wait_stream
 from torchgpipe.engine.substitute import Swap, substituted
-from torchgpipe.errors import add_note
-from torchgpipe.locks import layer_lock, step_lock, together
-from torchgpipe.private import backward_from
 from torchgpipe.schedule.action import Action
 
 __all__ = ['Loss', 'Step']

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from torchgpipe.devices import CPU, has_streams
+from torchgpipe.base.devices import CPU, has_streams
 
 __all__ = ['AbstractStream', 'CPUStream', 'CPUStreamType', 'as_accelerator', 'as_cuda',
            'current_stream', 'default_stream', 'get_device', 'is_accelerator', 'is_cuda',

@@ -16,9 +16,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from torchgpipe.context import context
+from torchgpipe.base.context import context, new_lock
 from torchgpipe.engine.stream import AbstractStream, get_device, new_stream
-from torchgpipe.locks import new_lock
 
 __all__ = ['Future', 'Workers', 'device_key']
 

@@ -8,15 +8,14 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
-from torchgpipe.context import context, is_checkpointing, is_recomputing
+from torchgpipe.base.context import ThreadState, context, is_checkpointing, is_recomputing
+from torchgpipe.base.structure import Function, Kind, Value
 from torchgpipe.engine.autograd import Checkpoint, Recompute, find_grad, get_phony, join
 from torchgpipe.engine.cell import result_of
 from torchgpipe.engine.checkpoint.draws import Draws, Recorder, generators_of
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.stream import current_stream
-from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.legacy.microbatch import Batch
-from torchgpipe.structure import Function, Kind, Value
 
 __all__ = ['Checkpoint', 'Checkpointing', 'Recompute', 'checkpoint', 'enable_checkpointing',
            'enable_recomputing', 'is_checkpointing', 'is_recomputing']

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchgpipe.base.context import ThreadState
 from torchgpipe.engine.edges import Pipeline as EnginePipeline
 from torchgpipe.engine.microbatches import Batch as EngineBatch
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.stream import AbstractStream, use_stream
-from torchgpipe.engine.thread_state import ThreadState
 from torchgpipe.engine.worker import device_key
 from torchgpipe.legacy.microbatch import Batch, check, gather, scatter
 from torchgpipe.skip.layout import SkipLayout

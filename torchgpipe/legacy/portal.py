@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.context import context
+from torchgpipe.base.context import context
 from torchgpipe.engine.autograd import copy_tensor, get_phony
 from torchgpipe.engine.stream import AbstractStream, current_stream, get_device
 from torchgpipe.legacy.microbatch import Batch

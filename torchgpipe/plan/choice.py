@@ -4,14 +4,14 @@ from functools import cached_property, lru_cache
 from math import inf
 from typing import Any
 
-from torchgpipe.devices import is_cpu
+from torchgpipe.base.devices import is_cpu
+from torchgpipe.base.settings import Settings
+from torchgpipe.base.text import format_bytes, table
 from torchgpipe.predict.blocks import SkipProfile
 from torchgpipe.predict.costs import Costs, Link, StageCosts
 from torchgpipe.predict.simulate import Simulation, simulate
 from torchgpipe.schedule import Schedule, make
 from torchgpipe.schedule.plain import PLAIN_CALL, plain_call
-from torchgpipe.settings import Settings
-from torchgpipe.text import format_bytes, table
 
 __all__ = ['Plan', 'schedule_of']
 

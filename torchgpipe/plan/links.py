@@ -5,7 +5,7 @@ from statistics import median
 
 import torch
 
-from torchgpipe.devices import Device, memory_of, synchronize
+from torchgpipe.base.devices import Device, memory_of, synchronize
 from torchgpipe.predict.costs import Link
 
 __all__ = ['measure_links']

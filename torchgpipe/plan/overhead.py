@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices import Device, forked_rng, is_cpu, parse_device
+from torchgpipe.base.devices import Device, forked_rng, is_cpu, parse_device
+from torchgpipe.base.settings import checkpoint_stops
 from torchgpipe.engine.microbatches import cut
 from torchgpipe.engine.partition import Engine
 from torchgpipe.losses import Losses
-from torchgpipe.settings import checkpoint_stops
 from torchgpipe.step import run_step
 
 __all__ = ['measure_overhead']

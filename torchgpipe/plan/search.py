@@ -23,7 +23,9 @@ from torch import nn
 from torchgpipe.balance import Profile, profile
 from torchgpipe.balance.blockpartition import check_partitions, positive
 from torchgpipe.balance.profiled import fastest
-from torchgpipe.devices import Device, is_cpu, memory_of, parse_device
+from torchgpipe.base.devices import Device, is_cpu, memory_of, parse_device
+from torchgpipe.base.structure import Value
+from torchgpipe.base.text import format_bytes
 from torchgpipe.engine.worker import device_key
 from torchgpipe.plan.choice import Plan, schedule_of
 from torchgpipe.plan.fit import Limits, excess, fit, neighbours
@@ -34,8 +36,6 @@ from torchgpipe.predict.costs import Costs, Link, Links
 from torchgpipe.schedule import NAMES
 from torchgpipe.schedule.generators import stages_per_device
 from torchgpipe.schedule.plain import PLAIN_CALL
-from torchgpipe.structure import Value
-from torchgpipe.text import format_bytes
 
 __all__ = ['plan']
 

@@ -8,8 +8,8 @@ from math import inf
 from numbers import Real
 from typing import Any, NamedTuple
 
+from torchgpipe.base.settings import checkpoint_stops
 from torchgpipe.schedule.schedule import Schedule, in_flight
-from torchgpipe.settings import checkpoint_stops
 
 __all__ = ['Blocks', 'LayerProfile', 'MemoryLimit', 'Peak', 'SkipProfile', 'check_numbers',
            'memory_limits', 'peaks']

@@ -5,9 +5,9 @@ from itertools import accumulate
 from math import inf
 from typing import Protocol
 
+from torchgpipe.base.settings import Checkpoint, checkpoint_stops
 from torchgpipe.predict.blocks import Blocks, LayerProfile, SkipProfile, check_numbers
 from torchgpipe.schedule.action import KINDS
-from torchgpipe.settings import Checkpoint, checkpoint_stops
 
 __all__ = ['Costs', 'Link', 'Links', 'StageCosts']
 

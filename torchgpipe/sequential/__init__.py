@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchgpipe.base.structure import flatten_nested
 from torchgpipe.engine.microbatches import check_rules, cut, fit_rule
 from torchgpipe.losses import counts_of, with_counts
 from torchgpipe.sequential.check import check_conversion
@@ -20,7 +21,6 @@ from torchgpipe.sequential.parts import (Converted, NamedLayer, Part, all_names,
                                          original_names, put, with_all_names)
 from torchgpipe.sequential.patches import watched
 from torchgpipe.sequential.values import UNKNOWN
-from torchgpipe.structure import flatten_nested
 
 __all__ = ['ConversionError', 'from_stages', 'optimizer_state', 'original_names', 'to_sequential']
 

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.distance import apart, arbitrary_loss, rounding
+from torchgpipe.base.distance import apart, arbitrary_loss, rounding
+from torchgpipe.base.structure import Path, call, leaves_of, path_name
 from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers, without_grad
 from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.parts import Converted, original_names
 from torchgpipe.sequential.patches import one_at_a_time
-from torchgpipe.structure import Path, call, leaves_of, path_name
 
 __all__ = ['Evaluated', 'NamedTensors', 'check_conversion', 'differences', 'evaluated',
            'first_of', 'tensors_of']

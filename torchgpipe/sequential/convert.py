@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.base.structure import call, flatten_nested, leaves_of, path_name
 from torchgpipe.sequential.blocks import blocks_among
 from torchgpipe.sequential.build import build
 from torchgpipe.sequential.cuts import GRAINS, cut_graph
@@ -23,7 +24,6 @@ from torchgpipe.sequential.patches import one_at_a_time
 from torchgpipe.sequential.record import ForwardTracer
 from torchgpipe.sequential.values import UNKNOWN
 from torchgpipe.sequential.widen import asks_for_all, widen
-from torchgpipe.structure import call, flatten_nested, leaves_of, path_name
 
 __all__ = ['convert', 'is_on_meta', 'not_sequential']
 

@@ -37,7 +37,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from torchgpipe.engine.memory import size_of
+from torchgpipe.base.structure import size_of
 from torchgpipe.sequential.leaf_modules import LeafModules
 
 __all__ = ['GRAINS', 'Route', 'cut_graph', 'routes']

@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from torchgpipe.devices import autocast_types, forked_rng
+from torchgpipe.base.devices import autocast_types, forked_rng
+from torchgpipe.base.structure import flatten_nested
 from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.values import UNKNOWN
-from torchgpipe.structure import flatten_nested
 
 __all__ = ['GeneratorStates', 'copied', 'copied_value', 'has_values', 'held_beyond', 'ids_within',
            'modes_now', 'name_of_holder', 'release', 'same_random_numbers', 'without_grad']

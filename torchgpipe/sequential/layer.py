@@ -21,13 +21,13 @@ from typing import Any
 
 from torch import Tensor
 
+from torchgpipe.base.private import uncompiled
+from torchgpipe.base.structure import Arguments, Structure, flatten_nested
 from torchgpipe.means import watches
-from torchgpipe.private import uncompiled
 from torchgpipe.sequential.nodes import form_of
 from torchgpipe.sequential.parts import NamedLayer
 from torchgpipe.skip.namespace import Key, Namespace
 from torchgpipe.skip.tracker import current_skip_tracker
-from torchgpipe.structure import Arguments, Structure, flatten_nested
 
 __all__ = ['Code', 'FirstLayer', 'Inputs', 'Layer', 'SkipLayer', 'arguments_of',
            'called_with']

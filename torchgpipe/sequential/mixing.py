@@ -28,13 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.distance import default_tolerance, distance, is_real, together
+from torchgpipe.base.distance import default_tolerance, distance, is_real, together
+from torchgpipe.base.structure import Path, flatten, flatten_nested, path_name
 from torchgpipe.engine.microbatches import DEFAULT, Batch, gather, look_up
 from torchgpipe.sequential.check import (Evaluated, NamedTensors, differences, evaluated, first_of,
                                          tensors_of)
 from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.patches import one_at_a_time
-from torchgpipe.structure import Path, flatten, flatten_nested, path_name
 
 __all__ = ['check_mixing', 'coarsest_tolerance', 'compare_parts']
 

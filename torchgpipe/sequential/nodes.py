@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
 
-from torchgpipe.engine.memory import storage_id
-from torchgpipe.private import hooks_of, uncompiled
-from torchgpipe.structure import Kind, Structure, flatten
+from torchgpipe.base.private import hooks_of, uncompiled
+from torchgpipe.base.structure import Kind, Structure, flatten, storage_id
 
 __all__ = ['Constant', 'apply', 'calls_in', 'compute', 'first_difference', 'form_of', 'guard',
            'guard_ways', 'gives_no_tensor', 'is_about', 'is_in_place', 'is_same', 'learning',

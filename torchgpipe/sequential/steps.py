@@ -21,8 +21,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from torchgpipe.devices import synchronize
-from torchgpipe.engine.memory import size_of, storage_id
+from torchgpipe.base.devices import synchronize
+from torchgpipe.base.structure import (PLAIN, flatten, flatten_nested, leaves_of, size_of,
+                                       storage_id)
 from torchgpipe.sequential.effects import (GeneratorStates, has_values, held_beyond, ids_within,
                                            name_of_holder, release, without_grad)
 from torchgpipe.sequential.errors import NO_CACHE, OF_HOOKS, in_one_line, line_of
@@ -30,7 +31,6 @@ from torchgpipe.sequential.nodes import (Constant, compute, gives_no_tensor, gua
                                          is_in_place, learning, mapped, put_together, runs_python,
                                          take_apart)
 from torchgpipe.sequential.values import UNKNOWN, TracedValue, UnknownValue
-from torchgpipe.structure import PLAIN, flatten, flatten_nested, leaves_of
 
 __all__ = ['StepTracer']
 

@@ -27,11 +27,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchgpipe.private import active_ddp, ignore_in_ddp
+from torchgpipe.base.private import active_ddp, ignore_in_ddp
+from torchgpipe.base.structure import flatten
 from torchgpipe.shard.collectives import broadcast
 from torchgpipe.shard.tags import sharded_parameters, storage_dim
 from torchgpipe.shard.world import current
-from torchgpipe.structure import flatten
 
 __all__ = ['check_wrapped', 'counted', 'of_own_rows', 'register_ddp_gathered_features',
            'register_ddp_parameters_to_ignore']

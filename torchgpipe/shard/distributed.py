@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchgpipe.private import is_transformed
+from torchgpipe.base.private import is_transformed
 from torchgpipe.shard import sizes
 from torchgpipe.shard.collectives import all_gather, all_reduce, all_sizes
 from torchgpipe.shard.ddp import counted, of_own_rows

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.devices import is_cpu
+from torchgpipe.base.devices import is_cpu
 from torchgpipe.shard.collectives import broadcast, from_first
 from torchgpipe.shard.tags import check_dim
 from torchgpipe.shard.world import World, needed_by

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed import (DebugLevel, ProcessGroup,  # type: ignore[attr-defined]
                                get_debug_level)
 
-from torchgpipe.context import check_order
+from torchgpipe.base.context import check_order
 from torchgpipe.shard.world import current
 
 __all__ = ['compare', 'complete', 'differences', 'gathered', 'is_read', 'raise_on_all_ranks']

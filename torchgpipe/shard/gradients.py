@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchgpipe.private import Scaler
+from torchgpipe.base.private import Scaler
 from torchgpipe.shard.collectives import all_reduce
 from torchgpipe.shard.nn.experts import Experts
 from torchgpipe.shard.tags import storage_dim

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
-from torchgpipe.private import uncompiled
+from torchgpipe.base.private import uncompiled
 from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.namespace import Key, Namespace
 from torchgpipe.skip.tracker import current_skip_tracker

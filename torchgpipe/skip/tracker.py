@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchgpipe.context import context
+from torchgpipe.base.context import context
 from torchgpipe.skip.namespace import Key, Namespace
 
 __all__ = ['SkipTracker', 'current_skip_tracker', 'use_skip_tracker']

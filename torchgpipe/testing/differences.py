@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices import rng_states
-from torchgpipe.distance import apart, close, split_dim, together
+from torchgpipe.base.devices import rng_states
+from torchgpipe.base.distance import apart, close, split_dim, together
+from torchgpipe.base.private import BatchNorm
+from torchgpipe.base.structure import leaves_of
 from torchgpipe.engine.microbatches import cut
-from torchgpipe.private import BatchNorm
-from torchgpipe.structure import leaves_of
 from torchgpipe.testing.training import RESULTS, InParts, Record, Setup, Whole, Wrapped
 
 __all__ = ['Comparison', 'Difference', 'compare', 'culprit', 'quiet', 'recorded_calls',

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchgpipe.structure import Arguments, Path, leaves_of, path_name
+from torchgpipe.base.structure import Arguments, Path, leaves_of, path_name
 from torchgpipe.testing.differences import (Difference, compare, culprit, where_in_backward,
                                             where_in_the_pipeline)
 from torchgpipe.testing.training import InParts, Setup, Whole, Wrapped

@@ -16,17 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.base.devices import memory_of
+from torchgpipe.base.distance import default_tolerance, is_real
+from torchgpipe.base.errors import add_note
+from torchgpipe.base.structure import call, flatten, flatten_nested, is_among, leaves_of, path_name
 from torchgpipe.batchnorm import DeferredBatchNorm
-from torchgpipe.devices import memory_of
-from torchgpipe.distance import default_tolerance, is_real
-from torchgpipe.engine.memory import is_among
 from torchgpipe.engine.microbatches import Batch, cut, gather
-from torchgpipe.errors import add_note
 from torchgpipe.gpipe import GPipe
 from torchgpipe.skip.namespace import Namespace
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.split import Sequential
-from torchgpipe.structure import call, flatten, flatten_nested, leaves_of, path_name
 
 __all__ = ['InParts', 'RESULTS', 'Record', 'Setup', 'Whole', 'Wrapped']
 

@@ -2,8 +2,8 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from torchgpipe.base.text import duration
 from torchgpipe.schedule.action import Action, Timed
-from torchgpipe.text import duration
 
 __all__ = ['Copied', 'Lanes']
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchgpipe.devices import CPU, is_cpu
+from torchgpipe.base.devices import CPU, is_cpu
+from torchgpipe.base.private import at_end_of_backward, backward_pass
 from torchgpipe.engine.stream import (AbstractStream, CPUStream, as_accelerator, get_device,
                                       is_accelerator)
-from torchgpipe.private import at_end_of_backward, backward_pass
 from torchgpipe.schedule.action import Action
 
 __all__ = ['CellBackward', 'CpuBackward', 'Mark', 'Stamp', 'last_nodes', 'nodes_between',

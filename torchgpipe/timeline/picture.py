@@ -3,7 +3,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torchgpipe.text import duration
+from torchgpipe.base.text import duration
 from torchgpipe.timeline.lanes import Lanes
 
 if TYPE_CHECKING:

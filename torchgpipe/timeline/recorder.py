@@ -23,14 +23,14 @@ from typing import Any, Protocol
 
 import torch
 
-from torchgpipe.context import context
-from torchgpipe.devices import memory_key, synchronize
+from torchgpipe.base.context import context
+from torchgpipe.base.devices import memory_key, synchronize
+from torchgpipe.base.structure import Value, flatten
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.stream import (AbstractStream, CPUStream, current_stream, get_device,
                                       is_accelerator)
 from torchgpipe.gpipe import GPipe
 from torchgpipe.schedule.action import Action, Timed
-from torchgpipe.structure import Value, flatten
 from torchgpipe.timeline.lanes import Copied
 from torchgpipe.timeline.marks import (CellBackward, CpuBackward, Mark, Stamp, last_nodes,
                                        nodes_between, producers, seconds, stamp)

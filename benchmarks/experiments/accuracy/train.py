@@ -20,7 +20,7 @@ from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.job import autocast, wrap
 from benchmarks.harness.options import Options
 from benchmarks.models import resnet101
-from torchgpipe.devices import memory_of
+from torchgpipe.base.devices import memory_of
 
 __all__ = ['measure']
 

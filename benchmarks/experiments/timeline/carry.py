@@ -9,10 +9,10 @@
 
 from torch import Tensor, nn
 
+from torchgpipe.base.structure import Tensors, Value
 from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.namespace import Key
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
-from torchgpipe.structure import Tensors, Value
 
 __all__ = ['carry']
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from torchgpipe import Arguments
+from torchgpipe.base.structure import call
 from torchgpipe.sequential import ConversionError, to_sequential
-from torchgpipe.structure import call
 
 __all__ = ['Case', 'converted', 'reason']
 

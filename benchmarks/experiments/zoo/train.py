@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from benchmarks.experiments.zoo.convert import Case
 from torchgpipe import GPipe
-from torchgpipe.distance import distance, typical_size
+from torchgpipe.base.distance import distance, typical_size
+from torchgpipe.base.structure import call, flatten_nested, leaves_of
 from torchgpipe.engine.microbatches import cut, fit_rule
 from torchgpipe.sequential import original_names, to_sequential
 from torchgpipe.sequential.effects import copied, without_grad
-from torchgpipe.structure import call, flatten_nested, leaves_of
 
 __all__ = ['differences', 'without_dropout']
 

@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.experiments import digits
 from benchmarks.harness.options import choose_devices
-from torchgpipe.devices import accelerators
+from torchgpipe.base.devices import accelerators
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,8 @@ from tests.devices import ACCELERATOR, DEVICES, cpu_only, devices, one_worker, w
 from tests.helpers import (MODES, Call, assert_same, call, compare_all_pending, gradients,
                            micro_batches, modes, nothing, on_first)
 from torchgpipe import GPipe, is_recomputing
+from torchgpipe.base.context import generator_lock
 from torchgpipe.engine.stream import use_device
-from torchgpipe.locks import generator_lock
 
 SHARED = 'threads that draw from one accelerator are refused, as its generator is moved back'
 APART = 'accelerators have generators of their own, so their partitions need not be serialized'

@@ -19,10 +19,10 @@ from tests.helpers import (STEPS, Call, WeakLog, assert_same, call, compare_all_
                            nodes, to, train_both)
 from tests.skip.layers import Stash
 from torchgpipe import GPipe, is_recomputing, no_recompute
+from torchgpipe.base.structure import leaves_of
 from torchgpipe.engine import substitute
 from torchgpipe.engine.checkpoint.results import MARK
 from torchgpipe.skip import pop, skippable
-from torchgpipe.structure import leaves_of
 
 
 class Counted(nn.Linear):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.engine.memory import versions
+from torchgpipe.base.structure import versions
 
 __all__ = ['OWN', 'SIMPLE', 'Attributes', 'are_same', 'attributes_of', 'contents_of',
            'copy_of_container', 'may_be_mutated', 'state_of']

@@ -11,7 +11,7 @@ the layers were seen to draw from it, and those that the layers own.
 
 [Note: Generator of the CPU]
 All threads share it. So whoever draws from it in a cell, or puts it back, holds
-:data:`~torchgpipe.locks.generator_lock`, and partitions that draw take turns: see
+:data:`~torchgpipe.base.context.generator_lock`, and partitions that draw take turns: see
 [Note: Order of draws] of the pipeline. (A partition with a pipeline in it does not hold it in its
 cells, as the workers of that pipeline need it.) Another thread of the user's may draw in the
 middle of a cell nevertheless. The recomputation then ends in another state than the first pass,
@@ -28,12 +28,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from torchgpipe.devices import has_own_state
+from torchgpipe.base.context import generator_lock, new_lock
+from torchgpipe.base.devices import has_own_state
+from torchgpipe.base.errors import other_path
+from torchgpipe.base.private import (DISPATCH_MODES, DispatchMode, generator_key, schema_of,
+                                     tree_leaves, unseen)
 from torchgpipe.engine.stream import no_context
-from torchgpipe.errors import other_path
-from torchgpipe.locks import generator_lock, new_lock
-from torchgpipe.private import (DISPATCH_MODES, DispatchMode, generator_key, schema_of,
-                                tree_leaves, unseen)
 
 __all__ = ['DrawMonitor', 'Draws', 'Generator', 'Recorder', 'generators_of', 'operation_of']
 

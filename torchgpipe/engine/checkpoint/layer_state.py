@@ -32,16 +32,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.context import context
+from torchgpipe.base.context import context
+from torchgpipe.base.private import HOOKS, unseen
+from torchgpipe.base.structure import (Memories, Slot, copy_of, is_plain, size_of, storage_id,
+                                       versions, view_of)
 from torchgpipe.engine.checkpoint.attributes import (OWN, SIMPLE, attributes_of, contents_of,
                                                      copy_of_container)
 from torchgpipe.engine.checkpoint.observed import Observed, Watch
-from torchgpipe.engine.memory import (Memories, copy_of, is_plain, size_of, storage_id, versions,
-                                      view_of)
 from torchgpipe.engine.stream import no_context
 from torchgpipe.engine.substitute import Swap, substituted
-from torchgpipe.private import HOOKS, unseen
-from torchgpipe.structure import Slot
 
 __all__ = ['CellState', 'Layers', 'run_on', 'with_grad']
 

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchgpipe.base.private import generator_key, unseen
+from torchgpipe.base.structure import Memories, Slot, copy_of, is_plain, storage_id
 from torchgpipe.engine.checkpoint.attributes import attributes_of, contents_of, may_be_mutated
 from torchgpipe.engine.checkpoint.draws import Recorder, operation_of
-from torchgpipe.engine.memory import Memories, copy_of, is_plain, storage_id
-from torchgpipe.private import generator_key, unseen
-from torchgpipe.structure import Slot
 
 __all__ = ['Observed', 'Watch']
 

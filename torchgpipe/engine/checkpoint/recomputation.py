@@ -36,21 +36,19 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchgpipe.context import context
+from torchgpipe.base.context import ThreadState, context
+from torchgpipe.base.errors import add_note, changed_input, nested, other_path
+from torchgpipe.base.private import (APPLY, Hooks, PythonNode, at_end_of_backward, backward_pass,
+                                     compiled_code, current_node, retains_graph, uncompiled)
+from torchgpipe.base.structure import Kind, Tensors, check_nested, once, versions
 from torchgpipe.engine.autograd import Checkpoint
 from torchgpipe.engine.checkpoint.draws import Draws
 from torchgpipe.engine.checkpoint.layer_state import CellState, run_on
 from torchgpipe.engine.checkpoint.results import Results
 from torchgpipe.engine.checkpoint.samples import (PendingComparison, agree, compare, elements_of,
                                                   keep)
-from torchgpipe.engine.memory import check_nested, versions
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.stream import AbstractStream, use_stream
-from torchgpipe.engine.thread_state import ThreadState
-from torchgpipe.errors import add_note, changed_input, nested, other_path
-from torchgpipe.private import (APPLY, Hooks, PythonNode, at_end_of_backward, backward_pass,
-                                compiled_code, current_node, retains_graph, uncompiled)
-from torchgpipe.structure import Kind, Tensors, once
 
 __all__ = ['Recomputation', 'RecomputedTensors', 'Saved']
 

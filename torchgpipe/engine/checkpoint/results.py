@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from torchgpipe.base.errors import add_note, other_path
+from torchgpipe.base.private import innermost_hooks, name_of_call, unseen, untraced
+from torchgpipe.base.structure import (PLAIN, Kind, Memories, check_nested, copy_of, flatten,
+                                       leaves_of, share_memory, versions)
 from torchgpipe.engine.autograd import get_phony
 from torchgpipe.engine.checkpoint.draws import Draws, Generator
-from torchgpipe.engine.memory import Memories, check_nested, copy_of, share_memory, versions
 from torchgpipe.engine.substitute import entry, substituted
-from torchgpipe.errors import add_note, other_path
-from torchgpipe.private import innermost_hooks, name_of_call, unseen, untraced
-from torchgpipe.structure import PLAIN, Kind, flatten, leaves_of
 
 __all__ = ['MARK', 'Results', 'no_recompute']
 

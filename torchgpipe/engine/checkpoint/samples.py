@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchgpipe.engine.memory import check_nested
-from torchgpipe.errors import other_path
-from torchgpipe.private import unseen
+from torchgpipe.base.errors import other_path
+from torchgpipe.base.private import unseen
+from torchgpipe.base.structure import check_nested
 
 __all__ = ['PendingComparison', 'Sample', 'agree', 'compare', 'compare_pending', 'elements_of',
            'keep']

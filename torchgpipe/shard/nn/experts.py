@@ -94,7 +94,7 @@ class Experts(nn.Module):
 
     @property
     def communicates(self) -> bool:
-        """Whether other ranks have some of the experts: see :mod:`torchgpipe.context`."""
+        """Whether other ranks have some of the experts: see :mod:`torchgpipe.base.context`."""
         return self._group is not None
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.private import DispatchMode, on_cpu_without_memory
+from torchgpipe.base.private import DispatchMode, on_cpu_without_memory
 from torchgpipe.shard import sizes
 from torchgpipe.shard.draws import same_draws
 from torchgpipe.shard.parameter import global_shape

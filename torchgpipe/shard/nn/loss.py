@@ -34,7 +34,7 @@ class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
         label_smoothing: How much of each target is spread evenly over all classes.
     """
 
-    #: For pipelines: see :mod:`torchgpipe.context`.
+    #: For pipelines: see :mod:`torchgpipe.base.context`.
     communicates = True
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class ParallelModule(nn.Module):
                 return y
     """
 
-    #: For pipelines: see :mod:`torchgpipe.context`.
+    #: For pipelines: see :mod:`torchgpipe.base.context`.
     communicates = True
 
     def __init__(self) -> None:

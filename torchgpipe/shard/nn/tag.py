@@ -59,7 +59,7 @@ class ParallelDropout(nn.Module):
         ValueError: In training, the input has no tag, and ``dim`` was left out.
     """
 
-    #: For pipelines: see :mod:`torchgpipe.context`.
+    #: For pipelines: see :mod:`torchgpipe.base.context`.
     communicates = True
 
     def __init__(self, p: float = 0.5, inplace: bool = False,

@@ -1,7 +1,7 @@
 """Private names of PyTorch that this package needs, each with its reason.
 
 Nothing else in the package uses a private name of PyTorch's, and importing this never fails: each
-name is looked up by :func:`torchgpipe.private.find`. Where a release does not have it,
+name is looked up by :func:`torchgpipe.base.private.find`. Where a release does not have it,
 something public takes its place, slower; or what needs it raises when it is used, and says so.
 ``tests/test_private.py`` uses each of these by itself, and takes away one after the other;
 ``docs/private-names.md`` says where each lives in PyTorch.

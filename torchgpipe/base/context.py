@@ -1,4 +1,22 @@
-"""The thread-local state of a forward pass, captured once and entered in other threads.
+"""The context of a thread: its cell and skips, its state in other threads, and its locks.
+
+::
+
+    mini-batch     ├─ micro-batch 0 ─┼─ micro-batch 1 ─┼─ … ─┤ end of forward: at_end
+    partition 0       layer(x0)         layer(x1)
+    partition 1                         …
+
+[Note: Collectives] Ranks have to come to their collectives in the same order. Workers that run
+beside each other come to theirs in any order::
+
+    rank 0    worker 0    collective of partition 0 ──────────────────────▶ waits for rank 1
+              worker 1                      collective of partition 1
+
+    rank 1    worker 0                      collective of partition 0
+              worker 1    collective of partition 1 ──────────────────────▶ waits for rank 0
+
+So a module that communicates says so, ``communicates = True``, and the engine keeps an order.
+Where it keeps none, the context says so, and who is about to communicate looks there first.
 
 PyTorch keeps much of what decides a result in thread-local variables: grad mode, autocast,
 saved-tensor hooks, modes, and more. A worker is another thread, and a recomputation happens in
@@ -7,26 +25,146 @@ backward, later and often in yet another thread. :class:`ThreadState` carries th
     caller      ThreadState.capture() ──┐
     worker                              ├──▶ state.run(cells)
     backward                            └──▶ state.rerun(cell)
+
+What may run beside what: a layer works in one thread at a time. A cell holds the locks of its
+layers from its start to its end, and so does a recomputation. So any number of threads may run and
+train the same model, or models that share layers; their cells are serialized. But a layer that
+only computes may run in several partitions of one memory at a time.
+
+A step puts other parameters into its layers for as long as it runs. So steps exclude each other,
+of whichever models, if they have layers in common; and a step excludes forward passes of the same
+model. A plain call of another model with the same layers is for the user to keep apart.
+
+A child process has the thread that forked and none of the others, so a lock that another one held
+would never be released there.
 """
 import contextvars
+import os
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchgpipe.context import context
-from torchgpipe.devices import autocast_types
-from torchgpipe.private import (DISPATCH_MODES, FUNCTION_MODES, DeviceContext, Hooks,
-                                allows_mutation, innermost_hooks, is_transformed, proxy_mode,
-                                tree_leaves, tree_map_only)
+from torchgpipe.base.devices import autocast_types
+from torchgpipe.base.private import (DISPATCH_MODES, FUNCTION_MODES, DeviceContext, Hooks,
+                                     allows_mutation, innermost_hooks, is_transformed, proxy_mode,
+                                     tree_leaves, tree_map_only)
 
-__all__ = ['ThreadState']
+__all__ = ['MicroBatch', 'MiniBatch', 'ThreadState', 'check_order', 'context', 'generator_lock',
+           'is_checkpointing', 'is_recomputing', 'layer_lock', 'new_lock', 'step_lock', 'together']
 
 T = TypeVar('T')
+
+
+class MiniBatch:
+    """A mini-batch on its way through the outermost pipeline."""
+
+    def __init__(self) -> None:
+        #: Where replicas have other parts of it: returns what each of them has of a tensor.
+        self.gather: Callable[[Tensor], Sequence[Tensor]] | None = None
+        self._at_end: list[tuple[Callable[[], None], AbstractContextManager[Any]]] = []
+        self._values: dict[Hashable, object] = {}
+
+    def value(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what a layer keeps for as long as this mini-batch is on its way."""
+        if key not in self._values:
+            self._values[key] = make()
+        return self._values[key]  # type: ignore[return-value]
+
+    def at_end(self, function: Callable[[], None], lock: AbstractContextManager[Any]) -> None:
+        """Call a function when all micro-batches have come through, and not if one fails.
+
+        Args:
+            function: The function.
+            lock: To be held meanwhile.
+        """
+        self._at_end.append((function, lock))
+
+    def end(self) -> None:
+        """Call what is to be called."""
+        for function, lock in self._at_end:
+            with lock:
+                function()
+
+
+class MicroBatch(NamedTuple):
+    """Micro-batch ``i`` of ``m`` in partition ``j``.
+
+    ``cell`` is a number that no other cell has, for layers that are called twice in one. ``lock``
+    is the lock of the partition's layers. ``losses`` sees what losses divide by, if that matters.
+    """
+
+    i: int
+    m: int
+    j: int
+    cell: int
+    mini_batch: MiniBatch
+    lock: AbstractContextManager[Any]
+    losses: Any = None
+
+
+class _Context(threading.local):
+
+    def __init__(self) -> None:
+        # Each thread has its own, which is what compiled code looks at again when it is called.
+        #: The cell that this thread works for; ``None`` outside of a pipeline.
+        self.micro_batch: MicroBatch | None = None
+        #: Whether it is in the first pass over a checkpointed cell, or in a recomputation.
+        self.checkpointing = False
+        self.recomputing = False
+        #: Whether a layer has asked for that. Then it deals with its own attributes.
+        self.asked = False
+        #: Where layers stash skips, and pop them: a :class:`~torchgpipe.skip.tracker.SkipTracker`.
+        self.skips: Any = None
+        #: The ids of the :class:`~torchgpipe.engine.worker.Workers` that wait for this thread, so
+        #: that it must not wait for them.
+        self.workers: frozenset[int] = frozenset()
+        #: Says why ranks would not meet where they would not: [Note: Collectives].
+        self.no_order: Callable[[], str] | None = None
+
+
+#: Where the calling thread is.
+context = _Context()
+
+
+def is_checkpointing() -> bool:
+    """Return whether this thread is in the first pass over a checkpointed micro-batch.
+
+    Another pass will follow in backward. Threads do not see each other's answers.
+
+    >>> is_checkpointing()
+    False
+    """
+    context.asked = True
+    return context.checkpointing
+
+
+def is_recomputing() -> bool:
+    """Return whether this thread is in a recomputation during backward.
+
+    A layer with a side effect asks this to have it once only. Its attributes are left as it sets
+    them then; those of layers in partitions where no one asks are put back, as buffers always are.
+
+    >>> is_recomputing()
+    False
+    """
+    context.asked = True
+    return context.recomputing
+
+
+def check_order() -> None:
+    """See that ranks come to a collective of the calling thread in the same order.
+
+    Raises:
+        RuntimeError: They need not. The message says what to do.
+    """
+    if context.no_order is not None:
+        raise RuntimeError(context.no_order())
 
 
 class _Autocast(NamedTuple):
@@ -270,3 +408,75 @@ def _variables() -> contextvars.Context:
 
 #: Where hooks of checkpoints come from.
 _CHECKPOINTS = ('torch.utils.checkpoint', 'torchgpipe.engine.checkpoint.recomputation')
+
+
+_locks: 'weakref.WeakSet[Any]' = weakref.WeakSet()
+
+_of_steps: 'weakref.WeakKeyDictionary[nn.Module, Any]' = weakref.WeakKeyDictionary()
+
+_of_layers: 'weakref.WeakKeyDictionary[nn.Module, Any]' = weakref.WeakKeyDictionary()
+
+
+def new_lock() -> Any:
+    """Make a reentrant lock."""
+    lock = threading.RLock()
+    _locks.add(lock)
+    return lock
+
+
+def _open_all() -> None:
+    for lock in _locks:
+        lock._at_fork_reinit()
+
+
+if hasattr(os, 'register_at_fork'):
+    os.register_at_fork(after_in_child=_open_all)
+
+_lock = new_lock()
+
+#: Held by cells and recomputations that draw from the random generator of the CPU, which all
+#: threads share. Who holds it takes no other lock.
+generator_lock = new_lock()
+
+
+def layer_lock(layers: Collection[nn.Module]) -> AbstractContextManager[Any]:
+    """Return a context in which no other thread runs any of these layers."""
+    with _lock:
+        for layer in layers:
+            if layer not in _of_layers:
+                _of_layers[layer] = new_lock()
+        return together(*map(_of_layers.__getitem__, layers))
+
+
+def step_lock(modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
+    """Return a context in which no other step has any of these modules."""
+    with _lock:
+        return together(*{_of_steps.setdefault(module, new_lock()) for module in modules})
+
+
+def together(*contexts: Any) -> AbstractContextManager[Any]:
+    """Return a context in which a thread holds all that it would hold in each of several."""
+    locks = {lock for each in contexts for lock in getattr(each, 'locks', [each])}
+    return locks.pop() if len(locks) == 1 else _Several(locks)
+
+
+class _Several:
+    """Several locks, always taken in one order, so that no two threads wait for each other."""
+
+    def __init__(self, locks: Collection[Any]) -> None:
+        self.locks = sorted(locks, key=id)
+
+    def __enter__(self) -> None:
+        taken = []
+        try:
+            for lock in self.locks:
+                lock.acquire()
+                taken.append(lock)
+        except BaseException:  # KeyboardInterrupt, while it waits
+            for lock in taken:
+                lock.release()
+            raise
+
+    def __exit__(self, *args: Any) -> None:
+        for lock in self.locks:
+            lock.release()

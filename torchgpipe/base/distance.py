@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchgpipe.structure import leaves_of
+from torchgpipe.base.structure import leaves_of
 
 __all__ = ['apart', 'arbitrary_loss', 'close', 'default_tolerance', 'distance', 'is_real',
            'rounding', 'split_dim', 'together', 'typical_size']

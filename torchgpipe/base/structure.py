@@ -1,4 +1,4 @@
-"""Nested values: extract the tensors, and rebuild the value.
+"""Nested values and their tensors: extraction, reconstruction, memory, sizes and copies.
 
 ::
 
@@ -20,16 +20,108 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import Buffer
 
-from torchgpipe.private import tree_flatten, tree_flatten_with_path, tree_unflatten
+from torchgpipe.base.errors import nested
+from torchgpipe.base.private import tree_flatten, tree_flatten_with_path, tree_unflatten
 
-__all__ = ['Arguments', 'Kind', 'Leaf', 'NoChunk', 'Path', 'Repeated', 'Structure', 'attributes',
-           'bare', 'call', 'flatten', 'flatten_nested', 'is_leaf', 'is_object', 'leaves_of',
-           'once', 'path_name']
+__all__ = ['Arguments', 'Kind', 'Leaf', 'Memories', 'NoChunk', 'Path', 'Repeated', 'Structure',
+           'attributes', 'bare', 'call', 'check_nested', 'copy_of', 'flatten', 'flatten_nested',
+           'is_among', 'is_leaf', 'is_object', 'is_plain', 'leaves_of', 'once', 'path_name',
+           'share_memory', 'size_of', 'storage_id', 'versions', 'view_of']
+
+#: Copies of memories, by :func:`storage_id` of what they were copied from.
+Memories = dict[int, Tensor]
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Tell memories apart, also where they are empty or lie on the meta device.
+
+    A memory has one Python object for as long as it lives. ``data_ptr()`` is 0 for those.
+    """
+    return id(tensor.untyped_storage())
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Count the changes in place that were made to tensors, or to their memory through others.
+
+    Those that were made in inference mode are not counted.
+    """
+    try:
+        return [x._version for x in tensors]
+    except RuntimeError:
+        return [0 if x.is_inference() else x._version for x in tensors]
+
+
+def share_memory(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    """Return whether any of some tensors lies in the memory of any of the others."""
+    memories = {storage_id(x) for x in others if x.layout is torch.strided}
+    return any(storage_id(x) in memories for x in some if x.layout is torch.strided)
+
+
+def is_among(x: Tensor, others: Iterable[Tensor]) -> bool:
+    """Return whether a tensor has the very same elements, in place, as one of the others."""
+    return any(x is y or _place(x) == _place(y) for y in others
+               if x.layout is y.layout is torch.strided)
+
+
+def _place(x: Tensor) -> tuple[object, ...]:
+    return storage_id(x), x.storage_offset(), x.shape, x.stride()
+
+
+def check_nested(x: Tensor) -> None:
+    """Refuse a nested tensor of the layout whose sizes cannot be asked for."""
+    if x.layout is torch.strided:
+        raise nested()
+
+
+def size_of(x: Tensor) -> int:
+    """Return the bytes of a tensor's elements; of a sparse one, with those of their indices."""
+    if x.layout is torch.strided:
+        return x.numel() * x.element_size()
+    if x.layout is torch.sparse_coo:
+        return size_of(x._values()) + size_of(x._indices())
+    return x.values().numel() * x.element_size() + 8 * x._nnz()
+
+
+def is_plain(x: Any) -> bool:
+    """Tell an ordinary tensor, whose memory can be had, from a sparse one or another type."""
+    return type(x) in (Tensor, nn.Parameter, Buffer) and x.layout is torch.strided
+
+
+def copy_of(x: Tensor, memories: Memories) -> Tensor:
+    """Copy a tensor; tensors that share a memory share its copy.
+
+    Args:
+        x: The tensor.
+        memories: The copies to share; a new one is added.
+    """
+    x = x.detach()
+    if not is_plain(x):
+        return x.clone()
+    memory, key = x.untyped_storage(), storage_id(x)
+    copy = memories.get(key)
+    if copy is None:
+        # A tensor that fills its memory keeps its strides in a clone, and so the same layout.
+        copy = memories[key] = x.clone() if memory.nbytes() == x.numel() * x.element_size() \
+            else _view(memory.clone(), x)
+        return copy
+    return view_of(copy, x)
+
+
+def view_of(copy: Tensor, x: Tensor) -> Tensor:
+    """Return a tensor that lies in the memory of a copy as one lies in its own."""
+    return _view(copy.untyped_storage(), x)
+
+
+def _view(memory: torch.UntypedStorage, x: Tensor) -> Tensor:
+    view = torch.empty(0, dtype=x.dtype, device=x.device)
+    return view.set_(memory, x.storage_offset(), x.size(), x.stride())
+
 
 Tensors = tuple[Tensor, ...]
 
-#: A tensor, or any structure of tensors: see :mod:`torchgpipe.structure`.
+#: A tensor, or any structure of tensors: see :mod:`torchgpipe.base.structure`.
 Value = Any
 
 #: What a cell runs: a partition, or any callable from value to value.
@@ -100,7 +192,7 @@ class Leaf:
 
 def leaves_of(value: Any, path: Path = (), shared: bool = False) -> list[Leaf]:
     """Return all leaves of a value, with their paths, in the order of
-    :func:`torchgpipe.structure.flatten`.
+    :func:`torchgpipe.base.structure.flatten`.
 
     >>> [(path_name(leaf.path), leaf.value) for leaf in leaves_of({'n': (3, NoChunk([4]))})]
     [("['n'][0]", 3), ("['n'][1][0]", 4)]
