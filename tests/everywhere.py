@@ -8,10 +8,10 @@ import functools
 import pytest
 
 from torchgpipe.balance.measure import Flow
-from torchgpipe.engine.autograd import Copy, Tie, Wait
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.worker import Workers
+from torchgpipe.engine.streams import Copy, Tie, Wait
+from torchgpipe.engine.workers import Workers
 
 __all__ = ['Everywhere']
 

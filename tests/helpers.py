@@ -16,10 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests import accelerator
 from tests.devices import DEVICES
-from torchgpipe import GPipe, split
-from torchgpipe.engine import autograd, partition, shared
+from torchgpipe import GPipe
+from torchgpipe.engine import partition, shared, split, streams
 from torchgpipe.engine.cell import compare_earlier
-from torchgpipe.engine.stream import use_device
+from torchgpipe.engine.streams import use_device
 
 MODES = ['always', 'except_last', 'never']
 
@@ -181,7 +181,7 @@ def in_two_memories(monkeypatch):
         copies.append(tensor)
         return tensor.clone()
 
-    monkeypatch.setattr(autograd, 'copy_tensor', copy_tensor)
+    monkeypatch.setattr(streams, 'copy_tensor', copy_tensor)
     for module in (partition, shared, split):
         monkeypatch.setattr(module, 'memory_key', lambda device: (device.type, device.index or 0))
     return copies

@@ -321,7 +321,7 @@ def while_mutation_is_allowed():
 def in_other_memories():
     """Change what a copy would separate from another tensor, as if each device had a memory."""
     with patch('torchgpipe.engine.partition.Engine.apart', lambda *_: True), \
-            patch('torchgpipe.engine.autograd.copy_tensor', lambda x, *streams: x.clone()):
+            patch('torchgpipe.engine.streams.copy_tensor', lambda x, *streams: x.clone()):
         train(wrap(Call(lambda x: (x, x[:])), Call(lambda xs: xs[0].add_(1) + xs[1])))
 
 
@@ -336,7 +336,7 @@ def drawn_elsewhere():
     def state(*_):
         return torch.Generator().manual_seed(int(torch.randint(1 << 30, ()))).get_state()
 
-    with patch('torchgpipe.engine.checkpoint.draws.state_of', state):
+    with patch('torchgpipe.engine.checkpoint.random.state_of', state):
         train(one(linear(), nn.Dropout()))
 
 

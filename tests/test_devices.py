@@ -4,7 +4,7 @@ import ast
 from tests.cases import cases
 from tests.test_layers import layers
 
-#: Files that may ask. On the way of each micro-batch `engine.stream` asks for the CPU by itself.
+#: Files that may ask. On the way of each micro-batch `engine.streams` asks for the CPU by itself.
 MAY_ASK = {'devices', 'engine.stream'}
 
 KINDS = {'cpu', 'cuda', 'meta', 'mps', 'xpu'}

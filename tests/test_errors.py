@@ -13,7 +13,7 @@ from tests.devices import cpu_only, devices, one_worker, workers
 from tests.helpers import MODES, Spy, WeakLog, assert_same, call, gradients, threads, train_both
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.engine.worker import Workers
+from torchgpipe.engine.workers import Workers
 from torchgpipe.skip.tracker import current_skip_tracker
 
 

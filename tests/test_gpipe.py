@@ -14,7 +14,7 @@ from tests.devices import cpu_only, one_worker, places, workers
 from tests.helpers import (Child, assert_same, call, gradients, nodes, nothing, small_model,
                            threads, to)
 from torchgpipe import GPipe, NoChunk
-from torchgpipe.engine.stream import use_device
+from torchgpipe.engine.streams import use_device
 from torchgpipe.skip import pop, skippable, stash
 
 

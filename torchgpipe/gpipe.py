@@ -14,12 +14,12 @@ from torch import nn
 from torchgpipe.base.devices import Device
 from torchgpipe.base.settings import Checkpoint, Settings, checkpoint_stops, stops_of_mode
 from torchgpipe.base.structure import Arguments, Value, flatten_nested
-from torchgpipe.engine.edges import Pipeline
 from torchgpipe.engine.microbatches import Batch, check_arguments, cut, fit_rule, gather
 from torchgpipe.engine.partition import Engine
+from torchgpipe.engine.plain_call import Pipeline
+from torchgpipe.engine.split import parse_devices, split, verify_module, verify_shared
 from torchgpipe.placed import Placed, verify
 from torchgpipe.schedule import ScheduleLike
-from torchgpipe.split import parse_devices, split, verify_module, verify_shared
 from torchgpipe.weights import Weights
 
 __all__ = ['GPipe', 'verify_module']

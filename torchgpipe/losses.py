@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchgpipe.base.context import context
 from torchgpipe.base.errors import add_note
 from torchgpipe.base.structure import call, leaves_of
-from torchgpipe.engine.leaves import leaf_of
+from torchgpipe.engine.gradients import leaf_of
 from torchgpipe.engine.microbatches import Batch, cut
 from torchgpipe.means import Known, LossMonitor, itself, normalizer_of
 

@@ -42,7 +42,7 @@ from torchgpipe.base.devices import CPU, rng_states, set_rng_states
 from torchgpipe.base.errors import add_note
 from torchgpipe.base.private import RESETS
 from torchgpipe.base.structure import is_plain
-from torchgpipe.engine.stream import no_context
+from torchgpipe.engine.streams import no_context
 from torchgpipe.sequential.parts import NamedLayer, to_own_names, with_part
 from torchgpipe.weights import Weights, open_weights
 

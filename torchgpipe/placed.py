@@ -20,11 +20,11 @@ from torchgpipe.base.devices import is_cpu, memory_of
 from torchgpipe.base.private import hooks_of, uncompiled
 from torchgpipe.base.settings import Checkpoint, Settings, parse_checkpoint
 from torchgpipe.engine.microbatches import check_rules, value_of
+from torchgpipe.engine.split import (parse_balance, parse_chunks, still_shared, verify_layers,
+                                     verify_module, verify_source)
 from torchgpipe.schedule import ScheduleLike
-from torchgpipe.schedule.plain import PLAIN_CALL
+from torchgpipe.schedule.generators import PLAIN_CALL
 from torchgpipe.skip.skippable import verify_skippables
-from torchgpipe.split import (parse_balance, parse_chunks, still_shared, verify_layers,
-                              verify_module, verify_source)
 
 __all__ = ['Placed', 'verify']
 

@@ -18,7 +18,7 @@ from torchgpipe import GPipe
 from torchgpipe.base.devices import accelerators, is_cpu, memory_of
 from torchgpipe.plan import plan
 from torchgpipe.schedule import NAMES
-from torchgpipe.schedule.plain import PLAIN_CALL
+from torchgpipe.schedule.generators import PLAIN_CALL
 
 BATCH = 256
 

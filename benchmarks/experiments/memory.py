@@ -27,7 +27,7 @@ from benchmarks.harness.options import Options, experiment_options, take_options
 from benchmarks.harness.published import ACTIVATIONS, AMOEBANETD_MEMORY, MODEL, UNET_MEMORY
 from benchmarks.harness.turns import Turns
 from torchgpipe.base.devices import memory_of, synchronize
-from torchgpipe.engine.edges import Pipeline
+from torchgpipe.engine.plain_call import Pipeline
 from torchgpipe.engine.run import Skip
 
 __all__ = ['COMMANDS', 'measure', 'peaks_by_partition']

@@ -7,7 +7,7 @@ from benchmarks.harness.experiment import OURS
 from benchmarks.harness.published import PAPER
 from benchmarks.harness.simulated import NAME
 from benchmarks.harness.tables import is_simulated
-from torchgpipe.schedule.plain import PLAIN_CALL
+from torchgpipe.schedule.generators import PLAIN_CALL
 
 __all__ = ['COLORS', 'NEUTRAL', 'draw_predictions', 'draw_ratios', 'neutral', 'save']
 

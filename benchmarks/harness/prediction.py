@@ -19,7 +19,7 @@ from torchgpipe.base.devices import memory_of
 from torchgpipe.base.settings import checkpoint_stops
 from torchgpipe.plan import Costs, simulate
 from torchgpipe.schedule import NAMES, make
-from torchgpipe.schedule.plain import PLAIN_CALL
+from torchgpipe.schedule.generators import PLAIN_CALL
 
 __all__ = ['predict', 'step_seconds']
 

@@ -20,8 +20,7 @@ from tests.helpers import assert_same, gradients, nodes, small_model
 from tests.skip.models import WIDTH, crossing
 from torchgpipe import GPipe, NoChunk
 from torchgpipe.balance import profile
-from torchgpipe.engine.autograd import Copy, Wait
-from torchgpipe.engine.stream import CPUStream
+from torchgpipe.engine.streams import Copy, CPUStream, Wait
 
 FOUR = ['sim:0', 'sim:1', 'sim:2', 'sim:3']
 

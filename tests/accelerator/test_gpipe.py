@@ -12,7 +12,7 @@ from tests.helpers import MODES, assert_same, gradients
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, NoChunk
 from torchgpipe.balance import balance_by_size, balance_by_time
-from torchgpipe.engine.stream import new_stream, record_stream, use_stream
+from torchgpipe.engine.streams import new_stream, record_stream, use_stream
 from torchgpipe.skip import Namespace
 
 pytestmark = pytest.mark.sim

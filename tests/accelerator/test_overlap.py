@@ -18,10 +18,10 @@ from tests.helpers import MODES
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.base.context import ThreadState
-from torchgpipe.engine import edges
-from torchgpipe.engine.checkpoint import samples
-from torchgpipe.engine.edges import Pipeline
-from torchgpipe.engine.stream import no_context
+from torchgpipe.engine import plain_call
+from torchgpipe.engine.checkpoint import recomputation
+from torchgpipe.engine.plain_call import Pipeline
+from torchgpipe.engine.streams import no_context
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.timeline import record
 
@@ -231,7 +231,7 @@ def host_waits_for_cells():
 
 def host_waits_for_samples():
     """Let the host wait until it can look at samples of outputs."""
-    return patch.object(samples, '_to_host', lambda elements: elements.to('cpu'))
+    return patch.object(recomputation, '_to_host', lambda elements: elements.to('cpu'))
 
 
 def copies_on_the_compute_stream():
@@ -240,8 +240,8 @@ def copies_on_the_compute_stream():
 
 
 def nodes_on_the_compute_stream():
-    """Let the nodes behind a cell belong to the compute stream: see engine/edges.py."""
-    return patch.object(edges, 'use_stream', lambda stream: no_context)
+    """Let the nodes behind a cell belong to the compute stream: see engine/plain_call.py."""
+    return patch.object(plain_call, 'use_stream', lambda stream: no_context)
 
 
 #: What is taken out, and what holds no longer then.

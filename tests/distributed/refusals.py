@@ -26,7 +26,7 @@ from torchgpipe.distributed.tensor import check_plan, tie_again
 from torchgpipe.distributed.ties import Ties
 from torchgpipe.distributed.watch import Watch
 from torchgpipe.schedule import Action
-from torchgpipe.schedule.messages import Send
+from torchgpipe.schedule.lowering import Send
 from torchgpipe.shard.nn import Experts
 
 __all__ = ['REFUSALS']

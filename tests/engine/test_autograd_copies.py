@@ -4,10 +4,9 @@ import torch
 
 from tests.devices import ACCELERATOR, cpu_only, places
 from tests.helpers import sleep
-from torchgpipe.engine.autograd import Copy, Wait
-from torchgpipe.engine.stream import (CPUStream, current_stream, default_stream, get_device,
-                                      is_accelerator, new_stream, record_stream, use_device,
-                                      use_stream, wait_stream)
+from torchgpipe.engine.streams import (Copy, CPUStream, Wait, current_stream, default_stream,
+                                       get_device, is_accelerator, new_stream, record_stream,
+                                       use_device, use_stream, wait_stream)
 
 pytestmark = cpu_only('about the graph; waits are taken out in tests/accelerator')
 

@@ -16,8 +16,7 @@ from tests.helpers import Spy, WeakLog, assert_same, gradients, on_first
 from tests.skip.layers import Pop
 from torchgpipe import GPipe
 from torchgpipe.base.private import innermost_hooks
-from torchgpipe.engine.interpreter import _Shared
-from torchgpipe.engine.worker import Workers
+from torchgpipe.engine.workers import Workers, _Shared
 from torchgpipe.skip import skippable
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from tests.devices import devices
 from tests.engine.steps import loss_of, train
 from torchgpipe import GPipe
-from torchgpipe.engine import leaves
+from torchgpipe.engine import gradients
 
 
 @devices
@@ -81,7 +81,7 @@ def test_where_the_gradient_of_a_sparse_tensor_enters_its_graph():
     x = torch.eye(2, requires_grad=True)
     leaf = torch.eye(2).to_sparse().requires_grad_()
     for y in ((x * 2).to_sparse(), leaf):
-        torch.autograd.backward([leaves.edge_of(y)], [torch.eye(2).to_sparse()])
+        torch.autograd.backward([gradients.edge_of(y)], [torch.eye(2).to_sparse()])
     assert torch.equal(x.grad, 2 * torch.eye(2))
     assert torch.equal(leaf.grad.to_dense(), torch.eye(2))
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from tests.devices import DEVICES, cpu_only, workers
 from tests.whole import first
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.engine.stepping import Step
+from torchgpipe.engine.scheduled import Step
 from torchgpipe.schedule import Schedule, make
 
 

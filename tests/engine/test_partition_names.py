@@ -7,10 +7,10 @@ from tests.devices import cpu_only
 from tests.helpers import in_two_memories
 from torchgpipe import GPipe, no_recompute
 from torchgpipe.base.context import layer_lock
-from torchgpipe.engine.edges import Pipeline
 from torchgpipe.engine.microbatches import cut
 from torchgpipe.engine.partition import (Engine, modules_of, only_computes, shared_modules,
                                          shared_slots)
+from torchgpipe.engine.plain_call import Pipeline
 
 pytestmark = cpu_only('what stands where is the same on any device')
 

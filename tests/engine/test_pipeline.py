@@ -9,10 +9,10 @@ from tests.devices import cpu_only, cpus, devices, one_worker
 from tests.helpers import Spy, in_a_new_thread, modes, nodes
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.base.structure import bare
-from torchgpipe.engine.autograd import Tie
-from torchgpipe.engine.edges import Pipeline
-from torchgpipe.engine.interpreter import Plan
 from torchgpipe.engine.microbatches import Batch
+from torchgpipe.engine.plain_call import Pipeline
+from torchgpipe.engine.streams import Tie
+from torchgpipe.engine.workers import Plan
 
 
 @one_worker

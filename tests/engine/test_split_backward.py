@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.devices import cpu_only, cpus, devices, workers
 from tests.helpers import Spy, assert_same, gradients, modes, on_first
 from torchgpipe import GPipe
-from torchgpipe.engine import split_backward
-from torchgpipe.engine.stepping import Step
+from torchgpipe.engine import gradients as engine_gradients
+from torchgpipe.engine.scheduled import Step
 from torchgpipe.schedule import Schedule
 
 
@@ -27,7 +27,7 @@ def loss_of(output, target):
 @pytest.fixture
 def log(monkeypatch):
     """Note the actions, and how many gradients each one adds up that were put off."""
-    entries, act, add = [], Step._act, split_backward._add
+    entries, act, add = [], Step._act, engine_gradients._add
 
     def note(step, action):
         entries.append([str(action), 0])
@@ -38,7 +38,7 @@ def log(monkeypatch):
         add(leaf, grad)
 
     monkeypatch.setattr(Step, '_act', note)
-    monkeypatch.setattr(split_backward, '_add', count)
+    monkeypatch.setattr(engine_gradients, '_add', count)
     return entries
 
 
@@ -426,7 +426,7 @@ def test_under_hooks_of_the_user_s():
 @workers
 def test_the_input_s_gradient_does_not_wait_for_that_of_weights(devices, monkeypatch):
     """Partition 0 goes back while partition 1 is held before its first W."""
-    sent, add = threading.Event(), split_backward._add
+    sent, add = threading.Event(), engine_gradients._add
     gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1],
                   devices=devices.distinct(2), chunks=2, checkpoint='never')
     x = torch.randn(4, 4, device=devices.first)
@@ -446,7 +446,7 @@ def test_the_input_s_gradient_does_not_wait_for_that_of_weights(devices, monkeyp
         if str(action) == '0I0':
             sent.set()
 
-    monkeypatch.setattr(split_backward, '_add', wait)
+    monkeypatch.setattr(engine_gradients, '_add', wait)
     monkeypatch.setattr(Step, '_act', note)
     gpipe.step(x, target, loss_of, schedule='zb-h1')
     assert sent.is_set()
@@ -460,7 +460,7 @@ def test_a_fault_in_a_second_half(devices, mode, monkeypatch):
     x = torch.randn(6, 4, dtype=torch.double)
     loss_of(model(x), x).backward()
     y, target = on_first(gpipe, x), x.to(gpipe.devices[-1])
-    add, kept = split_backward._add, weakref.WeakSet()
+    add, kept = engine_gradients._add, weakref.WeakSet()
     for number in (1, 5, 18):
         left = [number]
 
@@ -471,7 +471,7 @@ def test_a_fault_in_a_second_half(devices, mode, monkeypatch):
                 raise ValueError
             add(leaf, grad)
 
-        monkeypatch.setattr(split_backward, '_add', fail)
+        monkeypatch.setattr(engine_gradients, '_add', fail)
         gc.collect()
         gc.disable()
         try:
@@ -482,7 +482,7 @@ def test_a_fault_in_a_second_half(devices, mode, monkeypatch):
             assert all(parameter.grad is None for parameter in gpipe.parameters())
         finally:
             gc.enable()
-        monkeypatch.setattr(split_backward, '_add', add)
+        monkeypatch.setattr(engine_gradients, '_add', add)
         gpipe.step(y, target, loss_of, schedule='zb-h1')
         assert_same(gradients(gpipe), gradients(model))
         gpipe.zero_grad()
@@ -500,7 +500,7 @@ def test_nothing_is_left_behind(fails, monkeypatch):
     if fails:
         def fail(*args):
             raise ValueError
-        monkeypatch.setattr(split_backward, '_add', fail)
+        monkeypatch.setattr(engine_gradients, '_add', fail)
     gc.disable()
     try:
         gpipe.step(x, x, loss_of, schedule='zb-h1')
@@ -512,8 +512,8 @@ def test_nothing_is_left_behind(fails, monkeypatch):
 
 
 def test_a_weight_is_a_parameter_for_all_that_look_at_it():
-    weight = split_backward.Weight(torch.ones(2, 2))
-    weight.deferred = split_backward.DeferredWork()
+    weight = engine_gradients.Weight(torch.ones(2, 2))
+    weight.deferred = engine_gradients.DeferredWork()
     assert isinstance(weight, nn.Parameter) and weight.shape == (2, 2)
     assert type(weight * 2) is torch.Tensor and type(weight.detach()) is torch.Tensor
     assert type(weight.t()) is torch.Tensor

@@ -13,10 +13,10 @@ from tests.refusals import REFUSALS
 from tests.skip.layers import Pop, Stash
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.base.structure import bare, leaves_of
-from torchgpipe.engine.aliasing import Aliasing
-from torchgpipe.engine.interpreter import _in_order
-from torchgpipe.engine.leaves import Leaves
+from torchgpipe.engine.gradients import Leaves
 from torchgpipe.engine.microbatches import Batch
+from torchgpipe.engine.run import Aliasing
+from torchgpipe.engine.workers import _in_order
 from torchgpipe.schedule import make
 
 #: How long a thread waits for another one that the lock keeps away.
@@ -106,7 +106,7 @@ def test_in_v080_a_step_took_leaves_of_another_one_for_parameters(devices, where
         parameter.grad = None
     threads.append(threading.Thread(target=models[1].step, args=(x, y, loss_fn)))
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr('torchgpipe.engine.stepping.Leaves', Look)
+        patches.setattr('torchgpipe.engine.scheduled.Leaves', Look)
         models[0].step(x, y, loss_fn)
         threads[0].join()
     assert {*taken} == {*map(id, parameters)}

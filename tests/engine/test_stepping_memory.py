@@ -12,7 +12,7 @@ from tests.engine.steps import layers, loss_of
 from tests.helpers import memory_of, on_first
 from torchgpipe import GPipe
 from torchgpipe.engine import cell
-from torchgpipe.engine.stepping import Step
+from torchgpipe.engine.scheduled import Step
 
 
 def saved(x, alive, most):

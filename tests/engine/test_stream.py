@@ -9,7 +9,9 @@ from torch import nn
 from tests.devices import cpu_only
 from tests.helpers import Spy
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.engine import autograd, edges, run, worker
+from torchgpipe.engine import plain_call, run
+from torchgpipe.engine import streams as streams_module
+from torchgpipe.engine import workers
 from torchgpipe.engine.checkpoint import recomputation
 from torchgpipe.engine.partition import Engine
 
@@ -17,7 +19,7 @@ pytestmark = cpu_only('streams that take notes stand in for those of a device')
 
 
 class Streams:
-    """Stands where :mod:`torchgpipe.engine.stream` stands, and takes notes.
+    """Stands where :mod:`torchgpipe.engine.streams` stands, and takes notes.
 
     Streams are names that end in the index of their device.
     """
@@ -72,7 +74,7 @@ class Streams:
 def streams(monkeypatch):
     """Return the notes of all that the engine does with streams."""
     streams = Streams()
-    for module in (autograd, edges, recomputation, run, worker):
+    for module in (streams_module, plain_call, recomputation, run, workers):
         for name in dir(Streams):
             if hasattr(module, name) and not name.startswith('_'):
                 monkeypatch.setattr(module, name, getattr(streams, name))

@@ -14,8 +14,8 @@ from torch import nn
 from tests.devices import cpu_only
 from tests.helpers import Child, Spy
 from torchgpipe import GPipe
-from torchgpipe.engine import worker
-from torchgpipe.engine.worker import Worker, Workers, _stop
+from torchgpipe.engine import workers as workers_module
+from torchgpipe.engine.workers import Worker, Workers, _stop
 
 pytestmark = cpu_only('workers of any device are the same threads')
 
@@ -99,7 +99,7 @@ def test_a_thread_ends_whose_worker_nobody_has():
 def test_a_thread_does_not_keep_the_interpreter_from_exiting():
     program = """if True:
         import torch
-        from torchgpipe.engine.worker import Workers
+        from torchgpipe.engine.workers import Workers
         workers = Workers()
         workers.submit([(torch.device('cpu'), int)])[0].result()"""
     assert subprocess.run([sys.executable, '-c', program], timeout=50).returncode == 0
@@ -143,7 +143,7 @@ def test_threads_that_ask_at_once_get_one_stream_to_the_host(monkeypatch):
         free.append(is_free(workers._lock))
         return object()
 
-    monkeypatch.setattr(worker, 'new_stream', new_stream)
+    monkeypatch.setattr(workers_module, 'new_stream', new_stream)
     workers = Workers()
     assert workers.host_stream(cpu) is workers.host_stream(cpu) and free == [False]
 
@@ -247,8 +247,8 @@ def test_a_fork_while_another_thread_holds_every_lock():
 
     def hold():
         from torchgpipe.base import context
-        from torchgpipe.engine.checkpoint import draws
-        with gpipe._engine.workers._lock, draws._lock, context._lock, context.generator_lock, \
+        from torchgpipe.engine.checkpoint import random
+        with gpipe._engine.workers._lock, random._lock, context._lock, context.generator_lock, \
                 gpipe._engine.partitions[0].lock, gpipe._engine.partitions[1].lock:
             held.set()
             end.wait(20)

@@ -2,9 +2,9 @@
 import pytest
 import torch
 
-from torchgpipe.engine.interpreter import Plan
+from torchgpipe.engine.workers import Plan
 from torchgpipe.schedule import Action, make
-from torchgpipe.schedule.plain import forward_order, one_by_one, plain_call
+from torchgpipe.schedule.generators import forward_order, one_by_one, plain_call
 
 
 @pytest.mark.parametrize('start, stop, n', [(0, 5, 3), (2, 6, 2), (0, 1, 3), (0, 4, 1)])

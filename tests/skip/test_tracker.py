@@ -10,7 +10,7 @@ from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe
 from torchgpipe.base.structure import bare
 from torchgpipe.engine.microbatches import Batch
-from torchgpipe.engine.stream import CPUStream
+from torchgpipe.engine.streams import CPUStream
 from torchgpipe.skip.tracker import SkipTracker, current_skip_tracker, use_skip_tracker
 
 batch = Batch((torch.ones(1),), bare)

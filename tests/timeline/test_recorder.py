@@ -12,9 +12,8 @@ from tests.devices import ACCELERATOR, cpu_only, devices, one_worker, workers
 from tests.helpers import modes
 from torchgpipe import GPipe
 from torchgpipe.base.context import context
-from torchgpipe.engine import worker
-from torchgpipe.engine.observer import observers
-from torchgpipe.engine.stream import current_stream
+from torchgpipe.engine import workers as workers_module
+from torchgpipe.engine.streams import current_stream, observers
 from torchgpipe.schedule import make
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.timeline import record, recorder
@@ -452,7 +451,7 @@ def test_copies(function):
 @pytest.mark.accelerator
 def test_copies_on_streams_that_are_the_same(monkeypatch):
     """As those of a pool that has given out all that it has."""
-    monkeypatch.setattr(worker, 'new_stream', current_stream)
+    monkeypatch.setattr(workers_module, 'new_stream', current_stream)
     timeline = recorded(pipeline([f'{ACCELERATOR}:0', 'cpu'], 'never', 2), call)
     assert [each.micro_batch for each in timeline.copies] == [*range(M), *reversed(range(M))]
 

@@ -15,8 +15,8 @@ from torchgpipe.balance.profiled import Balance, Profile, edges_for
 from torchgpipe.base.devices import Device
 from torchgpipe.base.structure import Value
 from torchgpipe.engine.microbatches import cut, fit_rule
+from torchgpipe.engine.split import verify_module
 from torchgpipe.predict.blocks import LayerProfile, SkipProfile
-from torchgpipe.split import verify_module
 
 __all__ = ['Balance', 'LayerProfile', 'Profile', 'SkipProfile', 'balance_by_size',
            'balance_by_time', 'profile']

@@ -17,16 +17,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.base.devices import synchronize
 from torchgpipe.base.structure import call, flatten, size_of, versions
-from torchgpipe.engine.autograd import get_phony, graph_leaves, join
+from torchgpipe.engine.checkpoint.state import substituted
 from torchgpipe.engine.compiled import has_compiled
-from torchgpipe.engine.leaves import Leaves
+from torchgpipe.engine.gradients import DeferredWork, Leaves
 from torchgpipe.engine.microbatches import Batch
-from torchgpipe.engine.split_backward import DeferredWork
-from torchgpipe.engine.substitute import substituted
+from torchgpipe.engine.streams import get_phony, graph_leaves, join
 from torchgpipe.predict.blocks import SkipProfile
 from torchgpipe.skip.layout import DeclaresSkips
-from torchgpipe.skip.namespace import Key
-from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
+from torchgpipe.skip.tracker import Key, SkipTracker, use_skip_tracker
 
 __all__ = ['Flow', 'Measurement']
 

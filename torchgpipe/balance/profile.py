@@ -31,10 +31,10 @@ from torchgpipe.base.devices import Device, accelerator, forked_rng, has_data
 from torchgpipe.base.errors import add_note
 from torchgpipe.base.structure import Value, size_of
 from torchgpipe.engine.microbatches import Batch, cut, fit_rule
-from torchgpipe.engine.stream import use_device
+from torchgpipe.engine.split import verify_module
+from torchgpipe.engine.streams import use_device
 from torchgpipe.predict.blocks import LayerProfile
 from torchgpipe.skip.skippable import verify_skippables
-from torchgpipe.split import verify_module
 
 __all__ = ['layerwise_sandbox', 'profile', 'profile_bytes']
 

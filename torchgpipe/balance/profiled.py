@@ -12,7 +12,7 @@ from torchgpipe.predict.blocks import (Blocks, LayerProfile, MemoryLimit, Peak, 
                                        check_numbers, memory_limits, peaks)
 from torchgpipe.predict.costs import Costs
 from torchgpipe.predict.simulate import simulate
-from torchgpipe.schedule.plain import plain_call
+from torchgpipe.schedule.generators import plain_call
 
 __all__ = ['Balance', 'Profile', 'edges_for', 'fastest']
 

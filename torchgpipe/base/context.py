@@ -121,7 +121,7 @@ class _Context(threading.local):
         self.asked = False
         #: Where layers stash skips, and pop them: a :class:`~torchgpipe.skip.tracker.SkipTracker`.
         self.skips: Any = None
-        #: The ids of the :class:`~torchgpipe.engine.worker.Workers` that wait for this thread, so
+        #: The ids of the :class:`~torchgpipe.engine.workers.Workers` that wait for this thread, so
         #: that it must not wait for them.
         self.workers: frozenset[int] = frozenset()
         #: Says why ranks would not meet where they would not: [Note: Collectives].

@@ -1,6 +1,6 @@
 """Kinds of devices: the CPU, accelerators and devices without data.
 
-No file but this one and ``engine.stream`` asks for the type of a device; of a tensor, ``is_cpu``
+No file but this one and ``engine.streams`` asks for the type of a device; of a tensor, ``is_cpu``
 and ``is_meta`` tell it. An accelerator is whatever PyTorch takes for one and has streams: CUDA,
 XPU, or a backend of somebody else's. There is one kind of it in a process.
 """

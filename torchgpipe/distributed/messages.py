@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from torchgpipe.base.devices import is_cpu
 from torchgpipe.base.structure import Kind
-from torchgpipe.schedule.messages import Message
+from torchgpipe.schedule.lowering import Message
 
 __all__ = ['Header', 'Messages', 'Outline', 'outline']
 

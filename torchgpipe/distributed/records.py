@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchgpipe.schedule import Action
-from torchgpipe.schedule.messages import Message, Receive
+from torchgpipe.schedule.lowering import Message, Receive
 
 __all__ = ['Record', 'blame', 'doing', 'names_of', 'text_of']
 

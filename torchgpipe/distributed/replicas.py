@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torchgpipe.distributed.comparison import digests
 from torchgpipe.distributed.mesh import Axis
 from torchgpipe.distributed.units import Gradients, Unit
-from torchgpipe.engine.leaves import give
+from torchgpipe.engine.gradients import give
 from torchgpipe.engine.partition import named_slots
 
 __all__ = ['DATA', 'Gradients', 'Replicas', 'added', 'like', 'local', 'split_axes', 'take_first']

@@ -33,7 +33,7 @@ from torchgpipe.losses import Losses, count_functions, counts_of, seen_means, wi
 from torchgpipe.means import LossMonitor, no_mean_in_the_model, no_mean_over_samples
 from torchgpipe.placed import Placed
 from torchgpipe.schedule import Action, Schedule
-from torchgpipe.schedule.messages import Message, Row, with_messages
+from torchgpipe.schedule.lowering import Message, Row, with_messages
 from torchgpipe.step import find_schedule
 
 __all__ = ['Steps', 'check_alike', 'check_counts', 'check_losses',

@@ -19,16 +19,16 @@ from torch.profiler import record_function
 from torchgpipe.base.structure import bare, leaves_of, versions
 from torchgpipe.distributed.messages import Header, Messages, outline
 from torchgpipe.distributed.replicas import Replicas
-from torchgpipe.engine.autograd import graph_leaves
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
-from torchgpipe.engine.leaves import Leaves
+from torchgpipe.engine.gradients import Leaves
 from torchgpipe.engine.microbatches import Batch
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run, Skip
-from torchgpipe.engine.stepping import Loss, Step
+from torchgpipe.engine.scheduled import Loss, Step
+from torchgpipe.engine.streams import graph_leaves
 from torchgpipe.schedule import Action
-from torchgpipe.schedule.messages import Message, Receive, Row, Send
+from torchgpipe.schedule.lowering import Message, Receive, Row, Send
 
 __all__ = ['Evaluation', 'Training', 'Way', 'drive']
 
@@ -165,7 +165,7 @@ class Training(_OnRanks, Step):
         batches: The micro-batches; on ranks that do not have the first stage, empty ones.
         way: What this rank does, and its messages.
         loss: Returns what backward starts from.
-        dtype: In which gradients are added up: see :class:`~torchgpipe.engine.leaves.Leaves`.
+        dtype: In which gradients are added up: see :class:`~torchgpipe.engine.gradients.Leaves`.
         options: Those of :class:`~torchgpipe.engine.run.Run`.
     """
 

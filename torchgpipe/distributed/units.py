@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from torchgpipe.engine.leaves import Give
+from torchgpipe.engine.gradients import Give
 from torchgpipe.engine.partition import named_slots
 
 __all__ = ['Gradients', 'Unit', 'grouped']

@@ -27,7 +27,7 @@ from torchgpipe.distributed.records import doing, text_of
 from torchgpipe.distributed.watcher import GRACE, Own, Watcher
 from torchgpipe.distributed.whereabouts import is_from_others
 from torchgpipe.schedule import Action
-from torchgpipe.schedule.messages import Message
+from torchgpipe.schedule.lowering import Message
 
 __all__ = ['Watch', 'watched']
 

@@ -12,7 +12,7 @@ from torchgpipe.distributed.board import Board
 from torchgpipe.distributed.records import Record, blame, doing, names_of
 from torchgpipe.distributed.whereabouts import Whereabouts, whereabouts
 from torchgpipe.schedule import Action
-from torchgpipe.schedule.messages import Message
+from torchgpipe.schedule.lowering import Message
 
 __all__ = ['EXIT', 'GRACE', 'Own', 'Watcher']
 

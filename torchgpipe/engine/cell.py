@@ -20,19 +20,16 @@ from torch import Tensor, default_generator, nn
 from torchgpipe.base.context import ThreadState, context
 from torchgpipe.base.errors import changed_input
 from torchgpipe.base.structure import Arguments, Kind, Repeated, Tensors, bare, flatten, once
-from torchgpipe.engine.checkpoint.draws import DrawMonitor, Draws, Recorder, generators_of
-from torchgpipe.engine.checkpoint.layer_state import Layers
-from torchgpipe.engine.checkpoint.observed import Observed, Watch
-from torchgpipe.engine.checkpoint.recomputation import Recomputation
+from torchgpipe.engine.checkpoint.random import DrawMonitor, Draws, Recorder, generators_of
+from torchgpipe.engine.checkpoint.recomputation import Recomputation, compare_pending
 from torchgpipe.engine.checkpoint.results import MARK, Results
-from torchgpipe.engine.checkpoint.samples import compare_pending
+from torchgpipe.engine.checkpoint.state import Layers, Observed, Watch
 from torchgpipe.engine.compiled import compiled
 from torchgpipe.engine.culprit import add_culprit, blame, left_grad_mode
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.partition import Partition
-from torchgpipe.engine.stream import AbstractStream, CPUStream
-from torchgpipe.skip.namespace import Key
-from torchgpipe.skip.tracker import SkipTracker
+from torchgpipe.engine.streams import AbstractStream, CPUStream
+from torchgpipe.skip.tracker import Key, SkipTracker
 
 __all__ = ['Cell', 'Cells', 'Sequential', 'compare_earlier', 'result_of']
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from torchgpipe.base.private import unseen
 from torchgpipe.base.structure import Tensors, is_plain
-from torchgpipe.engine.stream import (AbstractStream, get_device, record_stream, use_stream,
-                                      wait_stream)
+from torchgpipe.engine.streams import (AbstractStream, get_device, record_stream, use_stream,
+                                       wait_stream)
 
 __all__ = ['Offload']
 

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torchgpipe.base.context import layer_lock, new_lock, step_lock, together
 from torchgpipe.base.devices import is_cpu, memory_key
 from torchgpipe.base.structure import Slot
-from torchgpipe.engine.checkpoint.observed import Observed
-from torchgpipe.engine.checkpoint.samples import PendingComparison
-from torchgpipe.engine.observer import Observer, observers
-from torchgpipe.engine.stream import no_context
-from torchgpipe.engine.worker import Workers, device_key
+from torchgpipe.engine.checkpoint.recomputation import PendingComparison
+from torchgpipe.engine.checkpoint.state import Observed
+from torchgpipe.engine.streams import Observer, no_context, observers
+from torchgpipe.engine.workers import Workers, device_key
 from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
 
 __all__ = ['Engine', 'Partition', 'holder_of', 'is_pipeline', 'modules_of', 'named_slots',

@@ -30,10 +30,9 @@ from torch import Tensor
 
 from torchgpipe.base.devices import memory_key
 from torchgpipe.base.structure import Slot, versions
-from torchgpipe.engine.autograd import Copy, Wait, fork
+from torchgpipe.engine.checkpoint.state import entry, substituted
 from torchgpipe.engine.partition import Engine, Partition, holder_of, tensor_of
-from torchgpipe.engine.stream import AbstractStream, current_stream, wait_stream
-from torchgpipe.engine.substitute import entry, substituted
+from torchgpipe.engine.streams import AbstractStream, Copy, Wait, current_stream, fork, wait_stream
 
 __all__ = ['SharedTensors']
 

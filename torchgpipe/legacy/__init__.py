@@ -12,9 +12,10 @@ from typing import Any
 
 #: Old paths, and where what they had is now.
 PATHS = {f'torchgpipe.{old}': f'torchgpipe.{new}' for old, new in {
-    'checkpoint': 'legacy.checkpoint', 'copy': 'engine.autograd', 'dependency': 'engine.autograd',
-    'microbatch': 'legacy.microbatch', 'phony': 'engine.autograd',
-    'pipeline': 'legacy.pipeline', 'skip.portal': 'legacy.portal', 'stream': 'engine.stream',
+    'checkpoint': 'legacy.checkpoint', 'copy': 'engine.streams', 'dependency': 'engine.streams',
+    'microbatch': 'legacy.microbatch', 'phony': 'engine.streams',
+    'pipeline': 'legacy.pipeline', 'skip.namespace': 'skip.tracker',
+    'skip.portal': 'legacy.portal', 'stream': 'engine.streams',
     'worker': 'legacy.pipeline'}.items()}
 
 

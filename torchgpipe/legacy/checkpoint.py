@@ -10,11 +10,11 @@ from torch import Tensor
 
 from torchgpipe.base.context import ThreadState, context, is_checkpointing, is_recomputing
 from torchgpipe.base.structure import Function, Kind, Value
-from torchgpipe.engine.autograd import Checkpoint, Recompute, find_grad, get_phony, join
 from torchgpipe.engine.cell import result_of
-from torchgpipe.engine.checkpoint.draws import Draws, Recorder, generators_of
+from torchgpipe.engine.checkpoint.random import Draws, Recorder, generators_of
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
-from torchgpipe.engine.stream import current_stream
+from torchgpipe.engine.streams import (Checkpoint, Recompute, current_stream, find_grad, get_phony,
+                                       join)
 from torchgpipe.legacy.microbatch import Batch
 
 __all__ = ['Checkpoint', 'Checkpointing', 'Recompute', 'checkpoint', 'enable_checkpointing',

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from torchgpipe.base.structure import Function, Kind, Tensors, bare, flatten
-from torchgpipe.engine.autograd import find_grad
 from torchgpipe.engine.cell import result_of
 from torchgpipe.engine.microbatches import Batch as EngineBatch
 from torchgpipe.engine.microbatches import cut
 from torchgpipe.engine.microbatches import gather as engine_gather
+from torchgpipe.engine.streams import find_grad
 
 __all__ = ['Batch', 'check', 'gather', 'scatter']
 

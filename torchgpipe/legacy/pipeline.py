@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from torchgpipe.base.context import ThreadState
-from torchgpipe.engine.edges import Pipeline as EnginePipeline
 from torchgpipe.engine.microbatches import Batch as EngineBatch
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.stream import AbstractStream, use_stream
-from torchgpipe.engine.worker import device_key
+from torchgpipe.engine.plain_call import Pipeline as EnginePipeline
+from torchgpipe.engine.streams import AbstractStream, use_stream
+from torchgpipe.engine.workers import device_key
 from torchgpipe.legacy.microbatch import Batch, check, gather, scatter
 from torchgpipe.skip.layout import SkipLayout
 

@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 from torchgpipe.base.context import context
-from torchgpipe.engine.autograd import copy_tensor, get_phony
-from torchgpipe.engine.stream import AbstractStream, current_stream, get_device
+from torchgpipe.engine.streams import (AbstractStream, copy_tensor, current_stream, get_device,
+                                       get_phony)
 from torchgpipe.legacy.microbatch import Batch
 from torchgpipe.skip.layout import SkipLayout
-from torchgpipe.skip.namespace import Key, Namespace
-from torchgpipe.skip.tracker import SkipTracker
+from torchgpipe.skip.tracker import Key, Namespace, SkipTracker
 
 __all__ = ['Portal', 'PortalBlue', 'PortalCopy', 'PortalOrange', 'SkipTrackerThroughPortals',
            'SkipTrackerThroughPotals']

@@ -11,7 +11,7 @@ from torchgpipe.predict.blocks import SkipProfile
 from torchgpipe.predict.costs import Costs, Link, StageCosts
 from torchgpipe.predict.simulate import Simulation, simulate
 from torchgpipe.schedule import Schedule, make
-from torchgpipe.schedule.plain import PLAIN_CALL, plain_call
+from torchgpipe.schedule.generators import PLAIN_CALL, plain_call
 
 __all__ = ['Plan', 'schedule_of']
 

@@ -12,7 +12,7 @@ from typing import Any
 from torchgpipe.balance.blockpartition import bounded_cuts
 from torchgpipe.plan.choice import Plan, schedule_of
 from torchgpipe.predict.blocks import Blocks, peaks
-from torchgpipe.schedule.plain import PLAIN_CALL
+from torchgpipe.schedule.generators import PLAIN_CALL
 
 __all__ = ['Limits', 'excess', 'fit', 'neighbours']
 

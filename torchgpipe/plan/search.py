@@ -26,7 +26,7 @@ from torchgpipe.balance.profiled import fastest
 from torchgpipe.base.devices import Device, is_cpu, memory_of, parse_device
 from torchgpipe.base.structure import Value
 from torchgpipe.base.text import format_bytes
-from torchgpipe.engine.worker import device_key
+from torchgpipe.engine.workers import device_key
 from torchgpipe.plan.choice import Plan, schedule_of
 from torchgpipe.plan.fit import Limits, excess, fit, neighbours
 from torchgpipe.plan.links import measure_links
@@ -34,8 +34,7 @@ from torchgpipe.plan.overhead import measure_overhead
 from torchgpipe.predict.blocks import MemoryLimit, memory_limits
 from torchgpipe.predict.costs import Costs, Link, Links
 from torchgpipe.schedule import NAMES
-from torchgpipe.schedule.generators import stages_per_device
-from torchgpipe.schedule.plain import PLAIN_CALL
+from torchgpipe.schedule.generators import PLAIN_CALL, stages_per_device
 
 __all__ = ['plan']
 

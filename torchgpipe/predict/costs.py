@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torchgpipe.base.settings import Checkpoint, checkpoint_stops
 from torchgpipe.predict.blocks import Blocks, LayerProfile, SkipProfile, check_numbers
-from torchgpipe.schedule.action import KINDS
+from torchgpipe.schedule.schedule import KINDS
 
 __all__ = ['Costs', 'Link', 'Links', 'StageCosts']
 

@@ -29,8 +29,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from torchgpipe.predict.costs import Costs
-from torchgpipe.schedule.action import KINDS, Action, Timed
-from torchgpipe.schedule.schedule import WAITS, Schedule
+from torchgpipe.schedule.schedule import KINDS, WAITS, Action, Schedule, Timed
 
 __all__ = ['Simulation', 'bytes_over_time', 'simulate']
 

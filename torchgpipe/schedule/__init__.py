@@ -4,8 +4,7 @@
 0F0 0F1     0B0 0F2 0B1     0B2
     1F0 1B0 1F1 1B1 1F2 1B2
 """
-from torchgpipe.schedule.action import KINDS, Action, Timed
 from torchgpipe.schedule.generators import NAMES, make
-from torchgpipe.schedule.schedule import Schedule, ScheduleLike
+from torchgpipe.schedule.schedule import KINDS, Action, Schedule, ScheduleLike, Timed
 
 __all__ = ['Action', 'KINDS', 'NAMES', 'Schedule', 'ScheduleLike', 'Timed', 'make']

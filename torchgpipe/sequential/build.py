@@ -10,7 +10,7 @@ from torchgpipe.sequential.cuts import Route, routes
 from torchgpipe.sequential.layer import Code, FirstLayer, Inputs, Layer, SkipLayer
 from torchgpipe.sequential.nodes import Constant
 from torchgpipe.sequential.parts import Converted, all_names, converted, put, with_all_names
-from torchgpipe.skip.namespace import Namespace
+from torchgpipe.skip.tracker import Namespace
 
 __all__ = ['build']
 

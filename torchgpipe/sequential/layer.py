@@ -26,8 +26,7 @@ from torchgpipe.base.structure import Arguments, Structure, flatten_nested
 from torchgpipe.means import watches
 from torchgpipe.sequential.nodes import form_of
 from torchgpipe.sequential.parts import NamedLayer
-from torchgpipe.skip.namespace import Key, Namespace
-from torchgpipe.skip.tracker import current_skip_tracker
+from torchgpipe.skip.tracker import Key, Namespace, current_skip_tracker
 
 __all__ = ['Code', 'FirstLayer', 'Inputs', 'Layer', 'SkipLayer', 'arguments_of',
            'called_with']

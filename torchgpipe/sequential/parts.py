@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.engine.split import Sequential, still_shared
 from torchgpipe.sequential.leaf_modules import Whole, is_about_names
-from torchgpipe.split import Sequential, still_shared
 
 __all__ = ['Converted', 'NamedLayer', 'Part', 'all_names', 'converted', 'original_names', 'put',
            'to_own_names', 'with_all_names', 'with_part']

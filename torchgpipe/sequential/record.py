@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchgpipe.base.private import hooks_of
-from torchgpipe.engine.checkpoint.attributes import attributes_of, contents_of
+from torchgpipe.engine.checkpoint.state import attributes_of, contents_of
 from torchgpipe.sequential.blocks import Call
 from torchgpipe.sequential.effects import modes_now
 from torchgpipe.sequential.errors import (OF_MASKS, NeedsLeaf, in_one_line, is_of_torch, is_within,

@@ -1,19 +1,44 @@
-"""Trackers: a thread's storage of stashed skip tensors.
+"""Trackers: a thread's storage of stashed skip tensors, by name and namespace.
 
 Each thread has a tracker at any time. It is a dictionary, and that is all that a model without a
 pipeline needs. In a pipeline each cell has one, with the skips that it pops; what is left in it in
 the end goes on from there (:mod:`torchgpipe.engine.cell`).
 """
+import uuid
+from abc import ABCMeta
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from torchgpipe.base.context import context
-from torchgpipe.skip.namespace import Key, Namespace
 
-__all__ = ['SkipTracker', 'current_skip_tracker', 'use_skip_tracker']
+__all__ = ['Key', 'Namespace', 'SkipTracker', 'current_skip_tracker', 'use_skip_tracker']
+
+
+@dataclass(frozen=True, order=True)
+class Namespace(metaclass=ABCMeta):
+    """A scope for skip names; each new one is unlike all others.
+
+    It is hashable and ordered, and a copy or a pickle of it equals it, so the pairs of a copied
+    model still match.
+
+    >>> import copy
+    >>> namespace = Namespace()
+    >>> copy.deepcopy(namespace) == namespace, Namespace() == namespace
+    (True, False)
+    """
+
+    id: uuid.UUID = field(default_factory=uuid.uuid4)
+
+
+# The default namespace.
+Namespace.register(type(None))
+
+#: What tells a skip tensor from all others of a model: its namespace and its name.
+Key = tuple[Namespace | None, str]
 
 
 class SkipTracker:

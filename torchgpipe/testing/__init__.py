@@ -12,7 +12,7 @@ from torchgpipe.base.devices import forked_rng, is_cpu
 from torchgpipe.base.distance import arbitrary_loss
 from torchgpipe.base.errors import add_note
 from torchgpipe.base.text import table
-from torchgpipe.split import parse_balance
+from torchgpipe.engine.split import parse_balance
 from torchgpipe.testing.differences import Comparison, Difference, compare, quiet
 from torchgpipe.testing.reasons import ways_out, why_of_micro_batches, why_of_the_pipeline
 from torchgpipe.testing.training import RESULTS, InParts, Setup, Whole, Wrapped

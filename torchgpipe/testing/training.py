@@ -22,10 +22,9 @@ from torchgpipe.base.errors import add_note
 from torchgpipe.base.structure import call, flatten, flatten_nested, is_among, leaves_of, path_name
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.engine.microbatches import Batch, cut, gather
+from torchgpipe.engine.split import Sequential
 from torchgpipe.gpipe import GPipe
-from torchgpipe.skip.namespace import Namespace
-from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
-from torchgpipe.split import Sequential
+from torchgpipe.skip.tracker import Namespace, SkipTracker, use_skip_tracker
 
 __all__ = ['InParts', 'RESULTS', 'Record', 'Setup', 'Whole', 'Wrapped']
 

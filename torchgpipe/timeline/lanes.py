@@ -3,7 +3,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from torchgpipe.base.text import duration
-from torchgpipe.schedule.action import Action, Timed
+from torchgpipe.schedule.schedule import Action, Timed
 
 __all__ = ['Copied', 'Lanes']
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from torchgpipe.base.devices import CPU, is_cpu
 from torchgpipe.base.private import at_end_of_backward, backward_pass
-from torchgpipe.engine.stream import (AbstractStream, CPUStream, as_accelerator, get_device,
-                                      is_accelerator)
-from torchgpipe.schedule.action import Action
+from torchgpipe.engine.streams import (AbstractStream, CPUStream, as_accelerator, get_device,
+                                       is_accelerator)
+from torchgpipe.schedule.schedule import Action
 
 __all__ = ['CellBackward', 'CpuBackward', 'Mark', 'Stamp', 'last_nodes', 'nodes_between',
            'producers', 'seconds', 'stamp']

@@ -27,10 +27,10 @@ from torchgpipe.base.context import context
 from torchgpipe.base.devices import memory_key, synchronize
 from torchgpipe.base.structure import Value, flatten
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.stream import (AbstractStream, CPUStream, current_stream, get_device,
-                                      is_accelerator)
+from torchgpipe.engine.streams import (AbstractStream, CPUStream, current_stream, get_device,
+                                       is_accelerator)
 from torchgpipe.gpipe import GPipe
-from torchgpipe.schedule.action import Action, Timed
+from torchgpipe.schedule.schedule import Action, Timed
 from torchgpipe.timeline.lanes import Copied
 from torchgpipe.timeline.marks import (CellBackward, CpuBackward, Mark, Stamp, last_nodes,
                                        nodes_between, producers, seconds, stamp)

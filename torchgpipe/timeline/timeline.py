@@ -7,7 +7,7 @@ from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torchgpipe.schedule.action import Timed
+from torchgpipe.schedule.schedule import Timed
 from torchgpipe.timeline.lanes import Lanes
 from torchgpipe.timeline.picture import LEGEND, draw, save
 

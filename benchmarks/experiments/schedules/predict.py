@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torchgpipe.balance import profile
 from torchgpipe.plan import Costs, measure_overhead, simulate
 from torchgpipe.schedule import NAMES, make
-from torchgpipe.schedule.plain import PLAIN_CALL, plain_call
+from torchgpipe.schedule.generators import PLAIN_CALL, plain_call
 
 __all__ = ['Prediction', 'predict']
 

@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
-from torchgpipe.engine.edges import Pipeline
-from torchgpipe.engine.stream import current_stream
+from torchgpipe.engine.plain_call import Pipeline
+from torchgpipe.engine.streams import current_stream
 
 __all__ = ['without']
 
@@ -29,5 +29,5 @@ def without(off: Collection[str]) -> Iterator[None]:
             never = property(lambda self: False, lambda self, value: None)
             stack.enter_context(patch.object(Pipeline, '_orders', never, create=True))
         if 'streams' in off:
-            stack.enter_context(patch('torchgpipe.engine.worker.new_stream', current_stream))
+            stack.enter_context(patch('torchgpipe.engine.workers.new_stream', current_stream))
         yield

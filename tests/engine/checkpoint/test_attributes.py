@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from tests.cases import cases
-from torchgpipe.engine.checkpoint.attributes import (attributes_of, contents_of, copy_of_container,
-                                                     may_be_mutated)
+from torchgpipe.engine.checkpoint.state import (attributes_of, contents_of, copy_of_container,
+                                                may_be_mutated)
 
 
 class Module(nn.Module):

@@ -19,7 +19,7 @@ from tests.helpers import (MODES, Call, assert_same, call, compare_all_pending, 
                            micro_batches, modes, nothing, on_first)
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.base.context import generator_lock
-from torchgpipe.engine.stream import use_device
+from torchgpipe.engine.streams import use_device
 
 SHARED = 'threads that draw from one accelerator are refused, as its generator is moved back'
 APART = 'accelerators have generators of their own, so their partitions need not be serialized'
@@ -615,7 +615,7 @@ def test_who_else_draws_from_an_accelerator_in_a_recomputation_is_noticed():
 COLLECTED = """
 import gc, threading
 import torch
-from torchgpipe.engine.checkpoint.draws import DrawMonitor
+from torchgpipe.engine.checkpoint.random import DrawMonitor
 
 def look():
     for _ in range(1000):

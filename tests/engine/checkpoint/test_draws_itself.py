@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.devices import cpu_only
 from torchgpipe.base.context import generator_lock
-from torchgpipe.engine.checkpoint.draws import DrawMonitor, Draws, Recorder
-from torchgpipe.engine.edges import Pipeline
+from torchgpipe.engine.checkpoint.random import DrawMonitor, Draws, Recorder
 from torchgpipe.engine.microbatches import cut
 from torchgpipe.engine.partition import Engine
+from torchgpipe.engine.plain_call import Pipeline
 
 cpu = torch.device('cpu')
 

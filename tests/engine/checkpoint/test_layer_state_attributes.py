@@ -10,7 +10,7 @@ from tests.devices import one_worker
 from tests.engine.checkpoint.layers import Decay, Layer, compare_modes, count
 from tests.helpers import assert_same
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.engine.checkpoint import layer_state
+from torchgpipe.engine.checkpoint import state
 
 
 @one_worker
@@ -79,7 +79,7 @@ def test_ctrl_c_while_attributes_are_put_back(devices, at):
         if next(calls) == at:
             raise KeyboardInterrupt
 
-    with mock.patch.object(layer_state, 'assign', interrupt), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(state, 'assign', interrupt), pytest.raises(KeyboardInterrupt):
         output.sum().backward()
     assert all(module.__dict__ is before[module] for module in model.modules())
     assert_same(model.buffers(), buffers, 0)

@@ -14,7 +14,7 @@ from tests.devices import one_worker
 from tests.engine.checkpoint.layers import ODD, Layer, compare_modes, doubles, skip_unless_movable
 from tests.helpers import assert_same
 from torchgpipe import GPipe
-from torchgpipe.engine.checkpoint import layer_state
+from torchgpipe.engine.checkpoint import state
 
 
 def resident():
@@ -83,7 +83,7 @@ def test_odd_layers_of_any_size(devices, name, large, monkeypatch):
     """What was seen to change is copied, and so is what is small."""
     skip_unless_movable(name, devices)
     if large:
-        monkeypatch.setattr(layer_state, 'SMALL', 0)
+        monkeypatch.setattr(state, 'SMALL', 0)
     # A kernel that writes to a large frozen parameter and does not say so cannot be noticed
     # there.
     unseen = pytest.raises(RuntimeError, match='its output has other values')

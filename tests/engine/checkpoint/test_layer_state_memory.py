@@ -8,7 +8,7 @@ from torch import nn
 from tests.devices import one_worker
 from tests.helpers import assert_same, call, gradients
 from torchgpipe import GPipe
-from torchgpipe.engine.checkpoint.layer_state import with_grad
+from torchgpipe.engine.checkpoint.state import with_grad
 
 
 def loaded(value):

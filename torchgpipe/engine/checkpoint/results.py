@@ -25,9 +25,9 @@ from torchgpipe.base.errors import add_note, other_path
 from torchgpipe.base.private import innermost_hooks, name_of_call, unseen, untraced
 from torchgpipe.base.structure import (PLAIN, Kind, Memories, check_nested, copy_of, flatten,
                                        leaves_of, share_memory, versions)
-from torchgpipe.engine.autograd import get_phony
-from torchgpipe.engine.checkpoint.draws import Draws, Generator
-from torchgpipe.engine.substitute import entry, substituted
+from torchgpipe.engine.checkpoint.random import Draws, Generator
+from torchgpipe.engine.checkpoint.state import entry, substituted
+from torchgpipe.engine.streams import get_phony
 
 __all__ = ['MARK', 'Results', 'no_recompute']
 

@@ -10,7 +10,7 @@ from benchmarks.experiments.timeline.carry import carry
 from tests.benchmarks import tiny
 from tests.helpers import assert_same, gradients
 from torchgpipe import GPipe
-from torchgpipe.engine.worker import Workers
+from torchgpipe.engine.workers import Workers
 from torchgpipe.skip.layout import inspect_skip_layout
 
 

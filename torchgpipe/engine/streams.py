@@ -1,4 +1,9 @@
-"""Autograd functions: order of backward, start of a recomputation, copies between streams.
+"""Streams of devices, and autograd functions: copies, waits, and the order of backward.
+
+Work on the CPU is done when the call returns. So a :data:`CPUStream` never has
+anything to wait for, and every function below does nothing where it meets one.
+
+What PyTorch has no generic form for, and the package needs, stands here too.
 
 Some nodes have no data. ``fork`` takes a phony off a tensor, ``join`` puts it onto another one. In
 backward, whatever comes before the fork waits until whatever comes after the join has been
@@ -27,18 +32,196 @@ Who owns what: the copy is allocated on copy stream B and read on compute stream
 allocated on compute stream A and read on the copy streams. Either may lose its last reference
 while the other stream still reads it, so both uses are recorded with the allocator.
 """
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from torchgpipe.engine.observer import observers
-from torchgpipe.engine.stream import (AbstractStream, current_stream, get_device, record_stream,
-                                      use_stream, wait_stream)
+from torchgpipe.base.devices import CPU, has_streams
+from torchgpipe.base.structure import Value
+from torchgpipe.schedule.schedule import Action
 
-__all__ = ['Checkpoint', 'Copy', 'Fork', 'Join', 'Recompute', 'Tie', 'Wait', 'copy_tensor',
-           'find_grad', 'fork', 'get_phony', 'graph_leaves', 'join', 'tie']
+__all__ = ['AbstractStream', 'CPUStream', 'CPUStreamType', 'Checkpoint', 'Copy', 'Fork', 'Join',
+           'Observer', 'Recompute', 'Tie', 'Wait', 'as_accelerator', 'as_cuda', 'copy_tensor',
+           'current_stream', 'default_stream', 'find_grad', 'fork', 'get_device', 'get_phony',
+           'graph_leaves', 'is_accelerator', 'is_cuda', 'join', 'new_stream', 'no_context',
+           'observers', 'record_stream', 'tie', 'use_device', 'use_stream', 'wait_stream']
+
+
+class CPUStreamType:
+    """The type of :data:`CPUStream`. It has no behaviour of its own."""
+
+    def __repr__(self) -> str:
+        return 'CPUStream'
+
+
+#: Stands where a :class:`torch.Stream` would stand if the device had streams.
+CPUStream = CPUStreamType()
+
+AbstractStream = torch.Stream | CPUStreamType
+
+#: A context that does nothing, and takes no time to make.
+no_context: AbstractContextManager[Any] = nullcontext()
+
+
+def is_accelerator(stream: AbstractStream) -> bool:
+    """Tell a stream of an accelerator, which need not be CUDA, from :data:`CPUStream`.
+
+    >>> is_accelerator(CPUStream)
+    False
+    """
+    return stream is not CPUStream
+
+
+def as_accelerator(stream: AbstractStream) -> torch.Stream:
+    """Narrow the type of a stream that is known to be an accelerator's."""
+    return cast(torch.Stream, stream)
+
+
+def new_stream(device: torch.device) -> AbstractStream:
+    """Make a stream on an accelerator; :data:`CPUStream` for any other device.
+
+    >>> new_stream(torch.device('cpu'))
+    CPUStream
+    """
+    if device.type == 'cpu' or not has_streams(device):
+        return CPUStream
+    return torch.Stream(device)
+
+
+def current_stream(device: torch.device) -> AbstractStream:
+    """Return the calling thread's current stream on a device.
+
+    >>> current_stream(torch.device('cpu'))
+    CPUStream
+    """
+    if device.type == 'cpu' or not has_streams(device):
+        return CPUStream
+    return torch.accelerator.current_stream(device)
+
+
+def default_stream(device: torch.device) -> AbstractStream:
+    """Return the default stream of a device; its current one, where a backend tells no default.
+
+    >>> default_stream(torch.device('cpu'))
+    CPUStream
+    """
+    if device.type == 'cpu' or not has_streams(device):
+        return CPUStream
+    module = torch.get_device_module(device)
+    find = getattr(module, 'default_stream', torch.accelerator.current_stream)
+    return cast(torch.Stream, find(device))
+
+
+def use_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make an accelerator current within the context; do nothing for the CPU."""
+    if device.type == 'cpu' or not has_streams(device):
+        return no_context
+    return torch.accelerator.device_index(device.index)
+
+
+def use_stream(stream: AbstractStream) -> AbstractContextManager[Any]:
+    """Make a stream, and its device, current within the context; do nothing for the CPU."""
+    return no_context if stream is CPUStream else _Current(as_accelerator(stream))
+
+
+class _Current:
+    """The context of :func:`use_stream`.
+
+    A stream is a context of its own, but it keeps on itself what was current before, and threads
+    share streams here.
+    """
+
+    __slots__ = ('_before', '_device', '_stream')
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._device = torch.accelerator.current_device_index()
+        self._before = torch.accelerator.current_stream(self._stream.device)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        torch.accelerator.set_stream(self._before)
+        torch.accelerator.set_device_index(self._device)
+
+
+def get_device(stream: AbstractStream) -> torch.device:
+    """Return the device of a stream.
+
+    >>> get_device(CPUStream)
+    device(type='cpu')
+    """
+    return as_accelerator(stream).device if is_accelerator(stream) else CPU
+
+
+def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
+    """Let ``source`` wait for the work that is queued on ``target`` by now.
+
+    The host waits only where the CPU has to wait for an accelerator's stream.
+
+    >>> wait_stream(CPUStream, CPUStream)  # does nothing
+    """
+    if target is CPUStream:
+        return
+    if is_accelerator(source):
+        as_accelerator(source).wait_stream(as_accelerator(target))
+    else:
+        as_accelerator(target).synchronize()
+
+
+def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
+    """Tell the caching allocator that ``stream`` uses the tensor's memory.
+
+    The allocator gives freed memory to the next taker on the stream that *allocated* it, without
+    a look at other streams. Whoever uses a tensor on another stream must say so here. PyTorch
+    records the whole storage, so a view that starts in its middle is safe too.
+
+    >>> record_stream(torch.ones(2), CPUStream)  # does nothing
+    """
+    if is_accelerator(stream) and tensor.device.type == as_accelerator(stream).device.type:
+        if tensor.is_conj() or tensor.is_neg():
+            # Of such a view PyTorch would record a copy, and write that copy back.
+            memory = tensor.untyped_storage()
+            tensor = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
+        tensor.record_stream(as_accelerator(stream))
+
+
+#: As torchgpipe 0.0.7 spelled them.
+is_cuda, as_cuda = is_accelerator, as_accelerator
+
+
+class Observer(Protocol):
+    """Whoever observes. It is called in the threads that do the work."""
+
+    def cell(self, i: int, m: int, j: int, value: Value, skips: Sequence[Tensor | None]
+             ) -> Callable[[Value], None]:
+        """Take note that layers start, in a first pass or in a recomputation.
+
+        Args:
+            i: The micro-batch.
+            m: How many there are.
+            j: The partition.
+            value: The input.
+            skips: What comes in beside it.
+
+        Returns:
+            What to call with the output.
+        """
+
+    def act(self, run: Callable[[Action], None], action: Action) -> None:
+        """Run an action of a step by a schedule."""
+
+    def copy(self, source: AbstractStream, target: AbstractStream) -> Callable[[], None]:
+        """Take note that a copy is about to be queued, and give what to call afterwards."""
+
+
+#: Those who are told of copies, whichever pipeline these are for.
+observers: list[Observer] = []
+
 
 # Filled once per device, never emptied, read-only afterwards.
 _phonies: dict[tuple[torch.device, bool], Tensor] = {}
@@ -221,7 +404,7 @@ class Copy(torch.autograd.Function):
     Takes tensors of any shapes, and gives a tuple of them. In backward, gradients are copied the
     other way.
 
-    >>> from torchgpipe.engine.stream import CPUStream
+    >>> from torchgpipe.engine.streams import CPUStream
     >>> Copy.apply(CPUStream, CPUStream, torch.ones(2))
     (tensor([1., 1.]),)
     """
@@ -252,7 +435,7 @@ class Wait(torch.autograd.Function):
     In forward ``next`` waits for ``prev``, in backward ``prev`` waits for ``next``. The tensors
     only mark the place in the graph, and are given back as a tuple.
 
-    >>> from torchgpipe.engine.stream import CPUStream
+    >>> from torchgpipe.engine.streams import CPUStream
     >>> Wait.apply(CPUStream, CPUStream, torch.ones(2))
     (tensor([1., 1.]),)
     """

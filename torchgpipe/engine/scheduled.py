@@ -10,7 +10,7 @@ the plain call::
 Who owns what: an output's memory belongs to its graph, and to the leaf until the next cell ran;
 from then on to whatever layers have saved. The graph of a cell, its leaves and its gradient end
 with its backward. What is copied is recorded with the allocator on the stream that reads it, as in
-:mod:`torchgpipe.engine.autograd`.
+:mod:`torchgpipe.engine.streams`.
 """
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -23,23 +23,63 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torchgpipe.base.context import context, layer_lock, step_lock, together
 from torchgpipe.base.errors import add_note
 from torchgpipe.base.private import backward_from
-from torchgpipe.engine.autograd import Wait, copy_tensor
 from torchgpipe.engine.cell import Cell
-from torchgpipe.engine.checkpoint.draws import Recorder
+from torchgpipe.engine.checkpoint.random import Recorder
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
+from torchgpipe.engine.checkpoint.state import Swap, are_same, state_of, substituted
 from torchgpipe.engine.compiled import has_compiled
-from torchgpipe.engine.interpreter import Plan, interpret
-from torchgpipe.engine.leaves import Leaves, edge_of, give, leaf_of, within
+from torchgpipe.engine.gradients import DeferredWork, Leaves, edge_of, give, leaf_of, within
 from torchgpipe.engine.microbatches import Batch
-from torchgpipe.engine.order import Unordered, beside
 from torchgpipe.engine.partition import Engine, Partition
 from torchgpipe.engine.run import Run, Skip
-from torchgpipe.engine.split_backward import DeferredWork
-from torchgpipe.engine.stream import CPUStream, no_context, use_stream, wait_stream
-from torchgpipe.engine.substitute import Swap, substituted
-from torchgpipe.schedule.action import Action
+from torchgpipe.engine.streams import (CPUStream, Wait, copy_tensor, no_context, use_stream,
+                                       wait_stream)
+from torchgpipe.engine.workers import Plan, interpret
+from torchgpipe.schedule.schedule import Action
 
-__all__ = ['Loss', 'Step']
+__all__ = ['Loss', 'Step', 'Unordered', 'beside']
+
+
+def beside(j: int) -> str:
+    """Say why a collective in partition ``j`` is refused."""
+    return (f'partition {j} communicates with other processes, or the loss does, while other '
+            'workers may do so beside it: the ranks would not come to their collectives in the '
+            'same order. Let modules that do so say it, communicates = True, and put them into '
+            'partitions on one device, that of the last one if the loss does so, too; or use the '
+            'plain call, model(input) and loss.backward()')
+
+
+class Unordered:
+    """Layers that run in another order than one micro-batch after the other, as they are now.
+
+    Args:
+        engine: The partitions.
+        rows: Those of the schedule.
+    """
+
+    def __init__(self, engine: Engine, rows: Sequence[Sequence[Action]]) -> None:
+        modules = [*engine.changing]
+        for j, partition in enumerate(engine.partitions):
+            order = [action.micro_batch for row in rows for action in row
+                     if action.kind == 'F' and action.stage == j]
+            if order != sorted(order):
+                modules += partition.layers.modules()
+        self._before = [(module, state_of(module)) for module in modules]
+
+    def check(self) -> None:
+        """See that none has changed since.
+
+        Raises:
+            RuntimeError: Some have.
+        """
+        names = sorted({type(module).__name__ for module, before in self._before
+                        if not are_same(before, state_of(module))})
+        if names:
+            raise RuntimeError(
+                f'layers that change when they are called ({", ".join(names)}) run in another '
+                'order here than in the model: they stand in several partitions, or the schedule '
+                "takes micro-batches in another order. Use schedule='1f1b' or 'gpipe', put all "
+                'places of a layer into one partition, or give each place a layer of its own')
 
 
 class Loss(Protocol):

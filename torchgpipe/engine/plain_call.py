@@ -76,16 +76,16 @@ import torch
 from torch import Tensor
 
 from torchgpipe.base.context import context
-from torchgpipe.engine.autograd import Copy, Recompute, Wait, find_grad, fork, get_phony, tie
 from torchgpipe.engine.cell import Cell
-from torchgpipe.engine.checkpoint.draws import DrawMonitor
+from torchgpipe.engine.checkpoint.random import DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
-from torchgpipe.engine.interpreter import Plan, interpret
 from torchgpipe.engine.microbatches import Batch
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run, Skip
-from torchgpipe.engine.stream import AbstractStream, use_stream
-from torchgpipe.schedule.action import Action
+from torchgpipe.engine.streams import (AbstractStream, Copy, Recompute, Wait, find_grad, fork,
+                                       get_phony, tie, use_stream)
+from torchgpipe.engine.workers import Plan, interpret
+from torchgpipe.schedule.schedule import Action
 
 __all__ = ['Pipeline']
 

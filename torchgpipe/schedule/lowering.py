@@ -18,8 +18,7 @@ meanwhile.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from torchgpipe.schedule.action import Action
-from torchgpipe.schedule.schedule import Schedule, by_step, steps
+from torchgpipe.schedule.schedule import Action, Schedule, by_step, steps
 
 __all__ = ['Message', 'Receive', 'Row', 'Send', 'with_messages']
 

@@ -1,4 +1,20 @@
-"""The state of layers in a cell's first pass, kept for its recomputation.
+"""State of layers: observed and kept in a cell's first pass, restored for its recomputation.
+
+An attribute can be put back if it is a number, a string and the like, a tensor, or one of Python's
+containers, of any nesting; of a container, which things it holds, but not what these are made of.
+
+::
+
+    with substituted(swaps):      put  ──▶ a copy, a leaf, a kept value, another forward
+        …                                  whoever looks at the module sees that
+                                  back ──▶ what was there, also after an error or Ctrl-C
+
+All who look at a module meanwhile see that. So it is done under the locks of all layers that have
+it: ``lock_alone`` of :mod:`torchgpipe.engine.partition`.
+
+Nobody can tell from a module whether it will. So the first cell of a partition in each mode is
+watched by a dispatch mode. Later cells save the states of the random generators that these layers
+use, and copy the tensors that they write to.
 
 A recomputation is exact only if it finds the state of the first pass. The rules are the same on
 all devices::
@@ -24,25 +40,239 @@ dictionary of attributes::
     other attributes           the same at all times
 """
 import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeVar
+from operator import setitem
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.base.context import context
-from torchgpipe.base.private import HOOKS, unseen
+from torchgpipe.base.private import HOOKS, generator_key, unseen
 from torchgpipe.base.structure import (Memories, Slot, copy_of, is_plain, size_of, storage_id,
                                        versions, view_of)
-from torchgpipe.engine.checkpoint.attributes import (OWN, SIMPLE, attributes_of, contents_of,
-                                                     copy_of_container)
-from torchgpipe.engine.checkpoint.observed import Observed, Watch
-from torchgpipe.engine.stream import no_context
-from torchgpipe.engine.substitute import Swap, substituted
+from torchgpipe.engine.checkpoint.random import Recorder, operation_of
+from torchgpipe.engine.streams import no_context
 
-__all__ = ['CellState', 'Layers', 'run_on', 'with_grad']
+__all__ = ['Attributes', 'CellState', 'Layers', 'OWN', 'Observed', 'SIMPLE', 'Swap', 'Watch',
+           'are_same', 'attributes_of', 'contents_of', 'copy_of_container', 'entry',
+           'may_be_mutated', 'run_on', 'state_of', 'substituted', 'with_grad']
+
+#: Attributes of a module that are looked at by themselves.
+OWN = ('_buffers', '_parameters', 'training')
+
+#: What is put back as it was.
+SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+_CONTAINERS = (list, set, deque, *_MAPPINGS)
+
+#: Values by their names.
+Attributes = dict[str, Any]
+
+# Hooks and children, which a module has anyway, are the user's to change.
+_EVERY = frozenset(vars(nn.Module()))
+
+
+def attributes_of(module: nn.Module) -> Attributes:
+    """Return the attributes of a module but for its parameters and buffers."""
+    return {name: value for name, value in module.__dict__.items() if name not in OWN}
+
+
+def contents_of(name: str, value: Any) -> list[Any] | None:
+    """Return what a container holds; ``None`` for all that is none."""
+    if name in _EVERY:
+        return None
+    if type(value) not in _CONTAINERS:
+        return None
+    found: list[Any] = []
+    _copy(value, {}, found)
+    return found
+
+
+def copy_of_container(value: Any) -> Any:
+    """Copy a container, and those in it, but not what else they hold."""
+    return _copy(value, {}, [])
+
+
+def _copy(value: Any, copies: dict[int, Any], found: list[Any]) -> Any:
+    """Copy a container, once each; list all that is found."""
+    if id(value) in copies:
+        return copies[id(value)]
+    copy = copies[id(value)] = value.copy()
+    items = value.items() if type(value) in _MAPPINGS else enumerate(value)
+    for key, item in items:
+        found += key, item
+        if type(item) in _CONTAINERS:
+            copy[key] = _copy(item, copies, found)
+    return copy
+
+
+def may_be_mutated(before: Attributes, contents: Attributes, after: Attributes) -> bool:
+    """Return whether attributes have changed, or may change in a way that can't be seen.
+
+    Args:
+        before: The attributes.
+        contents: What containers among them held.
+        after: The attributes now.
+    """
+    if before.keys() != after.keys():
+        return True
+    return any(isinstance(value, Tensor) or after[name] is not value
+               or not are_same(contents.get(name), contents_of(name, value))
+               for name, value in before.items())
+
+
+def state_of(module: nn.Module) -> list[Any]:
+    """Return what a module holds, with the versions of tensors: for :func:`are_same`, later."""
+    values = attributes_of(module)
+    found = [*module._parameters.values(), *module._buffers.values(), *values.values()]
+    found += [x for name, value in values.items() for x in contents_of(name, value) or ()]
+    return [*found, *versions([x for x in found if isinstance(x, Tensor)])]
+
+
+def are_same(a: list[Any] | None, b: list[Any] | None) -> bool:
+    """Return whether two lists hold the very same objects."""
+    if a is None or b is None:
+        return a is b
+    # Indices are made anew each time.
+    return len(a) == len(b) and all(x is y or (type(x) is int and x == y) for x, y in zip(a, b))
+
+
+_MISSING = object()
+
+
+class Swap(NamedTuple):
+    """How to put a substitute into a place, and how to put back what was there."""
+
+    put: Callable[[], object]
+    back: Callable[[], object]
+
+
+def entry(holder: Any, name: str, value: Any) -> Swap:
+    """Return how an entry of a dictionary gets another value."""
+    own = holder[name] if name in holder else _MISSING
+    back = partial(holder.pop, name, None) if own is _MISSING else partial(
+        setitem, holder, name, own)
+    return Swap(partial(setitem, holder, name, value), back)
+
+
+class substituted:
+    """A context in which substitutes are in their places."""
+
+    # One of `contextlib` sets the traceback of an error, and so fails where it cannot be set.
+    __slots__ = ('_swaps',)
+
+    def __init__(self, swaps: Sequence[Swap]) -> None:
+        self._swaps = swaps
+
+    def __enter__(self) -> None:
+        try:
+            for put, _ in self._swaps:
+                put()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *raised: object) -> None:
+        # What is put back may be put back again, so Ctrl-C waits until all is.
+        interrupt = None
+        while True:
+            try:
+                _call_all([back for _, back in self._swaps])
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+
+def _call_all(functions: Iterable[Callable[[], object]]) -> None:
+    for function in functions:
+        function()
+
+
+class Observed:
+    """What layers were seen to do in one mode, which the training flags of all modules tell."""
+
+    def __init__(self) -> None:
+        #: Whether they draw from a generator that other threads may use; ``None`` if not known
+        #: yet.
+        self.draws: bool | None = None
+        #: Whether a checkpointed cell was watched. Others show only whether they draw.
+        self.watched = False
+        #: Generators of their own, by keys.
+        self.generators: dict[int, torch.Generator] = {}
+        #: Parameters and buffers that they write to.
+        self.written: set[Slot] = set()
+        #: Modules of which they set other attributes, or that have tensors in them.
+        self.mutated: set[nn.Module] = set()
+        #: Whether they ask which pass they are in, and so deal with their attributes themselves.
+        self.asks_phase = False
+        self._false_alarms = 0
+
+    def learn(self, recorder: Recorder) -> None:
+        """Take note of the observations of a recorder."""
+        self.draws = bool(self.draws or recorder.draws)
+        self.generators.update(recorder.generators)
+
+    def watch_draws(self) -> None:
+        """Take note that someone drew while these layers ran, which were seen not to.
+
+        They are watched again; less and less often, for it may be another thread each time.
+        """
+        if self.draws is False:
+            self._false_alarms += 1
+            if self._false_alarms & (self._false_alarms - 1) == 0:  # a power of two
+                self.draws = None
+
+    def watch_again(self) -> None:
+        """Let the next cell be watched as the first one was."""
+        self.draws = None
+        self.watched = False
+
+
+class Watch(Recorder):
+    """A recorder that also sees what a cell makes of its layers.
+
+    It copies parameters and buffers before the first write to them.
+
+    Args:
+        modules: The layers, and all within.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.copies: Memories = {}
+        self._found = {module: attributes_of(module) for module in modules}
+        self._contents = {
+            module: {name: contents for name, value in found.items()
+                     if (contents := contents_of(name, value)) is not None}
+            for module, found in self._found.items()}
+        self._watched = {storage_id(x) for module in self._found
+                         for x in (*module._parameters.values(), *module._buffers.values())
+                         if x is not None and is_plain(x)}
+        values = [value for found in self._found.values() for value in found.values()]
+        values += [value for found in self._contents.values() for contents in found.values()
+                   for value in contents]
+        self.generators = {generator_key(value): value for value in values
+                           if isinstance(value, torch.Generator)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in operation_of(func).written_by(args, kwargs or {}):
+            if is_plain(x) and storage_id(x) in self._watched:
+                with unseen():
+                    copy_of(x, self.copies)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def mutated(self) -> set[nn.Module]:
+        """Return the modules whose attributes are others now, or are tensors."""
+        return {module for module, found in self._found.items()
+                if may_be_mutated(found, self._contents[module], attributes_of(module))}
+
 
 T = TypeVar('T')
 

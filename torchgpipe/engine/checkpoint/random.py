@@ -33,7 +33,7 @@ from torchgpipe.base.devices import has_own_state
 from torchgpipe.base.errors import other_path
 from torchgpipe.base.private import (DISPATCH_MODES, DispatchMode, generator_key, schema_of,
                                      tree_leaves, unseen)
-from torchgpipe.engine.stream import no_context
+from torchgpipe.engine.streams import no_context
 
 __all__ = ['DrawMonitor', 'Draws', 'Generator', 'Recorder', 'generators_of', 'operation_of']
 
