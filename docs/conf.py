@@ -25,7 +25,7 @@ autodoc_typehints_description_target = 'documented_params'
 autodoc_default_options = {'members': True}
 napoleon_use_ivar = True
 
-modules = ('balance', 'balance.blockpartition', 'balance.profiled', 'predict.blocks',
+modules = ('balance', 'balance.blockpartition', 'plan.balance', 'plan.costs',
            'balance.profile', 'batchnorm', 'checkpoint', 'copy', 'dependency', 'microbatch',
            'phony', 'pipeline', 'plan', 'schedule', 'skip', 'skip.layout', 'skip.portal',
            'skip.tracker', 'stream', 'testing', 'timeline', 'worker')
@@ -38,7 +38,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ('py:.*', r'(torch|typing|nn|_?queue|collections|contextlib|datetime|os)\..*'),
     ('py:class', r'torchgpipe\.(.*\.)?(T\w*|ThreadState|Workers|CPUStreamType|HasActions|Ranks)'),
-    ('py:class', r'torchgpipe\.predict\.(.*\.)?(Blocks|Measured)'),
+    ('py:class', r'torchgpipe\.plan\.(.*\.)?(Blocks|Measured)'),
     ('py:class', 'OutQueue|Figure|StorageReader|Future'),
 ]
 

@@ -7,11 +7,11 @@ import functools
 
 import pytest
 
-from torchgpipe.balance.measure import Flow
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.streams import Copy, Tie, Wait
 from torchgpipe.engine.workers import Workers
+from torchgpipe.plan.profile import Flow
 
 __all__ = ['Everywhere']
 

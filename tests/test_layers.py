@@ -23,9 +23,9 @@ graph = functools.cache(layers.graph)
 RULES = [('skip', 'balance'), ('skip', 'gpipe'), ('engine', 'gpipe'), ('engine', 'balance'),
          ('engine', 'legacy'), ('balance', 'gpipe'), ('balance', 'legacy'), ('skip', 'legacy'),
          ('schedule', 'engine'), ('schedule', 'timeline'), ('engine', 'timeline'),
-         ('gpipe', 'timeline'), ('engine', 'plan'), ('plan', 'gpipe'), ('balance', 'plan'),
-         ('schedule', 'balance'), ('schedule', 'plan'), ('schedule', 'predict'),
-         ('predict', 'balance'), ('predict', 'plan'), ('predict', 'engine')]
+         ('gpipe', 'timeline'), ('engine', 'plan'), ('plan', 'gpipe'), ('plan', 'balance'),
+         ('schedule', 'balance'), ('schedule', 'plan'), ('engine', 'training'),
+         ('engine', 'sequential'), ('engine', 'model'), ('training', 'sequential')]
 
 
 def test_no_import_goes_up_or_in_a_circle():

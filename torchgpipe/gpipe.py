@@ -1,28 +1,445 @@
-"""``GPipe``: a module that runs a sequential model on several devices.
+"""``GPipe``: a module that runs a sequential model on several devices, and the base of pipelines.
+
+[Note: Two views of the layers]
+The layers are registered as children under their own names, so that all that goes by names speaks
+those of the module, whatever the balance. Partitions are a second view of the same layers, and no
+child. They follow where a child is replaced, as tools do that go by names; the children cannot
+follow, as nobody asks before he takes parameters from them. Where a layer has the name of an
+attribute of the class, `model.name` is the attribute, and what takes names as strings finds the
+layer. Over processes a rank has the layers of its own stages only; its other partitions are empty.
 
 What a plain call does not use, such as steps and losses, is imported where it is used.
 """
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from torchgpipe.base.devices import Device
-from torchgpipe.base.settings import Checkpoint, Settings, checkpoint_stops, stops_of_mode
+from torchgpipe.base.devices import Device, is_cpu, memory_of
+from torchgpipe.base.private import hooks_of, uncompiled
+from torchgpipe.base.settings import (Checkpoint, Settings, checkpoint_stops, parse_checkpoint,
+                                      stops_of_mode)
 from torchgpipe.base.structure import Arguments, Value, flatten_nested
-from torchgpipe.engine.microbatches import Batch, check_arguments, cut, fit_rule, gather
+from torchgpipe.engine.microbatches import (Batch, check_arguments, check_rules, cut, fit_rule,
+                                            gather, value_of)
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.plain_call import Pipeline
-from torchgpipe.engine.split import parse_devices, split, verify_module, verify_shared
-from torchgpipe.placed import Placed, verify
+from torchgpipe.engine.split import (parse_balance, parse_chunks, parse_devices, split,
+                                     still_shared, verify_layers, verify_module, verify_shared,
+                                     verify_source)
+from torchgpipe.model.weights import Weights
 from torchgpipe.schedule import ScheduleLike
-from torchgpipe.weights import Weights
+from torchgpipe.schedule.generators import PLAIN_CALL
+from torchgpipe.skip.skippable import verify_skippables
 
-__all__ = ['GPipe', 'verify_module']
+__all__ = ['GPipe', 'Placed', 'verify', 'verify_module']
+
+TPlaced = TypeVar('TPlaced', bound='Placed')
+
+
+class Placed(nn.Module):
+    """A pipeline as a module; a subclass moves micro-batches through it.
+
+    Attributes:
+        balance (list[int]): The number of layers in each partition.
+        chunks (int): The largest number of micro-batches.
+        checkpoint: The mode of checkpointing, as given.
+        batch_dim: The rule for the batch dimension.
+        gather: The rule for tensors without a batch dimension.
+        offload (bool): Whether checkpointed inputs wait in the memory of the host.
+        devices (list[torch.device]): One per partition.
+    """
+
+    devices: list[torch.device]
+    balance: list[int]
+    chunks: int
+    checkpoint: Checkpoint
+    batch_dim: Any
+    gather: Any
+    offload: bool
+    _engine: Any
+    _names: tuple[str, ...]
+    _known: tuple[nn.Module | None, ...]
+    _schedule: str | None
+
+    def _set(self, module: nn.Sequential, balance: Iterable[int] | Settings | None, devices: Any,
+             chunks: int, checkpoint: Checkpoint, batch_dim: Any, gather: Any, offload: bool
+             ) -> Any:
+        """Check the settings and keep them; return the devices, which a plan may name."""
+        check_rules(batch_dim, gather)
+        self.batch_dim, self.gather, self.offload = batch_dim, gather, bool(offload)
+        self._schedule = None
+        verify(module)
+        verify_source(balance, module)
+        if isinstance(balance, Settings):
+            if (devices, chunks, checkpoint) != (None, 1, 'except_last'):
+                raise ValueError(
+                    'a plan says devices, chunks and checkpoint, so leave these out; or take the '
+                    f'balance alone: {type(self).__name__}(module, plan.balance, …)')
+            self._schedule, devices = balance.schedule, balance.devices
+            chunks, checkpoint, balance = balance.chunks, balance.checkpoint, balance.balance
+        self.chunks = parse_chunks(chunks)
+        self.balance = parse_balance(balance, len(module))
+        self.checkpoint = parse_checkpoint(checkpoint, len(self.balance))
+        return devices
+
+    def _place(self, names: Iterable[str], layers: Mapping[str, Any], partitions: nn.ModuleList,
+               training: bool) -> None:
+        """Take the layers of a module: [Note: Two views of the layers]."""
+        for each in (self, partitions, *partitions):
+            each.training = training
+        self.__dict__['partitions'] = partitions
+        self.__dict__['_names'] = tuple(names)
+        self.__dict__['_known'] = tuple(layers.get(name) for name in self._names)
+        self._modules.update(layers)
+
+    def _call(self, input: Any) -> Any:
+        raise NotImplementedError
+
+    def _train_step(self, input: Any, ready: Callable[[], ScheduleLike], loss: tuple[Any, ...],
+                    return_output: bool) -> Any:
+        raise NotImplementedError
+
+    def _evaluate(self, input: Any, ready: Callable[[], Any], loss: tuple[Any, ...],
+                  return_output: bool) -> Any:
+        raise NotImplementedError
+
+    def _replace(self, layers: 'OrderedDict[str, Any]', partitions: nn.ModuleList) -> None:
+        """Let partitions have other layers than before."""
+        raise NotImplementedError
+
+    @uncompiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on a mini-batch.
+
+        >>> from torchgpipe import GPipe
+        >>> class Attend(nn.Module):
+        ...     def forward(self, query, *, mask=None):
+        ...         return query if mask is None else query * mask
+        >>> layers = nn.Sequential(Attend(), nn.ReLU())
+        >>> model = GPipe(layers, [1, 1], devices=['cpu', 'cpu'], chunks=2)
+        >>> model(torch.ones(4, 2), mask=torch.zeros(4, 1)).sum()
+        tensor(0.)
+
+        Args:
+            *args: The arguments of the first layer, mostly one value: a tensor of shape
+                ``(batch, …)``; or tuples, lists, dicts and dataclasses of any nesting with such
+                tensors, ``None`` and plain Python values. Scalars, plain values and the content of
+                a :class:`~torchgpipe.NoChunk` are the same for all micro-batches.
+            **kwargs: The keyword arguments of the first layer.
+
+        Returns:
+            The output of the last layer, of the same nesting, on the last device. Over processes,
+            the output of this replica, without a graph, and ``None`` on ranks without the last
+            stage.
+
+        Raises:
+            TypeError: The input or the output of a partition has another type, or the first layer
+                does not take the arguments.
+            ValueError: Batch sizes disagree or are zero, the output has another one, or has a
+                scalar and no rule for it.
+        """
+        return self._call(value_of(args, kwargs))
+
+    def step(self, input: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor], *,
+             schedule: ScheduleLike = '1f1b', target_dim: Any = None, normalizer: Any = None,
+             scale: Callable[[Tensor], Tensor] | None = None, return_output: bool = False) -> Any:
+        """Run forward and backward of a mini-batch, in the order of a schedule.
+
+        Gradients are added to ``.grad`` as by ``loss_fn(model(input), target).backward()``. Where
+        the plain call holds all micro-batches at once, a schedule such as 1F1B holds as many as
+        there are partitions; and workers of the CPU run backward concurrently. Over processes, all
+        ranks call it, and each replica passes its own part of the mini-batch, of any size.
+
+        >>> from torchgpipe import GPipe
+        >>> model = GPipe(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), [1, 1],
+        ...               devices=['cpu:0', 'cpu:1'], chunks=4)
+        >>> loss = model.step(torch.ones(8, 3), torch.ones(8, 2), nn.functional.mse_loss)
+        >>> loss.shape, model[0].weight.grad.shape
+        (torch.Size([]), torch.Size([4, 3]))
+
+        Args:
+            input: As in the call; several arguments as :class:`~torchgpipe.Arguments`. Only ranks
+                with the first stage read it.
+            target: A value of as many samples, of any nesting, on the last device. Only ranks with
+                the last stage read it.
+            loss_fn: ``loss_fn(output, target)`` of a micro-batch, a scalar: a mean over samples,
+                if ``normalizer`` does not say otherwise. The divisors of PyTorch's losses of
+                classes (``ignore_index``, ``weight``) are known. If it is a module, its parameters
+                get their gradients as the parameters of the model do.
+            schedule: A name (see :func:`torchgpipe.schedule.make`), a
+                :class:`~torchgpipe.schedule.Schedule`, or the path of one as CSV; ``'auto'`` is
+                the schedule of the plan by which the model was made. With several partitions on
+                each device, as in ``devices=[0, 1, 0, 1]``, ``'interleaved'`` and ``'looped-bfs'``
+                take them for virtual stages; so does ``'zb-v'`` with ``devices=[0, 1, 1, 0]``.
+            target_dim: The batch dimension of the target, a rule as ``batch_dim`` is for the
+                input; if that is an integer, it is the default.
+            normalizer: The divisor of the loss: a number above zero, if ``loss_fn`` gives sums (1
+                leaves it a sum); a function that counts in the target of a micro-batch, if
+                ``loss_fn`` gives means over such a count, for example of tokens. Counts are summed
+                over all replicas.
+            scale: Scales the loss before backward: ``scaler.scale`` of a
+                :class:`torch.amp.GradScaler`.
+            return_output: Whether to return the output as well, without a graph.
+
+        Returns:
+            The loss of the mini-batch, without a graph, on the last device, or on all ranks; or a
+            pair of it and the output as in the call.
+
+        Raises:
+            RuntimeError: The model is in evaluation mode, gradients are off, there is a hook on
+                this model itself, or another rank could not begin.
+            ValueError: The schedule is not one for these partitions and micro-batches, the target
+                has other samples, or the loss is no scalar or known to be no mean. An error of a
+                layer or of the loss is raised before any gradient is added.
+        """
+        if target_dim is None:
+            target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
+        return self._train_step(input, partial(self._ready, schedule), (
+            loss_fn, target, target_dim, normalizer, scale), return_output)
+
+    def _ready(self, schedule: ScheduleLike | None = None) -> Any:
+        """See that the model may take a step, or an evaluation, and return the schedule of it."""
+        trains = schedule is not None
+        if trains and (not self.training or not torch.is_grad_enabled()
+                       or torch.is_inference_mode_enabled()):
+            raise RuntimeError('a step computes gradients, but '
+                               + ('gradients are off (torch.no_grad or inference_mode)'
+                                  if self.training else 'the model is in evaluation mode')
+                               + '; call model(input) for outputs, or model.train() before')
+        if any(hooks_of(self)):
+            raise _left_out('a step' if trains else 'an evaluation')
+        if not self.balance:
+            raise ValueError(f"{'a step' if trains else 'an evaluation'} takes at least one "
+                             'partition')
+        return self._planned() if isinstance(schedule, str) and schedule == 'auto' else schedule
+
+    def evaluate(self, input: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor], *,
+                 normalizer: Any = None, target_dim: Any = None, return_output: bool = False
+                 ) -> Any:
+        """Return the loss of a mini-batch and its count, by a forward through the pipeline.
+
+        The mean over several mini-batches is exact, whatever the sizes of these:
+
+        >>> from torchgpipe import GPipe
+        >>> model = GPipe(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), [1, 1],
+        ...               devices=['cpu:0', 'cpu:1'], chunks=4).eval()
+        >>> total = count = 0
+        >>> for x, y in zip(torch.ones(11, 3).split(8), torch.ones(11, 2).split(8)):
+        ...     loss, n = model.evaluate(x, y, nn.functional.mse_loss)
+        ...     total, count = total + loss * n, count + n
+        >>> (total / count).shape, count
+        (torch.Size([]), 11.0)
+
+        Over processes, all ranks call it, and each replica passes its own part. A replica that
+        has no samples left passes ``None`` for both, in evaluation mode.
+
+        Args:
+            input: As in :meth:`step`.
+            target: As in :meth:`step`.
+            loss_fn: As in :meth:`step`.
+            normalizer: As in :meth:`step`.
+            target_dim: As in :meth:`step`.
+            return_output: Whether to return the output of this replica as well. Otherwise the
+                output of a micro-batch is freed when its loss is known.
+
+        Returns:
+            The loss of the mini-batch, on all ranks, and its divisor, for example the number of
+            samples or of labels, as a float. With ``return_output``, the output as well.
+
+        Raises:
+            ValueError: The target has other samples, or the loss is no scalar or known to be no
+                mean.
+        """
+        if target_dim is None:
+            target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
+        return self._evaluate(input, self._ready, (
+            loss_fn, target, target_dim, normalizer, None), return_output)
+
+    def _planned(self) -> str:
+        if self._schedule is None:
+            name = type(self).__name__
+            raise ValueError("schedule='auto' is that of a plan, but this model was made without "
+                             f'one; name a schedule, or make it by a plan: {name}(module, plan) '
+                             'of torchgpipe.plan.plan(module, sample, devices=…)')
+        return 'gpipe' if self._schedule == PLAIN_CALL else self._schedule  # in the same order
+
+    @property
+    def partitions(self) -> nn.ModuleList:
+        """One :class:`torch.nn.Sequential` per partition, with layers by their names.
+
+        >>> from torchgpipe import GPipe
+        >>> model = GPipe(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), [1, 1], devices=['cpu'] * 2)
+        >>> model.set_submodule('1', nn.Tanh())
+        >>> model.partitions[1]
+        Sequential(
+          (1): Tanh()
+        )
+
+        Raises:
+            RuntimeError: A layer of one has been replaced there, and not in the model.
+        """
+        partitions: nn.ModuleList = self.__dict__['partitions']
+        layers = OrderedDict((name, self._modules.get(name)) for name in self._names)
+        known = list(zip(self._names, self._known))
+        if [item for part in partitions for item in part._modules.items()] != [
+                item for item in known if item[1] is not None]:
+            raise RuntimeError('a layer of this GPipe has been replaced, added or removed in its '
+                               'partition; replace it in the GPipe itself, '
+                               "model.set_submodule('name', layer), and partitions follow")
+        if [*layers.items()] != known:
+            self._replace(layers, partitions)
+            self._known = tuple(layers.values())
+        return partitions
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A pickle of an earlier version has no rules for batches.
+        known = tuple(map(state['_modules'].get, state['_names']))
+        super().__setstate__({  # type: ignore[no-untyped-call]
+            'batch_dim': 0, 'gather': None, 'offload': False, '_known': known, '_schedule': None,
+            **state})
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter([layer for layer in self._layers() if layer is not None])
+
+    def __getitem__(self, index: int) -> Any:
+        layer = self._layers()[index]
+        if layer is None:
+            raise IndexError(f"layer {index}, '{self._names[index]}', is on another rank")
+        return layer
+
+    def _layers(self) -> list[nn.Module | None]:
+        self.partitions  # Raises if one of them has other layers.
+        return [self._modules.get(name) for name in self._names]
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return a module by its name, also a layer that has the name of an attribute of this.
+
+        >>> from collections import OrderedDict
+        >>> from torchgpipe import GPipe
+        >>> model = nn.Sequential(OrderedDict(chunks=nn.Linear(2, 2)))
+        >>> GPipe(model, [1], devices=['cpu']).get_parameter('chunks.bias').shape
+        torch.Size([2])
+        """
+        name, _, rest = target.partition('.')
+        layer = self._modules.get(name)
+        return super().get_submodule(target) if layer is None else layer.get_submodule(rest)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile each partition, with the arguments of :func:`torch.compile`.
+
+        ``torch.compile(model)`` compiles nothing by itself, as a pipeline hands micro-batches to
+        other threads. What was compiled before, partitions or layers, stays so in it.
+        """
+        for partition in self.partitions:
+            partition.compile(*args, **kwargs)
+
+    def train(self: TPlaced, mode: bool = True) -> TPlaced:
+        """Set training or evaluation mode."""
+        super().train(mode)
+        self.partitions.train(mode)
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
+                        assign: bool = False) -> Any:
+        """Load a state dict; what layers share stays shared, also where tensors are assigned."""
+        with still_shared(self):
+            return super().load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Keys of 0.0.7 are `partitions.<j>.<layer>.…`, from any balance.
+        old = prefix + 'partitions.'
+        for key in [key for key in state_dict if key.startswith(old)]:
+            name = key[len(old):].partition('.')[2]
+            if name.partition('.')[0] in self._names:
+                state_dict.setdefault(prefix + name, state_dict.pop(key))
+        from torchgpipe.sequential.parts import to_own_names  # no plain call needs it
+        to_own_names(state_dict, prefix, self._modules)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        """Say how the layers below are distributed."""
+        devices = [str(device) for device in self.devices]
+        return (f'balance={self.balance}, devices={devices}, chunks={self.chunks}, '
+                f'checkpoint={self.checkpoint!r}')
+
+    def cuda(self: TPlaced, device: Any = None) -> TPlaced:
+        """Raise :exc:`TypeError`: the devices were chosen at construction."""
+        raise _denied()
+
+    def cpu(self: TPlaced) -> TPlaced:
+        """Raise :exc:`TypeError`: the devices were chosen at construction."""
+        raise _denied()
+
+    def to(self: TPlaced, *args: Any, **kwargs: Any) -> TPlaced:
+        """Change the dtype of parameters and buffers; to move them is a :exc:`TypeError`.
+
+        The device where all of them are already is none to move to.
+
+        >>> from torchgpipe import GPipe
+        >>> model = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=['cpu'])
+        >>> model.to('cpu', torch.float64)[0].weight.dtype
+        torch.float64
+        """
+        if any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
+            raise _denied()
+        asked = args[0] if args else kwargs.get('device')
+        if asked is not None and not isinstance(asked, torch.dtype):
+            try:
+                device = torch.device(asked)
+            except RuntimeError as error:  # a device that this machine does not have
+                raise _denied() from error
+            if not self._is_all_on(device):
+                raise _denied()
+        return super().to(*args, **kwargs)
+
+    def _is_all_on(self, device: torch.device) -> bool:
+        if {device.type} != {own.type for own in self.devices}:
+            return False
+        # All CPU devices share one memory; and without a number it is the current device.
+        return is_cpu(device) or {torch.empty(0, device=device).device} == {*self.devices}
+
+    def _apply(self: TPlaced, fn: Any, recurse: bool = True) -> TPlaced:
+        # A module that has this one as its child moves it without asking any method above.
+        for device in {*map(memory_of, self.devices)}:
+            probe = torch.empty(1, device=device)
+            if fn(probe).device != probe.device:
+                raise _denied()
+        with still_shared(self):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+def _left_out(what: str) -> RuntimeError:
+    return RuntimeError(f'{what} does not call this model as a whole, so it would leave out the '
+                        'hooks that are registered on it; register them on its layers')
+
+
+def _denied() -> TypeError:
+    return TypeError('denied to move parameters and buffers, because GPipe should manage device '
+                     'placement; name the devices when you make it: GPipe(module, balance, '
+                     'devices=…), or the mesh of a DistributedGPipe')
+
+
+def _not_sequential(module: object) -> TypeError:
+    from torchgpipe.sequential.convert import not_sequential
+    return not_sequential(module)
+
+
+def verify(module: nn.Sequential) -> None:
+    """Check that a module is a sequence of layers, whose skips match."""
+    if not isinstance(module, nn.Sequential):
+        raise _not_sequential(module)
+    verify_module(module)
+    verify_layers(module)
+    verify_skippables(module)
 
 
 class GPipe(Placed):
@@ -125,7 +542,7 @@ class GPipe(Placed):
 
     def _materialize(self, module: nn.Sequential, weights: Weights | None,
                      init: Callable[[nn.Module], Any] | None, seed: int | None) -> None:
-        from torchgpipe.materialize import materialize, seeded
+        from torchgpipe.model.materialize import materialize, seeded
         numbers = {name: i for i, name in enumerate(module._modules)}
         materialize(module, [device for number, device in zip(self.balance, self.devices)
                              for _ in range(number)], weights, None if seed is None else (
@@ -138,18 +555,18 @@ class GPipe(Placed):
         batches, sizes, rule, options = self._cut(input)
         pipeline = Pipeline(self._running_engine(), batches, **options)
         if rule is not None:
-            from torchgpipe.losses import seen_means
+            from torchgpipe.training.losses import seen_means
             pipeline.losses = seen_means(rule, sizes)
         pipeline.run()
         if pipeline.losses:
-            from torchgpipe.means import no_mean_in_the_model
+            from torchgpipe.training.losses import no_mean_in_the_model
             pipeline.losses.check(no_mean_in_the_model)
         return gather(batches, sizes, rule, self.batch_dim, pipeline.aliasing.common(0))
 
     def _train_step(self, input: Any, ready: Callable[[], ScheduleLike], loss: tuple[Any, ...],
                     return_output: bool) -> Any:
-        from torchgpipe.losses import Losses
-        from torchgpipe.step import run_step
+        from torchgpipe.training.losses import Losses
+        from torchgpipe.training.step import run_step
         schedule = ready()
         batches, sizes, rule, options = self._cut(input)
         loss_fn, target, target_dim, normalizer, scale = loss
@@ -162,7 +579,7 @@ class GPipe(Placed):
     @torch.no_grad()
     def _evaluate(self, input: Any, ready: Callable[[], Any], loss: tuple[Any, ...],
                   return_output: bool) -> Any:
-        from torchgpipe.losses import Losses
+        from torchgpipe.training.losses import Losses
         ready()
         batches, sizes, rule, options = self._cut(input)
         loss_fn, target, target_dim, normalizer, _ = loss
@@ -195,7 +612,7 @@ class GPipe(Placed):
             mode, len(batches), len(self.devices))
         rule = self.gather
         if rule:
-            from torchgpipe.losses import counts_of, with_counts
+            from torchgpipe.training.losses import counts_of, with_counts
             rule = with_counts(rule, iter(counts_of(rule, batches)))
         return batches, sizes, rule, {
             'checkpoint_stops': stops, 'common': common, 'offload': self.offload}
@@ -248,5 +665,5 @@ class GPipe(Placed):
                 before some were added; or the model has another forward than that of its class.
             RuntimeError: In a call: tensors of the model were replaced, added or removed.
         """
-        from torchgpipe.original import run_by
+        from torchgpipe.model.in_place_of import run_by
         return run_by(self, model)

@@ -10,7 +10,7 @@ from tests.helpers import MODES
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe
 from torchgpipe.balance import profile
-from torchgpipe.predict.blocks import peaks as held
+from torchgpipe.plan.costs import peaks as held
 from torchgpipe.schedule import make
 
 pytestmark = pytest.mark.sim

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchgpipe.balance import blockpartition
+from torchgpipe.plan import balance
 
 
 def key(blocks):
@@ -32,7 +32,7 @@ def fits(edge, furthest):
 
 def check(sequence, partitions):
     """Compare with brute force."""
-    blocks = blockpartition.solve(sequence, partitions)
+    blocks = balance.solve(sequence, partitions)
     assert len(blocks) == partitions and all(blocks) and sum(blocks, []) == list(sequence)
     assert key(blocks) == brute_force(sequence, partitions)
 
@@ -55,17 +55,17 @@ def test_larger_cases(sequence, partitions):
 def test_floats_are_exact():
     sequence = [.1, .2, .3, 1e-300, .3, .2, .1, 1e300, 5e-324]
     for partitions in range(1, 10):
-        scaled = blockpartition.integers(sequence)
-        lengths = [len(block) for block in blockpartition.solve(sequence, partitions)]
-        assert lengths == [len(block) for block in blockpartition.solve(scaled, partitions)]
-        assert key(blockpartition.solve(scaled, partitions)) == brute_force(scaled, partitions)
+        scaled = balance.integers(sequence)
+        lengths = [len(block) for block in balance.solve(sequence, partitions)]
+        assert lengths == [len(block) for block in balance.solve(scaled, partitions)]
+        assert key(balance.solve(scaled, partitions)) == brute_force(scaled, partitions)
 
 
 @pytest.mark.parametrize('sequence, partitions, expected', [
     ([1, 2, 3, 4, 5, 6], 2, [4, 2]), ([0, 0], 2, [1, 1]), ([0] * 8, 2, [4, 4]),
     ([5, 0, 0, 0, 0, 5], 2, [3, 3]), ([1] * 6, 4, None), ([9, 1, 1, 1, 1, 1, 1], 4, [1, 2, 2, 2])])
 def test_even_ties(sequence, partitions, expected):
-    lengths = [len(block) for block in blockpartition.solve(sequence, partitions)]
+    lengths = [len(block) for block in balance.solve(sequence, partitions)]
     assert lengths == expected or (expected is None and sorted(lengths) == [1, 1, 2, 2])
 
 
@@ -76,7 +76,7 @@ def test_even_ties(sequence, partitions, expected):
 def test_many_layers(costs):
     random.seed(0)
     sequence = costs()
-    blocks = blockpartition.solve(sequence, 64)
+    blocks = balance.solve(sequence, 64)
     assert len(blocks) == 64 and sum(map(len, blocks)) == 10_000
     bound = max(map(sum, blocks))
     assert bound <= sum(sequence) / 64 + max(sequence)
@@ -84,8 +84,8 @@ def test_many_layers(costs):
 
 def test_numbers_of_numpy_and_pytorch():
     sequence = [numpy.int64(1000), 0.001, numpy.float32(0.5), torch.tensor(2.)]
-    assert blockpartition.integers(sequence)[0] > 0
-    assert [len(x) for x in blockpartition.solve(sequence, 2)] == [1, 3]
+    assert balance.integers(sequence)[0] > 0
+    assert [len(x) for x in balance.solve(sequence, 2)] == [1, 3]
 
 
 @pytest.mark.parametrize('sequence, partitions, message', [
@@ -94,7 +94,7 @@ def test_numbers_of_numpy_and_pytorch():
     ([1, float('inf')], 1, 'item 1 is inf')])
 def test_bad_input(sequence, partitions, message):
     with pytest.raises(ValueError, match=message):
-        blockpartition.solve(sequence, partitions)
+        balance.solve(sequence, partitions)
 
 
 @st.composite
@@ -116,7 +116,7 @@ def test_limits_of_blocks(ascending, case):
     sequence, furthest = case
     if ascending:
         furthest = [[*itertools.accumulate(limits, max)] for limits in furthest]
-    lengths = blockpartition.bounded_cuts(sequence, range(len(sequence) + 1), furthest)
+    lengths = balance.bounded_cuts(sequence, range(len(sequence) + 1), furthest)
     expected = brute_force(sequence, len(furthest), furthest)
     assert (lengths is None) == (expected is None)
     if lengths is not None:

@@ -9,9 +9,9 @@ from tests.balance.models import frozen
 from tests.clock import Timed
 from tests.devices import cpu_only
 from torchgpipe.balance import balance_by_time, profile
-from torchgpipe.balance.profile import profile_bytes
 from torchgpipe.base.structure import bare
 from torchgpipe.engine.microbatches import Batch
+from torchgpipe.plan.profile import profile_bytes
 
 pytestmark = cpu_only('the clock that a test moves is that of the host')
 

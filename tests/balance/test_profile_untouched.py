@@ -11,7 +11,7 @@ import torchgpipe.balance
 from tests.balance.models import MODELS
 from tests.devices import cpu_only
 from torchgpipe.balance import balance_by_size, profile
-from torchgpipe.balance.profile import layerwise_sandbox
+from torchgpipe.plan.profile import layerwise_sandbox
 from torchgpipe.skip.tracker import current_skip_tracker
 
 pytestmark = cpu_only('the same of any device; on accelerators in test_profile_layers.py')
@@ -77,4 +77,4 @@ def test_the_sandbox_holds_one_layer_at_a_time_in_training_mode():
     for layer in layerwise_sandbox(model, torch.device('meta')):
         assert layer.training and all(p.is_meta for p in layer.parameters())
     assert not any(layer.training or p.is_meta for layer in model for p in layer.parameters())
-    assert torchgpipe.balance.profile.layerwise_sandbox is layerwise_sandbox
+    assert torchgpipe.plan.profile.layerwise_sandbox is layerwise_sandbox

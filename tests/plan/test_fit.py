@@ -2,7 +2,7 @@
 from types import SimpleNamespace
 
 from torchgpipe.balance import LayerProfile, Profile
-from torchgpipe.plan.fit import fit, neighbours
+from torchgpipe.plan.search import fit, neighbours
 
 
 def blocks_of(times, parameters):

@@ -5,7 +5,7 @@ import pytest
 
 from torchgpipe.balance import LayerProfile, Profile, SkipProfile
 from torchgpipe.plan import Costs, plan, simulate
-from torchgpipe.predict.blocks import Blocks, Peak, peaks
+from torchgpipe.plan.costs import Blocks, Peak, peaks
 from torchgpipe.schedule import Schedule, make
 from torchgpipe.schedule.schedule import in_flight
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from tests.devices import cpu_only
 from tests.sequential.test_record import Inner, Model, check, halves, sample
 from torchgpipe.sequential import ConversionError, to_sequential
-from torchgpipe.sequential.steps import StepTracer
-from torchgpipe.sequential.values import UNKNOWN, UnknownValue
+from torchgpipe.sequential.effects import UNKNOWN, UnknownValue
+from torchgpipe.sequential.operations import StepTracer
 
 pytestmark = cpu_only('what is recorded does not depend on devices')
 

@@ -14,8 +14,8 @@ from torch import nn
 from tests.cases import cases
 from tests.devices import cpu_only
 from torchgpipe.sequential import ConversionError, from_stages, to_sequential
+from torchgpipe.sequential.effects import UnknownValue
 from torchgpipe.sequential.record import ForwardTracer
-from torchgpipe.sequential.values import UnknownValue
 
 pytestmark = cpu_only('what is recorded does not depend on devices')
 

@@ -4,24 +4,25 @@
 - :func:`profile` measures the layers once; :meth:`Profile.balance` then gives the fastest balance
   for any number of partitions, micro-batches and memory limits, and says what to expect of it.
 """
+import sys
 from math import inf
 from typing import Any
 
 from torch import nn
 
-from torchgpipe.balance.blockpartition import check_partitions, even_cuts
-from torchgpipe.balance.profile import layerwise_sandbox, profile, profile_bytes
-from torchgpipe.balance.profiled import Balance, Profile, edges_for
 from torchgpipe.base.devices import Device
 from torchgpipe.base.structure import Value
 from torchgpipe.engine.microbatches import cut, fit_rule
 from torchgpipe.engine.split import verify_module
-from torchgpipe.predict.blocks import LayerProfile, SkipProfile
+from torchgpipe.plan.balance import Balance, Profile, check_partitions, edges_for, even_cuts
+from torchgpipe.plan.costs import LayerProfile, SkipProfile
+from torchgpipe.plan.profile import layerwise_sandbox, profile, profile_bytes
 
 __all__ = ['Balance', 'LayerProfile', 'Profile', 'SkipProfile', 'balance_by_size',
            'balance_by_time', 'profile']
 
-# The function hides the module of the same name, which torchgpipe 0.0.7 had; this leads there too.
+# torchgpipe 0.0.7 had a module of the name of the function. Both ways lead to its contents.
+sys.modules[f'{__name__}.profile'] = sys.modules[layerwise_sandbox.__module__]
 setattr(profile, 'layerwise_sandbox', layerwise_sandbox)
 
 

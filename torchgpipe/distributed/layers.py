@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from torchgpipe.engine.partition import named_slots
-from torchgpipe.materialize import materialize, seeded
+from torchgpipe.model.materialize import materialize, seeded
+from torchgpipe.model.weights import Weights, open_weights
 from torchgpipe.sequential.parts import to_own_names
-from torchgpipe.weights import Weights, open_weights
 
 __all__ = ['Tie', 'fill', 'shared_in', 'skeleton_of', 'ties_of']
 

@@ -28,9 +28,9 @@ from torchgpipe.distributed.steps import Steps
 from torchgpipe.distributed.tensor import check_plan
 from torchgpipe.distributed.watch import Watch, watched
 from torchgpipe.engine.partition import Engine
-from torchgpipe.placed import Placed
+from torchgpipe.gpipe import Placed
+from torchgpipe.model.weights import Weights
 from torchgpipe.schedule import ScheduleLike, Timed
-from torchgpipe.weights import Weights
 
 __all__ = ['DistributedGPipe']
 

@@ -23,12 +23,12 @@ from torchgpipe.distributed.ties import Ties
 from torchgpipe.distributed.units import Unit, grouped
 from torchgpipe.engine.cell import Sequential
 from torchgpipe.engine.partition import Engine, named_slots
-from torchgpipe.materialize import seeded
+from torchgpipe.model.materialize import seeded
+from torchgpipe.model.weights import Weights
 from torchgpipe.shard.failures import gathered
 from torchgpipe.shard.nn.experts import Experts
 from torchgpipe.skip.layout import inspect_skip_layout
 from torchgpipe.skip.skippable import Skippable
-from torchgpipe.weights import Weights
 
 __all__ = ['Rank']
 

@@ -29,12 +29,13 @@ from torchgpipe.distributed.start import Facts, digest
 from torchgpipe.distributed.transport import Evaluation, Training, Way
 from torchgpipe.engine.microbatches import Batch, check_arguments, cut, fit_rule, gather
 from torchgpipe.engine.run import Run
-from torchgpipe.losses import Losses, count_functions, counts_of, seen_means, with_counts
-from torchgpipe.means import LossMonitor, no_mean_in_the_model, no_mean_over_samples
-from torchgpipe.placed import Placed
+from torchgpipe.gpipe import Placed
 from torchgpipe.schedule import Action, Schedule
 from torchgpipe.schedule.lowering import Message, Row, with_messages
-from torchgpipe.step import find_schedule
+from torchgpipe.training.losses import (Losses, LossMonitor, count_functions, counts_of,
+                                        no_mean_in_the_model, no_mean_over_samples, seen_means,
+                                        with_counts)
+from torchgpipe.training.step import find_schedule
 
 __all__ = ['Steps', 'check_alike', 'check_counts', 'check_losses',
            'check_same_losses']

@@ -12,6 +12,7 @@ from typing import Any
 
 #: Old paths, and where what they had is now.
 PATHS = {f'torchgpipe.{old}': f'torchgpipe.{new}' for old, new in {
+    'balance.blockpartition': 'plan.balance',
     'checkpoint': 'legacy.checkpoint', 'copy': 'engine.streams', 'dependency': 'engine.streams',
     'microbatch': 'legacy.microbatch', 'phony': 'engine.streams',
     'pipeline': 'legacy.pipeline', 'skip.namespace': 'skip.tracker',

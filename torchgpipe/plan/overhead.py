@@ -1,4 +1,4 @@
-"""Measure the overhead of an action: the time of the scheduler and of Python.
+"""Measure copies between devices, and the overhead of an action.
 
 Workers on the CPU share the interpreter, so an action of one keeps others waiting. That is
 measured where nothing else takes time: in steps of a model with one number for each layer, of few
@@ -15,18 +15,66 @@ An accelerator is told ahead what to do and does it beside the host: there it is
 """
 import time
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.base.devices import Device, forked_rng, is_cpu, parse_device
+from torchgpipe.base.devices import (Device, forked_rng, is_cpu, memory_of, parse_device,
+                                     synchronize)
 from torchgpipe.base.settings import checkpoint_stops
 from torchgpipe.engine.microbatches import cut
 from torchgpipe.engine.partition import Engine
-from torchgpipe.losses import Losses
-from torchgpipe.step import run_step
+from torchgpipe.plan.costs import Link
+from torchgpipe.training.losses import Losses
+from torchgpipe.training.step import run_step
 
-__all__ = ['measure_overhead']
+__all__ = ['measure_links', 'measure_overhead']
+
+#: Bytes of the copies that are timed: what a small one takes is all latency.
+SMALL, LARGE = 4, 2 ** 24
+
+#: How often each is timed; medians count.
+COPIES = 5
+
+
+def measure_links(devices: Sequence[Device]) -> tuple[tuple[Link, ...], ...]:
+    """Measure what copies between each two devices take, one after the other.
+
+    Workers of the CPU share its memory, so nothing is copied between them.
+
+    >>> measure_links(['cpu:0', 'cpu:1'])[0][1]
+    Link(latency=0.0, bandwidth=inf)
+
+    Args:
+        devices: The devices, all of which are there.
+
+    Returns:
+        By the place of the device that sends, and of the one that gets.
+    """
+    places = [memory_of(x) for x in devices]
+    return tuple(tuple(_measure(one, other) for other in places) for one in places)
+
+
+def _measure(source: torch.device, target: torch.device) -> Link:
+    if source == target:
+        return Link()
+    small, large = (_seconds(torch.zeros(size, dtype=torch.uint8, device=source), target)
+                    for size in (SMALL, LARGE))
+    return Link(small, (LARGE - SMALL) / (large - small)) if large > small else Link(small)
+
+
+def _seconds(tensor: torch.Tensor, target: torch.device) -> float:
+    tensor.to(target)  # not counted: memory is allocated, and the way is opened
+    times = []
+    for _ in range(COPIES):
+        synchronize((tensor.device, target))
+        start = time.perf_counter()
+        tensor.to(target)
+        synchronize((tensor.device, target))
+        times.append(time.perf_counter() - start)
+    return median(times)
+
 
 #: Micro-batches in the steps that are timed.
 FEW, MANY = 2, 10

@@ -1,5 +1,10 @@
 """Search a plan: balance, chunks, checkpoints, schedule and virtual stages, within memory.
 
+How much a stage holds at its peak depends on the schedule: by how many micro-batches are in flight
+in it. From that follows how far a stage can reach, which is what a bounded cut needs. By how much
+a device is simulated to hold more than its stages by themselves, or less, as they have their peaks
+at different times, that much less or more it may have, and the cut is made again.
+
 For each schedule, all numbers of chunks, modes of checkpointing and numbers of stages are tried
 with the balance whose stages are equally fast, and simulated. Then, from the fastest one on, it is
 looked whether it fits; if not, another balance is made for it that does, which takes its place
@@ -10,33 +15,219 @@ among them by its own time. The first one that fits is the best of its schedule:
     never, 4 chunks                                           ◀───┘
 """
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, lru_cache, partial
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import accumulate, count
 from math import inf
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchgpipe.balance import Profile, profile
-from torchgpipe.balance.blockpartition import check_partitions, positive
-from torchgpipe.balance.profiled import fastest
 from torchgpipe.base.devices import Device, is_cpu, memory_of, parse_device
+from torchgpipe.base.settings import Settings
 from torchgpipe.base.structure import Value
-from torchgpipe.base.text import format_bytes
+from torchgpipe.base.text import format_bytes, table
 from torchgpipe.engine.workers import device_key
-from torchgpipe.plan.choice import Plan, schedule_of
-from torchgpipe.plan.fit import Limits, excess, fit, neighbours
-from torchgpipe.plan.links import measure_links
-from torchgpipe.plan.overhead import measure_overhead
-from torchgpipe.predict.blocks import MemoryLimit, memory_limits
-from torchgpipe.predict.costs import Costs, Link, Links
-from torchgpipe.schedule import NAMES
-from torchgpipe.schedule.generators import PLAIN_CALL, stages_per_device
+from torchgpipe.plan.balance import Profile, bounded_cuts, check_partitions, fastest, positive
+from torchgpipe.plan.costs import (Blocks, Costs, Link, Links, MemoryLimit, SkipProfile,
+                                   StageCosts, memory_limits, peaks)
+from torchgpipe.plan.overhead import measure_links, measure_overhead
+from torchgpipe.plan.profile import profile
+from torchgpipe.plan.simulation import Simulation, simulate
+from torchgpipe.schedule import NAMES, Schedule, make
+from torchgpipe.schedule.generators import PLAIN_CALL, plain_call, stages_per_device
 
-__all__ = ['plan']
+__all__ = ['Limits', 'Plan', 'excess', 'fit', 'neighbours', 'plan', 'schedule_of']
+
+
+@lru_cache(maxsize=64)
+def schedule_of(name: str, devices: int, m: int, virtual: int, stops: tuple[int, ...] = ()
+                ) -> Schedule:
+    """Return a schedule, with recomputations."""
+    if name == PLAIN_CALL:
+        return plain_call(devices, m, stops)[0]
+    schedule = make(name, devices, m, virtual)
+    return schedule.recomputing(stops) if any(stops) else schedule
+
+
+@dataclass(frozen=True)
+class Plan(Settings):
+    """How a model is to be run, and what that is predicted to take; :func:`plan` makes it.
+
+    ``GPipe(module, plan)`` takes it as it is, and then ``model.step(…, schedule='auto')`` its
+    schedule. ``print(plan)`` shows a table. Predictions are those of one training step, of all but
+    the loss and the optimizer.
+    """
+
+    #: Samples in a mini-batch.
+    batch_size: int
+    #: Of the unwrapped model, on one device.
+    sequential_seconds: float
+    #: What the stages cost, for one micro-batch.
+    costs: Costs
+    #: The best plan for each other schedule, the fastest one first.
+    runners_up: tuple['Plan', ...] = ()
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The step as it is predicted, with each action and memory over time."""
+        m, n = min(self.chunks, self.batch_size), len({*self.devices})
+        if self.schedule == PLAIN_CALL and all(map(is_cpu, self.devices)):
+            schedule, pairs = plain_call(n, m, one_thread=True)
+            return simulate(schedule, self.costs, pairs)
+        return simulate(schedule_of(self.schedule, n, m, len(self.balance) // n,
+                                    self.costs.stops), self.costs)
+
+    @property
+    def seconds(self) -> float:
+        """The time of a step."""
+        return self.simulation.seconds
+
+    @property
+    def speed_up(self) -> float:
+        """How much faster than the unwrapped model on one device, if that could hold it."""
+        return self.sequential_seconds / self.seconds if self.seconds else 1.0
+
+    @property
+    def bubble(self) -> float:
+        """The part of the devices' time in which they wait, from 0 to 1."""
+        return self.simulation.bubble
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """The most bytes on each device at a time."""
+        return {device: -int(-bytes // 1) for device, bytes in
+                zip(dict.fromkeys(self.devices), self.simulation.peak_bytes)}
+
+    def __str__(self) -> str:
+        rows = [[each.schedule, each.chunks, each.checkpoint, len(each.balance),
+                 f'{each.seconds * 1e3:.3f}', f'{each.bubble:.1%}', f'{each.speed_up:.2f}',
+                 format_bytes(max(each.bytes.values()))] for each in (self, *self.runners_up)]
+        header = ['schedule', 'chunks', 'checkpoint', 'partitions', 'step, ms', 'bubble',
+                  'speed-up', 'most memory']
+        own = table(['partition', 'device', 'layers'], [
+            [str(j), device, number] for j, (device, number) in enumerate(
+                zip(self.devices, self.balance))])
+        return (f'{table(header, rows)}\n\n{own}\n\n{self.batch_size} samples by the first of '
+                'these schedules')
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as what JSON can hold: dictionaries, lists, strings and numbers."""
+        return {'version': 1, **_unlimited(asdict(self), inf, None)}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> 'Plan':
+        """Read what :meth:`to_dict` gave, also after a way through JSON.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        try:
+            if data['version'] != 1:
+                raise ValueError(f"its version is {data['version']!r}, not 1")
+            return _plan(_unlimited(data, None, inf))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError('this is not a plan, as Plan.to_dict() writes it: '
+                             f'{type(error).__name__}: {error}') from None
+
+
+def _unlimited(data: Any, old: float | None, new: float | None) -> Any:
+    """Write an unlimited bandwidth in another way: JSON has no infinity."""
+    if isinstance(data, dict):
+        return {key: new if key == 'bandwidth' and value == old else _unlimited(value, old, new)
+                for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_unlimited(each, old, new) for each in data]
+    return data
+
+
+def _plan(data: dict[str, Any]) -> Plan:
+    data.pop('version', None)
+    costs = data['costs']
+    links = costs['links']
+    data['costs'] = Costs(
+        tuple(StageCosts(**each) for each in costs['stages']),
+        tuple(SkipProfile(**each) for each in costs['skips']),
+        Link(**links) if isinstance(links, dict) else tuple(
+            tuple(Link(**each) for each in row) for row in links))
+    data['layers'] = tuple((str(name), int(size)) for name, size in data['layers'])
+    data['runners_up'] = tuple(_plan(each) for each in data['runners_up'])
+    for name in ('balance', 'devices'):
+        data[name] = tuple(data[name])
+    plan = Plan(**data)
+    plan.simulation  # or what is wrong would only show later
+    return plan
+
+
+#: How often a balance is made again.
+ROUNDS = 4
+
+#: How finely times are distinguished, of all layers together.
+UNITS = 20000
+
+#: By device, bytes or no limit.
+Limits = Sequence[float | None]
+
+
+def excess(bytes: Sequence[float], limits: Limits) -> list[float]:
+    """Return by how much each device is above its limit."""
+    return [0.0 if limit is None else max(0.0, size - limit)
+            for size, limit in zip(bytes, limits)]
+
+
+def neighbours(balance: Sequence[int], edges: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the balances that differ in one cut, which is at the next edge or the one before.
+
+    >>> [*neighbours([2, 1, 3], edges=[0, 1, 2, 3, 4, 5, 6])]
+    [[1, 2, 3], [2, 2, 2]]
+    """
+    cuts = [0, *accumulate(balance)]
+    for k in range(1, len(cuts) - 1):
+        place = edges.index(cuts[k]) if cuts[k] in edges else -1
+        for cut in (edges[place - 1], edges[place + 1]) if place > 0 else ():
+            if cuts[k - 1] < cut < cuts[k + 1]:
+                moved = [*cuts[:k], cut, *cuts[k + 1:]]
+                yield [b - a for a, b in zip(moved, moved[1:])]
+
+
+def fit(plan: Plan, blocks: Blocks, edges: Sequence[int], limits: Limits,
+        planned: Callable[[list[int]], Plan]) -> Plan | None:
+    """Return a plan that keeps the limits, if one is found, with stages as equal as can be.
+
+    Args:
+        plan: One that does not keep them.
+        blocks: What layers take.
+        edges: Where stages may start and end.
+        limits: By device.
+        planned: Makes a plan of another balance.
+    """
+    n = len(limits)
+    schedule = schedule_of(plan.schedule, n, blocks.m, len(plan.balance) // n)
+    peak = peaks(schedule, plan.checkpoint, plan.schedule == PLAIN_CALL)
+    last = len(peak) - 1
+    # As whole numbers: quicker, and closer than any measurement.
+    seconds = blocks.seconds(plan.checkpoint)
+    unit = (sum(seconds) or 1.0) / UNITS
+    costs = [round(cost / unit) for cost in seconds]
+    for _ in range(ROUNDS):
+        cuts = [0, *accumulate(plan.balance)]
+        cases: list[Any] = [None] * len(peak)
+        for limit, size, own in zip(limits, plan.bytes.values(), schedule.stages):
+            known = sum(blocks.bytes(cuts[j], cuts[j + 1], peak[j]) for j in own)
+            share = limit if limit is None else (limit - (size - known)) / len(own)
+            for j in own:
+                cases[j] = peak[j], share, j == last
+        found = {case: blocks.furthest(edges, *case) for case in {*cases}}
+        balance = bounded_cuts(costs, edges, [found[case] for case in cases])
+        if balance is None:
+            return None
+        plan = planned(balance)
+        if not any(excess([*plan.bytes.values()], limits)):
+            return plan
+    return None
+
 
 #: How many chunks are tried at most: so many, or so many for each device.
 MOST_CHUNKS, MOST_CHUNKS_PER_DEVICE = 64, 8
@@ -63,7 +254,7 @@ def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequ
     >>> loss = model.step(torch.rand(64, 8), torch.rand(64, 8), nn.MSELoss(), schedule='auto')
 
     Args:
-        module: The model, or its profile by :func:`torchgpipe.balance.profile`.
+        module: The model, or its profile by :func:`torchgpipe.plan.profile`.
         sample: A mini-batch, as the model would be called with one; with a profile, nothing.
         devices: Each device once. All of them are used. With a profile they need not be there.
         batch: Samples in a mini-batch, if other than in the sample.

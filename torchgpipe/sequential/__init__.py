@@ -8,19 +8,16 @@ from torch import Tensor, nn
 
 from torchgpipe.base.structure import flatten_nested
 from torchgpipe.engine.microbatches import check_rules, cut, fit_rule
-from torchgpipe.losses import counts_of, with_counts
-from torchgpipe.sequential.check import check_conversion
+from torchgpipe.sequential.check import check_conversion, check_mixing
 from torchgpipe.sequential.convert import convert, is_on_meta
-from torchgpipe.sequential.effects import copied, copied_value, without_grad
+from torchgpipe.sequential.effects import UNKNOWN, copied, copied_value, without_grad
 from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.layer import called_with
 from torchgpipe.sequential.leaf_modules import LeafLike
-from torchgpipe.sequential.mixing import check_mixing
-from torchgpipe.sequential.optimizers import optimizer_state
 from torchgpipe.sequential.parts import (Converted, NamedLayer, Part, all_names, converted,
-                                         original_names, put, with_all_names)
+                                         optimizer_state, original_names, put, with_all_names)
 from torchgpipe.sequential.patches import watched
-from torchgpipe.sequential.values import UNKNOWN
+from torchgpipe.training.losses import counts_of, with_counts
 
 __all__ = ['ConversionError', 'from_stages', 'optimizer_state', 'original_names', 'to_sequential']
 

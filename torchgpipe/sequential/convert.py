@@ -10,20 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.base.structure import call, flatten_nested, leaves_of, path_name
-from torchgpipe.sequential.blocks import blocks_among
-from torchgpipe.sequential.build import build
-from torchgpipe.sequential.cuts import GRAINS, cut_graph
-from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers, without_grad
+from torchgpipe.sequential.cuts import GRAINS, blocks_among, cut_graph
+from torchgpipe.sequential.effects import (UNKNOWN, copied, copied_value, same_random_numbers,
+                                           without_grad)
 from torchgpipe.sequential.errors import (ConversionError, NeedsLeaf, is_from_checkpoint,
                                           line_of_error, refused)
-from torchgpipe.sequential.layer import Inputs, arguments_of, called_with
+from torchgpipe.sequential.layer import Inputs, arguments_of, build, called_with
 from torchgpipe.sequential.leaf_modules import (LeafLike, LeafModules, holds_most, leaf_names,
                                                 modules_within)
 from torchgpipe.sequential.parts import Converted
 from torchgpipe.sequential.patches import one_at_a_time
-from torchgpipe.sequential.record import ForwardTracer
-from torchgpipe.sequential.values import UNKNOWN
-from torchgpipe.sequential.widen import asks_for_all, widen
+from torchgpipe.sequential.record import ForwardTracer, asks_for_all, widen
 
 __all__ = ['convert', 'is_on_meta', 'not_sequential']
 

@@ -1,4 +1,13 @@
-"""Side effects of a forward: kept from the user's model, and detected if a graph lacks them.
+"""Values in a recording, and side effects of a forward that a graph would lack.
+
+::
+
+    B, T = x.shape               two values, 4 and 7 for the sample; neither is concretized yet
+    y = x.view(B * T, -1)        recorded: any batch size and length will do
+    if T > 5:                    concretized: the graph gets a guard that T > 5 is true again
+    check(ok, f'got {T}')        a message, which nothing goes by: its text is that for the sample
+
+A tensor cannot be concretized, as another one would be another way through the program.
 
 A model runs in copies, which have its parameters and all else for themselves. What a graph would
 not repeat is noticed: another mode, a random number that is drawn unseen, an object that changes,
@@ -9,6 +18,7 @@ runs once before it is recorded, and what it has cached then are constants.
 import copy
 import functools
 import gc
+import operator
 import random
 import sys
 from collections import OrderedDict
@@ -23,11 +33,112 @@ from torch import Tensor, fx, nn
 
 from torchgpipe.base.devices import autocast_types, forked_rng
 from torchgpipe.base.structure import flatten_nested
-from torchgpipe.sequential.errors import ConversionError
-from torchgpipe.sequential.values import UNKNOWN
+from torchgpipe.sequential.errors import ConversionError, makes_a_message
 
-__all__ = ['GeneratorStates', 'copied', 'copied_value', 'has_values', 'held_beyond', 'ids_within',
-           'modes_now', 'name_of_holder', 'release', 'same_random_numbers', 'without_grad']
+__all__ = ['GeneratorStates', 'TracedValue', 'UNKNOWN', 'UnknownValue', 'copied', 'copied_value',
+           'has_values', 'held_beyond', 'ids_within', 'modes_now', 'name_of_holder', 'release',
+           'same_random_numbers', 'without_grad']
+
+#: The example value where there is no sample.
+UNKNOWN: Any = object()
+
+
+class UnknownValue(fx.Proxy):
+    """A value without an example, as there is no sample."""
+
+    _example = UNKNOWN
+
+    tracer: Any
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.tracer.create_proxy('call_function', operator.setitem, (self, key, value), {})
+
+
+class TracedValue(UnknownValue):
+    """A value that a forward computes, as its recording sees it.
+
+    Args:
+        node: The node that gives it.
+        tracer: Records what is done with it.
+        example: The value for the sample.
+    """
+
+    def __init__(self, node: fx.Node, tracer: Any, example: Any) -> None:
+        super().__init__(node, tracer)
+        self._example = example
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith('__') and name.endswith('__'):
+            raise AttributeError(name)
+        if callable(getattr(self._example, name)):
+            return lambda *args, **kwargs: self.tracer.create_proxy(
+                'call_method', name, (self, *args), kwargs)
+        return self.tracer.create_proxy('call_function', getattr, (self, name), {})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ('node', 'tracer', '_example'):
+            object.__setattr__(self, name, value)
+        else:
+            self.tracer.refuse(f'it sets the attribute {name!r} of a value')
+
+    def __contains__(self, item: Any) -> bool:
+        return bool(self.tracer.create_proxy('call_function', operator.contains, (self, item), {}))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self[k] for k in range(len(self))])  # type: ignore[index]
+
+    def __round__(self, *digits: int) -> Any:
+        return self.tracer.create_proxy('call_function', round, (self, *digits), {})
+
+    def __repr__(self) -> str:
+        return f'<{self.node.name} of a recording>'
+
+    # What looks a number up, or looks at its text, may go by it.
+
+    def __hash__(self) -> int:
+        return id(self) if self.tracer.is_tensor(self) else hash(self._itself())
+
+    def __str__(self) -> str:
+        return repr(self) if self.tracer.is_tensor(self) else str(self._shown())
+
+    def __format__(self, spec: str) -> str:
+        return repr(self) if self.tracer.is_tensor(self) else format(self._shown(), spec)
+
+    def _shown(self) -> Any:
+        return self._example if makes_a_message(sys._getframe(2)) else self._itself()
+
+    def _itself(self) -> Any:
+        return self.tracer.concretize(self, _unchanged)
+
+
+def _concretizing(how: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda self: self.tracer.concretize(self, how)
+
+
+for _how in (bool, float, int, len, operator.index):
+    setattr(TracedValue, f'__{_how.__name__}__', _concretizing(_how))
+
+
+def _unchanged(example: Any) -> Any:
+    return example
+
+
+def _in_place(name: str) -> Callable[..., Any]:
+    def method(self: Any, other: Any) -> Any:
+        # A number is not changed in place, and a recorded `n += 1` would give its name another.
+        function = getattr(operator, 'i' + name if self.tracer.is_tensor(self) else _PLAIN[name])
+        return self.tracer.create_proxy('call_function', function, (self, other), {})
+
+    return method
+
+
+# In a recording of PyTorch's, `x += y` would be `x + y`, which another name of x does not see.
+_PLAIN = {'and': 'and_', 'or': 'or_'}
+for _operation in ('add', 'sub', 'mul', 'truediv', 'floordiv', 'mod', 'pow', 'and', 'or',
+                   'xor', 'lshift', 'rshift', 'matmul'):
+    _PLAIN.setdefault(_operation, _operation)
+    setattr(UnknownValue, f'__i{_operation}__', _in_place(_operation))
+
 
 T = TypeVar('T')
 TModule = TypeVar('TModule', bound=nn.Module)

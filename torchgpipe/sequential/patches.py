@@ -42,7 +42,7 @@ from torch.autograd import Function
 from torch.overrides import is_tensor_method_or_property
 
 from torchgpipe.sequential.errors import is_of_others
-from torchgpipe.sequential.nodes import apply
+from torchgpipe.sequential.operations import apply
 
 __all__ = ['followed', 'one_at_a_time', 'watched']
 

@@ -1,7 +1,7 @@
-"""Record a forward: the graph of a module's operations, from one run.
+"""Record a forward: the graph of a module's operations, with guards, from one run.
 
 Each step is recorded, and computed for the sample, so that a program can go its way: whether a
-mask is there, how many parts a tensor was cut into. See :mod:`torchgpipe.sequential.values` for
+mask is there, how many parts a tensor was cut into. See :mod:`torchgpipe.sequential.effects` for
 what becomes of numbers, and :mod:`torchgpipe.sequential.patches` for how steps are seen.
 
 [Note: Dependencies of a recording]
@@ -15,29 +15,40 @@ error, so that nobody is surprised by how much is not looked into.
 Where a program goes by the training mode, it is recorded in the other mode, too: if it makes no
 difference, nothing has to be a leaf module. If it does, what asked for the mode last, before the
 recordings differ, is to blame.
+
+::
+
+    if len(x) != len(rows):               8 and 1: the way of the sample
+        rows = rows.expand(len(x), -1)    1 and 1: the other way; to expand would change nothing
+
+The graph of the sample is computed for one sample of it. If a guard does not pass, the forward is
+recorded for that one as well. If both graphs are the same, but for steps of the first one that
+give what they get, they are one program as long as these do: the guards become one of that.
 """
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchgpipe.base.private import hooks_of
 from torchgpipe.engine.checkpoint.state import attributes_of, contents_of
-from torchgpipe.sequential.blocks import Call
-from torchgpipe.sequential.effects import modes_now
-from torchgpipe.sequential.errors import (OF_MASKS, NeedsLeaf, in_one_line, is_of_torch, is_within,
-                                          line_of, only_raises, refused)
+from torchgpipe.sequential.cuts import Call
+from torchgpipe.sequential.effects import TracedValue, modes_now, same_random_numbers
+from torchgpipe.sequential.errors import (OF_MASKS, ConversionError, NeedsLeaf, in_one_line,
+                                          is_of_torch, is_within, line_of, only_raises, refused)
 from torchgpipe.sequential.leaf_modules import LeafModules, modules_within
-from torchgpipe.sequential.nodes import calls_in, first_difference, words
+from torchgpipe.sequential.operations import (Constant, StepTracer, calls_in, compute,
+                                              first_difference, guard, guard_ways, is_same,
+                                              same_constants, words)
 from torchgpipe.sequential.patches import followed
-from torchgpipe.sequential.steps import StepTracer
-from torchgpipe.sequential.values import TracedValue
 
-__all__ = ['ForwardTracer']
+__all__ = ['ForwardTracer', 'asks_for_all', 'widen']
 
 _LEN = len  # which is replaced while a forward runs
 
@@ -291,3 +302,150 @@ _CALL_IT_BEFORE = ('. If only its first call does that, as for a cache, call the
 def _contents(module: nn.Module) -> dict[str, list[Any]]:
     found = {name: contents_of(name, value) for name, value in attributes_of(module).items()}
     return {name: contents for name, contents in found.items() if contents is not None}
+
+
+def widen(tracer: StepTracer, one: Sequence[Tensor], record: Callable[[], StepTracer]) -> None:
+    """Let one sample pass the guards of a graph, if what it computes is right for that.
+
+    Args:
+        tracer: What has recorded the graph.
+        one: The inputs for one sample.
+        record: Records the forward for that.
+    """
+    if not any(node.target is guard for node in tracer.graph.nodes):
+        return
+    try:
+        found = _computed(tracer, one)
+    except Exception:  # It does not take one sample, as a batch normalization does not.
+        return
+    failing = [node for node in tracer.graph.nodes if node.target is guard
+               and found[node.args[0]] != node.args[1]]
+    if not failing:
+        return
+    try:
+        other = record()
+    except (ConversionError, NeedsLeaf):
+        return
+    ways = _Ways(tracer, other, found)
+    if ways.are_one() and [*ways.others] == failing:
+        _guard_both(tracer.graph, ways)
+
+
+def asks_for_all(tracer: StepTracer, other: StepTracer) -> bool:
+    """Return whether a graph is as another one, and guards at least what that does."""
+    return _Ways(tracer, other, {}).are_one()
+
+
+def _computed(tracer: StepTracer, inputs: Sequence[Tensor]) -> dict[Any, Any]:
+    """Return what each node of a graph gives for some inputs, past all guards."""
+    found: dict[Any, Any] = {}
+    left = iter(inputs)
+
+    with torch.no_grad(), same_random_numbers():
+        for node in tracer.graph.nodes:
+            target = str(node.target)
+            if node.op == 'placeholder':
+                found[node] = next(left)
+            elif node.op == 'get_attr':
+                found[node] = (tracer.constants[target] if target in tracer.constants
+                               else attrgetter(target)(tracer.root))
+            elif node.op != 'output' and node.target is not guard:
+                found[node] = compute(tracer.root, node, *_arguments(node, found.get))
+    return found
+
+
+def _arguments(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
+    """Return the arguments of a node, with something for each node and object in them."""
+    def value(x: Any) -> Any:
+        return value_of(x) if isinstance(x, fx.Node) else x.value if type(x) is Constant else x
+
+    return fx.node.map_aggregate((node.args, node.kwargs), value)
+
+
+class _Ways:
+    """Two graphs of one forward, node by node.
+
+    Args:
+        one, other: What has recorded them.
+        found: What each node of the first one gives with the inputs of the other.
+
+    Attributes:
+        others: What guards of the first one expect in the other.
+        same: Steps of the first one alone, which give what they get.
+    """
+
+    def __init__(self, one: StepTracer, other: StepTracer, found: dict[Any, Any]) -> None:
+        self.others: dict[fx.Node, Any] = {}
+        self.same: list[fx.Node] = []
+        self._one, self._other, self._found = one, other, found
+        inputs = ([x for x in each.graph.nodes if x.op == 'placeholder'] for each in (one, other))
+        self._twins: dict[Any, fx.Node] = dict(zip(*inputs))
+        named = {str(b.target): b for b in other.graph.nodes if b.op == 'get_attr'}
+        constants = {name: value for name, value in other.constants.items() if name in named}
+        for a in one.graph.nodes:
+            if a.op == 'get_attr':
+                name: str | None = str(a.target)
+                if name in one.constants:
+                    name = next((other for other, value in constants.items()
+                                 if same_constants(one.constants[name], value)), None)
+                elif name in constants:
+                    name = None
+                if name in named:
+                    self._twins[a] = named[name]
+
+    def are_one(self) -> bool:
+        """Return whether all nodes are the same, but for those that give what they get."""
+        ahead, behind = [x for x in calls_in(self._other.graph) if x.op != 'placeholder'], []
+        for node in calls_in(self._one.graph):
+            if node.op == 'placeholder':
+                continue
+            if ahead and self._match(node, ahead[0]):
+                behind.append(ahead.pop(0))
+                self._twins[node] = behind[-1]
+            elif node.op == 'output' or not self._may_be_left_out(node, behind):
+                return False
+        return True  # Each ends with its output.
+
+    def _match(self, a: fx.Node, b: fx.Node) -> bool:
+        if a.op != b.op or a.target != b.target:
+            return False
+        if a.target is not guard:
+            return bool(_arguments(a, self._twins.get) == _arguments(b, lambda x: x))
+        if self._twins.get(a.args[0]) is not b.args[0]:
+            return False
+        if a.args[1] != b.args[1]:
+            self.others[a] = b.args[1]
+        return True
+
+    def _may_be_left_out(self, node: fx.Node, behind: Sequence[fx.Node]) -> bool:
+        before: Any = node.args[0] if node.args else None
+        # A layer may do more than what it gives.
+        if before in self._twins and node.op != 'call_module' and not node.meta['writes']:
+            if is_same(self._found.get(before), self._found.get(node)):
+                self._twins[node] = self._twins[before]
+                self.same.append(node)
+                return True
+        if node.meta['kind'] != 'plain':
+            return node.target is guard
+        for twin in behind:  # It may have been asked for before.
+            if self._match(node, twin):
+                self._twins[node] = twin
+        return True
+
+
+def _guard_both(graph: fx.Graph, ways: _Ways) -> None:
+    """Put one guard in the place of those that one of two ways does not pass."""
+    sames = []
+    for node in ways.same:
+        with graph.inserting_after(node):
+            sames.append(graph.call_function(is_same, (node.args[0], node)))
+        sames[-1].meta = {**node.meta, 'kind': 'plain', 'bytes': 0, 'memory': None, 'writes': []}
+    guards = [*ways.others]
+    order = {node: k for k, node in enumerate(graph.nodes)}
+    with graph.inserting_after(max([*guards, *sames], key=order.__getitem__)):
+        both = graph.call_function(guard_ways, (
+            [each.args[0] for each in guards], [each.args[1] for each in guards],
+            [*ways.others.values()], sames, [each.args[2:] for each in guards]))
+    both.meta = dict(guards[0].meta)
+    for each in guards:
+        graph.erase_node(each)

@@ -43,8 +43,8 @@ from torchgpipe.base.errors import add_note
 from torchgpipe.base.private import RESETS
 from torchgpipe.base.structure import is_plain
 from torchgpipe.engine.streams import no_context
+from torchgpipe.model.weights import Weights, open_weights
 from torchgpipe.sequential.parts import NamedLayer, to_own_names, with_part
-from torchgpipe.weights import Weights, open_weights
 
 __all__ = ['materialize', 'seeded']
 
@@ -70,7 +70,7 @@ def materialize(module: nn.Sequential, devices: Sequence[torch.device],
     Args:
         module: The layers.
         devices: Where each of them will live.
-        weights: See :func:`~torchgpipe.weights.open_weights`.
+        weights: See :func:`~torchgpipe.model.weights.open_weights`.
         around: The context in which a layer of some name gets its values, before the next one.
         init: Called with each module of a layer, those within a module first, after the resets.
 
@@ -174,7 +174,8 @@ def _without_value(module: nn.Module, slots: list[Slot]) -> ValueError:
         'device gets one from weights=…, from init=…, a function of each module, or from '
         'reset_parameters() of its module, if that has no tensors elsewhere and knows their '
         'sizes. Pass one of them, or build that module on the CPU. Weights may have buffers that '
-        'are in no state dict: ChainMap({name: tensor}, torchgpipe.weights.open_weights(path)).')
+        'are in no state dict: ChainMap({name: tensor}, '
+        'torchgpipe.model.weights.open_weights(path)).')
 
 
 def _other_values(module: nn.Module, slots: list[Slot]) -> ValueError:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from torchgpipe.predict.costs import Costs
+from torchgpipe.plan.costs import Costs
 from torchgpipe.schedule.schedule import KINDS, WAITS, Action, Schedule, Timed
 
 __all__ = ['Simulation', 'bytes_over_time', 'simulate']

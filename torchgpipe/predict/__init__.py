@@ -1,1 +1,0 @@
-"""Predictions: time and memory of a step by a schedule, from the costs of layers."""
