@@ -21,7 +21,7 @@ for command in (train_gpt, listing, page,
 
 
 def main() -> NoReturn:
-    """Run a command; what is wrong with its options takes one line."""
+    """Run a command. Errors in its options take one line."""
     try:
         cli(prog_name='python -m benchmarks', standalone_mode=False, obj=MODULES)
     except click.exceptions.NoArgsIsHelpError as error:

@@ -1,7 +1,7 @@
 """The list of experiments: a new one is a module in benchmarks.experiments, and a name here.
 
-A module has ``COMMANDS``. What it has beside them on the documentation's page is its ``SECTION``;
-tables of :mod:`benchmarks.harness.published` are there by themselves.
+A module has ``COMMANDS``. Its section on the documentation's page is ``SECTION``. Tables of
+:mod:`benchmarks.harness.published` are on that page without one.
 """
 from benchmarks.experiments import (accuracy, arcface, balance, classes, concurrency, digits,
                                     memory, mingpt, overhead, schedules, speed, timeline, zoo)

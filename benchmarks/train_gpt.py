@@ -62,9 +62,9 @@ def train_gpt(**options: Any) -> None:
     """Train a GPT on a mesh of data × pipe × tensor, by the processes that this takes.
 
     Each step logs the loss (the exact mean over all tokens), the norm of gradients, the learning
-    rate, tokens/s, TFLOP/s of a device (6·N + 12·layers·width·block per token, of N parameters),
-    its part of the peak (MFU), the largest memory of a rank, and the bubble: the share of the
-    step's time in which ranks wait.
+    rate and tokens/s. It logs TFLOP/s of a device (6·N + 12·layers·width·block per token, of N
+    parameters) and its part of the peak (MFU). It also logs the largest memory of a rank, and the
+    bubble: the share of the step's time in which ranks wait.
     """
     config = checked(Namespace(**options))
     check_files(config)

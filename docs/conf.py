@@ -33,7 +33,8 @@ doctest_global_setup = '\n'.join([
     'import torch', 'from torch import nn', 'from torchgpipe import *',
     *(f'from torchgpipe.{module} import *' for module in modules)])
 
-# Every reference has to resolve, but those to other projects and to what is not public.
+# Every reference has to resolve, except references to other projects and to names that are not
+# public.
 nitpicky = True
 nitpick_ignore_regex = [
     ('py:.*', r'(torch|typing|nn|_?queue|collections|contextlib|datetime|os)\..*'),

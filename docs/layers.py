@@ -66,7 +66,7 @@ def layers(graph: dict[str, set[str]]) -> dict[str, int]:
 
 
 def graph() -> dict[str, set[str]]:
-    """Return what each module of the package imports of it."""
+    """Return the modules of the package that each module imports."""
     return {name: imports(path) - {name} for name, path in FILES.items()}
 
 

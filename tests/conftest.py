@@ -1,6 +1,6 @@
-"""What every test gets: a seed, one intra-op thread, and a check that it leaves no thread.
+"""Fixtures of every test: a seed, one intra-op thread, and a check that it leaves no thread.
 
-And a clock, for those that ask for it.
+A clock is available on request.
 """
 import gc
 import multiprocessing
@@ -8,7 +8,6 @@ import os
 import signal
 import warnings
 import zlib
-from importlib import import_module
 
 import pytest
 import torch
@@ -21,9 +20,9 @@ from tests.everywhere import Everywhere
 from tests.helpers import threads
 from tests.shard.processes import IMPORTED
 from tests.whole import short
+from torchgpipe.plan import profile
 
-# What is imported by now stays: no collection of garbage has to look at it, of which tests ask for
-# many.
+# Modules imported by now stay. Tests often collect garbage, which need not look at them.
 gc.freeze()
 
 #: A kernel of the simulated accelerator begins later by up to so much.
@@ -73,14 +72,13 @@ def one_server():
 def clock(monkeypatch):
     """Let the profiler look at a clock that the test moves."""
     clock = Clock()
-    for name in ('measure', 'profile'):  # a function hides the module of the second name
-        monkeypatch.setattr(import_module(f'torchgpipe.balance.{name}'), 'time', clock)
+    monkeypatch.setattr(profile, 'time', clock)
     return clock
 
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """Forget what was compiled, and let the compiler not give up silently, nor make a thread."""
+    """Forget compiled code. Prevent the compiler from giving up silently, or starting a thread."""
     from tqdm import tqdm
 
     monkeypatch.setattr(tqdm, 'monitor_interval', 0)
@@ -125,7 +123,7 @@ def _seed_of(name):
 
 
 def pytest_addoption(parser):
-    """Let one option run what takes long."""
+    """Add an option that runs slow tests."""
     parser.addoption('--whole', action='store_true',
                      help='run all tests, also slow ones and all combinations of parameters')
 
@@ -154,7 +152,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what runs with ``--whole`` only, unless tests are named; see to accelerators."""
+    """Leave out tests that need ``--whole``, unless tests are named. Prepare accelerators."""
     if not config.getoption('whole') and not any('::' in arg for arg in config.args):
         chosen = set(short(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
@@ -163,7 +161,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _see_to_accelerators(items):
-    """Load the simulated accelerator where tests need it; skip what this machine cannot run."""
+    """Load the simulated accelerator if tests need it. Skip tests that cannot run here."""
     ours = [item for item in items if 'sim' in item.keywords]
     any_kind = [item for item in items if 'accelerator' in item.keywords]
     if ACCELERATOR != 'sim':

@@ -44,7 +44,7 @@ class Devices:
 
     @property
     def are_apart(self):
-        """Whether each has a memory of its own, so that what goes to another one is copied."""
+        """Whether each has its own memory, so that tensors passed to another one are copied."""
         return self.are_accelerators and torch.accelerator.device_count() > 1
 
 

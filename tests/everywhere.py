@@ -1,7 +1,7 @@
-"""See that each test with a device in it runs on accelerators, too, or says why it does not.
+"""Check that each test with a device in it also runs on accelerators, or says why it does not.
 
-A test has a device in it if it makes what is told of one: a pipeline, a worker, a checkpoint, a
-profile, an edge or a copy.
+A test has a device in it if it makes an object that takes one: a pipeline, a worker, a checkpoint,
+a profile, an edge or a copy.
 """
 import functools
 
@@ -15,7 +15,7 @@ from torchgpipe.plan.profile import Flow
 
 __all__ = ['Everywhere']
 
-#: What is told of a device.
+#: Functions that take a device.
 TOLD = [(Engine, '__init__'), (Workers, '__init__'), (Recomputation, '__init__'),
         (Flow, '__init__'), (Copy, 'forward'), (Wait, 'forward'), (Tie, 'forward')]
 
@@ -50,7 +50,7 @@ class Everywhere:
         return result
 
     def pytest_runtest_logreport(self, report):
-        """Take down what a test was found to have, maybe in another process of pytest-xdist."""
+        """Record the reason found for a test, possibly in another process of pytest-xdist."""
         for name, reason in report.user_properties:
             if name == DEVICE:
                 self._found[report.nodeid.split('[')[0]] = reason

@@ -49,12 +49,11 @@ def gradients(module):
 
 
 def assert_same(actual, expected, tolerance=1e-12):
-    """Compare two lists of tensors or Nones, on whatever devices.
+    """Compare two lists of tensors or Nones, on any devices.
 
     Args:
-        actual: What there is.
-        expected: What there should be.
-        tolerance: How far apart they may be, relative to the largest element if that is above 1.
+        actual: The actual tensors. expected: The expected tensors. tolerance: The largest allowed
+        difference, relative to the largest element if that is above 1.
     """
     actual, expected = list(actual), list(expected)
     assert len(actual) == len(expected)
@@ -67,7 +66,7 @@ def assert_same(actual, expected, tolerance=1e-12):
 
 
 def assert_trains_alike(reference, gpipe, x, tolerance=1e-10):
-    """Check outputs and gradients of a pipeline against those of the model on the CPU."""
+    """Check outputs and gradients of a pipeline against the model's on the CPU."""
     expected, actual = reference(x), gpipe(x.to(gpipe.devices[0]))
     assert actual.device == gpipe.devices[-1]
     expected.square().sum().backward()
@@ -136,7 +135,7 @@ def small_model(n=4, width=4):
 
 
 def threads():
-    """Return threads but those of autograd, one per device, of which Python may know or not."""
+    """Return all threads except autograd's, one per device, of which Python may know or not."""
     return {thread for thread in threading.enumerate()
             if not isinstance(thread, threading._DummyThread)}
 
@@ -157,7 +156,7 @@ def drop_failed_backward(gpipe):
 
 
 def compare_all_pending(gpipe):
-    """Let a pipeline look at what accelerators have given, which it compares when it is there."""
+    """Let a pipeline compare pending results of accelerators, after they are computed."""
     accelerators = [device for device in gpipe.devices if device.type != 'cpu']
     for device in accelerators:
         torch.accelerator.synchronize(device)
@@ -208,7 +207,7 @@ class Call(nn.Module):
 
 
 class Slow(nn.Module):
-    """Keep a device busy for a while, so that whoever does not wait for it comes too early."""
+    """Keep a device busy for a while, so that code that does not wait for it comes too early."""
 
     def forward(self, x):
         """Do so."""
@@ -272,7 +271,7 @@ class Spy(nn.Module):
 def memory_of(x):
     """Return a weak reference to the memory of a tensor, which tells when it has ``expired``.
 
-    To the memory, because what autograd saves may be another tensor over the same memory.
+    It refers to the memory, because autograd may save another tensor over the same memory.
     """
     return StorageWeakRef(x.untyped_storage())
 
@@ -290,7 +289,7 @@ class WeakLog:
             self.refs += [memory_of(x) for x in tensors_of(value)]
 
     def alive(self):
-        """Count what is still alive, without any help of the garbage collector."""
+        """Count memories that are still alive, without a run of the garbage collector."""
         assert self.refs
         return sum(not ref.expired() for ref in self.refs)
 

@@ -1,10 +1,10 @@
 """The suite on several releases of PyTorch: ``python -m tests.matrix`` prints a table.
 
-Each row has a virtual environment of its own, and all run beside each other. The package is
-installed there as the README says; in an empty folder the README's code runs, a comparison and a
-step; then the core of the suite, or all of it. A release that this project names itself may be
-missing in the package index: then the table says so. One that is asked for by its number has to be
-there.
+Each row has its own virtual environment, and all rows run concurrently. The package is installed
+there as the README says. In an empty folder, the README's code runs, a comparison and a step. Then
+the core of the suite runs, or all of it. A release that this project names itself may be missing
+in the package index, which the table then says. A release that the user names by its number has to
+be there.
 """
 import argparse
 import os
@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: What leans on PyTorch most, in less than three minutes.
+#: The tests that depend most on PyTorch, in less than three minutes.
 CORE = ['tests/test_private.py', 'tests/test_compile.py', 'tests/test_gpipe.py',
         'tests/test_batchnorm.py', 'tests/test_materialize.py',
         'tests/engine/test_interpreter.py', 'tests/engine/test_stepping_numbers.py',
@@ -27,7 +27,7 @@ CORE = ['tests/test_private.py', 'tests/test_compile.py', 'tests/test_gpipe.py',
         'tests/schedule/test_schedule.py', 'tests/sequential/test_record.py',
         'tests/shard/test_gradients_scaler.py', 'tests/skip/test_gpipe_gradients.py']
 
-#: What a stranger does after the README's code.
+#: The next steps of a new user after the README's code.
 MORE = """
 from torchgpipe.testing import check_parity
 
@@ -42,7 +42,7 @@ assert loss > 0 and all(p.grad is not None for p in model.parameters())
 
 
 class Failed(Exception):
-    """A command failed, or the index does not have what it installs."""
+    """A command failed, or the index does not have the release that it installs."""
 
 
 #: Releases that this project names itself.
@@ -50,7 +50,7 @@ NAMED = ['floor', 'pinned', 'newest']
 
 
 def requirement(release):
-    """Return what pip is asked for: the oldest release, the pinned one, the newest or another."""
+    """Return pip's requirement: the oldest release, the pinned one, the newest or another."""
     if release == 'newest':
         return []
     if release == 'floor':
@@ -79,7 +79,7 @@ class Row:
                              if name not in ('PYTHONPATH', 'VIRTUAL_ENV')} | {'PATH': path}
 
     def _run(self, *command, cwd=ROOT, **environment):
-        """Run a command; return what it prints, which is shown as well."""
+        """Run a command. Show and return its output."""
         self._print('$', *command)
         process = subprocess.Popen(
             [str(word) for word in command], cwd=cwd, env=self._environment | environment,

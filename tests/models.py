@@ -1,6 +1,6 @@
-"""Models in the shapes that people build, as sequential modules of plain layers.
+"""Models in common shapes, as sequential modules of plain layers.
 
-Those of the page on transformers are taken from there, where they stand in full.
+The models of the page on transformers are taken from that page, which has them in full.
 """
 import sys
 from pathlib import Path

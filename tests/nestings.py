@@ -55,7 +55,7 @@ _pytree.register_pytree_node(
     flatten_with_keys_fn=lambda value: ([(_pytree.MappingKey(k), x) for k, x in value.items()],
                                         list(value)))
 
-#: What holds values by attributes, by how many it holds.
+#: Classes that hold values by attributes, by their number of values.
 ATTRIBUTES = {1: [One, Single], 2: [Two, Pair], 3: []}
 
 
@@ -100,7 +100,7 @@ class Nest:
         return found
 
     def rule(self, of):
-        """Make a rule for values, by what is said of leaves."""
+        """Make a rule for values from rules of leaves."""
         rules = [part.rule(of) if isinstance(part, Nest) else of.get(part, 0)
                  for part in self.parts]
         return rules if self.cls is tuple else dict(zip(self.keys, rules))
@@ -139,13 +139,13 @@ class Several:
                          **{name: values[name] for name in self.names[self.number:]})
 
     def unpack(self, value):
-        """Name what is among them."""
+        """Return the leaves in them by name."""
         values = dict(zip(self.names, value.args)) | value.kwargs
         return {name: self.nests[name].unpack(values[name])[name] if name in self.nests
                 else values[name] for name in self.names}
 
     def rule(self, of):
-        """Make a rule for arguments, by what is said of leaves."""
+        """Make a rule for arguments from rules of leaves."""
         return {k if k < self.number else name:
                 self.nests[name].rule(of) if name in self.nests else of.get(name, 0)
                 for k, name in enumerate(self.names)}

@@ -11,7 +11,7 @@ LENGTH, WIDTH = 3, 4
 
 
 class Layer(nn.Module):
-    """A layer between two nestings. What it does is in :meth:`change`."""
+    """A layer between two nestings. :meth:`change` has its computation."""
 
     def __init__(self, before):
         super().__init__()
@@ -34,7 +34,7 @@ class Layer(nn.Module):
 
 
 class InPlace(Layer):
-    """Change in place what it has made."""
+    """Change its own output in place."""
 
     def change(self, leaves):
         """Do so."""

@@ -1,4 +1,5 @@
-"""What the library refuses: one small program for each row of ``docs/guide/restrictions.md``."""
+"""Restrictions of the library: one small program for each row of
+``docs/guide/restrictions.md``."""
 import random
 from collections import OrderedDict
 from functools import partial
@@ -65,7 +66,7 @@ class Pop(nn.Module):
         self.in_place = in_place
 
     def forward(self, input):
-        """Add what was stashed."""
+        """Add the stashed tensor."""
         skip = yield pop('x')
         return skip.add_(input) if self.in_place else input + skip
 
@@ -319,7 +320,7 @@ def while_mutation_is_allowed():
 
 
 def in_other_memories():
-    """Change what a copy would separate from another tensor, as if each device had a memory."""
+    """Change a tensor that a copy would separate from another, as if devices had own memories."""
     with patch('torchgpipe.engine.partition.Engine.apart', lambda *_: True), \
             patch('torchgpipe.engine.streams.copy_tensor', lambda x, *streams: x.clone()):
         train(wrap(Call(lambda x: (x, x[:])), Call(lambda xs: xs[0].add_(1) + xs[1])))
@@ -437,7 +438,7 @@ def take_step(loss=None, model=None, size=4, **options):
 
 
 def counted():
-    """Take a step in another order than that of a layer which counts its calls."""
+    """Take a step in another order than expected by a layer that counts its calls."""
     def count(x):
         layer.calls += 1
         return x
@@ -455,7 +456,7 @@ def hooked():
     take_step(model=model)
 
 
-#: What PyTorch raises without the library, for the rows that say so, in their order.
+#: Programs that raise in PyTorch without the library, for the rows that say so, in their order.
 UNWRAPPED = [
     lambda: nn.BatchNorm1d(4)(torch.randn(1, 4)),
     unwrapped_twice,

@@ -83,7 +83,7 @@ def test_a_large_mean_does_not_cancel_the_variance(devices):
     plain(x), call(gpipe, x)
     true = 0.9 + 0.1 * x.double().var().item()
     assert gpipe[0].running_var.item() == pytest.approx(true, rel=1e-5)
-    naive = x.square().mean() - x.mean().square()  # what it must not be
+    naive = x.square().mean() - x.mean().square()  # the wrong formula
     assert naive.item() != pytest.approx(x.double().var().item(), rel=0.5)
 
 

@@ -1,4 +1,4 @@
-"""``torch.compile`` of layers, of partitions and of what is around: the numbers of the model."""
+"""``torch.compile`` of layers, of partitions and of code around them: the results of the model."""
 import copy
 import itertools
 import threading
@@ -39,7 +39,7 @@ class Backend:
 
 @skippable(stash=['skip'])
 class Stash(nn.Linear):
-    """Stash what comes out of it."""
+    """Stash a function of the output."""
 
     def forward(self, x):
         y = super().forward(x).tanh()
@@ -49,7 +49,7 @@ class Stash(nn.Linear):
 
 @skippable(pop=['skip'])
 class Pop(nn.Linear):
-    """Add what was stashed."""
+    """Add the stashed tensor."""
 
     def forward(self, x):
         skip = yield pop('skip')
@@ -64,7 +64,7 @@ class Residual(nn.Module):
         self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.GELU())
 
     def forward(self, x):
-        """Add what the child gives."""
+        """Add the child's output."""
         return x + self.inner(x)
 
 
@@ -86,7 +86,7 @@ MODELS = pytest.mark.parametrize('make, balance', [
 
 
 def compile_as(how, model, backend):
-    """Compile, and give what to call."""
+    """Compile, and return the module to call."""
     if how == 'model':
         return torch.compile(model, backend=backend)
     if how == 'partitions':
@@ -189,7 +189,7 @@ class TwoWays(nn.Module):
         self.ways = first, second
 
     def forward(self, x):
-        """Multiply both; what it masks saves tensors that are no numbers."""
+        """Multiply both. ``masked_fill`` saves its masks, which are not floating-point."""
         first, second = self.ways
         if is_recomputing():
             b, a = second(x), first(x)
@@ -258,7 +258,7 @@ def test_other_compiled_code_that_saves_the_same(devices):
 @pytest.mark.usefixtures('frames')
 @pytest.mark.parametrize('stances', [('force_eager', 'default'), ('default', 'force_eager')])
 def test_only_one_of_both_passes_was_compiled(stances, devices):
-    """What compiled code saves is in another order; before 0.5.0 the gradient was wrong."""
+    """Compiled code saves tensors in another order; before 0.5.0 the gradient was wrong."""
     gpipe = GPipe(nn.Sequential(Scale()), [1], devices=devices(1), checkpoint='always')
     gpipe.compile(backend=SAVES_ALL)
     with torch.compiler.set_stance(stances[0]):
@@ -290,7 +290,7 @@ def test_nothing_stays_of_what_checkpointed_compiled_code_saved(devices):
 
 
 def test_compiled_code_can_tell_the_passes_apart():
-    """Before 0.5.0 what asked before a thread's first checkpoint got that answer forever."""
+    """Before 0.5.0 code that asked before a thread's first checkpoint got that answer forever."""
     ask = torch.compile(lambda x: x + is_recomputing(), backend='eager')
 
     def ask_twice():
@@ -386,7 +386,7 @@ def test_the_compiler_does_not_give_up_on_many_partitions(devices):
 @pytest.mark.slow
 @devices
 def test_deferred_batch_norm(devices):
-    """Statistics are those of the mini-batch; nothing is compiled anew for each micro-batch."""
+    """Statistics are over the mini-batch; nothing is recompiled for each micro-batch."""
     layers, backend = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double(), Backend()
     gpipe = GPipe(copy.deepcopy(layers), [1, 1], devices=devices(2), chunks=3,
                   deferred_batch_norm=True)
@@ -429,7 +429,7 @@ def test_inductor():
         gpipe = make(mode)
         torch.manual_seed(1)
         x = torch.rand(5, 4, dtype=torch.double)
-        # Threads of its own would stay, for what it compiles next.
+        # Threads of its own would stay for later compilations.
         with inductor_config.patch(compile_threads=1):
             output = gpipe(x)
             output.square().sum().backward()

@@ -43,7 +43,7 @@ def blocks(text):
 
 
 def execute(code, line, page):
-    """Run Python in a module of its own; give what it prints."""
+    """Run Python in a module of its own, and return its output."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile('\n' * line + code, page, 'exec'), sys.modules['page'].__dict__)
@@ -51,7 +51,7 @@ def execute(code, line, page):
 
 
 def shell(command):
-    """Run a command with this environment's programs; give what it prints."""
+    """Run a command with this environment's programs, and return its output."""
     if found := re.fullmatch(r'torchrun --standalone --nproc-per-node (\d) (.*)\n', command):
         return ranks(int(found[1]), found[2].split())
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ['PATH']])
@@ -76,16 +76,17 @@ def program(config):
 
 
 def matches(text, expected):
-    """Compare but for white space; "…" in what is expected stands for anything."""
+    """Compare except for white space. "…" in the expected text stands for anything."""
     parts = [re.escape(' '.join(part.split())) for part in expected.split('…')]
     return re.fullmatch('.*'.join(parts), ' '.join(text.split())) is not None
 
 
 def run(text, page):
-    """Run a page in this folder, block by block, and compare what it prints.
+    """Run a page in this folder, block by block, and compare its output.
 
     Python that starts with a comment like ``# train.py`` is a file of that name, which a command
-    further down runs. Around what the file prints, others that the command runs may print logs.
+    further down runs. Other programs that the command runs may print logs around the file's
+    output.
     """
     for language, code, line, expected in blocks(text):
         if language == 'python' and (file := re.match(r'# (\w+\.py)\n', code)):
@@ -153,7 +154,7 @@ PYTORCHS = [k for k, (_, way_out) in enumerate(ERRORS) if way_out.startswith("Py
 
 
 def raised_by(program):
-    """Return what a program raises, as Python shows it."""
+    """Return the error of a program, as Python shows it."""
     with pytest.raises(Exception) as raised:
         program()
     return f'{raised.type.__name__}: {raised.value}'

@@ -41,7 +41,7 @@ ts.distributed.init_process_group()
 
 
 def run(before, times=3):
-    """Run the script after something else, and return what it says."""
+    """Run the script after something else, and return its output."""
     return subprocess.run([sys.executable, '-c', SCRIPT.format(before=before, times=times)],
                           check=True, capture_output=True).stdout
 

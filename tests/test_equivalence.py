@@ -26,7 +26,7 @@ class Pair(nn.Module):
 
 
 class Unpair(nn.Module):
-    """What takes the tuple of a Pair."""
+    """A layer that takes the tuple of a Pair."""
 
     def forward(self, input):
         """Merge."""

@@ -18,7 +18,7 @@ from torchgpipe.skip.tracker import current_skip_tracker
 
 
 class Oops(Exception):
-    """What the layers here raise."""
+    """The error that the layers here raise."""
 
 
 class Fail(nn.Module):
@@ -126,7 +126,7 @@ def test_a_cell_does_not_start_when_one_before_it_in_its_clock_failed_on_another
     first, second = devices.distinct(2)
 
     def wait(x):
-        if int(x[0]) == 1:  # beside the failure; what a worker is given next, it does afterwards
+        if int(x[0]) == 1:  # during the failure; a worker runs its next task afterwards
             gpipe._engine.workers.submit([(gpipe.devices[0], int)])[0].result()
 
     gpipe = GPipe(nn.Sequential(Fail(lambda x: int(x[0]) == 2), Spy(wait),
@@ -410,8 +410,8 @@ def test_an_in_place_change_behind_the_back_of_autograd(devices):
     ([Stash(), nn.Linear(1, 1), nn.ReLU(inplace=True), Pop()], [2, 2],
      'the input of a checkpointed micro-batch')], ids=['layer', 'view', 'skip'])
 def test_an_in_place_change_of_an_input_that_requires_grad(model, balance, culprit, devices):
-    # Autograd's "a leaf Variable that requires grad …" is what it follows: a recomputation starts
-    # from a leaf.
+    # Its cause is autograd's "a leaf Variable that requires grad …", because a recomputation
+    # starts from a leaf.
     gpipe = GPipe(nn.Sequential(*model), balance, devices=devices(2), checkpoint='always')
     output = gpipe(torch.rand(1, 1, device=devices.first))
     with pytest.raises(RuntimeError, match=culprit + r'.* in place.*\(inplace=False\)') as error:
@@ -443,7 +443,7 @@ def test_an_in_place_change_that_spoils_the_partition_before_is_caught(devices, 
     model = nn.Sequential(nn.Linear(2, 2), Exp(), Double()).double()
     gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), checkpoint=mode)
     x = torch.rand(3, 2, dtype=torch.double)
-    if devices.are_apart and mode != 'always':  # What is changed is a copy.
+    if devices.are_apart and mode != 'always':  # Only a copy is changed.
         model[2].forward = lambda x: x * 2
         train_both(model, gpipe, x)
         return

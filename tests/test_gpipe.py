@@ -25,7 +25,7 @@ def pipe(model=None, balance=(4, 4), devices=('cpu:0', 'cpu:1'), **kwargs):
 
 @skippable(stash=['alone'])
 class Alone(nn.Module):
-    """Stash what one other layer pops."""
+    """Stash a tensor that one other layer pops."""
 
     def forward(self, x):
         yield stash('alone', x)
@@ -34,7 +34,7 @@ class Alone(nn.Module):
 
 @skippable(pop=['alone'])
 class Company(nn.Module):
-    """Add what was stashed."""
+    """Add the stashed tensor."""
 
     def forward(self, x):
         return x + (yield pop('alone'))
@@ -202,7 +202,7 @@ def test_modules_that_are_added_later(devices):
 
 @workers
 def test_layers_with_names_of_its_own(devices):
-    """The attribute wins where it is asked for as such; what takes strings finds the layer."""
+    """Attribute access returns the attribute. Functions that take names find the layer."""
     names = ['_engine', '_names', 'balance', 'chunks', 'devices', 'checkpoint']
     model = nn.Sequential(OrderedDict((name, nn.Linear(2, 2)) for name in names)).double()
     gpipe = pipe(model, [3, 3], chunks=2, devices=devices(2))
@@ -214,7 +214,7 @@ def test_layers_with_names_of_its_own(devices):
     for name in names:
         assert gpipe.get_submodule(name) is model.get_submodule(name)
         assert gpipe.get_parameter(name + '.weight').grad is not None
-    # What goes from attribute to attribute ends with an error.
+    # Functions that go from attribute to attribute raise an error.
     with pytest.raises(TypeError):
         torch.func.functional_call(gpipe, model.state_dict(), x)
 
@@ -335,7 +335,7 @@ def test_checkpoint_nodes_in_the_graph(devices, mode, count, first):
         names = [node.name() for node in nodes(output)]
         return names.count('CheckpointBackward'), names.count('RecomputeBackward')
 
-    # What goes to no other memory needs no second node, behind a copy stream.
+    # Tensors that stay in one memory need no second node, behind a copy stream.
     found = numbers(model(torch.rand(3, 1, device=devices.first)))
     assert found == (count, first if devices.are_apart else 0)
     assert numbers(model.eval()(torch.rand(3, 1, device=devices.first))) == (0, 0)
@@ -553,8 +553,8 @@ def test_a_pipeline_in_a_pipeline(devices, inner_mode, outer_mode, hooks):
     x = torch.rand(6, 4, dtype=torch.double)
     reference = copy.deepcopy(model)
     first, second = devices(2)
-    # An inner pipeline with workers of its own would save tensors from several threads. And the
-    # outer one moves it to the device of the partition that it is in.
+    # An inner pipeline with workers of its own would save tensors from several threads. The outer
+    # one also moves it to the device of the partition that contains it.
     together = outer_mode == 'always' or devices.are_accelerators
     inner = pipe(model[2:], [3, 3], devices=[second if together else first, second], chunks=2,
                  checkpoint=inner_mode)

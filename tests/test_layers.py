@@ -19,7 +19,7 @@ spec.loader.exec_module(layers)
 
 graph = functools.cache(layers.graph)
 
-#: A package, and what it must not import: the order that architecture has decided on.
+#: A package, and one that it must not import: the order that the architecture decides.
 RULES = [('skip', 'balance'), ('skip', 'gpipe'), ('engine', 'gpipe'), ('engine', 'balance'),
          ('engine', 'legacy'), ('balance', 'gpipe'), ('balance', 'legacy'), ('skip', 'legacy'),
          ('schedule', 'engine'), ('schedule', 'timeline'), ('engine', 'timeline'),
@@ -133,7 +133,7 @@ NOTE = re.compile(r'\[Note: ([^\]]+)\]')
 
 
 def test_notes_are_where_the_design_page_says():
-    """And what is cited is there."""
+    """Cited notes exist."""
     text = re.sub(r'\s*\n\s*(# )?', ' ', layers.PAGE.read_text().partition('| note | file |')[2])
     rows = re.findall(r'\| ([^|]+) \| `([\w/.]+)` \|', text)
     notes = {note: path for titles, path in rows for note in titles.split('; ')}

@@ -93,7 +93,7 @@ def of_logarithms(output, target, **options):
     return F.nll_loss(output.log_softmax(1), target, **options)
 
 
-# --- means over what counts
+# --- means over counted elements
 # ----------------------------------------------------------------------------------------
 
 
@@ -115,7 +115,7 @@ def test_what_pytorch_s_losses_of_classes_count(loss_fn, target):
     (torch.long, F.nll_loss), (torch.uint8, partial(F.nll_loss, weight=WEIGHT, ignore_index=0)),
     (torch.uint8, nn.NLLLoss(WEIGHT, ignore_index=3))])
 def test_class_numbers(dtype, loss_fn):
-    """In v0.8.0, functions and partials counted samples. Those of bytes are no mask."""
+    """In v0.8.0, functions and partials counted samples. Class numbers in bytes are no mask."""
     target = torch.tensor([1, 0, 3, 3, 4, 2, 0], dtype=dtype)
     assert_same(step(loss_fn, target), plain(loss_fn, target))
 
@@ -220,7 +220,7 @@ def test_other_means_are_over_samples(loss_fn, target):
     partial(partial(F.mse_loss), reduction='sum'), partial(nn.MSELoss(reduction='sum'))])
 @pytest.mark.parametrize('normalizer', [None, len])
 def test_sums(loss_fn, normalizer):
-    """In v0.8.0, those of functions were averaged, and counts of targets divided them wrongly."""
+    """In v0.8.0, sums of functions were averaged, and counts of targets divided them wrongly."""
     target = PADDED.clamp(0) if 'cross' in str(loss_fn) else PROBABILITIES
     with pytest.raises(ValueError, match='the loss adds up samples .*; give normalizer=1, or'):
         step(loss_fn, target, normalizer=normalizer)
@@ -336,7 +336,7 @@ def test_no_class_counts():
         step(F.cross_entropy, torch.full((7,), -100))
 
 
-# --- what is no loss
+# --- values that are no loss
 # ----------------------------------------------------------------------------------------
 
 

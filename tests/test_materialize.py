@@ -42,7 +42,7 @@ class Table(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A module with parts that resets some of what these have set."""
+    """A module with parts that resets some of their values."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +80,7 @@ class Stash(nn.Linear):
 
 @skippable(pop=['x'])
 class Pop(nn.Module):
-    """Add what was stashed."""
+    """Add the stashed tensor."""
 
     def forward(self, x):
         """Do so."""
@@ -594,7 +594,7 @@ def wide(layers=12):
 
 
 class OnHost(LiveTensors):
-    """Count what lies in the memory of the host."""
+    """Count tensors in host memory."""
 
     total = 0
 
@@ -627,7 +627,7 @@ def test_the_host_never_has_more_than_a_layer(weights):
     with OnHost().watched() as live:
         gpipe = GPipe(module, [4, 4, 4], devices=places, weights=weights)
     assert SIZE <= live.peak <= 1.5 * SIZE and live.now == 0
-    if weights is not None:  # nothing but what was asked for
+    if weights is not None:  # only the selected parameters
         assert live.total == 12 * SIZE
     assert sum(x.nbytes for x in gpipe.parameters()) == 12 * SIZE
 

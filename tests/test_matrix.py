@@ -1,4 +1,4 @@
-"""The matrix of releases: what is a failure, and that all pages name the same releases."""
+"""The matrix of releases: failures are detected, and all pages name the same releases."""
 import re
 import sys
 
@@ -9,7 +9,7 @@ from torchgpipe.base.private import TESTED
 
 
 class Scripted(Row):
-    """A row whose commands print what they are told to, or fail with it."""
+    """A row whose commands print given outputs, or fail with them."""
 
     def __init__(self, folder, outcomes, release='floor'):
         super().__init__(sys.executable, release, folder)

@@ -1,4 +1,4 @@
-"""What a loss is a mean over: seen in the calls that it makes, for any loss of PyTorch's."""
+"""The elements in the mean of a loss: found from its calls, for any loss of PyTorch's."""
 import inspect
 import weakref
 from functools import partial

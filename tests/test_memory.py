@@ -1,4 +1,4 @@
-"""What lives how long: nothing of a step outlives it, and no step needs more than it must."""
+"""Lifetimes: no tensor of a step outlives it, and no step needs more memory than necessary."""
 import subprocess
 import sys
 
@@ -34,7 +34,7 @@ def test_nothing_is_alive_after_a_step(devices, mode, step):
 
 @devices
 def test_checkpointed_activations_are_not_alive_after_forward(devices):
-    """Of the first partition, Linear and BatchNorm1d, only what crosses the boundary is."""
+    """Only the boundary tensors of the first partition, Linear and BatchNorm1d, are alive."""
     alive = {}
     for mode in MODES:
         gpipe, _ = make(devices, mode)
@@ -68,7 +68,7 @@ def test_gradients_of_a_failed_backward_hold_nothing(devices):
 @pytest.mark.parametrize('n', [1, 2, 4])
 @devices
 def test_the_peak_of_a_training_step(devices, n):
-    """No more than the inputs of all cells, the output, and what one cell needs by itself."""
+    """The peak has the inputs of all cells, the output, and the memory of one cell."""
     m, size, width, depth = 16, 32, 64, 6
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh())
@@ -90,8 +90,8 @@ def test_the_peak_of_a_training_step(devices, n):
     gpipe.zero_grad()
     with LiveTensors().watched() as live:
         step(gpipe, x)
-    inputs = (n - 1) * m * boundary  # those of the first partition are the caller's mini-batch
-    output_and_gradient = 2 * m * boundary  # in which that of the one cell is contained
+    inputs = (n - 1) * m * boundary  # inputs of the first partition are the caller's
+    output_and_gradient = 2 * m * boundary  # including the one cell's
     expected = inputs + output_and_gradient + cell.peak - boundary + parameters
     # One thread runs backward on all CPUs; accelerators may be in a cell at the same time, each.
     beside = (n - 1) * cell.peak if devices.are_accelerators else 0

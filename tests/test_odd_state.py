@@ -16,7 +16,7 @@ from tests.devices import DEVICES
 from tests.helpers import MODES, assert_same, call, compare_all_pending, gradients
 from torchgpipe import GPipe
 
-#: What may be refused, by which kind of layer. Nothing else is an error, and nothing is wrong.
+#: Allowed errors, by kind of layer. Nothing else is an error, and nothing is wrong.
 REFUSED = {'InPlace': 'changed the input of the partition in place|in-place operation|'
                       'modified inplace|modified by an inplace operation'}
 
@@ -46,7 +46,7 @@ class MovesFirst(HandNorm):
 
     def forward(self, x):
         super().forward(x)
-        # A copy, as PyTorch itself does not notice that what it saved moves on.
+        # A copy, because PyTorch itself does not detect that a saved buffer changes.
         return F.batch_norm(x, self.mean.clone(), self.var.clone()) * self.weight
 
 
@@ -229,7 +229,7 @@ def state_of(net):
 
 
 class Case:
-    """A model, how it is wrapped, and what is done with it."""
+    """A model, the options of its pipeline, and its steps."""
 
     def __init__(self, seed, devices):
         choose = random.Random(seed)
@@ -284,13 +284,13 @@ class Case:
         return [*outputs, *(x.grad for x in inputs), *state_of(net)]
 
     def give_masks(self):
-        """Let the unwrapped layers drop what the wrapped ones have dropped in their first pass."""
+        """Give the unwrapped layers the masks of the wrapped ones in their first pass."""
         drops = [layer for layer in self.plain if isinstance(layer, Drops)]
         for layer, masks in zip(drops, self.masks):
             layer.given = masks
 
     def refused(self):
-        """Return what may be refused in this case."""
+        """Return the allowed errors in this case."""
         kinds = {type(layer).__name__ for layer in self.plain}
         return [pattern for kind, pattern in REFUSED.items() if kind in kinds]
 

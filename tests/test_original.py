@@ -29,7 +29,7 @@ def gpt(dropout=0.0, width=4):
 
 
 def count(input_ids, attention_mask, labels):
-    """Count what the loss is a mean over."""
+    """Count the labels in the mean of the loss."""
     return (labels[:, 1:] != -100).sum()
 
 
@@ -111,7 +111,7 @@ def test_a_copy_has_a_pipeline_of_its_own():
         twin = copy.deepcopy(model)
         calls.clear()
         assert_same(twin(**BATCH), expected)
-        assert len(calls) == 3  # hooks are copied, too, and what they hold is not
+        assert len(calls) == 3  # hooks are copied, but objects they hold are not
         with torch.no_grad():
             for parameter in twin.parameters():
                 parameter.zero_()

@@ -40,7 +40,7 @@ def counts(devices):
     x = torch.rand(4, 2)
     for _ in range(2):  # The first pass sees which layers draw, and the second makes its plan.
         gpipe(x).sum().backward()
-    gpipe._engine.workers.stop()  # The profile is that of threads that start from now on.
+    gpipe._engine.workers.stop()  # The profile covers threads that start from now on.
     outputs = []
     forward = called(lambda: outputs.append(gpipe(x).sum()))
     backward = called(lambda: outputs[0].backward())

@@ -28,7 +28,7 @@ from torchgpipe.base import private
 ROOT = Path(torchgpipe.__file__).parent
 PAGE = (ROOT.parent / 'docs/private-names.md').read_text()
 
-#: Each name, what needs it, and what happens without it; and attributes that stand anywhere.
+#: Names in the table of the page, and attributes that may be used anywhere.
 TABLE, ATTRIBUTES = (re.findall(r'^\| `([^`]+)` \|', part, re.M)
                      for part in PAGE.split('\n## ')[1:])
 
@@ -57,7 +57,7 @@ def is_private(name):
 
 
 def own_names():
-    """Return what the package defines itself: names, attributes and keys."""
+    """Return the package's own definitions: names, attributes and keys."""
     for path in ROOT.rglob('*.py'):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -81,7 +81,7 @@ def test_the_page_names_all_that_is_looked_up():
     assert sorted(TABLE) == sorted(name.replace(':', '.') for name in without.names())
 
 
-#: What can't do without each name, of the features that are tried; all others work.
+#: The tested features that need each name. All others work without it.
 PIPELINES = {'plain', 'checkpointed', 'drawing', 'kept_out_of_recomputation', 'within_hooks',
              'within_a_default_device', 'skips', 'step', 'step_with_halves',
              'values_of_other_kinds', 'deferred_batch_norm', 'recorded', 'compared'}
@@ -143,7 +143,7 @@ def test_saved_tensor_hooks():
 
 
 class Look(torch.autograd.Function):
-    """Note in backward what is known of the pass."""
+    """Record the state of the pass in backward."""
 
     seen = []
 

@@ -1,8 +1,8 @@
 """Random programs on tensors that share memories: as on single micro-batches, or refused.
 
-Layers change tensors in place, give one in several places, give views, stash and pop. What the
-plain call and a step give is what the layers themselves give for each micro-batch, or one of the
-errors below. ``TORCHGPIPE_RANDOM_CASES=1000`` in the environment runs so many.
+Layers change tensors in place, return one in several places, return views, stash and pop. The
+plain call and a step give the results of the layers on each micro-batch, or one of the errors
+below. ``TORCHGPIPE_RANDOM_CASES=1000`` in the environment runs so many.
 """
 import copy
 import os
@@ -21,7 +21,7 @@ from torchgpipe.skip import pop, skippable, stash
 CASES = int(os.environ.get('TORCHGPIPE_RANDOM_CASES', 100))
 BLOCK = 25
 
-#: What may be said where a change in place can't have the history that it would have.
+#: Allowed errors for in-place changes whose autograd history cannot be kept.
 REFUSED = re.compile('changed in place|modified by an inplace operation|modified inplace|'
                      'changed the input of the partition in place|'
                      'changed a tensor in place that all micro-batches share|leaf Variable|'
@@ -38,7 +38,7 @@ CHANGES = [lambda x, y: x.mul_(1.5), lambda x, y: x.relu_(), lambda x, y: x.add_
 
 
 class Op(nn.Module):
-    """Make one of three tensors anew, from another; a fourth one is what all samples share."""
+    """Make one of three tensors anew, from another; a fourth one is shared by all samples."""
 
     def __init__(self, choose):
         super().__init__()
@@ -119,7 +119,7 @@ class End(nn.Module):
 
 
 class Case:
-    """A program, how it is wrapped, and what it is called with."""
+    """A program, the options of its pipeline, and its arguments."""
 
     def __init__(self, seed, accelerators):
         self.choose = choose = random.Random(seed)
@@ -153,7 +153,7 @@ class Case:
         self.x, self.table = torch.randn(8, 4).double(), torch.randn(4).double()
 
     def inputs(self, device):
-        """Return the arguments, as leaves or what comes of leaves."""
+        """Return the leaves, and the arguments: leaves or results of them."""
         given = [x.to(device, copy=True).requires_grad_(grad)
                  for x, grad in zip((self.x, self.table), self.grads)]
         return given, [x * 1 if x.requires_grad else x for x in given]
@@ -188,7 +188,7 @@ def loss_of(output, target):
 
 
 def run_case(seed, accelerators=False):
-    """Run a case; return what became of the call and of the step."""
+    """Run a case; return the outcomes of the call and of the step."""
     case = Case(seed, accelerators)
     try:
         expected = case.expected()

@@ -38,11 +38,11 @@ CPUS = [lambda n: ['cpu'] * n, lambda n: [f'cpu:{j % 2}' for j in range(n)],
 
 #: Where leaves of the input have the batch, if that is not dimension 0.
 DIMS = {'turned': 1, 'table': None, 'places': None}
-#: What becomes of leaves in the output, likewise. A leaf that was popped has another name.
+#: The rules of leaves in the output, likewise. A leaf that was popped has another name.
 RULES = {'turned': 1, 'mean': 'mean', 'sum': 'sum'}
 RULES |= {name + "'": rule for name, rule in RULES.items()}
 
-#: What may be changed by steps.
+#: Leaves that steps may change.
 FLOATS = ('x', 'turned', 'extra', 'table', 'scalar')
 
 
@@ -59,12 +59,11 @@ def leaves_of_batch(choose, size):
 
 
 class Model:
-    """Layers at random, each of which takes what the one before gives.
+    """Random layers, each of which takes the output of the one before.
 
     Attributes:
-        input: The nesting of what the first one takes.
-        output: That of what the last one gives.
-        layers (list[nn.Module]): The layers.
+        input: The nesting of the first layer's input. output: The nesting of the last layer's
+        output. layers (list[nn.Module]): The layers.
     """
 
     def __init__(self, choose, names):
@@ -124,7 +123,7 @@ class Model:
 
 
 class Case:
-    """A model, how it is wrapped, and what is done with it.
+    """A model, the options of its pipeline, and its steps.
 
     Args:
         seed: Of the random choices.
@@ -138,7 +137,7 @@ class Case:
             ['mask', 'turned', 'labels', 'extra', 'table', 'places', 'scalar', 'plain'],
             choose.randint(0, 4))]
         self.grads = {name for name in FLOATS if choose.random() < 0.4}
-        #: Whether what all micro-batches share is marked, or told by a rule.
+        #: Whether values that all micro-batches share are marked, or given by a rule.
         self.marked = choose.random() < 0.5
         self.model = Model(choose, self.names)
         self.plain = nn.Sequential(*self.model.layers).double()
@@ -190,7 +189,7 @@ class Case:
         """Train both for some steps, and compare all after each."""
         for _ in range(3):
             leaves = leaves_of_batch(self.choose, self.choose.randint(1, 7))
-            # In this order, as the unwrapped model is given what the other one has drawn.
+            # In this order, because the unwrapped model gets the random numbers of the pipeline.
             actual, plain = self.step(self.gpipe, leaves)
             expected, expected_plain = self.step(self.plain, leaves)
             assert plain == expected_plain

@@ -1,4 +1,4 @@
-"""Which schedule a step takes, and what a step refuses."""
+"""The schedule of a step, and the errors of a step."""
 import copy
 
 import pytest

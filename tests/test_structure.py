@@ -1,4 +1,4 @@
-"""Values of any nesting: what comes out is what went in."""
+"""Values of any nesting: the rebuilt value equals the original."""
 import enum
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass, field
@@ -119,7 +119,7 @@ def test_other_structures_are_not_equal(a, b):
 
 
 class Opaque:
-    """What nobody knows how to take apart."""
+    """A type that cannot be taken apart."""
 
 
 @cases('value, where', [

@@ -13,7 +13,7 @@ from torchgpipe.base.context import _Several, layer_lock
 
 
 def run_at_once(*functions):
-    """Run functions in threads of their own; raise what the first of them raised."""
+    """Run functions in threads of their own; raise the first error."""
     errors = []
     barrier = threading.Barrier(len(functions))
 

@@ -217,7 +217,7 @@ def test_random_models(seed, kinds):
     random_case(seed, kinds)
 
 
-# What else holds of a parameter
+# Other properties of a parameter
 
 @pytest.fixture
 def gpipe(request, monkeypatch):
@@ -238,7 +238,7 @@ apart = pytest.mark.parametrize('gpipe', [
 
 
 def unwrapped(gpipe):
-    """Return a copy of what was wrapped, on the CPU."""
+    """Return a copy of the wrapped model, on the CPU."""
     model = language_model()
     model.load_state_dict({name: x.cpu() for name, x in gpipe.state_dict().items()})
     return model
@@ -515,7 +515,7 @@ def test_batch_norm_in_two_partitions(devices, mode):
 
 @pytest.mark.sim
 def test_a_layer_keeps_its_attributes_when_several_devices_recompute():
-    """In v0.4.0 it had those of a recomputation for good, after 38 of 60 steps."""
+    """In v0.4.0 it kept a recomputation's attributes for good, after 38 of 60 steps."""
     act = nn.Tanh()
     own = act.__dict__
     gpipe = GPipe(nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), act) for _ in range(4)]),
@@ -580,7 +580,7 @@ def test_a_tensor_lives_where_it_is_used_first():
     assert last.weight.device == last.table.device == torch.device('cpu')
 
 
-# What cannot be
+# Models that cannot be wrapped
 
 def nested(layer):
     """Return a pipeline that has a layer."""

@@ -1,4 +1,4 @@
-"""PyTorch's own tools on a pipeline: what they make of it fits the module, and any balance."""
+"""PyTorch's own tools on a pipeline: their results fit the module, and any balance."""
 import copy
 from collections import OrderedDict
 
@@ -102,7 +102,7 @@ def test_distributed_checkpoint_from_the_unwrapped_module():
 
 @modes
 def test_functional_call(mode):
-    """The parameters given are those of the recomputation, too."""
+    """The recomputation also uses the given parameters."""
     plain, gpipe = module(), pipe(checkpoint=mode)
     given = {name: tensor.detach().clone().requires_grad_(name.endswith(('weight', 'bias')))
              for name, tensor in module(seed=1).state_dict().items()}

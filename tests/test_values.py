@@ -1,4 +1,4 @@
-"""Structured values: what a pipeline takes, hands from partition to partition, and gives."""
+"""Structured values: inputs of a pipeline, values between partitions, and outputs."""
 import copy
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from torchgpipe.skip import pop, skippable, stash
 
 
 class State(NamedTuple):
-    """What goes from layer to layer."""
+    """The values passed from layer to layer."""
 
     hidden: torch.Tensor
     mask: object
@@ -140,7 +140,7 @@ def test_a_value_without_a_batch_between_partitions(devices, mode):
 
 @workers
 def test_a_shared_tensor_that_comes_out_is_one(devices):
-    """Also where its shape is that of a micro-batch, and after copies."""
+    """This also holds if it has the shape of a micro-batch, and after copies."""
     class Pass(nn.Module):
         def forward(self, value):
             return [value[0] * 2, value[1]]
@@ -432,7 +432,7 @@ def test_a_rule_goes_by_positions_and_names_of_arguments(devices, rule):
 
 
 class Sums(nn.Module):
-    """Adds up what comes before, along the first dimension."""
+    """Return the cumulative sum along the first dimension."""
 
     def forward(self, x):
         """Do so."""

@@ -1,4 +1,4 @@
-"""What runs without ``--whole``: each value of most lists of parameters, and nothing slow."""
+"""Tests that run without ``--whole``: each value of most lists of parameters, and nothing slow."""
 from itertools import product
 from types import SimpleNamespace
 

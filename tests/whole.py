@@ -1,8 +1,8 @@
-"""What runs without ``--whole``: what a change usually breaks, on the CPU, and nothing slow.
+"""Select the tests without ``--whole``: those that changes usually break, on the CPU, none slow.
 
-Of a test with several lists of parameters, those run in which a value of a list comes first. Of
-modes of checkpointing and kinds of devices it is one value, another one for the next test, unless
-the test looks at it. Of the tests on accelerators it is one for each folder.
+A test with several lists of parameters runs with the cases in which a value of a list comes first.
+It runs with one mode of checkpointing and one kind of devices, unless the test reads them. The
+next test has another one. One test on accelerators runs for each folder.
 """
 import ast
 import inspect
@@ -44,7 +44,7 @@ def first(number, values):
 
 
 def _kind(item):
-    """Return what tests share that differ by their parameters, other than where they run."""
+    """Return the key that is common to tests which differ only by their parameters."""
     return item.nodeid.split('[')[0], 'accelerator' in item.keywords
 
 
@@ -60,7 +60,7 @@ def _covering(items):
     values = {item: _values(item) for item in items}
     missing, used = set().union(*values.values()), Counter()
     while missing:
-        # What is there already is there about equally often.
+        # Values that are there already are there about equally often.
         best = max(items, key=lambda item: (
             len(values[item] & missing), -sum(used[value] for value in values[item])))
         yield best

@@ -1,4 +1,4 @@
-"""What works without a private name of PyTorch: ``python -m tests.without`` tries each in turn.
+"""Try features without a private name of PyTorch: ``python -m tests.without`` tries each in turn.
 
 Each is tried in a process of its own, in which ``torchgpipe.base.private`` asks for another name,
 that PyTorch does not have. PyTorch itself keeps the name: it is one that it may have renamed.
@@ -23,7 +23,7 @@ from torch import nn
 VARIABLE = ContextVar('VARIABLE')
 SOURCES = [Path(__file__).parent.parent / 'torchgpipe/base/private.py']
 
-#: Attributes that are asked for by themselves, and what they are attributes of.
+#: Attributes that are looked up on their own, by name, and their text in the source.
 ATTRIBUTES = {'torch._ops:OpOverload._schema': "'_schema'",
               'torch.nn:Module._compiled_call_impl': "'_compiled_call_impl'",
               'torch.nn:Module._ddp_params_and_buffers_to_ignore':
@@ -66,7 +66,7 @@ def run(gpipe, model, x, call=None):
 
 
 class Features:
-    """What is tried: each method compares with the unwrapped model, or raises."""
+    """The tested features: each method compares with the unwrapped model, or raises."""
 
     def __init__(self, package):
         self.package = package
@@ -211,7 +211,7 @@ class Features:
 
 
 class Residual(nn.Module):
-    """Add what it doubles and bounds."""
+    """Add the tanh of the doubled input."""
 
     def forward(self, x):
         """Add it."""
@@ -248,7 +248,7 @@ class Net(nn.Module):
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x):
-        """Add what the layers make of the input."""
+        """Add one layer's output, and apply the other."""
         return self.b(x + self.a(x).relu())
 
 

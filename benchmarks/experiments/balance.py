@@ -34,7 +34,7 @@ class Split(Skippable):
 
 @skippable(pop=['identity'])
 class Add(Skippable):
-    """Add it to what the block gave."""
+    """Add it to the block's output."""
 
     def forward(self, x: Tensor) -> SkipGenerator:
         return x + (yield pop('identity'))
@@ -85,7 +85,7 @@ class Stopwatch(Turns):
         self._devices = gpipe.devices
 
     def give(self, j: int | None) -> None:
-        """Let the time from now on be that of a partition, or nobody's."""
+        """Assign the time from now on to a partition, or to none."""
         synchronize(self._devices)
         now = time.perf_counter()
         if self.owner is not None:
@@ -142,7 +142,7 @@ def balance(device: str, rounds: int, output: str) -> None:
     """Compare the predicted time of the slowest partition with the measured one.
 
     Models are profiled layer by layer, balanced by Profile.balance, and trained in a pipeline with
-    4 micro-batches, all of its partitions on one device, where each one's time can be told.
+    4 micro-batches. All partitions are on one device, where the time of each can be measured.
     """
     folder = output_folder(output)
     try:

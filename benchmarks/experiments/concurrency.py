@@ -123,7 +123,7 @@ def concurrency(rounds: int, output: str) -> None:
 
 
 def share_rows(results: Sequence[dict[str, Any]], what: str) -> Rows:
-    """Return the header and the rows of what was measured of a forward pass or a step."""
+    """Return the header and the rows of the measurements of a forward pass or a step."""
     found = {(each['milliseconds'], each['chunks']): each for each in results
              if each['what'] == what}
     sizes, chunks = (list(dict.fromkeys(key[k] for key in found)) for k in range(2))

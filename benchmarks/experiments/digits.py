@@ -31,7 +31,7 @@ class Data(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """What one training gave: accuracy, losses, seconds and bytes of a step."""
+    """The results of one training: accuracy, losses, seconds and bytes of a step."""
 
     accuracy: float
     losses: list[float]
@@ -105,7 +105,7 @@ class Training:
         return loss.item()
 
     def result(self, data: Data) -> Curve:
-        """Return what the training gave, and the peak memory of one more step."""
+        """Return the results of the training, and the peak memory of one more step."""
         torch.set_num_threads(self._threads)
         x, y = data.test
         self._model.eval()
@@ -174,7 +174,7 @@ class Choice(NamedTuple):
 
 def choose(data: Data, balance: list[int] | None, chunks: int | None, checkpoint: str | None,
            schedule: str | None) -> Choice:
-    """Return how the pipeline is to be run: by a plan, but for what the user has chosen."""
+    """Return the options of the pipeline: from a plan, except for the user's choices."""
     if balance is not None:
         places = choose_devices(len(balance), None if schedule == PLAIN_CALL else schedule)
         return Choice(schedule or '1f1b', balance, places, chunks or 4, checkpoint or 'never',
@@ -234,7 +234,7 @@ def digits(epochs: int, chunks: int | None, balance: list[int] | None, checkpoin
     """
     folder, threads = output_folder(output), torch.get_num_threads()
     data = load()
-    torch.set_num_threads(1)  # what each worker has, for the plan
+    torch.set_num_threads(1)  # each worker's number, for the plan
     try:
         choice = choose(data, balance, chunks, checkpoint, schedule)
         trainings = contenders(choice, threads, epochs * -(-len(data.train[0]) // BATCH))
@@ -250,7 +250,7 @@ def digits(epochs: int, chunks: int | None, balance: list[int] | None, checkpoin
 
 
 def print_results(results: dict[str, Curve], choice: Choice, threads: int) -> None:
-    """Print the table, and what it was measured on."""
+    """Print the table, and the machine of the measurement."""
     here = machine()
     click.echo(f"torch {here['torch']}, {', '.join(here['gpus']) or here['cpu']}, {here['date']}")
     chosen = ', by a plan' if choice.planned else ''

@@ -4,11 +4,11 @@
 all memory over two steps, less the model memory; gradients stay from step to step. Both are summed
 over partitions.
 
-Where each partition has an accelerator for itself, the peak is what its allocator has reserved.
-Where partitions share a memory, the peak of each is that of live tensors: those that the partition
-made, its input, the gradient of its output and the skip tensors that it pops, as they would be on
-its own device. That leaves out what kernels need for themselves and what the allocator rounds up,
-and a tensor that two partitions hold at the same time counts for the later one only.
+Where each partition has an accelerator for itself, the peak is the memory that its allocator has
+reserved. Where partitions share a memory, the peak of each counts live tensors, as they would be
+on its own device. These are the tensors that the partition made, its input, the gradient of its
+output and the skip tensors that it pops. That leaves out the workspace of kernels and the rounding
+of the allocator. A tensor that two partitions hold at the same time counts for the later one only.
 """
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,7 +35,7 @@ __all__ = ['COMMANDS', 'measure', 'peaks_by_partition']
 
 def measure(experiment: Experiment, setting: Setting, options: Options, result: dict[str, Any]
             ) -> None:
-    """Train for some steps, and add to the result what each partition took."""
+    """Train for some steps, and add the memory of each partition to the result."""
     job = Job(experiment, setting, options)
     # Gradients and optimizer state, which belong to the model, are there after one step.
     before, steps = max(1, options.skip_epochs), options.epochs - options.skip_epochs
@@ -66,7 +66,7 @@ def _has_own_devices(devices: Sequence[torch.device]) -> bool:
 def _step(job: Job, turns: Turns | None) -> None:
     """Train on one mini-batch; the gradients stay.
 
-    What is in no partition is on the last device: the output and the loss. The optimizer needs
+    The output and the loss are in no partition, and are on the last device. The optimizer needs
     memory for a parameter at a time, on its device.
     """
     turns = turns or Turns([])
@@ -97,7 +97,7 @@ def _live(job: Job, run: Callable[..., None], before: int, steps: int) -> list[i
 
 
 class _Owners(Turns):
-    """Turns that count what reaches a partition as its own."""
+    """Turns that count tensors that reach a partition as its own."""
 
     def __init__(self, partitions: Sequence[nn.Module]) -> None:
         super().__init__(partitions)
@@ -108,7 +108,7 @@ class _Owners(Turns):
             self.live.give(grad, j)
 
     def hand_over(self, j: int, place: Any, tensors: Sequence[Tensor]) -> None:
-        """Return a cell what it takes and is where it runs, also where that is no copy."""
+        """Assign a cell's inputs on its device to its partition, also those that are no copies."""
         for tensor in tensors:
             if tensor.device == memory_of(place):
                 self.live.give(tensor, j)
@@ -120,7 +120,8 @@ def peaks_by_partition(partitions: Sequence[nn.Module], run: Callable[[Turns], N
 
     Args:
         partitions: The partitions.
-        run: What to measure. It is given the turns, to say whose work it does between partitions.
+        run: The function to measure. Its argument is the turns, to assign its work between
+        partitions.
     """
     owners = _Owners(partitions)
     bring = Pipeline._bring

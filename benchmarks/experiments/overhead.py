@@ -1,4 +1,4 @@
-"""What the engine itself costs: cells so small that nothing else is left."""
+"""Overhead of the engine: cells so small that nothing else takes time."""
 import time
 from collections.abc import Callable
 from statistics import median
@@ -88,8 +88,8 @@ def measure(n: int, m: int, devices: list[str], rounds: int) -> dict[str, tuple[
 def ratios(times: dict[str, tuple[float, float]]) -> dict[str, float]:
     """Relate the engine's own time to the plain loop's.
 
-    With checkpoints, relate what the engine adds to the plain loop to what
-    ``torch.utils.checkpoint`` adds to it.
+    With checkpoints, relate the time that the engine adds to the plain loop to the time that
+    ``torch.utils.checkpoint`` adds.
     """
     plain = times["forward + backward, 'never'"][0]
     return {kind: (ours - plain) / (loop - plain) if 'always' in kind else (ours - loop) / loop
@@ -104,10 +104,10 @@ def ratios(times: dict[str, tuple[float, float]]) -> dict[str, float]:
 def overhead(rounds: int, output: str) -> None:
     """Time the engine on trivial cells: Linear(8, 8) on 4 rows.
 
-    Microseconds per cell, beside a plain Python loop over the same cells, for n partitions and m
-    micro-batches. On one device cells run in the calling thread; on n devices, each clock
-    hands every cell to another thread, and in a step by a schedule workers tell each other what
-    is done.
+    It prints microseconds per cell, and of a plain Python loop over the same cells, for n
+    partitions and m micro-batches. On one device cells run in the calling thread. On n devices,
+    each clock passes every cell to another thread. In a step by a schedule, workers notify each
+    other of finished actions.
     """
     folder = output_folder(output)
     results = []

@@ -20,7 +20,7 @@ SCHEDULES = [name for name in NAMES if len(make(name, 1, 1).stages[0]) == 1]
 
 def measure(experiment: Experiment, setting: Setting, options: Options, result: dict[str, Any]
             ) -> None:
-    """Train for some epochs, and add to the result what each of them gave."""
+    """Train for some epochs, and add the results of each of them."""
     time_epochs(Job(experiment, setting, options), result)
 
 

@@ -1,1 +1,1 @@
-"""The harness: what experiments share, from options to tables and pictures."""
+"""The harness that experiments share, from options to tables and pictures."""

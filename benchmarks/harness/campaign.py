@@ -18,12 +18,12 @@ from benchmarks.harness.tables import experiment_rows, is_accelerated, notes, pa
 
 __all__ = ['Measure', 'campaign']
 
-#: What measures one setting, and adds to a result as it goes.
+#: A function that measures one setting, and adds to a result as it goes.
 Measure = Callable[[Experiment, Setting, Options, dict[str, Any]], None]
 
 
 def campaign(experiment: Experiment, options: Options, measure: Measure) -> None:
-    """Measure each chosen setting; write and print what is there, also when interrupted."""
+    """Measure each chosen setting. Write and print the results, also when interrupted."""
     folder = output_folder(options.output)
     results: list[dict[str, Any]] = []
     try:

@@ -11,7 +11,7 @@ from torchgpipe.schedule.generators import PLAIN_CALL
 
 __all__ = ['COLORS', 'NEUTRAL', 'draw_predictions', 'draw_ratios', 'neutral', 'save']
 
-#: What predictions are drawn beside the plain call, and beside which figures: as many as colors.
+#: The schedule predicted beside the plain call, and the sources of figures: as many as colors.
 SHOWN, SOURCES = '1f1b', (OURS, PAPER)
 
 #: Blue, orange, green, purple: apart also for those who see no red, on light and on dark.
@@ -37,7 +37,7 @@ def draw_ratios(summary: dict[str, Any], stem: Path) -> list[Path]:
 
 
 def draw_predictions(summary: dict[str, Any], stem: Path) -> list[Path]:
-    """Draw what was predicted beside what was published; write a PNG and an SVG."""
+    """Draw predictions beside published figures; write a PNG and an SVG."""
     settings = summary['settings']
     series = {f'predicted: {name}': [_bar(result['ratios'].get(name)) for result in settings]
               for name in (PLAIN_CALL, SHOWN)}
@@ -86,7 +86,7 @@ def _draw(series: dict[str, list[Bar]], names: Sequence[str], label: str, title:
 
 
 def _caveat(summary: dict[str, Any]) -> str:
-    """Say beside the title what was simulated, and below it what a scaled run does not show."""
+    """Return text beside the title for simulated devices, and below it for a scaled run."""
     found = f', on a {NAME}' if is_simulated(summary) else ''
     if summary['scale'] >= 1:
         return found
@@ -112,7 +112,7 @@ def save(figure: Any, axes: Any, stem: Path) -> list[Path]:
 
 
 def neutral(axes: Any) -> None:
-    """Draw what is around bars in a color that can be read on white and on black."""
+    """Draw axes and labels in a color that can be read on white and on black."""
     axes.tick_params(colors=NEUTRAL)
     for side, spine in axes.spines.items():
         spine.set_color(NEUTRAL)

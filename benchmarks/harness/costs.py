@@ -1,4 +1,4 @@
-"""The documentation's page of what wrapping costs and gives, made of the results that are kept."""
+"""The documentation's page on costs and gains of wrapping, made of the stored results."""
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ RUNS = {'loop over micro-batches and layers': ("forward + backward, 'never'", 0)
 #: Partitions and micro-batches of these.
 SIZE = 4, 8
 
-#: What stages hold at their peak in micro-batches of a partition, by schedule.
+#: Micro-batches of a partition that stages hold at their peak, by schedule.
 HELD = {'gpipe': ('m · n', lambda m, n: m * n),
         '1f1b': ('n · (n + 1) / 2', lambda m, n: sum(min(m, n - j) for j in range(n)))}
 
@@ -37,7 +37,7 @@ def costs_page(kept: dict[str, dict[str, Any]], shares: Sequence[str | Rows]) ->
 
     Args:
         kept: The results of ``overhead``, ``concurrency`` and ``schedules``.
-        shares: What is said of those of ``concurrency``.
+        shares: The text on the results of ``concurrency``.
     """
     parts = [START, *_cells(kept['overhead']), *_shares(kept['concurrency'], shares),
              *_schedules(kept['schedules'])]
@@ -49,7 +49,7 @@ def _where(name: str, kept: dict[str, Any]) -> str:
 
 
 def _cells(kept: dict[str, Any]) -> list[str | Rows]:
-    """Say what the engine takes for each micro-batch in each partition."""
+    """Return the time that the engine takes for each micro-batch in each partition."""
     found = {each['where']: each['us_per_cell'] for each in kept['results']
              if (each['n'], each['m']) == SIZE}
     here, there = found['one device'], found['n devices']

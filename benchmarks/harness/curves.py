@@ -15,11 +15,10 @@ class Panel(NamedTuple):
     """A panel.
 
     Attributes:
-        x: What is along its x axis.
-        y: What is along its y axis.
-        curves: The coordinates of each curve, by its name. All panels of a figure have the same
+        x: The label of its x axis. y: The label of its y axis. curves: The coordinates of each
+        curve, by its name. All panels of a figure have the same
             names.
-        logarithmic: Those axes that are logarithmic, such as ``'xy'``.
+        logarithmic: The logarithmic axes, such as ``'xy'``.
     """
 
     x: str
@@ -53,6 +52,6 @@ def draw_curves(panels: Sequence[Panel], stem: Path) -> list[Path]:
 
 
 def _places(k: int, length: int) -> tuple[int, int]:
-    """Mark some points of a long curve, others than those of the curves beside it."""
+    """Mark some points of a long curve, others than in the curves beside it."""
     every = max(1, length // 8)
     return k * every // len(MARKS) % every, every

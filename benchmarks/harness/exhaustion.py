@@ -1,7 +1,7 @@
 """Running out of memory, as a result instead of a crash.
 
-CUDA's allocator raises an error. The CPU's does not, before the machine kills the process; so
-there, on Linux, the process gets a limit of what is free.
+CUDA's allocator raises an error. The CPU's does not, before the machine kills the process. So
+there, on Linux, the process gets the free memory as its limit.
 """
 import ctypes
 import re
@@ -13,7 +13,7 @@ import torch
 
 __all__ = ['free_memory', 'is_exhaustion', 'memory_limit', 'require']
 
-#: What errors say that come from allocators, and from libraries that found no room to work in.
+#: Phrases in errors of allocators, and of libraries without memory for their workspace.
 _PHRASES = (
     "can't allocate memory", 'not enough memory', 'out of memory', 'bad_alloc', 'ALLOC_FAILED',
     'unable to find an engine to execute', 'could not create a primitive',
@@ -23,9 +23,9 @@ _UNKNOWN = 2 ** 62
 
 
 def free_memory() -> int:
-    """Return the bytes of the host that are free, or can be; very many where nobody can tell."""
+    """Return the bytes of the host that are free or can be freed; a huge number if unknown."""
     with suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)  # what this process has freed, and keeps for later
+        ctypes.CDLL(None).malloc_trim(0)  # memory that this process has freed, but keeps
     free = (_number('/proc/meminfo', r'MemAvailable: +(\d+) kB') or _UNKNOWN // 1024) * 1024
     most = _number('/sys/fs/cgroup/memory.max', r'^(\d+)$')
     used = _number('/sys/fs/cgroup/memory.current', r'^(\d+)$')

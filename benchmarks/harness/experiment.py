@@ -1,4 +1,4 @@
-"""What an experiment is: settings of a model, and what was published of each."""
+"""Experiments: settings of a model, and the published figures of each."""
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -47,16 +47,12 @@ class Setting:
     """One line of a published table.
 
     Attributes:
-        name: What the option ``--setting`` calls it.
-        model: Which model.
-        batch: Samples of a mini-batch.
-        chunks: Micro-batches of a mini-batch.
-        balance: Layers of each partition; empty for the model without GPipe.
-        checkpoint: As of GPipe.
-        published: Figure by source; ``None`` where the source ran out of memory.
-        spread: The ± of these, where there is one.
-        details: Figures beside the main one: name, source, figure.
-        off: What an ablation switches off.
+        name: The name for the option ``--setting``. model: Which model. batch: Samples of a
+        mini-batch. chunks: Micro-batches of a mini-batch. balance: Layers of each partition; empty
+        for the model without GPipe. checkpoint: As of GPipe. published: Figure by source; ``None``
+        where the source ran out of memory. spread: The ± of these, where there is one. details:
+        Figures beside the main one: name, source, figure. off: The features that an ablation
+        switches off.
     """
 
     name: str
@@ -84,12 +80,9 @@ class Experiment:
 
     Attributes:
         name: The command.
-        title: What it is about, in one line.
-        figure: What its figures are.
-        unit: Their unit.
-        resolution: Height and width of the images.
-        settings: Its lines; the first is the baseline of the ratios.
-        optimizer: ``'SGD'`` or ``'RMSprop'``.
+        title: The title, in one line. figure: The name of its figures. unit: Their unit.
+        resolution: Height and width of the images. settings: Its lines; the first is the baseline
+        of the ratios. optimizer: ``'SGD'`` or ``'RMSprop'``.
     """
 
     name: str

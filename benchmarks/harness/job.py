@@ -1,4 +1,4 @@
-"""A model in training: what one step of a setting needs."""
+"""A model in training, for one step of a setting."""
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,7 +17,7 @@ from torchgpipe.base.devices import memory_of
 
 __all__ = ['Job', 'autocast', 'wrap']
 
-#: Tensors as large as the parameters: weights, gradients and what the optimizer keeps.
+#: Tensors as large as the parameters: weights, gradients and the optimizer's state.
 COPIES = {'SGD': 2, 'RMSprop': 3}
 
 
@@ -57,8 +57,7 @@ class Job:
     Args:
         experiment: Which table.
         setting: Which line of it.
-        options: What the user chose.
-        change: What an ablation makes of the model.
+        options: The user's options. change: An ablation's change of the model.
 
     Raises:
         MemoryError: The host has not enough memory for the model.

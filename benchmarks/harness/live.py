@@ -1,7 +1,7 @@
 """Count the memory of live tensors on any device, in requested bytes.
 
 A dispatch mode sees every tensor that an operator returns, and its memory's end. The CPU's
-allocator keeps no statistics, and those of CUDA round up and count what is cached. A pipeline's
+allocator keeps no statistics. CUDA's statistics round up and count cached memory. A pipeline's
 workers are in the modes of its caller.
 """
 import threading
@@ -77,7 +77,7 @@ class LiveTensors:
 
 
 class Storage(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference to a storage, with what has to be known at its end."""
+    """A weak reference to a storage, with the data needed at its end."""
 
     __slots__ = ('key', 'owner', 'size')
 

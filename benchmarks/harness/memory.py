@@ -1,4 +1,4 @@
-"""The memory that a partition keeps, and the peak of what a step takes."""
+"""The memory that a partition keeps, and the peak of a step."""
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -30,7 +30,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def peak_memory(step: Any, devices: list[torch.device]) -> int:
-    """Return the peak of one step in bytes, beyond what was alive before it, over all devices."""
+    """Return the peak of one step in bytes, beyond tensors alive before it, over all devices."""
     accelerators = {device: torch.get_device_module(device) for device in devices
                     if device.type != 'cpu'}
     if not accelerators:
@@ -48,9 +48,9 @@ def peak_memory(step: Any, devices: list[torch.device]) -> int:
 
 
 def peak_of_activations(step: Callable[[], object]) -> int:
-    """Return the peak of what a step makes in forward, in bytes, and not of its gradients.
+    """Return the peak bytes of tensors that a step makes in forward, without gradients.
 
-    On the CPU, where nobody else keeps count.
+    This is for the CPU, whose allocator keeps no statistics.
     """
     def pass_of_caller() -> str:
         return 'forward' if backward_pass() == -1 or is_recomputing() else 'backward'

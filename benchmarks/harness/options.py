@@ -18,7 +18,7 @@ DTYPES = {name: getattr(torch, name) for name in ('float32', 'float64', 'bfloat1
 
 @dataclass(frozen=True)
 class Options:
-    """What the user chose."""
+    """The user's options."""
 
     settings: tuple[Setting, ...]
     devices: tuple[torch.device, ...]
@@ -146,7 +146,7 @@ def _epochs_of_context() -> int:
 def take_options(experiment: Experiment, settings: tuple[str, ...], devices: tuple[Any, ...],
                  scale: float, epochs: int, skip_epochs: int, dtype: str, compile: bool,
                  seed: int, output: str, schedule: str | None = None) -> Options:
-    """Check what belongs together."""
+    """Check options that depend on each other."""
     if skip_epochs >= epochs:
         raise click.BadParameter(f'{skip_epochs} of {epochs} epochs leave nothing to measure',
                                  param_hint='--skip-epochs')

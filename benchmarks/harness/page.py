@@ -57,7 +57,7 @@ keys, then all values. Here they are ordered by heads, so that each process has 
 
 
 class Section(NamedTuple):
-    """What the page says of an experiment without a published table.
+    """The page's section on an experiment without a published table.
 
     Attributes:
         title: Its heading.
@@ -79,7 +79,7 @@ def make_page(modules: Sequence[ModuleType]) -> str:
 
 
 def make_costs(modules: Sequence[ModuleType]) -> str:
-    """Write the page of what wrapping costs and gives."""
+    """Write the page on costs and gains of wrapping."""
     kept = {name: _kept(name) for name in ('overhead', 'concurrency', 'schedules')}
     shares, = (module.SECTION.parts(kept['concurrency']['results']) for module in modules
                if getattr(module, 'SECTION', None) and module.SECTION.name == 'concurrency')
@@ -113,7 +113,7 @@ def _experiment(name: str, title: str) -> str:
 
 
 def _prediction(name: str) -> list[str]:
-    """Say what was predicted for an experiment, if that is kept."""
+    """Return the text on the predictions of an experiment, if they are stored."""
     kept = _kept(f'{name}-predicted')
     if not kept:
         return []

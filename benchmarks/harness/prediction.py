@@ -1,8 +1,8 @@
-"""Predict the published speeds: from what layers cost here, on as many equal devices as there.
+"""Predict the published speeds from costs of layers here, on the same number of equal devices.
 
-The model is profiled on one device, with a small batch. That gives what each layer takes once per
-micro-batch, and what it takes per sample; and the simulator tells how long a step takes on devices
-like this one. Copies between them are taken to be free.
+The model is profiled on one device, with a small batch. That gives the time of each layer once per
+micro-batch, and its time per sample. The simulator returns the time of a step on devices like this
+one. Copies between them are assumed to be free.
 """
 from typing import Any
 
@@ -28,7 +28,7 @@ BATCH = 8
 
 
 def predict(experiment: Experiment, options: Options) -> None:
-    """Profile the model, simulate the settings, and write and print what comes of it."""
+    """Profile the model, simulate the settings, and write and print the results."""
     folder = output_folder(options.output)
     resolution = experiment.scaled_resolution(options.scale)
     device = memory_of(options.place(experiment.baseline)[0])
@@ -69,8 +69,8 @@ def step_seconds(measured: Profile, setting: Setting) -> dict[str, float]:
     On accelerators, each of which has a thread of autograd's, the plain call is fill and drain.
 
     Args:
-        measured: What the layers cost, with any batch.
-        setting: The setting. Schedules with two partitions on a device need another balance.
+        measured: The costs of the layers, with any batch. setting: The setting. Schedules with two
+        partitions on a device need another balance.
     """
     whole = measured.scaled(setting.batch)
     if not setting.balance:

@@ -1,14 +1,14 @@
-"""Processes that have a worker each, and do what they are told, all at the same time.
+"""Processes that have a worker each, and run given calls concurrently.
 
-They wait for their orders, so that what they do can be measured in turn with others. Each has one
-thread, and a rank in :mod:`torch.distributed`::
+They wait for calls, so that their work can be measured in turn with others. Each has one thread,
+and a rank in :mod:`torch.distributed`::
 
     here           'step' ──▶ │ … │ ──▶ what each worker's step returns
     rank 0                    │ F F B F B B
     rank 1                    │   F B F B
 
-Whatever becomes of one of them, none is left: they end when this process closes its end of their
-pipes or kills them, and none waits longer for another one than :data:`PATIENCE`.
+No process is left if one fails. They end when this process closes its end of their pipes or kills
+them. None waits longer for another one than :data:`PATIENCE`.
 """
 import multiprocessing
 import signal
@@ -57,7 +57,7 @@ def seconds(spans: Iterable[Span]) -> float:
 
 
 def is_available() -> bool:
-    """Return whether there is what it takes."""
+    """Return whether processes and gloo are available."""
     return (METHOD in multiprocessing.get_all_start_methods() and distributed.is_available()
             and distributed.is_gloo_available())
 
@@ -66,13 +66,13 @@ class Processes:
     """Processes with a worker each, as a context.
 
     Args:
-        n: How many.
-        make: Makes a worker in each, where ``torch.distributed`` says which one that is. It can be
-            pickled, as its arguments and what the worker returns.
-        args: What it is called with.
+        n: The number of processes. make: Makes a worker in each process, in which
+        ``torch.distributed`` gives the rank. It can be pickled, and so can its arguments and the
+        worker's results.
+        args: The arguments of ``make``.
 
     Raises:
-        click.ClickException: There is not what it takes.
+        click.ClickException: Processes or gloo are not available.
     """
 
     def __init__(self, n: int, make: Callable[..., Any], *args: Any) -> None:
@@ -96,7 +96,7 @@ class Processes:
                     rank, self._n, store, there, *self._work))
                 process.start()
                 stack.callback(_end, process, here)
-                there.close()  # Only its process has it now, so what is read here ends with that.
+                there.close()  # Only its process has it now, so reading here ends with it.
                 self._pipes[here] = rank
             self._answers()
             self._exit = stack.pop_all()
@@ -106,13 +106,13 @@ class Processes:
         self._exit.close()
 
     def call(self, name: str, *args: Any) -> list[Any]:
-        """Let each worker call a method of this name, and give what they return.
+        """Let each worker call a method of this name, and return the results.
 
         Raises:
-            click.ClickException: One of them failed, or none has answered for long.
+            click.ClickException: A worker failed, or did not answer in time.
         """
         for pipe in self._pipes:
-            # If a process has ended, there is more to learn from what it said last.
+            # If a process has ended, its last answer tells more.
             with suppress(BrokenPipeError):
                 pipe.send((name, args))
         return self._answers()

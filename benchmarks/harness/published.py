@@ -1,8 +1,9 @@
 """The published tables: settings and figures, by experiment.
 
 Figures of torchgpipe 0.0.7 were measured on Tesla P40, 22 GiB each. The GPipe paper is Huang et
-al., arXiv 1811.06965v4. Its speeds, and those of torchgpipe's first README, were given as ratios,
-so their unit is their own baseline. Memory is in GiB, but for the GPipe paper's, which is in GB.
+al., arXiv 1811.06965v4. Its speeds, and the speeds in torchgpipe's first README, were given as
+ratios. So their unit is their own baseline. Memory is in GiB, except in the GPipe paper, which
+uses GB.
 """
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What all benchmarks print and write: tables, and files that say where they were measured."""
+"""The output of all benchmarks: tables, and files that name the machine of the measurement."""
 import json
 import os
 import platform
@@ -47,7 +47,7 @@ def output_folder(path: str) -> Path:
 
 
 def machine() -> dict[str, Any]:
-    """Say what was measured where and when."""
+    """Return the date, the versions and the machine of a measurement."""
     gpus = [torch.get_device_module(device).get_device_name(device)
             for device in accelerators()]
     return {'date': date.today().isoformat(), 'torchgpipe': torchgpipe.__version__,

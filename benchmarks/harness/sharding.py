@@ -1,4 +1,4 @@
-"""What the commands have in common that share a model out to processes."""
+"""Code shared by the commands that shard a model over processes."""
 import os
 import textwrap
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from benchmarks.harness.report import Rows, describe, machine, output_folder, ta
 __all__ = ['MEMORY', 'difference_cell', 'meaning', 'memory_cells', 'peak', 'sharding_options',
            'training', 'training_rows']
 
-#: What the columns of `memory_cells` are called.
+#: Titles of the columns of `memory_cells`.
 MEMORY = ['model, MiB', 'peak, MiB']
 
 
@@ -39,14 +39,14 @@ def _drop_repeated(context: Any, parameter: Any, value: tuple[int, ...]) -> tupl
 
 
 def memory_cells(row: dict[str, Any]) -> list[str]:
-    """Return what a row says of the rank that has most."""
+    """Return the cells of a row for the rank with the most memory."""
     model = max(sum(rank[kind] for kind in ('parameters', 'gradients', 'optimizer'))
                 for rank in row['ranks'])
     return [f'{size / 2 ** 20:.2f}' for size in (model, peak(row))]
 
 
 def difference_cell(row: dict[str, Any]) -> str:
-    """Return by how much losses differ from those of the plain model."""
+    """Return the difference of losses from the plain model's."""
     return f"{row['difference']:.0e}" if row['difference'] else '0'
 
 
@@ -74,7 +74,7 @@ def training_panels(results: dict[str, Any]) -> list[Panel]:
 
 
 def meaning(results: dict[str, Any]) -> str:
-    """Say what the figures are."""
+    """Return an explanation of the figures."""
     load = results['load']
     busy = '' if load is None else (
         f' Before the run, the load average of the machine over one minute was {load:.1f}.')
@@ -94,11 +94,8 @@ def training(name: str, output: str, measure: Callable[[], dict[str, Any]],
     """Measure, and write tables, the JSON file and the pictures.
 
     Args:
-        name: That of the command.
-        output: The folder for results.
-        measure: Gives the results.
-        parts: Makes text and tables of them.
-        panels: Makes pictures of them.
+        name: The name of the command. output: The folder for results. measure: Returns the
+        results. parts: Makes text and tables of them. panels: Makes pictures of them.
     """
     folder = output_folder(output)
     load = os.getloadavg()[0] if hasattr(os, 'getloadavg') else None

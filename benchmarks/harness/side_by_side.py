@@ -29,11 +29,9 @@ def side_by_side(make: Callable[..., Trainer], options: Any, numbers: Sequence[i
     Args:
         make: Makes a trainer in each process: it is called with the options, and whether the model
             is sharded over the processes.
-        options: What it takes besides.
-        numbers: Numbers of processes.
-        steps: How many they take.
-        name: What the progress is called.
-        tolerance: By what part of the plain model's largest loss another loss may differ.
+        options: The options. numbers: Numbers of processes. steps: The number of steps. name: The
+        label of the progress bar. tolerance: The allowed difference of losses, relative to the
+        plain model's largest loss.
 
     Returns:
         A row for each: its losses, the largest difference from the plain model's, the median time
@@ -41,7 +39,7 @@ def side_by_side(make: Callable[..., Trainer], options: Any, numbers: Sequence[i
 
     Raises:
         click.ClickException: A process has failed.
-        RuntimeError: The losses are not those of the plain model.
+        RuntimeError: The losses differ from the plain model's.
     """
     with ExitStack() as stack:
         found = {PLAIN: stack.enter_context(Processes(1, make, options, False))}

@@ -7,7 +7,7 @@ __all__ = ['NAME', 'SIMULATED', 'is_on_host', 'is_simulated', 'load']
 #: The type of its devices.
 SIMULATED = 'sim'
 
-#: What they call themselves.
+#: Their name.
 NAME = 'simulated accelerator'
 
 

@@ -1,4 +1,4 @@
-"""Results of an experiment as rows of a table, and what has to be said of them."""
+"""Results of an experiment as rows of a table, with notes."""
 from typing import Any
 
 from benchmarks.harness import simulated
@@ -21,7 +21,7 @@ def number(value: float | None, missing: str = '') -> str:
 
 
 def published(value: float | None) -> str:
-    """Write a figure as it was published: nobody's digits are cut, or added.
+    """Write a figure as it was published: no digits are cut, or added.
 
     >>> published(95.862), published(20.3), published(None)
     ('95.862', '20.3', 'out of memory')
@@ -100,7 +100,7 @@ def prediction_rows(summary: dict[str, Any]) -> Rows:
 
 
 def prediction_notes(summary: dict[str, Any]) -> list[str]:
-    """Say what predicted ratios are, and what they leave out."""
+    """Return notes on predicted ratios, and on their limits."""
     found = [f"Ratios are samples per second relative to '{summary['baseline']}'. Predicted "
              'ratios come from torchgpipe.plan.simulate and a profile of '
              f"{summary['batch']} samples of {summary['resolution']}² in float32 on one device "
@@ -121,7 +121,7 @@ def prediction_notes(summary: dict[str, Any]) -> list[str]:
 
 
 def notes(summary: dict[str, Any]) -> list[str]:
-    """Say what a reader has to know before comparing these figures with the published ones."""
+    """Return notes for a comparison of these figures with the published ones."""
     settings = summary['settings']
     return [*_notes_on_ratios(summary), *_notes_on_devices(summary),
             *_notes_on_memory(summary), *_notes_on_images(settings),

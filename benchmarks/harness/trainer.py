@@ -1,4 +1,4 @@
-"""A worker that trains a model, step by step, and says what that takes."""
+"""A worker that trains a model, step by step, and measures time and memory."""
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -52,10 +52,10 @@ class Trainer:
         return loss.detach()
 
     def figures(self) -> dict[str, Any]:
-        """Return bytes of what stays from step to step, and the most that is alive within one.
+        """Return the bytes of tensors that stay from step to step, and the peak within one.
 
-        On the CPU. It takes a step more, after at least one, in which the optimizer has made what
-        it keeps. What the kernels and the exchange need besides tensors is not counted.
+        This is for the CPU. It takes one more step, after at least one, in which the optimizer has
+        made its state. Memory of kernels and of communication other than tensors is not counted.
         """
         self._optimizer.zero_grad()
         without_gradients = sum(size_of_partition(self.model, self._optimizer).values())

@@ -6,8 +6,8 @@
     backward     recomputation: enter ──▶ leave
                  a node of a partition's graph: its turn, until a node of another one
 
-Workers number their nodes each by itself, and one thread runs those of all partitions on the CPU,
-by these numbers; so partitions may alternate in backward at any node.
+Each worker numbers its own nodes. One thread runs the nodes of all partitions on the CPU, by these
+numbers; so partitions may alternate in backward at any node.
 """
 import threading
 from collections.abc import Sequence
@@ -41,11 +41,11 @@ class Turns:
 
     @property
     def owner(self) -> int | None:
-        """Whose turn it is in this thread, if anyone's."""
+        """The partition whose turn it is in this thread, or None."""
         return getattr(self._local, 'owner', None)
 
     def give(self, j: int | None) -> None:
-        """Make it the turn of a partition in this thread, or nobody's."""
+        """Make it the turn of a partition in this thread, or of none."""
         self._local.owner = j
 
     def receive(self, j: int, grads: Sequence[Tensor]) -> None:

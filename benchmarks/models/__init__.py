@@ -1,4 +1,4 @@
-"""Models of the benchmarks. Those of the published tables are flat sequential modules with skips.
+"""Models of the benchmarks. Models of the published tables are flat sequential modules with skips.
 
 Transformers are plain modules, with a function each that makes layers of them.
 """

@@ -14,7 +14,7 @@ __all__ = ['attend', 'by_heads', 'heads_of']
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Return what heads see, (N, T, heads · size), by queries, keys and values.
+    """Return the output of attention, (N, T, heads · size), from queries, keys and values.
 
     Each of them is of shape (N, T, heads, size).
     """

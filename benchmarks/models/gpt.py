@@ -1,7 +1,7 @@
 """GPT-2 and minGPT, as they are written, as layers in a row, and as they are split over processes.
 
-GPT-2 is of Radford et al., "Language Models are Unsupervised Multitask Learners", 2019; its names
-of parameters are those of transformers. minGPT (https://github.com/karpathy/minGPT) is the same
+GPT-2 is of Radford et al., "Language Models are Unsupervised Multitask Learners", 2019; its
+parameters have the names of transformers. minGPT (https://github.com/karpathy/minGPT) is the same
 with a head of its own. There is no dropout, so that numbers can be compared.
 """
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ GPT2 = {'gpt2': Sizes(),
         'gpt2-large': Sizes(width=1280, heads=20, depth=36),
         'gpt2-xl': Sizes(width=1600, heads=25, depth=48)}
 
-#: Those of minGPT that are no others'.
+#: Sizes that only minGPT has.
 MINGPT = {'gopher-44m': Sizes(width=512, heads=16, depth=8, tied=False),
           'gpt-mini': Sizes(width=192, heads=6, depth=6, tied=False),
           'gpt-micro': Sizes(width=128, heads=4, depth=4, tied=False),
@@ -228,10 +228,10 @@ def tensor_plan() -> dict[str, Any]:
 
 
 def from_hugging_face(state_dict: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
-    """Return weights of a GPT, or of its layers, by those of ``GPT2LMHeadModel``.
+    """Return weights of a GPT, or of its layers, from weights of ``GPT2LMHeadModel``.
 
-    That has weights of linear layers the other way round, and queries, keys and values in the
-    order of the paper.
+    That model has transposed weights of linear layers, and queries, keys and values in the order
+    of the paper.
     """
     found = {}
     for name, x in state_dict.items():

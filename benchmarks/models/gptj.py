@@ -2,8 +2,8 @@
 
 Wang and Komatsuzaki, "GPT-J-6B: A 6 Billion Parameter Autoregressive Language Model", 2021
 (https://github.com/kingoflolz/mesh-transformer-jax), with the rotary positions of Su et al.,
-"RoFormer", 2021 (arXiv 2104.09864). Its names of parameters are those of transformers. By default
-it has the published size: 6,050,882,784 parameters.
+"RoFormer", 2021 (arXiv 2104.09864). Its parameters have the names of transformers. By default it
+has the published size: 6,050,882,784 parameters.
 """
 from typing import Any, NamedTuple
 

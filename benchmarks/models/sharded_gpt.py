@@ -10,8 +10,8 @@ values::
     c_proj    takes these features                            (width, 4 width / n)
     lm_head   the scores of some tokens                       (vocabulary / n, width)
 
-All ranks of the group read the same batch. Norms and positions are whole on each, and are the same
-there as long as their gradients are, which they are by construction.
+All ranks of the group read the same batch. Norms and positions are whole on each. They stay equal,
+because their gradients are equal by construction.
 """
 from fnmatch import fnmatchcase
 
@@ -50,7 +50,7 @@ def _sharded(layer: nn.Module, columns: bool) -> nn.Module:
         return ts.nn.ParallelEmbedding(layer.num_embeddings, layer.embedding_dim,
                                        _weight=layer.weight, dim=1 if columns else 0)
     found = ts.nn.ParallelLinear.convert_parallel_linear(layer, dim=1 if columns else 0)
-    if not columns:  # What is between two layers has lost its tag.
+    if not columns:  # The tensor between two layers has lost its tag.
         tag = ts.nn.RegisterParallelDim(-1)
         found.register_forward_pre_hook(lambda _, inputs: tag(inputs))
     return found

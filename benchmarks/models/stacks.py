@@ -13,7 +13,7 @@ class Stack(NamedTuple):
 
     Attributes:
         layer: Makes a layer, whose output has the shape of its input.
-        shape: That of a micro-batch.
+        shape: The shape of a micro-batch.
     """
 
     layer: Callable[[], nn.Module]

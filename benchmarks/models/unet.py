@@ -33,7 +33,7 @@ __all__ = ['unet']
 
 @skippable(stash=['skip'])
 class Stash(Skippable):
-    """Stash what an encoder gave."""
+    """Stash the output of an encoder."""
 
     def forward(self, x: Tensor) -> SkipGenerator:
         yield stash('skip', x)
@@ -42,7 +42,7 @@ class Stash(Skippable):
 
 @skippable(pop=['skip'])
 class PopAndConcatenate(Skippable):
-    """Put it beside what comes from below, which is padded to its size."""
+    """Concatenate it with the input from below, which is padded to its size."""
 
     def forward(self, x: Tensor) -> SkipGenerator:
         skip: Tensor = yield pop('skip')

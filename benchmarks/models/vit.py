@@ -1,7 +1,7 @@
 """Vision transformers, as they are written, as layers in a row, and as they are split.
 
 Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020 (arXiv 2010.11929).
-Its names of parameters are those of timm. There is no dropout, so that numbers can be compared.
+Its parameters have the names of timm. There is no dropout, so that numbers can be compared.
 """
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -22,10 +22,8 @@ class Sizes(NamedTuple):
     Attributes:
         width: The features of a patch.
         heads: The heads that share them.
-        depth: How many blocks there are.
-        classes: How many classes there are.
-        image: The height and the width of an image.
-        patch: Those of a patch.
+        depth: The number of blocks. classes: The number of classes. image: The height and the
+        width of an image. patch: The height and the width of a patch.
     """
 
     width: int = 768
@@ -150,7 +148,7 @@ def tensor_plan() -> dict[str, Any]:
 
 
 def from_timm(state_dict: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
-    """Return weights of a vision transformer, or of its layers, by those of timm.
+    """Return weights of a vision transformer, or of its layers, from timm's weights.
 
     There queries, keys and values are in the order of the paper.
     """

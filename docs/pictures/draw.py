@@ -82,7 +82,7 @@ def step(picture, top, m, n, unit, forward=1, backward=2, left=50, label='{}{}')
 
 
 def pipeline():
-    """Draw what GPipe does: four micro-batches, four partitions."""
+    """Draw GPipe's schedule: four micro-batches, four partitions."""
     picture = Picture('Forward and backward of four micro-batches on four devices')
     end = step(picture, 0, m=4, n=4, unit=17)
     _time(picture, end, 108)

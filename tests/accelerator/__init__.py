@@ -1,11 +1,11 @@
 """A simulated accelerator: four devices with asynchronous streams in the memory of the host.
 
-``load()`` makes it the accelerator of this process, with devices ``sim:0`` to ``sim:3``. That has
-to come before the first backward pass, as autograd counts devices only once. Each stream is a
-thread that runs kernels of the CPU later, in their order; see ``csrc`` for the rest.
+``load()`` makes it the accelerator of this process, with devices ``sim:0`` to ``sim:3``. Call it
+before the first backward pass, because autograd counts devices only once. Each stream is a thread
+that runs kernels of the CPU later, in their order; see ``csrc`` for the rest.
 
-Events with timing tell the time of devices that have a core each, and are never kept waiting by
-the host: a kernel takes the time for which its thread computes, or that it is told to take.
+Events with timing measure the time of devices that have a core each, and never wait for the host.
+A kernel takes the time for which its thread computes, or a given time.
 """
 import atexit
 from contextlib import contextmanager
@@ -47,14 +47,14 @@ def load():
 
 
 def _end():
-    """Let kernels end that are still queued: what they use is about to go."""
+    """Let queued kernels end, because the objects that they use are about to be freed."""
     if not _loaded.is_forked():
         set_delays(0, 0)
         for device in range(_loaded.device_count):
             try:
                 _loaded.synchronize(device)
             except Exception:
-                pass  # nobody waits for that result any more
+                pass  # the result is not needed any more
 
 
 def set_delays(seed=0, max_microseconds=0):
@@ -99,7 +99,7 @@ def no_race():
 
 
 def races():
-    """Return what the detector found, as texts."""
+    """Return the races that the detector found, as texts."""
     return _loaded.races()
 
 
@@ -109,5 +109,5 @@ def is_ordered(before, after):
 
 
 def clear_races():
-    """Forget what it found."""
+    """Forget the races that it found."""
     _loaded.clear_races()

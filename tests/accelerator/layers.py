@@ -23,7 +23,7 @@ class Stash(nn.Linear):
 
 @skippable(pop=['skip'])
 class Pop(nn.Module):
-    """Return what was stashed, and nothing of the input."""
+    """Return a function of the stashed tensor, and ignore the input."""
 
     def forward(self, x):
         """Do so."""

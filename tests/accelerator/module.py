@@ -1,4 +1,4 @@
-"""The device module ``torch.sim``: what ``torch.cuda`` is for CUDA."""
+"""The device module ``torch.sim``, the counterpart of ``torch.cuda``."""
 import types
 from contextlib import contextmanager, nullcontext
 

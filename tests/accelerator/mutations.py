@@ -1,7 +1,7 @@
 """Mutations: each line of the package that waits, records or chooses a stream, taken out.
 
-With each goes the program that notices, by a race, a wrong number, an error, or by what it no
-longer does at the same time.
+Each comes with the program that detects it: by a race, a wrong number, an error, or by actions
+that are no longer concurrent.
 """
 import ast
 import inspect
@@ -17,9 +17,9 @@ __all__ = ['MUTATIONS', 'Mutation']
 
 
 class Mutation(NamedTuple):
-    """A piece of a function's source, who notices when it is gone, and what to put in its place.
+    """A piece of a function's source, the program that detects its removal, and the replacement.
 
-    That says ``mutated()``, or ``mutated(value)``: see :class:`Mutated`.
+    The replacement is ``mutated()``, or ``mutated(value)``: see :class:`Mutated`.
     """
 
     function: Any
@@ -32,7 +32,7 @@ class Mutation(NamedTuple):
         return f'{self.function.__qualname__}: {self.old}{new}'
 
     def force(self, monkeypatch):
-        """Put it in force; give what counts."""
+        """Put it in force, and return the counter."""
         mutated = Mutated()
         monkeypatch.setitem(self.function.__globals__, 'mutated', mutated)
         monkeypatch.setattr(self.function, '__code__', self._code())
@@ -49,7 +49,7 @@ class Mutation(NamedTuple):
 
 
 class Mutated:
-    """What stands in the place of a line, and counts how often."""
+    """The replacement of a line, which counts its calls."""
 
     def __init__(self):
         self.calls = 0
@@ -152,7 +152,7 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
     (workers.Workers.host_stream, 'new_stream(device)', P.inputs_go_and_come_beside_cells,
      'mutated(torch.sim.default_stream(device))'),
 
-    # What partitions share
+    # Tensors that partitions share
     (shared.SharedTensors._copy, 'current_stream(tensor.device)',
      P.parameters_are_shared_without_grad, 'mutated.default(tensor.device)'),
     (shared.SharedTensors._copy, 'current_stream(device)',

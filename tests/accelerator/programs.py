@@ -1,8 +1,8 @@
-"""Programs that need what the package does about streams: waits, records, choices of a stream.
+"""Programs that need the package's stream operations: waits, records, choices of a stream.
 
-Each compares with the unwrapped model, or says what may not wait for what, while the race detector
-looks on. To copy a number to the CPU is to wait for all that was queued before, so they do that at
-their end only.
+Each compares with the unwrapped model, or checks which events may not wait for others, under the
+race detector. They copy numbers to the CPU at their end only, because that waits for all earlier
+kernels.
 """
 import copy
 import threading
@@ -98,7 +98,7 @@ def training(mode='except_last'):
 
 
 def without_grad():
-    """Free what was copied to the last partition while it is read: no backward comes after."""
+    """Free copies in the last partition while they are read, because no backward follows."""
     pair = Pair(crossing(), [2, 2, 2])
     with torch.no_grad():
         for _ in range(5):
@@ -151,7 +151,7 @@ def backward_in_another_thread(mode='except_last'):
 
 
 def micro_batches_share_a_tensor(mode='except_last'):
-    """Copy one tensor for each micro-batch, and sum up what comes back."""
+    """Copy one tensor for each micro-batch, and sum up its gradients."""
     pair = Pair(nn.Sequential(AddTable(), AddTable(), AddTable(), First()).double(), [1, 1, 2],
                 mode=mode)
     x, table = torch.randn(7, WIDTH).double(), torch.randn(WIDTH).double().requires_grad_()
@@ -180,7 +180,7 @@ def hooks_pack_inputs(mode='always'):
 
 
 def inputs_wait_on_the_host(mode='always'):
-    """Free inputs while they are copied to the host, and what came back while it is in use."""
+    """Free inputs while they are copied to the host, and restored ones while they are in use."""
     with side_streams():
         pair = Pair(crossing(), [2, 1, 2, 1], mode=mode, offload=True)
         pair.train(3)
@@ -204,7 +204,7 @@ def steps_through_virtual_stages(mode='except_last'):
 
 
 def steps_with_a_change_in_place():
-    """Change what has come from another device in place."""
+    """Change a tensor from another device in place."""
     layers = [nn.Linear(WIDTH, WIDTH), nn.LeakyReLU(inplace=True), nn.Linear(WIDTH, WIDTH)]
     pair = Pair(nn.Sequential(*layers).double(), [1, 2], mode='never')
     pair.step()
@@ -212,7 +212,7 @@ def steps_with_a_change_in_place():
 
 
 def steps_of_a_frozen_start():
-    """Free what was copied while it is read: no gradient comes back, for which one would wait."""
+    """Free copies while they are read, because there is no gradient to wait for."""
     for frozen in (1, 3):
         model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)]).double()
         model[:frozen].requires_grad_(False)
@@ -232,7 +232,7 @@ def steps_make_tensors():
 
 
 def a_hook_gives_another_gradient():
-    """Read what was copied in a hook, after which nobody needs it."""
+    """Read a copy in a hook, after which it is not needed."""
     with side_streams():
         compute = [torch.accelerator.current_stream(device) for device in range(2)]
         copies = [torch.Stream(stream.device) for stream in compute]
@@ -272,7 +272,7 @@ def only_a_skip_has_a_gradient(mode='except_last'):
 
 
 def outputs_in_two_places():
-    """Recompute each micro-batch once, in the thread of the device and not in that of the CPU."""
+    """Recompute each micro-batch once, in the device's thread and not in the CPU's."""
     layer = TwoPlaces()
     gpipe = GPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), layer), [1, 1], chunks=4,
                   checkpoint='always')
@@ -329,7 +329,7 @@ def _tied():
 
 
 def parameters_are_shared(mode='except_last'):
-    """Change what is shared as soon as it has its gradient, on whatever streams."""
+    """Change shared parameters as soon as they have their gradient, on any streams."""
     for devices in (FOUR, ['sim:0', 'cpu', 'sim:1', 'sim:0'], ['cpu', 'sim:0', 'cpu', 'sim:0']):
         pair = Pair(_tied(), [1, 1, 1, 1], devices, mode)
         with side_streams():
@@ -340,7 +340,7 @@ def parameters_are_shared(mode='except_last'):
 
 
 def parameters_are_shared_without_grad():
-    """Change what is shared right after a forward pass, and let go of the copies."""
+    """Change shared parameters right after a forward pass, and free the copies."""
     pair = Pair(_tied(), [1, 1, 1, 1])
     with side_streams(), torch.no_grad():
         for _ in range(5):
@@ -350,7 +350,7 @@ def parameters_are_shared_without_grad():
 
 
 class PendingComparison(Timeline):
-    """Go back through device 1 only when the gradient of what is shared is on its way to 0."""
+    """Run backward on device 1 only when the shared parameter's gradient is being copied to 0."""
 
     def __init__(self):
         super().__init__()

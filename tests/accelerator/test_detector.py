@@ -1,4 +1,4 @@
-"""The race detector: it reports what is wrong, every time, and nothing else."""
+"""The race detector: it reports every race, every time, and nothing else."""
 import pytest
 import torch
 
@@ -16,7 +16,7 @@ def no_race():
 
 
 def reports(program):
-    """Run a program, and give what was reported."""
+    """Run a program, and return the reported races."""
     with accelerator.detection() as races:
         program()
         for device in range(torch.accelerator.device_count()):

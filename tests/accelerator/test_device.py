@@ -1,4 +1,4 @@
-"""The simulated accelerator: it computes what the CPU computes, later, as CUDA does."""
+"""The simulated accelerator: it computes the CPU's results asynchronously, as CUDA does."""
 import copy
 import io
 import pickle

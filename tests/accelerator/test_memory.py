@@ -1,4 +1,4 @@
-"""What each device holds at the peak of a step, by its allocator: as the guide to memory says."""
+"""Peak memory of each device in a step, by its allocator: as the guide to memory says."""
 import threading
 from itertools import accumulate
 
@@ -35,8 +35,8 @@ def layers(kinds):
 def keep_pace(gpipe):
     """Let a partition send a gradient when the one before it has begun with the last one.
 
-    Autograd has a thread for each device. What one of them is ahead of another is memory as well,
-    up to a gradient for each micro-batch, and differs from run to run.
+    Autograd has a thread for each device. A thread that is ahead of another keeps more memory, up
+    to a gradient for each micro-batch. That differs from run to run.
     """
     begun = [threading.Semaphore(1) for _ in range(N + 1)]
 

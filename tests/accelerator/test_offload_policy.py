@@ -77,10 +77,10 @@ def test_a_model_whose_parameters_wait_on_the_host():
     assert kinds == {'cpu'}
 
 
-# --- what a device needs
+# --- memory of a device
 # ---------------------------------------------------------------------------------------------
 
-#: Layers, each a stage, and their width: large enough for what a library needs on a real device.
+#: Layers, each a stage, and their width: large enough for a library's workspace on a real device.
 N, WIDTH = 8, 256 if ACCELERATOR == 'sim' else 4096
 
 #: The parameters, in bytes of float64.
@@ -96,7 +96,7 @@ def large():
 
 
 def limit(size):
-    """Let the device have so many bytes; give what fails if work on it races."""
+    """Limit the bytes of the device. Return a context that fails if work on it races."""
     if ACCELERATOR == 'sim':
         accelerator.load()
         accelerator.set_memory_limit(size)
@@ -127,7 +127,7 @@ def squeezed(share, **options):
 
 @pytest.mark.parametrize('options', [{}, {'offload': True, 'checkpoint': 'always'}])
 def test_a_device_has_parameters_and_gradients_of_one_stage(options):
-    """Parameters, gradients, what is on its way to other replicas, and activations."""
+    """Its memory has parameters, gradients, buffers sent to other replicas, and activations."""
     (expected, output, whole), = run(1, squeezed, 6.)
     (found, own, peak), = run(1, partial(squeezed, **OFFLOAD, **options), .75)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

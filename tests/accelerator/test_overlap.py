@@ -1,7 +1,7 @@
-"""What runs beside what on four devices, by the events of a training step.
+"""Concurrent work on four devices, by the events of a training step.
 
-Kernels and copies take known times here, and the host takes none. So what has to wait for what
-decides alone when each begins.
+Kernels and copies take known times here, and the host takes none. So only the dependencies decide
+when each begins.
 """
 import threading
 from contextlib import contextmanager
@@ -65,7 +65,7 @@ def slow_copies():
 
 
 class Timeline:
-    """When a training step does what: `(start, end)` by micro-batch and partition.
+    """Times of a training step: `(start, end)` by micro-batch and partition.
 
     Attributes:
         forward, recomputation, backward: Of cells.
@@ -191,7 +191,7 @@ def test_with_skips(mode):
 
 
 def others_bring(which):
-    """Let new threads copy what cells need, and so number the nodes of these copies."""
+    """Let new threads copy the inputs of cells, and so number the nodes of these copies."""
     copy = Pipeline._copy
 
     def copy_in_a_thread(pipeline, i, prev_j, next_j, tensors):
@@ -244,7 +244,7 @@ def nodes_on_the_compute_stream():
     return patch.object(plain_call, 'use_stream', lambda stream: no_context)
 
 
-#: What is taken out, and what holds no longer then.
+#: Each removed feature, and the property that it breaks.
 WHY = [(host_waits_for_cells, forward_is_a_pipeline),
        (host_waits_for_samples, copies_run_beside_forward),
        (copies_on_the_compute_stream, copies_run_beside_forward),
@@ -266,7 +266,7 @@ def layers_that_keep_the_host_busy():
     """Return layers that stash and pop, of which the last recomputation waits for another one.
 
     Partition 3 has not queued all of its backward then before partition 0 recomputes micro-batch
-    M-2. So what autograd leaves until nothing else is left to do there comes too late.
+    M-2. So nodes that autograd defers until it has nothing else to do there come too late.
     """
     recomputed = threading.Semaphore(0)
 

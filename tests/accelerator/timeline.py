@@ -1,4 +1,4 @@
-"""A timeline of a training step: what may be done at the same time, without a look at the time."""
+"""A timeline of a training step: work that may be concurrent, without measuring time."""
 from collections import defaultdict
 from unittest.mock import patch
 
@@ -14,7 +14,7 @@ WIDTH = 3
 
 
 class Timeline:
-    """Events in the streams that do the work, by what is done where, in the order of the queue."""
+    """Events in the streams of the work, by kind of work and device, in the order of the queue."""
 
     def __init__(self):
         self.events = defaultdict(list)
@@ -29,8 +29,8 @@ class Timeline:
 
         Args:
             tied: Whether the first and the last device share a parameter.
-            schedule: That of the step, if it is none of the plain call.
-            options: Those of the pipeline.
+            schedule: The schedule of a step; the plain call by default. options: Options of the
+            pipeline.
         """
         to, copy = torch.Tensor.to, torch.Tensor.copy_
 

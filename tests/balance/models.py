@@ -40,7 +40,7 @@ class One(nn.Module):
 
 
 def resnet():
-    """Flat, with in-place layers after what is stashed."""
+    """Flat, with in-place layers after the stashed tensors."""
     def block():
         namespace = Namespace()
         return [Stash().isolate(namespace), nn.Conv2d(4, 4, 3, padding=1, bias=False),

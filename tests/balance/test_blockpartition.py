@@ -12,7 +12,7 @@ from torchgpipe.plan import balance
 
 
 def key(blocks):
-    """Rate a partition: what must be least, in order."""
+    """Return the values to minimize, in order of priority."""
     sums = [sum(block) for block in blocks]
     return (max(sums), sum(total ** 2 for total in sums), sum(len(block) ** 2 for block in blocks))
 
@@ -112,7 +112,7 @@ def limited(draw):
 @settings(max_examples=1000, deadline=None, derandomize=True)
 @given(limited())
 def test_limits_of_blocks(ascending, case):
-    """Where no limit is below that of an earlier start, ties are as even as without limits."""
+    """Where no limit is below an earlier start's limit, ties are as even as without limits."""
     sequence, furthest = case
     if ascending:
         furthest = [[*itertools.accumulate(limits, max)] for limits in furthest]

@@ -1,4 +1,4 @@
-"""Profiled memory: what a layer makes and autograd keeps, and what the profiler itself keeps."""
+"""Profiled memory: outputs of a layer, tensors kept by autograd, and by the profiler itself."""
 import copy
 
 import torch
@@ -38,7 +38,7 @@ def test_an_activation_counts_for_the_layer_that_made_it_if_anyone_keeps_it():
 
 
 def test_what_a_partition_keeps_is_the_sum():
-    """Against a count of what is alive after a forward of several layers at once."""
+    """Compare with the tensors alive after a forward of several layers at once."""
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1),
                           nn.Linear(64, 64), nn.Tanh(), nn.LayerNorm(64), nn.Linear(64, 64))
     costs = profile(model, torch.rand(64, 64), device='cpu', timeout=0)
@@ -50,7 +50,7 @@ def test_what_a_partition_keeps_is_the_sum():
 
 
 class Squares(nn.Linear):
-    """Multiply by a gradient, and compute what no result depends on."""
+    """Multiply by a gradient, and compute a value that is not used."""
 
     def forward(self, x):
         x = super().forward(x)

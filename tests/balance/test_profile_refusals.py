@@ -1,4 +1,4 @@
-"""What cannot be profiled or balanced gets an error that says why."""
+"""Models that cannot be profiled or balanced raise an error that says why."""
 import pytest
 import torch
 from torch import nn

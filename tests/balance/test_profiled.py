@@ -1,4 +1,4 @@
-"""Profiles as data, the balances that follow, and what they predict."""
+"""Profiles as data, the balances computed from them, and their predictions."""
 import copy
 import dataclasses
 import itertools
@@ -104,7 +104,7 @@ def test_what_does_not_shrink_is_spent_once_per_micro_batch():
 
 
 def needs(costs, a, b, m, mode, scale, partitions):
-    """Say what a partition needs, written down a second time."""
+    """Return the bytes that a partition needs, by a second implementation."""
     layers = costs.layers[a:b]
     boundary = costs.input_bytes if a == 0 else costs.layers[a - 1].output_bytes
     coming = sum(s.bytes for s in costs.skips if s.source < a and a <= s.target < b)

@@ -1,1 +1,1 @@
-"""Tests of the benchmarks: they run, and say what is wrong with an option in one line."""
+"""Tests of the benchmarks: they run, and report an invalid option in one line."""

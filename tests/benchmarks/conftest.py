@@ -1,4 +1,4 @@
-"""What tests of the command line share."""
+"""Fixtures for tests of the command line."""
 import sys
 
 import pytest

@@ -1,4 +1,4 @@
-"""Processes of which some fail: how each has ended, and what it has printed."""
+"""Run processes of which some fail: how each ends, and its output."""
 import os
 import pickle
 import signal
@@ -96,7 +96,7 @@ def _kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-#: What may happen.
+#: Faults by name.
 FAULTS = {'raise': _raise, 'kill': _kill, 'stuck': lambda: Event().wait()}
 
 

@@ -117,7 +117,7 @@ class Head(nn.Module):
 
 
 def tied():
-    """The first layer's weight is the last one's, too, and that of one between."""
+    """Return layers in which the first, the last and a middle one share a weight."""
     first = nn.Linear(6, 6, bias=False, dtype=DOUBLE)
     return nn.Sequential(first, *(Block() for _ in range(3)), Head(first.weight), Block(),
                          nn.Tanh(), Head(first.weight))
@@ -151,9 +151,8 @@ def train(model, share, sizes=(8, 7, 3, 8), **options):
 
     Args:
         model: A model with `step` and `clip_grad_norm_`.
-        share: Gives this replica's part of a tensor.
-        sizes: Those of mini-batches.
-        options: Those of `step`.
+        share: Returns this replica's part of a tensor. sizes: Sizes of mini-batches. options:
+        Options of `step`.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=.02)
     found = []

@@ -1,4 +1,4 @@
-"""What many processes refuse: a small program in one of them for each row of that section."""
+"""Refusals with many processes: a small program in one of them for each row of that section."""
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -66,7 +66,7 @@ def split_in_two_ways():
 
 
 def rank_of():
-    """Make what has the parts of a rank that its checks look at."""
+    """Make an object with the parts of a rank that its checks read."""
     lines = {'data': [[0, 1]], 'tensor': [[0, 1]], 'pipe': [[0], [1]]}
     return SimpleNamespace(at_place=[{0, 1}], lines=lines, replaced=[],
                            everyone=SimpleNamespace(size=lambda: 2), data=SimpleNamespace(group=1),
@@ -186,7 +186,7 @@ def frozen_on_one():
 
 
 def other_message():
-    """Send what is not like that of an earlier step."""
+    """Send a tensor with another shape than in an earlier step."""
     message = Send(Action(0, 'F', 0), 1)
     known = {message: Header((outline(0, torch.ones(2)),))}
     Messages(None, [0, 0], CPU, known).send(message, Header((outline(0, torch.ones(3)),)), [])

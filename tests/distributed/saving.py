@@ -19,7 +19,7 @@ OFFLOAD = {'data': 'shard', 'offload_policy': CPUOffloadPolicy()}
 
 PLAN = {'*.up': ColwiseParallel(), '*.down': RowwiseParallel()}
 
-#: The axes of a mesh, and options; without axes, what has the model in one process.
+#: The axes of a mesh, and options; without axes, the model is in one process.
 LAYOUTS = {
     'gpipe': (None, {}),
     'plain': (None, {}),
@@ -103,12 +103,12 @@ def made(layout, folder, name='perceptron', optimizer=adam):
 
 
 def values(model):
-    """What a model, or a rank's part of it, has."""
+    """Return the values of a model, or of a rank's part of it."""
     return {name: full(x) for name, x in model.state_dict().items()}
 
 
 def same(one, another):
-    """See that one has all that another has, to the bit."""
+    """Check that one has the same values as another, bit by bit."""
     assert one.keys() >= another.keys()
     for name, x in another.items():
         torch.testing.assert_close(one[name], x, rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""Checkpoints: what was saved in a layout goes on in any other one as if nothing had been."""
+"""Checkpoints: a training saved in one layout continues unchanged in any other one."""
 from itertools import product
 
 import pytest

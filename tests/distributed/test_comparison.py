@@ -1,4 +1,4 @@
-"""What ranks share stays equal: summed where a gradient comes from elsewhere, or named."""
+"""State that ranks share stays equal: gradients from other ranks are summed, or errors name it."""
 import copy
 import random
 import re
@@ -55,7 +55,7 @@ class World:
 
 
 def check_grads(model, module):
-    """Compare gradients with those of the unwrapped module."""
+    """Compare gradients with the unwrapped module's."""
     expected = dict(module.named_parameters(remove_duplicate=False))
     for name, x in model.named_parameters():
         grad = x.grad.full_tensor() if hasattr(x.grad, 'full_tensor') else x.grad
@@ -114,7 +114,7 @@ class Adapted(nn.Module):
         self.layer, self.down = layer, linear()
 
     def forward(self, x):
-        """Add what the adapter gives."""
+        """Add the adapter's output."""
         return self.layer(x) + self.down(x)
 
 
@@ -193,7 +193,7 @@ def frozen_for_a_step(axes, options):
 
 
 def replaced(axes, options):
-    """A layer that is replaced by another one on each rank, which then has that of the first."""
+    """Replace a layer by another one on each rank, whose values then come from the first rank."""
     world, module = World(**axes), layers()
     model = world.model(copy.deepcopy(module), **options)
     torch.manual_seed(7)
@@ -761,7 +761,7 @@ def a_function_to_apply_raises_on_one_rank(world):
 
 
 def try_all(ways, folder):
-    """Try several ways; give what each of them raises on this rank, on new groups each time."""
+    """Try several ways, and return the error of each on this rank, on new groups each time."""
     global FOLDER
     FOLDER, found = folder, []
     for number in ways:
@@ -787,7 +787,7 @@ def test_what_would_differ_is_named_on_all_ranks(part, tmp_path):
             assert re.search(words, text), (function.__name__, text)
 
 
-# --- what is no difference
+# --- values that are no difference
 # ------------------------------------------------------------------------------------------------
 
 

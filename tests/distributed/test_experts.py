@@ -40,7 +40,7 @@ def mixtures():
 
 
 def loss_of(output, target):
-    """A loss of a sequence, and of what its layers say."""
+    """Return a loss of a sequence, plus the auxiliary losses of its layers."""
     return F.mse_loss(output[0], target) + output[1].mean()
 
 
@@ -162,7 +162,7 @@ def saved(folder, data):
 
 
 def went_on(folder, axes):
-    """Go on with what was saved."""
+    """Continue from a checkpoint."""
     mesh, model = made(axes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=7.)
     model.load(folder, optimizer)
@@ -197,7 +197,7 @@ def accumulated(data):
              for step in range(2)]
     with model.no_sync():
         model.step(*parts[1], loss_of)
-        model.zero_grad()  # It drops what that has left.
+        model.zero_grad()  # It drops the gradients of that step.
         model.step(*parts[0], loss_of)
     assert all(x.grad is None for x in model.parameters())
     model.step(*parts[1], loss_of)

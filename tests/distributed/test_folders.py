@@ -69,7 +69,7 @@ def check_trained(folder, numbers):
 
 
 def gone(folder):
-    """Save without waiting while rank 1 ends; give what the checkpoint before has."""
+    """Save without waiting while rank 1 ends, and return the values of the checkpoint before."""
     world = World('pipe')
     world.save(folder)
     begun = threading.Event()
@@ -159,7 +159,7 @@ DAMAGES = {
 
 
 def damaged(folder):
-    """Load what was damaged, on two ranks; nothing may have changed."""
+    """Load damaged checkpoints on two ranks. Nothing may have changed."""
     world = World('pipe')
     optimizer = adam(world.model)
     steps(world, optimizer, range(1))

@@ -1,4 +1,4 @@
-"""The loss of a mini-batch over ranks: its parameters, what it counts, and how it is scaled."""
+"""The loss of a mini-batch over ranks: its parameters, its counts, and its scale."""
 import pytest
 import torch
 from torch import nn
@@ -51,7 +51,7 @@ def test_parameters_of_the_loss_are_reduced_too(data):
 
 
 def ignoring(output, target):
-    """A mean over what is not ignored, which nobody knows of."""
+    """Return a mean over labels that are not ignored, which the library cannot detect."""
     return F.cross_entropy(output, target, ignore_index=-100)
 
 

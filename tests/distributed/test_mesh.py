@@ -1,4 +1,4 @@
-"""Meshes that fit, and what is said of those that do not."""
+"""Meshes that fit, and errors for meshes that do not fit."""
 from contextlib import nullcontext
 
 import pytest
@@ -15,7 +15,7 @@ pytestmark = cpu_only('processes meet by gloo')
 
 
 def wrong():
-    """Give what is said of meshes, places and settings that do not fit."""
+    """Return the errors for meshes, places and settings that do not fit."""
     rank, found = torch.distributed.get_rank(), []
     layers, mesh = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), init_mesh(pipe=2)
     for make in (
@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_training_goes_on():
 
 
 def seen():
-    """Give what a rank sees of a mesh of its own axes, in another order."""
+    """Return the axes of a mesh that the user made, in another order."""
     mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('pipe', 'data'))
     data, pipe, tensor = (axis_of(mesh, name) for name in ('data', 'pipe', 'tensor'))
     return data.ranks, pipe.ranks, tensor.ranks, sorted(alike(mesh, 'pipe')), \

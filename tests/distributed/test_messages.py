@@ -1,4 +1,4 @@
-"""Messages: what has to cross, and not a byte more."""
+"""Messages: only the bytes that have to cross."""
 import weakref
 
 import pytest
@@ -40,7 +40,7 @@ def test_a_u_net_over_four_stages_sends_what_has_to_cross():
 
 
 def lifetimes():
-    """Count what a rank has sent and still has: at most at a time, and when all was sent."""
+    """Count the sent tensors that a rank still keeps: the maximum, and the number at the end."""
     send, finish, most, there, left = Messages.send, Messages.finish, [0], [], []
 
     def watch(self, message, header, tensors):
@@ -104,12 +104,12 @@ def test_what_is_no_plain_dense_tensor_does_not_travel(x):
 
 
 def linear():
-    """Layers that give what autocast makes of it."""
+    """Return layers whose output has the dtype of autocast."""
     return torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6))
 
 
 def kinds():
-    """Take steps of more kinds than are remembered; give losses, and how many are."""
+    """Take steps of more kinds than are remembered. Return losses, and how many are remembered."""
     steps._KINDS = 2
     model = DistributedGPipe(linear(), [1, 1], mesh=init_mesh(pipe=2), chunks=2)
     found = []
@@ -122,7 +122,7 @@ def kinds():
 
 
 def test_steps_of_many_kinds():
-    """What is forgotten is told again; autocast makes another kind of equal inputs."""
+    """Forgotten headers are sent again. Autocast makes another kind of equal inputs."""
     torch.manual_seed(0)
     module, expected = linear(), []
     for step, size in enumerate((8, 6, 4, 8, 6)):

@@ -59,7 +59,7 @@ def trained_alone(name, chunks, options):
 
 
 def check(found, expected):
-    """See that ranks have together what one process has."""
+    """Check that the ranks together have the results of one process."""
     steps, parameters, buffers = expected
     for rank, _, _ in found:
         for (loss, norm, grads), (own_loss, own_norm, own) in zip(steps, rank):
@@ -160,7 +160,7 @@ def test_norms_of_other_types():
 
 
 def called():
-    """Give what a call does to running statistics; and its output along another dimension."""
+    """Check running statistics after a call, and its output along another dimension."""
     mesh, x = init_mesh(data=2), torch.arange(24.).view(8, 3)
     norm = DistributedGPipe([lambda: nn.BatchNorm1d(3)], [1], mesh=mesh, chunks=2,
                             deferred_batch_norm=True)
@@ -175,7 +175,7 @@ def test_calls_without_gradients():
 
 
 def outputs():
-    """Give the output of a step, and that of a call."""
+    """Return the output of a step, and the output of a call."""
     model = DistributedGPipe([lambda: nn.Linear(3, 4), nn.Tanh], [1, 1], mesh=init_mesh(pipe=2))
     x = torch.ones(2, 3)
     _, output = model.step(x, torch.zeros(2, 4), nn.functional.mse_loss, return_output=True)

@@ -15,7 +15,7 @@ pytestmark = cpu_only('processes meet by gloo')
 
 
 def accumulated(axes, data, make):
-    """Add up three steps; give the gradients, and those of one step of all."""
+    """Accumulate gradients over three steps. Return them, and the gradients of one step of all."""
     mesh = init_mesh(**axes)
     with torch.device('meta'):
         module = make()
@@ -25,7 +25,7 @@ def accumulated(axes, data, make):
              for step in range(3)]
     with model.no_sync():
         model.step(*parts[2], F.mse_loss)
-        model.zero_grad()  # It drops what that has left.
+        model.zero_grad()  # It drops the gradients of that step.
         for x, target in parts[:2]:
             model.step(x, target, F.mse_loss)
     assert all(x.grad is None for x in model.parameters())
@@ -94,7 +94,7 @@ def test_what_one_replica_uses_has_a_gradient_on_all_and_what_none_uses_has_none
 
 
 def values():
-    """Give what a model with values of its own on each rank becomes."""
+    """Return the values of a model before and after wrapping, which differ by rank before."""
     torch.manual_seed(torch.distributed.get_rank())
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     module[1].running_mean.normal_()
@@ -153,7 +153,7 @@ def test_in_other_replicas_other_parameters_may_learn():
 
 
 def thawed(data):
-    """Give gradients where what learns changes from step to step, and those of the input."""
+    """Return gradients, also of the input, where the trained layers change from step to step."""
     module = perceptron(2)
     module[0].requires_grad_(False)
     model = DistributedGPipe(module, [1, 1], mesh=init_mesh(data=2), data=data)
@@ -171,7 +171,7 @@ def thawed(data):
 
 @pytest.mark.parametrize('data', ['replicate', 'shard'])
 def test_what_learns_may_change(data):
-    """Also what was frozen when the model was made, and so is on all replicas."""
+    """This includes layers that were frozen at first, and so are whole on all replicas."""
     torch.manual_seed(0)
     module, ranks = perceptron(2), run(2, thawed, data)
     for step, learns in enumerate([(False, True), (True, False), (False, True), (True, True)]):

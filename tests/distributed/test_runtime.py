@@ -13,7 +13,7 @@ pytestmark = cpu_only('processes meet by gloo')
 
 
 class Runtime(schedules._PipelineScheduleRuntime):
-    """PyTorch's runtime, all of whose actions are those of a row."""
+    """PyTorch's runtime, with the actions of a row."""
 
     def __init__(self, row, do):
         self._comp_type_to_function_map, self._stages, self.rank = {}, [], 0

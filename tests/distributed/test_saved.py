@@ -1,4 +1,5 @@
-"""What a checkpoint has: optimizers, generators, buffers, extra states; each of them once."""
+"""The contents of a checkpoint: optimizers, generators, buffers, extra states; each of them
+once."""
 from pathlib import Path
 
 import pytest
@@ -137,8 +138,8 @@ def test_running_statistics(tmp_path):
     assert model[2].num_batches_tracked == 1 and model[2].running_mean.abs().sum() > 0
 
 
-#: One whose learning rate is a tensor, one with states before the first step, and two others; the
-#: last one's states have other shapes than parameters, which PyTorch has for whole ones only.
+#: One whose learning rate is a tensor, one with states before the first step, and two others. The
+#: last one's states have other shapes than parameters, which PyTorch supports for whole ones only.
 OPTIMIZERS = {
     'radam': lambda model: torch.optim.RAdam(model.parameters(), torch.tensor(.02)),
     'adagrad': lambda model: torch.optim.Adagrad(model.parameters(), .02),

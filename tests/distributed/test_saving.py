@@ -79,7 +79,7 @@ def test_a_rank_that_is_killed_leaves_the_last_one(tmp_path):
 
 
 def test_between_two_names(tmp_path):
-    """Whatever of the two renamings was the last one: what is left is loaded, and saved over."""
+    """After either of both renamings, the remaining folder is loaded, and saved over."""
     made('plain', tmp_path / 'model')
     expected = fresh()
     load_checkpoint(tmp_path / 'model', expected)
@@ -126,7 +126,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(layout, tmp_path):
 
 
 def staged(folder):
-    """Give how often a rank copies what it saves, and what is raised where one cannot."""
+    """Return how often a rank copies the saved state, and the error if one cannot copy."""
     world, stage, calls = World('pipe'), FileSystemWriter.stage, []
 
     def count(writer, state):
@@ -149,12 +149,12 @@ def test_all_ranks_are_told_of_one_that_can_not_copy_what_it_saves(tmp_path):
     assert 'as rank 1' in first and 'MemoryError: no room' in first
 
 
-# --- what is refused
+# --- refusals
 # -------------------------------------------------------------------------------------
 
 
 def refused(function, *args):
-    """Give what is raised."""
+    """Return the error that a call raises."""
     with pytest.raises(Exception) as found:
         function(*args)
     return f'{found.type.__name__}: {found.value}'

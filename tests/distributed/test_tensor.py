@@ -121,7 +121,7 @@ def test_what_is_tied_on_one_rank_stays_so_when_it_is_split():
 
 
 class Dropped(Block):
-    """A layer that drops some of what is not split."""
+    """A layer that drops some elements of a tensor that is not split."""
 
     def forward(self, x):
         return F.dropout(super().forward(x))
@@ -137,7 +137,7 @@ def dropped(axes):
 
 
 def test_ranks_along_the_tensor_axis_drop_the_same():
-    """They draw what the first one does; that is also what one process has."""
+    """They draw the same as the first rank, and as one process."""
     (one, two), = run(1, dropped, {})
     for found in run(2, dropped, {'tensor': 2}):
         assert found == [pytest.approx(one, rel=1e-10), pytest.approx(two, rel=1e-10)]

@@ -28,7 +28,7 @@ def test_tied_weights_are_those_of_the_first_stage():
 
 
 def own_tie():
-    """Give what a tie of stages of one rank does to a gradient: nothing."""
+    """Return whether a tie of stages of one rank leaves a gradient as it is."""
     layer = nn.Linear(2, 2)
     ties = Ties(nn.Sequential(layer)._modules, [((0, '0.weight'), (1, '1.weight'))], [0, 0], None)
     grad = torch.ones(2, 2)
@@ -89,7 +89,7 @@ def test_what_no_stage_uses_has_no_gradient():
 
 
 def frozen_on_one():
-    """Give what is raised where a tied weight is frozen on one rank; and by the step after it."""
+    """Return the errors of two steps after a tied weight is frozen on one rank."""
     model = DistributedGPipe(tied(), [4, 4], mesh=init_mesh(pipe=2))
     if torch.distributed.get_rank() == 1:
         model.get_parameter('4.weight').requires_grad_(False)

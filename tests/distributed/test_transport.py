@@ -1,4 +1,4 @@
-"""What crosses from rank to rank: any dense tensors, in any values, with their aliases."""
+"""Transport from rank to rank: any dense tensors, in any values, with their aliases."""
 import pytest
 import torch
 from torch import nn
@@ -55,7 +55,7 @@ def alone(layers, *inputs):
 
 
 def check(layers, *inputs):
-    """See that two ranks have what one process has."""
+    """Check that two ranks have the results of one process."""
     first, second = run(2, outcome, layers, *inputs)
     for (loss, grads), (own, one), (other, two) in zip(
             alone(layers, *inputs), first, second):
@@ -85,7 +85,7 @@ def test_values_of_all_kinds():
 
 
 def first_of(value, weight):
-    """Hand on what has come, the first tensor of it with a weight."""
+    """Pass the input on, with its first tensor multiplied by a weight."""
     leaves, spec = tree_flatten(value)
     return tree_unflatten([leaves[0] * weight, *leaves[1:]], spec)
 
@@ -117,7 +117,7 @@ def test_shapes_that_hang_on_values_are_refused():
 
 
 def shared(value, weight):
-    """Use what all micro-batches share."""
+    """Use a tensor that all micro-batches share."""
     x, table = value
     return x * weight + table, table * weight
 
@@ -246,7 +246,7 @@ def test_a_skip_that_is_none_in_a_later_step_is_refused():
 
 
 def shared_gradient():
-    """Give the gradient of what all micro-batches share."""
+    """Return the gradient of a tensor that all micro-batches share."""
     model = DistributedGPipe(nn.Sequential(Do(shared), Do(end)), [1, 1], mesh=init_mesh(pipe=2),
                              chunks=2, checkpoint='never')
     table = torch.full((3,), 2., requires_grad=True)

@@ -122,7 +122,7 @@ def neighbours():
 
 
 def followed(make, axes, schedule, **options):
-    """Give what is gathered, freed and reduced in a step and a call."""
+    """Return the calls that gather, free and reduce units in a step and a call."""
     model = made(make(), 4, axes, chunks=4, **options)
     units = {unit: j for j, unit in reversed(model._rank.replicas._units.items())}
     calls, ends = [], []
@@ -243,12 +243,12 @@ def test_two_replicas_have_half_of_what_one_process_has():
     assert whole > 4 and max(shards) < .55 * 4, (whole, shards)
 
 
-# --- what else a step has
+# --- other parts of a step
 # ---------------------------------------------------------------------------------------------
 
 
 def gradients(model):
-    """Give the gradients of a rank."""
+    """Return the gradients of a rank."""
     return {name: full(x.grad) for name, x in model.named_parameters() if x.grad is not None}
 
 

@@ -1,4 +1,4 @@
-"""Ranks that raise, die or are stuck: all end, and say which one it was, where and in what."""
+"""Ranks that raise, die or are stuck: all end, and name the rank, its place and its action."""
 import gc
 import sys
 import threading
@@ -68,7 +68,7 @@ def in_hook(release):
 
 
 def named(found, *texts, codes=None):
-    """See that all ranks have ended, with an error, and that what each has printed has texts."""
+    """Check that all ranks have ended with an error, and that each one's output has the texts."""
     for rank, (code, text) in enumerate(found):
         assert code is not None, f'rank {rank} is left, having printed {text}'
         assert code != 0, text
@@ -385,7 +385,7 @@ class Wall:
         return self.room.news
 
     def read(self):
-        """Give what others have written."""
+        """Return the entries of the others."""
         return {rank: each for rank, each in self.room.said.items() if rank != self.rank}
 
 
@@ -412,7 +412,7 @@ class Room:
             self.own[rank].begin('a step')
 
     def turn(self, seconds, period=1.):
-        """Let time go by; give what watchers have found."""
+        """Advance the time, and return the findings of the watchers."""
         for _ in range(round(seconds / period)):
             self.now += period
             for rank, each in self.watchers.items():

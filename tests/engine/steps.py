@@ -12,7 +12,7 @@ schedules = pytest.mark.parametrize('schedule', NAMES)
 
 
 def loss_of(output, target):
-    """Return a mean over samples; the simulated accelerator has no kernel for that of PyTorch."""
+    """Return a mean over samples. The simulated accelerator has no kernel for PyTorch's loss."""
     return (output - target).square().mean()
 
 

@@ -18,7 +18,7 @@ def keep(linear, x):
 
 
 def change(linear, x):
-    """Change what comes in place."""
+    """Change the input in place."""
     x.relu_()
     return linear(x)
 
@@ -48,7 +48,7 @@ def pass_on(linear, xs):
 
 
 def models():
-    """Return models in which a partition changes in place what another one has, too."""
+    """Return models in which a partition changes a tensor in place that another one also has."""
     first = Layer(keep)
     first.linear.kept = []
     return {'kept': nn.Sequential(first, Layer(change), nn.Linear(4, 4)),
@@ -133,7 +133,7 @@ def test_a_first_layer_that_works_in_place_on_what_a_backbone_made(devices, mode
         backbone.zero_grad(), model.zero_grad()
         y = backbone(x)
         loss = net(y).sum()
-        # What the backbone made is changed for all who have it, as without a pipeline.
+        # The backbone's output changes wherever it is used, as without a pipeline.
         loss = loss + y.square().sum()
         if net is gpipe and mode == 'always':
             with pytest.raises(RuntimeError, match='in place'):

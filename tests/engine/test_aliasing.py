@@ -1,4 +1,4 @@
-"""What is followed of memories through the cells of one micro-batch, by itself."""
+"""Tracking of memories through the cells of one micro-batch, tested on its own."""
 from types import SimpleNamespace
 
 import pytest
@@ -156,7 +156,7 @@ def test_what_is_not_handed_on_is_not_kept():
 
 
 class Silent(torch.Tensor):
-    """A tensor that nobody may ask for anything."""
+    """A tensor on which no function may be called."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

@@ -17,9 +17,9 @@ CPUS = ['cpu:0', 'cpu:1', 'cpu:2']
 
 
 def spying(devices=CPUS, function=lambda x: x, **options):
-    """Return a pipeline, and what it notes of calls: their intra-op threads.
+    """Return a pipeline, and a list of the intra-op threads of its calls.
 
-    It has run once, so that it is known whether its layers draw random numbers.
+    The pipeline has run once, so that it is known whether its layers draw random numbers.
     """
     seen = []
 
@@ -132,7 +132,7 @@ def test_other_threads_begin_with_what_they_would_have_without_workers():
     (3, id, {'cpu:0', 'cpu:1'}), (1, id, set()), (3, F.dropout, set())],
     ids=['at once', 'one micro-batch', 'in turns'])
 def test_only_the_caller_has_more_than_a_share(chunks, function, workers):
-    """A worker's team of OpenMP's would stay, and let those of others sleep between kernels."""
+    """A worker's OpenMP team would stay, and let the teams of others sleep between kernels."""
     seen = []
 
     def note(x):

@@ -78,7 +78,7 @@ def test_tensors_on_several_devices():
 
 
 def change_one_of_several_views(x):
-    """Do what raises without a pipeline, too."""
+    """Make a change that also raises without a pipeline."""
     return (x * 1).requires_grad_().chunk(2)[0].add_(1)
 
 

@@ -1,4 +1,4 @@
-"""Who does the actions of a step at the same time, and what a fault ends."""
+"""Threads that run the actions of a step concurrently, and the effects of a fault."""
 import copy
 import gc
 import signal
@@ -219,7 +219,7 @@ def test_no_action_starts_after_a_fault(devices, monkeypatch):
 
 @workers
 def test_keyboard_interrupt_of_the_caller(devices, ctrl_c, monkeypatch):
-    """What is in flight ends; nothing starts after it, and nothing is added or kept."""
+    """Actions in flight finish. No further action starts, and nothing is added or kept."""
     stopping, calls, ended = threading.Event(), [], []
     stop = Workers.stop
     monkeypatch.setattr(Workers, 'stop', lambda workers: (stopping.set(), stop(workers)))

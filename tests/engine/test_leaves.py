@@ -97,7 +97,7 @@ class Assigns(nn.Linear):
 
 @devices
 def test_a_layer_may_assign_to_data(devices):
-    """What it has put there stays, and learns."""
+    """The assigned tensor stays, and is trained."""
     model = nn.Sequential(Assigns(3, 3), nn.Linear(3, 3), Assigns(3, 3)).double()
     gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=2, checkpoint='never')
     optimizers = [torch.optim.SGD(each.parameters(), .5) for each in (model, gpipe)]

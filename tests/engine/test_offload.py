@@ -1,4 +1,4 @@
-"""Offload: what checkpoints keep waits in the memory of the host; numbers stay the same."""
+"""Offload: tensors kept by checkpoints wait in host memory, and results stay the same."""
 import copy
 from unittest import mock
 
@@ -83,7 +83,7 @@ def test_gradients_may_be_asked_for_twice_and_of_gradients():
 @pytest.mark.parametrize('waits', [False, True])
 @pytest.mark.parametrize('mode', MODES)
 def test_save_on_cpu_around_it(pinned, waits, mode):
-    """What hooks of the user's pack is theirs to keep somewhere."""
+    """The user's hooks decide where to keep the tensors that they pack."""
     model = layers()
     gpipe = GPipe(copy.deepcopy(model), [6, 6], devices=places('aa'), chunks=3, checkpoint=mode,
                   offload=waits)
@@ -147,7 +147,7 @@ def test_what_waits_is_not_on_the_device(mode, kept):
         used.append([after - size for after, size in zip(sizes(), before)])
         del output
     saved = [without - waiting for without, waiting in zip(*used)]
-    # Those of the first device are parts of what the caller has.
+    # Inputs of the first device are parts of the caller's tensor.
     assert saved == [0] + [kept * boundary] * 3
 
 
@@ -185,7 +185,7 @@ def test_on_the_cpu_it_does_nothing(devices, mode):
 
 @pytest.mark.accelerator
 def test_tensors_that_stay():
-    """Those of other devices, sparse ones, other types, and those without elements."""
+    """Tensors of other devices, sparse ones, other types, and tensors without elements."""
     class Type(torch.Tensor):
         pass
 

@@ -1,4 +1,4 @@
-"""The order of a step: what draws, what goes back beside it, what changes when it is called."""
+"""The order of a step: draws, concurrent backwards, and layers that change when called."""
 import copy
 import threading
 
@@ -288,7 +288,7 @@ def test_whose_forwards_run_one_micro_batch_after_the_other(why, monkeypatch):
 
 @cpu_only('about the order, which devices do not change')
 def test_on_one_worker_forwards_run_in_the_order_of_the_model():
-    """Also those of which it is known that nobody draws."""
+    """This also holds for layers that are known not to draw."""
     log = []
 
     class Log(nn.Linear):

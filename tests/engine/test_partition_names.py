@@ -98,7 +98,7 @@ def test_locks_of_what_partitions_share():
     first, second, third = engine.partitions
     assert len(held(first.lock) & held(second.lock)) == 1
     both = held(first.lock) | held(second.lock)
-    # Also that of the one that may run in both at a time, for who gives it other parameters.
+    # `lock_alone` also has the lock of `known`, for callers that replace its parameters.
     assert held(first.lock_alone) == held(second.lock_alone) == both | held(layer_lock([known]))
     assert third.lock is third.lock_alone and not held(third.lock) & held(first.lock_alone)
 

@@ -69,8 +69,8 @@ def test_partitions_on_different_devices_run_at_the_same_time():
     model = nn.Sequential(Spy(lambda x: meet(x)), Spy(lambda x: meet(x + 1)))
     gpipe = GPipe(model, [1, 1], devices=['cpu:0', 'cpu:1'], chunks=4)
     x = torch.arange(4.)[:, None]
-    # When partition 0 has micro-batch k, partition 1 has k-1: they meet twice, once it is known
-    # from micro-batch 0 that they may run beside each other.
+    # When partition 0 has micro-batch k, partition 1 has k-1: they meet twice, once micro-batch 0
+    # has shown that they may run concurrently.
     gpipe(x)
 
 
@@ -106,8 +106,8 @@ class Noted(nn.Linear):
         self.log, self.j = log, j
 
     def forward(self, x):
-        """Note what runs."""
-        for _ in range(10):  # nodes that nobody needs, for those that count to have high numbers
+        """Note each run."""
+        for _ in range(10):  # unused nodes, so that later ones have high numbers
             x.new_ones(1).requires_grad_() + 1
         if is_recomputing():
             self.log['recomputation'].append((len(x), self.j))

@@ -1,4 +1,4 @@
-"""Tensors that partitions share: one copy for a pass, in its place, and nobody changes them."""
+"""Tensors that partitions share: one copy for a pass, in their place, and no changes to them."""
 import copy
 import gc
 import signal
@@ -105,7 +105,7 @@ def test_the_copy_is_there_in_cells_only(devices):
 
 @_on('cc', 'ac', 'ca', 'aa')
 def test_the_copy_is_taken_away_after_an_error(devices):
-    """And whoever changes the weight then comes after what was copied."""
+    """A later change of the weight comes after the copying."""
     def fail(weight):
         raise ZeroDivisionError
 
@@ -193,7 +193,7 @@ def test_a_frozen_parameter_is_copied_without_a_graph(devices, mode):
 @apart
 @modes
 def test_a_step_between_forward_and_backward(devices, mode):
-    """The copy is what the weight was. Who has to have the weight itself again raises."""
+    """The copy has the earlier values. An operation that needs the weight itself raises."""
     gpipe = pipe(two(), devices, checkpoint=mode)
     weight, x = gpipe[0].weight, rows()
     call(gpipe, x).sum().backward()
@@ -210,7 +210,7 @@ def test_a_step_between_forward_and_backward(devices, mode):
         drop_failed_backward(gpipe)
 
 
-# Changes of what is shared
+# Changes of shared tensors
 
 class Count(nn.Module):
     """A layer with a buffer that it changes, in one of several ways."""
@@ -404,7 +404,7 @@ def test_an_interrupt_while_copies_are_put_there_or_taken_away(devices, ctrl_c, 
     with pytest.raises(KeyboardInterrupt):
         output.sum().backward()
     assert gpipe[2].weight is gpipe[0].weight
-    # Whoever comes next finds no lock held.
+    # The next thread finds no lock held.
     thread = threading.Thread(target=lambda: call(gpipe, rows()), daemon=True)
     thread.start()
     thread.join(20)
@@ -470,7 +470,7 @@ def test_the_graph_is_as_it_is_without_sharing_where_nothing_is_trained(devices)
 @modes
 @workers
 def test_a_parameter_may_be_changed_when_the_pass_has_ended(devices, mode):
-    """The copy is made of what it was before, however late the device comes to it."""
+    """The copy has the earlier values, however late the device runs it."""
     gpipe = pipe(two(size=64), devices(2), checkpoint=mode)
     weight, x = gpipe[0].weight, rows(7, 64)
     reference = weight.detach().cpu().clone()

@@ -188,17 +188,17 @@ def frozen(layer, *names):
 
 
 def linear(*shape, **options):
-    """Return what makes two linear layers, and the shape of a sample."""
+    """Return a function that makes two linear layers, and the shape of a sample."""
     return lambda: [nn.Linear(4, 6, **options), nn.Tanh(), nn.Linear(6, 4, **options)], (*shape, 4)
 
 
 def convolution(kind, dims, **options):
-    """Return what makes two convolutions, and the shape of a sample."""
+    """Return a function that makes two convolutions, and the shape of a sample."""
     return (lambda: [kind(4, 8, 3, **options), nn.Tanh(), kind(8, 4, 1)],
             (4, *[9] * dims))
 
 
-#: Layers, a sample of their input, and how many gradients are put off for each micro-batch.
+#: Layers, a sample of their input, and the number of deferred gradients per micro-batch.
 LAYERS = {
     'linear': (*linear(), 4), 'of sequences': (*linear(3), 4), 'no bias': (*linear(bias=False), 2),
     'conv1d': (*convolution(nn.Conv1d, 1), 4),
@@ -375,7 +375,7 @@ class ToSpecial(nn.Linear):
 
 
 class DoubleSpecial(nn.Linear):
-    """Double what is special."""
+    """Double special outputs."""
 
     def forward(self, x):
         """Ask for the class."""

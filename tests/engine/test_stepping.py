@@ -1,4 +1,4 @@
-"""A step and what is beside it: other cells, other threads, draws, aliases."""
+"""A step beside concurrent work: other cells, other threads, draws, aliases."""
 import copy
 import dataclasses
 import threading
@@ -59,7 +59,7 @@ def test_in_v080_a_layer_that_stands_twice_had_the_leaves_of_one_cell_in_another
     model = GPipe(nn.Sequential(*layers), [1, 1], devices=places, chunks=4, checkpoint='never')
     x, y = (torch.randn(8, 4, device=place) for place in (places[0], places[-1]))
     loss_fn = Loss() if where[0] == 'a' else squares
-    model.step(x, y, loss_fn)  # which tells that nobody draws, so that cells run side by side
+    model.step(x, y, loss_fn)  # shows that no layer draws, so that cells run concurrently
     shared.register_forward_hook(see)
     calls = []
     shared.weight.register_hook(calls.append)
@@ -145,7 +145,7 @@ def test_in_v080_draws_of_layers_and_of_the_loss_came_in_any_order(schedule):
     layers, losses = draws_of(schedule, places)
     torch.manual_seed(0)
     in_order = [torch.rand(()).item() for _ in range(16)]
-    # Nobody else drew; and each number went to the same one as in any other run.
+    # Nothing else drew, and each number went to the same layer or loss as in any other run.
     assert sorted([*layers, *losses]) == sorted(in_order)
     order = [in_order.index(x) for x in layers], [in_order.index(x) for x in losses]
     if schedule in ('gpipe', '1f1b'):  # which admit the order of the micro-batches
@@ -340,7 +340,7 @@ def test_in_v080_an_exception_that_takes_no_attributes_was_another_one(devices, 
     assert caught.value == Frozen(3)
 
 
-# --- what the call refuses
+# --- errors of the call
 # ----------------------------------------------------------------------------------------
 
 def sum_of(output, target):
@@ -349,7 +349,7 @@ def sum_of(output, target):
                if isinstance(leaf.value, torch.Tensor)) + torch.zeros((), requires_grad=True)
 
 
-#: Errors of the plain call that come of what is done between it and backward, or beside its cells.
+#: Errors of the plain call caused by changes before backward, or by work beside its cells.
 OF_THE_CALL = ('has been modified by an inplace operation between forward and backward',
                'backward through the graph a second time',
                # The last worker is the only one that may communicate in a step.

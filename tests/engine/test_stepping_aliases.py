@@ -1,4 +1,4 @@
-"""Changes in place in a step, of what another cell has too: an error, and never wrong."""
+"""In-place changes in a step, of tensors that another cell also has: an error or right results."""
 import copy
 
 import pytest
@@ -81,7 +81,7 @@ def test_skips_that_were_changed_in_place_behind_their_stash(devices):
 
 @skippable(stash=['skip'])
 class StashAndShare(nn.Module):
-    """Stash what lies in the memory of the output."""
+    """Stash a tensor that shares memory with the output."""
 
     def forward(self, x):
         """Do so."""
@@ -101,7 +101,7 @@ class PopAndAdd(nn.Module):
 @devices
 @pytest.mark.parametrize('mode', ['always', 'never'])
 def test_what_shares_a_memory_may_be_popped(devices, mode):
-    """A cell takes its skips out of what it was given, which is no change of them."""
+    """A cell removes its skips from its inputs, which does not change them."""
     model = nn.Sequential(nn.Linear(4, 4), StashAndShare(), PopAndAdd()).double()
     gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=2, checkpoint=mode)
     x = torch.randn(4, 4, dtype=torch.double)

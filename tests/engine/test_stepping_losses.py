@@ -1,4 +1,4 @@
-"""The loss of a step: means, sums, what it counts, and what else has a gradient by it."""
+"""The loss of a step: means, sums, counts, and gradients of other tensors in it."""
 import copy
 
 import pytest

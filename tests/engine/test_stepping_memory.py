@@ -1,4 +1,4 @@
-"""What is alive in a step and after it."""
+"""Objects that are alive in a step and after it."""
 import gc
 import weakref
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ def saved(x, alive, most):
 
 
 class Token:
-    """What a node keeps."""
+    """An object kept by a node."""
 
 
 class Keep(nn.Module):

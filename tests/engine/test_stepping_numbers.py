@@ -93,7 +93,7 @@ def test_dropout_is_that_of_micro_batches_in_order(devices, schedule):
 
 @cpu_only('accelerators have generators of their own')
 def test_dropout_where_a_schedule_does_not_admit_that_order():
-    """It is that of the schedule then, and the same in each run."""
+    """The order is then the schedule's, and the same in each run."""
     model = nn.Sequential(*[layer for _ in range(4) for layer in (
         nn.Linear(4, 4), nn.Dropout(0.5))])
     gpipe = GPipe(model, [2] * 4, devices=['cpu:0', 'cpu:1'] * 2, chunks=4)

@@ -1,4 +1,4 @@
-"""What a step leaves as it was, and what it knows from one micro-batch to the next."""
+"""State that a step leaves unchanged, and state carried from one micro-batch to the next."""
 import pytest
 import torch
 from torch import nn

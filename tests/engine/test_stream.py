@@ -1,4 +1,4 @@
-"""Who waits for whom, and on which stream what runs: with streams that only take notes."""
+"""Streams of operations, and waits between them: with streams that only record calls."""
 import threading
 from contextlib import contextmanager
 
@@ -46,7 +46,7 @@ class Streams:
         return self._enter('devices', str(device))
 
     def here(self, number=1, name='streams'):
-        """Name what is current here."""
+        """Return the names of the current streams."""
         return ', '.join(self._here.__dict__.get(name, [])[-number:])
 
     def current_stream(self, device):

@@ -1,4 +1,4 @@
-"""Substitutes are in their places for a while, and then what was there is back."""
+"""Substitutes take the places of other objects for a while, which are then restored."""
 import pytest
 import torch
 from torch import nn

@@ -46,7 +46,8 @@ def test_grad_and_inference_mode(devices, see, context):
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('where', ['forward', 'backward', 'both'])
 def test_autocast(devices, mode, dtype, where):
-    """Outputs, their dtype and gradients are those of the same micro-batches unwrapped."""
+    """Outputs, their dtype and gradients equal the unwrapped model's for the same
+    micro-batches."""
     dtypes = []
     model = nn.Sequential(nn.Linear(8, 8), Spy(lambda x: dtypes.append(x.dtype)),
                           nn.Linear(8, 8), nn.Tanh())
@@ -208,7 +209,7 @@ def test_a_pipeline_within_a_recomputation_knows_that_it_is_in_one():
 
 
 class CountCalls(TorchFunctionMode):
-    """Count the calls of a function, and change what it gives."""
+    """Count the calls of a function, and change its result."""
 
     def __init__(self):
         super().__init__()
@@ -426,7 +427,7 @@ def test_the_last_output_in_a_context_variable(devices, mode, step, box):
 
     contextvars.copy_context().run(run)
     gc.collect()
-    # Nothing is left of a context that is gone; in another, that of the last two steps is.
+    # Nothing is left of a context that is gone. Another one keeps the state of the last two steps.
     assert log.alive() == 0
     context = contextvars.copy_context()
     context.run(run)

@@ -1,4 +1,4 @@
-"""The captured state by itself: what it holds, what is taken back, what a recomputation needs."""
+"""The captured state on its own: its contents, its restoration, its use in recomputation."""
 import contextvars
 from functools import partial
 from unittest import mock
@@ -39,7 +39,7 @@ def hooks():
 
 
 def autocast():
-    """Return a context of autocast that differs in all from what is there without it."""
+    """Return a context of autocast that differs from the default in every setting."""
     return torch.autocast('cpu', torch.float16, cache_enabled=False)
 
 
@@ -189,7 +189,7 @@ def test_a_recomputation_drops_the_casts_that_it_has_made():
     loss.backward()
     with torch.no_grad():
         layer.weight.zero_()
-    # As a thread does that has set what `torch.autocast` sets.
+    # A thread may also set the values of `torch.autocast` by these functions.
     torch.set_autocast_dtype('cpu', torch.bfloat16)
     torch.set_autocast_enabled('cpu', True)
     try:

@@ -240,7 +240,7 @@ def test_a_finalizer_on_a_worker_that_calls_the_pipeline(monkeypatch):
 
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')
 def test_a_fork_while_another_thread_holds_every_lock():
-    """In v0.3.0 the child waited for locks that nobody held any more."""
+    """In v0.3.0 the child waited for locks that no thread held any more."""
     gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), [1, 1],
                   devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint='always')
     held, end = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Checkpointing by itself: what is kept, what is computed again, and when."""
+"""Checkpointing on its own: the saved tensors, the recomputations, and their times."""
 import weakref
 from functools import partial
 
@@ -217,7 +217,7 @@ def test_gradients_of_some_inputs_only(devices):
 
 @one_worker
 def test_a_recomputation_runs_in_no_node_of_the_layers(devices):
-    """Not while one of them unpacks what it saved, which PyTorch does under the node's lock."""
+    """It is not run while a node unpacks saved tensors, because PyTorch then holds its lock."""
     log = []
     b = leaf(devices, 1)
 
@@ -410,7 +410,7 @@ def test_what_a_custom_function_saved_is_freed_when_another_node_asks(devices):
 
 @one_worker
 def test_the_graph_of_a_recomputation_is_freed_when_it_ends(devices):
-    """Its nodes may own more than what they saved."""
+    """Its nodes may own more than their saved tensors."""
     refs, log = [], []
 
     class Own(torch.autograd.Function):

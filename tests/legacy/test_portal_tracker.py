@@ -1,4 +1,4 @@
-"""The tracker of torchgpipe 0.0.7: portals for what goes to another partition."""
+"""The tracker of torchgpipe 0.0.7: portals for tensors passed to another partition."""
 import pytest
 import torch
 

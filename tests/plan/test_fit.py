@@ -6,7 +6,7 @@ from torchgpipe.plan.search import fit, neighbours
 
 
 def blocks_of(times, parameters):
-    """Return those of a profile of layers with these times and bytes of parameters."""
+    """Return the blocks of a profile of layers with these times and bytes of parameters."""
     return Profile(tuple(LayerProfile(str(k), time, time, size, 0, 0, 0, 0)
                          for k, (time, size) in enumerate(zip(times, parameters))), (), 4, 0,
                    'cpu').blocks(4, 1.0)

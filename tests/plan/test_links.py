@@ -1,4 +1,4 @@
-"""What copies between devices take, measured."""
+"""Measured time of copies between devices."""
 import pytest
 import torch
 

@@ -1,4 +1,4 @@
-"""What an action takes beside its layers, measured."""
+"""Measured time of an action outside its layers."""
 import torch
 from torch import nn
 

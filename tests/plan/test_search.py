@@ -1,4 +1,4 @@
-"""Plans: the best of what was searched, within memory; and as what a model is made of."""
+"""Plans: the best candidate within memory, and the model made from a plan."""
 import copy
 import itertools
 import random
@@ -83,7 +83,7 @@ def test_it_keeps_limits_of_memory(seed):
 
 @pytest.fixture
 def no_tries(monkeypatch):
-    """Leave out what comes after the search."""
+    """Leave out the runs after the search."""
     monkeypatch.setattr('torchgpipe.plan.search.TRIES', 0)
 
 
@@ -169,12 +169,12 @@ def test_the_plain_call_has_one_thread_for_backward_on_the_cpu():
     # Five clocks of forward, 0.25 s each; eight recomputations and backwards.
     assert on_cpu.seconds == 5 * 0.25 + 8 * 0.75
     on_gpus = plan(costs, devices=GPUS, **options)
-    # Five clocks each way; the first recomputation of device 0 goes beside those of device 1.
+    # Five clocks each way; the first recomputation of device 0 is concurrent with device 1's.
     assert on_gpus.seconds == 5 * 0.25 + 0.75 + 4 * 0.75 - 0.25
 
 
 def test_the_plain_call_has_one_thread_on_the_cpu_only():
-    """Where one partition is on an accelerator, its lane goes beside that of the CPU."""
+    """If one partition is on an accelerator, its lane runs concurrently with the CPU's."""
     layers = tuple(LayerProfile(str(k), 1.0, 2.0, 8, 0, 0, 8, 8) for k in range(2))
     options = {'schedules': ['plain call'], 'chunks': [4], 'checkpoints': ['always'],
                'links': Link()}
@@ -226,7 +226,7 @@ def test_bad_input(options, what):
 
 
 def test_fewer_layers_than_devices_are_refused():
-    """The number is that of the devices, not of the stages that a schedule would have."""
+    """The error names the number of devices, not of the stages that a schedule would have."""
     with pytest.raises(ValueError, match='6 layers cannot be cut into 7 partitions'):
         plan(made_up(6), devices=[f'cuda:{k}' for k in range(7)])
 

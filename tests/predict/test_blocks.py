@@ -1,4 +1,4 @@
-"""What blocks of layers take as stages."""
+"""Costs of blocks of layers as stages."""
 import random
 
 import pytest
@@ -94,6 +94,6 @@ def test_the_whole_input_is_there_from_the_start():
     layers = [LayerProfile(str(k), 1.0, 1.0, 0, 0, 0, 0, 400) for k in range(3)]
     blocks = Blocks(layers, (), 400, 4, 1.0)
     peak = Peak(inputs=2, activations=0, skips=0, outputs=0)
-    # And what one layer takes and gives, of one micro-batch.
+    # And one layer's input and output, of one micro-batch.
     assert blocks.bytes(0, 1, peak) == 400 + 200
     assert blocks.bytes(1, 2, peak) == 200 + 200

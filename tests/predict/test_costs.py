@@ -27,7 +27,7 @@ def test_times_and_bytes_of_stages():
     assert (other.forward, other.backward, other.recomputed) == (6, 12, 0)
     assert (one.activation_bytes, other.activation_bytes) == (10, 30)
     assert (one.output_bytes, other.output_bytes) == (20, 20)
-    # Of what a layer takes and gives; the first one takes the input.
+    # Inputs and outputs of a layer; the first one takes the input of the model.
     assert (one.backward_bytes, other.backward_bytes) == ((400 + 80) / 4, (80 + 80) / 4)
     # The whole input is there from the start.
     assert (one.resident_bytes, other.resident_bytes) == (3 * 8 + 1 + 400, 3 * (3 * 8 + 1))
@@ -120,7 +120,7 @@ def test_skips_between_no_stages(source, target):
 
 
 def test_a_plan_with_other_numbers_is_none():
-    """In v0.8.0, what a file had was believed."""
+    """In v0.8.0, the contents of a file were not checked."""
     data = plan(profiled(layer(0), layer(1)), devices=['cuda:0', 'cuda:1']).to_dict()
     data['costs']['stages'][0]['forward'] = -1.0
     with pytest.raises(ValueError, match="this is not a plan.* 'forward' of a StageCosts must"):

@@ -15,7 +15,7 @@ SEVERAL = {'interleaved': 2, 'looped-bfs': 2, 'zb-v': 2}
 
 
 def times(simulation):
-    """Return what can be read."""
+    """Return start and end of each action by its text."""
     return {str(x.action): (x.start, x.end) for x in simulation.actions}
 
 
@@ -133,7 +133,7 @@ def test_many_stages_and_micro_batches():
 
 
 def slowly(schedule, costs):
-    """Compute when each action starts, from what it waits for, backwards."""
+    """Compute when each action starts, from the actions that it waits for, recursively."""
     place = {x: device for device, row in enumerate(schedule.rows) for x in row}
     before = {x: y for row in schedule.rows for x, y in zip(row[1:], row)}
 

@@ -1,4 +1,4 @@
-"""Memory over time: by hand, and what schedules promise."""
+"""Memory over time: by hand, and as schedules promise."""
 import pytest
 
 from torchgpipe.balance import SkipProfile
@@ -28,7 +28,7 @@ def test_virtual_stages_add_up():
 
 
 def test_by_hand_without_recomputation():
-    """Device 1 has a copy of what comes in; what goes out of device 0 is an activation of it."""
+    """Device 1 has a copy of its input. The output of device 0 is an activation of device 0."""
     costs = Costs([StageCosts(1.0, 1.0, None, None, None, 0, 8.0, 2.0, 16.0, 1000.0),
                    StageCosts(1.0, 1.0, None, None, None, 0, 32.0, 4.0, 64.0, 2000.0)])
     one, other = simulate(Schedule.parse('0F0,0B0\n1F0,1B0'), costs).bytes
@@ -37,7 +37,7 @@ def test_by_hand_without_recomputation():
 
 
 def test_by_hand_with_recomputation():
-    """What comes in is kept; activations are back in backward, or before it."""
+    """Inputs are kept. Activations are restored in backward, or before it."""
     costs = Costs([StageCosts(1.0, 1.0, None, None, 1.0, 1, 8.0, 2.0, 16.0, 1000.0),
                    StageCosts(2.0, 1.0, None, None, 1.0, 1, 32.0, 4.0, 64.0, 2000.0)])
     schedule = Schedule.parse('0F0,0F1,0B0,0B1\n1F0,1F1,1R0,1B0,1B1')

@@ -1,4 +1,5 @@
-"""The schedules of the literature: right for any numbers, and what their papers promise."""
+"""The schedules of the literature: correct for any numbers, and as efficient as their papers
+promise."""
 import pytest
 
 from tests.cases import cases

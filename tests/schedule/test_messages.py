@@ -25,8 +25,8 @@ def stuck(rows, blocking):
     """Run rows as NCCL does: a pair of ranks has one queue, whose heads have to meet.
 
     Args:
-        rows: What each rank does.
-        blocking: Whether a rank that sends goes on only when the other one receives.
+        rows: Actions of each rank, in order. blocking: Whether a rank that sends continues only
+        when the other one receives.
     """
     owners = {each.stage: rank for rank, row in enumerate(rows) for each in row
               if isinstance(each, Action)}

@@ -1,4 +1,4 @@
-"""Models of any form with a sample for each: small ones, and those of the literature."""
+"""Models of any form with a sample for each: small ones, and models of the literature."""
 import torch
 
 from tests.sequential.clip import CLIP
@@ -37,7 +37,7 @@ def gpt(dropout=0.1):
 
 
 def t5(dropout=0.1):
-    """Return a T5, and what an encoder and a decoder read."""
+    """Return a T5, and the inputs of its encoder and decoder."""
     model = T5(T5Config(vocab_size=13, d_model=8, d_kv=4, d_ff=16, num_layers=2, num_heads=2,
                         num_buckets=8, max_distance=12, dropout_rate=dropout))
     return model, Arguments(tokens(9, 13), attention_mask=padded(9), labels=tokens(5, 13))
@@ -83,7 +83,7 @@ FULL = {
     'CLIP ViT-B/32': lambda: (CLIP(), Arguments(images(224, 224, batch=4),
                                                 tokens(77, 49408, batch=4)))}
 
-#: How many parameters those of the literature have, as they are published.
+#: Published numbers of parameters of the models of the literature.
 PARAMETERS = {'ResNet-50': 25557032, 'VGG-16': 138357544, 'MobileNetV3-Large': 5483032,
               'DenseNet-121': 7978856, 'ViT-B/16': 86567656, 'GPT-2 small': 124439808,
               'T5-small': 60506624, 'CLIP ViT-B/32': 151277313}

@@ -29,7 +29,7 @@ class T5Config:
 
 @dataclass
 class Seq2SeqOutput:
-    """What a T5 gives."""
+    """The output of a T5."""
 
     logits: Optional[Tensor] = None
     encoder_last_hidden_state: Optional[Tensor] = None

@@ -1,4 +1,4 @@
-"""What the blocks of a model are, and that layers are cut between them."""
+"""The blocks of a model: layers are cut between them."""
 import copy
 
 import pytest
@@ -131,7 +131,7 @@ def test_modules_side_by_side_are_no_blocks():
 
 
 def test_a_block_that_changes_its_input_in_place():
-    """The next one gets the same tensor, and not what this one returns."""
+    """The next block gets the same tensor, not the output of this one."""
     class Adds(Block):
         def forward(self, x):
             x += self.down(self.up(x.clone()))
@@ -199,7 +199,7 @@ def test_a_block_that_gives_no_tensor_stays_with_the_next_one():
 
 
 def test_a_guard_of_several_blocks_cuts_none_short():
-    """It stands behind the last of what it asks, where one sample takes another way."""
+    """It follows the last value that it reads, if one sample takes another branch."""
     class Expanding(Block):
         def forward(self, x):
             scale = torch.ones(1, 4, dtype=x.dtype)

@@ -1,4 +1,5 @@
-"""What the comparison with the model finds, and what a conversion leaves as it was."""
+"""Differences found by the comparison with the model, and state that a conversion leaves
+unchanged."""
 import random
 
 import pytest
@@ -26,12 +27,12 @@ class Model(nn.Module):
         return self.b(self.function(self, self.a(x)))
 
 
-# --- what it finds
+# --- differences that it finds
 # -------------------------------------------------------------------------------------------------
 
 
 def test_a_model_that_is_another_one_in_evaluation():
-    """Such as those that merge weights."""
+    """One example is a model that merges weights."""
     class Merged(Model):
         scale = 1
 
@@ -143,12 +144,12 @@ def test_how_often_the_model_runs():
     assert seen[2:] == [(4, True, True)] * 2 + [(8, False, False)] * 2 + [(4, False, False)] * 2
 
 
-# --- what is no difference
+# --- results that are no difference
 # -------------------------------------------------------------------------------------------------
 
 
 def test_rounding_of_a_gradient_that_is_zero():
-    """As that of a bias before a normalization."""
+    """An example is the gradient of a bias before a normalization."""
     def centred(m, x):
         y = x + m.table
         return y - y.mean(0) if m.training else y
@@ -174,7 +175,7 @@ def test_parameters_that_do_not_learn():
 
 @pytest.mark.parametrize('kind', [nn.Parameter, nn.Buffer])
 def test_names_in_another_order(kind):
-    """What has two names is found in the layer by the second one first."""
+    """If a tensor has two names, the layer has it by the second one first."""
     class Inner(nn.Module):
         def __init__(self, shared):
             super().__init__()
@@ -217,7 +218,7 @@ def made_in_inference_mode(makes_model):
 @pytest.mark.parametrize('by_hand', [False, True])
 @pytest.mark.parametrize('makes_model, converts', [(True, True), (True, False), (False, True)])
 def test_inference_mode(makes_model, converts, by_hand):
-    """In v0.8.0, it failed: what is made in that mode was changed and saved for backward."""
+    """In v0.8.0, it failed: tensors made in that mode were changed and saved for backward."""
     model = made_in_inference_mode(makes_model)
     with torch.inference_mode(converts):
         x = torch.rand(4, 6)
@@ -240,7 +241,7 @@ def test_other_numbers_in_inference_mode(makes_model):
         from_stages(model, [model.a, model.b], torch.rand(4, 6))
 
 
-# --- what stays as it was
+# --- unchanged state
 # -------------------------------------------------------------------------------------------------
 
 
@@ -318,7 +319,7 @@ def test_grad_mode_is_on_in_a_recording():
     assert torch.equal(layers(x), model(x))
 
 
-# --- what an object is made of
+# --- contents of an object
 # -------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""What layers a model is cut into, and what goes from one to the next."""
+"""The layers that a model is cut into, and the values passed from one to the next."""
 import pytest
 import torch
 from torch import nn
@@ -105,7 +105,7 @@ def test_a_shape_is_read_behind_what_changes_it():
 
 
 def test_a_layer_hands_over_a_tensor():
-    """Where two towers follow each other, what the first one gave passes the second one."""
+    """If two towers follow each other, the first one's output passes the second one."""
     def forward(m, a, b):
         for layer in m.left:
             a = layer(a)
@@ -117,12 +117,12 @@ def test_a_layer_hands_over_a_tensor():
     a, b = torch.randn(4, 4), torch.randn(4, 4)
     layers = to_sequential(model, Arguments(a, b), check_sample=False)
     assert len(layers) == 5 and torch.equal(layers(a, b), model(a, b))
-    assert skips(layers) == [(1, 4)]  # what the left one gave; b goes by hand
+    assert skips(layers) == [(1, 4)]  # the left output; b is passed on
 
 
 @pytest.mark.parametrize('width, expected', [(2, [(1, 4)]), (9, [(0, 2), (2, 4)])])
 def test_a_layer_hands_over_the_smallest_tensor(width, expected):
-    """What the left tower gave, 4 wide, or what the right one gets."""
+    """The output of the left tower, 4 wide, or the input of the right one."""
     def forward(m, a, b):
         a, b = m.left(a), m.right(b)
         return a + b

@@ -1,4 +1,4 @@
-"""What a forward keeps beyond its end: caches are filled before, and all else is named."""
+"""Values that a forward keeps after it ends: caches are filled before, and others are named."""
 import functools
 import random
 import threading
@@ -76,8 +76,7 @@ def test_what_a_global_has_it_keeps(function):
 
 
 def test_what_others_have_is_left_alone():
-    """In v0.8.0, values were taken out of all dictionaries, and so of that of another conversion.
-    """
+    """In v0.8.0, values were removed from all dictionaries, also from another conversion's."""
     entered, goes_on, found = threading.Event(), threading.Event(), []
 
     def waits(m, x):
@@ -181,7 +180,7 @@ def test_who_keeps_something_in_each_run_is_named(function, name, has_sample):
                          ids=lambda f: f.__name__)
 @pytest.mark.parametrize('has_sample', [True, False])
 def test_nobody_has_a_value_afterwards(function, has_sample):
-    """But what the model would have kept there itself, whether the conversion comes to its end."""
+    """Only values of the model itself are kept there, whether or not the conversion succeeds."""
     def fails(m, x):
         x = function(m, x)
         return x if x.sum() > 0 else -x

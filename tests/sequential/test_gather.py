@@ -1,4 +1,4 @@
-"""What ``gather`` makes of numbers of micro-batches, compared with the model by a conversion."""
+"""Results of ``gather`` over micro-batches, compared with the model by a conversion."""
 import pytest
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Guards as wide as the model: what its way does not depend on may be another in a call."""
+"""Guards as wide as the model: values that its control flow does not use may differ in a call."""
 import warnings
 
 import pytest
@@ -225,7 +225,7 @@ def doubled(m, x):
 
 
 class Counts(nn.BatchNorm1d):
-    """A layer that counts its calls, and gives what it gets."""
+    """A layer that counts its calls, and returns its input."""
 
     def __init__(self):
         super().__init__(6)
@@ -319,7 +319,7 @@ def test_one_sample_for_which_another_way_does_something_else(function, device):
 
 
 class Maybe(nn.Module):
-    """What gives something, or nothing."""
+    """A module that returns something, or nothing."""
 
     gives = False
 

@@ -1,4 +1,4 @@
-"""Labels in the call: the loss of a language model, as that of the whole mini-batch."""
+"""Labels in the call: the loss of a language model equals the loss of the whole mini-batch."""
 import pickle
 
 import pytest
@@ -20,7 +20,7 @@ WORDS, LENGTH = 13, 6
 
 
 def loss_of(logits, labels, num_items_in_batch=None, **_):
-    """Return what transformers does: a mean over the labels of the call, or over a number."""
+    """Return the loss of transformers: a mean over the labels of the call, or over a number."""
     shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
     reduction = 'mean' if num_items_in_batch is None else 'sum'
     loss = F.cross_entropy(logits.view(-1, WORDS), shifted.view(-1), reduction=reduction)
@@ -28,7 +28,7 @@ def loss_of(logits, labels, num_items_in_batch=None, **_):
 
 
 class Llama(nn.Module):
-    """A decoder with rotated places, and with what its loss takes beside labels in ``kwargs``."""
+    """A decoder with rotary positions. ``kwargs`` has other arguments of its loss than labels."""
 
     def __init__(self, width=8, heads=2, depth=2):
         super().__init__()
@@ -85,7 +85,7 @@ class Bert(nn.Module):
 
 
 class T5(models.T5):
-    """One whose labels are what the decoder reads, shifted, and what it should give."""
+    """A T5 whose labels are its expected output and, shifted, the input of its decoder."""
 
     def forward(self, input_ids, attention_mask, labels):
         """Compute the logits and the loss."""
@@ -105,7 +105,7 @@ def counted_shifted(input_ids, attention_mask, labels):
     return (labels[:, 1:] != -100).sum()
 
 
-#: Each with what its mean is over.
+#: Each with the function that counts the elements of its mean.
 LANGUAGE_MODELS = {'GPT': (lambda: MODELS['GPT'](dropout=0.0)[0], counted_shifted),
                    'Llama': (Llama, counted_shifted), 'BERT': (Bert, counted),
                    'T5': (lambda: T5(MODELS['T5'](dropout=0.0)[0].config), counted)}
@@ -123,7 +123,7 @@ def padded(rows, seed=0):
 
 
 def make(name, **more):
-    """Return a model in float64, its layers, and what its mean is over."""
+    """Return a model in float64, its layers, and the function that counts for its mean."""
     torch.manual_seed(1)
     model, count = LANGUAGE_MODELS[name]
     model = model().double()
@@ -307,7 +307,7 @@ def test_micro_batches_in_which_nothing_counts():
 
 
 def test_functions_of_gather():
-    """They are called as the model is, and count what scalars and what is named are means over."""
+    """They are called like the model, and count for means: scalars and named outputs."""
     class Means(nn.Linear):
         def forward(self, x, *, n):
             x = super().forward(x) * n

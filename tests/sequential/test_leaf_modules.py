@@ -103,7 +103,7 @@ def test_modules_with_more_in_their_state_dicts_are_leaves():
 
 
 class Renamed(Inner):
-    """What takes state dicts of an older version of it, in which the weight had another name."""
+    """A module that loads state dicts of an older version, with another name of the weight."""
 
     def __init__(self, function):
         super().__init__(function)
@@ -143,7 +143,7 @@ def sees(module, *_):
 
 
 class Seen(Inner):
-    """What has a hook for loading that sees or changes it."""
+    """A module with a hook for loading that reads or changes it."""
 
     def __init__(self, kind):
         super().__init__(halves)
@@ -168,7 +168,7 @@ def test_a_module_that_its_hook_for_loading_sees_stays_whole(kind):
     layers.load_state_dict(model.state_dict())
 
 
-# --- what stayed whole
+# --- modules that stayed whole
 # -------------------------------------------------------------------------------------------------
 
 
@@ -177,7 +177,7 @@ def by_the_mode(m, x):
 
 
 class Body(Inner):
-    """What goes by the training mode, and has layers in it."""
+    """A module that depends on the training mode, and contains layers."""
 
     def __init__(self, function, width):
         super().__init__(function)

@@ -48,7 +48,7 @@ def test_logits_of_each_sample_for_each_other_one():
 
 
 class Steps(nn.Module):
-    """What has steps in time before the batch."""
+    """A model with time steps before the batch dimension."""
 
     def __init__(self, causal=False, backwards=False):
         super().__init__()
@@ -119,7 +119,7 @@ class Several(nn.Module):
 
 
 def test_outputs_without_a_batch_dimension():
-    """They become what the rules of a ``GPipe`` say."""
+    """They follow the rules of a ``GPipe``."""
     assert len(to_sequential(Several(False), torch.rand(7, 6))) == 1
     with pytest.raises(ConversionError, match=r"output\['out'\] by [^,]*, "
                                               r"output\['time first'\] by [^,]*\. If the batch"):
@@ -131,7 +131,7 @@ def test_outputs_without_a_batch_dimension():
     lambda x: x.size(0) > 3, lambda x: {'n': (None, len(x) / 2)}, lambda x: x.sum().item()],
     ids=range(6))
 def test_plain_values_that_go_by_the_samples(plain):
-    """In v0.8.2, a pipeline gave that of one micro-batch."""
+    """In v0.8.2, a pipeline returned the value of one micro-batch."""
     class Counts(Model):
         def forward(self, x):
             return super().forward(x), plain(x)
@@ -266,7 +266,7 @@ def test_rounding_that_grows_in_a_deep_model_is_no_mixture(seed):
 
 
 class Loss(nn.Module):
-    """A model that gives one number of what it computes for each sample."""
+    """A model that returns one number computed from the outputs of all samples."""
 
     def __init__(self, function):
         super().__init__()
@@ -292,7 +292,7 @@ def sum_of_contrasts(x, *_):
 
 
 def repelled(x, *_):
-    """That of SimCLR, of pairs of neighbours."""
+    """Return the loss of SimCLR, for pairs of neighbours."""
     similar = F.normalize(x, dim=-1) @ F.normalize(x, dim=-1).t()
     similar = similar.masked_fill(torch.eye(len(x), dtype=torch.bool), -1e9)
     return F.cross_entropy(similar, torch.arange(len(x)).roll(1))
@@ -330,7 +330,8 @@ def of_tokens(x, labels):
 
 
 def of_two_kinds(x, labels):
-    """Two means of other weights each, the sum of which need not be between those of halves."""
+    """Return a sum of two means with different weights. It need not be between the sums of
+    halves."""
     weight = torch.linspace(0.1, 1, 6, dtype=x.dtype)
     return F.cross_entropy(x, labels, ignore_index=0) + F.cross_entropy(x, 5 - labels, weight)
 

@@ -49,7 +49,7 @@ def balanced(n, sequential, sample, chunks=1):
 
 
 def in_parts(model, sample, chunks):
-    """Run a model on micro-batches, one after the other, and put what it gives together."""
+    """Run a model on micro-batches, one after the other, and concatenate its outputs."""
     tensors, kind = flatten(sample)
     outputs = [flatten(call(model, kind(part)))
                for part in zip(*(x.tensor_split(chunks) for x in tensors))]
@@ -63,7 +63,7 @@ def loss_of(output):
 
 
 def step(run, optimizer):
-    """Take a step; give what the model gave."""
+    """Take a step, and return the output of the model."""
     torch.manual_seed(1)
     optimizer.zero_grad()
     output = run()
@@ -105,7 +105,7 @@ def largest(x):
 
 
 def assert_close(actual, expected):
-    """Compare tensors by name: within 1e-12 of the largest element, or of what is usual here."""
+    """Compare tensors by name: within 1e-12 of the largest element, or of the median size."""
     assert actual.keys() == expected.keys()
     if not expected:
         return

@@ -58,7 +58,7 @@ def test_a_constant_that_is_another_one_in_each_mode_is_noticed(function):
 
 
 class WithAuxiliary(nn.Module):
-    """What gives one more result in training."""
+    """A model with one more result in training."""
 
     def __init__(self):
         super().__init__()
@@ -94,7 +94,7 @@ def test_a_form_that_goes_by_the_training_mode(training):
 
 
 class Freezes(nn.Module):
-    """What keeps some of its submodules in evaluation mode."""
+    """A module that keeps some of its submodules in evaluation mode."""
 
     def __init__(self, inner, kinds=(nn.BatchNorm1d, nn.Linear)):
         super().__init__()
@@ -152,7 +152,7 @@ def test_a_train_of_its_own_that_makes_no_difference():
 
 
 class Reads(nn.Module):
-    """What goes by the mode of another module."""
+    """A module that depends on the mode of another module."""
 
     def __init__(self, other):
         super().__init__()
@@ -163,7 +163,7 @@ class Reads(nn.Module):
 
 
 def test_the_mode_of_a_leaf_that_another_module_asks_for():
-    """In v0.9.0, it was that of the conversion in each call."""
+    """In v0.9.0, each call used the mode of the conversion."""
     check(Model(lambda m, x: F.dropout(x, 0.5, m.a.training)), sample())
     with pytest.raises(ConversionError, match='(?s)goes by the training mode.*m.a.training'):
         to_sequential(Model(lambda m, x: x * 2 if m.a.training else x), sample())
@@ -175,7 +175,7 @@ def test_the_mode_of_a_leaf_that_another_module_asks_for():
     lambda x, y: torch.stack([x, y]).sum(0), lambda x, y: torch.add(x, other=y),
     lambda x, y: torch.where(x > 0, x, y)], ids=['list', 'keyword', 'argument'])
 def test_a_constant_that_goes_by_the_mode(function):
-    """In v0.9.0, one in a list or by a keyword was that of the conversion, if nobody compared."""
+    """In v0.9.0, one in a list or a keyword kept the conversion's mode, if not compared."""
     tables = [torch.ones(4, 6), torch.zeros(4, 6)]
     model = nn.Sequential(nn.Linear(6, 6), Inner(lambda m, x: function(x, tables[m.training])))
     layers = to_sequential(model, sample(), check_sample=False)
@@ -184,7 +184,7 @@ def test_a_constant_that_goes_by_the_mode(function):
 
 
 def test_the_mode_of_a_module_within_a_leaf():
-    """In v0.9.0, a constant, which nobody noticed on the meta device."""
+    """In v0.9.0, it was a constant, which was not detected on the meta device."""
     for function in (lambda m, x: F.dropout(x, 0.5, m.leaf[0].training),
                      lambda m, x: x if m.leaf[0].training else -x):
         for device in ('meta', 'cpu'):

@@ -102,7 +102,7 @@ def test_there_and_back_by_the_names_that_pytorch_keeps(optimizer_of, own_of):
 
 
 def with_names(model):
-    """Return what :func:`without_names` does, with names."""
+    """Return the optimizer of :func:`without_names`, with names."""
     names = {id(p): name for name, p in model.named_parameters()}
     return torch.optim.SGD([
         {**group, 'params': [(names[id(p)], p) for p in group['params']]}
@@ -120,7 +120,7 @@ def test_a_state_without_names():
 
 
 def test_parameters_that_both_have():
-    """Those of a model are in its layers: they need no names."""
+    """The layers have the parameters of the model: they need no names."""
     model, optimizer, _ = trained(without_names)
     other = copy.deepcopy(model)
     again = without_names(other)
@@ -186,7 +186,7 @@ def other_shape(state):
 
 
 def test_names_of_the_model_that_are_also_names_of_layers():
-    """``0.weight`` is another one in layers: it is taken for what all names together are."""
+    """``0.weight`` is another one in layers: all names together decide which one is meant."""
     class Numbered(nn.Module):
         def __init__(self):
             super().__init__()
@@ -212,7 +212,7 @@ def test_names_of_the_model_that_are_also_names_of_layers():
 
 
 def test_states_with_sums_over_rows():
-    """Those of Adafactor have other sizes than their parameters."""
+    """States of Adafactor have other sizes than their parameters."""
     source, layers = Net(), to_sequential(Net(), IDS)
     there, here = (torch.optim.Adafactor([(name, x) for name, x in each.named_parameters()
                                           if x.requires_grad]) for each in (source, layers))

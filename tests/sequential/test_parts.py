@@ -1,4 +1,4 @@
-"""What parts of a model layers hold, and the names of it: those of the model."""
+"""The parts of a model in layers, and their names: the names in the model."""
 import copy
 from collections import ChainMap, OrderedDict
 
@@ -81,7 +81,7 @@ def test_a_sequential_model_keeps_its_names_apart():
 
 
 def test_a_name_of_a_layer_that_is_one_of_the_model_as_well():
-    """Each is taken for what all names together are."""
+    """All names together decide which one is meant."""
     class Numbered(nn.Module):
         def __init__(self):
             super().__init__()

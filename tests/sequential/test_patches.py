@@ -1,4 +1,4 @@
-"""What is replaced while a forward is recorded: for what, and for whom it is not."""
+"""Functions replaced while a forward is recorded, and threads for which they are not replaced."""
 import builtins
 import gc
 import math
@@ -21,7 +21,7 @@ pytestmark = cpu_only('what is recorded does not depend on devices')
 
 
 class Model(nn.Module):
-    """A function of a module and of what a linear layer gives."""
+    """A function of a module and of a linear layer's output."""
 
     def __init__(self, function):
         super().__init__()
@@ -33,7 +33,7 @@ class Model(nn.Module):
 
 
 def assert_same(function, *sizes):
-    """Compare a model with what it is converted to, for batches of some sizes."""
+    """Compare a model with its converted layers, for batches of some sizes."""
     model = Model(function)
     layers = to_sequential(model, torch.rand(4, 6), check_sample=False)  # It may go into numbers.
     for size in sizes or (7, 1):
@@ -161,8 +161,8 @@ def recorders():
 
 
 def test_what_other_threads_see_of_what_is_replaced():
-    """In v0.8.0, ``torch.finfo`` was no class for them, and functions were pickled by no name; and
-    what they had kept of these kept the recording.
+    """In v0.8.0, ``torch.finfo`` was no class for them, and functions could not be pickled by
+    name. References to these functions kept the recording alive.
     """
     results, kept = [], []
 
@@ -284,13 +284,14 @@ def test_a_leaf_may_trace_functions_itself():
 
 
 def functions_now():
-    """Return some of what is replaced."""
+    """Return some of the replaced functions."""
     return (torch.arange, torch.finfo, builtins.len, builtins.isinstance, math.sqrt,
             random.random)
 
 
 def test_what_a_step_imports_finds_the_functions_of_pytorch_and_python():
-    """A module keeps what it imports; PyTorch's compiler looks at the type of ``torch.finfo``."""
+    """A module keeps the functions it imports. PyTorch's compiler checks the type of
+    ``torch.finfo``."""
     seen = []
 
     class Importing(nn.Linear):

@@ -1,4 +1,5 @@
-"""What a forward may do to be recorded: its numbers, or an error that names the line."""
+"""Forwards that can be recorded give the same results. Others raise an error that names the
+line."""
 import builtins
 import copy
 import math
@@ -410,7 +411,7 @@ def test_a_cache_that_the_first_call_fills_is_filled_before(function, inner):
 
 @pytest.mark.parametrize('before, after', [('sparse', 'full'), (False, True)])
 def test_a_flag_that_the_first_call_sets_is_set_before(before, after):
-    """As that of BigBird, for texts that are short."""
+    """An example is the flag of BigBird for short texts."""
     def flag_once(m, x):
         if m.flag == before:
             m.flag = after
@@ -511,7 +512,7 @@ def test_a_program_for_one_batch_size_is_found_out():
 
 
 class Called(nn.Module):
-    """It takes what models take."""
+    """A module with typical arguments of models."""
 
     def __init__(self):
         super().__init__()

@@ -12,7 +12,7 @@ from torchgpipe.sequential import ConversionError, from_stages, original_names
 
 
 class Net(nn.Module):
-    """What people write as a stack."""
+    """A typical stack of layers."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What steps may use and go by, beside what a graph has: found, or refused."""
+"""Values that steps may depend on besides those in a graph: found, or refused."""
 import copy
 import functools
 import threading
@@ -254,7 +254,7 @@ def test_an_element_is_read_before_it_is_changed():
         return x * first.item()
 
     model = Model(function)
-    layers = to_sequential(model, sample(), check_sample=False)  # It is that of one sample.
+    layers = to_sequential(model, sample(), check_sample=False)  # It reads one sample.
     assert torch.equal(layers(sample()), model(sample()))
 
 

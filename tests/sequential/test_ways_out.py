@@ -1,4 +1,4 @@
-"""What an error of a conversion, or of a call after it, says of the way out."""
+"""The fix named by an error of a conversion, or of a call after it."""
 import re
 from collections import OrderedDict, UserDict
 
@@ -16,7 +16,7 @@ pytestmark = cpu_only('what is recorded does not depend on devices')
 
 
 class Keyed(Model):
-    """What takes keywords of any name."""
+    """A model that takes keywords of any name."""
 
     def forward(self, x, **others):
         return super().forward(x) + sum(others.values())
@@ -45,14 +45,14 @@ def test_arguments_that_the_sample_has_not_are_named(given, words):
 
 
 class Scaled(Model):
-    """What takes two arguments."""
+    """A model that takes two arguments."""
 
     def forward(self, x, scale=None):
         return super().forward(x if scale is None else x * scale)
 
 
 class OfDict(Model):
-    """What takes a dict."""
+    """A model that takes a dict."""
 
     def forward(self, batch):
         return super().forward(batch['x'] * batch['scale'])
@@ -124,7 +124,7 @@ def test_a_causal_mask_says_the_way_out():
 
 
 class Cache:
-    """What a model fills for its next call, as a DynamicCache of Hugging Face's."""
+    """A cache that a model fills for its next call, such as Hugging Face's DynamicCache."""
 
     def __init__(self):
         self.keys = []
@@ -161,7 +161,7 @@ def test_a_cache_says_the_way_out(function):
 
 @pytest.mark.parametrize('training', [True, False])
 def test_a_cache_of_evaluation_only_says_the_way_out(training):
-    """In v0.9.0, what made it stayed whole, with most of the model, as in Mamba."""
+    """In v0.9.0, the module that made it stayed whole, with most of the model, as in Mamba."""
     class Backbone(nn.Module):
         def __init__(self):
             super().__init__()

@@ -134,7 +134,7 @@ class GPTConfig:
 
 
 class GPTOutput(NamedTuple):
-    """What a GPT gives."""
+    """The output of a GPT."""
 
     loss: Optional[Tensor]
     logits: Tensor

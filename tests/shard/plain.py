@@ -1,4 +1,4 @@
-"""What one process has: the plain layers, and the parts of their tensors that belong to a rank."""
+"""The plain layers of one process, and the parts of their tensors that belong to a rank."""
 import torch
 from torch import nn
 

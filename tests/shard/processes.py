@@ -1,7 +1,7 @@
-"""Run a function on several ranks, each a process of its own, and bring back what they give.
+"""Run a function on several ranks, each a process of its own, and return their results.
 
-The processes come from a server that has imported torch already, and live on: a later call takes
-those that an earlier one has left as they were. Each call has a process group of its own, whose
+The processes are forked by a server that has imported torch already. A later call reuses the
+processes that an earlier one has left unchanged. Each call has a process group of its own, whose
 ranks meet in a folder, so that no port is needed::
 
     test            rank 0                          rank 1
@@ -11,8 +11,8 @@ ranks meet in a folder, so that no port is needed::
      │ end ───────▶ destroy_process_group           destroy_process_group    when all are there
      │ ◀─ whether nothing is left of the call ──────┤
 
-What does not return or leaves something behind (a thread, a patch) is killed. A rank that has
-failed ends unless all have returned at once, since another one may wait for it.
+A process that does not return or leaves something behind (a thread, a patch) is killed. A rank
+that has failed ends unless all have returned at once, because another one may wait for it.
 """
 import gc
 import itertools
@@ -35,7 +35,8 @@ from pathlib import Path
 __all__ = ['Failure', 'end_idle', 'outcomes', 'run']
 
 _context = multiprocessing.get_context('forkserver')
-#: What the server imports. Optimizers and DistributedDataParallel import Dynamo when first made.
+#: Modules that the server imports. Optimizers and DistributedDataParallel import Dynamo when first
+#: made.
 IMPORTED = ['pytest', 'torch._dynamo', 'torch.distributed.checkpoint.state_dict',
             'torch.distributed.tensor', 'torch.distributed.fsdp', 'torchgpipe.distributed',
             'torchgpipe.sequential', 'torchgpipe.shard', 'torchgpipe.testing',
@@ -44,27 +45,25 @@ IMPORTED = ['pytest', 'torch._dynamo', 'torch.distributed.checkpoint.state_dict'
 #: For so many seconds a rank that has failed waits for the word that all the others are there.
 TO_HEAR = .3
 
-#: For so many seconds a rank may take apart what it has of a call.
+#: Seconds that a rank may take to clean up after a call.
 TO_END = 5
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank gives if it raises, or ends without a word."""
+    """The result of a rank that raises, or ends without a result."""
 
     rank: int
     text: str
 
 
 def run(world, function, *args, group=None, timeout=120):
-    """Call a function on each rank, and give what it returns on each.
+    """Call a function on each rank, and return the results of all ranks.
 
     Args:
-        world: How many ranks there are.
-        function: One that can be pickled: of a test file, say.
-        args: What it is called with.
-        group: The size of the parallel groups; None leaves them to the function.
-        timeout: After so many seconds the processes are ended.
+        world: The number of ranks. function: A function that can be pickled, such as one of a test
+        file. args: The arguments of the function. group: The size of the parallel groups; None
+        leaves them to the function. timeout: After so many seconds the processes are ended.
 
     Raises:
         RuntimeError: A rank has failed. The message has its number and its traceback.
@@ -161,7 +160,7 @@ class _Process:
         self.end.close()
 
 
-#: Those that nobody uses; they may be at the end of a call.
+#: Idle processes. They may still be at the end of a call.
 _idle = []
 
 #: Where the ranks of each call meet, which they may use until they have ended it.
@@ -197,9 +196,9 @@ def _serve(end):
 
 
 def _call(rank, world, group, timeout, path, stays, call):
-    """Return what the function gives, and whether this process ends as it has failed.
+    """Return the function's result, and whether this process ends because it has failed.
 
-    It does not where it `stays` until it is killed, as its end would be a failure of others.
+    It does not end if it `stays` until it is killed, because others would fail when it ends.
     """
     import torch
     import torch.distributed as dist
@@ -241,7 +240,7 @@ def _end():
 
 
 def _state():
-    """Return what a call may not change: of the process, of modules and of classes."""
+    """Return the state that a call may not change: of the process, of modules and of classes."""
     import torch
     return {'dtype': torch.get_default_dtype(), 'grad mode': torch.is_grad_enabled(),
             'deterministic': torch.are_deterministic_algorithms_enabled(),
@@ -252,7 +251,7 @@ def _state():
 
 
 def _holders():
-    """Yield what a function of a test might patch."""
+    """Yield modules and classes that a function of a test might patch."""
     for name, module in [*sys.modules.items()]:
         if name.startswith('torchgpipe'):
             yield module

@@ -1,4 +1,4 @@
-"""Checkpoints: what was saved is loaded, in groups of any size, and in one process."""
+"""Checkpoints: saved states are loaded in groups of any size, and in one process."""
 import os
 import re
 
@@ -57,7 +57,7 @@ def test_a_checkpoint_is_loaded_in_one_process_by_pytorch_alone(tmp_path):
 
 
 def wrapped(folder):
-    """Save what is within DDP, before the first step, and load it without; and what is refused."""
+    """Save a model in DDP before the first step, load it without DDP, and check refusals."""
     _, sharded = pair(Net)
     optimizer = optimizers(sharded.parameters())[0]
     ts.register_ddp_parameters_to_ignore(sharded)
@@ -96,7 +96,7 @@ def test_a_checkpoint_has_the_names_of_the_plain_model_and_is_refused_by_another
 
 
 def fails(folder):
-    """Save what cannot be saved on one rank, and read what is not there on one."""
+    """Save a state that one rank cannot save, and read one that is missing on one rank."""
     _, sharded = pair(Net)
     optimizer = optimizers(sharded.parameters())[0]
     if dist.get_rank() == 1:
@@ -133,7 +133,7 @@ def test_a_checkpoint_takes_the_place_of_another_when_it_is_complete(tmp_path):
 
 
 def raised(function, *args):
-    """Return what a call raises, which is an exception, and what it follows from."""
+    """Return the exception that a call raises, and the type of its cause."""
     with pytest.raises(Exception) as found:
         function(*args)
     return f'{found.type.__name__}: {found.value}', type(found.value.__cause__).__name__

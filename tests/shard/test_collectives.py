@@ -9,7 +9,7 @@ from torchgpipe.shard import collectives, distributed
 
 
 def low_level():
-    """Use what the functions are made of."""
+    """Use the collectives that the functions call."""
     group, rank = ts.distributed.get_group(), ts.distributed.get_rank()
     first = ts.distributed.get_data_rank() * 2
     x = torch.full((2,), float(dist.get_rank()))

@@ -1,4 +1,4 @@
-"""Rows that are gathered in DDP, or behind it: gradients are those of one process in float64."""
+"""Rows that are gathered in DDP, or behind it: gradients equal one process's in float64."""
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from tests.shard.processes import run
 
 @dataclass
 class Found:
-    """What a model may give."""
+    """The outputs of a model."""
 
     logits: torch.Tensor
     aside: torch.Tensor
@@ -43,7 +43,7 @@ class Net(nn.Module):
                                   linear(7, 6, dim=0), nn.LayerNorm(6), linear(6, 5, dim=0))
 
     def features(self, x):
-        """Compute features, and gather those of the group."""
+        """Compute features, and gather them over the group."""
         x = self.both(self.backbone(x))
         return ts.distributed.gather(x, dim=0) if self.where == 'inside' else x
 
@@ -52,7 +52,7 @@ class Net(nn.Module):
         return self.head(ts.distributed.gather(ts.distributed.scatter(self.both(x)), size=6))
 
     def forward(self, x):
-        """Return logits or features, the mean of what own rows give, and other things."""
+        """Return logits or features, a mean over this rank's rows, and other outputs."""
         features = (self.features(x) if self.reentrant is None else
                     checkpoint(self.features, x, use_reentrant=self.reentrant))
         aside = self.backbone(x).square().mean()
@@ -68,7 +68,7 @@ def samples(number):
 
 
 def loss_of(found, model, y):
-    """Compute the loss of all rows of the group, and add that of own rows."""
+    """Compute the loss of all rows of the group, and add the loss of this rank's rows."""
     logits = found.logits
     if model.where == 'behind':
         logits = model.last(ts.distributed.gather(logits, dim=0))
@@ -106,7 +106,7 @@ def same_as_plain(where, reentrant=None):
 
 
 def refused():
-    """Gather where no gradient is recorded; give what nobody knows."""
+    """Gather where no gradient is recorded; return an unknown type."""
     _, sharded = pair(Net)
     sharded.reentrant = True
     ts.register_ddp_parameters_to_ignore(sharded)
@@ -128,7 +128,8 @@ def refused():
 
 @pytest.mark.parametrize('world, group', [(2, 1), (2, 2), (4, 2)])
 def test_what_is_behind_the_gather_has_the_gradient_of_one_process(world, group):
-    """In v0.8.0, that of whole parameters there, as a row parallel layer's bias, was n times."""
+    """In v0.8.0, the gradients of whole parameters there, such as a row parallel layer's bias,
+    were n times too large."""
     run(world, each, group=group)
 
 

@@ -1,4 +1,4 @@
-"""Collectives: what they move, their gradients, and that they leave the caller's tensors alone."""
+"""Collectives: their results, their gradients, and unchanged tensors of the caller."""
 import itertools
 import threading
 
@@ -20,7 +20,7 @@ SHAPES = [((size,), 0) for size in SIZES] + [
 
 
 def drawn(*shape):
-    """Draw what all ranks of a group share."""
+    """Draw a tensor that is the same on all ranks of a group."""
     return torch.randn(*shape, dtype=torch.double, requires_grad=True)
 
 
@@ -140,7 +140,7 @@ def test_backward_of_backward():
 
 
 def alone():
-    """In a group of one, nothing is communicated; gradients are what finite differences say."""
+    """In a group of one, nothing is communicated; gradients agree with finite differences."""
     for function in (ts.distributed.scatter, ts.distributed.gather, ts.distributed.reduce,
                      ts.distributed.copy):
         x = drawn(2, 3)
@@ -166,7 +166,7 @@ def untouched():
             assert y is not x and not is_tagged(x) and x.equal(before) and is_tagged(y)
             assert ts.get_parallel_dim(y) == (
                 -1 if function is ts.distributed.scatter else None)
-    # Neither a part of the batch nor what comes out of it says anything of the last dimension.
+    # A part of the batch, and outputs computed from it, have no tag of the last dimension.
     assert not is_tagged(ts.distributed.scatter(x, 0))
     # The part does not keep the whole in memory.
     part = ts.distributed.scatter(x)
@@ -193,7 +193,7 @@ def test_backward_in_another_thread():
 
 
 class Names(TorchDispatchMode):
-    """Write down what operations are called."""
+    """Record the names of called operations."""
 
     def __init__(self):
         super().__init__()

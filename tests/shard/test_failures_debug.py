@@ -22,7 +22,7 @@ def other_types():
 
 
 def other_rows():
-    """Differ in a dimension that is not split; what is gathered may differ in the other one."""
+    """Differ in a dimension that is not split; gathered tensors may differ in the other one."""
     rank = dist.get_rank()
     ts.distributed.gather(torch.ones(3 if rank == 2 else 4, rank))
 
@@ -53,7 +53,7 @@ PYTORCH = [(other_shapes, 2, r'TensorShape=\[3, 5\].*Tensor shapes'),
            (other_rows, 2, r'TensorShape=\[3, 3\].*Tensor shapes'),
            (other_calls, 0, 'OpType=_?ALLGATHER.*Op type')]
 
-#: These are what PyTorch does not see.
+#: Differences that PyTorch does not detect.
 OWN = [
     (other_sizes, r'rank 3 has all_gather: \[2, 2, 2, 1\]; ranks 0, 1, 2 have .*2, 2, 2, 2\]'),
     (other_logits, r'rank 1 has parallel_cross_entropy: logits of torch.float16 and shape '
@@ -61,7 +61,7 @@ OWN = [
 
 
 def raised(function):
-    """Return what a call raises."""
+    """Return the message that a call raises."""
     with pytest.raises(RuntimeError) as caught:
         function()
     return str(caught.value)
@@ -74,7 +74,7 @@ def debug():
         dist.set_debug_level_from_env()
     ts.distributed.init_process_group(4)
     texts = [raised(function) for function, *_ in PYTORCH + OWN]
-    # What fits together still works.
+    # Matching calls still work.
     x = torch.full((2, ts.distributed.get_rank()), 1., requires_grad=True)
     ts.distributed.gather(x).sum().backward()
     assert ts.distributed.reduce(x.grad.sum()) == 12
@@ -92,7 +92,7 @@ def test_the_debug_mode_names_the_rank_that_differs():
 
 
 def plain():
-    """Count what is exchanged."""
+    """Count exchanges between ranks."""
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, 'all_gather_object', lambda *args, **kwargs: seen.append(args))

@@ -1,8 +1,8 @@
-"""Faults of TorchShard 0.1.0 that no other file has a test of its own for, by the names they have.
+"""Faults of TorchShard 0.1.0 without a test in another file, by their names.
 
-Those of the cross entropy are in nn/test_loss.py, of memory in nn/test_init.py, of the norm of
-gradients in test_clipping.py, of DistributedDataParallel in test_replicas.py, and those of state
-dicts in test_state.py and test_checkpoint.py.
+Faults of the cross entropy are tested in nn/test_loss.py, faults of memory in nn/test_init.py, and
+faults of the norm of gradients in test_clipping.py. Faults of DistributedDataParallel are tested
+in test_replicas.py, and faults of state dicts in test_state.py and test_checkpoint.py.
 """
 import pytest
 import torch
@@ -81,7 +81,7 @@ def test_padding_idx_outside_the_first_shard_max_norm_and_conversion_with_dim_0(
 
 
 def values():
-    """Make a layer where the seeds of ranks differ; give what it is as a whole."""
+    """Make a layer where the seeds of ranks differ, and return its whole weight."""
     torch.manual_seed(ts.distributed.get_rank())
     return ts.dtensor(ts.nn.ParallelLinear(5, 7, dim=1).weight).full_tensor()
 

@@ -1,4 +1,4 @@
-"""Replicas: gradients are those of one process on all samples, however samples are spread."""
+"""Replicas: gradients equal one process's on all samples, however samples are spread."""
 import copy
 import re
 from contextlib import nullcontext
@@ -83,7 +83,7 @@ def nothing_gathered():
     names = ts.register_ddp_parameters_to_ignore(sharded)
     assert names == ['head.0.weight', 'head.0.bias', 'head.3.weight']
     wrapped = DistributedDataParallel(sharded)
-    # What is wrapped gets the values of rank 0, but for the shards.
+    # The wrapped model gets the values of rank 0, except for the shards.
     close(whole(sharded), plain.state_dict())
     F.cross_entropy(wrapped(x), y).backward()
     version = sharded.head[3].bias.grad._version
@@ -224,7 +224,7 @@ def own_values():
     ts.average_gradients(other)
     other.head[0].weight.data.add_(rank)  # It is looked at once.
     ts.average_gradients(other)
-    # What is wrapped gets the values of the first ones.
+    # The wrapped model gets the values of the first ones.
     ts.register_ddp_parameters_to_ignore(wrapped)
     ddp = DistributedDataParallel(wrapped)
     F.cross_entropy(ddp(x), y).backward()
@@ -250,7 +250,7 @@ def test_replicas_with_values_of_their_own_are_refused_or_get_the_same():
 @pytest.mark.parametrize('world, group', GRID)
 def test_under_ddp_the_gradient_of_the_backbone_has_its_scale_where_features_are_gathered(
         world, group):
-    """In TorchShard 0.1.0, it was one over the size of the world of what it should be."""
+    """In TorchShard 0.1.0, it was divided by the world size."""
     run(world, gathered, group=group)
     run(world, nothing_gathered, group=group)
 

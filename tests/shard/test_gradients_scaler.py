@@ -56,12 +56,12 @@ def all_steps():
 
 @pytest.mark.parametrize('world, group', first(1, [(4, 2), (2, 2)]))
 def test_all_ranks_skip_a_step_where_one_finds_a_gradient_that_is_not_finite(world, group):
-    """That of PyTorch skips it on this rank only, and scales go apart."""
+    """PyTorch's scaler skips it on this rank only, and the scales diverge."""
     run(world, all_steps, group=group)
 
 
 def in_low_precision():
-    """Train in low precision, scale the loss, clip and accumulate, beside one process."""
+    """Train in low precision, scale the loss, clip and accumulate, compared with one process."""
     models = pair(make)
     scaler = {}
     for model in models:

@@ -1,4 +1,4 @@
-"""What takes a shard for a whole tensor, and would be silently wrong."""
+"""Operations that treat a shard as a whole tensor, and would be silently wrong."""
 import copy
 import warnings
 

@@ -123,7 +123,7 @@ def steps():
 
 
 def mean_over_ranks(logits, y):
-    """Compute the loss of the mean of what ranks have, which is the same."""
+    """Compute the loss of the mean over ranks, whose logits are equal."""
     size = ts.distributed.get_group_size()
     return F.cross_entropy(ts.distributed.reduce(ts.distributed.copy(logits)) / size, y)
 
@@ -133,7 +133,7 @@ def test_steps():
 
 
 def refusals():
-    """Try what would let ranks wait for each other."""
+    """Try calls in which ranks would wait for each other."""
     model = GPipe(layers(True), [4, 4], devices=EACH, chunks=4)
     with pytest.raises(RuntimeError, match='partitions 0 on cpu:0, 1 on cpu:1 communicate .* '
                        'Put these partitions on one device; or use the plain call'):

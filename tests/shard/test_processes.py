@@ -1,4 +1,4 @@
-"""Processes that the tests start: what they give, and what becomes of those that fail."""
+"""Processes that the tests start: their results, and the handling of failed ones."""
 import os
 import threading
 import time

@@ -1,4 +1,4 @@
-"""What users of TorchShard know from its README, as it stands there."""
+"""The examples of TorchShard's README, unchanged."""
 import os
 import tempfile
 

@@ -1,4 +1,4 @@
-"""State dicts: collected they are those of one process, and relocated they fit any group."""
+"""State dicts: collected ones equal one process's, and relocated ones fit any group."""
 import os
 import re
 from collections.abc import Mapping
@@ -95,7 +95,7 @@ def collected():
 
 
 def relocated(sizes):
-    """Relocate what was collected into groups of other sizes, collect it there, and compare."""
+    """Relocate collected states into groups of other sizes, collect them there, and compare."""
     model_state, states = collected()
     for size in sizes:
         regroup(size)
@@ -136,14 +136,14 @@ def only_one_has_it():
 def test_state_dicts_can_be_collected_on_one_rank_tensor_by_tensor():
     """In TorchShard 0.1.0, every rank held the whole, and optimizer states were not handled."""
     first, *others = run(4, only_one_has_it, group=4)
-    # A shard is a quarter of a tensor, and a thread that has sent the model's may not have let go
-    # of them when the optimizer's are sent.
+    # A shard is a quarter of a tensor, and a thread that has sent the model's may not have freed
+    # them when the optimizer's are sent.
     assert 6.25 <= first < 6.51
     assert all(0.2 < peak < 0.51 for peak in others), others
 
 
 def behind_a_prefix():
-    """Collect and relocate what is within DDP, and only a part of a model."""
+    """Collect and relocate a model within DDP, and only a part of a model."""
     plain, sharded = pair(Net)
     expected = plain.state_dict()
     ts.register_ddp_parameters_to_ignore(sharded)
@@ -233,7 +233,7 @@ def odd_ones():
 
 
 def test_what_is_collected_in_part_and_what_is_refused():
-    """Reading what is whole takes the memory of one tensor; half of each is kept."""
+    """Reading whole tensors takes the memory of one tensor; half of each is kept."""
     for peak in run(2, odd_ones, group=2):
         assert peak == (4 / 2 + 1) * 64 * 64 * 4
 

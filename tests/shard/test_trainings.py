@@ -1,6 +1,6 @@
 """Trainings: ten steps with shards are ten steps of one process.
 
-They are what TorchShard was used for: a classifier behind a convolutional backbone, ArcFace, a
+The models are typical uses of TorchShard: a classifier behind a convolutional backbone, ArcFace, a
 GPT, and a layer and a loss of the user's own.
 """
 from math import cos, pi, sin
@@ -31,7 +31,7 @@ def train(make, batches, plain_loss, wrap, max_norm):
         plain_loss: Gives the loss of the plain model on a whole batch.
         wrap: Gives a function of a whole batch that gives the sharded model's loss on this rank,
             and a function to call after backward.
-        max_norm: What norms are clipped to.
+        max_norm: The maximum norm of gradients.
     """
     for number, optimizer in enumerate(OPTIMIZERS):
         plain, sharded = pair(make)
@@ -69,7 +69,7 @@ def part(batch, i, parts):
 
 
 def of_the_group(*batch):
-    """Return what all ranks of this group read."""
+    """Return the part of a batch that all ranks of this group read."""
     return part(batch, ts.distributed.get_data_rank(),
                 dist.get_world_size() // ts.distributed.get_group_size())
 
@@ -136,7 +136,7 @@ class Faces(nn.Module):
         return 64 * torch.where(is_target & (cosine > cos(pi - 0.5)), with_margin, cosine)
 
     def cosine(self, features, directions):
-        """Compute what a column parallel layer does, from normalised weights."""
+        """Compute a column parallel layer's output from normalised weights."""
         if ts.get_parallel_dim(self.classes.weight) is None:
             return F.linear(features, directions)
         ts.register_parallel_attribute(directions, 1)
@@ -267,7 +267,7 @@ class ParallelScale(ts.nn.ParallelModule):
 
 
 class Own(nn.Module):
-    """A layer that is split, and scales of what it gives."""
+    """A layer that is split, and scales of its outputs."""
 
     def __init__(self, linear, embedding):
         super().__init__()
@@ -280,12 +280,12 @@ class Own(nn.Module):
 
 
 def own_loss(y, numbers, targets):
-    """Add up the squares of what is missing to 1 at the target, and to 0 elsewhere."""
+    """Add up the squared differences from 1 at the target, and from 0 elsewhere."""
     return (y - (numbers == targets[:, None]).double()).square().sum() / len(y)
 
 
 def own(model):
-    """Wrap all of it over the data axis, and add up what ranks of a group lose."""
+    """Wrap all of it over the data axis, and add up the losses of the ranks of a group."""
     ddp = DistributedDataParallel(model, process_group=ts.distributed.get_data_group())
     mine = ts.slice(torch.arange(7), ts.distributed.get_group_size())[ts.distributed.get_rank()]
 

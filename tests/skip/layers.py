@@ -36,7 +36,7 @@ class Pop(nn.Module):
 
 @skippable(stash=['skip'])
 class StashLinear(nn.Module):
-    """Stash what a linear layer makes of the input."""
+    """Stash a linear layer's output for the input."""
 
     def __init__(self, width=4):
         super().__init__()

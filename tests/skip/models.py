@@ -6,7 +6,7 @@ from torchgpipe.skip import Namespace, pop, skippable, stash
 
 WIDTH = 3
 
-#: What a layer may stash of its input x.
+#: Functions of its input x that a layer may stash.
 KINDS = {'input': lambda layer, x: x, 'linear': lambda layer, x: layer.skip(x),
          'view': lambda layer, x: x[:, :1], 'constant': lambda layer, x: x.detach() * 2,
          'none': lambda layer, x: None, 'integers': lambda layer, x: x.detach().argmax(1)[:, None]}

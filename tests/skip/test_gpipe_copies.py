@@ -1,4 +1,4 @@
-"""What a skip adds to a pipeline: one copy, one way around the partitions between, or nothing."""
+"""The copies that a skip adds to a pipeline: one past the partitions between, or none."""
 import torch
 from torch import nn
 
@@ -51,7 +51,7 @@ def test_none_makes_no_node(devices, mode):
     gpipe = GPipe(model, [1, 1], devices=devices(2), chunks=5, checkpoint=mode)
     x = torch.rand(10, WIDTH, dtype=torch.double, requires_grad=True, device=devices.first)
     output = gpipe(x)
-    assert copies(output) == (5 if devices.are_apart else 0)  # those of the batch
+    assert copies(output) == (5 if devices.are_apart else 0)  # the batch's copies
     output.sum().backward()
     assert torch.equal(x.grad, torch.ones_like(x))
 

@@ -1,4 +1,4 @@
-"""Skips in a pipeline: outputs and gradients are those of the unwrapped model."""
+"""Skips in a pipeline: outputs and gradients equal the unwrapped model's."""
 import copy
 
 import pytest
@@ -108,7 +108,7 @@ def test_a_skip_past_what_has_no_gradient(devices, mode):
 
 
 class Both(nn.Module):
-    """Return the input of a skip's partition beside what it computes, as two outputs."""
+    """Return two outputs: the input of a skip's partition, and a linear layer's output."""
 
     def __init__(self):
         super().__init__()
@@ -121,7 +121,7 @@ class Both(nn.Module):
 
 @skippable(stash=['skip'])
 class StashOfPair(nn.Module):
-    """Stash what is made of a pair's first part."""
+    """Stash a function of a pair's first part."""
 
     def __init__(self):
         super().__init__()
@@ -135,7 +135,7 @@ class StashOfPair(nn.Module):
 
 @skippable(pop=['skip'])
 class PopIntoSecond(nn.Module):
-    """Add what was stashed to a pair's second part."""
+    """Add the stashed tensor to a pair's second part."""
 
     def forward(self, input):
         """Pop."""

@@ -22,7 +22,7 @@ class Change(nn.Module):
 
 @skippable(pop=['a'])
 class ChangePopped(nn.Module):
-    """Change in place what was popped."""
+    """Change the popped tensor in place."""
 
     def forward(self, x):
         """Do so."""
@@ -33,7 +33,7 @@ class ChangePopped(nn.Module):
 @devices
 @modes
 def test_an_inplace_change_of_what_was_stashed(devices, mode):
-    """As in the unwrapped model, whoever pops sees it."""
+    """The layer that pops sees it, as in the unwrapped model."""
     layers = [nn.Linear(4, 4), Stash(), Change(), nn.Linear(4, 4), Pop()]
     model = nn.Sequential(*layers).double()
     gpipe = GPipe(copy.deepcopy(model), [4, 1], devices=devices(2), chunks=2, checkpoint=mode)

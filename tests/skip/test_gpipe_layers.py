@@ -67,7 +67,7 @@ def test_skips_within_a_layer_stay_there(devices, mode):
     gpipe = GPipe(copy.deepcopy(model), [1, 1, 1], devices=devices(3), chunks=2,
                   checkpoint=mode)
     train_both(model, gpipe, torch.randn(4, 4, dtype=torch.double))
-    # From one layer into another, where nobody declared it, a skip does not come.
+    # A skip does not pass from one layer into another unless it is declared.
     model = nn.Sequential(nn.Sequential(Stash()), nn.Sequential(Pop()))
     gpipe = GPipe(model, [1, 1], devices=devices(2))
     with pytest.raises(RuntimeError, match="'skip' has not been stashed"):

@@ -17,7 +17,7 @@ from torchgpipe.skip.tracker import current_skip_tracker
 
 
 def make(devices, mode, layer=None):
-    """Return a pipeline with two skips, and weak references to what passes its layers."""
+    """Return a pipeline with two skips, and weak references to tensors that pass its layers."""
     one = Namespace()
     layers = [stashing('a')(), nn.Linear(4, 4), StashLinear().isolate(one), layer or nn.Tanh(),
               Pop().isolate(one), nn.Linear(4, 4), popping('a')()]

@@ -1,4 +1,4 @@
-"""Skippable classes: what they are, what they do, and what is wrong with some."""
+"""Skippable classes: their types, their behaviour, and errors in them."""
 import copy
 import inspect
 import os
@@ -29,7 +29,7 @@ class Base(nn.Module):
         self.fc = nn.Linear(width, width, bias)
 
     def double(self):
-        """Do what the class says, not what nn.Module does."""
+        """Override nn.Module's method by this class's own."""
         return 'doubled'
 
 

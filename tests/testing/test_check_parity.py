@@ -1,4 +1,4 @@
-"""What check_parity says of a model, and how it found out."""
+"""The results of check_parity, and the way it finds them."""
 import copy
 import random
 import subprocess
@@ -33,7 +33,7 @@ class Layer(nn.Linear):
 
 
 def found(*layers, sample=None, **options):
-    """Return what is found of a model of these layers between others."""
+    """Return the parity of a model of these layers between others."""
     model = nn.Sequential(Layer(), *layers, Layer())
     return check_parity(model, torch.rand(7, 4) if sample is None else sample,
                         raise_exception=False, **options)
@@ -300,7 +300,7 @@ def test_a_model_that_does_not_repeat_itself():
 
 
 class Box:
-    """What a recomputation does not put back."""
+    """An attribute that a recomputation does not restore."""
 
     value = 0
 
@@ -499,7 +499,7 @@ def test_no_steps_compare_nothing(steps):
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.half, torch.float, torch.double])
 def test_the_type_of_the_model(dtype):
-    """In v0.8.0, rounding in 16 bits was measured by what it is in 32."""
+    """In v0.8.0, rounding in 16 bits was compared with rounding in 32 bits."""
     torch.manual_seed(0)
     model = nn.Sequential(Layer(), nn.LayerNorm(4), Layer()).to(dtype)
     parity = check_parity(model, torch.rand(7, 4, dtype=dtype), dtype=None)
@@ -508,7 +508,7 @@ def test_the_type_of_the_model(dtype):
 
 
 def test_the_coarsest_type_of_all():
-    """In v0.8.0, it was that of PyTorch by default."""
+    """In v0.8.0, the tolerance used PyTorch's default type."""
     def tolerance(layer, dtype):
         text = str(check_parity(nn.Sequential(layer, nn.Tanh()), torch.rand(6, 4, dtype=dtype),
                                 dtype=None, raise_exception=False))

@@ -1,4 +1,4 @@
-"""What is seen of the calls of modules."""
+"""Recorded calls of modules."""
 import threading
 
 import torch

@@ -89,7 +89,7 @@ def spans(timeline):
 
 
 def check(timeline, again, halves=False):
-    """Check that all actions are there, after what they wait for."""
+    """Check that all actions are recorded, each after the actions that it waits for."""
     found = spans(timeline)
     back = 'I' if halves else 'B'
     kinds = ['F', 'I', 'W'] if halves else ['F', 'B']
@@ -195,7 +195,7 @@ def test_times_of_the_plain_call(clock):
         loss = model(torch.ones(2, 1)).sum()
         clock.now += 10
         loss.backward()
-        clock.now += 10  # An optimizer, say: that is nobody's turn.
+        clock.now += 10  # Such as an optimizer: no action runs.
     assert boxes_of(timeline) == [
         ('0F0', 0., 1.), ('1F0', 1., 3.), ('0F1', 3., 4.), ('1F1', 4., 6.),
         ('1B1', 16., 21.), ('0B1', 21., 24.), ('1R0', 24., 26.), ('1B0', 26., 31.),
@@ -352,7 +352,7 @@ def test_a_copy_of_a_model_is_not_recorded(devices):
 
 @skippable(stash=['skip'])
 class Stash(nn.Linear):
-    """Stash a function of the input, whose gradient comes before that of the output."""
+    """Stash a function of the input, whose gradient comes before the output's gradient."""
 
     def forward(self, x):
         """Do so."""
@@ -362,7 +362,7 @@ class Stash(nn.Linear):
 
 @skippable(pop=['skip'])
 class Pop(nn.Linear):
-    """Add what was stashed, or give only that."""
+    """Add the stashed tensor, or return only it."""
 
     def __init__(self, only=False):
         super().__init__(8, 8)
@@ -450,7 +450,7 @@ def test_copies(function):
 
 @pytest.mark.accelerator
 def test_copies_on_streams_that_are_the_same(monkeypatch):
-    """As those of a pool that has given out all that it has."""
+    """A pool of streams reuses them when all are given out."""
     monkeypatch.setattr(workers_module, 'new_stream', current_stream)
     timeline = recorded(pipeline([f'{ACCELERATOR}:0', 'cpu'], 'never', 2), call)
     assert [each.micro_batch for each in timeline.copies] == [*range(M), *reversed(range(M))]

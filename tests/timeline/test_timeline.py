@@ -1,4 +1,4 @@
-"""What a timeline says of actions that have a time: numbers, text, a trace."""
+"""Timelines of actions with given times: numbers, text, a trace."""
 import json
 
 import pytest

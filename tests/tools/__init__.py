@@ -1,1 +1,1 @@
-"""What works around a ``GPipe``: one test for each row of the table in ``docs/guide/tools.md``."""
+"""Tools around a ``GPipe``: one test for each row of the table in ``docs/guide/tools.md``."""

@@ -1,4 +1,4 @@
-"""What tests of tools get: no thread that outlives them, and no state of the process."""
+"""Fixtures of tests of tools: no thread that outlives them, and no state of the process."""
 import importlib.util
 
 import pytest
@@ -13,7 +13,7 @@ def no_monitor(monkeypatch):
 
 @pytest.fixture
 def no_state():
-    """Forget what Accelerate, which others use, too, keeps for the process."""
+    """Reset the state of the process that Accelerate keeps, also if other tools use it."""
     yield
     if importlib.util.find_spec('accelerate') is not None:
         from accelerate.state import AcceleratorState, GradientState

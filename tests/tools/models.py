@@ -1,4 +1,4 @@
-"""A model, its batches, and a loop of PyTorch's own that says what they come to."""
+"""A model, its batches, and a plain PyTorch loop that gives the expected results."""
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy

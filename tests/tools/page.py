@@ -1,4 +1,4 @@
-"""What pages about tools show: recipes by what they need, and a model that some share."""
+"""Contents of pages about tools: recipes by their packages, and a model that some share."""
 import re
 from pathlib import Path
 

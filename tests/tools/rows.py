@@ -1,4 +1,4 @@
-"""The table of what works, which tests make: a test that shows a thing is a row."""
+"""The table of working features, made by tests: each test that shows one is a row."""
 import importlib.util
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +14,7 @@ FILES = sorted(path.stem for path in Path(__file__).parent.glob('test_*.py'))
 
 
 def works(tool, what, package=None):
-    """Let a test show what works with a tool; skip it where a package is not installed."""
+    """Mark a test that shows a feature of a tool. Skip it if a package is not installed."""
     def show(test):
         ROWS.setdefault(test.__module__, []).append((tool, what))
         if package is None:

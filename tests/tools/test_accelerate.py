@@ -23,7 +23,7 @@ def accelerator(no_state):
 
 
 def train(accelerator, model):
-    """Train a model as Accelerate's guide does; give what `prepare` gave."""
+    """Train a model as Accelerate's guide does, and return the result of `prepare`."""
     loader = DataLoader(TensorDataset(*samples()), 5)
     model, optimizer, loader = accelerator.prepare(model, sgd(model), loader)
     for input, label in loader:

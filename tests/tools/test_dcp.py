@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: names are those of the model, whatever the balance."""
+"""torch.distributed.checkpoint: names are the model's, for any balance."""
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 

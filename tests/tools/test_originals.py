@@ -1,6 +1,6 @@
 """Models of transformers that are run by the pipeline made from them, tied weights and all.
 
-The unwrapped model with the same tool, seeds and batches says what is right.
+The unwrapped model with the same tool, seeds and batches gives the expected results.
 """
 import contextlib
 from functools import partial
@@ -96,7 +96,7 @@ def trainer(model, folder, **options):
 
 
 def by_trainer(make, folder, piped, checkpoint=None, **options):
-    """Return the model, its Trainer, and what that has noted: losses, norms, predictions."""
+    """Return the model, its Trainer, and the Trainer's log: losses, norms, predictions."""
     model = model_of(make)
     with in_place(model, piped):
         run = trainer(model, folder, **options)
@@ -149,7 +149,7 @@ def by_accelerate(piped, folder):
         for epoch in range(3):
             if epoch == 1:
                 accelerator.save_state(folder / 'state')
-            if epoch == 2:  # What epoch 1 has done does not count.
+            if epoch == 2:  # The changes of epoch 1 do not count.
                 accelerator.load_state(folder / 'state')
             for batch in loader:
                 with accelerator.accumulate(prepared):
@@ -174,7 +174,7 @@ def test_accelerate(tmp_path):
     assert [*files[0]] == [*files[1]] and 'lm_head.weight' not in files[0]
     again = model_of(gpt2)
     with in_place(again, True) as pipeline:
-        pipeline.load_state_dict(files[1])  # Of what is tied one name is enough.
+        pipeline.load_state_dict(files[1])  # One name of tied weights is enough.
     assert_equal(again, expected)
 
 
@@ -197,7 +197,7 @@ def test_autocast_of_accelerate():
 
 
 def by_lightning(piped, folder, steps, checkpoint=None):
-    """Return a model and what Lightning has noted of it; keep the best and the last one."""
+    """Return a model and the metrics logged by Lightning; keep the best and the last one."""
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
 

@@ -1,4 +1,4 @@
-"""Pages about tools: the table is that of the tests, and recipes run."""
+"""Pages about tools: the table comes from the tests, and recipes run."""
 import importlib.util
 
 import pytest

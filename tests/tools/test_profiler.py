@@ -1,4 +1,4 @@
-"""torch.profiler: what workers do is in the trace."""
+"""torch.profiler: the trace has the work of workers."""
 import json
 
 import torch
@@ -25,7 +25,7 @@ def test_workers_are_in_the_trace(tmp_path):
                      experimental_config=_ExperimentalConfig(profile_all_threads=True)) as trace:
             model(inputs).sum().backward()
         threads = matmuls(trace.events())
-        assert len(set(threads)) == 2  # that of partition 0, and the caller's
+        assert len(set(threads)) == 2  # partition 0's and the caller's
     # Three layers and three micro-batches, the first two of which are run again by the caller.
     assert len(threads) == 3 * 3 + 3 * 2
     trace.export_chrome_trace(str(tmp_path / 'trace.json'))
@@ -34,7 +34,7 @@ def test_workers_are_in_the_trace(tmp_path):
 
 
 def test_the_default_leaves_them_out():
-    """The day that this fails, the page can do without what is experimental."""
+    """If this fails one day, the page no longer needs the experimental option."""
     model, (inputs, _) = wrapped().eval(), samples()
     with torch.no_grad():
         model(inputs)  # A worker that begins within a trace is in it.

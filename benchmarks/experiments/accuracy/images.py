@@ -38,8 +38,8 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     Args:
         folder: Holds a folder for each class.
         resolution: Height and width of the crops.
-        seed: What random crops depend on, with ``epoch`` and the index; ``None`` for centre crops.
-        classes: Names of the classes, if not those of the folder.
+        seed: The seed of random crops, with ``epoch`` and the index; ``None`` for centre crops.
+        classes: Names of the classes, by default the names in the folder.
 
     Raises:
         click.ClickException: The folder is not laid out like that.

@@ -1,4 +1,4 @@
-"""What a training leaves behind: a CSV log, and a checkpoint to go on from."""
+"""Outputs of a training: a CSV log, and a checkpoint to resume from."""
 import csv
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,8 +33,8 @@ class Progress:
 
     Attributes:
         folder: Where both files are.
-        recipe: What the training depends on; a checkpoint of another recipe is refused.
-        rows: One per epoch.
+        recipe: The settings of the training. A checkpoint of another recipe is refused. rows: One
+        per epoch.
     """
 
     folder: Path

@@ -6,9 +6,9 @@ and grows with it; it is divided by 10 three times, after a warm-up::
     epoch     0 ─── 5 ─────── 30 ─────── 60 ──── 80 ─── 90
     rate      0.1 ↗ peak      ÷ 10       ÷ 100   ÷ 1000         peak = 0.1 × batch / 256
 
-Training for another number of epochs stretches all of it. Other than in the paper, weight decay is
-on all parameters, the scale of each block's last batch norm starts at 1, the last layer starts as
-PyTorch's does, and the last mini-batch of an epoch may be smaller.
+Training for another number of epochs stretches all of it. It differs from the paper: weight decay
+is on all parameters, and the scale of each block's last batch norm starts at 1. The last layer
+starts as PyTorch's does, and the last mini-batch of an epoch may be smaller.
 """
 from collections.abc import Iterable
 

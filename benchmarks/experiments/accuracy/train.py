@@ -131,7 +131,7 @@ class _Count:
 
 def measure(experiment: Experiment, setting: Setting, options: Options, result: dict[str, Any],
             data: Path, workers: int, resume: bool) -> None:
-    """Train to the end, and add to the result what each epoch gave."""
+    """Train to the end, and add the results of each epoch."""
     training = Training(experiment, setting, options, data, workers)
     progress = Progress.begin(experiment, setting, options, training.train_set.classes)
     state = {'model': training.model, 'optimizer': training.optimizer, 'scaler': training.scaler}

@@ -11,7 +11,7 @@ from benchmarks.harness.side_by_side import side_by_side
 
 __all__ = ['COMMANDS', 'SECTION']
 
-#: By what part losses may differ: rounding of float64, which steps make larger.
+#: Largest relative difference of losses: rounding of float64, which steps make larger.
 TOLERANCE = 1e-9
 
 
@@ -21,7 +21,8 @@ def arcface(numbers: tuple[int, ...], steps: int, output: str) -> None:
     """Train ArcFace on scikit-learn's handwritten digits: in one process, and sharded.
 
     The last layer has a direction for each digit, of which each process has some. All is in
-    float64, so that losses can be compared: one that is not that of the plain model is an error.
+    float64, so that losses can be compared: a loss that differs from the plain model's is an
+    error.
     """
     def measure() -> dict[str, Any]:
         from benchmarks.experiments.arcface.train import make  # has torch.distributed
@@ -32,7 +33,7 @@ def arcface(numbers: tuple[int, ...], steps: int, output: str) -> None:
 
 
 def _parts(results: dict[str, Any]) -> list[str | Rows]:
-    """Say what was trained, and give the table."""
+    """Describe the training, and return the table."""
     header, rows = training_rows(results['rows'])
     accuracies = [f"{row['ranks'][0]['accuracy']:.2%}" for row in results['rows']]
     return ['The model is two linear layers followed by ArcFace, trained on the digits of '

@@ -1,4 +1,4 @@
-"""What each process trains: a network for digits, and its part of ArcFace's last layer."""
+"""The model of each process: a network for digits, and its part of ArcFace's last layer."""
 from typing import Any
 
 import torch
@@ -17,13 +17,12 @@ BATCH, FEATURES, CLASSES = 64, 16, 10
 
 
 class Recogniser(Trainer):
-    """A trainer that knows how often the model is right.
+    """A trainer that measures the accuracy of the model.
 
     Args:
         model: A backbone, and ArcFace's layer.
-        optimizer: Changes its parameters.
-        sharded: Whether this rank has some classes of the layer.
-        data: What it learns, and what it is tested on.
+        optimizer: The optimizer of its parameters. sharded: Whether this rank has some classes of
+        the layer. data: Training and test data.
     """
 
     def __init__(self, model: nn.ModuleDict, optimizer: torch.optim.Optimizer, sharded: bool,

@@ -12,7 +12,7 @@ from benchmarks.harness.side_by_side import side_by_side
 
 __all__ = ['COMMANDS', 'SECTION']
 
-#: By what part losses may differ: rounding of float32.
+#: Largest relative difference of losses: rounding of float32.
 TOLERANCE = 1e-5
 
 
@@ -30,7 +30,7 @@ def classes(numbers: tuple[int, ...], steps: int, output: str, sizes: tuple[int,
     """Train a linear layer of many classes: in one process, and sharded over several.
 
     Plain: nn.Linear and cross_entropy. Sharded: ParallelLinear, of which each process has some
-    classes, and parallel_cross_entropy. A loss that is not that of the plain layer is an error.
+    classes, and parallel_cross_entropy. A loss that differs from the plain layer's is an error.
     """
     def measure() -> dict[str, Any]:
         from benchmarks.experiments.classes.train import Options, make  # has torch.distributed
@@ -52,7 +52,7 @@ def _rows(cases: list[dict[str, Any]]) -> Rows:
 
 
 def _loss_alone(row: dict[str, Any]) -> float:
-    """Relate what the loss takes to logits and gradient, in the process that does worst."""
+    """Return the memory of the loss relative to logits and gradient, in the worst process."""
     return max(rank['loss'] / rank['logits'] / 2 for rank in row['ranks'] if rank['logits'])
 
 
@@ -70,7 +70,7 @@ def _panels(results: dict[str, Any]) -> list[Panel]:
 
 
 def _parts(results: dict[str, Any]) -> list[str | Rows]:
-    """Say what was trained, and give the table."""
+    """Describe the training, and return the table."""
     return [f"The model is a linear layer with {results['features']} inputs, followed by cross "
             f"entropy. It trains on {results['batch']} samples in float32 by SGD. The sharded "
             f'layer is split by classes. {meaning(results)} "Loss alone" is the peak memory of '

@@ -1,4 +1,4 @@
-"""What each process trains: a classifier, or its classes of it."""
+"""The model of each process: a classifier, or its classes of one."""
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ __all__ = ['Options', 'make']
 
 
 class Options(NamedTuple):
-    """What each process needs to know."""
+    """The options of each process."""
 
     classes: int
     features: int
@@ -22,12 +22,11 @@ class Options(NamedTuple):
 
 
 class Classifier(Trainer):
-    """A trainer that knows what the loss alone takes.
+    """A trainer that measures the memory of the loss alone.
 
     Args:
-        layer: Gives logits.
-        sharded: Whether they are those of this rank's classes.
-        options: Sizes.
+        layer: The layer that returns logits. sharded: Whether the logits are for this rank's
+        classes only. options: Sizes.
     """
 
     def __init__(self, layer: nn.Module, sharded: bool, options: Options) -> None:

@@ -15,7 +15,7 @@ __all__ = ['COMMANDS', 'SECTION']
 #: English, of 11 thousand characters.
 TEXT = Path(__file__).parents[3] / 'LICENSE'
 
-#: By what part losses may differ: rounding of float64, which steps make larger.
+#: Largest relative difference of losses: rounding of float64, which steps make larger.
 TOLERANCE = 1e-9
 
 
@@ -33,7 +33,7 @@ def mingpt(numbers: tuple[int, ...], steps: int, output: str, width: int, heads:
     """Train a small GPT on characters: in one process, and sharded over several.
 
     The text is the license of this repository. All is in float64, so that losses can be compared:
-    one that is not that of the plain model is an error.
+    a loss that differs from the plain model's is an error.
     """
     if width % heads:
         raise click.ClickException(f'--heads {heads} cannot share --width {width} equally')
@@ -52,7 +52,7 @@ def mingpt(numbers: tuple[int, ...], steps: int, output: str, width: int, heads:
 
 
 def _parts(results: dict[str, Any]) -> list[str | Rows]:
-    """Say what was trained, and give the table."""
+    """Describe the training, and return the table."""
     return [f"The model is a GPT of {results['depth']} blocks with {results['heads']} heads, "
             f"{results['width']} features and a context of {results['context']} characters. It "
             f"trains on the license of this repository ({results['characters']:,} characters, "

@@ -1,4 +1,4 @@
-"""What each process trains: the GPT, or its part of it, on pieces of a text."""
+"""The model of each process: the GPT, or its part of it, trained on pieces of a text."""
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ BATCH, MAX_NORM = 16, 1.
 
 
 class Options(NamedTuple):
-    """What each process needs to know."""
+    """The options of each process."""
 
     text: str
     sizes: Sizes

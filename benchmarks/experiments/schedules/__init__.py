@@ -1,4 +1,4 @@
-"""Equal cells on workers of the CPU: what each schedule makes of them."""
+"""Equal cells on workers of the CPU: the time of each schedule."""
 import itertools
 import math
 import time
@@ -53,7 +53,7 @@ def depth_of(stack: Stack, milliseconds: float) -> int:
 
 
 def measure(stack: str, depth: int, n: int, m: int, rounds: int) -> dict[str, Any]:
-    """Let all take steps in turn; give what each took."""
+    """Let all take steps in turn, and return the measurements of each."""
     cells, data = STACKS[stack].build(CELLS * n, depth), STACKS[stack].data(m)
     with ExitStack() as exit:
         processes = exit.enter_context(Processes(
@@ -95,7 +95,7 @@ def _row(name: str, runs: Sequence[dict[str, float]], peak: int, ideal: float, n
 
 def _prediction(name: str, runs: Sequence[dict[str, float]],
                 predictions: Sequence[dict[str, Prediction]]) -> dict[str, float] | None:
-    """Relate what was predicted in each round to what was measured in it."""
+    """Relate the prediction in each round to the measurement in it."""
     if name not in predictions[0]:
         return None
     return {'seconds': median(found[name].seconds for found in predictions),
@@ -122,12 +122,11 @@ def schedules(stacks: tuple[str, ...], partitions: tuple[int, ...], chunks: tupl
               milliseconds: float, rounds: int, output: str) -> None:
     """Time a training step by each schedule, on one core per partition.
 
-    Stacks of equal cells, without checkpoints and without optimizer. Beside the schedules of
-    GPipe.step: the plain call, the same cells in sequence in one thread, the schedules on one
-    worker (where there are no bubbles, so what zero bubble adds is the cost of splitting
-    backward), and in a process for each partition torchgpipe.distributed and
-    torch.distributed.pipelining. Interleaved and
-    zb-v cut each partition in two.
+    The models are stacks of equal cells, without checkpoints and without optimizer. Schedules of
+    GPipe.step are compared with the plain call and with the same cells in sequence in one thread.
+    On one worker there are no bubbles, so the time that zero bubble adds is the cost of splitting
+    backward. With a process for each partition, torchgpipe.distributed and
+    torch.distributed.pipelining are measured. Interleaved and zb-v cut each partition in two.
     """
     folder = output_folder(output)
     click.echo(f"torch {machine()['torch']}, {machine()['cpu']}, {machine()['cores']} cores\n")
@@ -169,7 +168,7 @@ def _number(value: float | None, scale: float = 1, digits: int = 2) -> str:
     return '—' if value is None else f'{value * scale:.{digits}f}'
 
 
-#: What the summary relates: figures of which two rows of a case.
+#: The ratios in the summary: a figure, and two rows of a case.
 RATIOS = {'1f1b, times as fast as torch 1F1B': ('speed_up', '1f1b', 'torch 1F1B'),
           'in processes, 1f1b, times as fast as torch 1F1B': (
               'speed_up', '1f1b, processes', 'torch 1F1B'),
@@ -181,7 +180,7 @@ RATIOS = {'1f1b, times as fast as torch 1F1B': ('speed_up', '1f1b', 'torch 1F1B'
 
 
 def summary_rows(cases: Sequence[dict[str, Any]]) -> Rows:
-    """Return what matters most, in medians over stacks."""
+    """Return the main results, in medians over stacks."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for case in cases:
         name = f"n = {case['partitions']}, m = {case['chunks']}"
@@ -195,7 +194,7 @@ def summary_rows(cases: Sequence[dict[str, Any]]) -> Rows:
 
 
 def _deviation(rows: dict[str, Any]) -> float:
-    """Return by how many percent the time of a schedule is off what was predicted, at most."""
+    """Return the largest deviation of a schedule's time from the prediction, in percent."""
     return max(abs(row['predicted']['ratio'] - 1) * 100 for name, row in rows.items()
                if name in NAMES)
 

@@ -1,4 +1,4 @@
-"""What takes part: the same cells, trained by each schedule and in other ways."""
+"""The contenders: the same cells, trained by each schedule and in other ways."""
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,7 +28,7 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 
 class Run(NamedTuple):
-    """What a step took, and its loss."""
+    """The seconds of a step, and its loss."""
 
     seconds: float
     loss: float
@@ -66,7 +66,7 @@ def contenders(cells: nn.Sequential, data: tuple[Tensor, Tensor], n: int, m: int
     for name in NAMES:
         stages = sum(map(len, make(name, n, 1).stages))
         found[name] = pipeline(name, [f'cpu:{j}' for j in places(name, stages)])
-    for name in ('1f1b', 'zb-h1'):  # No bubbles: what is between them is the cost of the split.
+    for name in ('1f1b', 'zb-h1'):  # No bubbles: the difference is the cost of the split.
         found[f'{name}, one worker'] = pipeline(name, ['cpu'] * n, threads=1)
     for name, scheme in (OWN | OTHERS).items() if processes else ():
         found[name] = _There(processes, scheme)

@@ -1,4 +1,4 @@
-"""What the simulator makes of the same cells, from a profile of their layers."""
+"""Predictions of the simulator for the same cells, from a profile of their layers."""
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -19,13 +19,11 @@ class Prediction(NamedTuple):
 
 
 def predict(cells: nn.Sequential, sample: Tensor, n: int, m: int) -> dict[str, Prediction]:
-    """Profile the layers now, one after the other in this thread, and simulate what takes part.
+    """Profile the layers now, one after the other in this thread, and simulate the contenders.
 
     Args:
-        cells: Those that take part.
-        sample: A micro-batch.
-        n: The number of devices.
-        m: The number of micro-batches.
+        cells: The cells of the contenders. sample: A micro-batch. n: The number of devices. m: The
+        number of micro-batches.
     """
     cells.zero_grad()
     layers = nn.Sequential(*[layer for cell in cells.children() for layer in cell.children()])

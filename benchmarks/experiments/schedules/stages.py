@@ -16,11 +16,10 @@ __all__ = ['Answer', 'Stage']
 
 
 class Answer(NamedTuple):
-    """What a process says of a step.
+    """A process's measurements of a step.
 
     Attributes:
-        span: When it was.
-        loss: The loss of the mini-batch; of the last process only.
+        span: The time of the step. loss: The loss of the mini-batch; of the last process only.
         peak: The peak of activations in bytes, if that was asked for.
     """
 
@@ -37,9 +36,9 @@ class Stage:
         cells: Cells of the stack, which the processes share equally.
         depth: Layers of a cell.
         chunks: Micro-batches of a mini-batch.
-        names: Those of classes in :mod:`torch.distributed.pipelining`.
+        names: Names of classes in :mod:`torch.distributed.pipelining`.
 
-    The same layers are those of a stage of torchgpipe.distributed.
+    A stage of torchgpipe.distributed has the same layers.
     """
 
     def __init__(self, stack: str, cells: int, depth: int, chunks: int, names: Sequence[str]

@@ -1,4 +1,4 @@
-"""Switch off what torchgpipe does for speed and memory, to see what each thing brings.
+"""Switch off torchgpipe's features for speed and memory, to measure the effect of each.
 
 ==============  ============================================================================
 off             instead
@@ -9,7 +9,7 @@ off             instead
                 (:mod:`benchmarks.experiments.timeline.carry`)
 ==============  ============================================================================
 
-The numbers that the model computes stay the same.
+The results of the model stay the same.
 """
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,7 +23,7 @@ __all__ = ['without']
 
 @contextmanager
 def without(off: Collection[str]) -> Iterator[None]:
-    """Switch off, within the context, what can be switched off without changing the model."""
+    """Switch off, within the context, the features that do not require a change of the model."""
     with ExitStack() as stack:
         if 'dependency' in off:
             never = property(lambda self: False, lambda self, value: None)

@@ -19,7 +19,7 @@ __all__ = ['carry']
 def carry(model: nn.Sequential) -> nn.Sequential:
     """Wrap each layer into one that takes ``(x, *skips)`` and gives ``(x, *skips)``.
 
-    Layers, parameters and numbers are those of the model; no skip is left that GPipe would see.
+    Layers, parameters and results are the model's. No skip is left that GPipe would detect.
     """
     alive: list[Key] = []
     layers = []
@@ -61,7 +61,7 @@ class _Carrying(nn.Module):
 
     def _call(self, input: Value, carried: dict[Key, Tensor | None]
               ) -> Value:
-        """Let the layer pop and stash what is carried."""
+        """Let the layer pop and stash the carried skips."""
         tracker = SkipTracker()
         tracker.tensors = carried
         with use_skip_tracker(tracker):

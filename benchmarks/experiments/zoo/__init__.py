@@ -25,7 +25,7 @@ __all__ = ['COMMANDS', 'SECTION']
 
 #: How processes start: forked from one that has imported the libraries, which takes seconds.
 METHOD = 'forkserver'
-#: What the first checkpoint of a process imports.
+#: Modules that the first checkpoint of a process imports.
 IMPORTED = ['torch._dynamo']
 #: Seconds that a model may take.
 PATIENCE = 600
@@ -60,9 +60,9 @@ def zoo(libraries: tuple[str, ...], models: tuple[str, ...], missing: bool, trai
         patience: int, output: str) -> None:
     """Convert models of libraries to sequential ones, each in a process of its own.
 
-    With weights of no checkpoint. Where a conversion raises, the line that the error names is
-    tried. In training, in 2 and 3 partitions, by the plain call and by 1F1B, two steps of AdamW in
-    float64 are compared with those of the model itself on the same micro-batches.
+    Weights are random. If a conversion raises, the line that the error names is tried. Trainings
+    in 2 and 3 partitions, by the plain call and by 1F1B, are compared with the model itself on the
+    same micro-batches. Each takes two steps of AdamW in float64.
     """
     folder = output_folder(output)
     results = _kept(folder / 'zoo.json')
@@ -98,7 +98,7 @@ def _check_names(models: Sequence[str], known: Sequence[str]) -> None:
 
 
 def _kept(path: Path) -> dict[str, Any]:
-    """Return what was found before."""
+    """Return the results of earlier runs."""
     if not path.exists():
         return {'libraries': {}, 'rows': {}}
     found: dict[str, Any] = json.loads(path.read_text())['results']
@@ -115,7 +115,7 @@ def _version(library: str) -> str:
 
 def in_process(case: Callable[[str], Case], name: str, train: bool, patience: int
                ) -> dict[str, Any]:
-    """Return what is found of a model, or why nothing is: what it does, it does elsewhere."""
+    """Return the results of a model, run in another process, or the reason why there are none."""
     context = multiprocessing.get_context(METHOD)
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_find, args=(there, case, name, train), daemon=True)
@@ -137,7 +137,7 @@ def in_process(case: Callable[[str], Case], name: str, train: bool, patience: in
 
 
 def _find(pipe: Connection, make: Callable[[str], Case], name: str, train: bool) -> None:
-    """Convert and train one model, and send what is found as soon as it is."""
+    """Convert and train one model, and send each result as soon as it is found."""
     warnings.simplefilter('ignore')
     torch.set_num_threads(1)
     torch.manual_seed(0)

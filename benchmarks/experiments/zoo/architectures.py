@@ -1,7 +1,7 @@
 """Architectures of transformers, by their default configs, and samples as their documentation has.
 
-What a model is called with goes by the names of its arguments: ids with a mask as a tokenizer
-makes it, of rows that are padded to one length; images, sound and what a processor makes of it.
+The inputs of a model depend on the names of its arguments. They are ids with a tokenizer's mask,
+in rows padded to one length, images, sound, or the outputs of a processor.
 """
 import inspect
 from collections.abc import Callable
@@ -19,14 +19,14 @@ __all__ = ['NAMES', 'case']
 LENGTH = 16
 #: Of a sound: half a second.
 SAMPLES = 8000
-#: Parameters of what is made as it is by default; larger ones have some blocks and words only.
+#: Largest number of parameters of a default model. Larger ones get fewer blocks and words.
 MOST = 80_000_000
 BLOCKS, WORDS = 2, 1000
 _LEAST = {'vocab_size': WORDS, **dict.fromkeys((
     'num_hidden_layers', 'num_layers', 'num_decoder_layers', 'encoder_layers', 'decoder_layers',
     'n_layer', 'n_layers'), BLOCKS)}
 
-#: Classes, and what their configs do not have by default.
+#: Classes, and options that differ from the defaults of their configs.
 NAMES: dict[str, dict[str, Any]] = dict.fromkeys('''
 AlbertForMaskedLM BertForMaskedLM BertForSequenceClassification BigBirdForMaskedLM
 CamembertForMaskedLM CanineForSequenceClassification ConvBertForMaskedLM Data2VecTextForMaskedLM

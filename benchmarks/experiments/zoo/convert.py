@@ -1,4 +1,4 @@
-"""Convert one model, if need be with the lines that errors name, and say what came out."""
+"""Convert one model, if need be with the lines that errors name, and report the result."""
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,11 +22,10 @@ class Case(NamedTuple):
     """A model to convert.
 
     Attributes:
-        model: With its default configuration, but for what the note says.
-        sample: Makes what it is called with, for a number of samples.
-        small: Makes smaller ones, which it may not take, to train with.
-        note: In what it is not as by default.
-        without_heads: Makes it without heads that are for training only, if it has some.
+        model: The model with its default configuration, except for the changes in the note.
+        sample: Makes its arguments, for a number of samples. small: Makes smaller arguments for
+        training, which the model may refuse. note: Differences from the default. without_heads:
+        Makes it without heads that are for training only, if it has some.
     """
 
     model: nn.Module
@@ -37,7 +36,7 @@ class Case(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What came out: layers, and the lines that it took, with the leaves in them.
+    """The result of a conversion: layers, and the lines that it took, with the leaves in them.
 
     The case is another one where a line says so.
     """
@@ -49,7 +48,7 @@ class Found(NamedTuple):
     seconds: float
 
     def row(self) -> dict[str, Any]:
-        """Return what the table says of it."""
+        """Return its row of the table."""
         wholes: Sequence[Any] = self.layers.wholes  # type: ignore[assignment]
         largest = next(({'kind': each.kind, 'share': each.share, 'why': in_short(each.why)}
                         for each in wholes if each.share), None)
@@ -80,7 +79,7 @@ def converted(case: Case, size: int = 2) -> Found:
             return Found(case, layers, lines, leaves, time.perf_counter() - start)
 
 
-#: What errors propose: words in them, and the line that these stand for.
+#: Proposals of errors: words in them, and the lines that these stand for.
 CALL_IT = 'call the model once before'
 TURN_OFF = r'model\.config\.(\w+) = False'
 NO_CACHE_IN_THE_CALL = 'use_cache=False in the call'
@@ -134,7 +133,7 @@ def _without_cache(sample: Callable[[int], Arguments], size: int) -> Arguments:
 
 
 def reason(error: BaseException) -> str:
-    r"""Return what an error says, in one line, without the folders of this machine.
+    r"""Return the message of an error in one line, without the folders of this machine.
 
     >>> reason(ValueError("it fails\n  /site-packages/timm/layers/norm.py, line 3"))
     'ValueError: it fails timm/layers/norm.py, line 3'

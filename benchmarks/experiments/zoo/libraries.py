@@ -1,4 +1,4 @@
-"""Which models there are in libraries, and what they are called with."""
+"""Models of libraries, and their arguments."""
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,9 +16,8 @@ class Library(NamedTuple):
     """Models of a library.
 
     Attributes:
-        modules: What is imported, the library itself first.
-        names: Lists models.
-        case: Makes one by its name.
+        modules: Modules to import, the library itself first. names: Lists models. case: Makes one
+        by its name.
     """
 
     modules: Sequence[str]

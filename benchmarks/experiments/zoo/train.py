@@ -36,7 +36,7 @@ def without_dropout(model: nn.Module) -> None:
 def differences(case: Case, leaves: Sequence[str]) -> dict[str, float]:
     """Return the largest difference after two steps, by partitions and schedule.
 
-    It is that of parameters, buffers and gradients, relative to those of the model itself.
+    It covers parameters, buffers and gradients, and is relative to the model itself.
     """
     model = case.model.double().train()
     sample = _small_enough(case)
@@ -63,7 +63,7 @@ def differences(case: Case, leaves: Sequence[str]) -> dict[str, float]:
 
 
 def _small_enough(case: Case) -> Callable[[int], Any]:
-    """Return what makes small samples, if the model takes these."""
+    """Return the function that makes small samples, if the model takes them."""
     try:
         without_grad(lambda _: call(copied(case.model), _double(case.small(2))))
     except Exception:
@@ -77,8 +77,8 @@ def _balance(layers: int, n: int) -> list[int]:
 
 
 def _steps(model: nn.Module, backward: Callable[[Any], object], samples: Sequence[Any]) -> None:
-    # By the default epsilon, a gradient that is zero but for rounding becomes a step, as that of a
-    # bias before a normalization.
+    # With the default epsilon, a gradient that is zero except for rounding becomes a step. An
+    # example is the gradient of a bias before a normalization.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
     for sample in samples:
         optimizer.zero_grad()
@@ -101,7 +101,7 @@ def _by_pipeline(pipeline: GPipe, schedule: str, sample: Any) -> None:
 
 
 def _results(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return what a model has after its steps; its parameters are those of the pipeline, too."""
+    """Return the state of a model after its steps. The pipeline shares its parameters."""
     return {**_copied(state), **{f'gradient of {name}': x.grad.clone() for name, x
                                  in model.named_parameters() if x.grad is not None}}
 
@@ -122,7 +122,7 @@ def _double(sample: Any) -> Any:
 
 
 def _loss(output: Any) -> Tensor:
-    """Return a sum over samples, which is that of micro-batches, too; of anything that is real."""
+    """Return a sum over samples, and so over micro-batches, of all real tensors in the output."""
     return sum((_from_constants(leaf.value) for leaf in leaves_of(output)
                 if isinstance(leaf.value, Tensor) and leaf.value.requires_grad), torch.zeros(()))
 

@@ -1,4 +1,4 @@
-"""Digits: GPipe learns what the model without it learns, by a schedule as well."""
+"""Digits: GPipe learns the same as the model without it, also by a schedule."""
 import re
 
 import pytest

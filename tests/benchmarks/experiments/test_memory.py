@@ -1,4 +1,5 @@
-"""Peaks of partitions in a shared memory: each counts what it would have on its own device."""
+"""Peaks of partitions in a shared memory: each counts the tensors that it would have on its own
+device."""
 import pytest
 import torch
 from torch import nn

@@ -122,7 +122,7 @@ def test_dropout_of_a_config_is_none_either():
 
 
 class Steps:
-    """Raise an error until it was told what to do."""
+    """Raise errors in turn, and record the settings of each call."""
 
     def __init__(self, monkeypatch, errors):
         self.errors, self.told = list(errors), []

@@ -1,4 +1,4 @@
-"""What peaks are made of: tensors that are alive."""
+"""Peaks count tensors that are alive."""
 import torch
 
 from benchmarks.harness.live import LiveTensors

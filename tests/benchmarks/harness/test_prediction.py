@@ -13,7 +13,7 @@ from torchgpipe.schedule import NAMES
 
 
 def profile(number, overhead=0.):
-    """Return that of 8 samples in layers of 1 and 2 seconds each."""
+    """Return a profile of 8 samples, with layers of 1 second forward and 2 seconds backward."""
     layer = LayerProfile('', 1., 2., 4, 0, 0, 0, 4, None, overhead, overhead)
     return Profile((layer,) * number, (), batch_size=8, input_bytes=4, device='cpu')
 

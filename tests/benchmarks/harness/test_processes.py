@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.distributed,
 
 
 class Adder:
-    """A worker that adds up what all of them have."""
+    """A worker that adds up the terms of all workers."""
 
     def __init__(self, term):
         self.term = torch.tensor(term * (distributed.get_rank() + 1.))
@@ -123,7 +123,7 @@ def test_none_is_left_when_the_command_is_stopped(tmp_path, number, code, last):
         os.killpg(process.pid, number)  # as a terminal does
     else:
         process.send_signal(number)
-    # It ends when nobody has these pipes any more.
+    # It ends when no process has these pipes any more.
     out, err = process.communicate(timeout=100)
     assert process.returncode == code and err.endswith(last) and 'Traceback' not in err
 

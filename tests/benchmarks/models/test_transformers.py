@@ -54,7 +54,7 @@ GPT = gpt.Sizes(vocabulary=13, context=6, width=8, heads=2, depth=3)
 GPTJ = gptj.Sizes(vocabulary=13, width=24, heads=2, depth=3, rotary=8)
 VIT = vit.Sizes(width=8, heads=2, depth=3, classes=5, image=12, patch=4)
 
-#: Each with its layers, its plan, its model, and what makes an input of some samples.
+#: Each with its module, and functions that make its model and an input of some samples.
 KINDS = {'GPT-2': (gpt, lambda: gpt.GPT(GPT), lambda n: torch.randint(13, (n, 6))),
          'minGPT': (gpt, lambda: gpt.GPT(GPT._replace(tied=False)),
                     lambda n: torch.randint(13, (n, 5))),
@@ -72,7 +72,7 @@ def randomly(model):
 
 
 def made(kind):
-    """Return the module of a kind, a model, and what makes an input."""
+    """Return the module of a kind, a model, and a function that makes an input."""
     torch.manual_seed(0)
     module, make, samples = KINDS[kind]
     return module, randomly(make()), samples
@@ -116,7 +116,7 @@ def test_layers_in_a_pipeline(kind, balance, by):
 
 @kinds
 def test_layers_made_without_memory(kind):
-    """They have the initial values of the model, in the mean: small ones in what is looked up."""
+    """They have the initial values of the model, in the mean: small ones in embeddings."""
     module, make, _ = KINDS[kind]
     torch.manual_seed(0)
     with torch.device('meta'):

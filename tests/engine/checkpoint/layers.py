@@ -49,7 +49,7 @@ class Decay(nn.Module):
 
 
 def own_batch_norm(layer, x):
-    """Normalise with running statistics that are not those of an nn.BatchNorm."""
+    """Normalise with running statistics of its own, without an nn.BatchNorm."""
     y = torch.nn.functional.batch_norm(x, layer.mean, layer.var, training=True, momentum=0.3)
     return y + layer.mean.detach().clone()
 

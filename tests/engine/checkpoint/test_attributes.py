@@ -1,4 +1,4 @@
-"""Attributes of modules: what is noticed to have changed, and what a copy has in common."""
+"""Attributes of modules: the detected changes, and the objects that a copy shares."""
 from collections import Counter, OrderedDict, defaultdict, deque
 
 import torch
@@ -57,7 +57,7 @@ def test_indices_that_python_makes_anew_are_no_change():
 
 
 def test_what_is_the_users_to_change():
-    """As hooks and children, or what none of Python's own containers holds."""
+    """Hooks, children, and values outside Python's own containers are not compared."""
     assert not changes(0, lambda module: module.register_forward_hook(print))
     assert not changes(0, lambda module: module.register_module('child', nn.ReLU()))
 

@@ -1,4 +1,4 @@
-"""What is changed between forward and backward: the recomputation finds what was there before."""
+"""Changes between forward and backward: the recomputation finds the earlier state."""
 import copy
 import gc
 
@@ -50,7 +50,7 @@ def test_layers_that_are_frozen(devices, mode):
 @pytest.mark.parametrize('kind', ['register_forward_hook', 'register_forward_pre_hook'])
 @pytest.mark.parametrize('added', [True, False])
 def test_hooks(devices, mode, kind, added):
-    """They are added, or removed, before backward. They change what only gradients show."""
+    """They are added or removed before backward. Only gradients show their effect."""
     results = []
     for net in (make(), wrap(devices, mode)):
         def hook(module, *values):
@@ -133,7 +133,7 @@ def test_a_layer_that_begins_to_do_something_new(devices, what):
         x.grad = None
         output = gpipe(x)
         output.sum().backward()
-        # The gradient is that of the same factors.
+        # The gradient has the same factors.
         scale = (output.detach() / x.detach().sin()).round()
         if what is set_attribute:
             assert torch.allclose(x.grad, scale * x.detach().cos())

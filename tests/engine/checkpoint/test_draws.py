@@ -39,7 +39,7 @@ class Dropouts(nn.Dropout):
 
 
 def noise(x):
-    """Multiply with what is drawn in many ways, of known and of unknown layers."""
+    """Multiply by random numbers from many functions, both known and unknown ones."""
     device = x.device
     for factor in (torch.rand_like(x), torch.randn(x.shape, device=device),
                    torch.empty_like(x).exponential_(),
@@ -55,7 +55,7 @@ def noise(x):
 
 
 def assert_output_and_gradient_agree(gpipe, x):
-    """Check a model that multiplies its input with what it draws."""
+    """Check a model that multiplies its input by the numbers that it draws."""
     x = on_first(gpipe, x).requires_grad_()
     output = gpipe(x)
     output.sum().backward()
@@ -159,7 +159,7 @@ def layer_drop(x, y):
     return x if torch.rand(()) < 0.5 else F.dropout(y, 0.3)
 
 
-#: Layers of which nobody knows that they draw before they do, and one that does not.
+#: Layers that are not known to draw until they do, and one that does not draw.
 DRAWING = {
     'attention': Attention, 'encoder': Encoder, 'none': lambda: nn.Linear(8, 8),
     'dropout': lambda: Functional(lambda x, y: F.dropout(y, 0.3)),
@@ -230,7 +230,7 @@ def test_it_does_so_whatever_the_balance_and_the_devices(data):
 @devices
 @modes
 def test_layers_that_seed_the_generator_and_put_it_back(devices, mode):
-    """In v0.3.0, nobody noticed that such layers draw, so others drew from their seed, too."""
+    """In v0.3.0, draws of such layers were not detected, so others also drew from their seed."""
     def seeded(x):
         # Not by torch.manual_seed, which is for all devices, so for other partitions' as well.
         generators = torch.get_device_module(x.device) if devices.are_accelerators else torch

@@ -29,7 +29,7 @@ def known():
 
 
 def watched():
-    """Return those of a first cell."""
+    """Return the draws of a first cell."""
     return Draws([], Recorder())
 
 
@@ -91,7 +91,7 @@ def test_a_cell_that_was_not_known_to_draw():
     monitor = DrawMonitor()
     draws = Draws([], None, monitor)
     draws.first_pass(lambda: torch.rand(3))
-    draws.replay(lambda: torch.rand(3))  # nobody has looked yet
+    draws.replay(lambda: torch.rand(3))  # not looked at yet
     assert monitor.anyone_drew()
     draws.replay(lambda: torch.ones(3).sin())
     with pytest.raises(RuntimeError, match='random numbers where the first pass was not known'):
@@ -170,7 +170,7 @@ def test_layers_that_are_compiled_stay_compiled():
         graphs.append(graph)
         return graph.forward
 
-    torch.compiler.reset()  # Dynamo counts what it has compiled of its own wrapper.
+    torch.compiler.reset()  # Dynamo counts compilations of its own wrapper.
     compiled = torch.compile(torch.sin, backend=backend)
     Recorder().run(lambda: compiled(torch.ones(3)))
     assert len(graphs) == 1

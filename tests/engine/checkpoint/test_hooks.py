@@ -1,4 +1,4 @@
-"""The user's saved-tensor hooks: what they do with a cell's input, they do on one stream."""
+"""The user's saved-tensor hooks: they use one stream for the input of a cell."""
 import copy
 
 import pytest
@@ -51,8 +51,8 @@ def test_an_input_that_hooks_pack_and_unpack_on_its_device(where, find):
     xs = [torch.randn(6, 4, dtype=torch.double) for _ in range(2)]
     with saved_tensors_hooks(slowly(lambda x: x * 2), slowly(lambda x: x / 2)):
         outputs = [gpipe(x.to(gpipe.devices[0])).square().sum() for x in xs]
-    # Without a look at any number, so that each pass finds memory that the one before has let go
-    # of, and whose kernels may still be queued.
+    # No number is read, so that each pass reuses memory that the one before has freed, and whose
+    # kernels may still be queued.
     actual = [grad for _ in xs for grad in find(outputs.pop(0), gpipe)]
     expected = [grad for x in xs for grad in backward(reference(x).square().sum(), reference)]
     assert_same(actual, expected)

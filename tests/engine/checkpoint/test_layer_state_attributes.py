@@ -1,4 +1,4 @@
-"""Attributes of layers are those of the first pass, also after Ctrl-C in a recomputation."""
+"""Attributes of layers come from the first pass, also after Ctrl-C in a recomputation."""
 import itertools
 from unittest import mock
 
@@ -27,7 +27,7 @@ def test_python_attributes_are_those_of_one_pass(devices):
 
 @one_worker
 def test_an_output_that_a_layer_keeps_is_that_of_the_first_pass(devices):
-    """As an auxiliary loss: what the recomputation sets would keep a graph of no use alive."""
+    """An example is an auxiliary loss. The recomputation's would keep a useless graph alive."""
     def keep(layer, x):
         layer.aux = x.sum()
         return x * 2
@@ -58,7 +58,7 @@ def test_a_layer_that_asks_which_pass_it_is_in_deals_with_its_attributes_itself(
     for step in (1, 2):
         gpipe(torch.rand(5, 4, device=devices.first)).sum().backward()
         assert layer.recomputations == 2 * step
-    assert seen == [2] * 4  # what the last micro-batch left behind
+    assert seen == [2] * 4  # the last micro-batch's value
 
 
 @one_worker

@@ -1,4 +1,4 @@
-"""What is kept of layers for a recomputation: copies of small tensors and of written ones."""
+"""The state of layers kept for a recomputation: copies of small tensors and of written ones."""
 import gc
 import os
 from contextlib import nullcontext
@@ -80,7 +80,7 @@ def test_memory_that_can_not_be_copied_on_write(devices, memory):
 @pytest.mark.parametrize('name', ODD)
 @pytest.mark.parametrize('large', [False, True], ids=['small', 'large'])
 def test_odd_layers_of_any_size(devices, name, large, monkeypatch):
-    """What was seen to change is copied, and so is what is small."""
+    """Tensors that were seen to change are copied, and so are small ones."""
     skip_unless_movable(name, devices)
     if large:
         monkeypatch.setattr(state, 'SMALL', 0)
@@ -109,7 +109,7 @@ class Replaced(nn.Module):
 @one_worker
 @pytest.mark.parametrize('size', [1, 20_000])
 def test_a_buffer_that_is_replaced(devices, size):
-    """In v0.15.2, a large one on an accelerator was that of a later forward."""
+    """In v0.15.2, a recomputation on an accelerator used a large buffer of a later forward."""
     compare_modes(lambda: nn.Sequential(nn.Linear(4, 4).double(), Replaced(size)), devices)
 
 

@@ -70,7 +70,7 @@ def test_they_come_from_a_partition_without_a_checkpoint(balance, devices):
 
 @cpus
 def test_a_partition_that_only_makes_them(devices):
-    """Its recomputation has another ragged size, which nobody uses."""
+    """Its recomputation has another ragged size, which is not used."""
     train(layers(Nest(torch.jagged)), [1, 4], devices, 'always')
 
 

@@ -1,4 +1,4 @@
-"""What layers were seen to do, by itself."""
+"""The observed behaviour of layers, tested on its own."""
 import pytest
 import torch
 from torch import nn

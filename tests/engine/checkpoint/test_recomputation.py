@@ -1,4 +1,4 @@
-"""A recomputation by itself: what it tells the layers, and what it lets go of."""
+"""A recomputation on its own: the state that layers see, and the objects that it releases."""
 import gc
 
 import pytest

@@ -39,7 +39,7 @@ class Counted(nn.Linear):
 
 
 class Block(nn.Module):
-    """A residual block around a part that takes and gives what a case says."""
+    """A residual block around a part whose inputs and outputs depend on the case."""
 
     def __init__(self, inner, use):
         super().__init__()
@@ -85,11 +85,11 @@ class Data:
 
 
 def use(function=lambda y: y):
-    """Call a part with a tensor, and a function with what it gives."""
+    """Call a part with a tensor, and a function with the part's output."""
     return lambda inner, y: function(inner(y))
 
 
-#: What a part does with its input, and what is done with what it gives.
+#: The computation of a part, and the use of its output.
 CASES = {
     'tensor': (lambda self, y: self.norm(self.linear(y)), use()),
     'in place within': (lambda self, y: self.linear(y).relu_(), use()),
@@ -318,7 +318,8 @@ def test_autocast(devices):
 
 @one_worker
 def test_what_lives_between_forward_and_backward(devices):
-    """What the marked layer saves, and its result; not what is around it."""
+    """The marked layer's saved tensors and its result stay alive, but not the tensors around
+    it."""
     middle = no_recompute(nn.Sequential(nn.Tanh(), nn.Linear(4, 4)))
     gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), middle, nn.Tanh(), nn.Sigmoid()),
                   [5], devices=devices(1), chunks=2, checkpoint='always')

@@ -23,7 +23,7 @@ def test_one_that_stands_twice_runs_in_one_cell_at_a_time():
     x = torch.randn(8, 4, dtype=torch.double)
     model(x).square().sum().backward()
     expected = gradients(model)
-    gpipe(x)  # which tells that nobody draws, so that cells run side by side
+    gpipe(x)  # shows that no layer draws, so that cells run concurrently
 
     def see(layer, args, output):
         try:

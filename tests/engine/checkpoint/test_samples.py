@@ -49,7 +49,7 @@ def test_rounding_and_values_that_are_no_numbers_are_no_other_result(devices, dt
 
 
 class Layer(nn.Linear):
-    """A layer whose output depends on what a closure counts, if that is switched on."""
+    """A layer whose output depends on the count of a closure, if that is switched on."""
 
     def __init__(self):
         super().__init__(4, 4)

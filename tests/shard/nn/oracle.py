@@ -1,4 +1,4 @@
-"""What a sharded layer is compared with: the plain one, in one process."""
+"""References for sharded layers: the plain layers, in one process."""
 import itertools
 
 import torch
@@ -21,7 +21,7 @@ def over_groups(groups, check, *grid):
 
 
 def double(*shape):
-    """Draw what all ranks have."""
+    """Draw a tensor that is the same on all ranks."""
     return torch.randn(*shape, dtype=torch.double)
 
 
@@ -37,14 +37,14 @@ def seeded(make, seed=1):
 
 
 def cut(whole, dim):
-    """Return this rank's part of what is split along a dimension in memory."""
+    """Return this rank's part of a tensor that is split along a dimension in memory."""
     if dim is None:
         return whole
     return ts.slice(whole, ts.distributed.get_group_size(), dim)[ts.distributed.get_rank()]
 
 
 def same_start(plain, sharded):
-    """Check each initial value, and that of the next random number. Give both layers."""
+    """Check each initial value, and the next random number. Return both layers."""
     (plain, after), (sharded, after_sharded) = seeded(plain), seeded(sharded)
     assert after.equal(after_sharded)
     same_parameters(plain, sharded)

@@ -26,7 +26,7 @@ def ids_of(number):
 
 
 def same_as_plain(number, features, dim, options):
-    """Compare initial values, what is looked up, changes of the table, and gradients."""
+    """Compare initial values, outputs, changes of the table, and gradients."""
     plain, table = same_start(
         lambda: nn.Embedding(number, features, **options, dtype=torch.double),
         lambda: ts.nn.ParallelEmbedding(number, features, **options, dim=dim,
@@ -66,7 +66,7 @@ def over_sizes(groups, sizes):
 
 
 def converts(dim, options):
-    """Compare a converted table with what it was."""
+    """Compare a converted table with the original."""
     plain = nn.Embedding(7, 5, **options, dtype=torch.double).eval()
     plain.weight.requires_grad_('sparse' not in options)
     table = ts.nn.ParallelEmbedding.convert_parallel_embedding(plain, dim)
@@ -100,7 +100,7 @@ def test_a_table_that_is_given():
 
 
 def refuses(dim):
-    """Look up what is not there."""
+    """Look up rows that do not exist."""
     table = ts.nn.ParallelEmbedding(7, 5, dim=dim)
     for wrong in (7, -1, 100):
         with pytest.raises(IndexError, match=f'^{wrong} is not .* 7' if dim == 0 else None):

@@ -37,7 +37,7 @@ def batch(tokens):
 
 
 def one_by_one(layer, x):
-    """Compute the output and the auxiliary losses token by token; count what is dropped."""
+    """Compute the output and the auxiliary losses token by token, and count dropped tokens."""
     scores = x @ layer.router.t()
     chances = scores.softmax(-1)
     chosen = scores.detach().argsort(dim=-1, descending=True, stable=True)[:, :layer.k]
@@ -189,7 +189,7 @@ def test_the_mean_over_replicas_takes_a_gradient_that_is_complete_as_a_sum():
 
 
 class Mixture(nn.Module):
-    """A layer of a perceptron of experts, and what comes with it."""
+    """A block with a layer of experts, each a perceptron."""
 
     def __init__(self, capacity=.8):
         super().__init__()

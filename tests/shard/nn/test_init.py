@@ -1,4 +1,4 @@
-"""Initial values: those of one process, to the bit, and the next random number, too."""
+"""Initial values and the next random number equal those in one process, bit by bit."""
 import warnings
 
 import pytest
@@ -42,7 +42,7 @@ def adds_up(tensor):
     tensor.uniform_().cumsum_(0)
 
 
-#: Methods, what they are called with, and whether they never have the whole.
+#: Methods, their keyword arguments, and whether they never hold the whole tensor.
 METHODS = [(nn.init.uniform_, {'a': -2}, True), (nn.init.normal_, {'std': 2.}, True),
            (nn.init.constant_, {'val': 3}, True), (nn.init.zeros_, {}, True), (own, {}, True),
            (nn.init.kaiming_uniform_, {'a': 2.}, True), (nn.init.xavier_normal_, {}, True),
@@ -103,7 +103,7 @@ def test_each_method_gives_what_one_process_has(world):
 
 
 def sizes_in_memory():
-    """See what is made on the way."""
+    """Check the sizes of temporary tensors."""
     init.BLOCK = 32
     for method, kwargs, in_blocks in METHODS:
         for dim in (0, 1):

@@ -61,7 +61,7 @@ def functional(dim, bias):
 
 
 def called_with(dim):
-    """Say how a weight without a tag is split, and of another what its tag does not say."""
+    """Pass the dimension of a weight without a tag, or one that contradicts the tag."""
     plain, x = nn.Linear(7, 5), torch.randn(3, 7)
     weight, bias = cut(plain.weight, {None: None, 0: 1}.get(dim, 0)), plain.bias
     bias = cut(bias, 0) if dim in (1, -1) else bias
@@ -112,7 +112,7 @@ def test_the_function_does_what_the_tag_of_the_weight_says():
 
 
 def refuses():
-    """Give it what it does not take."""
+    """Pass invalid arguments."""
     for dim in (2, -2, '0'):
         with pytest.raises(ValueError, match='None, 0, 1 or -1'):
             ts.nn.ParallelLinear(4, 4, dim=dim)
@@ -162,7 +162,7 @@ def test_a_bias_is_taken_away():
 
 
 class Operations(TorchDispatchMode):
-    """List what is called."""
+    """List the called operations."""
 
     def __init__(self):
         super().__init__()
@@ -175,14 +175,14 @@ class Operations(TorchDispatchMode):
 
 
 def operations(function, *args):
-    """List what a function calls."""
+    """List the operations that a function calls."""
     with Operations() as found:
         function(*args)
     return found.names
 
 
 def alone(dim):
-    """Compare what a group of one does with what the plain layers do."""
+    """Compare a group of one with the plain layers."""
     x, ids, options = torch.randn(2, 7), torch.tensor([1, 2]), {'max_norm': .1}
     for plain, sharded, value in [
             (nn.Linear(7, 5), ts.nn.ParallelLinear(7, 5, dim=dim), x),
@@ -248,18 +248,18 @@ def test_what_is_not_split_needs_no_groups():
     assert ts.relocate_state_dict(model, model.state_dict()).keys() == model.state_dict().keys()
 
 
-# --- parameters know what they are a part of
+# --- parameters have the shape of their whole
 # ------------------------------------------------------------
 
 
 def knows(layer):
-    """Tell what a layer's parameters know."""
+    """Return attributes of a layer's parameters."""
     return [(storage_dim(each), global_shape(each), getattr(each, ts._ORDER_ATTR))
             for each in layer.parameters()]
 
 
 def goes_places(dim):
-    """Send a layer through what puts other parameters in place of its own."""
+    """Apply functions that replace the parameters of a layer."""
     layer = ts.nn.ParallelLinear(7, 5, dim=dim)
     known = knows(layer)
     assert known[0][:2] == ({None: None, 0: 1, 1: 0}[dim], (5, 7))
@@ -333,7 +333,7 @@ def test_ranks_agree_where_seeds_differ():
 
 
 def converts(dim, kind, bias):
-    """Compare a converted layer with what it was."""
+    """Compare a converted layer with the original."""
     torch.manual_seed(5)
     plain = nn.Linear(7, 5, bias, dtype=kind).eval()
     plain.weight = nn.Parameter(plain.weight.t().contiguous().t(), False)
@@ -366,7 +366,7 @@ def test_conversion_keeps_values_type_mode_hooks_and_options():
 
 
 def within():
-    """Convert what is in a model."""
+    """Convert layers within a model."""
     class Mine(nn.Linear):
         pass
 

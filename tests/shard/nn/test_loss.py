@@ -1,4 +1,4 @@
-"""The cross entropy of sharded logits is that of one process, in values, gradients and memory."""
+"""The cross entropy of sharded logits equals one process's in values, gradients and memory."""
 import itertools
 import re
 from functools import partial
@@ -35,7 +35,7 @@ def as_in_pytorch(x):
 
 
 def check(logits, target, shard_target=False, tag=-1, **options):
-    """Compare loss and gradient with those of one process."""
+    """Compare loss and gradient with one process's."""
     whole = logits.detach().requires_grad_()
     probable = target.is_floating_point()
     expected = F.cross_entropy(as_in_pytorch(whole), as_in_pytorch(target) if probable else target,
@@ -49,7 +49,7 @@ def check(logits, target, shard_target=False, tag=-1, **options):
     loss = parallel_cross_entropy(part, given, **options)
     assert loss.shape == expected.shape and loss.dtype == expected.dtype
     loss.backward(seed)
-    # A group of one does what PyTorch does.
+    # A group of one gives PyTorch's results.
     same = partial(torch.testing.assert_close, rtol=0, equal_nan=True,
                    atol=1e-12 if ts.distributed.get_group_size() > 1 else 0)
     same(loss, expected)
@@ -96,7 +96,7 @@ def test_loss_and_gradient_are_those_of_one_process(world, group, shapes):
     run(world, grid, SIZES, shapes, group=group)
 
 
-# --- what was wrong in TorchShard 0.1.0
+# --- faults of TorchShard 0.1.0
 # ----------------------------------------------------------------------------------
 
 
@@ -119,14 +119,14 @@ def test_class_weights_count():
 
 
 def ignored():
-    """Ignore what is no class, and what is one, on either rank."""
+    """Ignore an index that is no class, and one that is a class, on either rank."""
     logits, target = draw(7, (6,), 'numbers')
     for index in (-100, -1, 0, 6, 7, 1000):
         given = target.clone()
         given[1:3] = index
         for weight in (None, weights(7)):
             check(logits, given, ignore_index=index, weight=weight)
-    # What ranks compare of targets has to be exact in float32.
+    # The values of targets that ranks compare have to be exact in float32.
     given[1:3] = 3 ** 36
     part = sharded(logits.float())
     assert parallel_cross_entropy(part, given, ignore_index=3 ** 36).isfinite()
@@ -206,7 +206,7 @@ def million(classes, batch, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize('dtype, bound', [(torch.float32, 1.05), (torch.bfloat16, 1.2)])
 def test_a_million_classes_need_no_one_hot_and_no_whole_logits(dtype, bound):
-    """What is to be met is 1.3 times logits and gradient."""
+    """The limit is 1.3 times the memory of logits and gradient."""
     for peak, largest in run(4, million, 1_000_000, 64, dtype, group=4):
         assert peak <= bound
         assert largest == 250_000
@@ -304,7 +304,7 @@ def autograd():
     with pytest.raises(RuntimeError, match='modified by an inplace operation'):
         loss.backward()
 
-    # The gradient of the loss does not require one; that of the logits depends on them anyway.
+    # The gradient of the loss does not require one; the logits' gradient depends on them anyway.
     first, = torch.autograd.grad(parallel_cross_entropy(part, target), part, create_graph=True)
     with pytest.raises(RuntimeError, match='cannot be differentiated again: gather the logits'):
         (part.sum() + first.square().sum()).backward()
@@ -353,7 +353,7 @@ def test_rows_in_blocks():
 
 
 def untouched():
-    """Look at what the caller has."""
+    """Check that the caller's tensors do not change."""
     logits, target = draw(7, (6,), 'probabilities')
     part = sharded(logits).requires_grad_()
     weight = weights(7)
@@ -381,7 +381,7 @@ def as_module():
     with pytest.warns(UserWarning, match="use reduction='sum'"):
         loss = parallel_cross_entropy(sharded(logits), target, size_average=False)
     assert loss == parallel_cross_entropy(sharded(logits), target, reduction='sum')
-    # Logits without a tag are whole, and so are those of PyTorch.
+    # Logits without a tag are whole, and so are PyTorch's.
     for given, dim in ((logits, None), (logits[None], None)):
         # Kernels of PyTorch's may add up in another order, depending on the CPU.
         torch.testing.assert_close(module(given, target.expand(given.shape[:-1])), F.cross_entropy(
@@ -473,7 +473,7 @@ def refused(name):
         dist.set_debug_level(dist.DebugLevel.OFF)
 
 
-#: What ranks compare in the debug mode alone.
+#: Properties that ranks compare in the debug mode only.
 ONLY_IN_DEBUG = {'other types of targets', 'other shapes', 'other types'}
 
 
@@ -547,14 +547,14 @@ def test_logits_without_a_tag_are_whole_if_all_ranks_have_the_same():
 
 
 class Ended(torch.autograd.Function):
-    """Hide what it was made of."""
+    """Hide the history of the input."""
 
     forward = staticmethod(lambda ctx, x: x.clone())
     backward = staticmethod(lambda ctx, gradient: gradient)
 
 
 def equal_shards():
-    """Lose the tag of shards that are the same on all ranks, and of what is whole."""
+    """Lose the tag of shards that are the same on all ranks, and of whole tensors."""
     target, x = torch.tensor([0, 3]), torch.randn(2, 3)
     head, other = ts.nn.ParallelLinear(3, 8, dim=1), ts.nn.ParallelLinear(8, 4, dim=0)
     for parameter in head.parameters():
@@ -590,7 +590,7 @@ def test_a_group_of_one_has_lost_no_tag():
         assert re.match(REFUSALS['too high'], error)
 
 
-# --- what ranks exchange
+# --- exchanges between ranks
 # ----------------------------------------------------------------------------------
 
 
@@ -638,12 +638,12 @@ def exchanged():
 
 
 def test_a_step_has_two_collectives_and_the_host_waits_for_none():
-    """In v0.8.0, ranks compared what they had in a third one, and the host read it."""
+    """In v0.8.0, ranks compared their arguments in a third one, and the host read the result."""
     run(2, exchanged, group=2)
 
 
 def wrong_unread():
-    """Give what does not fit, where the host reads nothing."""
+    """Pass mismatched arguments, where the host reads nothing."""
     from torchgpipe.shard.nn import classes, loss
     logits, target = draw(7, (2, 3), 'numbers')
     rank = ts.distributed.get_rank()

@@ -39,12 +39,12 @@ class Branches(nn.Module):
         self.second = ts.nn.ParallelLinear(4, 3, dim=0)
 
     def forward(self, x):
-        """Tag what is in between."""
+        """Tag the intermediate tensor."""
         return self.second(self.tag(self.first(x).relu())) + x
 
 
 def converted():
-    """Compare a model with what it was converted to."""
+    """Compare a model with its converted layers."""
     model, x = Branches(), torch.randn(2, 3)
     assert to_sequential(model, x)(x).equal(model(x))
 

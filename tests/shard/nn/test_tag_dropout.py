@@ -15,7 +15,7 @@ def tagged(dim, *shape):
 
 
 def each(x):
-    """Return what each rank has."""
+    """Return the tensors of all ranks."""
     return ts.distributed.gather(x.detach()[None], 0)
 
 
@@ -38,10 +38,10 @@ def masks(seed):
         assert each(x).std(0).max() == 0 and x.unique().equal(torch.tensor([0, 1 / .75]))
     assert not whole[0].equal(whole[1])
     assert differ([x for part in parts for x in each(part[:, :50])])
-    # After the first rank's seed, they are those of one process.
+    # After the first rank's seed, they equal one process's masks.
     torch.manual_seed(seed - rank if seed else 0)
     assert whole[0].equal(nn.Dropout(0.25)(torch.ones(8, 50)))
-    # After the same seed, they are the same again, and what follows is, too.
+    # After the same seed, they are the same again, and so is the next number.
     torch.manual_seed(seed)
     again = [layer(tagged(None, 8, 50)) for _ in range(2)] + [
         layer(tagged(-1, 8, 50 + rank)) for _ in range(2)]

@@ -35,7 +35,7 @@ def rows_of(folder, setting):
 
 
 def without_speed(rows):
-    """Drop what differs from run to run."""
+    """Drop the speed, which differs from run to run."""
     return [{name: value for name, value in row.items() if name != 'samples_per_second'}
             for row in rows]
 

@@ -1,4 +1,4 @@
-"""What is switched off changes speed and memory, and no number."""
+"""Ablations change speed and memory, but no results."""
 import copy
 
 import pytest
