@@ -75,7 +75,7 @@ def fill(model: Any, skeleton: nn.Sequential, own: Sequence[str], device: torch.
         finish(name, layer)
 
     if isinstance(model, nn.Module):
-        # A tensor that an earlier layer shares gets its values there, so that layer is made, too.
+        # A tensor that an earlier layer shares gets its values there, so that layer is also made.
         needed = [*dict.fromkeys([*_sources(skeleton, own), *own])]
         needed.sort(key=numbers.__getitem__)
         layers = OrderedDict((name, skeleton.get_submodule(name)) for name in needed)
