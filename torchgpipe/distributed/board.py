@@ -1,6 +1,6 @@
 """A board in the store of ``torch.distributed``: short messages of each rank to the others.
 
-It has a connection of its own, as one is locked while a call on it waits.
+It has its own connection because a connection is locked while a call on it waits.
 """
 import os
 import time
@@ -20,19 +20,19 @@ __all__ = ['Board']
 #: How many boards were made with a default group, by their ranks.
 _made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
-#: For so long it waits for the store.
+#: How long a call waits for the store.
 _TIMEOUT = timedelta(seconds=5)
 
 
 class Board:
-    """What ranks say; it raises nothing, as the store goes with the process that has it.
+    """The records of all ranks. It never raises, because the store ends with its process.
 
     Args:
-        ranks: They. All of them make boards in the same order.
+        ranks: The ranks. All of them create boards in the same order.
 
     Attributes:
         gone: Whether there is no store any more.
-        goes_with_us: Whether this process has it.
+        goes_with_us: Whether this process hosts the store.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -55,14 +55,14 @@ class Board:
         self._store.set_timeout(_TIMEOUT)
 
     def say(self, record: Record, news: bool) -> int:
-        """Say something of this rank.
+        """Publish the record of this rank.
 
         Args:
-            record: What it is.
-            news: Whether others have to look at it.
+            record: The record.
+            news: Whether the other ranks have to read it.
 
         Returns:
-            How many news there were up to now.
+            The number of news so far.
         """
         try:
             self._store.set(str(self._rank), record.pack())
@@ -72,12 +72,12 @@ class Board:
             return 0
 
     def leave(self, record: Record, lasts: float) -> None:
-        """Say the last thing.
+        """Publish the last record of this rank.
 
         Args:
-            record: What it is.
-            lasts: For so many seconds the store stays for others that have not left, if this
-                process has it: what they say to one that has gone, PyTorch complains of.
+            record: The record.
+            lasts: How long a process that hosts the store waits for the other ranks to leave, in
+                seconds. PyTorch warns about calls on a store that has ended.
         """
         self.say(record, True)
         deadline = time.monotonic() + lasts * self.goes_with_us
@@ -91,7 +91,7 @@ class Board:
             self.gone = True
 
     def read(self) -> dict[int, Record | None]:
-        """Return what the others have said last; ``None`` if nothing yet."""
+        """Return the last record of each other rank; ``None`` if there is none yet."""
         others = [rank for rank in self._ranks if rank != self._rank]
         try:
             self._known |= {rank for rank in others

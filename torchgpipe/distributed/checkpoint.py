@@ -1,7 +1,7 @@
 """Checkpoints: saved on any mesh, loaded on any other one, or in one process.
 
-Each rank writes and reads what it has, under the names of the whole model. What several ranks have
-is written by one of them. It is ``torch.distributed.checkpoint`` that does it.
+Each rank writes and reads its own entries, under the names of the whole model. One rank writes the
+entries that several ranks have. ``torch.distributed.checkpoint`` writes and reads the files.
 """
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -33,12 +33,12 @@ Extra = Mapping[str, Any] | None
 
 
 class Saving:
-    """A checkpoint that is written while training goes on.
+    """A checkpoint that is written while training continues.
 
-    Its thread lets the process end only when all ranks have written it, or one has failed.
+    Its thread keeps the process alive until all ranks have written it, or one has failed.
 
     Args:
-        work: Writes it, and waits until the other ranks have written theirs.
+        work: Functions that write it, and wait until the other ranks have written their parts.
     """
 
     def __init__(self, *work: Callable[[], None]) -> None:
@@ -56,15 +56,18 @@ class Saving:
             self._error = error
 
     def done(self) -> bool:
-        """Return whether it is written, or has failed."""
+        """Return whether the checkpoint is written, or has failed."""
         return not self._thread.is_alive()
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait until all ranks have written it.
+        """Wait until all ranks have written the checkpoint.
+
+        Args:
+            timeout: The longest wait, in seconds; by default there is no limit.
 
         Raises:
-            RuntimeError: It failed, on some rank.
-            TimeoutError: It takes longer than so many seconds.
+            RuntimeError: A rank failed.
+            TimeoutError: The checkpoint is not written within ``timeout``.
         """
         self._thread.join(timeout)
         if not self.done():
@@ -74,7 +77,7 @@ class Saving:
             raise self._error
 
     def settle(self) -> None:
-        """Wait, and raise the error that no caller has got yet."""
+        """Wait, and raise the error if no call of ``result`` has raised it yet."""
         if not self._told:
             self.result()
 
@@ -84,7 +87,7 @@ def save(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | No
     """Save a model on all ranks: see :meth:`DistributedGPipe.save`.
 
     Args:
-        patience: For how many seconds a rank waits for others.
+        patience: Returns how long a rank waits for others, in seconds.
     """
     task, (number, ranks) = 'saving a checkpoint', _place(rank)
     writer = Writer(folder, number, ranks, patience)
@@ -168,7 +171,7 @@ def save_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | No
 
 def load_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | None = None,
                     extra: Extra = None) -> dict[str, Any]:
-    """Load a model into one process, from whatever mesh it was saved on.
+    """Load a model into one process; it may have been saved on any mesh.
 
     >>> load_checkpoint('checkpoint', gpipe, optimizer)  # doctest: +SKIP
 
@@ -190,7 +193,7 @@ def load_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | No
 
 
 class _Loading:
-    """A checkpoint while it is loaded. Each rank reads its own entries, and waits for no other."""
+    """A checkpoint while it is loaded. Each rank reads its own entries without waiting."""
 
     def __init__(self, model: nn.Module, rank: Rank, reader: FileSystemReader, metadata: Metadata,
                  optimizer: Optimizer | None) -> None:
@@ -207,7 +210,7 @@ class _Loading:
         """Read the options of the optimizer, and further state.
 
         Raises:
-            ValueError: Parameters of one group had different options; or a state is not there.
+            ValueError: Parameters of one group had different options, or a state is missing.
         """
         data, own = self._rank.data, self._optimizer
         self._extra = extra_forms(self.saved, data.size, data.rank, asked)
@@ -216,14 +219,14 @@ class _Loading:
         self._groups = groups_of(own, options) if own else []
 
     def read_tensors(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Give the model, its optimizer, generators and objects their values."""
+        """Load the values of the model, its optimizer, generators and objects."""
         own, place = self._optimizer, _name(self._rank)
         states = own.forms(by_names(under(self.saved, 'optimizer.state.'))) if own else {}
         state = {'model': self._model.state_dict(), 'optimizer': {'state': states}, 'random': {
             f'{place}.{key}': torch.empty(value.size, dtype=torch.uint8)
             for key, value in under(self.saved, f'random.{place}.').items()}}
         self._read(state)
-        # Tensors are there; hooks and extra states are not.
+        # Tensors were read in place. Hooks and extra states still have to be loaded.
         self._model.load_state_dict(state['model'])
         if own:
             own.load(states, self._groups)
@@ -237,7 +240,7 @@ class _Loading:
 
 def _check(everywhere: Iterable[tuple[Any, list[str], list[str] | None]],
            saved: Mapping[str, Any]) -> None:
-    """See that a checkpoint is of this model and this optimizer, whose parts ranks have."""
+    """Check that a checkpoint is of this model and optimizer, which are split over ranks."""
     models, names, options = zip(*everywhere)
     check_model({name: shape for each in models for name, shape in each.items()},
                 saved_shapes(saved))
@@ -262,18 +265,18 @@ def _alone(module: nn.Module) -> Any:
 
 
 def _place(rank: Rank) -> tuple[int, int]:
-    """Return the number of a rank, and of all ranks."""
+    """Return the number of a rank, and the number of ranks."""
     everyone = rank.everyone
     return (0, 1) if everyone is None else (everyone.rank(), everyone.size())
 
 
 def _everywhere(rank: Rank, value: Any) -> list[Any]:
-    """Return what each rank has."""
+    """Return the values of all ranks."""
     return [value] if rank.everyone is None else gathered(value, rank.everyone)
 
 
 def _settle(rank: Rank) -> None:
-    """Wait for what was saved before."""
+    """Wait for the previous save."""
     if rank.saving is not None:
         rank.saving.settle()
         rank.saving = None

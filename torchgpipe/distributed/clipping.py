@@ -12,14 +12,14 @@ __all__ = ['clip', 'is_counted']
 
 
 def is_counted(grad: Tensor, places: Mapping[str, int]) -> bool:
-    """Return whether this rank counts what it has of a gradient.
+    """Return whether this rank counts its part of a gradient.
 
-    Of ranks that have the same, it is the first one that does.
+    Of several ranks with the same part, only the first one counts it.
 
     Args:
         grad: The gradient.
-        places: The number of this rank along each axis of the mesh along which others have the
-            gradient, too, or parts of it.
+        places: The number of this rank along each axis of the mesh along which other ranks have
+            the same gradient or parts of it.
     """
     split = split_axes(grad)
     return not any(place for axis, place in places.items() if axis not in split)
@@ -29,21 +29,21 @@ def is_counted(grad: Tensor, places: Mapping[str, int]) -> bool:
 def clip(gradients: Sequence[Tensor], copies: Sequence[Tensor], places: Mapping[str, int],
          max_norm: float, norm_type: float, group: dist.ProcessGroup | None, device: torch.device
          ) -> Tensor:
-    """Scale gradients, in place, to a norm; return what it was.
+    """Scale gradients, in place, to a norm; return their previous norm.
 
     Args:
-        gradients: Those of this rank.
-        copies: Those that it has, too, but that another rank counts.
+        gradients: The gradients of this rank.
+        copies: Further gradients of this rank, which another rank counts.
         places: See :func:`is_counted`.
         max_norm: The largest norm that they may have.
         norm_type: The type of the norm; ``inf`` for the largest value.
         group: All ranks.
-        device: That of this rank.
+        device: The device of this rank.
     """
     power = 1. if norm_type == float('inf') else norm_type
     norms = [torch.zeros((), dtype=torch.float64, device=device)]
     for grad in map(_summed, gradients):
-        if is_counted(grad, places) and local(grad).numel():  # Nothing has no largest value.
+        if is_counted(grad, places) and local(grad).numel():  # An empty tensor has no maximum.
             norm = torch.linalg.vector_norm(local(grad), norm_type)
             norms.append(norm.to(device, torch.float64) ** power)
     stacked = torch.stack(norms)
@@ -59,7 +59,7 @@ def clip(gradients: Sequence[Tensor], copies: Sequence[Tensor], places: Mapping[
 
 
 def _summed(grad: Tensor) -> Tensor:
-    """Return a gradient of which no rank has a summand only."""
+    """Return a gradient without partial placements: no rank has a summand only."""
     if isinstance(grad, DTensor) and any(each.is_partial() for each in grad.placements):
         return grad.redistribute(placements=[
             Replicate() if each.is_partial() else each for each in grad.placements])

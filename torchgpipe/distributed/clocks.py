@@ -15,7 +15,7 @@ from torchgpipe.shard.failures import gathered
 
 __all__ = ['merge']
 
-#: So often each clock is asked for; what came back the soonest counts.
+#: How often each clock is read; the answer with the shortest round trip counts.
 ASKED = 8
 
 
@@ -24,10 +24,10 @@ def merge(actions: list[Timed], began: float, group: dist.ProcessGroup | None,
     """Return the actions of all ranks of a group, in seconds of the first one's clock.
 
     Args:
-        actions: Those of this rank, in seconds since a recording began.
-        began: When that was, by this rank's clock.
+        actions: The actions of this rank, in seconds since a recording began.
+        began: The time when the recording began, by this rank's clock.
         group: The ranks; lanes are in their order.
-        device: That of this rank.
+        device: The device of this rank.
     """
     if group is None:
         return actions

@@ -6,9 +6,9 @@
     tensor axis    all that is not split over it: layers without a style, norms
     pipe axis      tied weights, and buffers of modules that stand in stages of several ranks
 
-At the start of a step ranks tell each other one number for each of these. If numbers differ, they
-look for the tensor, and all raise an error. A number is made of the bits, taken as integers, and
-of their places: it depends neither on the device nor on an order of sums.
+At the start of a step, ranks exchange one number for each axis. If numbers differ, the ranks
+search for the tensor, and all raise an error. A number is computed from the bits, as integers, and
+their places. So it depends neither on the device nor on an order of sums.
 """
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,10 +23,10 @@ __all__ = ['Detail', 'Shared', 'details', 'differ', 'differences', 'digests', 'n
 #: The bits of a number; float64 holds it exactly, and the sum over many ranks.
 _BITS = 40
 
-#: So many words of eight bytes are mixed at a time.
+#: How many words of eight bytes are mixed at a time.
 _AT_ONCE = 1 << 18
 
-#: What usually causes a difference along each axis.
+#: The usual causes of a difference along each axis.
 _CAUSES = {
     'data': 'Usual causes: a layer that changes a buffer or a weight by its own samples (batch '
             'norm takes deferred_batch_norm=True); a weight that was changed or an optimizer that '
@@ -46,12 +46,12 @@ class Shared(NamedTuple):
     """A tensor that ranks share.
 
     Args:
-        name: In the whole model.
+        name: The name in the whole model.
         value: The tensor, or the part of it that this rank has.
-        axes: The axes along which others have the same.
-        others: How many ranks of the pipe axis have it, without this one; -1 on all of them but
-            the first.
-        is_cache: Whether it is in no state dict. Then it may have other sizes elsewhere.
+        axes: The axes along which other ranks have the same value.
+        others: How many other ranks of the pipe axis have it; -1 on all of them but the first.
+        is_cache: Whether it is in no state dict. Such a tensor may have other sizes on other
+            ranks.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Shared(NamedTuple):
 
 
 class Detail(NamedTuple):
-    """What a rank says of one tensor."""
+    """A rank's description of one tensor."""
 
     name: str
     axes: frozenset[str]
@@ -71,10 +71,10 @@ class Detail(NamedTuple):
 
 
 def numbers_of(tensors: Sequence[Shared]) -> tuple[int, int, int]:
-    """Return what a rank says of its tensors: a number for each axis.
+    """Return a number for each axis, computed from the tensors of a rank.
 
-    Those of ranks along the data and the tensor axis are equal. Those along the pipe axis, where
-    each rank has other tensors, add up to zero.
+    Along the data and the tensor axis, the numbers of all ranks are equal. Along the pipe axis,
+    each rank has other tensors, and the numbers add up to zero.
     """
     data = tensor = pipe = 0
     for each, (_, axes, _, number) in zip(tensors, details(tensors)):
@@ -88,7 +88,7 @@ def differ(numbers: Mapping[int, tuple[int, int, int]], groups: Groups) -> bool:
     """Return whether the numbers of ranks differ.
 
     Args:
-        numbers: Those of each rank.
+        numbers: The numbers of each rank.
         groups: The ranks along each axis.
     """
     def along(k: int, lines: Sequence[Sequence[int]]) -> Iterator[list[int]]:
@@ -100,7 +100,7 @@ def differ(numbers: Mapping[int, tuple[int, int, int]], groups: Groups) -> bool:
 
 
 def details(tensors: Sequence[Shared]) -> list[Detail]:
-    """Return what a rank says of each of its tensors."""
+    """Return the description of each tensor of a rank."""
     return [Detail(
         each.name, each.axes | ({'pipe'} if each.others else frozenset()),
         tuple(each.value.shape) if each.is_cache else None,
@@ -109,10 +109,10 @@ def details(tensors: Sequence[Shared]) -> list[Detail]:
 
 
 def differences(everywhere: Mapping[int, Sequence[Detail]], groups: Groups) -> str:
-    """Say which tensors have other values on some ranks, and why that may be; nothing if none.
+    """Describe the tensors that differ between ranks, with usual causes; '' if there are none.
 
     Args:
-        everywhere: What each rank says of its tensors.
+        everywhere: The descriptions of each rank's tensors.
         groups: The ranks along each axis.
     """
     for axis, lines in groups.items():
@@ -134,7 +134,7 @@ def differences(everywhere: Mapping[int, Sequence[Detail]], groups: Groups) -> s
 
 
 def _are_caches(details: Sequence[Detail | None]) -> bool:
-    """Return whether tensors are in no state dict, and have other sizes."""
+    """Return whether tensors are in no state dict, and have different sizes."""
     return len({None if each is None else each.shape for each in details}) > 1 and all(
         each is None or each.shape is not None for each in details)
 
@@ -151,7 +151,7 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _digest(x: Tensor) -> Tensor:
-    """Return a number as a tensor: the sum of its words, each mixed with its place."""
+    """Return a number, in a tensor: the sum of the words of ``x``, each mixed with its place."""
     x = x.to_dense() if x.layout is not torch.strided else x
     x = x.int_repr() if x.is_quantized else x.values() if x.is_nested else x
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x

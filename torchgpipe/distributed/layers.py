@@ -27,7 +27,7 @@ Tie = tuple[tuple[int, str], ...]
 
 
 def skeleton_of(model: Any) -> nn.Sequential:
-    """Return a model as a module; what functions make has no values in it.
+    """Return a model as a module; layers made by functions are on the meta device.
 
     Raises:
         TypeError: It is neither a module nor a list of functions.
@@ -58,12 +58,12 @@ def fill(model: Any, skeleton: nn.Sequential, own: Sequence[str], device: torch.
     Args:
         model: The model, or functions that make its layers.
         skeleton: Its layers.
-        own: The names of those of this rank.
-        device: Where they will be.
-        seed: Where initial values come from.
+        own: The names of this rank's layers.
+        device: The device of the layers.
+        seed: The seed of initial values.
         weights: The values of all layers, if there are some.
         init: Called with each module, after it has its first values.
-        finish: Called with each of them, before the next one gets values.
+        finish: Called with each layer and its name, before the next layer gets values.
     """
     numbers = {name: i for i, name in enumerate(skeleton._modules)}
 
@@ -75,7 +75,7 @@ def fill(model: Any, skeleton: nn.Sequential, own: Sequence[str], device: torch.
         finish(name, layer)
 
     if isinstance(model, nn.Module):
-        # What a layer shares with an earlier one gets its values there, so that one is made, too.
+        # A tensor that an earlier layer shares gets its values there, so that layer is also made.
         needed = [*dict.fromkeys([*_sources(skeleton, own), *own])]
         needed.sort(key=numbers.__getitem__)
         layers = OrderedDict((name, skeleton.get_submodule(name)) for name in needed)
@@ -92,7 +92,7 @@ def fill(model: Any, skeleton: nn.Sequential, own: Sequence[str], device: torch.
 
 
 class _Some(Mapping[str, Any]):
-    """Some of the tensors of weights under other names, read when they are asked for."""
+    """Some tensors of weights under other names, read on access."""
 
     def __init__(self, source: Mapping[str, Any], names: Mapping[str, str]) -> None:
         self._source = source
@@ -110,13 +110,13 @@ class _Some(Mapping[str, Any]):
 
 def _part(weights: Weights | None, skeleton: nn.Sequential, own: Iterable[str]
           ) -> Mapping[str, Any] | None:
-    """Return those weights that are of some layers, or of none at all."""
+    """Return the weights of some layers, with the weights that belong to no layer at all."""
     if weights is None:
         return None
     source, others = open_weights(weights), {*skeleton._modules} - {*own}
     names = {key: key for key in source}
     to_own_names(names, '', skeleton._modules)
-    # A tensor with several names needs one of them only, which may be on another rank.
+    # A tensor with several names needs only one of them, which may be on another rank.
     shared: dict[int, list[str]] = {}
     for full, _, x in named_slots(skeleton):
         shared.setdefault(id(x), []).append(full)
@@ -129,7 +129,7 @@ def _part(weights: Weights | None, skeleton: nn.Sequential, own: Iterable[str]
 
 
 def _sources(skeleton: nn.Sequential, own: Iterable[str]) -> list[str]:
-    """Return the first layers that have what some layers have, where it is on the meta device."""
+    """Return the first layer with each meta tensor of some layers."""
     first: dict[int, str] = {}
     for name, layer in skeleton.named_children():
         for _, _, tensor in named_slots(layer):
@@ -139,7 +139,7 @@ def _sources(skeleton: nn.Sequential, own: Iterable[str]) -> list[str]:
 
 
 def shared_in(layers: Mapping[str, nn.Module]) -> list[list[tuple[str, nn.Module, str]]]:
-    """Return where each tensor that stands in several places is: full name, module, name."""
+    """Return the places of each tensor in several places, as (full name, module, name)."""
     found: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for prefix, layer in layers.items():
         for full, (module, name), x in named_slots(layer, prefix):

@@ -31,11 +31,11 @@ class Axis(NamedTuple):
     """An axis of a mesh, as one rank sees it: the ranks that differ from it along that axis only.
 
     Args:
-        name: What it is called.
-        size: How many ranks there are along it.
-        rank: Which of them this one is.
-        group: They; ``None`` if there are no others.
-        mesh: The mesh of them alone; ``None`` if there are no others.
+        name: The name.
+        size: The number of ranks along it.
+        rank: The number of this rank along it.
+        group: The group of these ranks; ``None`` if there are no others.
+        mesh: The mesh of only these ranks; ``None`` if there are no others.
     """
 
     name: str
@@ -53,19 +53,19 @@ class Axis(NamedTuple):
 
 def init_mesh(data: int = 1, pipe: int = 1, tensor: int = 1, *, device_type: str | None = None,
               timeout: timedelta | None = None) -> DeviceMesh:
-    """Make a mesh of all processes, and ``torch.distributed`` ready where it is not.
+    """Create a mesh of all processes, and initialize ``torch.distributed`` where necessary.
 
     >>> init_mesh(device_type='cpu').mesh_dim_names  # one process; torchrun starts several
     ('data', 'pipe', 'tensor')
     >>> torch.distributed.destroy_process_group()
 
     Args:
-        data: How many replicas take their parts of the batch.
-        pipe: How many ranks share the stages of one replica.
-        tensor: How many ranks share each layer.
-        device_type: ``'cpu'``, ``'cuda'``, …; by default that of the accelerator, if there is one.
-            Each rank takes the device of its number on the host, ``LOCAL_RANK``.
-        timeout: How long a rank waits for another one; by default as ``torch.distributed`` has it.
+        data: The number of replicas, each with its part of the batch.
+        pipe: The number of ranks that share the stages of one replica.
+        tensor: The number of ranks that share each layer.
+        device_type: ``'cpu'``, ``'cuda'``, …; by default the accelerator's type, if there is one.
+            Each rank uses the device with its number on the host, ``LOCAL_RANK``.
+        timeout: How long a rank waits for another one; by default as in ``torch.distributed``.
 
     Raises:
         ValueError: The axes do not multiply to the number of processes.
@@ -76,7 +76,7 @@ def init_mesh(data: int = 1, pipe: int = 1, tensor: int = 1, *, device_type: str
         torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK']))
     if not dist.is_initialized():
         alone = 'RANK' not in os.environ
-        # Nobody else has to find it.
+        # No other process has to find the store.
         store = dist.HashStore() if alone else None  # type: ignore[attr-defined]
         place: dict[str, Any] = {'store': store, 'rank': 0, 'world_size': 1} if alone else {}
         dist.init_process_group('gloo' if is_cpu(kind) else None, timeout=timeout, **place)
@@ -93,7 +93,7 @@ def axis_of(mesh: DeviceMesh, name: str) -> Axis:
     """Return an axis of a mesh.
 
     Raises:
-        ValueError: This rank is not in the mesh, or an axis has a name that means nothing here.
+        ValueError: This rank is not in the mesh, or an axis has an unknown name.
     """
     names = mesh.mesh_dim_names or ()
     unknown = [each for each in names if each not in AXES]
@@ -116,10 +116,10 @@ def axis_of(mesh: DeviceMesh, name: str) -> Axis:
 
 
 def whole_group(mesh: DeviceMesh) -> ProcessGroup | None:
-    """Return the group of all ranks of a mesh; ``None`` if there is one only."""
+    """Return the group of all ranks of a mesh; ``None`` if there is only one rank."""
     if mesh.size() == 1:
         return None
-    wait_at_exit()  # Somebody else may have made the mesh.
+    wait_at_exit()  # The mesh may not come from init_mesh.
     if mesh.size() == dist.get_world_size():
         return dist.group.WORLD
     ranks = mesh.mesh.flatten().tolist()
@@ -135,7 +135,7 @@ def lines_of(mesh: DeviceMesh) -> dict[str, list[list[int]]]:
 
 
 def alike(mesh: DeviceMesh, name: str, place: int | None = None) -> set[int]:
-    """Return the ranks of a mesh that are where this one is along an axis, or at some place."""
+    """Return the ranks at this rank's place along an axis, or at the given place."""
     names, own = mesh.mesh_dim_names or (), mesh.get_coordinate()
     if name not in names or own is None:
         return {*mesh.mesh.flatten().tolist()}

@@ -1,17 +1,17 @@
 """Messages between ranks: tensors, and the metadata that a receiver needs in advance.
 
-A receive takes memory of the right size. So the first time a message carries a header, for which
-its receiver waits where the receive stands in its row; from then on both know it::
+A receive needs memory of the right size. So the first time, a message carries a header, and its
+receiver waits for that at the receive in its row. Later, both ranks know the header::
 
     first step      sender    header, tensors ──▶  receiver   waits for the header, then receives
     later ones      sender    tensors ─────────▶  receiver   receives at once, waits at the use
 
-What was known is known for equal steps only: as many micro-batches of equal sizes, the same modes
-of the layers, and whatever else the ranks have told each other before a step. A value with plain
-numbers in it, which may be others each time, has a header each time.
+A header is reused in equal steps only. These have the same number and sizes of micro-batches, the
+same modes of the layers, and the same further facts that ranks exchange before a step. A value
+with plain numbers in it has a header each time, because these may change.
 
-Who owns what: a tensor is its message's until the send has ended; so nobody may write to it. What
-arrives is the receiver's own.
+A tensor belongs to its message until the send has ended, so it must not be written to. The
+receiver owns the tensors that it receives.
 """
 import pickle
 from collections import defaultdict, deque
@@ -29,20 +29,20 @@ from torchgpipe.schedule.lowering import Message
 __all__ = ['Header', 'Messages', 'Outline', 'outline']
 
 
-#: So many messages to one rank may be on their way at a time.
+#: How many messages to one rank may be in flight at a time.
 AHEAD = 4
 
 
 class Outline(NamedTuple):
-    """What is known of a tensor that is not there yet.
+    """The metadata of a tensor that has not arrived yet.
 
     Args:
-        k: Which of the tensors it is that its cell gave.
+        k: The number of the tensor among the outputs of its cell.
         shape: Its shape.
         dtype: Its type.
-        order: Its dimensions, that of the largest stride first.
-        requires_grad: Whether it does.
-        aliased: Whether something else lies in its memory, where it comes from.
+        order: Its dimensions, from the largest stride to the smallest.
+        requires_grad: Whether it requires grad.
+        aliased: Whether it shares memory with another tensor on the sender.
         common: Whether all micro-batches share it.
     """
 
@@ -56,14 +56,15 @@ class Outline(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What comes along with tensors.
+    """The metadata of the tensors in a message.
 
     Args:
-        outlines: Those of the tensors.
-        size: How many of them, the first ones, are the batch; none if it goes elsewhere.
-        kind: Puts the batch together; ``None`` if it is a tensor itself.
-        skips: For each skip that goes the same way, the number of its tensor, or ``None``.
-        varies: Whether it may be another one each time.
+        outlines: The outlines of the tensors.
+        size: How many of the tensors, from the first one, are the batch; 0 if the message
+            carries no batch.
+        kind: Assembles the batch; ``None`` if it is a single tensor.
+        skips: For each skip in the message, the number of its tensor, or ``None``.
+        varies: Whether the header may differ each time.
     """
 
     outlines: tuple[Outline, ...]
@@ -77,7 +78,7 @@ def outline(k: int, x: Tensor, aliased: bool = False, common: bool = False) -> O
     """Return the outline of a tensor.
 
     Raises:
-        TypeError: It is sparse, nested, or of a class of its own.
+        TypeError: It is sparse, nested, or of a subclass.
     """
     if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided or x.is_nested:
         raise TypeError(
@@ -93,10 +94,10 @@ class Messages:
     """The messages of one rank in one step.
 
     Args:
-        group: The ranks of the pipeline; ``None`` if there is one only.
+        group: The ranks of the pipeline; ``None`` if there is only one.
         ranks: The rank of each stage, among all processes.
-        device: Where tensors arrive.
-        known: The headers of earlier steps like this one, by message; those of this one are added.
+        device: The device for received tensors.
+        known: The headers of earlier equal steps, by message; new headers are added to it.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int], device: torch.device,
@@ -105,15 +106,15 @@ class Messages:
         self._ranks = ranks
         self._device = device
         self._known = known
-        #: By rank, what is on its way there: of each message, its tensors.
+        #: By rank, the sends in flight to it: for each message, its tensors.
         self._sent: defaultdict[int, deque[list[tuple[Any, Tensor]]]] = defaultdict(deque)
         self._received: dict[Message, tuple[Header, list[Tensor], list[Any]]] = {}
 
     def send(self, message: Message, header: Header, tensors: Sequence[Tensor]) -> None:
-        """Let a message leave.
+        """Send a message.
 
         Raises:
-            RuntimeError: It is not like that of earlier steps.
+            RuntimeError: The header differs from earlier steps.
         """
         rank, known = self._ranks[message.stage], self._known.get(message)
         self._make_room(self._sent[rank])
@@ -136,7 +137,7 @@ class Messages:
                 self._put(x.view(-1).view(torch.uint8), rank)
 
     def receive(self, message: Message) -> None:
-        """Let a message come in."""
+        """Start to receive a message."""
         rank, header = self._ranks[message.action.stage], self._known.get(message)
         if header is None or header.varies:
             size = torch.zeros(1, dtype=torch.long, device=self._device)
@@ -150,7 +151,7 @@ class Messages:
         self._received[message] = header, tensors, works
 
     def wait(self, message: Message) -> tuple[Header, list[Tensor]]:
-        """Return what has come in."""
+        """Wait for a message, and return its header and tensors."""
         header, tensors, works = self._received.pop(message)
         for work in works:
             work.wait()
@@ -158,16 +159,16 @@ class Messages:
                         for x, each in zip(tensors, header.outlines)]
 
     def finish(self) -> None:
-        """Wait until all has left."""
+        """Wait until all sends have ended."""
         for sent in self._sent.values():
             while sent:
                 _see_through(sent.popleft())
 
     def _make_room(self, sent: 'deque[list[tuple[Any, Tensor]]]') -> None:
-        """Let go of what has arrived, and on the CPU wait for what was sent long ago.
+        """Release messages whose sends have ended, and wait for early sends on the CPU.
 
-        Gloo says of no send that it has ended, to whoever does not wait for it. It ends without
-        anything else of this rank, as a message stands where sends may wait for their receives.
+        Gloo reports the end of a send only to a thread that waits for it. A send ends without
+        further actions of this rank, because its place in the row allows it to wait.
         """
         while sent and (all(work.is_completed() for work, _ in sent[0])
                         or is_cpu(self._device) and len(sent) >= AHEAD):

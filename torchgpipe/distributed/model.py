@@ -39,7 +39,7 @@ class DistributedGPipe(Placed):
     """Run a sequential model on the processes of a mesh: data × pipe × tensor.
 
     Each process makes the layers of its own stages only. Loss, gradients and running statistics
-    are those of one process that has the whole model and the whole mini-batch.
+    equal the results of one process with the whole model and the whole mini-batch.
 
     >>> import torch
     >>> from torchgpipe.distributed import DistributedGPipe, init_mesh
@@ -54,25 +54,25 @@ class DistributedGPipe(Placed):
     Args:
         module: The model, the same on all ranks: a sequential module, best on the meta device; or
             a list of functions of which each makes a layer. On the meta device, layer ``i`` gets
-            the initial values that follow from ``(seed, i)``, whatever the mesh; so do layers that
-            functions make. A module with values keeps those of the first replica.
+            initial values that depend on ``(seed, i)`` only, not on the mesh. The same holds for
+            layers made by functions. A module with values keeps the first replica's values.
         balance: The number of layers in each stage.
-        mesh: Axes of it are ``'data'``, ``'pipe'`` and ``'tensor'``, or some of these; see
+        mesh: A mesh with the axes ``'data'``, ``'pipe'`` and ``'tensor'``, or some of these; see
             :func:`~torchgpipe.distributed.init_mesh`.
-        chunks: Into how many micro-batches the part of a replica is split.
+        chunks: The number of micro-batches of each replica.
         checkpoint: As of :class:`~torchgpipe.GPipe`.
         places: The rank along the pipe axis of each stage; by default ranks take turns, and
             ``[0, 1, 1, 0]`` is for the V of ``'zb-v'``.
         data: ``'replicate'``: ranks along the data axis have the same parameters; ``'shard'``:
-            each has a part of them, and of what an optimizer keeps (FSDP2).
+            each has a part of them, and of the optimizer's state (FSDP2).
         tensor_plan: How layers are split along the tensor axis: styles of
             ``torch.distributed.tensor.parallel`` by the names of modules, in which ``*`` stands
             for anything.
-        seed: Where initial values come from.
+        seed: The seed of initial values.
         deferred_batch_norm: As of :class:`~torchgpipe.GPipe`; statistics are over all replicas.
         batch_dim: As of :class:`~torchgpipe.GPipe`.
         gather: As of :class:`~torchgpipe.GPipe`.
-        weights: The same; each rank reads what its layers need.
+        weights: As of :class:`~torchgpipe.GPipe`; each rank reads only the values of its layers.
         init: As of :class:`~torchgpipe.GPipe`.
         offload: As of :class:`~torchgpipe.GPipe`.
         mp_policy: With ``data='shard'``, the dtypes of FSDP2
@@ -81,19 +81,19 @@ class DistributedGPipe(Placed):
             of micro-batches are added up in ``reduce_dtype``.
         offload_policy: With ``data='shard'``,
             :class:`torch.distributed.fsdp.CPUOffloadPolicy`: parameters, gradients and states of
-            the optimizer wait in the memory of the host, also with one replica. The device has the
+            the optimizer stay in host memory, also with one replica. The device has the
             parameters of one stage at a time; ``schedule='looped-bfs'`` gathers each twice in a
             step. Replicas take the same number of micro-batches if ranks have several stages.
-        timeout: How long a rank may wait for others before all end, with an error that names the
-            rank that they wait for; by default 30 minutes. A rank that raises or dies ends all
-            within seconds.
-        compare_every: Ranks compare, to the bit, the parameters and buffers that they share:
-            before the first steps, then less and less often up to every so many steps, and at each
-            save and load. Tensors that differ are an error on all ranks. 0 compares at saves and
-            loads only.
+        timeout: How long a rank may wait for others; by default 30 minutes. After that all ranks
+            end, with an error that names the rank that they wait for. A rank that raises or dies
+            ends all within seconds.
+        compare_every: The largest number of steps between comparisons, to the bit, of the
+            parameters and buffers that ranks share. Ranks compare before the first steps, then
+            less and less often, and at each save and load. Tensors that differ are an error on
+            all ranks. 0 compares at saves and loads only.
 
     Raises:
-        TypeError: The model is neither, or its skips do not match.
+        TypeError: The model is of another type, or its skips do not match.
         ValueError: The balance, the mesh, places, ``data`` or the plan do not fit.
         RuntimeError: Ranks were given other arguments.
     """
@@ -141,7 +141,7 @@ class DistributedGPipe(Placed):
             self._take(rank, skeleton._modules, skeleton.training)
 
     def _take(self, rank: Rank, names: Iterable[str], training: bool) -> None:
-        """Take the layers of a rank."""
+        """Use the layers of a rank."""
         self.devices = [rank.device] * len(self.balance)
         self._rank, self._engine = rank, rank.engine
         self._steps = Steps(rank, self, self._watch.at, self._compare_every)
@@ -186,8 +186,8 @@ class DistributedGPipe(Placed):
     def apply(self, fn: Callable[[nn.Module], None]) -> 'DistributedGPipe':
         """Apply a function to all modules, as ``torch.nn.Module.apply``. All ranks call it.
 
-        Random numbers follow from ``(seed, layer)``, so that replicas get the same values, and
-        layers the same on all meshes. A weight that ranks share gets the value of its first layer.
+        Random numbers depend on ``(seed, layer)`` only. So replicas get the same values, and so
+        does each layer on all meshes. A weight that ranks share gets the value of its first layer.
 
         Raises:
             RuntimeError: It draws values of parameters of which each rank has a part.
@@ -199,7 +199,7 @@ class DistributedGPipe(Placed):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let steps keep their gradients on each replica, for the first one after this context.
+        """Keep the gradients of steps on each replica, until the first step after this context.
 
         Gradients of several steps are added up and reduced once, as for one mini-batch of all.
         """
@@ -231,7 +231,7 @@ class DistributedGPipe(Placed):
             rank.data, rank.tensor)}, max_norm, norm_type, rank.everyone, rank.device)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients, and drop those that steps within :meth:`no_sync` have left."""
+        """Reset gradients, also the ones that steps within :meth:`no_sync` have left."""
         super().zero_grad(set_to_none)
         self._rank.replicas.forget()
 
@@ -239,7 +239,7 @@ class DistributedGPipe(Placed):
         return self._rank.engine
 
     def lane_names(self) -> list[str]:
-        """Return the names of all ranks, as lanes of a timeline have them."""
+        """Return the names of all ranks, for the lanes of a timeline."""
         group = self._rank.everyone
         ranks = self._rank.ranks[:1] if group is None else get_process_group_ranks(group)
         return [f'rank {rank}' for rank in ranks]
@@ -255,18 +255,20 @@ class DistributedGPipe(Placed):
              ) -> checkpoints.Saving | None:
         """Save the model, its optimizer and the states of generators, for any mesh.
 
-        All ranks call it. What is in the folder stays until all ranks have written theirs.
+        All ranks call it. A previous checkpoint in the folder stays until all ranks have written
+        their parts.
 
         Args:
-            folder: What it takes the place of; on a file system that ranks share.
-            optimizer: That of this rank's parameters.
+            folder: A new folder, or a checkpoint to replace; on a file system that ranks share.
+            optimizer: The optimizer of this rank's parameters.
             extra: Further state of the training, by names: objects with ``state_dict()``,
                 such as a scheduler or a data loader, and plain values. If it differs between
                 replicas, each has its own.
-            wait: Otherwise all is copied to the host, and written while training goes on.
+            wait: Whether to wait for the files. Otherwise all tensors are copied to the host, and
+                written while training continues.
 
         Returns:
-            ``None``; without waiting, what has ``result()``, which waits, and ``done()``.
+            ``None``; without waiting, an object with ``result()``, which waits, and ``done()``.
 
         Raises:
             FileExistsError: The folder has other things in it.
@@ -280,16 +282,16 @@ class DistributedGPipe(Placed):
     @watched('loading')
     def load(self, folder: str | PathLike[str], optimizer: Optimizer | None = None, *,
              extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Load what was saved on any mesh, or in one process. All ranks call it.
+        """Load a checkpoint that was saved on any mesh, or in one process. All ranks call it.
 
         Args:
-            folder: The folder; its last complete checkpoint is taken.
-            optimizer: That of this rank's parameters.
+            folder: The folder; its last complete checkpoint is loaded.
+            optimizer: The optimizer of this rank's parameters.
             extra: Objects by their names in ``save``; ``load_state_dict()`` is called on them.
 
         Returns:
             All states and values of ``extra`` in ``save``, by names. A value that differed
-            between replicas is there for the same number of replicas only.
+            between replicas is included for the same number of replicas only.
 
         Raises:
             FileNotFoundError: There is no checkpoint.

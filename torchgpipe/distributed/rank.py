@@ -48,21 +48,21 @@ class Rank:
         data, pipe, tensor: The axes.
         everyone: The group of all ranks.
         last: The ranks with the last stage.
-        alike: The ranks that have the same shards of layers, or those of other stages.
-        device: That of this rank.
+        alike: The ranks at the same place along the tensor axis, with any stages.
+        device: The device of this rank.
         places: The rank of each stage along the pipe axis.
         ranks: The rank of each stage in this replica, among all processes.
         own: The stages of this rank.
         made: Its layers, by name.
         partitions: The layers of each stage; stages of other ranks are empty.
-        engine: What runs them; it has all stages, those of other ranks without layers.
-        skips: The pairs of stages between which skips go.
-        at_place: Of each rank along the pipe axis, all ranks that have the same stages.
+        engine: Runs them. It has all stages; stages of other ranks have no layers.
+        skips: The pairs of stages with skips between them.
+        at_place: For each rank along the pipe axis, all ranks that have the same stages.
         lines: By axis, the ranks along it, for each place along the others.
         exchanges: Whether replicas exchange samples: the model has experts.
         replaced: The names of layers that were replaced since the last step.
-        ties: The parameters that other ranks have, too.
-        replicas: The stages, and what becomes of their gradients.
+        ties: The parameters that other ranks also have.
+        replicas: The stages, and the reduction of their gradients.
         saving: The last checkpoint that was not waited for.
 
     Raises:
@@ -95,7 +95,7 @@ class Rank:
 
     @property
     def devices(self) -> list[torch.device]:
-        """Its devices, whose generators are saved."""
+        """The devices of this rank, whose generators are saved."""
         return [self.device]
 
     @property
@@ -121,17 +121,17 @@ class Rank:
         Args:
             model: The model, or functions that make its layers.
             skeleton: Its layers.
-            seed: Where initial values come from.
+            seed: The seed of initial values.
             weights: The values of all layers, if there are some.
             init: Gives each module its initial values.
             plan: How layers are split along the tensor axis.
-            data: What ranks along the data axis do with parameters.
+            data: ``'replicate'`` or ``'shard'``: the use of parameters along the data axis.
             policies: The policies of FSDP2.
         """
         stages, own = self._stages, self.own
         self.exchanges = self.data.size > 1 and any(
             isinstance(module, Experts) for module in skeleton.modules())
-        # What layers share is seen while they are what the user made of them.
+        # Shared tensors are detected while the layers are as the user made them.
         self._tied = ties_of(skeleton, stages)
         self._layout = layout = inspect_skip_layout([
             nn.Sequential(OrderedDict((name, skeleton.get_submodule(name)) for name in names))
@@ -160,7 +160,7 @@ class Rank:
 
         self._policies = {**policies, 'mesh': self._mesh['data']} if policies else {}
         if offloads and is_cpu(self.device):
-            # Where the device is the host, there is nothing that pinned memory would be for.
+            # Pinned memory is of no use if the device is the host.
             self._policies['offload_policy'] = CPUOffloadPolicy(pin_memory=False)
         self._units, self.partitions = dict[int, Unit](), [Sequential() for _ in stages]
         late = self._stages_of_ties(skeleton) if offloads else {*own}
@@ -182,8 +182,8 @@ class Rank:
         self._assemble()
         self.ties.spread(self.device)
         live = {id(x) for layer in self.made.values() for x in layer.parameters()}
-        #: The parameters of the module that this rank does not use: layers of other ranks have
-        #: them, or other values took their place. By number; what is there no more has another.
+        #: The parameters of the module that this rank does not use, by number: layers of other
+        #: ranks have them, or other values took their place. A number may be reused.
         self._unused = {id(x): (name, weakref.ref(x)) for name, x in kept if id(x) not in live}
         self.together('this model', self._check_unused)
 
@@ -198,7 +198,7 @@ class Rank:
             self.partitions[j]._modules.update((name, made[name]) for name in self._stages[j])
 
     def _unit(self, stages: Sequence[int], late: Container[int]) -> Unit:
-        """Let replicas have parts of the parameters of some stages."""
+        """Shard the parameters of some stages over replicas."""
         layers = [self.partitions[j] for j in stages]
         spread = {x for layer in layers for x in layer.parameters()
                   if self.data.name in split_axes(x)}
@@ -206,10 +206,10 @@ class Rank:
                     {'mesh': self.data.mesh, **self._policies})
 
     def _check_unused(self) -> None:
-        """See that no layer keeps parameters that took another form, and none had hooks.
+        """Check that no layer keeps parameters that took another form, and none had hooks.
 
         Raises:
-            ValueError: One does.
+            ValueError: A layer keeps one, or one had hooks.
         """
         for layer, made in self.made.items():
             for path, module in made.named_modules(prefix=layer):
@@ -232,7 +232,7 @@ class Rank:
                              'layers on one rank')
 
     def _assemble(self) -> None:
-        """Let partitions run the layers as they are now."""
+        """Build partitions, ties, replicas and engine for the current layers."""
         self._fill_partitions(self.own, self.made)
         self.ties = Ties(self.made, self._tied, self.ranks, self.pipe.group)
         self.replicas = Replicas([self.partitions[j] for j in self.own], self.data, self._policies,
@@ -242,7 +242,7 @@ class Rank:
         self.engine = Engine(self.partitions, [self.device] * len(self.partitions), self._layout)
 
     def copied(self, made: dict[str, Any]) -> 'Rank':
-        """Return the same rank with copies of its layers, which share the groups of processes."""
+        """Return the same rank with copies of its layers; process groups are shared."""
         if self.replicas.shards:
             raise TypeError("parameters that are spread over replicas (data='shard') cannot be "
                             'copied with their model: save(folder), and load it into another one')
@@ -256,7 +256,7 @@ class Rank:
         return new
 
     def replace(self, layers: Mapping[str, Any]) -> None:
-        """Take other layers in place of some, with the values of the first replica.
+        """Replace some layers; the new ones get the values of the first replica.
 
         Raises:
             ValueError: A layer is on another rank, or one that other ranks share or have parts of.
@@ -279,16 +279,16 @@ class Rank:
         self.replaced += layers
 
     def outline(self, *more: object) -> int:
-        """Return a digest of what ranks with the same stages have alike, but for values."""
+        """Return a digest of the state that ranks with the same stages share, except values."""
         return digest(more, [(name, [(key, x.shape, x.dtype)
                                      for key, x in self.made[name].state_dict().items()])
                              for name in self.replaced])
 
     def check_outlines(self, said: Mapping[int, Facts]) -> None:
-        """Give replaced layers the values of the first replica, once all ranks know of them.
+        """Copy the values of the first replica to replaced layers, after a check on all ranks.
 
         Raises:
-            RuntimeError: Replicas have other layers, or the same in another state.
+            RuntimeError: Replicas have different layers, or the same layers in different states.
         """
         for ranks in self.at_place:
             if len({said[each].layers for each in ranks}) > 1:
@@ -302,10 +302,10 @@ class Rank:
         self.replaced = []
 
     def check_samples(self, said: Mapping[int, Facts]) -> None:
-        """See that ranks along the tensor axis were given the same samples.
+        """Check that ranks along the tensor axis were given the same samples.
 
         Raises:
-            ValueError: They were not.
+            ValueError: The samples differ.
         """
         for ranks in self.lines['tensor']:
             if len({said[each].given for each in ranks}) > 1:
@@ -313,10 +313,10 @@ class Rank:
                                  'together, so they take the same samples, but were given others')
 
     def shared(self, loss: Mapping[str, Tensor] | None = None) -> list[Shared]:
-        """Return the tensors that other ranks may have, too, but for those of replaced layers.
+        """Return the tensors that other ranks may share, except tensors of replaced layers.
 
         Args:
-            loss: Those of a loss, by name, in place of the model's.
+            loss: The tensors of a loss, by name, to return instead of the model's.
         """
         if loss is not None:
             return [Shared(name, x, frozenset(['data', 'tensor'])) for name, x in loss.items()]
@@ -332,14 +332,14 @@ class Rank:
         return sorted(found.values(), key=lambda each: each.name)
 
     def numbers(self, loss: Mapping[str, Tensor] | None = None) -> tuple[int, int, int]:
-        """Return what this rank says of its tensors, for :meth:`compare`."""
+        """Return the numbers of this rank's tensors, for :meth:`compare`."""
         return (0, 0, 0) if self.everyone is None else numbers_of(self.shared(loss))
 
     def compare(self, said: Mapping[int, Facts], loss: Mapping[str, Tensor] | None = None) -> None:
-        """Compare the tensors that ranks share, the model's or those of a loss.
+        """Compare the tensors that ranks share, of the model or of a loss.
 
         Raises:
-            RuntimeError: One differs.
+            RuntimeError: A tensor differs.
         """
         if self.everyone is not None and differ(
                 {rank: each.numbers for rank, each in said.items()}, self.lines):
@@ -371,34 +371,34 @@ class Rank:
         self.ties.spread(self.device)
 
     def check(self) -> None:
-        """See that the parameters of this rank are those that the model was made of.
+        """Check that the parameters of this rank are the same as when the model was made.
 
         Raises:
-            ValueError: They are not.
+            ValueError: A parameter was replaced, or is a parameter of another rank.
         """
         self.replicas.check()
         self.ties.check()
         self.check_own((name.split('.', 2)[2], x) for name, x in self.replicas.named_parameters())
 
     def check_own(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """See that parameters are not those of other ranks, which would not learn of them.
+        """Check that no parameter belongs to another rank, which would not get its gradient.
 
         Raises:
-            ValueError: One is.
+            ValueError: A parameter does.
         """
         for name, x in named:
             self._check_unused_one(x, f"'{name}'")
 
     def check_learning(self, learning: Mapping[int, tuple[Tensor, str]], own: Sequence[Tensor]
                        ) -> None:
-        """See that what learns is known to all ranks that have it.
+        """Check that each tensor with a gradient is known to all ranks that have it.
 
         Args:
-            learning: What gets gradients, by number, and where it is used.
+            learning: The tensors that get gradients, by number, each with the place of its use.
             own: The parameters of this rank and of its loss.
 
         Raises:
-            RuntimeError: Something else gets gradients.
+            RuntimeError: Another tensor gets gradients.
         """
         known = {*map(id, own)}
         for x, where in [each for number, each in learning.items() if number not in known]:
@@ -412,13 +412,13 @@ class Rank:
 
     def together(self, task: str, function: Callable[[], Facts | None]
                  ) -> dict[int, Facts]:
-        """Call a function on all ranks, and return what each says: see `start`."""
+        """Call a function on all ranks, and return the facts of each: see `start`."""
         return together(task, function, self.everyone, self.device)
 
     def draw_alike(self) -> None:
-        """Let ranks that share layers draw the same numbers from now on: those of the first one.
+        """Copy the generator state of the first rank to all ranks that share layers with it.
 
-        What is not split of an activation, each of them has, and drops.
+        Then dropout agrees on activations that are not split, because each of them has these.
         """
         if self.tensor.group is not None:
             states = rng_states([self.device])
@@ -429,7 +429,7 @@ class Rank:
             set_rng_states([self.device], states)
 
     def sum(self, said: Mapping[int, Facts]) -> float:
-        """Return what replicas have counted; all shards of a layer have counted the same."""
+        """Return the sum of the replicas' counts; all shards of a layer have the same count."""
         return sum(each.counted for rank, each in said.items() if rank in self.alike)
 
 

@@ -20,20 +20,20 @@ _LONGEST = 4000
 
 
 class Record(NamedTuple):
-    """What a rank says of itself.
+    """The report of a rank.
 
     Args:
-        beat: How often it has said something.
-        run: How many steps, calls and the like it has begun, with the one in which it is.
-        state: ``'outside'`` of these, ``'computes'``, ``'waits'``, ``'failed'``; or ``'ended'``,
-            if its process or its model has.
-        seconds: For how long that has been so.
-        text: What it does.
-        where: In which layer and line.
-        error: What it has raised last. It stays there when the rank goes on after that, as others
-            may look for it later.
-        raised_in: In which run that was.
-        found: What it has found out about others in this run.
+        beat: The number of its reports.
+        run: The number of runs (steps, calls, …) that it has begun, with the current one.
+        state: ``'outside'`` of runs, ``'computes'``, ``'waits'``, ``'failed'``; or ``'ended'``
+            with its process or its model.
+        seconds: How long it has been in that state.
+        text: Its task.
+        where: Its layer and line.
+        error: The last error that it raised. The error stays when the rank continues, because
+            others may look for it later.
+        raised_in: The run in which it raised the error.
+        found: The failure of other ranks that it found in this run.
     """
 
     beat: int = 0
@@ -47,17 +47,17 @@ class Record(NamedTuple):
     found: str = ''
 
     def pack(self) -> str:
-        """Return it as text."""
+        """Return the record as text."""
         return json.dumps(self)
 
     @classmethod
     def parse(cls, text: bytes) -> 'Record':
-        """Read it."""
+        """Return the record that a text describes."""
         return cls(*json.loads(text))
 
 
 def names_of(mesh: DeviceMesh) -> dict[int, str]:
-    """Return what errors call each rank of a mesh: by its number and its place.
+    """Return the name of each rank of a mesh, for errors: its number and its place.
 
     >>> import torch
     >>> from torchgpipe.distributed import init_mesh
@@ -75,7 +75,7 @@ def names_of(mesh: DeviceMesh) -> dict[int, str]:
 
 
 def doing(now: Action | Message | None) -> str:
-    """Say what a rank does.
+    """Describe an action or a message.
 
     >>> doing(Action(1, 'F', 0))
     'forward of stage 1, micro-batch 0'
@@ -99,17 +99,17 @@ def text_of(error: BaseException) -> str:
 
 def blame(records: Mapping[int, Record | None], run: int, lost: Collection[int] = (),
           late: bool = False) -> tuple[list[tuple[int, str]], bool]:
-    """Return the ranks that others wait for in vain, each with what is to be said of it.
+    """Return the ranks that block the others, each with a description.
 
     Args:
-        records: What ranks have said last, without the one that asks; ``None`` if nothing yet.
-        run: The number of the run in which that one is.
-        lost: Those that have said nothing for long.
-        late: Whether that one has waited for as long as it may.
+        records: The last record of each other rank; ``None`` if there is none yet.
+        run: The number of the asking rank's run.
+        lost: The ranks that have not reported for long.
+        late: Whether the asking rank has waited for as long as it may.
 
     Returns:
-        They, and whether it is sure; it is not where another rank has found it out. That rank is
-        the one named then, and the text is its own.
+        The ranks, and whether the result is certain. It is not if another rank has found it.
+        Then that rank is returned, with the text in its record.
     """
     there = {rank: each for rank, each in records.items() if each is not None}
     raised = [(rank, f'raised {each.error}') for rank, each in there.items()
@@ -130,14 +130,14 @@ def blame(records: Mapping[int, Record | None], run: int, lost: Collection[int] 
 
 
 def _is_late(record: Record | None, run: int) -> bool:
-    """Return whether a rank does not wait, though it should be where others wait for it."""
+    """Return whether a rank does not wait, although others wait for it."""
     if record is None or record.state == 'computes':
         return True
     return record.run < run and record.state in ('outside', 'failed')
 
 
 def _has_raised(record: Record) -> bool:
-    """Return whether a rank has raised something in the run in which it is."""
+    """Return whether a rank has raised an error in its current run."""
     return bool(record.error) and record.raised_in == record.run
 
 

@@ -8,10 +8,10 @@
                    gather ──▶ step ──▶ gradients ──▶ sum over replicas, and scatter ──▶ .grad
                    with CPUOffloadPolicy, stage by stage: `units`
     experts        each rank has some, which see the samples of all replicas
-                   step ──▶ gradients, which are those of all replicas ──▶ .grad
+                   step ──▶ gradients, of all replicas already ──▶ .grad
 
-Losses are weighted by what the whole mini-batch counts, so replicas are summed, and it does not
-matter how many samples each has.
+Losses are weighted by the count of the whole mini-batch. So gradients are summed over replicas,
+and replicas may have different numbers of samples.
 """
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,12 +33,12 @@ from torchgpipe.engine.partition import named_slots
 
 __all__ = ['DATA', 'Gradients', 'Replicas', 'added', 'like', 'local', 'split_axes', 'take_first']
 
-#: What ranks along the data axis may do with parameters.
+#: The uses of parameters along the data axis.
 DATA = ('replicate', 'shard')
 
 
 class Replicas(nn.Module):
-    """The stages of a rank, which other ranks have, too.
+    """The stages of a rank, which its replicas also have.
 
     Args:
         stages: The stages.
@@ -52,15 +52,15 @@ class Replicas(nn.Module):
         super().__init__()
         self.stages = nn.ModuleList(stages)
         self._axis = axis
-        #: Whether steps put the gradients of replicas together.
+        #: Whether steps reduce gradients over replicas.
         self.syncs = True
-        #: Otherwise, what they have left, by the number of a parameter.
+        #: Gradients that are not reduced yet, by the number of a parameter.
         self.pending: dict[int, Tensor] = {}
         self.shards = bool(units)
         self.offloads = isinstance(policies.get('offload_policy'), CPUOffloadPolicy)
         self.precision: MixedPrecisionPolicy = policies.get('mp_policy') or MixedPrecisionPolicy()
         parts = {id(x) for unit in units.values() for x in unit.own}
-        #: Those that are spread over replicas, as experts are: their gradients are complete.
+        #: Parameters that are spread over replicas, such as experts: their gradients are complete.
         self._spread: dict[nn.Parameter, None] = dict.fromkeys(
             x for x in self.parameters() if axis.name in split_axes(x) and id(x) not in parts)
         #: Whether other ranks have copies of some parameters in other stages.
@@ -71,14 +71,14 @@ class Replicas(nn.Module):
         self._versions: list[Any] = []
         #: A stage of the unit that is reduced at the end of a step.
         self._late = next((j for j, unit in units.items() if unit.late), None)
-        #: Where there are parts of parameters.
+        #: The places of sharded parameters.
         self._sharded = [(name, module, key)
                          for name, (module, key), x in named_slots(self.stages)
                          if self.shards and isinstance(x, nn.Parameter)
                          and x not in self._spread]
-        #: Whether to look at values when parameters are freed, as ``x.data`` has no version.
+        #: Whether to compare values when parameters are freed, because ``x.data`` has no version.
         self.looks = False
-        #: The parameters that were whole in this step.
+        #: The parameters that were gathered in this step.
         self.seen: dict[int, Tensor] = {}
 
     # --- while a step or a call runs
@@ -87,7 +87,7 @@ class Replicas(nn.Module):
         """Gather the parameters of a stage, after freeing another unit.
 
         Raises:
-            RuntimeError: A layer has changed one that is freed.
+            RuntimeError: A layer has changed a parameter that is freed.
         """
         unit = None if j is None else self._units.get(j)
         if unit is not self._gathered:
@@ -100,7 +100,7 @@ class Replicas(nn.Module):
             self._versions = self._versions_of(unit)
 
     def enter_late(self) -> None:
-        """Gather the parameters whose gradients are reduced in the end of a step."""
+        """Gather the parameters whose gradients are reduced at the end of a step."""
         self.enter(self._late)
 
     def walk(self) -> None:
@@ -117,7 +117,7 @@ class Replicas(nn.Module):
         """Reduce the gradients of parameters that are gathered now, and free both.
 
         Args:
-            gradients: Those of this rank. The list is emptied.
+            gradients: The gradients of this rank. The list is emptied.
         """
         unit = self._gathered
         assert unit is not None
@@ -136,11 +136,11 @@ class Replicas(nn.Module):
     # --- steps and calls
 
     def run(self, step: Callable[[], Gradients], others: Sequence[Tensor] = ()) -> None:
-        """Run a step, and add its gradients to those of parameters, the replicas' together.
+        """Run a step, and add its gradients, reduced over replicas, to the parameters' ``.grad``.
 
         Args:
-            step: Gives the gradients of this rank, but for those that are reduced within it.
-            others: Parameters that are in none of the stages, but in those of a loss.
+            step: Returns the gradients of this rank, except gradients that are reduced within it.
+            others: Parameters of a loss, which are in none of the stages.
         """
         with self._all_or_nothing():
             if not self.offloads:
@@ -164,7 +164,7 @@ class Replicas(nn.Module):
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Let a step that fails leave gradients as they were, though some had been reduced."""
+        """Restore all gradients if a step fails, even if some were reduced already."""
         shards = filter(self._is_shard, self.parameters() if self.offloads else ())
         before, pending = [(x, x.grad) for x in shards], {**self.pending}
         for x, _ in before:
@@ -184,7 +184,7 @@ class Replicas(nn.Module):
             x.grad = x.grad if grad is None else grad
 
     def evaluate(self, run: Callable[[], object]) -> None:
-        """Run something that finds no gradients."""
+        """Run a function without gradients."""
         try:
             with torch.no_grad():
                 run()
@@ -192,7 +192,7 @@ class Replicas(nn.Module):
             self._free()
 
     def whole(self) -> list[nn.Parameter]:
-        """Return the parameters that require grad and of which this rank has not a part only."""
+        """Return the parameters that require grad and are not shards of FSDP."""
         return [x for x in self.parameters() if x.requires_grad and not self._is_shard(x)]
 
     def _is_shard(self, x: Any) -> bool:
@@ -200,10 +200,10 @@ class Replicas(nn.Module):
             x.device_mesh.mesh_dim_names or ())
 
     def check(self) -> None:
-        """See that the parameters of which this rank has parts are those that FSDP knows.
+        """Check that sharded parameters are the parameters that FSDP has, without hooks.
 
         Raises:
-            ValueError: They are not.
+            ValueError: A parameter was replaced, or has a hook.
         """
         for name, module, key in self._sharded:
             x = module._parameters.get(key)
@@ -224,10 +224,10 @@ class Replicas(nn.Module):
             own, digests(map(local, own)) if self.looks else [0] * len(own))]
 
     def check_versions(self) -> None:
-        """See that layers have not written to gathered parameters, which are not kept.
+        """Check that layers have not written to gathered parameters, which are not kept.
 
         Raises:
-            RuntimeError: One has.
+            RuntimeError: A layer has.
         """
         unit = self._gathered
         for x, now, version in [] if unit is None else zip(
@@ -240,13 +240,13 @@ class Replicas(nn.Module):
 
     @contextmanager
     def beside(self, parameters: Sequence[Tensor]) -> Iterator[Callable[[], Gradients]]:
-        """Let parameters get the gradients that are not their leaves' in a place of their own.
+        """Collect the gradients that reach parameters directly, not through leaves.
 
-        A layer or a loss may use a parameter that it has no place for: in a closure, in a list. A
-        function returns these gradients. Where this rank has no copies elsewhere, nothing changes.
+        This happens if a layer or a loss uses a parameter in a closure or in a list. The yielded
+        function returns these gradients. If no other rank has copies, nothing changes.
 
         Args:
-            parameters: Those of this rank that require grad.
+            parameters: The parameters of this rank that require grad.
         """
         if self._axis.group is None and not self.tied:
             yield list
@@ -278,7 +278,7 @@ class Replicas(nn.Module):
                      if each is x), 'a parameter of loss_fn')
 
     def _completed(self, gradients: Gradients, sharded: Sequence[Tensor]) -> Gradients:
-        """Return gradients, with zeros for those that other replicas have and this one has not."""
+        """Return gradients, with zeros for parameters with a gradient on other replicas only."""
         group, there = self._axis.group, {id(x) for x, _ in gradients}
         for x, grad in gradients:
             _check_dense(x, grad)
@@ -291,7 +291,7 @@ class Replicas(nn.Module):
 
     @property
     def gather(self) -> Callable[[Tensor], Sequence[Tensor]] | None:
-        """What returns what each replica has of a tensor; ``None`` if there are no others."""
+        """A function that returns a tensor of each replica; ``None`` if there are no others."""
         group = self._axis.group
         return None if group is None else partial(_gathered, group)
 
@@ -300,9 +300,9 @@ class Replicas(nn.Module):
         """Return the gradients of some parameters from all replicas; or keep them for later.
 
         Args:
-            gradients: Those of this rank.
-            parameters: The parameters, which others have, too.
-            sharded: Those whose gradients are complete, or FSDP puts together.
+            gradients: The gradients of this rank.
+            parameters: The parameters, which other replicas also have.
+            sharded: Parameters whose gradients are complete, or are reduced by FSDP.
         """
         if self._axis.group is None and self.syncs and not self.pending:
             return gradients
@@ -322,12 +322,12 @@ class Replicas(nn.Module):
         return found if group is None else found + [*_summed([*summed.values()], own, group)]
 
     def forget(self) -> None:
-        """Let go of gradients that were kept for a later step."""
+        """Drop gradients that were kept for a later step."""
         self.pending = {}
 
 
 def added(gradients: Gradients, more: Gradients) -> Gradients:
-    """Return gradients, with one for each tensor."""
+    """Return the sum of gradients for each tensor."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
     for x, grad in (*gradients, *more):
         found[id(x)] = x, found[id(x)][1] + grad if id(x) in found else grad
@@ -336,11 +336,11 @@ def added(gradients: Gradients, more: Gradients) -> Gradients:
 
 def _summed(parameters: Sequence[Tensor], found: dict[int, Tensor], group: dist.ProcessGroup
             ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield parameters with the sums of their gradients, of those that have one anywhere.
+    """Yield each parameter with a gradient on any rank, and the sum of its gradients.
 
     Args:
-        parameters: Those of this rank, as on all others.
-        found: Their gradients here, by number.
+        parameters: The parameters of this rank, as on all other ranks.
+        found: Their gradients on this rank, by number.
         group: The replicas.
     """
     def kind(x: Tensor) -> str:
@@ -367,7 +367,7 @@ def _gathered(group: dist.ProcessGroup, x: Tensor) -> list[Tensor]:
 
 
 def like(x: Tensor, grad: Tensor | None) -> Tensor:
-    """Return the gradient of a parameter, laid out as that is; zeros if there is none."""
+    """Return a gradient in the layout of its parameter; zeros if there is none."""
     if grad is None:
         return torch.zeros_like(x)
     _check_dense(x, grad)
@@ -384,24 +384,24 @@ def _check_dense(x: Tensor, grad: Tensor) -> None:
 
 @torch.no_grad()
 def take_first(module: nn.Module, axis: Axis) -> None:
-    """Let parameters and buffers be those of the first rank of an axis."""
+    """Copy the parameters and buffers of the first rank of an axis to the others."""
     if axis.group is not None:
         for x in (*module.parameters(), *module.buffers()):
             if x.layout is not torch.strided:
-                continue  # They are compared.
+                continue  # It is only compared.
             value = x.contiguous()
-            # Backends do not know all types.
+            # Backends do not support all types.
             dist.broadcast(value.view(-1).view(torch.uint8), axis.ranks[0], axis.group)
-            if not x.equal(value):  # One that is expanded cannot be written to.
+            if not x.equal(value):  # An expanded tensor cannot be written to.
                 x.copy_(value)
 
 
 def split_axes(x: Tensor) -> set[str]:
-    """Return the axes of a mesh along which ranks have other parts of a tensor."""
+    """Return the axes of a mesh along which a tensor is split."""
     return {name for name, placement in zip(x.device_mesh.mesh_dim_names or (), x.placements)
             if not placement.is_replicate()} if isinstance(x, DTensor) else set()
 
 
 def local(x: Tensor) -> Tensor:
-    """Return what this rank has of a tensor."""
+    """Return this rank's part of a tensor."""
     return x.to_local() if isinstance(x, DTensor) else x

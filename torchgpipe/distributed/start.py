@@ -1,7 +1,7 @@
 """The start of a step: facts that ranks exchange before the first message.
 
-A collective of a few numbers. It also tells of a rank that could not begin, as its input is wrong,
-so that no other one waits for it.
+The exchange is a collective of a few numbers. It also reports a rank that could not begin, such as
+for a wrong input, so that no other rank waits for it.
 """
 import re
 import zlib
@@ -19,19 +19,19 @@ class NotBegun(RuntimeError):
 
 
 class Facts(NamedTuple):
-    """What a rank says of a step.
+    """The facts of a rank about a step.
 
     Args:
         m: The number of micro-batches, where it has the input.
-        size: And that of samples.
-        counted: What it counts of the whole loss.
-        settings: A digest of what has to be the same on all ranks.
-        digest: A digest of what decides how the messages of this rank look.
-        layers: A digest of what ranks with the same stages have alike: modes, which parameters
-            learn, and which layers were replaced.
-        given: A number for the samples, which ranks along the tensor axis have alike.
-        divisors: What its loss divides by, in two numbers.
-        numbers: What it says of its tensors, where that is asked for: see `comparison`.
+        size: The number of samples, where it has the input.
+        counted: Its share of the whole loss, or of the loss's count.
+        settings: A digest of the settings, which have to be the same on all ranks.
+        digest: A digest of everything that determines the form of this rank's messages.
+        layers: A digest of state that ranks with the same stages share: modes, which parameters
+            require grad, and which layers were replaced.
+        given: A number for the samples, equal on ranks along the tensor axis.
+        divisors: The divisors of its loss, in two numbers.
+        numbers: The numbers of its tensors, if ranks compare them: see `comparison`.
     """
 
     m: int = 0
@@ -46,9 +46,9 @@ class Facts(NamedTuple):
 
 
 def digest(*values: object) -> int:
-    """Return a number that is the same for values that are written in the same way.
+    """Return a number that is the same for values with the same ``repr``.
 
-    Addresses in them, for example of functions, do not count.
+    Addresses in them, such as addresses of functions, do not count.
     """
     return zlib.crc32(re.sub(' at 0x[0-9a-f]+', '', repr(values)).encode())
 
@@ -60,17 +60,17 @@ def together(task: str, function: Callable[[], Facts | None], group: dist.Proces
     Args:
         task: The task of the ranks, for errors.
         function: Returns the facts of this rank, if any; it does not communicate.
-        group: The ranks; ``None`` if there is this one only.
-        device: That of this rank.
+        group: The ranks; ``None`` if there is only this one.
+        device: The device of this rank.
 
     Raises:
-        RuntimeError: It has raised on another rank; or ranks have other settings.
+        RuntimeError: The function raised on another rank, or ranks have different settings.
     """
     error: BaseException | None = None
     facts = Facts()
     try:
         facts = function() or facts
-    except BaseException as raised:  # An interrupt, too: the others would wait for this rank.
+    except BaseException as raised:  # Also an interrupt: the others would wait for this rank.
         error = raised
     if group is not None:
         own = torch.tensor([error is not None, *facts[:-2], *facts.divisors, *facts.numbers],

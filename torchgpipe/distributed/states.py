@@ -3,8 +3,8 @@
 ::
 
     model.0.weight                                parameters and buffers
-    optimizer.state.0.weight.exp_avg              what the optimizer keeps of one
-    optimizer.param_groups.0.weight.lr            and the options that it has for it
+    optimizer.state.0.weight.exp_avg              the optimizer's state of a parameter
+    optimizer.param_groups.0.weight.lr            and its options for the parameter
     random.1x2x1.0.cpu                            generators, by mesh and rank
     extra.all.step                                further state of a training: of all ranks,
     extra.2.1.loader                              or of the second one of two replicas
@@ -25,24 +25,24 @@ __all__ = ['check_model', 'check_optimizer', 'extra_bytes', 'extra_entries', 'ex
            'groups_of', 'load_extra', 'named', 'optimizer_entries', 'options_of', 'random_entries',
            'restore_random', 'saved_options', 'saved_shapes', 'shapes']
 
-#: Shapes by name; of what is no tensor, ``None``.
+#: Shapes by name; ``None`` for values that are not tensors.
 Shapes = dict[str, tuple[int, ...] | None]
 
-#: Options that are of a group as a whole: each rank has other parameters in it.
+#: Options of a group as a whole: each rank has other parameters in it.
 _OF_GROUPS = ('params', 'param_names')
 
 #: Options that schedulers of learning rates add to an optimizer.
 _SCHEDULERS = {'initial_lr', 'max_lr', 'min_lr', 'base_momentum', 'max_momentum', 'swa_lr'}
 
-#: So many differences are named at most.
+#: How many differences are named at most.
 _MOST = 5
 
-#: Where modules have an extra state: of any kind, so that it has any number of entries.
+#: The key of a module's extra state, which may be of any kind and have any number of entries.
 _EXTRA = '_extra_state'
 
 
 def shapes(model: nn.Module) -> Shapes:
-    """Return the shapes of what a model, or a rank's part of it, has."""
+    """Return the shapes in the state dict of a model, or of a rank's part of it."""
     return {name: tuple(value.shape) if isinstance(value, Tensor) else None
             for name, value in model.state_dict().items() if not name.endswith(_EXTRA)}
 
@@ -58,14 +58,14 @@ def saved_shapes(saved: Mapping[str, Any]) -> Shapes:
 
 
 def check_model(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """See that a checkpoint has the parameters and buffers of a model, in these shapes.
+    """Check that a checkpoint has the parameters and buffers of a model, in these shapes.
 
     Args:
         here: The shapes of the model.
-        saved: Those of the checkpoint.
+        saved: The shapes in the checkpoint.
 
     Raises:
-        ValueError: It does not; all ranks raise it.
+        ValueError: It does not. All ranks raise this error.
     """
     check_names('the checkpoint is of another model', 'model', here, saved, _MOST)
     others = [f'{name!r} is {saved[name]}, and not {shape}' for name, shape in here.items()
@@ -78,15 +78,15 @@ def check_model(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 
 def check_optimizer(here: Collection[str], options: set[str], saved: Mapping[str, Collection[str]]
                     ) -> None:
-    """See that a checkpoint is of an optimizer of these parameters.
+    """Check that a checkpoint is of an optimizer of these parameters.
 
     Args:
-        here: Their names, of all ranks.
-        options: The options of its groups.
-        saved: The options that the checkpoint has, for each parameter.
+        here: The names of the parameters on all ranks.
+        options: The options of the optimizer's groups.
+        saved: The options in the checkpoint, for each parameter.
 
     Raises:
-        ValueError: It is not; all ranks raise it.
+        ValueError: It is not. All ranks raise this error.
     """
     if not saved:
         raise ValueError('the checkpoint was saved without an optimizer: load it without one, or '
@@ -111,10 +111,10 @@ def named(model: nn.Module, optimizer: Optimizer, ties: Mapping[str, str]) -> Na
 
 
 def optimizer_entries(optimizer: Named) -> dict[str, Any]:
-    """Return what an optimizer has, by names.
+    """Return the states and options of an optimizer, by names.
 
     Raises:
-        ValueError: Its state has tensors within something else.
+        ValueError: Its state has tensors in a nested container.
     """
     entries: dict[str, Any] = {}
     for name, states in optimizer.states().items():
@@ -139,13 +139,13 @@ def options_of(optimizer: Named) -> list[str]:
 
 
 def saved_options(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return, for each parameter, the options that a checkpoint has of an optimizer."""
+    """Return the options of an optimizer in a checkpoint, for each parameter."""
     return {name: _options(each)
             for name, each in by_names(under(saved, 'optimizer.param_groups.')).items()}
 
 
 def groups_of(optimizer: Named, options: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the options of each group of an optimizer, from those that parameters had.
+    """Return the options of each group of an optimizer, from the options of its parameters.
 
     Raises:
         ValueError: Parameters of one group had different options.
@@ -159,7 +159,7 @@ def groups_of(optimizer: Named, options: Mapping[str, dict[str, Any]]) -> list[d
 
 
 def _check_same(names: tuple[str, str], options: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """See that two parameters of one group have the same options."""
+    """Check that two parameters of one group have the same options."""
     for key in options[1]:
         one, another = (repr(each.get(key)) for each in options)
         if one != another:
@@ -177,7 +177,7 @@ def extra_bytes(extra: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the states of some objects, or plain values, each as the bytes of a file.
 
     Raises:
-        ValueError: A name has a dot, or is no string.
+        ValueError: A name has a dot, or is not a string.
     """
     found = {}
     for key, value in extra.items():
@@ -198,7 +198,7 @@ def extra_entries(everywhere: Sequence[tuple[int, Mapping[str, bytes]]], replica
         replica: The number of this replica.
 
     Raises:
-        ValueError: Ranks have other names, or ranks of one replica have other values.
+        ValueError: Ranks have different names, or ranks of one replica have different values.
     """
     if len({tuple(sorted(each)) for _, each in everywhere}) > 1:
         raise ValueError('all ranks save extra with the same names in it, but they have '
@@ -246,10 +246,11 @@ def extra_forms(saved: Mapping[str, Any], data: int, replica: int, asked: Mappin
         saved: The checkpoint.
         data: The number of replicas.
         replica: The number of this one.
-        asked: The objects that are to be loaded.
+        asked: The objects to load.
 
     Raises:
-        ValueError: The checkpoint does not have one of them, or of another number of replicas.
+        ValueError: The checkpoint does not have one of them, or has it for another number of
+            replicas.
     """
     there = under(saved, 'extra.')
     places = {path.rpartition('.')[2]: path.rpartition('.')[0] for path in there}
@@ -267,7 +268,7 @@ def extra_forms(saved: Mapping[str, Any], data: int, replica: int, asked: Mappin
 
 
 def load_extra(entries: Mapping[str, Tensor], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Give objects their states; return all states and values by their names."""
+    """Load the states of objects; return all states and values by their names."""
     found = {path.rpartition('.')[2]: _read(x.numpy().tobytes()) for path, x in entries.items()}
     for key, value in asked.items():
         if hasattr(value, 'load_state_dict'):
@@ -291,5 +292,5 @@ def random_entries(place: str, devices: Iterable[torch.device]) -> dict[str, Ten
 
 def restore_random(place: str, devices: Iterable[torch.device], entries: Mapping[str, Tensor]
                    ) -> None:
-    """Give generators their states, as far as there are some."""
+    """Restore the states of generators, if there are any."""
     set_rng_states(devices, {key[len(place) + 1:]: state for key, state in entries.items()})

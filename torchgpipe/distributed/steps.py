@@ -2,10 +2,10 @@
 
 ::
 
-    cut the input ──▶ say so ──▶ count the target ──▶ say so ──▶ row ──▶ say the loss
-    on the first                 on the last                 messages    from the last
+    cut the input ──▶ facts ──▶ count the target ──▶ facts ──▶ row ──▶ facts: the loss
+    on the first                on the last                messages    from the last
 
-What ranks say is a few numbers: :mod:`torchgpipe.distributed.start`.
+The exchanged facts are a few numbers: :mod:`torchgpipe.distributed.start`.
 """
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -43,18 +43,18 @@ __all__ = ['Steps', 'check_alike', 'check_counts', 'check_losses',
 #: The types that a loss may have.
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
-#: So many kinds of steps are remembered, with the headers of their messages.
+#: How many kinds of steps are remembered, with the headers of their messages.
 _KINDS = 32
 
 
 class _Start(NamedTuple):
-    """What is known when a step begins.
+    """The state at the start of a step.
 
     Args:
         batches: The micro-batches, empty ones on ranks without the first stage.
         sizes: Their numbers of samples.
-        common: Which of their tensors all share.
-        kind: What the step is like; messages of one kind have the same headers.
+        common: The numbers of tensors that all micro-batches share.
+        kind: The kind of the step; messages of one kind have the same headers.
         schedule: The schedule.
         counts: The counts of functions of ``gather``, on ranks with the first stage.
     """
@@ -71,10 +71,10 @@ class Steps:
     """The steps and calls of one rank.
 
     Args:
-        rank: What it has.
+        rank: The rank.
         model: The model.
         at: Called before each action and message.
-        compare_every: After how many steps to compare the tensors that ranks share; 0 for never.
+        compare_every: The number of steps between comparisons of shared tensors; 0 for never.
     """
 
     def __init__(self, rank: Rank, model: Placed,
@@ -82,12 +82,12 @@ class Steps:
         self._rank = rank
         self._model = model
         self._at = at
-        #: The headers of messages, by what ranks have said of a step.
+        #: The headers of messages, by the facts and the schedule of a step.
         self._known: OrderedDict[Any, dict[Message, Header]] = OrderedDict()
-        #: What was raised in the middle of a step.
+        #: The text of an error that was raised in the middle of a step.
         self._failed = ''
         self._compare_every = compare_every
-        #: How many tensors there were, and for how many steps, calls or evaluations so many.
+        #: The number of tensors, and the number of steps, calls and evaluations with so many.
         self._tensors, self._since = 0, dict[str, int]()
         #: Whether ranks compare now.
         self._due = False
@@ -100,7 +100,7 @@ class Steps:
             input: The input.
             ready: Returns the schedule, or its name, if the model may take a step.
             loss: The function, the target, its batch dimension, the normalizer, and the scale.
-            return_output: Whether to return the output, too.
+            return_output: Whether to return the output as well.
         """
         rank, model = self._rank, self._model
         start = self._begin(input, 'step', ready, return_output)
@@ -126,7 +126,7 @@ class Steps:
         def finish(own: Sequence[Tensor], beside: Callable[[], Gradients]) -> Gradients:
             rank.replicas.enter_late()
             gradients = rank.ties.together(added(training.gradients, beside()))
-            training.gradients.clear()  # They end when they are reduced.
+            training.gradients.clear()  # They can be freed when they are reduced.
             # If that raises, no gradient has been added.
             whole.append(self._whole(losses, True, partial(
                 rank.check_learning, training.learning,
@@ -175,14 +175,14 @@ class Steps:
         return evaluation
 
     def _cast_output(self, run: Run) -> None:
-        """Let the last layer give another type, as FSDP casts outputs of its root."""
+        """Cast the output of the last layer, as FSDP casts the outputs of its root module."""
         dtype = self._rank.replicas.precision.output_dtype
         if dtype is not None and self._rank.is_last:
             run.wrap_last(lambda layers: lambda *args, **kwargs: _cast_value(
                 layers(*args, **kwargs), dtype))
 
     def _run(self, run: Run, finish: Callable[[], Gradients] = list) -> Gradients:
-        """Run the cells of this rank, and return the gradients that are found in the end."""
+        """Run the cells of this rank, and return the resulting gradients."""
         replicas = self._rank.replicas
         run.mini_batch.gather = replicas.gather
         with self._messages_told():
@@ -192,7 +192,7 @@ class Steps:
 
     @contextmanager
     def _messages_told(self) -> Iterator[None]:
-        """Take note of an error between messages: nobody knows then which of them have come."""
+        """Record an error between messages, because it is unknown which of them have arrived."""
         try:
             yield
         except BaseException as error:
@@ -200,7 +200,7 @@ class Steps:
             raise
 
     def _begin(self, input: Any, what: str, ready: Callable[[], Any], gathers: bool) -> _Start:
-        """Cut the input on ranks that have it, and let all know of it."""
+        """Split the input on ranks that have it, and exchange its facts with all ranks."""
         if self._failed:
             raise RuntimeError('this model cannot go on, as a rank failed in the middle of an '
                                'earlier step, where others wait for its messages: start again '
@@ -216,7 +216,7 @@ class Steps:
             schedule.append(ready())
             text = [each.to_csv() if isinstance(each, Schedule) else str(each)
                     for each in schedule]
-            model.partitions  # Where a layer has been replaced, they follow.
+            model.partitions  # This applies replacements of layers.
             rank.check()
             modes = [(each.training, *(x.requires_grad for x in each.parameters(recurse=False)))
                      for each in model.modules()]
@@ -271,14 +271,14 @@ class Steps:
         if tensors != self._tensors:
             self._tensors, self._since = tensors, {}
         since = self._since[what] = self._since.get(what, -1) + 1
-        # Often at first: gradients may be added up for some steps, or learning rates be 0.
+        # Compare often at first: gradients may be added up for some steps, or learning rates be 0.
         self._due = self._compare_every > 0 and (
             since & (since - 1) == 0 or since % self._compare_every == 0)
         self._rank.replicas.looks = self._due
         return self._due
 
     def _given(self, batches: Sequence[Batch]) -> int:
-        """Return a number for the samples of this rank, if others compute with the same ones."""
+        """Return a number for the samples of this rank, if other ranks share them; 0 otherwise."""
         if self._rank.tensor.group is None or not batches:
             return 0
         first = batches[0]
@@ -286,7 +286,7 @@ class Steps:
                       first.kind([None] * len(first.tensors)))  # type: ignore[list-item]
 
     def _losses(self, sizes: list[int], loss: Sequence[Any], trains: bool = True) -> Losses:
-        """Return the losses of micro-batches; on ranks without the last stage, of nothing."""
+        """Return the losses of micro-batches; on ranks without the last stage, an empty one."""
         rank, (loss_fn, target, target_dim, normalizer, scale) = self._rank, loss
         found: list[Losses] = []
         tensors: dict[str, Tensor] = {}
@@ -343,12 +343,12 @@ class Steps:
             check_same_losses({each: said[each].counted for each in line})
         for ranks in rank.at_place:
             _check_divisors([said[each].divisors for each in sorted(ranks) if said[each].m])
-        # A replica that counts nothing has no loss; float32, the first one, is no type of its own.
+        # A replica that counts nothing has no loss. It reports the first type, float32.
         dtype = _DTYPES[max(said[each].digest for each in rank.last)]
         return torch.tensor(rank.sum(said), dtype=dtype, device=rank.device)
 
     def _way(self, schedule: Schedule, kind: Any) -> Way:
-        """Return what this rank does, and its messages."""
+        """Return the row of this rank, and its messages."""
         rank, key = self._rank, (kind, schedule)
         if key not in self._known and len(self._known) >= _KINDS:
             self._known.popitem(last=False)
@@ -361,7 +361,7 @@ class Steps:
         """Return the output on ranks that have it."""
         rank, model, counts = self._rank, self._model, [start.counts]
         if count_functions(model.gather) and rank.places[0] != rank.places[-1]:
-            # Functions count in the input, which is on another rank.
+            # Functions count samples in the input, which is on another rank.
             dist.broadcast_object_list(counts, rank.ranks[0], rank.pipe.group, rank.device)
         if not rank.is_last:
             return None
@@ -399,7 +399,7 @@ def _cast_value(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _check_divisors(divisors: Sequence[tuple[float, float]]) -> None:
-    """Refuse a loss that replicas divide by other numbers than those of their samples."""
+    """Raise if replicas divide a loss by numbers other than their numbers of samples."""
     same, ratios = zip(*divisors) if divisors else ((0.,), (0.,))
     differ = len({*same}) > 1 or any(map(isnan, same))
     if differ and max(ratios) - min(ratios) > 1e-5 * max(map(abs, ratios)):
@@ -410,10 +410,10 @@ def check_losses(said: dict[int, Facts]) -> float:
     """Return the number that the loss is divided by; 0 if that is a count.
 
     Args:
-        said: What ranks with the last stage have said.
+        said: The facts of the ranks with the last stage.
 
     Raises:
-        ValueError: They have other losses.
+        ValueError: They have different losses.
     """
     numbers = {rank: each.divisors[0] for rank, each in said.items()}
     if len({*numbers.values()}) > 1:
@@ -426,7 +426,7 @@ def check_losses(said: dict[int, Facts]) -> float:
 
 
 def check_same_losses(losses: dict[int, float]) -> None:
-    """Refuse losses of ranks along the tensor axis that differ by more than rounding."""
+    """Raise if losses of ranks along the tensor axis differ by more than rounding."""
     most, least = max(losses.values()), min(losses.values())
     if most - least > .01 * max(abs(most), abs(least)):
         raise RuntimeError('ranks along the tensor axis compute one loss, but have, by rank, '
@@ -436,7 +436,7 @@ def check_same_losses(losses: dict[int, float]) -> None:
 
 
 def check_alike(numbers: dict[int, int]) -> None:
-    """Refuse numbers of micro-batches that differ, where replicas meet in each of them."""
+    """Raise if numbers of micro-batches differ, where replicas communicate in each of them."""
     if len({*numbers.values()}) > 1:
         raise ValueError(
             'replicas exchange the tokens of experts in each micro-batch, or gather parameters of '
@@ -446,7 +446,7 @@ def check_alike(numbers: dict[int, int]) -> None:
 
 
 def check_counts(counts: Sequence[float]) -> None:
-    """Refuse a micro-batch without a backward, in which other replicas would wait for this one."""
+    """Raise if a micro-batch has no backward, where other replicas would wait for this one."""
     if 0 in counts:
         raise ValueError(
             f'replicas exchange the gradients of experts in each micro-batch, but that of number '
@@ -455,5 +455,5 @@ def check_counts(counts: Sequence[float]) -> None:
 
 
 def _nothing(output: Any, target: Any) -> Tensor:
-    """Stand for a loss where there is none."""
+    """Raise an error, as the loss function of a rank without the last stage."""
     raise AssertionError('this rank does not have the last stage')

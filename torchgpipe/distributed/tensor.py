@@ -13,10 +13,10 @@ __all__ = ['check_plan', 'layout_of', 'split_apart', 'split_layer', 'tie_again']
 
 
 def check_plan(plan: Mapping[str, Any], module: nn.Module, size: int) -> None:
-    """See that each line of a plan is about something, and that there are ranks to split over.
+    """Check that each line of a plan matches a module, and that a tensor axis has a plan.
 
     Raises:
-        ValueError: It is not, or there are none.
+        ValueError: A line matches no module, or there is no plan for several ranks.
     """
     names = [name for name, _ in module.named_modules() if name]
     for pattern in plan:
@@ -48,7 +48,7 @@ def split_layer(name: str, layer: nn.Module, plan: Mapping[str, Any], mesh: Devi
 
 
 def layout_of(x: object) -> str:
-    """Return in words how a parameter is split."""
+    """Return a description of how a parameter is split."""
     return str(x.placements) if isinstance(x, DTensor) else 'whole'
 
 
@@ -59,10 +59,10 @@ def split_apart(layouts: Mapping[str, str]) -> ValueError:
 
 
 def tie_again(shared: Sequence[Sequence[tuple[str, nn.Module, str]]]) -> None:
-    """Let a parameter that was split in each of its places be one again.
+    """Tie a parameter again that was split in each of its places.
 
     Raises:
-        ValueError: It was split in other ways.
+        ValueError: It was split in different ways.
     """
     for places in shared:
         tensors = [getattr(module, name) for _, module, name in places]

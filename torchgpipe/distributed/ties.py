@@ -1,7 +1,7 @@
 """Tied tensors in stages of several ranks, such as the weight of embedding and head.
 
-Each rank has a copy of its own, which is that of the first stage at the beginning, and gets the
-sum of all gradients in each step; so all copies stay what one would be::
+Each rank has its own copy, which starts with the value in the first stage. In each step, it gets
+the sum of all gradients, so all copies stay equal to a single tensor::
 
     stage 0, rank 0      gradient ◀── gradient of rank 3
                            └─ sum ──▶ rank 3
@@ -23,7 +23,7 @@ __all__ = ['Ties']
 
 
 class Ties:
-    """The parameters of this rank that others have, too, and the buffers.
+    """The parameters and buffers of this rank that other ranks also have.
 
     Buffers are only compared: a layer that changes one makes ranks differ.
 
@@ -42,11 +42,11 @@ class Ties:
         self._group = group
         #: The modules and names by which this rank has them, and all ranks that do.
         self._ties: list[tuple[nn.Module, str, list[int]]] = []
-        #: How they are split here, by their names in the first stage and here.
+        #: By the name in the first stage, the name on this rank and the layout here.
         self._layouts: dict[str, tuple[str, str]] = {}
         self.names: dict[str, str] = {}
-        #: Where parameters and buffers are; their names in the first stage; and how many ranks
-        #: have them without this one, or -1 on all but the first.
+        #: The places of parameters and buffers, their names in the first stage, and how many
+        #: other ranks have them, or -1 on all but the first.
         self._slots: list[tuple[nn.Module, str, str, int]] = []
         self._known: list[Any] = []
         for tie in ties:
@@ -66,19 +66,19 @@ class Ties:
 
     @property
     def shared(self) -> dict[int, tuple[str, int]]:
-        """By number of a tensor, its name and the number of other ranks: see `comparison`."""
+        """The name and the number of other ranks of each tensor, by its number: `comparison`."""
         return {id(getattr(module, name, None)): (first, others)
                 for module, name, first, others in self._slots}
 
     def remember(self) -> None:
-        """Take note of the parameters, when the model is made of them."""
+        """Record the parameters with which the model is made."""
         self._known = [module._parameters[name] for module, name, _ in self._ties]
 
     def check(self) -> None:
-        """See that the same parameters are there as when the model was made.
+        """Check that the parameters are the same as when the model was made.
 
         Raises:
-            ValueError: One was replaced, so it need not be tied any more.
+            ValueError: A parameter was replaced, so it may not be tied any more.
         """
         for (module, name, ranks), x in zip(self._ties, self._known):
             if module._parameters.get(name) is not x:
@@ -88,13 +88,13 @@ class Ties:
 
     @torch.no_grad()
     def spread(self, device: torch.device) -> None:
-        """Let all copies be that of the first stage.
+        """Copy the values in the first stage to all copies.
 
         Args:
-            device: The one of this rank, from which it sends; parameters may wait on the host.
+            device: The device of this rank, from which it sends; parameters may be on the host.
 
         Raises:
-            ValueError: They are split in other ways.
+            ValueError: The copies are split in different ways.
         """
         self._check_layouts()
         for module, name, (first, *others) in self._ties:
@@ -117,7 +117,7 @@ class Ties:
                 raise split_apart(layouts)
 
     def together(self, gradients: Gradients) -> Gradients:
-        """Return gradients, of parameters that other ranks have the sum of all.
+        """Return gradients, summed over all ranks for parameters that other ranks have.
 
         Raises:
             RuntimeError: A parameter is frozen on some of them.
@@ -139,9 +139,9 @@ class Ties:
 
     def _sum(self, x: Tensor, grad: Tensor | None, ranks: Sequence[int]
              ) -> tuple[Tensor, int, int]:
-        """Return the sum of what ranks have; how many have something; on how many it is trained.
+        """Return the sum of ranks' gradients, the number of gradients, and of trained copies.
 
-        It is in their order, so that all have the same.
+        Gradients are added up in the order of ranks, and the first rank sends the sum to all.
         """
         result = like(x, grad)
         said = local(result).new_tensor([grad is not None, x.requires_grad])
@@ -162,6 +162,6 @@ class Ties:
 
     @property
     def copies(self) -> set[int]:
-        """The numbers of the parameters of this rank that an earlier stage's rank has."""
+        """The numbers of this rank's parameters that the rank of an earlier stage has."""
         return {id(module._parameters[name]) for module, name, ranks in self._ties
                 if ranks[0] != dist.get_rank()}

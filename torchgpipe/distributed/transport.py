@@ -1,13 +1,13 @@
 """Transport between ranks: the cells of this rank's stages, and messages to other ranks.
 
-Stages that are on one rank hand on tensors as in one process. What another rank has stands in the
-same places when a cell begins, put there from messages::
+Stages on one rank pass on tensors as in one process. Tensors of other ranks are put in the same
+places, from messages, before a cell begins::
 
     forward     Receive ──▶ batch, skips ──▶ cell ──▶ batch, skips ──▶ Send
     backward    Receive ──▶ gradients ─────▶ cell ──▶ gradients ─────▶ Send
 
-So cells, order, aliases and errors are those of :mod:`torchgpipe.engine`. A rank knows of all
-stages, but has layers in its own ones only.
+So cells, order, aliases and errors are the same as in :mod:`torchgpipe.engine`. A rank knows all
+stages, but has layers only in its own ones.
 """
 from collections.abc import Callable, Sequence
 from numbers import Number
@@ -34,12 +34,12 @@ __all__ = ['Evaluation', 'Training', 'Way', 'drive']
 
 
 class Way(NamedTuple):
-    """How a rank goes through a step.
+    """The path of a rank through a step.
 
     Args:
         row: Its actions and messages, in order.
-        messages: Carries its messages.
-        at: Is told before each.
+        messages: Sends and receives its messages.
+        at: Called before each action or message.
         replicas: Gather the parameters of its layers.
     """
 
@@ -50,14 +50,14 @@ class Way(NamedTuple):
 
 
 def drive(row: Row, do: Callable[[Action | Send | Receive], None]) -> None:
-    """Do one after the other what stands in the row of a rank."""
+    """Run the actions and messages in the row of a rank, one after the other."""
     for each in row:
         with record_function(f'{type(each).__name__} {each}'):
             do(each)
 
 
 def _cell_of(action: Action, stage: int) -> tuple[int, bool, int]:
-    """Return which cell of a stage needs what an action gives: in forward, or in backward."""
+    """Return the cell of a stage that needs the result of an action: in forward, or backward."""
     return stage, action.kind == 'F', action.micro_batch
 
 
@@ -68,7 +68,7 @@ class _OnRanks(Run):
                  ) -> None:
         super().__init__(engine, batches, *args, **options)
         self._way = way
-        #: By micro-batch and stage, of what it hands on whether something else lies in its memory.
+        #: By micro-batch and stage, whether each output shares memory with another tensor.
         self._aliased: dict[tuple[int, int], list[bool]] = {}
         #: By cell, the messages that it waits for.
         self._waiting: dict[tuple[int, bool, int], list[Message]] = {}
@@ -79,7 +79,7 @@ class _OnRanks(Run):
         self._way.at(None)
 
     def _do(self, each: Action | Send | Receive) -> None:
-        """Do what stands in the row of this rank."""
+        """Run one action or message in the row of this rank."""
         self._way.at(each)
         if isinstance(each, Receive):
             self._waiting.setdefault(_cell_of(each.action, each.stage), []).append(each)
@@ -96,14 +96,14 @@ class _OnRanks(Run):
             self._end(each)
 
     def _enter(self, j: int) -> None:
-        """Let the layers of a stage have their parameters."""
+        """Gather the parameters of the layers of a stage."""
         self._way.replicas.enter(j)
 
     def _end(self, action: Action) -> None:
-        """Let go of gradients after the last action that has some."""
+        """Release gradients after the last action that has some."""
 
     def _leave(self, message: Message) -> None:
-        """Send what an action has computed for another stage."""
+        """Send the result of an action to another stage."""
         self._way.messages.send(message, *self._forward(message))
 
     def _forward(self, message: Message) -> tuple[Header, list[Tensor]]:
@@ -123,14 +123,14 @@ class _OnRanks(Run):
         if size:
             kind = None if batch.kind is bare else batch.kind
             varies = kind is not None and _has_numbers(batch.value)
-            self._batches[i] = Batch((), tuple)  # It dies when it has left.
+            self._batches[i] = Batch((), tuple)  # The batch can be freed when it is sent.
         aliased = self._aliased[i, j]
         outlines = tuple([outline(k, x, aliased[k], self.aliasing.is_common(i, x))
                           for k, x in zip(numbers, tensors)])
         return Header(outlines, size, kind, tuple(skips), varies), tensors
 
     def _arrive(self, message: Message) -> Header:
-        """Put what another stage has computed where a cell finds it."""
+        """Put the result of another stage where a cell finds it."""
         header, tensors = self._way.messages.wait(message)
         (prev_j, _, i), j = message.action, message.stage
         for x, each in zip(tensors, header.outlines):
@@ -158,15 +158,15 @@ class _OnRanks(Run):
 
 
 class Training(_OnRanks, Step):
-    """Forward and backward of a mini-batch, as far as they are this rank's.
+    """This rank's part of the forward and backward of a mini-batch.
 
     Args:
-        engine: All stages, those of other ranks without layers.
-        batches: The micro-batches; on ranks that do not have the first stage, empty ones.
-        way: What this rank does, and its messages.
-        loss: Returns what backward starts from.
-        dtype: In which gradients are added up: see :class:`~torchgpipe.engine.gradients.Leaves`.
-        options: Those of :class:`~torchgpipe.engine.run.Run`.
+        engine: The engine with all stages; stages of other ranks have no layers.
+        batches: The micro-batches; empty ones on ranks without the first stage.
+        way: The row of this rank, and its messages.
+        loss: Returns the tensor to run backward from.
+        dtype: The type of sums of gradients: see :class:`~torchgpipe.engine.gradients.Leaves`.
+        options: The options of :class:`~torchgpipe.engine.run.Run`.
     """
 
     def __init__(self, engine: Engine, batches: list[Batch], way: Way, loss: Loss,
@@ -178,12 +178,13 @@ class Training(_OnRanks, Step):
         self._ready: set[int] = set()
         #: The last action of each unit that is reduced within a step.
         self._last = {way.replicas.early(action.stage): action for action in own}
-        #: Whether to look for what learns beside the leaves, and what was found, by number.
+        #: Whether to look for tensors that get gradients besides the leaves; and the tensors
+        #: found, by number.
         self.looks = False
         self.learning: dict[int, tuple[Tensor, str]] = {}
-        #: Micro-batch and both stages of what came with something that requires grad.
+        #: Micro-batch and both stages of each message with a tensor that requires grad.
         self._learning: set[tuple[int, int, int]] = set()
-        #: What has a gradient in the end, with that. Other ranks may have parts of it.
+        #: Pairs of a tensor and its gradient. Other ranks may have parts of the gradient.
         self.gradients: list[tuple[Tensor, Tensor]] = []
         self._give = self.gradients.extend  # type: ignore[assignment]
 
@@ -207,7 +208,7 @@ class Training(_OnRanks, Step):
             nodes, where = [edge.node for _, edge in graph.roots], f'stage {j}'
             if j == len(self._cells) - 1:
                 where += ' or loss_fn'
-                # A loss that nothing can learn from is a leaf by itself.
+                # A loss that depends on no parameter is a leaf itself.
                 nodes = [node for node in nodes if not hasattr(node, 'variable')]
             self.learning.update({id(x): (x, where) for x in graph_leaves(nodes)
                                   if id(x) not in own})
@@ -218,7 +219,7 @@ class Training(_OnRanks, Step):
             super()._leave(message)
             return
         grads = self._grads.pop((i, prev_j), {})
-        # A micro-batch with nothing to learn has none: maybe the next time it will.
+        # A micro-batch without gradients may have some the next time.
         varies = not grads and (i, prev_j, j) in self._learning
         outlines = tuple([outline(k, x) for k, x in grads.items()])
         self._way.messages.send(message, Header(outlines, varies=varies), [*grads.values()])
@@ -237,7 +238,7 @@ class Training(_OnRanks, Step):
 
 
 class Evaluation(_OnRanks):
-    """Forward of a mini-batch without graphs, as far as it is this rank's."""
+    """This rank's part of the forward of a mini-batch, without graphs."""
 
     def _act(self, action: Action) -> None:
         self._run_cell(action.micro_batch, action.stage)
@@ -252,6 +253,6 @@ class Evaluation(_OnRanks):
 
 
 def _has_numbers(value: Any) -> bool:
-    """Return whether there are numbers in a value, which may be others the next time."""
+    """Return whether a value has numbers in it, which may change the next time."""
     return any(isinstance(leaf.value, Number) and not isinstance(leaf.value, bool)
                for leaf in leaves_of(value))

@@ -1,4 +1,4 @@
-"""Units: stages whose parameters FSDP gathers and frees at once, all of a rank or one of them.
+"""Units: stages whose parameters FSDP gathers and frees together, all of a rank or one of them.
 
 ::
 
@@ -11,12 +11,12 @@
     .grad (host) ◀─copy─ shard ◀──────── free, reduce-scatter ◀────────────────┘
 
 So a device has the parameters of one stage. It has gradients of a stage from its first backward to
-its last action; the schedule says which stages these are.
+its last action; the schedule determines which stages these are.
 
-[Note: FSDP sees one call] FSDP reduces gradients when backward has come through a call of its
-module. A step calls layers once for each micro-batch, and goes back in between. So a step gathers
-and frees parameters itself. In the end there is one call, whose output leads back to gradients
-that are known.
+[Note: FSDP sees one call] FSDP reduces gradients when backward has passed a call of its module. A
+step calls layers once for each micro-batch, and runs backward in between. So a step gathers and
+frees parameters itself. At the end it makes one call, whose backward returns gradients that are
+already known.
 """
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
@@ -36,13 +36,13 @@ Gradients = list[tuple[Tensor, Tensor]]
 
 
 class Unit(nn.Module):
-    """Some stages, of whose parameters each replica has a part.
+    """Some stages whose parameters are sharded over replicas.
 
     Args:
         stages: The stages.
         ignored: Parameters of them that stay as they are.
-        late: Whether gradients are reduced when the step has come to its end.
-        options: Those of ``fully_shard``: the mesh and policies.
+        late: Whether gradients are reduced at the end of the step.
+        options: The options of ``fully_shard``: the mesh and policies.
     """
 
     def __init__(self, stages: Iterable[nn.Module], ignored: set[nn.Parameter], late: bool,
@@ -60,17 +60,17 @@ class Unit(nn.Module):
 
     @property
     def own(self) -> list[nn.Parameter]:
-        """The parameters that FSDP is in charge of, as they are now: whole ones, or shards."""
+        """The parameters that FSDP manages, in their current form: whole ones, or shards."""
         return [*{id(x): x for module, key in self._slots
                   if (x := module._parameters.get(key)) is not None}.values()]
 
     def gather(self) -> None:
-        """Let parameters be whole, on the device."""
+        """Gather whole parameters on the device."""
         assert isinstance(self, FSDPModule)
         self.unshard()
 
     def free(self) -> None:
-        """Let parameters be shards."""
+        """Free whole parameters, and keep the shards."""
         assert isinstance(self, FSDPModule)
         self.reshard()
 
@@ -78,26 +78,27 @@ class Unit(nn.Module):
         """Free the parameters, and add gradients, summed over replicas, to the shards' ``.grad``.
 
         Args:
-            gradients: Those of whole parameters. The list is emptied, so that they are freed.
+            gradients: The gradients of whole parameters. The list is emptied, so that they are
+                freed.
         """
         if gradients:
             tensors, grads = ([*each] for each in zip(*gradients))
             gradients.clear()
-            # FSDP would put a node of its own behind each tensor that it sees.
+            # FSDP would add its own node behind each tensor that it sees.
             known = partial(Give.apply, grads, *tensors)
             self(torch.zeros((), requires_grad=True), known).backward()
 
     def forward(self, phony: Tensor, known: Callable[[], Tensor]) -> Tensor:
-        """Return a tensor that leads back to gradients: [Note: FSDP sees one call]."""
+        """Return a tensor whose backward returns gradients: [Note: FSDP sees one call]."""
         return known()
 
 
 def grouped(stages: Mapping[int, nn.Module], late: Collection[int] = ()) -> list[list[int]]:
-    """Return the numbers of stages in groups; stages with a parameter in common are in one.
+    """Return the numbers of stages in groups; stages that share a parameter are in one group.
 
     Args:
         stages: The stages.
-        late: Stages that are in one group anyway.
+        late: Stages that are in one group in any case.
     """
     owners: dict[int, set[int]] = {0: {*late}}
     for j, stage in stages.items():

@@ -1,15 +1,15 @@
 """A watch: when a rank raises, dies or hangs, all other ranks end with an error that names it.
 
-Each rank has a thread that says each second, in the store of ``torch.distributed``, what the rank
-does. It looks at the others only when one of them has failed, or its own rank waits for long::
+On each rank, a thread writes the rank's state to the store of ``torch.distributed`` each second.
+It reads the other states only when a rank has failed, or its own rank waits for long::
 
     rank 0    waits ───────────────────────────── named error, or exit status 70
     rank 1    raises ── record: what, where ──┐      ▲
     store     0 waits, 1 raised, 2 waits ◀────┘ ─────┤
     rank 2    waits ───────────────────────────── named error, or exit status 70
 
-A main thread that the backend tells of a closed connection raises an error that names the rank.
-One that is still stuck after a time of grace cannot be woken, so its process ends.
+If the backend reports a closed connection, the main thread raises an error that names the rank. A
+main thread that is still stuck after a grace period cannot be woken, so its process ends.
 """
 import os
 import threading
@@ -31,10 +31,10 @@ from torchgpipe.schedule.lowering import Message
 
 __all__ = ['Watch', 'watched']
 
-#: For so long a rank waits if its model says nothing, as ``torch.distributed`` has it.
+#: How long a rank waits by default, as in ``torch.distributed``.
 _LIMIT = timedelta(minutes=30)
 
-#: A thread that stands in a call of the store is not waited for longer, in seconds.
+#: The longest wait for a thread that is in a call of the store, in seconds.
 _LAST_CALL = 10.
 
 P = ParamSpec('P')
@@ -46,7 +46,7 @@ class Watch:
 
     Args:
         mesh: The ranks of the model.
-        timeout: How long one may wait for others.
+        timeout: How long a rank may wait for others.
     """
 
     def __init__(self, mesh: DeviceMesh, timeout: timedelta | None = None) -> None:
@@ -58,25 +58,25 @@ class Watch:
             self._watcher = watcher = Watcher(own, mesh, self._limit)
             thread = threading.Thread(target=watcher.loop, name='torchgpipe watch', daemon=True)
             thread.start()
-            # At exit, too: a thread must not be in the store when Python goes.
+            # Also at exit: a thread must not be in a call of the store when Python ends.
             weakref.finalize(self, _stop, watcher, thread, os.getpid())
 
     def at(self, now: Action | Message | None) -> None:
-        """Take note of what comes next in a step."""
+        """Record the next action or message of a step."""
         own = self._own
         own.now = now
         own.count += 1
 
     def patience(self) -> float:
-        """Return for how many seconds to wait for files of other ranks: less after a failure."""
+        """Return how long to wait for files of other ranks, in seconds; less after a failure."""
         return GRACE if self._failed else self._limit
 
     @contextmanager
     def run(self, what: str) -> Iterator[None]:
-        """Watch while something runs that all ranks take part in.
+        """Watch all ranks while they run a task together.
 
         Args:
-            what: What it is.
+            what: The task, for errors.
 
         Raises:
             RuntimeError: Another rank has failed; it is named.
@@ -99,7 +99,7 @@ class Watch:
                 self._own.end()
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the others of an error; or, if it only says that another rank failed, find it."""
+        """Report an error to the others; if it results from another rank, find that rank."""
         self._failed = True
         if self._watcher is None:
             return
@@ -115,10 +115,10 @@ class Watch:
 
 
 def watched(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Let the watch of a model see a method of it.
+    """Return a decorator that runs a method of a model under its watch.
 
     Args:
-        what: What the method does, for errors.
+        what: The task of the method, for errors.
     """
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
         @wraps(method)
@@ -131,7 +131,7 @@ def watched(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def _stop(watcher: Watcher, thread: threading.Thread, process: int) -> None:
-    # A forked child has no such thread, and may have a lock that nobody opens.
+    # A forked child does not have the thread, and may have a lock that is never released.
     if process == os.getpid():
         watcher.stop()
         if thread is not threading.current_thread():

@@ -16,33 +16,34 @@ from torchgpipe.schedule.lowering import Message
 
 __all__ = ['EXIT', 'GRACE', 'Own', 'Watcher']
 
-#: With what status a process ends that cannot be woken.
+#: The exit status of a process that cannot be woken.
 EXIT = 70
 
-#: For so many seconds a rank looks for the culprit, and lets its main thread end by itself.
+#: How long a rank looks for the failed rank, and lets its main thread end by itself, in seconds.
 GRACE = 5.
 
-#: After so many seconds without a word a rank is gone, where the backend says that some rank is,
-#: or others have waited for as long as they may. A layer may hold Python's lock for longer.
+#: How long a rank may be silent, in seconds, once the backend has reported a lost rank, or others
+#: have waited for as long as they may. Then it is lost. A layer may hold Python's lock for longer.
 SILENCE = 3.
 
-#: For so many seconds a process that has the store waits for the last words of others.
+#: How long a process that hosts the store waits for the last records of others, in seconds.
 _LEAVE = 2.
 
 
 class Own:
-    """What the main thread of a rank does; it writes, and the thread of the watch reads."""
+    """The state of a rank's main thread, which writes it; the thread of the watch reads it."""
 
     def __init__(self) -> None:
         self.run = self.count = self.thread = 0
         self.inside = False
         self.what = ''
         self.now: Action | Message | None = None
-        #: What it has raised: a text, an empty one if others did; ``None`` if nothing.
+        #: The text of its error, empty if the error results from other ranks; ``None`` if there
+        #: is none.
         self.error: str | None = None
-        #: In which run it has raised something of its own last, and what.
+        #: The run of its last own error, and the error.
         self.raised = 0, ''
-        #: What others have raised.
+        #: The failure of other ranks.
         self.found = ''
 
     def begin(self, what: str) -> None:
@@ -53,17 +54,17 @@ class Own:
         self.inside = True
 
     def end(self) -> None:
-        """End it."""
+        """End the run."""
         self.inside, self.now = False, None
 
 
 class Watcher:
-    """What the thread of a watch runs.
+    """The work of a watch's thread.
 
     Args:
-        own: What the main thread does.
+        own: The state of the main thread.
         mesh: The ranks.
-        limit: For how many seconds one may wait.
+        limit: How long a rank may wait, in seconds.
     """
 
     def __init__(self, own: Own, mesh: DeviceMesh, limit: float) -> None:
@@ -75,23 +76,24 @@ class Watcher:
         self._wake, self._answered = threading.Event(), threading.Event()
         self._stops = False
         self._beat = self._cleared = 0
-        #: Where the main thread was seen, since when; and the same with the line that it is in.
+        #: The last seen position of the main thread, without and with its line; and the times
+        #: since when it has been there.
         self._mark: Any = None
         self._line: Any = None
         self._since = self._line_since = 0.
-        #: Since when the main thread has asked for who is to blame.
+        #: The time since when the main thread has asked for the failed rank.
         self._asked = 0.
         self._where = Whereabouts(False, '')
-        #: By rank, its last beat, and when that was seen first.
+        #: By rank, its last beat, and the time when that was first seen.
         self._beats: dict[int, tuple[int, float]] = {}
-        #: Who is to blame, and since when the main thread has been stuck with that.
+        #: The failed ranks, and since when the main thread has been stuck because of them.
         self._found, self._found_at = '', 0.
 
     def tell(self, error: str) -> str:
-        """Tell others of an error of the main thread, and return who else is to blame for it.
+        """Report an error of the main thread to others, and return the ranks that caused it.
 
         Args:
-            error: What it is; nothing if others are to blame.
+            error: The error; empty if it results from other ranks.
         """
         self._answered.clear()
         if error:
@@ -105,12 +107,12 @@ class Watcher:
         return found
 
     def stop(self) -> None:
-        """Let the loop end."""
+        """End the loop."""
         self._stops = True
         self._wake.set()
 
     def loop(self) -> None:
-        """Say what the main thread does, again and again, and look at the others."""
+        """Publish the state of the main thread, and check the others, until the watch stops."""
         while not self._stops:
             self.turn(time.monotonic())
             self._wake.wait(min(self._period, .1) if self._asked else self._period)
@@ -120,7 +122,7 @@ class Watcher:
             self._board.leave(self._record(time.monotonic(), 'ended'), lasts)
 
     def turn(self, now: float) -> None:
-        """Do so once, at some time."""
+        """Do one turn of the loop, at some time."""
         asks = self._own.error is not None and not self._answered.is_set()
         self._asked = (self._asked or now) if asks else 0.
         self._see(now)
@@ -131,7 +133,7 @@ class Watcher:
             self._look(now, news)
 
     def _see(self, now: float) -> None:
-        """See where the main thread is."""
+        """Record where the main thread is."""
         own = self._own
         mark = own.run, own.count, own.inside
         if mark != self._mark:
@@ -144,11 +146,11 @@ class Watcher:
             self._line, self._line_since = line, now
 
     def _say(self, now: float, news: bool = False) -> int:
-        """Say what the rank does, and return how many news there were.
+        """Publish the state of the rank, and return the number of news so far.
 
         Args:
             now: The time.
-            news: Whether the others have to look at it; they have in any case if it has failed.
+            news: Whether the others have to read it. If the rank has failed, they always have to.
         """
         if self._board.gone:
             return 0
@@ -167,7 +169,7 @@ class Watcher:
                       own.raised[1], own.raised[0], own.found)
 
     def _find_for_main(self, now: float) -> bool:
-        """Find who is to blame for an error of the main thread; return whether it is over."""
+        """Find the ranks that caused an error of the main thread; return whether it is over."""
         late = now - self._asked >= GRACE
         found, is_sure = self._blame(now, late)
         self._own.found = found
@@ -176,7 +178,7 @@ class Watcher:
         return bool(found) or late
 
     def _look(self, now: float, news: int) -> None:
-        """Look at the others; end the process if its main thread is stuck for good."""
+        """Check the others; end the process if its main thread is stuck for good."""
         waited = now - self._line_since if self._where.waits else 0.
         if news == self._cleared and waited < self._limit and not self._board.gone:
             self._beats.clear()
@@ -186,14 +188,14 @@ class Watcher:
             self._cleared, self._found, self._own.found = news, '', ''
         elif not self._found:
             self._found, self._found_at = found, now
-            if is_sure:  # The one that is stuck may not look by itself.
+            if is_sure:  # The rank that is stuck may not look itself.
                 self._own.found = found
                 self._say(now, True)
         elif now - self._found_at >= GRACE:
             self._end(now)
 
     def _blame(self, now: float, late: bool) -> tuple[str, bool]:
-        """Return who is to blame for that the main thread cannot go on, and whether it is sure.
+        """Return the ranks that block the main thread, and whether the result is certain.
 
         Args:
             now: The time.

@@ -1,6 +1,6 @@
 """The position of a thread: its layer and line, and whether it waits for other ranks.
 
-It is read off the frames of the thread, by another one; so it costs the thread nothing.
+Another thread reads it from the frames of the thread, so it costs the thread nothing.
 """
 import gc
 import sys
@@ -15,18 +15,19 @@ from torchgpipe.engine.cell import Sequential
 
 __all__ = ['Whereabouts', 'is_from_others', 'whereabouts']
 
-#: What waits for other ranks, if it has the innermost frame; but for what computes on shards.
+#: Modules that wait for other ranks if they have the innermost frame, and modules in these that
+#: compute on shards.
 _WAITING = ('torch.distributed.', 'torchgpipe.distributed.', 'torchgpipe.shard.')
 _COMPUTING = ('torch.distributed.tensor',)
 
-#: What only hands calls on.
+#: Modules that only pass calls on.
 _PASSED = ('torch._ops', 'torch._library', 'torch.autograd', 'torch.overrides', 'torch.utils',
            'contextlib')
 
-#: Whose lines say nothing to a reader: PyTorch's, and those of Python's locks and connections.
+#: Packages whose lines do not help a reader: PyTorch, and Python's locks and connections.
 _UNSAID = {'torch', *sys.stdlib_module_names}
 
-#: How errors of a connection to another rank begin or go on, where they have no type of their own.
+#: Words in errors of a connection to another rank, where these do not have their own type.
 _BACKENDS = ('gloo', 'NCCL')
 
 
@@ -47,8 +48,8 @@ def whereabouts(thread: int, layer: bool = False) -> Whereabouts:
 
     Args:
         thread: Its number.
-        layer: Whether to look for the layer. It keeps what a frame has alive until that has ended,
-            so it is for threads that are stuck.
+        layer: Whether to look for the layer. This keeps the locals of a frame alive until the
+            frame ends, so it is for threads that are stuck.
     """
     if not thread:  # It has begun nothing yet.
         return Whereabouts(False, '')
@@ -56,7 +57,7 @@ def whereabouts(thread: int, layer: bool = False) -> Whereabouts:
     waits, line, name = False, '', ''
     decided = False
     while frame is not None:
-        # Python 3.11 was seen to give another object for a frame that ended meanwhile.
+        # Python 3.11 may return another object for a frame that ended meanwhile.
         names: object = frame.f_globals
         module = str(names.get('__name__', '')) if isinstance(names, dict) else _PASSED[0]
         if not decided and not module.startswith(_PASSED):
@@ -76,7 +77,7 @@ def _frames() -> dict[int, FrameType]:
     """Return the frame of each thread.
 
     Before Python 3.12, a garbage collection may begin in this call, which holds a lock that a
-    thread needs to end. A finalizer that joins such a thread, as a watch does, would deadlock.
+    thread needs to end. A finalizer that joins such a thread, such as a watch's, would deadlock.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -100,7 +101,7 @@ def _layer(frame: FrameType) -> str:
 
 
 def is_from_others(error: BaseException) -> bool:
-    """Return whether an error only says that another rank, or the way to it, has failed."""
+    """Return whether an error only reports that another rank, or the connection, has failed."""
     each: BaseException | None = error
     while each is not None:
         if isinstance(each, (dist.DistError, NotBegun)) or (
@@ -112,7 +113,7 @@ def is_from_others(error: BaseException) -> bool:
 
 
 def _raised_in(error: BaseException) -> str:
-    """Return the name of the module that raised an error, or called what did."""
+    """Return the name of the module that raised an error, or called the code that did."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next

@@ -1,7 +1,7 @@
 """Names that code for the internals of torchgpipe 0.0.7 imports; the engine does not use them.
 
-Some of it stands elsewhere in the engine under the same names; these modules can be imported by
-their old paths as well. Nothing of it is loaded before it is used.
+Some of them are elsewhere in the engine under the same names; these modules can also be imported
+by their old paths. No module is loaded before it is used.
 """
 import sys
 from importlib import import_module
@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-#: Old paths, and where what they had is now.
+#: Old paths, each with the path that has its names now.
 PATHS = {f'torchgpipe.{old}': f'torchgpipe.{new}' for old, new in {
     'balance.blockpartition': 'plan.balance',
     'checkpoint': 'legacy.checkpoint', 'copy': 'engine.streams', 'dependency': 'engine.streams',
@@ -21,13 +21,13 @@ PATHS = {f'torchgpipe.{old}': f'torchgpipe.{new}' for old, new in {
 
 
 class _OldPaths(MetaPathFinder, Loader):
-    """Import under an old path the module that has its names now."""
+    """Import the module that has the names of an old path now."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         return ModuleSpec(name, self) if name in PATHS else None
 
     def create_module(self, spec: ModuleSpec) -> None:
-        pass  # an empty one, which nobody sees
+        pass  # an empty module, which is replaced
 
     def exec_module(self, module: ModuleType) -> None:
         sys.modules[module.__name__] = import_module(PATHS[module.__name__])

@@ -63,11 +63,11 @@ def checkpoint(function: Function, input: Value) -> Value:
     True
 
     Args:
-        function: What to call, now and again in backward.
+        function: The function to call, now and again in backward.
         input: A tensor or a tuple of tensors, of any shapes.
 
     Returns:
-        What the function returns.
+        The function's result.
     """
     batch = Batch(input)
     checkpointing = Checkpointing(function, batch)
@@ -79,7 +79,7 @@ def checkpoint(function: Function, input: Value) -> Value:
 class Checkpointing:
     """One checkpointed call of a function on a batch: [Note: How checkpointing works].
 
-    The two halves are apart so that a ``Wait`` can stand between them.
+    The two halves are separate so that a ``Wait`` can be between them.
 
     >>> import torch
     >>> checkpointing = Checkpointing(torch.tanh, Batch(torch.rand(2, 3, requires_grad=True)))
@@ -88,8 +88,8 @@ class Checkpointing:
     >>> output.tensor.sum().backward()
 
     Args:
-        function: What to call, twice.
-        batch: What to call it with.
+        function: The function to call twice.
+        batch: Its input.
     """
 
     __slots__ = ('_batch', '_function', '_recomputation')
@@ -100,10 +100,10 @@ class Checkpointing:
         self._recomputation: Recomputation | None = None
 
     def checkpoint(self) -> Batch:
-        """Run the function, and hang ``Checkpoint`` on its output.
+        """Run the function, and add ``Checkpoint`` to its output.
 
         Returns:
-            What the function gave; it requires grad even if nothing in it did.
+            The function's output. It requires grad even if nothing in it did.
         """
         if not torch.is_grad_enabled():
             with enable_checkpointing():
@@ -117,10 +117,10 @@ class Checkpointing:
         return Batch.of(tuple(output), call.kind)
 
     def recompute(self, batch: Batch) -> None:
-        """Hang ``Recompute`` on the batch that :meth:`checkpoint` gave, in place.
+        """Add ``Recompute`` to the batch that :meth:`checkpoint` returned, in place.
 
         Args:
-            batch: That batch, or what a ``Wait`` has made of it.
+            batch: That batch, or the result of a ``Wait`` on it.
         """
         if self._recomputation is not None and torch.is_grad_enabled():
             output = [*batch]
@@ -132,10 +132,10 @@ class Checkpointing:
 
 
 class _Call:
-    """A function from value to value as one from tensors to tensors; a graph owns it.
+    """A function from value to value as a function from tensors to tensors; a graph owns it.
 
     Attributes:
-        kind: Puts the input together, and once it was called, what it gave.
+        kind: Assembles the input; after a call, the output.
     """
 
     def __init__(self, function: Function, kind: Kind) -> None:

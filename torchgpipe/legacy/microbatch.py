@@ -18,7 +18,7 @@ __all__ = ['Batch', 'check', 'gather', 'scatter']
 class Batch:
     """One micro-batch: a tensor (then it is *atomic*), or a value with tensors in it.
 
-    As a sequence it is that of its tensors, in the order in which they stand in the value.
+    As a sequence it has its tensors, in their order in the value.
 
     >>> import torch
     >>> batch = Batch((torch.zeros(2, 3), torch.ones(2)))
@@ -29,7 +29,7 @@ class Batch:
         value: A tensor or a structure of tensors, of any shapes.
 
     Attributes:
-        kind: Puts a value like this one together from other tensors.
+        kind: Assembles a value like this one from other tensors.
     """
 
     __slots__ = ('_tensors', 'kind')
@@ -42,14 +42,14 @@ class Batch:
 
     @classmethod
     def of(cls, tensors: Tensors, kind: Kind = tuple) -> 'Batch':
-        """Make a batch of some kind of its tensors; of a tuple, if no kind is named."""
+        """Make a batch of some kind from its tensors; by default a tuple."""
         batch = cls.__new__(cls)
         batch._tensors, batch.kind = tensors, kind
         return batch
 
     @property
     def value(self) -> Any:
-        """The value; what holds its tensors is made anew."""
+        """The value; its containers are new objects."""
         return self.kind(self._tensors)
 
     @property
@@ -74,7 +74,7 @@ class Batch:
 
     @property
     def tensor_or_tensors(self) -> Any:
-        """The value, whichever it is."""
+        """The value, a tensor or not."""
         return self.value
 
     @property
@@ -86,7 +86,7 @@ class Batch:
         return torch.device('cpu')
 
     def call(self, function: Function) -> 'Batch':
-        """Call a function with the value, and make a batch of what it returns."""
+        """Call a function with the value, and make a batch of its result."""
         return Batch.of(*result_of(function(self.value)))
 
     def find_grad(self) -> int | None:
@@ -113,7 +113,7 @@ class Batch:
                 raise NotImplementedError('only a whole batch can be assigned: batch[:] = tensors')
             self._set_all(tuple(value))
         else:
-            self[index]  # which raises if there is none
+            self[index]  # raises if there is no such tensor
             tensors = list(self._tensors)
             tensors[index] = value
             self._tensors = tuple(tensors)
@@ -134,16 +134,16 @@ def scatter(input: Any, chunks: int, batch_dim: Any = 0) -> list[Batch]:
     [3, 2, 2]
 
     Args:
-        input: A tensor of shape ``(batch, …)``, or a structure of such tensors. Scalars, and what
-            is in a :class:`~torchgpipe.NoChunk`, are the same for all micro-batches.
+        input: A tensor of shape ``(batch, …)``, or a structure of such tensors. Scalars, and
+            values in a :class:`~torchgpipe.NoChunk`, are the same for all micro-batches.
         chunks: The largest number of micro-batches.
-        batch_dim: The rule for the batch dimension, ``None`` for what is the same for all.
+        batch_dim: The rule for the batch dimension; ``None`` for values that are the same for all.
 
     Returns:
         ``min(chunks, batch)`` batches, whose sizes differ by one at most, larger ones first.
 
     Raises:
-        TypeError: The input is not made of tensors and plain values.
+        TypeError: The input does not consist of tensors and plain values.
         ValueError: Batch sizes disagree, are zero, or there is no tensor to split.
     """
     return [Batch.of(batch.tensors, batch.kind) for batch in cut(input, chunks, batch_dim)[0]]
@@ -151,7 +151,7 @@ def scatter(input: Any, chunks: int, batch_dim: Any = 0) -> list[Batch]:
 
 def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: Any = None,
            batch_dim: int = 0, shared: Sequence[Tensor] = ()) -> Any:
-    """Put micro-batches together, as the engine does.
+    """Concatenate micro-batches, as the engine does.
 
     >>> import torch
     >>> gather([Batch(torch.zeros(2, 3)), Batch(torch.ones(1, 3))]).shape
@@ -174,6 +174,6 @@ def check(input: Any) -> None:
         input: The value, of any shape.
 
     Raises:
-        TypeError: It is something else, or a structure with something else in it.
+        TypeError: The value has another type, or is a structure with another type in it.
     """
     flatten(input)

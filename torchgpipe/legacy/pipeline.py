@@ -45,10 +45,10 @@ class Pipeline(EnginePipeline):
         batches: The micro-batches; :meth:`run` replaces each by its output.
         partitions: One after the other.
         devices: One per partition; all on the CPU by default.
-        copy_streams: ``copy_streams[j][i]`` carries micro-batch ``i`` into or out of partition
+        copy_streams: ``copy_streams[j][i]`` copies micro-batch ``i`` into or out of partition
             ``j``; made if missing.
-        skip_layout: Which skips go from which partition to which; looked up in the layers if
-            missing.
+        skip_layout: The source and target partition of each skip; by default, read from the
+            layers.
         checkpoint_stop: The first ``checkpoint_stop`` micro-batches are checkpointed.
     """
 
@@ -63,7 +63,7 @@ class Pipeline(EnginePipeline):
 
     def run(self) -> None:
         """Run all cells, and end the threads; afterwards the batches hold the outputs."""
-        self._given.clear()  # So a tensor lives no longer than the engine needs it.
+        self._given.clear()  # So a tensor is freed when the engine does not need it any more.
         try:
             super().run()
         finally:
@@ -97,8 +97,8 @@ class Task:
 
     Args:
         stream: The stream that is current while the task computes or finalizes.
-        compute: What the worker calls.
-        finalize: What whoever gets the result calls with it, if anything.
+        compute: The function that the worker calls.
+        finalize: A function that the receiver of the result calls with it, if any.
     """
 
     __slots__ = ('_compute', '_finalize', '_state', 'stream')
@@ -111,7 +111,7 @@ class Task:
         self._state = ThreadState.capture()
 
     def compute(self) -> Batch:
-        """Run the work in the maker's state."""
+        """Run the work in the state of the thread that made the task."""
         with use_stream(self.stream):
             return self._state.run(self._compute, self._state.num_threads)
 
@@ -133,7 +133,7 @@ def _result_of(task: Task) -> Result:
 def _work(in_queue: InQueue, out_queue: OutQueue) -> None:
     while (task := in_queue.get()) is not None:
         results = [_result_of(task)]
-        # What this frame refers to while it waits for the next task would stay alive.
+        # Objects in this frame's variables would stay alive while it waits for the next task.
         del task
         out_queue.put(results.pop())
 
@@ -152,7 +152,7 @@ def spawn_workers(devices: Sequence[torch.device | Any]
 
     Args:
         devices: One per partition; equal ones share a worker. Any object with the attributes
-            ``type`` and ``index`` will do.
+            ``type`` and ``index`` works.
 
     Yields:
         Lists of queues, one pair per device: tasks go in, ``(True, (task, batch))`` or

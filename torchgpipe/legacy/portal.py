@@ -1,7 +1,7 @@
 """Portals of torchgpipe 0.0.7: a skip tensor leaves its partition and reappears in a later one.
 
-The autograd graph has an edge of its own for each skip, which the partitions between never see. A
-*phony* runs along it; the tensor and its gradient go through the portal::
+The autograd graph has a separate edge for each skip, which partitions in between never see. A
+*phony* passes along it; the tensor and its gradient pass through the portal::
 
     forward     tensor ──PortalBlue──▶ phony ──PortalCopy──▶ phony ──PortalOrange──▶ tensor
                       in: portal.tensor     moved over the copy streams     out: portal.tensor
@@ -9,13 +9,12 @@ The autograd graph has an edge of its own for each skip, which the partitions be
                       out: portal.grad      moved back                      in: portal.grad
 
 [Note: Tensor life of a portal]
-A portal lets go of its tensor when each that needs it has had it. Its *life* is how many there
-are still to come::
+A portal releases its tensor after its last use. Its *life* is the number of remaining uses::
 
                               stash (blue)     pop (orange)     pop again, in backward
     without checkpoint  2 ──▶ 1            ──▶ 0
     with checkpoint     3 ──▶ 2            ──▶ 1            ──▶ 0
-    stash, recomputed   1 ──▶ 0            that is for nobody: its own graph is the first one's
+    stash, recomputed   1 ──▶ 0            no further use: its own graph is the first one's
 """
 from typing import Any
 
@@ -34,7 +33,7 @@ __all__ = ['Portal', 'PortalBlue', 'PortalCopy', 'PortalOrange', 'SkipTrackerThr
 
 
 class Portal:
-    """The place where a skip tensor is while it is in no partition, and then its gradient.
+    """The place of a skip tensor between partitions, and then of its gradient.
 
     >>> portal = Portal(torch.ones(2), tensor_life=2)
     >>> phony = portal.blue()
@@ -45,9 +44,9 @@ class Portal:
     RuntimeError: tensor in portal has been removed
 
     Args:
-        tensor: The skip tensor, or ``None``, for which there is no node in the graph.
-        tensor_life: How many times it will be used: 2 without checkpointing, 3 with it, 1 when it
-            is stashed again in a recomputation.
+        tensor: The skip tensor, or ``None``, which has no node in the graph.
+        tensor_life: The number of uses: 2 without checkpointing, 3 with it, 1 when it is stashed
+            again in a recomputation.
     """
 
     __slots__ = ('grad', 'tensor', 'tensor_life')
@@ -59,18 +58,18 @@ class Portal:
         self.put_tensor(tensor, tensor_life)
 
     def blue(self) -> Tensor:
-        """Let the tensor in: return the phony that stands for it."""
+        """Take the tensor in, and return the phony that represents it."""
         tensor = self.use_tensor()
         if tensor is None:
             return get_phony(torch.device('cpu'), requires_grad=False)
-        # From here on only the graph knows where the tensor comes from. The nodes of the graph own
-        # this portal, so it must not own the graph.
+        # From here on, only the graph has the tensor's history. The nodes of the graph own this
+        # portal, so it must not own the graph.
         if self.tensor is not None:
             self.tensor = self.tensor.detach()
         return PortalBlue.apply(self, tensor)  # type: ignore[no-any-return,no-untyped-call]
 
     def orange(self, phony: Tensor) -> Tensor | None:
-        """Let the tensor out, in exchange for the phony."""
+        """Return the tensor, in exchange for the phony."""
         self.check_tensor_life()
         if self.tensor is None:
             return self.use_tensor()
@@ -79,7 +78,7 @@ class Portal:
 
     def copy(self, prev_stream: AbstractStream, next_stream: AbstractStream, phony: Tensor
              ) -> Tensor:
-        """Move the tensor to another device, and return the phony that stands for it there."""
+        """Move the tensor to another device, and return the phony that represents it there."""
         self.check_tensor_life()
         if self.tensor is None:
             return get_phony(torch.device('cpu'), requires_grad=False)
@@ -97,7 +96,7 @@ class Portal:
         self.tensor = tensor if tensor_life > 0 else None
 
     def use_tensor(self) -> Tensor | None:
-        """Return the tensor; let go of it after the last use."""
+        """Return the tensor; release it after the last use."""
         self.check_tensor_life()
         tensor = self.tensor
         self.put_tensor(tensor, self.tensor_life - 1)
@@ -108,7 +107,7 @@ class Portal:
         self.grad = grad
 
     def use_grad(self) -> Tensor:
-        """Return the gradient and let go of it."""
+        """Return the gradient and release it."""
         if self.grad is None:
             raise RuntimeError('grad in portal has been removed or never set')
         grad, self.grad = self.grad, None
@@ -116,7 +115,7 @@ class Portal:
 
 
 class PortalBlue(torch.autograd.Function):
-    """The entrance of a portal: takes the tensor, gives a phony."""
+    """The entrance of a portal: takes the tensor, returns a phony."""
 
     @staticmethod
     def forward(ctx: Any, portal: Portal, tensor: Tensor) -> Tensor:
@@ -126,14 +125,14 @@ class PortalBlue(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_phony: Tensor | None) -> tuple[None, Tensor | None]:
-        # None where this pass did not come through PortalOrange, since the tensor was not used,
-        # but through another output of the cell.
+        # None if this pass did not run through PortalOrange, because the tensor was not used, but
+        # through another output of the cell.
         portal: Portal = ctx.portal
         return None, None if portal.grad is None else portal.use_grad()
 
 
 class PortalOrange(torch.autograd.Function):
-    """The exit of a portal: takes the phony, gives the tensor."""
+    """The exit of a portal: takes the phony, returns the tensor."""
 
     @staticmethod
     def forward(ctx: Any, portal: Portal, phony: Tensor) -> Tensor:
@@ -151,7 +150,7 @@ class PortalOrange(torch.autograd.Function):
 
 
 class PortalCopy(torch.autograd.Function):
-    """The way from one device to another, on the copy streams: takes a phony, gives another."""
+    """The copy from one device to another, on the copy streams: takes and returns a phony."""
 
     @staticmethod
     def forward(ctx: Any, portal: Portal, prev_stream: AbstractStream,
@@ -177,10 +176,10 @@ class PortalCopy(torch.autograd.Function):
 
 
 class SkipTrackerThroughPortals(SkipTracker):
-    """The skip tensors of one micro-batch; those that go to another partition are in portals.
+    """The skip tensors of one micro-batch, with portals for skips to another partition.
 
     Args:
-        skip_layout: Tells which skips go to another partition.
+        skip_layout: The skips that go to another partition.
     """
 
     def __init__(self, skip_layout: SkipLayout) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints of ``torch.distributed.checkpoint``: each rank writes and reads its own shards.
 
-The files have the names and shapes of the plain model and of its optimizer, so that a group of any
-size can read them, and so can a single process with PyTorch alone::
+The files have the names and shapes of the plain model and of its optimizer. So a group of any size
+can read them, or a single process with PyTorch alone::
 
     model.<name of the parameter>                       optimizer.param_groups
     optimizer.state.<name of the parameter>.<name of the state>
@@ -27,18 +27,18 @@ __all__ = ['load_checkpoint', 'save_checkpoint']
 #: Where a checkpoint is.
 Path = str | os.PathLike[str]
 
-#: For so many seconds a file system may hide from one rank which files others have written.
+#: How long a file system may hide the files of one rank from another, in seconds.
 _PATIENCE = 60.
 
-# `torch.distributed.checkpoint` is imported where it is called, as that takes long.
+# `torch.distributed.checkpoint` is imported where it is called, because the import takes long.
 
 
 def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = None,
                     **options: Any) -> None:
     """Save a model with sharded layers, and its optimizer, by ``torch.distributed.checkpoint``.
 
-    All ranks call it. Each writes its own shards; what several ranks have is written once. Names
-    are those of the module within a ``DistributedDataParallel`` or a compiled one. ::
+    All ranks call it. Each writes its own shards; shared values are written once. Names are the
+    names in the module within a ``DistributedDataParallel`` or a compiled module. ::
 
         ts.save_checkpoint('checkpoint', model, optimizer)
         ts.load_checkpoint('checkpoint', model, optimizer)  # in groups of another size, too
@@ -47,15 +47,15 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
         path: A folder, on a file system that all ranks share. When all have written their shards,
             the checkpoint takes the place of the one that is there.
         model: The model.
-        optimizer: Its optimizer. That of a ``ZeroRedundancyOptimizer`` is spread over replicas:
-            :func:`collect_optimizer_state_dict` is for it.
-        options: Further arguments of ``torch.distributed.checkpoint.save``, as
+        optimizer: Its optimizer. Use :func:`collect_optimizer_state_dict` for a
+            ``ZeroRedundancyOptimizer``, whose state is spread over replicas.
+        options: Further arguments of ``torch.distributed.checkpoint.save``, such as
             ``storage_writer``. With any, PyTorch writes to the path itself.
 
     Raises:
         FileExistsError: The folder has other things in it.
-        ValueError: A sharded parameter, or a state of the optimizer, has not the shape of this
-            rank's shard; or the optimizer has parameters of another model.
+        ValueError: A sharded parameter, or a state of the optimizer, does not have the shape of
+            this rank's shard; or the optimizer has parameters of another model.
         RuntimeError: A rank cannot write its shard, or failed otherwise; it is named.
     """
     import torch.distributed.checkpoint as dcp
@@ -86,24 +86,24 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = None, *,
                     storage_reader: 'StorageReader | None' = None, **options: Any) -> None:
-    """Load what :func:`save_checkpoint` saved, into groups of any size. All ranks call it.
+    """Load a checkpoint of :func:`save_checkpoint` into groups of any size. All ranks call it.
 
-    Each rank reads its own shards. The optimizer gets the states that were saved, whether or not
-    it has made a step.
+    Each rank reads its own shards. The optimizer gets the saved states, whether or not it has
+    made a step.
 
     Args:
-        path: The folder; its last complete checkpoint is taken.
+        path: The folder; its last complete checkpoint is loaded.
         model: The model.
         optimizer: Its optimizer, with the same groups of parameters.
-        storage_reader: What reads the checkpoint, if it is not a folder.
-        options: What else ``torch.distributed.checkpoint.load`` takes.
+        storage_reader: A reader of the checkpoint, if it is not a folder.
+        options: Further arguments of ``torch.distributed.checkpoint.load``.
 
     Raises:
         FileNotFoundError: There is no checkpoint.
-        ValueError: Keys of the model are missing, or foreign, or the optimizer has other groups
-            of parameters; they are named. Or a file is damaged.
-        RuntimeError: A tensor of the checkpoint has another shape, or a rank failed, which is
-            named.
+        ValueError: Keys of the model are missing or unknown, or the optimizer has other groups
+            of parameters; the error names them. Or a file is damaged.
+        RuntimeError: A tensor of the checkpoint has another shape, or a rank failed; the error
+            names it.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
@@ -144,7 +144,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
 # --- the model
 # ------------------------------------------------------------------------------------------
 
-#: Parameters by the names that they have in a checkpoint: those of the plain model.
+#: Parameters by their names in a checkpoint, which are the names in the plain model.
 Parameters = dict[str, nn.Parameter]
 
 
@@ -161,7 +161,7 @@ def _model_views(model: nn.Module) -> tuple[dict[str, Any], Parameters]:
 
 
 def _named(parameters: Parameters, optimizer: Optimizer) -> Named:
-    """Return an optimizer by the first name of each parameter, as PyTorch takes it."""
+    """Return an optimizer by the first name of each parameter, as PyTorch does."""
     return Named(optimizer, {id(x): key for key, x in reversed(parameters.items())})
 
 

@@ -17,14 +17,14 @@ __all__ = ['all_gather', 'all_reduce', 'all_sizes', 'all_to_all', 'broadcast', '
 
 def all_reduce(tensor: Tensor, group: ProcessGroup,
                op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Add up a contiguous tensor over a group, in place; or find its maximum, or another one."""
+    """Reduce a contiguous tensor over a group, in place; by default to the sum."""
     if group.size() > 1:
         complete(lambda: dist.all_reduce(tensor, op, group, async_op=True), group, tensor.is_cpu)
     return tensor
 
 
 def broadcast(tensor: Tensor, group: ProcessGroup, source: int = 0) -> Tensor:
-    """Set a contiguous tensor to the values that a rank of the group has, in place."""
+    """Copy the values of one rank of a group to a contiguous tensor, in place."""
     if group.size() > 1:
         complete(lambda: dist.broadcast(tensor, group=group, async_op=True, group_src=source),
                  group, tensor.is_cpu)
@@ -32,9 +32,9 @@ def broadcast(tensor: Tensor, group: ProcessGroup, source: int = 0) -> Tensor:
 
 
 def from_first(tensor: Tensor, world: World) -> Tensor:
-    """Set a contiguous tensor to the values that the first rank of the first replica has.
+    """Copy the values of the first rank of the first replica to a contiguous tensor.
 
-    They go to the first rank of each group, and from there to the others of the group.
+    They are sent to the first rank of each group, and from there to the others of the group.
     """
     return broadcast(broadcast(tensor, world.data_group), world.tensor_group)
 
@@ -43,9 +43,9 @@ def all_gather(tensor: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[
     """Return the full tensor of shards of these lengths, one of each rank, along a dimension."""
     if group.size() == 1:
         return tensor
-    # Shards of other lengths may be of one shape as they are sent, which is all PyTorch sees.
+    # PyTorch compares only the sent shapes, which may be equal for shards of different lengths.
     compare(f'all_gather: {[*lengths]}', group)
-    # All have to send the same, so shorter shards are sent with something behind them.
+    # All ranks have to send the same shape, so shorter shards are padded.
     shape = list(tensor.shape)
     shape[dim] = max(lengths)
     if tensor.size(dim) == shape[dim]:
@@ -59,7 +59,7 @@ def all_gather(tensor: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[
 
 
 def all_sizes(tensor: Tensor, group: ProcessGroup, dim: int) -> list[int]:
-    """Return the size that a dimension of the tensor of each rank of a group has."""
+    """Return the size of a dimension on each rank of a group."""
     if group.size() == 1:
         return [tensor.size(dim)]
     size = torch.tensor([tensor.size(dim)], device=tensor.device)
@@ -68,7 +68,7 @@ def all_sizes(tensor: Tensor, group: ProcessGroup, dim: int) -> list[int]:
 
 
 def all_to_all(x: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
-    """Send so many rows to each rank of a group; return the so many that each has sent here."""
+    """Send the given numbers of rows to each rank of a group; return the received rows."""
     received = x.new_empty(sum(receive), *x.shape[1:])
     complete(lambda: dist.all_to_all_single(received, x.contiguous(), receive, send, group,
                                             async_op=True), group, x.is_cpu)

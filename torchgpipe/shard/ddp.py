@@ -1,11 +1,11 @@
 """Within ``DistributedDataParallel``: shards are not averaged, gathered rows have a factor.
 
-When it wraps a module, it sets the parameters of all ranks to those of the first one, but for
-those that it was told to leave alone. Shards would be overwritten without a word, so the first
-forward pass checks that it was told.
+When it wraps a module, DDP copies the first rank's parameters to all ranks, except parameters that
+it was told to ignore. Shards would be overwritten silently, so the first forward pass checks that
+DDP ignores them.
 
-It takes the mean of gradients over all ranks, which is too little where ranks have rows of their
-own until these are gathered::
+DDP takes the mean of gradients over all ranks. This is too small if each rank has its own rows
+until these are gathered::
 
                      own rows ──▶ backbone ──▶ gather ──▶ layers behind ──▶ loss of all rows
     its gradient                  of own rows    │        of all rows
@@ -14,10 +14,10 @@ own until these are gathered::
                                          × n ◀───┘
 
 The n ranks of a group have the same loss. Behind the gather they have the same gradients, whose
-mean is right. In front of it a rank has a term of the gradient, and one process the sum over the
-group: n times the mean. So a gradient is multiplied by n on its way back from the gather, and each
-parameter is right, wherever it is used. The gather is within the forward pass, or else behind it,
-and then what the module returns are the rows.
+mean is correct. Before the gather, a rank has one term of the gradient, and one process has the
+sum over the group, which is n times the mean. So the backward of the gather multiplies gradients
+by n, and each parameter's gradient is correct wherever it is used. The gather is within the
+forward pass, or behind it. In the second case, the outputs of the module are the rows.
 """
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -43,18 +43,17 @@ _gathered: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
-    """Tell ``DistributedDataParallel`` to leave sharded parameters alone, which differ by rank.
+    """Make ``DistributedDataParallel`` ignore sharded parameters, which differ by rank.
 
-    Call it with the very module that is wrapped, before that, and on all ranks: as DDP sets the
-    parameters of all ranks to those of the first one, this sets the shards of all replicas to
-    those of the first one. Their gradients are averaged over replicas by
-    :func:`average_gradients`. ::
+    Call it on all ranks, before wrapping, with the same module that is wrapped. It copies the
+    shards of the first replica to all replicas, as DDP does with other parameters. Use
+    :func:`average_gradients` to average the gradients of shards over replicas. ::
 
         ts.register_ddp_parameters_to_ignore(model)
         model = DistributedDataParallel(model)
 
     Args:
-        module: The module that is going to be wrapped.
+        module: The module to be wrapped.
 
     Returns:
         The names of the sharded parameters in the module.
@@ -70,7 +69,7 @@ def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
 
 
 def check_wrapped() -> None:
-    """Raise in the first forward pass of a DDP for which shards are copies of one tensor."""
+    """Raise in the first forward pass of a DDP that treats shards as copies of one tensor."""
     ddp = active_ddp()
     if ddp is None or ddp in _checked:
         return
@@ -91,10 +90,10 @@ def check_wrapped() -> None:
 
 
 def register_ddp_gathered_features(ddp: DistributedDataParallel) -> None:
-    """Tell ``DistributedDataParallel`` that features are gathered over the group in it or behind.
+    """Add up gradients over a group whose features are gathered, in the wrapped module or behind.
 
-    Each rank has samples of its own, and the loss is the mean over those of the group. Then a
-    rank's gradient is the term of its own samples, and terms of a group are added up, not
+    Each rank has its own samples, and the loss is the mean over the samples of the group. Then
+    a rank's gradient is the term of its own samples, and the terms of a group are added up, not
     averaged::
 
         backbone = DistributedDataParallel(backbone)
@@ -103,18 +102,18 @@ def register_ddp_gathered_features(ddp: DistributedDataParallel) -> None:
         features = ts.distributed.gather(backbone(x), dim=0)
         loss = criterion(head(features), ts.distributed.gather(y, dim=0))
 
-    What is behind the gather may be in the wrapped module, too, and so may the gather, a
-    :func:`ts.distributed.gather` along any dimension but the last one. If there is none in its
-    forward pass, its outputs are gathered: all that are computed and have a dimension.
+    The wrapped module may include the gather, and layers behind it. The gather is a
+    :func:`ts.distributed.gather` along any dimension except the last one. If the forward pass has
+    no gather, all computed outputs with a dimension are treated as gathered behind the module.
 
-    Do not call it where nothing is gathered: where all ranks of a group see the same batch, the
-    mean over all ranks is right.
+    Do not call it if nothing is gathered. If all ranks of a group have the same batch, the mean
+    over all ranks is correct.
 
     Args:
-        ddp: The wrapped module. Its process group is made of whole groups, as that of all ranks.
+        ddp: The wrapped module. Its process group consists of whole groups, such as all ranks.
 
     Raises:
-        ValueError: Its process group has some ranks of this group only.
+        ValueError: Its process group has only some ranks of this group.
     """
     ranks = dist.get_process_group_ranks(ddp.process_group)
     own = dist.get_process_group_ranks(current().tensor_group)
@@ -134,7 +133,7 @@ def _begin(ddp: nn.Module, args: Any) -> None:
 
 
 def _end(ddp: nn.Module, args: Any, output: Any) -> Any:
-    """Count outputs that may be gathered: those that are computed, and are no loss or scale."""
+    """Count outputs that may be gathered: computed tensors that are not a loss or a scale."""
     if _gathered.pop(ddp, True):
         return None
     try:
@@ -149,12 +148,12 @@ def _end(ddp: nn.Module, args: Any, output: Any) -> Any:
 
 
 def of_own_rows(x: Tensor, dim: int) -> bool:
-    """Return whether these are rows of this rank's own, in a module that counts them.
+    """Return whether a tensor has this rank's own rows, in a module that counts them.
 
-    The last dimension is that of features, which sharded layers split.
+    The last dimension has the features, which sharded layers split.
 
     Raises:
-        ValueError: Autograd does not see that they are gathered.
+        ValueError: Autograd does not record the gather.
     """
     ddp = active_ddp()
     if ddp is None or ddp not in _gathered or x.dim() > 1 and dim in (-1, x.dim() - 1):
@@ -171,7 +170,7 @@ def of_own_rows(x: Tensor, dim: int) -> bool:
 
 
 def counted(x: Tensor) -> Tensor:
-    """Return a tensor whose gradient counts n times, for the n ranks of the group."""
+    """Return a tensor whose gradient is multiplied by n, the number of ranks of the group."""
     n = current().tensor_size
     same = x.view_as(x)
     same.register_hook(lambda gradient: gradient * n)

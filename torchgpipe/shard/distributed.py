@@ -1,7 +1,7 @@
 """Parallel groups, and autograd functions that move tensors within a group.
 
-They are two pairs, each of which is the other's backward pass. Between a full tensor, the same on
-each rank, and its shards::
+There are two pairs of functions. In each pair, one function is the other's backward. The first
+pair is between a full tensor, the same on each rank, and its shards::
 
                   ┌── scatter ─▶ x[0]  on rank 0
     x, everywhere ┤                                 gather goes the other way
@@ -13,9 +13,9 @@ Between a tensor that is the same on each rank, and terms of a sum::
     x, everywhere ┤                                 reduce goes the other way, and adds them up
                   └── copy ─▶ x  on rank 1
 
-What is the same on all ranks of the group has the same gradient there. That is why the backward
-pass of `gather` takes this rank's shard of the gradient, and that of `reduce` the gradient as it
-is, while that of `copy` adds up what each rank has found.
+A tensor that is the same on all ranks of the group has the same gradient there. So the backward of
+`gather` takes this rank's shard of the gradient. The backward of `reduce` takes the gradient as it
+is, and the backward of `copy` adds up the gradients of all ranks.
 """
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -40,7 +40,7 @@ __all__ = ['copy', 'destroy_process_group', 'gather', 'get_data_group', 'get_dat
 
 
 def scatter(x: Tensor, dim: int = -1) -> Tensor:
-    """Take this rank's shard of a tensor that all ranks of the group have.
+    """Return this rank's shard of a tensor that all ranks of the group have.
 
     Args:
         x: The same on all ranks of the group.
@@ -58,20 +58,20 @@ def scatter(x: Tensor, dim: int = -1) -> Tensor:
 
 
 def gather(x: Tensor, dim: int = -1, size: int | None = None) -> Tensor:
-    """Put the shards of all ranks of the group together.
+    """Concatenate the shards of all ranks of the group.
 
     Args:
         x: This rank's shard. The shards have the same size in all dimensions but one.
         dim: The dimension that is split.
-        size: The size that it has in the full tensor, if it is split as :func:`ts.slice` does it.
-            Otherwise the ranks tell each other how long their shards are: of any length.
+        size: The size of this dimension in the full tensor, if it is split as by
+            :func:`ts.slice`. Otherwise the ranks exchange the lengths of their shards.
 
     Returns:
-        A new tensor, the same on all ranks, tagged as full. Of its gradient, each rank takes its
-        shard.
+        A new tensor, the same on all ranks, tagged as full. In backward, each rank takes its
+        shard of the gradient.
 
     Raises:
-        ValueError: The shard has another length than one of that size.
+        ValueError: The shard does not have the length that ``size`` implies.
     """
     group = get_group()
     lengths = (all_sizes(x, group, dim) if size is None else
@@ -90,14 +90,14 @@ def reduce(x: Tensor) -> Tensor:
     """Add up a tensor over the group.
 
     Returns:
-        A new tensor, the same on all ranks, tagged as full. Its gradient is that of each term.
+        A new tensor, the same on all ranks, tagged as full. Each term gets its gradient.
     """
     add, same = _adding(get_group())
     return tagged_full(_apply(x, add, same))
 
 
 def reduce_(x: Tensor) -> Tensor:
-    """Do the same in the memory of a tensor that nobody else needs."""
+    """Add up a tensor over the group, in the memory of a tensor without other users."""
     group = get_group()
     add, same = _adding(group)
     in_place = group.size() > 1 and x.is_contiguous()
@@ -107,7 +107,7 @@ def reduce_(x: Tensor) -> Tensor:
 
 
 def copy(x: Tensor) -> Tensor:
-    """Return a tensor that each rank of the group uses in another way.
+    """Return a tensor that each rank of the group uses differently.
 
     Returns:
         A new tensor in the same memory, tagged as full. Its gradient is added up over the group.
@@ -123,7 +123,7 @@ _Function = Callable[[Tensor], Tensor]
 
 
 def _slicing(group: ProcessGroup, dim: int, lengths: Sequence[int]) -> tuple[_Function, _Function]:
-    """Return what takes this rank's shard of a tensor, and what puts shards together."""
+    """Return a function that takes this rank's shard of a tensor, and one that joins shards."""
     def slice(x: Tensor) -> Tensor:
         if group.size() == 1:
             return x.detach()
@@ -134,7 +134,7 @@ def _slicing(group: ProcessGroup, dim: int, lengths: Sequence[int]) -> tuple[_Fu
 
 
 def _adding(group: ProcessGroup) -> tuple[_Function, _Function]:
-    """Return what adds up the terms of all ranks, and what each of them does with the sum."""
+    """Return a function that adds up the terms of all ranks, and its backward."""
     def add(x: Tensor) -> Tensor:
         if group.size() == 1:
             return x.detach()
@@ -143,7 +143,7 @@ def _adding(group: ProcessGroup) -> tuple[_Function, _Function]:
 
 
 class _Paired(torch.autograd.Function):
-    """Apply one of a pair of functions; its backward pass applies the other."""
+    """Apply one of a pair of functions; its backward applies the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: _Function, backward: _Function, in_place: bool,
@@ -156,7 +156,7 @@ class _Paired(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Apply the second one, whose backward pass is the first one."""
+        """Apply the second one, whose backward is the first one."""
         gradient: Tensor = _Paired.apply(  # type: ignore[no-untyped-call]
             grads[0], *ctx.pair, False, not ctx.makes_shards)
         return gradient, None, None, None, None
@@ -167,7 +167,7 @@ def _apply(x: Tensor, forward: _Function, backward: _Function, in_place: bool = 
     """Apply one of a pair of functions.
 
     Raises:
-        RuntimeError: A transform of ``torch.func`` is at work, which knows nothing of other ranks.
+        RuntimeError: A transform of ``torch.func`` is active, which does not know other ranks.
     """
     if is_transformed():
         raise RuntimeError('transforms of torch.func, such as grad, vmap and jvp, do not go '

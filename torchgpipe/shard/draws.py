@@ -1,4 +1,4 @@
-"""Random numbers: the ranks of a group that draw the same ones."""
+"""Random numbers: equal or different ones on the ranks of a group."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +15,7 @@ __all__ = ['draws', 'same_draws']
 
 
 class _OfDevice:
-    """The default generator of the present device of an accelerator."""
+    """The default generator of the current device of an accelerator."""
 
     def __init__(self, kind: str) -> None:
         module = torch.get_device_module(kind)
@@ -25,10 +25,10 @@ class _OfDevice:
 
 @contextmanager
 def same_draws(world: World, *generators: Any, replicas: bool = False) -> Iterator[None]:
-    """Let all ranks of the group draw from generators what its first one draws.
+    """Draw the random numbers of the group's first rank on all ranks of the group.
 
-    A rank whose generators were in the same state leaves them where the first one's are then.
-    Another one has its own state again afterwards. With `replicas`, all groups draw the same.
+    If a rank's generators were in the same state, they keep the first rank's state afterwards.
+    Otherwise their own state is restored. With `replicas`, all groups draw the same numbers.
     """
     own = [generator.get_state() for generator in generators]
     first = [_of_first(state, world, replicas) for state in own]
@@ -45,19 +45,19 @@ def same_draws(world: World, *generators: Any, replicas: bool = False) -> Iterat
 def draws(parallel_dim: int | None, device: torch.device | None = None) -> Iterator[None]:
     """Draw the same random numbers on all ranks of a group, or different ones.
 
-    Put it around what draws them in a layer of your own::
+    Use it around operations in your own layer that draw random numbers::
 
         with ts.draws(-1):  # each rank has heads of its own
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
 
-    Either way they follow from ``torch.manual_seed``, and a checkpoint that puts the states of
-    generators back draws them again. All ranks of a group have to enter it together.
+    In both cases the numbers depend on ``torch.manual_seed``, and a checkpoint that restores the
+    states of generators draws them again. All ranks of a group have to enter it together.
 
     Args:
-        parallel_dim: None where a tensor is full. Then all ranks draw what one process would,
-            if their seeds are the same, and otherwise what the first rank of the group draws. With
-            -1 or 1, where it is this rank's shard, each rank draws numbers of its own.
-        device: Where they are drawn; by default on the accelerator, if there is one.
+        parallel_dim: None for a full tensor. Then all ranks draw the numbers of a single process
+            if their seeds are equal, and otherwise the numbers of the group's first rank. With -1
+            or 1, for this rank's shard, each rank draws its own numbers.
+        device: The device that draws; by default the accelerator, if there is one.
     """
     split, world = check_dim(parallel_dim) is not None, needed_by(parallel_dim)
     if device is None:
@@ -87,7 +87,7 @@ def _of_first(state: Tensor, world: World, replicas: bool) -> Tensor:
 
 @contextmanager
 def _in_state(generators: Any, states: list[Tensor]) -> Iterator[None]:
-    """Put generators into some states at the end."""
+    """Restore the given states of generators at the end."""
     try:
         yield
     finally:

@@ -5,8 +5,8 @@ and the states of its shape are shards if it is one. A checkpoint names them by 
 
     optimizer.state.0.weight.exp_avg
 
-They are made here, since PyTorch takes a step with an optimizer that has not taken one yet, and
-knows nothing of parameters that ranks share.
+They are made here, because PyTorch takes a step with an optimizer that has not taken one yet, and
+does not know parameters that ranks share.
 """
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -22,16 +22,16 @@ from torchgpipe.shard.tags import storage_dim
 __all__ = ['Entries', 'Named', 'Sharded', 'by_names', 'check_names', 'check_shapes', 'is_tensor',
            'local', 'name_of', 'nested', 'optimizer_entries', 'some', 'under', 'views']
 
-#: The values of a state dict by their keys. Those of an optimizer have pairs for keys: the number
-#: of the parameter, and the name of the state.
+#: The values of a state dict by their keys. For an optimizer, keys are pairs: the number of the
+#: parameter, and the name of the state.
 Entries = Mapping[Any, Any]
 
-#: The parameters of those values that are shards.
+#: The parameters of the values that are shards, by their keys.
 Sharded = Mapping[Any, Tensor]
 
 
 def views(entries: Entries, sharded: Sharded) -> dict[Any, Any]:
-    """Return entries with DTensors, in the memory of the shards, in the place of these."""
+    """Return entries with shards replaced by DTensors in the same memory."""
     found = {key: entries[key] for key in entries}
     check_shapes({key: value for key, value in found.items() if key in sharded},
                  {key: shard_shape(parameter) for key, parameter in sharded.items()})
@@ -40,7 +40,7 @@ def views(entries: Entries, sharded: Sharded) -> dict[Any, Any]:
 
 
 def local(entries: Entries) -> dict[Any, Any]:
-    """Return entries with tensors in the place of DTensors."""
+    """Return entries with DTensors replaced by local tensors."""
     from torch.distributed.tensor import DTensor  # takes long
 
     return {key: value.to_local() if isinstance(value, DTensor) else value
@@ -75,12 +75,12 @@ def check_names(message: str, of: str, here: Collection[str], saved: Collection[
         message: The start of the error.
         of: The owner of the names.
         here: The names.
-        saved: Those of the checkpoint.
-        most: Name so many, with names that are like them; by default all.
-        hint: Is said last.
+        saved: The names in the checkpoint.
+        most: How many names to list, with similar names; by default all, without similar names.
+        hint: The end of the error.
 
     Raises:
-        ValueError: It does.
+        ValueError: The checkpoint misses names, or has others.
     """
     def close(name: str, others: list[str]) -> str:
         found = get_close_matches(name, others[:1000], 1) if most else ()
@@ -97,12 +97,12 @@ def check_names(message: str, of: str, here: Collection[str], saved: Collection[
 
 
 def some(texts: Sequence[str], of: int) -> str:
-    """Say that there are so many, of which these are some."""
+    """Return a list of texts, with the number of further ones."""
     return ', '.join(texts) + (f' and {of - len(texts)} more' if of > len(texts) else '')
 
 
 def check_shapes(tensors: Entries, shapes: Mapping[Any, torch.Size]) -> None:
-    """Raise, and name them, if tensors have other shapes than these."""
+    """Raise an error that names all tensors with other shapes than the given ones."""
     wrong = [f'{name_of(key)} is {tuple(tensor.shape)} and not {tuple(shapes[key])}'
              for key, tensor in tensors.items() if tensor.shape != shapes[key]]
     if wrong:
@@ -113,7 +113,7 @@ def check_shapes(tensors: Entries, shapes: Mapping[Any, torch.Size]) -> None:
 
 
 def name_of(key: Any) -> str:
-    """Name a tensor of a model, or a state of an optimizer."""
+    """Return the name of a tensor of a model, or of a state of an optimizer."""
     return f"'{key[1]}' of parameter {key[0]}" if isinstance(key, tuple) else f"'{key}'"
 
 
@@ -136,7 +136,7 @@ def under(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def by_names(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return entries by the names of parameters, then by the word behind them."""
+    """Return entries by the names of parameters, then by the last part of their keys."""
     return nested({(key.rpartition('.')[0], key.rpartition('.')[2]): value
                    for key, value in saved.items()})
 
@@ -154,7 +154,7 @@ def _form(saved: Any, parameter: Tensor) -> Any:
         return None
     size, dtype = saved.size, saved.properties.dtype
     if not size:
-        return torch.empty((), dtype=dtype)  # The optimizer knows where it has to be.
+        return torch.empty((), dtype=dtype)  # The optimizer moves it to the right device.
     if storage_dim(parameter) is not None:
         return dtensor(parameter, torch.empty_like(parameter, dtype=dtype))
     if size == parameter.shape:
@@ -193,16 +193,16 @@ class Named:
         """Return the states of each parameter, with DTensors in the memory of shards.
 
         Raises:
-            ValueError: A state has not the shape of its shard.
+            ValueError: A state does not have the shape of its shard.
         """
         found = nested(views(*optimizer_entries(self._optimizer, self._optimizer.state_dict())))
         return {self.names[number]: states for number, states in found.items()
                 if isinstance(number, int)}  # Others are of no parameter.
 
     def forms(self, saved: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Return tensors to read states, or options, into: those that were saved, and no more.
+        """Return tensors to read the saved states, or options, into.
 
-        An optimizer has states after its first step only. To take one for that would change the
+        An optimizer has states after its first step only. A step only for that would change the
         count of its steps.
         """
         return {name: {key: _form(value, x) for key, value in saved.get(name, {}).items()}
@@ -210,7 +210,7 @@ class Named:
 
     def load(self, states: Mapping[str, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]
              ) -> None:
-        """Give the optimizer the states that were read, and its groups these options."""
+        """Load states into the optimizer, and options into its groups."""
         own = self._optimizer.state_dict()['param_groups']
         self._optimizer.load_state_dict({
             'state': {number: states[name] if storage_dim(x) is None else local(states[name])

@@ -1,11 +1,11 @@
 """Failures: an error of one rank is raised on all ranks of its group, with its number.
 
 Where no rank communicates, ranks ask each other whether one has raised
-(:func:`raise_on_all_ranks`). In a collective, the others wait for a rank that has raised. As soon
-as its process ends, those that are connected with it there get an error which names an address,
-and the rest wait for them in turn. So each rank that fails leaves a note in the group's store, and
-each that waits for long looks for such notes. Who has left none after a while is the one that all
-had waited for::
+(:func:`raise_on_all_ranks`). In a collective, the others wait for a rank that has raised. When its
+process ends, the ranks that are connected with it get an error that names an address, and the
+others wait for these in turn. So each rank that fails leaves a note in the group's store, and each
+rank that waits for long looks for such notes. A rank without a note after a while is the one that
+blocked all others::
 
     rank 0    collective ── fails ── note ─┐
     rank 1    raises, ends                 ├─▶ 0, 2, 3 have left a note: it was 1
@@ -13,7 +13,7 @@ had waited for::
     rank 3    collective ── waits ── note ─┘
 
 On accelerators a collective is only put into a queue. There NCCL's watchdog ends a process whose
-collective does not come to its end.
+collective does not end.
 """
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -33,20 +33,20 @@ from torchgpipe.shard.world import current
 
 __all__ = ['compare', 'complete', 'differences', 'gathered', 'is_read', 'raise_on_all_ranks']
 
-#: For so long a rank waits for the others before it looks for their notes.
+#: How long a rank waits for the others before it looks for their notes.
 LOOK = timedelta(seconds=0.5)
 
-#: For so long it waits for the notes of the others, which look for its own that often.
+#: How long a rank waits for the notes of the others, which look for its note every ``LOOK``.
 GRACE = timedelta(seconds=5)
 
-#: How many collectives of a group have failed on this rank. A failure that all had in common, and
-#: went on from, is none of the next one's.
+#: How many collectives of a group have failed on this rank. Ranks may continue after a failure
+#: on all of them; the next failure has its own notes.
 _failures: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 
 
 @contextmanager
 def raise_on_all_ranks(task: str, group: ProcessGroup | None = None) -> Iterator[None]:
-    """Raise on all ranks of a group if one of them raises within, where nobody communicates.
+    """Raise on all ranks of a group if one of them raises in a block without communication.
 
     The message has the task, the rank that has raised, and its error.
     """
@@ -54,7 +54,7 @@ def raise_on_all_ranks(task: str, group: ProcessGroup | None = None) -> Iterator
     error: BaseException | None = None
     try:
         yield
-    except BaseException as raised:  # An interrupt, too: the others would wait for this rank.
+    except BaseException as raised:  # Also an interrupt: the others would wait for this rank.
         error = raised
     failed = torch.tensor(float(error is not None), device=current().mesh.device_type)
     complete(lambda: dist.all_reduce(failed, dist.ReduceOp.MAX, group, async_op=True), group,
@@ -69,7 +69,7 @@ def raise_on_all_ranks(task: str, group: ProcessGroup | None = None) -> Iterator
 
 
 def gathered(value: Any, group: ProcessGroup) -> list[Any]:
-    """Return what each rank of a group has: anything that can be pickled."""
+    """Return the values of all ranks of a group, which can be anything that can be pickled."""
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
@@ -80,16 +80,16 @@ def gathered(value: Any, group: ProcessGroup) -> list[Any]:
 
 
 def complete(start: Callable[[], Any], group: ProcessGroup, on_cpu: bool) -> None:
-    """Start a collective and see it through.
+    """Start a collective, and wait for it.
 
     Args:
-        start: Starts it, and returns the work under way.
+        start: Starts it, and returns its work.
         group: The ranks that take part.
         on_cpu: Whether its tensors are on the CPU.
 
     Raises:
-        RuntimeError: It failed, and the message names the ranks that were not there; or this is a
-            cell of a pipeline whose collectives have no order.
+        RuntimeError: It failed, and the message names the ranks that did not take part; or this
+            is a cell of a pipeline whose collectives have no order.
     """
     check_order()
     work = start()
@@ -103,7 +103,7 @@ def complete(start: Callable[[], Any], group: ProcessGroup, on_cpu: bool) -> Non
 
 
 def _wait(work: Any, group: ProcessGroup) -> None:
-    """Wait for what is under way, but not for what cannot come to its end any more."""
+    """Wait for the work of a collective, but not if it cannot end any more."""
     while True:
         try:
             work.wait(LOOK)
@@ -118,7 +118,7 @@ def _note(group: ProcessGroup) -> str:
 
 
 def _message(group: ProcessGroup) -> str:
-    """Leave a note, wait for those of the others, and say who has left none."""
+    """Leave a note, wait for the notes of others, and return a message about ranks without one."""
     store, ranks = group.get_group_store(), dist.get_process_group_ranks(group)
     note = _note(group)
     store.set(f'{note}/{group.rank()}', '')
@@ -144,10 +144,10 @@ def _message(group: ProcessGroup) -> str:
 
 
 def compare(facts: str, group: ProcessGroup) -> None:
-    """Raise on all ranks of a group, in the debug mode, if one has something else in mind.
+    """Raise on all ranks of a group, in the debug mode, if their facts differ.
 
-    In that mode PyTorch compares which collectives ranks call, and the shapes and types of what
-    they send. This is for what cannot be seen there.
+    In that mode PyTorch compares the collectives that ranks call, and the shapes and types of the
+    sent tensors. This function compares further facts.
 
     Raises:
         RuntimeError: Facts differ. The message names the ranks.
@@ -162,12 +162,12 @@ def compare(facts: str, group: ProcessGroup) -> None:
 
 
 def is_read(x: Tensor) -> bool:
-    """Return whether the host looks at values: it need not wait for them, or is told to."""
+    """Return whether the host reads values: on the CPU, or in the debug mode."""
     return x.is_cpu or get_debug_level() == DebugLevel.DETAIL
 
 
 def differences(facts: Sequence[object], group: ProcessGroup) -> str:
-    """Return which ranks of a group have what, those first that fewest have in common."""
+    """Return a text of facts and the ranks that have them, the rarest fact first."""
     ranks = dist.get_process_group_ranks(group)
     said = []
     for fact, count in reversed(Counter(facts).most_common()):

@@ -6,8 +6,9 @@
                      first rank      all are written ──▶ .metadata, with sizes and sums
     model/           first rank      ──▶ model.before/, and model.saving/ ──▶ model/
 
-Ranks plan a checkpoint together. After that they meet in the folder only, so a checkpoint ends
-without process groups, too. What is interrupted leaves one of the last two as it was.
+Ranks plan a checkpoint together. After that they communicate through the folder only, so a
+checkpoint ends also without process groups. An interrupted save leaves one of the last two
+checkpoints intact.
 
 [Note: Sums of a checkpoint] ``.metadata`` has the size and the CRC-32 of each file. Its own sum
 follows the pickle in it, where PyTorch does not read.
@@ -33,24 +34,24 @@ __all__ = ['Folder', 'Writer', 'as_errors', 'opened']
 #: Where a checkpoint is.
 Folder = str | os.PathLike[str]
 
-#: What is written last.
+#: The name of the file that is written last.
 _METADATA = '.metadata'
 
-#: What is before its sum, of eight digits.
+#: The mark before its sum, which has eight digits.
 _SUM = b'\ncrc32 '
 
 #: The states of a rank, as suffixes of a file.
 _WRITING, _WRITTEN, _FAILED = 'writing', 'written', 'failed'
 
-#: So often a rank looks at the states of others, in seconds.
+#: The period at which a rank looks at the states of others, in seconds.
 _PERIOD = .02
 
 
 @contextmanager
 def as_errors(task: str) -> Iterator[None]:
-    """Raise a RuntimeError for PyTorch's error on all ranks, which is no exception.
+    """Raise a RuntimeError for PyTorch's error on all ranks, which is not an ``Exception``.
 
-    And let PyTorch not warn that there is one process.
+    PyTorch's warning about a single process is ignored.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', 'torch.distributed is disabled')
@@ -71,11 +72,11 @@ def opened(folder: Folder, part: int = 0, of: int = 1) -> tuple[FileSystemReader
 
     Args:
         folder: The folder.
-        part: Which part of the files to look at.
+        part: The number of the part of the files to check.
         of: The number of parts.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: There is no checkpoint.
         ValueError: It cannot be read; or a file is missing, or has another size or other bytes.
     """
     folder = _resolved(folder)
@@ -98,7 +99,7 @@ def _metadata(file: Path) -> Metadata:
         found = pickle.loads(body or data)
         if not isinstance(found, Metadata):
             raise TypeError(f'it has a {type(found).__name__} in it')
-        # PyTorch, and this library before 0.14, write none.
+        # PyTorch, and this library before 0.14, write no sum.
         if (body or hasattr(found, 'files')) and own != b'%08x' % zlib.crc32(body):
             raise ValueError('it has other bytes than were written')
     except Exception as error:
@@ -108,7 +109,7 @@ def _metadata(file: Path) -> Metadata:
 
 
 def _check_files(where: Path, metadata: Metadata, part: int, of: int) -> None:
-    """See that files of a checkpoint are as they were written: [Note: Sums of a checkpoint]."""
+    """Check that files of a checkpoint are as they were written: [Note: Sums of a checkpoint]."""
     sizes: dict[str, int] = {}
     for each in (metadata.storage_data or {}).values():
         sizes[each.relative_path] = max(sizes.get(each.relative_path, 0),
@@ -144,16 +145,16 @@ def _sum(file: Path) -> tuple[int, int]:
 
 
 class Writer(FileSystemWriter):
-    """Write a checkpoint beside a folder, and let it take the place of that in the end.
+    """Write a checkpoint next to a folder, and replace the folder in the end.
 
-    PyTorch calls `write_data` and `finish` while ranks plan the checkpoint together. These take
-    note of the plan. `write` and `end` do the work, and need no process group.
+    PyTorch calls `write_data` and `finish` while ranks plan the checkpoint together. These record
+    the plan. `write` and `end` do the work, and need no process group.
 
     Args:
         folder: The folder.
         rank: The number of this rank.
         ranks: The number of ranks.
-        patience: Returns for how many seconds to wait for another rank at most.
+        patience: Returns how long to wait for another rank at most, in seconds.
     """
 
     def __init__(self, folder: Folder, rank: int = 0, ranks: int = 1,
@@ -166,10 +167,10 @@ class Writer(FileSystemWriter):
         self._whole: Metadata | None = None
 
     def make_way(self) -> None:
-        """Prepare the folder that is written to first, and see that it may be renamed.
+        """Prepare the folder that is written first, and check that the final one may be replaced.
 
         Raises:
-            FileExistsError: There are other things where the checkpoint is to be.
+            FileExistsError: The final folder has other things in it.
         """
         others = sorted(each.name for each in self.folder.iterdir() if not _is_ours(each)
                         ) if self.folder.exists() else []
@@ -182,7 +183,7 @@ class Writer(FileSystemWriter):
         self._saving.mkdir(parents=True)
 
     def write_data(self, plan: Any, planner: Any) -> 'Future[list[Any]]':
-        """Take note of what this rank writes."""
+        """Record the plan of this rank."""
         self._plan = plan, planner
         self._mark(self._own, _WRITING).touch()
         nothing: Future[list[Any]] = Future()
@@ -190,10 +191,10 @@ class Writer(FileSystemWriter):
         return nothing
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
-        """Take note of what all ranks write, on the first one.
+        """Record the plan of all ranks, on the first one.
 
         Raises:
-            RuntimeError: Another rank writes elsewhere.
+            RuntimeError: Another rank writes to another folder.
         """
         self._whole = metadata
         missing = [rank for rank in self._ranks if not self._mark(rank, _WRITING).exists()]
@@ -222,10 +223,10 @@ class Writer(FileSystemWriter):
             self._plan = None
 
     def end(self) -> None:
-        """Wait until all ranks have written theirs, and the folder has its new place.
+        """Wait until all ranks have written their parts, and the folder has its new place.
 
         Raises:
-            RuntimeError: A rank failed, or says nothing.
+            RuntimeError: A rank failed, or does not respond.
         """
         states, since = self._states(), time.monotonic()
         while states is not None and (self._own or len(states[_WRITTEN]) < len(self._ranks)):
@@ -244,11 +245,11 @@ class Writer(FileSystemWriter):
                 raise self._fail(_WRITTEN, error) from error
 
     def _replace(self, metadata: Metadata) -> None:
-        """Give the folder its new place, on the first rank."""
+        """Move the folder to its new place, on the first rank."""
         marks = [self._mark(rank, _WRITTEN) for rank in self._ranks]
         parts = [pickle.loads(mark.read_bytes()) for mark in marks]
         super().finish(metadata, [results for results, _ in parts])
-        # What PyTorch has written may be a copy of what it was given.
+        # PyTorch may have written a copy of the metadata that it was given.
         written: Any = pickle.loads((self._saving / _METADATA).read_bytes())
         written.files = {name: found for _, files in parts for name, found in files.items()}
         body = pickle.dumps(written)
@@ -276,12 +277,12 @@ class Writer(FileSystemWriter):
         return self._saving / f'{_METADATA}.{rank}.{state}'
 
     def _fail(self, state: str, error: BaseException) -> RuntimeError:
-        """Tell the others of an error, in place of a state."""
+        """Replace this rank's state in the folder by an error, for the other ranks."""
         text, mark = f'{type(error).__name__}: {error}', self._mark(self._own, state)
         try:
             mark.write_text(text)
         except OSError:
-            pass  # A full disk still renames.
+            pass  # A full disk can still rename files.
         try:
             mark.rename(self._mark(self._own, _FAILED))
         except OSError:

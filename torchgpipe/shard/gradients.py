@@ -10,8 +10,9 @@
                                 a plain layer else        its group's         the mean over groups
     experts that are spread   the sum over all    the mean over groups: a part of the sum
 
-``DistributedDataParallel`` takes the mean over all ranks, which is right in the last row only. It
-is told of the others. All of that is right only where replicas have the same parameters.
+``DistributedDataParallel`` takes the mean over all ranks, which is correct only for a plain layer
+without gathered features. It has to be told about the others. All of this is correct only if
+replicas have the same parameters.
 """
 from collections.abc import Iterable
 from weakref import WeakSet
@@ -35,19 +36,20 @@ _compared: WeakSet[nn.Module] = WeakSet()
 
 @torch.no_grad()
 def average_gradients(module: nn.Module) -> None:
-    """Average gradients over the replicas of a group, but those that DDP has averaged already.
+    """Average gradients over the replicas of a group, if DDP has not averaged them already.
 
     Call it on all ranks after the last ``backward()`` before an optimizer's step, and before
     :func:`clip_grad_norm_`. With one group it does nothing. Without ``DistributedDataParallel``,
     all gradients of the module are averaged. A gradient that some replicas do not have counts as
-    zero there. Those of experts that are spread are sums over replicas, and are divided. The first
+    zero there. The gradients of spread experts are sums over replicas, and are divided. The first
     time, replicas compare their parameters.
 
     Args:
-        module: The module, with ``DistributedDataParallel`` in it or around it or without.
+        module: The module, with ``DistributedDataParallel`` in it or around it, or without.
 
     Raises:
-        RuntimeError: On all ranks: a parameter has not the same values in all replicas.
+        RuntimeError: A parameter does not have the same values in all replicas. All ranks raise
+            this error.
     """
     here = current()
     if here.data_size == 1:
@@ -74,7 +76,7 @@ def average_gradients(module: nn.Module) -> None:
 
 
 def _compare(parameters: dict[str, Tensor]) -> None:
-    """See that replicas have the same parameters, as averaged gradients do not make them so."""
+    """Check that replicas have the same parameters; averaging gradients cannot ensure it."""
     here = current()
     sums = torch.stack([_checksum(parameter).to(here.mesh.device_type)
                         for parameter in parameters.values()])
@@ -91,13 +93,13 @@ def _compare(parameters: dict[str, Tensor]) -> None:
 
 
 def _checksum(parameter: Tensor) -> Tensor:
-    """Return the sum of what stands in the memory of a parameter, taken for whole numbers."""
+    """Return the sum of the memory of a parameter, read as integers."""
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(parameter.itemsize, torch.int64)
     return parameter.detach().reshape(-1).view(integer).sum(dtype=torch.int64)
 
 
 def _kind(gradient: Tensor | None) -> int:
-    """Return what another replica has to know of a gradient that it does not have."""
+    """Return the kind of a gradient, for replicas without it: none, dense, or its sparse dims."""
     return 0 if gradient is None else 1 + (gradient.sparse_dim() if gradient.is_sparse else 0)
 
 
@@ -110,7 +112,7 @@ def _average(parameter: Tensor, sparse_dims: int) -> None:
     if sent.device.type != here.mesh.device_type:
         sent = sent.to(here.mesh.device_type)
     if not sparse_dims:
-        # Backends go through a memory in its order, which may be another one on another rank.
+        # Backends process memory in its order, which may differ between ranks.
         sent = sent.contiguous()
     all_reduce(sent, here.data_group)
     if sent is not parameter.grad:
@@ -118,7 +120,7 @@ def _average(parameter: Tensor, sparse_dims: int) -> None:
 
 
 def _not_averaged(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters that no DDP within averages over all replicas, by their names."""
+    """Return the parameters that no inner DDP averages over all replicas, by their names."""
     replicas = {*dist.get_process_group_ranks(current().data_group)}
     averaged = {id(parameter)
                 for ddp in module.modules() if isinstance(ddp, DistributedDataParallel)
@@ -139,28 +141,28 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float,
                     foreach: bool | None = None) -> Tensor:
     """Clip the norm of all gradients: :func:`torch.nn.utils.clip_grad_norm_` for shards.
 
-    The norm is that of one process, the same on all ranks of a group. All of them have to call
-    it, with the same parameters in the same order, after gradients were averaged
+    The norm equals the norm in one process, and is the same on all ranks of a group. All of them
+    have to call it, with the same parameters in the same order, after gradients were averaged
     (:func:`average_gradients`). A parameter that is given twice counts once.
 
     Args:
         parameters: Parameters, or one, sharded or not.
-        max_norm: The norm that gradients may have afterwards.
-        norm_type: The order of the norm, as ``1``, ``2`` or ``inf``.
+        max_norm: The largest norm of the gradients afterwards.
+        norm_type: The order of the norm, such as ``1``, ``2`` or ``inf``.
         error_if_nonfinite: Raise on all ranks if the norm is infinite or not a number.
         foreach: See :func:`torch.nn.utils.clip_grad_norm_`.
 
     Returns:
-        The norm before, without dimensions.
+        The previous norm, without dimensions.
 
     Raises:
-        RuntimeError: The norm is not finite, if that was asked for.
+        RuntimeError: The norm is not finite, and ``error_if_nonfinite`` is set.
     """
     several = [parameters] if isinstance(parameters, Tensor) else parameters
     unique = list(dict.fromkeys(several))
     shards = [storage_dim(parameter) is not None for parameter in unique]
     if not any(shards):
-        # A generator without parameters is handed on, so that PyTorch warns of it.
+        # A generator without parameters is passed on, so that PyTorch warns about it.
         return nn.utils.clip_grad_norm_(unique or several, max_norm, norm_type,
                                         error_if_nonfinite, foreach)
     norms = _norms(unique, shards, float(norm_type))
@@ -172,14 +174,14 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float,
 def _norms(parameters: list[Tensor], shards: list[bool], norm_type: float) -> Tensor:
     """Return the norm of each full gradient, the same on all ranks to the last bit.
 
-    The norm of shards is the norm of their norms, of any order. Gradients that are full on each
-    rank may differ there in the last bits, so those of the first rank count.
+    The norm of shards is the norm of their norms, for any order. Gradients that are full on each
+    rank may differ in the last bits, so the first rank's gradients count.
     """
     here = current()
     device = next((parameter.grad.device for parameter in parameters
                    if parameter.grad is not None), parameters[0].device)
     own = torch.stack([_norm(parameter, norm_type).to(device) for parameter in parameters])
-    # A sum with zeros, as backends that can do anything on a device can do this.
+    # A sum with zeros, because each backend supports sums on its devices.
     table = own.new_zeros(here.tensor_size, len(own), device=here.mesh.device_type)
     table[here.tensor_rank] = own
     all_reduce(table, here.tensor_group)
@@ -188,7 +190,7 @@ def _norms(parameters: list[Tensor], shards: list[bool], norm_type: float) -> Te
 
 
 def _norm(parameter: Tensor, norm_type: float) -> Tensor:
-    """Return the norm of a gradient; without one, what changes the norm of no other."""
+    """Return the norm of a gradient; without one, a value that does not change a norm of norms."""
     gradient = parameter.grad
     if gradient is None or not gradient.numel():
         return parameter.new_tensor(0.0 if norm_type >= 0 else float('inf'))
@@ -203,9 +205,9 @@ def _norm(parameter: Tensor, norm_type: float) -> Tensor:
 class GradScaler(Scaler):
     """:class:`torch.amp.GradScaler` for sharded layers: all ranks skip a step, or none does.
 
-    A gradient that is not finite in one shard is found on one rank only. There the step would be
-    left out and the scale made smaller; the others would take the step, and go on with another
-    scale. So all ranks are asked, once for each optimizer and step. ::
+    A gradient that is not finite in one shard is found on one rank only. That rank would skip the
+    step and reduce the scale; the others would take the step, and continue with another scale. So
+    ranks exchange the result, once for each optimizer and step. ::
 
         scaler = ts.GradScaler()
         scaler.scale(loss).backward()
@@ -215,12 +217,12 @@ class GradScaler(Scaler):
         scaler.update()
 
     Args:
-        As those of :class:`torch.amp.GradScaler`.
+        See :class:`torch.amp.GradScaler`.
     """
 
     def found(self, where: dict[torch.device, Tensor], scale: Tensor
               ) -> dict[torch.device, Tensor]:
-        """Return what was found on any rank, in place of what was found on devices of this one."""
+        """Return the result over all ranks, in place of the results on this rank's devices."""
         here = current()
         any_found = torch.stack([
             torch.zeros_like(scale), *(found.to(scale) for found in where.values())]).amax(0)

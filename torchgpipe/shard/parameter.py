@@ -1,6 +1,6 @@
 """Sharded parameters: plain parameters with this rank's shard and the shape of the full tensor.
 
-What they know stands in attributes of the parameter.
+Attributes of the parameter hold the full shape and the tag.
 """
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _GLOBAL_SHAPE = '_global_shape'
 
 @dataclass(frozen=True)
 class Layout:
-    """What a parameter is a shard of: a tensor of this shape, split by this parallel dimension."""
+    """The full tensor of a sharded parameter: its shape and its parallel dimension."""
 
     shape: tuple[int, ...]
     dim: int | None = None
@@ -29,7 +29,7 @@ class Layout:
 
     @property
     def storage(self) -> int | None:
-        """The dimension in memory that is split, None if each rank has it all."""
+        """The dimension in memory that is split; None if each rank has the full tensor."""
         return to_storage(self.dim, self.order)
 
     def local_shape(self) -> list[int]:
@@ -37,12 +37,12 @@ class Layout:
         return _local(self.shape, self.storage)
 
     def tag(self, parameter: Tensor) -> None:
-        """Let a parameter know."""
+        """Set the tag and the full shape of a parameter."""
         register_parallel_attribute(parameter, self.dim, self.order)
         setattr(parameter, _GLOBAL_SHAPE, torch.Size(self.shape))
 
     def check(self, name: str, parameter: Tensor) -> None:
-        """Raise if a parameter cannot stand for this one."""
+        """Raise if a parameter cannot take the place of this one."""
         if list(parameter.shape) != self.local_shape():
             raise ValueError(
                 f'{name} has the shape {tuple(parameter.shape)}; the shard of rank '
@@ -55,12 +55,12 @@ class Layout:
 
 
 def knows_shape(parameter: Tensor) -> bool:
-    """Return whether somebody has said of what a parameter is a shard."""
+    """Return whether a parameter has an attribute with its full shape."""
     return hasattr(parameter, _GLOBAL_SHAPE)
 
 
 def global_shape(parameter: Tensor) -> torch.Size:
-    """Return the shape of what a parameter is a shard of, if anybody has said so."""
+    """Return the full shape of a parameter; raise if it is a shard without this attribute."""
     if not knows_shape(parameter) and storage_dim(parameter) is not None:
         raise ValueError(
             f'a parameter of shape {tuple(parameter.shape)} is tagged as a shard, and nothing '
@@ -71,7 +71,7 @@ def global_shape(parameter: Tensor) -> torch.Size:
 
 
 def shard_shape(parameter: Tensor) -> torch.Size:
-    """Return the shape that this rank's shard of a parameter has, whatever stands in it."""
+    """Return the shape of this rank's shard of a parameter, whatever its current shape."""
     return torch.Size(_local(global_shape(parameter), storage_dim(parameter)))
 
 
@@ -83,16 +83,16 @@ def _local(shape: Sequence[int], dim: int | None) -> list[int]:
 
 
 def place(tensor: Tensor) -> tuple[Any, ...]:
-    """Return where a tensor is: tied parameters have several tensors of a state dict in one."""
+    """Return the place of a tensor in memory, which entries of tied parameters have in common."""
     return id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def dtensor(parameter: Tensor, local: Tensor | None = None) -> Any:
-    """Return a parameter's view as a DTensor, which knows the full shape and the placement.
+    """Return a parameter's view as a DTensor, which has the full shape and the placement.
 
     Args:
-        parameter: A parameter of a sharded layer, or any other, of which each rank has all.
-        local: What is viewed in its stead and has its form, such as its gradient.
+        parameter: A parameter of a sharded layer, or any other parameter, full on each rank.
+        local: A tensor of the same form to view instead, such as the gradient.
 
     Returns:
         A DTensor over the mesh of :func:`ts.distributed.get_mesh`, which shares the memory of this

@@ -1,7 +1,7 @@
 """Sizes: the length of each rank's shard of a dimension.
 
-All shards have the size of the first one, but those where the dimension ends, which are smaller,
-or empty: ``torch.chunk`` cuts like that, and so do DTensors.
+All shards have the size of the first one, except the last ones, which may be smaller or empty.
+``torch.chunk`` and DTensors split in the same way.
 """
 import torch
 from torch import Tensor
@@ -52,16 +52,16 @@ def slice(tensor: Tensor, num_partitions: int, dim: int | None = None,
     [[0, 1], [2, 3], [4], []]
 
     Args:
-        tensor: What is cut.
-        num_partitions: How many shards there shall be.
+        tensor: The tensor to cut.
+        num_partitions: The number of shards.
         dim: The dimension that is cut; the last one by default.
-        contiguous: Whether each shard shall be contiguous in memory.
+        contiguous: Whether each shard is made contiguous in memory.
 
     Returns:
-        Views of the tensor; copies of those shards that have to be made contiguous.
+        Views of the tensor; copies where a shard has to be made contiguous.
 
     Raises:
-        ValueError: There is no shard to make.
+        ValueError: The number of shards is less than one.
     """
     if num_partitions < 1:
         raise ValueError(f'a tensor is cut into at least one shard, not {num_partitions}')

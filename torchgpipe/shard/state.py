@@ -6,8 +6,8 @@
     rank 1   shard 1 ─┴─────────▶ full tensors ────────────────┴─▶ shard 1   rank 1
                                   (of any number of ranks)
 
-Both go through a state dict tensor by tensor. A state of an optimizer is cut as its parameter is,
-if it has the parameter's shape.
+Both process a state dict one tensor at a time. A state of an optimizer is split like its
+parameter, if it has the parameter's shape.
 """
 import copy
 from collections.abc import Mapping
@@ -41,20 +41,21 @@ def collect_state_dict(model: nn.Module, state_dict: Mapping[str, Any], prefix: 
 
         torch.save(ts.collect_state_dict(model, model.state_dict()), 'model.pt')
 
-    One tensor is gathered after the other. A rank that gets the result holds it and one shard more
-    at most; a rank that gets none, one shard. What is no shard is given on as it is.
+    One tensor is gathered after the other. A rank that gets the result holds at most one further
+    shard; a rank without the result holds one shard. Other values are passed on as they are.
 
     Args:
         model: The model with sharded layers.
         state_dict: Its state dict, or a part of it, the same keys on all ranks.
-        prefix: What stands before the model's names in the keys, as ``'module.'`` for
-            ``DistributedDataParallel``. Other keys are given on.
-        rank0_only: Let the first rank of each group have the result, and others an empty one.
-        device: Where the result is to be; where it is now, if not given.
+        prefix: The prefix of the model's names in the keys, such as ``'module.'`` for
+            ``DistributedDataParallel``. Other keys are passed on.
+        rank0_only: Whether only the first rank of each group gets the result; the others get an
+            empty one.
+        device: The device of the result; by default, each tensor stays on its device.
 
     Raises:
-        ValueError: A tensor has not the shape of the model's shard.
-        RuntimeError: Another rank of the group failed, which is named; or ranks have other keys.
+        ValueError: A tensor does not have the shape of the model's shard.
+        RuntimeError: Another rank of the group failed, and is named; or ranks have other keys.
     """
     return _filled(state_dict, _collect(
         state_dict, sharded_parameters(model, prefix), rank0_only, device))
@@ -69,19 +70,20 @@ def relocate_state_dict(model: nn.Module, state_dict: Mapping[str, Any], prefix:
         full = torch.load('model.pt', mmap=True)
         model.load_state_dict(ts.relocate_state_dict(model, full))
 
-    One tensor is read after the other, so a mapping that reads them from a file when they are
-    asked for takes the memory of one full tensor. The number of ranks of the group that the
-    tensors were collected from, if any, does not matter.
+    One tensor is read after the other. So a mapping that reads a tensor from a file on access
+    takes the memory of one full tensor. The tensors may have been collected from a group of any
+    size.
 
     Args:
         model: The model with sharded layers.
         state_dict: Full tensors, as of :func:`collect_state_dict` or of the plain model.
-        prefix: What stands before the model's names in the keys. Other keys are given on.
-        strict: See that there are all of the model's keys, and no others behind the prefix.
+        prefix: The prefix of the model's names in the keys. Other keys are passed on.
+        strict: Whether to check that all of the model's keys, and no others with the prefix, are
+            included.
 
     Raises:
         ValueError: Keys are missing, or the model does not have them, or tensors have other shapes
-            than the model's; all of them are named.
+            than the model's; the error names all of them.
     """
     if strict:
         check_names('a checkpoint has the keys of the model', 'model',
@@ -94,10 +96,10 @@ def relocate_state_dict(model: nn.Module, state_dict: Mapping[str, Any], prefix:
 def collect_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any], *,
                                  rank0_only: bool = False,
                                  device: torch.device | str | None = None) -> dict[str, Any]:
-    """Gather the shards of an optimizer's state dict: that of the plain model's optimizer.
+    """Gather the shards of an optimizer's state dict, as for the plain model's optimizer.
 
-    A state of the shape of its parameter is a shard as the parameter is. One without dimensions,
-    as a count of steps, is full. ::
+    A state with the shape of its parameter is a shard if the parameter is. A state without
+    dimensions, such as a count of steps, is full. ::
 
         ts.collect_optimizer_state_dict(optimizer, optimizer.state_dict())
 
@@ -107,8 +109,8 @@ def collect_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, 
         rank0_only, device: As for :func:`collect_state_dict`.
 
     Raises:
-        ValueError: A sharded parameter has a state of another shape, so that it cannot be known
-            how it is to be gathered; or the optimizer has other parameters.
+        ValueError: A sharded parameter has a state of another shape, which cannot be gathered; or
+            the optimizer has other parameters.
         RuntimeError: As for :func:`collect_state_dict`.
     """
     with raise_on_all_ranks('collecting the state of an optimizer'):
@@ -126,11 +128,12 @@ def relocate_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str,
 
     Args:
         optimizer: The optimizer, with sharded parameters.
-        state_dict: The state dict of :func:`collect_optimizer_state_dict`, or that of the
-            optimizer of the plain model.
+        state_dict: The state dict of :func:`collect_optimizer_state_dict`, or of the plain
+            model's optimizer.
 
     Raises:
-        ValueError: The optimizer has other parameters, or states have other shapes than theirs.
+        ValueError: The optimizer has other parameters, or states have other shapes than their
+            parameters.
     """
     entries, sharded = optimizer_entries(optimizer, state_dict)
     return {**state_dict, 'state': nested(_relocate(entries, sharded))}
@@ -139,8 +142,8 @@ def relocate_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str,
 # --- collect and relocate
 # ---------------------------------------------------------------------------------------
 
-# Not by DTensors: full_tensor() takes the memory of two full tensors on each rank, and gloo fails
-# for some types; distribute_tensor() moves the full tensor to the devices of the mesh.
+# This does not use DTensors. full_tensor() takes the memory of two full tensors on each rank, and
+# gloo fails for some types. distribute_tensor() moves the full tensor to the devices of the mesh.
 
 
 @torch.no_grad()
@@ -165,7 +168,7 @@ def _collect(entries: Entries, sharded: Sharded, rank0_only: bool,
 
 
 def _check_same(facts: list[tuple[Any, ...]]) -> None:
-    """Raise on all ranks if one has other shards than the first one."""
+    """Raise on all ranks if the shards of one differ from the first rank's."""
     ranks = dist.get_process_group_ranks(current().tensor_group)
     first, *others = gathered(facts, current().tensor_group)
     for rank, other in zip(ranks[1:], others):
@@ -183,9 +186,9 @@ def _full(name: str, view: Any, keeps: bool, device: torch.device | str | None,
           buffers: dict[torch.device, Tensor]) -> Tensor | None:
     """Return the full tensor of a DTensor, or help others to get it.
 
-    Each rank in turn sends its shard to all others. That works for shards of unequal sizes, and on
-    each backend, and takes the memory of one shard. That memory serves for all tensors: gloo's
-    threads may hold what they have sent for a while, and would hold many one after the other.
+    Each rank in turn sends its shard to all others. This works for shards of unequal sizes, and on
+    each backend, and takes the memory of one shard. The same memory is reused for all tensors,
+    because gloo's threads may hold sent tensors for a while.
     """
     here, shard, dim = current(), view.to_local(), view.placements[-1].dim
     lengths = sizes.lengths(view.size(dim), here.tensor_size)
@@ -198,7 +201,7 @@ def _full(name: str, view: Any, keeps: bool, device: torch.device | str | None,
         piece = buffer[:prod(shape)].view(shape)
         if rank == here.tensor_rank:
             piece.copy_(shard)
-        # As bytes, since backends do not know all types.
+        # As bytes, because backends do not support all types.
         broadcast(piece.view(-1).view(torch.uint8), here.tensor_group, rank)
         if full is not None:
             full.narrow(dim, sum(lengths[:rank]), lengths[rank]).copy_(piece)
@@ -206,7 +209,7 @@ def _full(name: str, view: Any, keeps: bool, device: torch.device | str | None,
 
 
 def _buffer(length: int, shard: Tensor, buffers: dict[torch.device, Tensor]) -> Tensor:
-    """Return memory where the group communicates: that of a tensor before, if it is enough."""
+    """Return memory on the device of communication, reused from an earlier tensor if possible."""
     kind, size = current().mesh.device_type, length * shard.element_size()
     where = shard.device if shard.device.type == kind else torch.device(kind)
     if where not in buffers or buffers[where].numel() < size:
@@ -224,7 +227,7 @@ def _relocate(entries: Entries, sharded: Sharded) -> dict[Any, Any]:
             dim, shape = storage_dim(sharded[key]), global_shape(sharded[key])
             if value.shape != shape:
                 wrong[key] = value
-            elif dim is not None:  # A memory of its own, so that the full one can be freed.
+            elif dim is not None:  # A copy, so that the full tensor can be freed.
                 value = value.narrow(dim, *sizes.own(shape[dim])).clone()
         relocated[key] = value
     check_shapes(wrong, {key: global_shape(sharded[key]) for key in wrong})
@@ -236,7 +239,7 @@ def _moved(value: Any, device: torch.device | str | None) -> Any:
 
 
 def _filled(state_dict: Mapping[str, Any], entries: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict of other entries; modules keep versions of theirs as an attribute."""
+    """Return a state dict with other entries, and the same attributes, such as versions."""
     if not isinstance(state_dict, dict):
         return entries
     filled = copy.copy(state_dict)

@@ -1,8 +1,8 @@
 """Tags: attributes of a tensor with the dimension that is split over the parallel group.
 
-A tag is an attribute of one tensor object. What an operation makes of that tensor has none, so the
-functions of this package tag what they return, and never what they were given. Where a tag was
-lost, the autograd graph may know what it said.
+A tag is an attribute of one tensor object. The result of an operation on that tensor has no tag.
+So the functions of this package tag their results, and never their inputs. If a tag was lost, the
+autograd graph may still show that a tensor is a shard.
 """
 from typing import Any
 
@@ -24,7 +24,7 @@ _STORAGE = {0: {None: None, 0: 1, 1: 0, -1: 0}, 1: {None: None, 0: 0, 1: 1, -1: 
 
 
 def check_dim(dim: Any) -> int | None:
-    """Return a parallel dimension; raise if it is none."""
+    """Return a parallel dimension; raise if it is not a valid one."""
     if dim not in _STORAGE[0] or isinstance(dim, bool):
         raise ValueError(f'a parallel dimension is None, 0, 1 or -1, not {dim!r}')
     given: int | None = dim
@@ -34,8 +34,8 @@ def check_dim(dim: Any) -> int | None:
 def register_parallel_dim(tensor: Tensor, dim: int | None = None) -> None:
     """Tag a tensor with its parallel dimension.
 
-    Of an activation, 1 and -1 say that its last dimension is this rank's shard; None that it is
-    full.
+    For an activation, 1 and -1 mean that its last dimension is this rank's shard, and None means
+    that it is full.
 
     Raises:
         ValueError: There is no such parallel dimension.
@@ -51,8 +51,8 @@ def register_parallel_attribute(tensor: Tensor, dim: int | None = None, order_ty
         tensor: This rank's shard of a weight.
         dim: Its parallel dimension. In order 0, 1 and -1 split the outputs, 0 the inputs. In order
             1, 0 splits the rows, 1 and -1 the columns.
-        order_type: 0 for a weight of shape (out, in), as that of a linear layer, or a bias; 1 for
-            one of shape (number, features), as that of an embedding.
+        order_type: 0 for a bias, or a weight of shape (out, in), as in a linear layer; 1 for a
+            weight of shape (number, features), as in an embedding.
 
     Raises:
         ValueError: There is no such parallel dimension, or no such order.
@@ -65,24 +65,24 @@ def register_parallel_attribute(tensor: Tensor, dim: int | None = None, order_ty
 
 
 def set_attribute(tensor: Tensor, dim: int | None = None, order_type: int = 0) -> None:
-    """Do what :func:`ts.register_parallel_attribute` does."""
+    """Tag a weight: an alias of :func:`ts.register_parallel_attribute`."""
     register_parallel_attribute(tensor, dim, order_type)
 
 
 def get_parallel_dim(tensor: Tensor) -> int | None:
-    """Return the parallel dimension of a tensor, None where it has no tag."""
+    """Return the parallel dimension of a tensor; None if it has no tag."""
     dim: int | None = getattr(tensor, _PARALLEL_DIM, None)
     return dim
 
 
 def tagged_full(tensor: Tensor) -> Tensor:
-    """Return a new tensor, tagged as the same on all ranks."""
+    """Tag a new tensor as the same on all ranks, and return it."""
     register_parallel_dim(tensor, None)
     return tensor
 
 
 def is_tagged(tensor: Tensor) -> bool:
-    """Return whether a tensor says anything about itself."""
+    """Return whether a tensor has a tag."""
     return hasattr(tensor, _PARALLEL_DIM)
 
 
@@ -109,11 +109,11 @@ def sharded_parameters(module: nn.Module, prefix: str = '') -> dict[str, nn.Para
 
 
 def is_made_of_shards(tensor: Tensor) -> bool:
-    """Return whether autograd has recorded that a tensor follows from this rank's shards.
+    """Return whether autograd has recorded that a tensor results from this rank's shards.
 
-    So it does if a way back through its graph leads to a parameter that is split, or to where a
-    full tensor went into shards, as they say by `makes_shards`. Other autograd functions end a
-    way, such as those that put shards together: what they do is not known here.
+    It does if its graph leads to a parameter that is split, or to a function with `makes_shards`,
+    which splits a full tensor. The search ends at other custom autograd functions, such as
+    functions that join shards, because their effect is unknown.
     """
     waiting: list[Any] = [tensor.grad_fn]
     seen = {None}

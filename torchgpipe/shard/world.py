@@ -1,7 +1,7 @@
 """The world: the processes as a mesh of replicas and parallel groups.
 
-A row of the mesh is a parallel group, which holds one copy of the sharded layers. Down a column
-are the replicas of one part of them. Six ranks in groups of two::
+A row of the mesh is a parallel group, which holds one copy of the sharded layers. A column has the
+replicas of one part of them. Six ranks in groups of two::
 
                tensor ──▶
     data   │   0   1      ◀── the parallel group of ranks 0 and 1
@@ -28,22 +28,22 @@ AXES = ('data', 'tensor')
 
 
 class World:
-    """The mesh, and where this rank is in it."""
+    """The mesh, and the place of this rank in it."""
 
     def __init__(self, mesh: DeviceMesh, own: tuple[ProcessGroup, ...] = ()) -> None:
         self.mesh = mesh
         self.tensor_group, self.data_group = mesh.get_group('tensor'), mesh.get_group('data')
         self.tensor_rank, self.tensor_size = self.tensor_group.rank(), self.tensor_group.size()
         self.data_size = self.data_group.size()
-        #: All processes, as long as the mesh is good for them.
+        #: The group of all processes for which the mesh was made.
         self.everyone = dist.group.WORLD
-        #: The groups that were made for the mesh, and go with it.
+        #: The groups that were made for the mesh, and are destroyed with it.
         self.own = own
         #: Whether fused encoder layers were allowed before.
         self.fastpath = torch.backends.mha.get_fastpath_enabled()
 
 
-# One for the process, as that of torch.distributed: autograd's threads have to find it, too.
+# One for the process, as in torch.distributed, because autograd's threads also have to find it.
 _world: World | None = None
 
 
@@ -64,27 +64,27 @@ def current() -> World:
 def needed_by(dim: int | None) -> World | None:
     """Return the world that a layer of this parallel dimension needs.
 
-    A layer that is not split needs none: without parallel groups, it is as the plain one.
+    A layer that is not split needs none. Without parallel groups, it behaves as the plain layer.
     """
     return None if dim is None and not is_initialized() else current()
 
 
 def init_process_group(group_size: int = -1, *, mesh: DeviceMesh | None = None,
                        timeout: timedelta | None = None) -> None:
-    """Cut the processes of ``torch.distributed`` into parallel groups. All have to call it.
+    """Split the processes of ``torch.distributed`` into parallel groups. All have to call it.
 
-    A group is made of consecutive ranks and holds one copy of the sharded layers. If there are
-    more processes than that, the groups are replicas of each other.
+    A group has consecutive ranks and holds one copy of the sharded layers. If there are more
+    processes than in one group, the groups are replicas of each other.
 
     Args:
-        group_size: How many processes a group has: a divisor of their number, or -1 for all.
-        mesh: Use its groups: it has one axis, or one that is called ``'tensor'``, along which
-            layers are split, and possibly one that is called ``'data'``, of replicas.
-        timeout: For how long a collective of the groups waits for a rank; by default as
-            ``torch.distributed.new_group`` has it, half an hour with gloo.
+        group_size: The number of processes in a group: a divisor of all, or -1 for all.
+        mesh: A mesh whose groups to use. It has one axis, or an axis ``'tensor'``, along which
+            layers are split. It may also have an axis ``'data'``, of replicas.
+        timeout: How long a collective of the groups waits for a rank; by default as in
+            ``torch.distributed.new_group``, half an hour with gloo.
 
     Raises:
-        RuntimeError: ``torch.distributed`` is not initialised, or there are groups already.
+        RuntimeError: ``torch.distributed`` is not initialized, or there are groups already.
         ValueError: The size does not divide the number of processes, or the mesh does not fit.
     """
     global _world
@@ -98,15 +98,15 @@ def init_process_group(group_size: int = -1, *, mesh: DeviceMesh | None = None,
     wait_at_exit()
     _world = _make(group_size, timeout) if mesh is None else _take(group_size, mesh)
     # nn.TransformerEncoderLayer would otherwise read the weights of its layers without calling
-    # them, in eval mode, and take shards for full tensors.
+    # them, in eval mode, and treat shards as full tensors.
     torch.backends.mha.set_fastpath_enabled(False)
 
 
 def destroy_process_group() -> None:
-    """Forget the parallel groups. A mesh that was handed over stays as it is.
+    """Destroy the parallel groups. A mesh that was passed in stays as it is.
 
     Raises:
-        RuntimeError: There are none.
+        RuntimeError: There are no parallel groups.
     """
     global _world
     before, own = current().fastpath, current().own
@@ -117,7 +117,7 @@ def destroy_process_group() -> None:
 
 
 def _make(group_size: int, timeout: timedelta | None) -> World:
-    """Cut all ranks into groups of consecutive ones."""
+    """Split all ranks into groups of consecutive ones."""
     number = dist.get_world_size()
     size = number if group_size == -1 else group_size
     if size < 1 or number % size:
@@ -125,7 +125,7 @@ def _make(group_size: int, timeout: timedelta | None) -> World:
             f'{number} processes cannot be cut into groups of {group_size}: a group size divides '
             'the number of processes, or is -1 for one group of all')
     grid = torch.arange(number).view(-1, size)
-    # Every rank makes all groups, in the same order, as torch.distributed demands.
+    # Every rank makes all groups, in the same order, as torch.distributed requires.
     data, _ = dist.new_subgroups_by_enumeration(grid.T.tolist(), timeout=timeout)
     tensor, _ = dist.new_subgroups_by_enumeration(grid.tolist(), timeout=timeout)
     mesh = DeviceMesh.from_group([data, tensor], _device_type(), grid, mesh_dim_names=AXES)
@@ -133,7 +133,7 @@ def _make(group_size: int, timeout: timedelta | None) -> World:
 
 
 def _take(group_size: int, mesh: DeviceMesh) -> World:
-    """Use the groups of a mesh that somebody else has made."""
+    """Use the groups of an existing mesh."""
     names = ('tensor',) if mesh.ndim == 1 else mesh.mesh_dim_names or ()
     if 'tensor' not in names:
         raise ValueError(f"a mesh needs an axis called 'tensor', or only one; this one has "
@@ -162,7 +162,7 @@ def _take(group_size: int, mesh: DeviceMesh) -> World:
 
 
 def _device_type() -> str:
-    """Return the type of devices whose tensors the processes exchange."""
+    """Return the type of the devices on which processes exchange tensors."""
     accelerator = torch.accelerator.current_accelerator()
     backends = dict(pair.split(':') for pair in dist.get_backend_config().split(','))
     if accelerator is None or backends.get(accelerator.type, 'gloo') == 'gloo':

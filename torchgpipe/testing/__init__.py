@@ -22,14 +22,14 @@ __all__ = ['Comparison', 'Difference', 'Parity', 'check_parity']
 
 @dataclass(frozen=True)
 class Parity:
-    """What :func:`check_parity` has found; as a string, a table.
+    """The result of :func:`check_parity`; as a string, a table.
 
     Attributes:
-        mini_batch: The wrapped model beside the unwrapped one; ``None`` if that could not be
-            compared, as layers draw random numbers in evaluation mode, too.
-        micro_batches: The wrapped model beside the unwrapped layers on the same micro-batches,
-            one after the other. What differs here is the pipeline's doing.
-        reasons: Why they differ, and what else there is to know.
+        mini_batch: The wrapped model compared with the unwrapped one; ``None`` if they could not
+            be compared, because layers draw random numbers also in evaluation mode.
+        micro_batches: The wrapped model compared with the unwrapped layers on the same
+            micro-batches, one after the other. The pipeline causes these differences.
+        reasons: The reasons of differences, and further notes.
     """
 
     mini_batch: Comparison | None
@@ -72,10 +72,10 @@ def check_parity(module: nn.Sequential, sample: Any, balance: Iterable[int] | No
                  optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
                  dtype: torch.dtype | None = torch.float64, tolerance: float | None = None,
                  raise_exception: bool = True, **options: Any) -> Parity:
-    """Train copies of a model, wrapped and unwrapped, and compare all that comes of it.
+    """Train copies of a model, wrapped and unwrapped, and compare all results.
 
-    Outputs, the loss, gradients, buffers and parameters are compared after each step. Where they
-    differ, experiments find out why: which layer is the first to differ, and with which options it
+    Outputs, the loss, gradients, buffers and parameters are compared after each step. If they
+    differ, experiments determine why: the first layer that differs, and the options with which it
     would not.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -83,37 +83,38 @@ def check_parity(module: nn.Sequential, sample: Any, balance: Iterable[int] | No
     >>> parity.equal
     True
 
-    Where layers draw random numbers, the wrapped model has to have those of the unwrapped layers
-    on the same micro-batches, one after the other. For the comparison with the unwrapped model on
-    the mini-batch, whose random numbers are others, these layers are in evaluation mode.
+    If layers draw random numbers, the wrapped model has to draw the same numbers as the unwrapped
+    layers on the same micro-batches, one after the other. The unwrapped model draws other numbers
+    on the mini-batch. So these layers are in evaluation mode for that comparison.
 
     Args:
-        module: A model as :class:`~torchgpipe.GPipe` takes it. It stays as it is; if it is in
-            evaluation mode, so are the copies.
-        sample: What it is called with: a tensor of shape ``(batch, …)``, any structure, or
-            :class:`~torchgpipe.Arguments` for several, with :class:`~torchgpipe.NoChunk` where it
-            is needed. Gradients of tensors in it are compared if they require grad.
+        module: A model for :class:`~torchgpipe.GPipe`. It stays as it is; if it is in evaluation
+            mode, so are the copies.
+        sample: The input: a tensor of shape ``(batch, …)``, any structure, or
+            :class:`~torchgpipe.Arguments` for several inputs, with :class:`~torchgpipe.NoChunk`
+            where needed. Gradients of tensors in it are compared if they require grad.
         balance: The number of layers in each partition; by default two halves.
-        loss_fn: Computes a scalar from the output, which is on the last device. By default the
-            mean squared distance of all of its tensors from arbitrary constant ones.
-        steps: How many steps to train.
+        loss_fn: Computes a scalar from the output, which is on the last device. By default, the
+            mean squared distance of all of its tensors from arbitrary constant tensors.
+        steps: The number of steps to train.
         optimizer: Makes an optimizer of parameters, by default SGD with momentum.
-        dtype: Of the copies, so that rounding hides nothing; ``None`` for what the model is in.
-        tolerance: What may be rounding, relative to the size of a tensor; see
-            :class:`Difference`. By default ``eps ** (2 / 3)`` of ``dtype``; if that is ``None``,
-            of the coarsest type in the model and the sample.
+        dtype: The type of the copies, so that rounding hides no difference; ``None`` for the
+            model's own types.
+        tolerance: The largest difference that counts as rounding, relative to the size of a
+            tensor; see :class:`Difference`. By default ``eps ** (2 / 3)`` of ``dtype``; if that
+            is ``None``, of the coarsest type in the model and the sample.
         raise_exception: Whether to raise if anything differs.
-        **options: Others of ``GPipe``. By default ``chunks`` is 3, by which few batches can be
-            divided, and each partition has a worker on the CPU.
+        **options: Further options of ``GPipe``. By default, ``chunks`` is 3, which divides few
+            batch sizes, and each partition has a worker on the CPU.
 
     Returns:
-        What was found; printed, a table.
+        The comparisons and reasons; printed, a table.
 
     Raises:
         AssertionError: Something differs; the message is the table.
         ValueError: The unwrapped model's loss is not finite, or there is no step to take.
-        Exception: What one of both raised, with a note that says which, and one that says with
-            which options it would not, if any are found.
+        Exception: An error of one of the models, with a note that names the model. If options are
+            found with which it would not raise, another note names them.
     """
     if steps < 1:
         raise ValueError(f'steps must be one or more, but is {steps}: without a step there is '
@@ -177,7 +178,7 @@ def _check(setup: Setup, steps: int, tolerance: float) -> Parity:
 
 
 def _draws_in_any_order(setup: Setup) -> bool:
-    """Return whether partitions on one accelerator draw in an order that depends on the others."""
+    """Return whether the order of draws on one accelerator depends on other devices."""
     places = [setup.device_of(j) for j in range(len(setup.balance))]
     accelerators = [place for place in places if not is_cpu(place)]
     return len(set(places)) > 1 and len(set(accelerators)) < len(accelerators)

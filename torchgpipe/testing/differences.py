@@ -21,15 +21,15 @@ __all__ = ['Comparison', 'Difference', 'compare', 'culprit', 'quiet', 'recorded_
 
 
 class Difference(NamedTuple):
-    """How far a tensor is from what it should be.
+    """The distance of a tensor from its expected value.
 
     Attributes:
         kind: ``'outputs'`` (and the loss), ``'gradients'``, ``'buffers'`` or ``'parameters'``.
-        name: Which tensor: ``output['y']``, or the name of a parameter or buffer.
+        name: The name of the tensor: ``output['y']``, or the name of a parameter or buffer.
         step: The first step in which it differs, counted from 1.
         distance: The largest difference of two elements in that step, relative to the largest
-            element of the tensor, or of a typical one of its kind if that is larger. Of integers
-            it is the difference itself; infinite, if shapes differ or one is missing.
+            element of the tensor, or of a typical tensor of its kind if that is larger. For
+            integers it is the difference itself; infinite if shapes differ or a tensor is missing.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Comparison:
     """All differences in some steps.
 
     Attributes:
-        differences: Of each tensor the first one, if it has any.
+        differences: The first difference of each tensor, if there is one.
         tensors: Numbers of tensors that were compared, by kind.
         largest: The largest distance within the tolerance, by kind.
     """
@@ -60,7 +60,7 @@ class Comparison:
                                                               -each.distance))
 
     def add(self, step: int, expected: Record, actual: Record) -> None:
-        """Compare what came of a step, the first of which is 0."""
+        """Compare the results of a step, counted from 0."""
         for kind, number in Counter(kind for kind, _ in {**expected, **actual}).items():
             self.tensors[kind] = max(self.tensors[kind], number)
         for (kind, name), found in apart(expected, actual, itemgetter(0)).items():
@@ -71,10 +71,10 @@ class Comparison:
 
 
 def compare(expected: Whole, actual: Whole, steps: int, tolerance: float) -> Comparison:
-    """Train two models side by side, and compare all that comes of each step.
+    """Train two models in parallel, and compare all results of each step.
 
     Raises:
-        ValueError: The loss of the first is not finite, so nothing could be told.
+        ValueError: The loss of the first model is not finite, so there is nothing to compare.
     """
     comparison = Comparison(tolerance)
     for step in range(steps):
@@ -96,8 +96,8 @@ class ModuleCall:
         name: The module's name in the model.
         module: The module.
         inputs: Copies of the tensors among its arguments.
-        outputs: Copies of the tensors that it gave.
-        drew: Whether it drew random numbers, and not by way of a module within it.
+        outputs: Copies of the tensors that it returned.
+        drew: Whether it drew random numbers itself, not in an inner module.
         changed: Whether it changed an input in place.
     """
 
@@ -116,7 +116,7 @@ def recorded_calls(model: nn.Module, device: torch.device) -> list[ModuleCall]:
 
     Args:
         model: The model. Each call of a module ends in the thread in which it began.
-        device: Where, beside the CPU, it may draw random numbers.
+        device: A device on which it may draw random numbers, besides the CPU.
     """
     found: list[ModuleCall] = []
     begun: dict[int, list[ModuleCall]] = defaultdict(list)  # by thread
@@ -156,7 +156,7 @@ def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def _trace(form: Callable[[Setup], Whole], setup: Setup, step: int = 0) -> list[ModuleCall]:
-    """Return the calls of modules in the forward pass of a step, the first of which is 0."""
+    """Return the calls of modules in the forward pass of a step, counted from 0."""
     trained = form(setup)
     for before in range(step):
         trained.step(before)
@@ -169,7 +169,7 @@ def quiet(setup: Setup) -> tuple[Setup, list[str]]:
     """Put modules that draw random numbers into evaluation mode.
 
     Returns:
-        The setup with these, and the names of modules that draw even so.
+        The setup with these modules, and the names of modules that still draw.
     """
     while True:
         names = {call.name for call in _trace(Whole, setup) if call.drew}
@@ -179,7 +179,7 @@ def quiet(setup: Setup) -> tuple[Setup, list[str]]:
 
 
 def culprit(setup: Setup, step: int) -> list[str]:
-    """Return which module is the first that gives other outputs for the same inputs, and why."""
+    """Return the first module with different outputs for the same inputs, and the reason."""
     sizes = cut(setup.input(), int(setup.options['chunks']), setup.options.get('batch_dim', 0))[1]
     calls = _trace(Whole, setup, step), _trace(InParts, setup, step)
     for call, outputs in _wrong(*calls, sizes):
@@ -188,14 +188,14 @@ def culprit(setup: Setup, step: int) -> list[str]:
 
 
 def where_in_the_pipeline(setup: Setup, differences: Sequence[Difference], step: int) -> str:
-    """Return which module is the first to give something else in the pipeline, as a sentence."""
+    """Return the first module whose outputs differ in the pipeline, as a sentence."""
     for call, _ in _wrong(_trace(InParts, setup, step), _trace(Wrapped, setup, step), [1]):
         return f'. {_first(call)}'
     return where_in_backward(setup, differences)
 
 
 def where_in_backward(setup: Setup, differences: Sequence[Difference]) -> str:
-    """Return which parameter is the first that backward gives another gradient, as a sentence."""
+    """Return the first parameter in backward with another gradient, as a sentence."""
     wrong = {each.name for each in differences if each.kind == 'gradients'}
     names = [name for name, _ in setup.module.named_parameters() if name in wrong]
     return f". Backward is right until it comes to '{names[-1]}'" if names else ''
@@ -207,7 +207,7 @@ def _first(call: ModuleCall) -> str:
 
 def _wrong(whole: Sequence[ModuleCall], parts: Sequence[ModuleCall], sizes: Sequence[int]
            ) -> Iterator[tuple[ModuleCall, 'Apart']]:
-    """Return the calls that gave other outputs for the same inputs."""
+    """Yield the calls with different outputs for the same inputs."""
     for call, calls in _pairs(whole, parts, len(sizes)):
         outputs = _apart(call.outputs, [each.outputs for each in calls], sizes)
         if outputs and (call.changed or not _apart(
@@ -217,7 +217,7 @@ def _wrong(whole: Sequence[ModuleCall], parts: Sequence[ModuleCall], sizes: Sequ
 
 def _pairs(whole: Sequence[ModuleCall], parts: Sequence[ModuleCall], m: int
            ) -> Iterator[tuple[ModuleCall, list[ModuleCall]]]:
-    """Return each call, with the m calls that should make the same."""
+    """Yield each call, with the m calls that should return the same."""
     number: dict[str, int] = {}
     for call in whole:
         k = number[call.name] = number.get(call.name, -1) + 1
@@ -226,29 +226,26 @@ def _pairs(whole: Sequence[ModuleCall], parts: Sequence[ModuleCall], m: int
             yield call, calls[k::len(calls) // m]
 
 
-#: Tensors of the mini-batch, each with the tensors of micro-batches that do not make it.
+#: Tensors of the mini-batch, each with the tensors of micro-batches that do not combine to it.
 Apart = list[tuple[Tensor, list[Tensor]]]
 
 
 def _apart(whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], sizes: Sequence[int]
            ) -> Apart:
-    """Return the tensors that micro-batches make in none of the usual ways.
-
-    Put together, or each by itself.
-    """
+    """Return the tensors that micro-batches do not give, neither combined nor by themselves."""
     return [(x, xs) for x, *xs in zip(whole, *parts)
             if not any(close(y, x) for y in together(x, xs, sizes))
             and not all(close(y, x) for y in xs)]
 
 
 def _first_is_right(x: Tensor, xs: Sequence[Tensor]) -> bool:
-    """Return whether the first micro-batch is right, unlike others."""
+    """Return whether the first micro-batch is right."""
     dim = split_dim(x, xs)
     return dim is not None and close(xs[0], x.narrow(dim, 0, xs[0].shape[dim]))
 
 
 def _why(call: ModuleCall, outputs: Apart) -> str:
-    """Return what a module does that makes it differ."""
+    """Return the reason why a module differs."""
     if call.changed:
         return ('it changes its input in place, and so for each micro-batch what all of them '
                 'share, or what another one reads. Let it not work in place')

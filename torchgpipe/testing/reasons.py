@@ -15,12 +15,12 @@ __all__ = ['ways_out', 'why_of_micro_batches', 'why_of_the_pipeline']
 
 Form = Callable[[Setup], Whole]
 
-#: Options to try, and what it means if the numbers are right with them.
+#: Options to try, and the reason to report if the numbers are right with them.
 WayOut = tuple[dict[str, Any], str]
 
 
 class Forms(NamedTuple):
-    """A form of a model with the right numbers, another one, and how many steps they are run."""
+    """A form of a model with the right numbers, another one, and their number of steps."""
 
     setup: Setup
     expected: Form
@@ -33,18 +33,18 @@ class Forms(NamedTuple):
         try:
             return not compare(self.expected(self.setup), actual(other), self.steps,
                                self.setup.rounding).differences
-        except Exception:  # With these options it does not run at all.
+        except Exception:  # The form does not run with these options.
             return False
 
     def repeat(self) -> list[str]:
-        """Return that the unwrapped model has other numbers each time, if it has."""
+        """Return a reason if the unwrapped model has other numbers each time; otherwise none."""
         return [] if self.agree(self.expected, {}) else [
             'the unwrapped model has other numbers each time that it runs from the same state and '
             'seed: it draws from something that torch.manual_seed does not set, or keeps '
             'something outside of itself. Nothing can be said until it repeats itself']
 
     def try_all(self, remedies: Iterator[WayOut]) -> list[str]:
-        """Return with which options the numbers would be right, if with any."""
+        """Return the reason of the first options with right numbers, if there are any."""
         return next(([text] for options, text in remedies if self.agree(self.actual, options)), [])
 
 
@@ -79,7 +79,7 @@ def _first_of(differences: Sequence[Difference]) -> tuple[int, list[Difference]]
 
 
 def ways_out(setup: Setup, steps: int) -> list[str]:
-    """Return with which options a model that raises would not, and have the right numbers."""
+    """Return options with which a model does not raise and has the right numbers."""
     simpler = ((options, 'with ' + ', '.join(f'{name}={x!r}' for name, x in options.items())
                 + ' it does not raise and the numbers are right')
                for options, _ in _less_machinery(setup))
@@ -88,7 +88,7 @@ def ways_out(setup: Setup, steps: int) -> list[str]:
 
 
 def _other_dimensions(setup: Setup) -> Iterator[WayOut]:
-    """Say other things of the dimensions of what goes in and comes out."""
+    """Yield options with other dimensions of inputs and outputs."""
     said = setup.options.get('batch_dim', 0)
     if isinstance(said, int):
         split = [leaf for leaf in leaves_of(setup.sample) if isinstance(leaf.value, Tensor)
@@ -108,7 +108,7 @@ def _other_dimensions(setup: Setup) -> Iterator[WayOut]:
 
 
 def _shared(paths: Sequence[Path], several: bool) -> Iterator[WayOut]:
-    """Let one or two parts of the input be the same for all micro-batches."""
+    """Yield options in which micro-batches share one or two parts of the input."""
     parts = dict.fromkeys(path[:k] for path in paths for k in range(1 + several, len(path) + 1))
     for some in (*combinations(parts, 1), *combinations(parts, 2)):
         names = ' and '.join(path_name(part)[1:] if several else f'input{path_name(part)}'
@@ -130,7 +130,7 @@ def _rule(paths: Sequence[Path]) -> dict[Any, Any]:
 
 
 def _less_machinery(setup: Setup) -> Iterator[WayOut]:
-    """Take parts of the machinery away."""
+    """Yield options without recomputation, without threads, and without both."""
     never = {'checkpoint': 'never'}
     one_thread = {'devices': [setup.options['devices'][0]] * len(setup.balance)}
     yield never, ("recomputation: with checkpoint='never' the numbers are right. A layer does "
@@ -145,7 +145,7 @@ def _less_machinery(setup: Setup) -> Iterator[WayOut]:
 
 
 def _buffers(differences: Sequence[Difference]) -> list[str]:
-    """Return which buffers move with each micro-batch."""
+    """Return a reason about buffers that change with each micro-batch."""
     names = [each.name for each in differences if each.kind == 'buffers']
     if not names:
         return []

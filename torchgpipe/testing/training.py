@@ -28,7 +28,7 @@ from torchgpipe.skip.tracker import Namespace, SkipTracker, use_skip_tracker
 
 __all__ = ['InParts', 'RESULTS', 'Record', 'Setup', 'Whole', 'Wrapped']
 
-#: What comes of a step, of which each tensor has one of these kinds.
+#: The kinds of tensors that a step results in.
 RESULTS = ('outputs', 'gradients', 'buffers', 'parameters')
 
 #: Copies of tensors on the CPU, by kind and name.
@@ -37,16 +37,16 @@ Record = dict[tuple[str, str], Tensor]
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, and how.
+    """A model, its input, and the options of its training.
 
     Attributes:
-        module: The model, of which copies are trained.
-        sample: What it is called with, marks included.
-        balance: As for a :class:`~torchgpipe.GPipe`.
-        options: Other arguments for it; ``devices`` and ``chunks`` are there.
-        loss_fn: From output to loss.
-        optimizer: From parameters to optimizer.
-        dtype: Of the copies, ``None`` for what it is.
+        module: The model; copies of it are trained.
+        sample: The input, including marks.
+        balance: As for :class:`~torchgpipe.GPipe`.
+        options: Other arguments for it, including ``devices`` and ``chunks``.
+        loss_fn: Computes the loss from the output.
+        optimizer: Makes an optimizer of parameters.
+        dtype: The type of the copies; ``None`` for the model's own types.
         quiet: Names of modules that are in evaluation mode.
     """
 
@@ -82,7 +82,7 @@ class Setup:
 
     @property
     def rounding(self) -> float:
-        """What rounding may come to: in the coarsest type that there is, if none was asked for."""
+        """The tolerance for rounding in ``dtype``, or in the coarsest type if it is ``None``."""
         if self.dtype is not None:
             return default_tolerance(self.dtype)
         sample = [leaf.value for leaf in leaves_of(self.sample) if isinstance(leaf.value, Tensor)]
@@ -91,7 +91,7 @@ class Setup:
         return max(map(default_tolerance, types or {torch.get_default_dtype()}))
 
     def device_of(self, j: int) -> torch.device:
-        """Return the device of a partition, for tensors: all CPU devices are one."""
+        """Return the device of a partition's tensors; all CPU devices are one."""
         return memory_of(self.options['devices'][j])
 
 
@@ -117,13 +117,13 @@ class Whole:
         return call(self._layers, kind(tensors))
 
     def forward(self, step: int) -> tuple[Any, Any]:
-        """Call it with the sample, in some step; give input and output."""
+        """Call the model with the sample, in some step; return input and output."""
         torch.manual_seed(step)
         input = self.setup.input()
         return input, self.run(input)
 
     def step(self, step: int) -> Record:
-        """Train it for a step, the first of which is 0."""
+        """Train the model for a step, counted from 0."""
         try:
             return self._step(step)
         except Exception as error:
@@ -154,8 +154,8 @@ class Whole:
 class InParts(Whole):
     """The layers of the unwrapped model on micro-batches, in one thread, without recomputation.
 
-    Each partition runs where it would in a pipeline, since each device has random numbers of its
-    own. Parameters stay on the first device, and the others run with copies of them.
+    Each partition runs on its device in a pipeline, because each device has its own random
+    numbers. Parameters stay on the first device, and other devices use copies of them.
     """
 
     name = 'the unwrapped layers on micro-batches'
@@ -185,7 +185,7 @@ class InParts(Whole):
                       batch_dim if isinstance(batch_dim, int) else 0, carrier.shared)
 
     def _run(self, batch: Batch, carrier: '_Carrier') -> Batch:
-        """Take a micro-batch through all partitions."""
+        """Run a micro-batch through all partitions."""
         for j, partition in enumerate(self._partitions):
             carrier.device = self.setup.device_of(j)
             run: Any = partition
@@ -201,7 +201,7 @@ def _call(module: nn.Module, parameters: dict[str, Tensor], *args: Any, **kwargs
 
 
 class _Carrier(SkipTracker):
-    """Carries the tensors of micro-batches, and their skips, to where they are needed.
+    """Copies tensors of micro-batches, and their skips, to the devices that need them.
 
     Args:
         shared: Tensors that all micro-batches share, to which copies of them are added.
@@ -214,14 +214,14 @@ class _Carrier(SkipTracker):
         self.shared = shared
 
     def carry(self, x: Tensor) -> Tensor:
-        """Return a tensor on the present device."""
+        """Return a tensor on the current device."""
         y = x.to(self.device)
         if y is not x and is_among(x, self.shared):
             self.shared.append(y)
         return y
 
     def load(self, batch: Batch, ns: Namespace | None, name: str) -> Tensor | None:
-        """Return a skip tensor, and let go of it."""
+        """Return a skip tensor on the current device, and release it."""
         tensor = super().load(batch, ns, name)
         return None if tensor is None else self.carry(tensor)
 

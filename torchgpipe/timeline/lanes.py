@@ -9,7 +9,7 @@ __all__ = ['Copied', 'Lanes']
 
 
 class Copied(NamedTuple):
-    """A copy of a tensor of a micro-batch from the device of one lane to that of another."""
+    """A copy of a micro-batch's tensor from the device of one lane to another lane's device."""
 
     source: int
     target: int
@@ -19,7 +19,7 @@ class Copied(NamedTuple):
 
 
 class Lanes:
-    """The numbers of a :class:`~torchgpipe.timeline.Timeline`, which says what it takes."""
+    """The numbers of a :class:`~torchgpipe.timeline.Timeline`; see there for arguments."""
 
     def __init__(self, actions: Iterable[Timed], devices: Iterable[object] | None = None,
                  copies: Iterable[Copied] = ()) -> None:
@@ -33,7 +33,7 @@ class Lanes:
                              f'{len(self.devices)} devices are named: {list(self.devices)}')
 
     def fill(self, actions: Iterable[Timed], copies: Iterable[Copied] = ()) -> None:
-        """Have these actions and copies from now on, as a recording does in the end."""
+        """Replace the actions and copies, as a recording does at its end."""
         self.actions = tuple(sorted(actions, key=lambda timed: (timed.start, timed.end)))
         self.copies = tuple(sorted(copies, key=lambda copied: copied.start))
         stages = {(timed.device, timed.action.stage) for timed in self.actions}
@@ -41,7 +41,7 @@ class Lanes:
 
     @property
     def start(self) -> float:
-        """When the first action starts, in seconds."""
+        """The start of the first action, in seconds."""
         return min((timed.start for timed in self.actions), default=0.)
 
     @property
@@ -69,7 +69,7 @@ class Lanes:
         return 1 - self.utilisation
 
     def label(self, action: Action) -> str:
-        """Return the short form of an action: ``F3``; ``2F3`` where a lane has several stages."""
+        """Return the short form of an action: ``F3``; ``2F3`` if a lane has several stages."""
         return str(action) if self._names_stages else f'{action.kind}{action.micro_batch}'
 
     def summary(self) -> str:
@@ -78,7 +78,7 @@ class Lanes:
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the time that is in any of some spans, which are sorted by their starts."""
+    """Return the total time in any of the spans, which are sorted by their starts."""
     total, until = 0., float('-inf')
     for start, end in spans:
         total += max(0., end - max(start, until))

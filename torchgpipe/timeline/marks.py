@@ -1,6 +1,6 @@
 """Marks: start and end of an action on a device, and their places in the autograd graph.
 
-Points in time are those of the clock on the CPU, and of events in streams on accelerators.
+Points in time are readings of the clock on the CPU, and events in streams on accelerators.
 """
 import time
 from collections.abc import Callable, Iterable
@@ -23,7 +23,7 @@ Stamp = tuple[torch.device, Any]
 
 
 def stamp(stream: AbstractStream) -> Stamp:
-    """Mark now: on the CPU, or when a stream gets there."""
+    """Return the current point in time: on the CPU, or in a stream."""
     if not is_accelerator(stream):
         return CPU, time.perf_counter()
     event = torch.Event(get_device(stream), enable_timing=True)
@@ -32,7 +32,7 @@ def stamp(stream: AbstractStream) -> Stamp:
 
 
 def seconds(start: Stamp, end: Stamp) -> float:
-    """Return the time between two points on one device, which is through with both."""
+    """Return the time between two points on one device, which has passed both."""
     device, point = end
     length: float = (point - start[1] if is_cpu(device)
                      else start[1].elapsed_time(point) / 1e3)
@@ -48,44 +48,44 @@ class Mark(NamedTuple):
 
 
 class CellBackward:
-    """The backward of a cell in the making: when its nodes run on an accelerator, or in a step."""
+    """The recording of a cell's backward, when its nodes run on an accelerator or in a step."""
 
     def __init__(self, i: int, j: int, stream: AbstractStream) -> None:
         self.action = Action(j, 'B', i)
         self.stream = stream
-        #: Where it began and ended, several times if the graph is gone through again.
+        #: The points where it began and ended, several if backward runs through the graph again.
         self.begins: list[Stamp] = []
         self.ends: list[Stamp] = []
 
     def begin(self, *_: Any) -> None:
-        """Take note that a node begins, if none has since the end."""
+        """Record that a node begins, if it is the first one since the last end."""
         if len(self.begins) == len(self.ends):
             self.begins.append(stamp(self.stream))
 
     def end(self, *_: Any) -> None:
-        """Take note that a node ends that may be the last one."""
+        """Record that a node ends, which may be the last one."""
         self.ends[len(self.begins) - 1:] = [stamp(self.stream)]
 
     def marks(self) -> list[Mark]:
-        """Return what has begun and ended."""
+        """Return the backwards that have begun and ended."""
         return [Mark(self.action, *pair) for pair in zip(self.begins, self.ends)]
 
 
 class CpuBackward:
-    """For which cell the CPU's thread runs nodes in backward, one after the other.
+    """The cell for which the CPU's backward thread runs nodes, one cell after the other.
 
     Args:
-        add: Takes note of the end of a span.
+        add: Records a span when it ends.
     """
 
     def __init__(self, add: Callable[[Mark], None]) -> None:
         self._add = add
         self._span: tuple[Action, Stamp] | None = None
-        #: The backward pass, which may have failed since, and then has not come to its end.
+        #: The backward pass, which may have failed meanwhile, and then did not reach its end.
         self._pass = -1
 
     def run(self, action: Action) -> None:
-        """Let the thread work for an action from now on: one of its nodes is about to run."""
+        """Begin a span of an action, if it is another one: one of its nodes is about to run."""
         if backward_pass() != self._pass:
             self._pass, self._span = backward_pass(), None
             at_end_of_backward(self.end)
@@ -94,28 +94,28 @@ class CpuBackward:
             self._span = action, stamp(CPUStream)
 
     def interrupt(self) -> None:
-        """Let the thread do something else, until the next node runs."""
+        """End the span, because the thread does something else until the next node runs."""
         if backward_pass() == self._pass:
             self.end()
 
     def end(self) -> None:
-        """End what the thread works for."""
+        """End the current span."""
         if self._span is not None:
             self._add(Mark(*self._span, stamp(CPUStream)))
             self._span = None
 
 
-#: The node that takes a gradient out of a call, into a parameter.
+#: The node that accumulates a gradient in a parameter.
 EXIT = 'torch::autograd::AccumulateGrad'
 
 
 def producers(tensors: Iterable[Tensor]) -> set[Any]:
-    """Return the nodes that tensors come from, and ``None`` for those that come from nowhere."""
+    """Return the nodes that produced tensors, and ``None`` for tensors without a node."""
     return {None, *(tensor.grad_fn for tensor in tensors)}
 
 
 def nodes_between(before: set[Any], last: set[Any]) -> list[Any]:
-    """Return the nodes that backward runs from the last ones on to those before a call."""
+    """Return the nodes that backward runs, from the last ones up to the nodes before a call."""
     found, stack, seen = [], [*last], {*before}
     while stack:
         node = stack.pop()
@@ -127,7 +127,7 @@ def nodes_between(before: set[Any], last: set[Any]) -> list[Any]:
 
 
 def last_nodes(before: set[Any], nodes: Iterable[Any]) -> list[Any]:
-    """Return the nodes that give the gradient of the input, or of parameters if it has none."""
+    """Return the nodes that return the gradient of the input, or else of parameters."""
     outside = before - {None}
     after = {node: {other for other, _ in node.next_functions if other is not None}
              for node in nodes}

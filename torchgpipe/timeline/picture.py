@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 __all__ = ['LEGEND', 'draw', 'save']
 
-#: What kinds of boxes are called, and their colours: apart also for those who see no red, on light
-#: and on dark.
+#: The names and colours of the kinds of boxes. Colours differ also for red-blind readers, on light
+#: and dark backgrounds.
 LEGEND = {'F': ('forward', '#3b78c4'), 'R': ('recomputation', '#7a6bb5'),
           'B': ('backward', '#c2612c'), 'I': ('backward of inputs', '#c2612c'),
           'W': ('backward of weights', '#b3922e'), 'C': ('copy', '#4f9d69')}
 
-#: Text and lines that can be read on white and on black, as SVG has no background.
+#: The colour of text and lines: readable on white and on black, because SVG has no background.
 NEUTRAL = '#808080'
 
 #: Lower edge and height of boxes, from the middle of a lane; copies lie below actions.
@@ -28,8 +28,8 @@ def draw(timelines: Mapping[str, Lanes], title: str | None = None) -> 'Figure':
     """Draw timelines one above the other, on one axis of time.
 
     Args:
-        timelines: What to draw, by their titles.
-        title: That of all.
+        timelines: The timelines, by their titles.
+        title: The title of the figure.
 
     Raises:
         ImportError: There is no matplotlib.
@@ -91,7 +91,7 @@ def _fill(axes: Any, timeline: Lanes, span: float) -> None:
 
 
 def _label_time(axes: Any, span: float) -> None:
-    """Write times in the unit that the whole span has."""
+    """Label times in the unit of the whole span."""
     unit = duration(span).split()[1]
     factor = {'s': 1., 'ms': 1e3, 'µs': 1e6}[unit]
     axes.xaxis.set_major_formatter(lambda seconds, _: f'{seconds * factor:g}')

@@ -4,15 +4,15 @@
 forward, recomputation      from the first layer of a cell to its last
 backward, on accelerators   from the gradient of a cell's output to the end of the node that gives
                             the gradient of its input, or else of its first parameter
-backward, on the CPU        as long as the nodes that run are the cell's: one thread runs those of
-                            all cells, which may alternate, so a cell may have several boxes
+backward, on the CPU        as long as the nodes that run are the cell's: one thread runs the nodes
+                            of all cells, which may alternate, so a cell may have several boxes
 an action of a step         from its first layer or node to its end, the loss included
 copy                        from one device to another, of a batch, of a skip or of a gradient
 ==========================  ======================================================================
 
-On accelerators all this is measured by events in the streams that do the work, on the CPU by the
-clock. An event is there when all that was queued before is done; so a box begins where what it
-waits for has come, not where it was queued.
+On accelerators, events in the working streams measure these times; on the CPU, the clock does. An
+event occurs when all work that was queued before it is done. So a box begins when its inputs have
+arrived, not when it was queued.
 """
 import threading
 import time
@@ -41,11 +41,11 @@ __all__ = ['record']
 
 @contextmanager
 def record(model: 'GPipe | Ranks', *, merge: bool = True) -> Iterator[Timeline]:
-    """Record what a pipeline does within the context; the timeline is there at its end.
+    """Record the actions of a pipeline within the context; the timeline is filled at its end.
 
     The plain call and its ``backward()``, and :meth:`~torchgpipe.GPipe.step`, are recorded alike.
     Clocks of several accelerators are set when the recording begins, each within some microseconds
-    of the others. Over processes all ranks record, and each gets the lanes of all.
+    of the others. Over processes, all ranks record, and each gets the lanes of all.
 
     >>> from torch import nn
     >>> model = GPipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1],
@@ -61,7 +61,7 @@ def record(model: 'GPipe | Ranks', *, merge: bool = True) -> Iterator[Timeline]:
             own lane only, by its own clock, and ranks do not wait for each other.
 
     Yields:
-        The timeline, which is empty until the context ends, and stays so if that is by an error.
+        The timeline, which is empty until the context ends, and stays empty after an error.
 
     Raises:
         RuntimeError: The model is being recorded already.
@@ -90,7 +90,7 @@ class Ranks(Protocol):
     """A model on several processes."""
 
     def _running_engine(self) -> Engine:
-        """Return what runs the stages of this rank."""
+        """Return the engine of this rank's stages."""
 
     def lane_names(self) -> list[str]:
         """Return the name of each rank."""
@@ -99,23 +99,23 @@ class Ranks(Protocol):
         """Return the actions of all ranks, by one clock.
 
         Args:
-            actions: Those of this rank, in seconds since the recording began.
-            began: When that was, by ``time.perf_counter``.
+            actions: The actions of this rank, in seconds since the recording began.
+            began: The time when the recording began, by ``time.perf_counter``.
         """
 
 
 class _Local(threading.local):
-    """What the recorder knows of a thread."""
+    """The recorder's state of a thread."""
 
     def __init__(self, add: Callable[[Mark], None]) -> None:
         self.backward = CpuBackward(add)
-        #: Whether it is at a forward of a step, and when its layers have begun.
+        #: Whether it runs a forward of a step, and the time when the layers began.
         self.acting = False
         self.start: Stamp | None = None
 
 
 class _Observer:
-    """What the engine notifies of what it does.
+    """The observer that the engine notifies about its actions.
 
     Args:
         engine: The partitions.
@@ -132,7 +132,7 @@ class _Observer:
         self._marks: list[Mark] = []
         self._copies: list[tuple[Copied, Stamp, Stamp]] = []
         self._backwards: list[CellBackward] = []
-        #: By micro-batch and partition, those of a step.
+        #: By micro-batch and partition, the backwards of a step.
         self._of_step: dict[tuple[int, int], CellBackward] = {}
         self._handles: list[Any] = []
         self._m = 0
@@ -140,14 +140,14 @@ class _Observer:
         self._zero: dict[torch.device, Any] = {}
 
     def start(self) -> None:
-        """Let time begin, on all devices at once."""
+        """Start the clock on all devices at the same time."""
         synchronize(self._devices)
         self._zero = dict(map(stamp, [CPUStream, *map(current_stream, {*self._devices})]))
         self.began = time.perf_counter()
 
     def cell(self, i: int, m: int, j: int, value: Value, skips: Sequence[torch.Tensor | None]
              ) -> Callable[[Value], None]:
-        """Record a cell, and hang what records its backward into the graph."""
+        """Record a cell, and add hooks to the graph that record its backward."""
         before = producers([*flatten(value)[0], *(x for x in skips if x is not None)])
         stream = current_stream(self._devices[j])
         self._m = max(m, self._m)
@@ -168,9 +168,9 @@ class _Observer:
         self._marks.append(Mark(action, start, stamp(stream)))
 
     def _follow(self, backward: CellBackward, before: set[Any], last: set[Any]) -> None:
-        """Hang stamps into the graph of a cell: behind some nodes, up to the last ones."""
+        """Add hooks that record points in time to the graph of a cell, up to the last nodes."""
         nodes = nodes_between(before, last)
-        # What a cell forwards as it is, like a skip that is carried, has no node of this cell.
+        # A tensor that a cell passes on as it is, such as a skip, has no node of this cell.
         first = last & {*nodes}
         if self._local.acting:
             self._of_step[backward.action.micro_batch, backward.action.stage] = backward
@@ -204,7 +204,7 @@ class _Observer:
             backward = self._of_step[i, j]
             start = stamp(backward.stream)
             run(action)
-            # It begins with a node, after waits and recomputations, if it has one.
+            # The action begins with a node, after waits and recomputations, if it has one.
             self._add(action, backward.begins.pop() if backward.begins else start,
                       backward.stream)
 
@@ -225,17 +225,17 @@ class _Observer:
                     if memory_key(place) == key)
 
     def unhook(self) -> None:
-        """Leave nothing in graphs that live longer."""
+        """Remove the hooks from graphs that live longer."""
         for handle in self._handles:
             handle.remove()
 
     def finish(self) -> tuple[list[Timed], list[Copied]]:
-        """Wait for the devices, and return what was recorded, in seconds since :meth:`start`."""
+        """Wait for the devices, and return actions and copies, in seconds since :meth:`start`."""
         synchronize(self._devices)
         marks = self._marks + [mark for each in self._backwards for mark in each.marks()]
         actions = [Timed(self._lanes[action.stage], action, *self._times(*points))
                    for action, *points in marks]
-        # Other copies are of what partitions share.
+        # Other copies are of tensors that partitions share.
         copies = [copied._replace(start=start, end=end) for copied, *points in self._copies
                   if copied.micro_batch < self._m for start, end in [self._times(*points)]]
         return actions, copies

@@ -18,7 +18,7 @@ __all__ = ['Comparison', 'Timeline', 'compare']
 
 
 class Timeline(Lanes):
-    """Actions that have a time, of a simulation or of a real step.
+    """Timed actions of a simulation or of a real step.
 
     >>> from torchgpipe.schedule import Action, Timed
     >>> timeline = Timeline([Timed(0, Action(0, 'F', 0), 0., 1.),
@@ -32,12 +32,12 @@ class Timeline(Lanes):
     >>> timeline.seconds, timeline.utilisation, timeline.utilisations
     (6.0, 0.5, (0.5, 0.5))
 
-    A lane may have several boxes for one action, if something else came in between.
+    A lane may have several boxes for one action, if another action interrupted it.
 
     Args:
         actions: The actions; ``Timed.device`` is the lane.
         devices: The names of lanes.
-        copies: Copies between devices, which count as no work of a lane.
+        copies: Copies between devices, which do not count as work of a lane.
 
     Attributes:
         actions (tuple[Timed, ...]): By start.
@@ -50,7 +50,7 @@ class Timeline(Lanes):
 
         Args:
             width: The number of characters for the time.
-            seconds: What these stand for, if it is not the whole timeline.
+            seconds: The time that ``width`` represents; by default, the whole timeline.
         """
         scale = width / (seconds or self.seconds or 1.)
         names = max(map(len, self.devices), default=0)
@@ -82,7 +82,7 @@ class Timeline(Lanes):
 
         Args:
             path: The file, ``….svg`` or ``….png``.
-            title: What to write above it.
+            title: The title above the timeline.
 
         Raises:
             ImportError: There is no matplotlib, which the extra ``pictures`` brings.
@@ -90,9 +90,9 @@ class Timeline(Lanes):
         save(self.draw(title), path)
 
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the format of Chrome's tracing, which https://ui.perfetto.dev opens.
+        """Write a file in the format of Chrome's tracing, which https://ui.perfetto.dev opens.
 
-        Each lane is a thread, and a second one has the copies to it, if there are any.
+        Each lane is a thread. If there are copies to a lane, a second thread has these.
 
         Args:
             path: The file to write, ``….json``.
@@ -116,12 +116,12 @@ def _row(boxes: Iterable[tuple[str, float, float]], width: int) -> str:
 
     Args:
         boxes: Labels with start and end, in characters.
-        width: How many there are.
+        width: The number of characters.
     """
     line = [' '] * width
     for label, start, end in boxes:
         low, high = round(start), min(width, round(end))
-        # A label that is cut would be that of another micro-batch.
+        # A label that is cut would name another micro-batch.
         short = label if len(label) <= high - low else label.lstrip('0123456789')[:1]
         line[low:high] = short.ljust(high - low, '─')[:max(0, high - low)]
     return ''.join(line)
@@ -148,19 +148,19 @@ class HasActions(Protocol):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two timelines, which are drawn one above the other; :func:`compare` makes it."""
+    """Two timelines, drawn one above the other: the result of :func:`compare`."""
 
     predicted: Timeline
     measured: Timeline
 
     @property
     def ratio(self) -> float:
-        """The predicted time over the measured one; ``nan`` if that took no time."""
+        """The predicted time over the measured one; ``nan`` if the latter is zero."""
         measured = self.measured.seconds
         return self.predicted.seconds / measured if measured else nan
 
     def text(self, width: int = 100) -> str:
-        """Draw both for a terminal, with so many characters for the longer one."""
+        """Draw both for a terminal, with ``width`` characters for the longer one."""
         span = max(self.predicted.seconds, self.measured.seconds)
         return '\n'.join(['predicted', self.predicted.text(width, span),
                           'measured', self.measured.text(width, span),
@@ -179,7 +179,7 @@ class Comparison:
 
 
 def compare(predicted: HasActions, measured: HasActions) -> Comparison:
-    """Put what was predicted beside what was measured.
+    """Compare predicted actions with measured ones.
 
     >>> from torchgpipe.schedule import Action
     >>> print(compare(Timeline([Timed(0, Action(0, 'F', 0), 0., 1.)]),

@@ -1,13 +1,13 @@
 """Classes: the shard of each rank of a group, and the sizes that must match it.
 
-Ranks tell each other the largest logit of each row. What else they have to know goes in the same
-collective, behind these, as numbers that each type of sums has exactly::
+Ranks exchange the largest logit of each row. The same collective has further facts behind these,
+as numbers that each type of sums represents exactly::
 
     N largest logits │ rank 0: number of its classes, checksum of its targets │ rank 1: …
 
-All of it stays on the device, so that the host does not wait for it. On the CPU, where it has not
-to wait, an error is raised for what does not fit. Elsewhere the loss and gradients become NaN
-then, and the debug mode says why.
+All of it stays on the device, so that the host does not wait for it. On the CPU, where the host
+does not have to wait, a mismatch raises an error. On other devices, the loss and gradients become
+NaN, and the debug mode reports why.
 """
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,26 +22,26 @@ from torchgpipe.shard.failures import differences, is_read
 
 __all__ = ['Classes', 'exchange', 'misfit', 'raise_or_nan']
 
-#: A number goes as two, of so many bits, which float32 has exactly.
+#: A number is sent as two, of so many bits each, which float32 represents exactly.
 BITS = 24
 
 
 class Classes(NamedTuple):
-    """What a rank knows of all classes, on the device, after ranks have told each other."""
+    """A rank's facts about all classes, on the device, after the exchange between ranks."""
 
     #: The largest logit of each row, shape (N, 1).
     largest: Tensor
-    #: How many classes there are, how many before those of this rank, and how many those are.
+    #: The numbers of all classes, of classes before this rank's, and of this rank's classes.
     number: Tensor
     begin: Tensor
     length: int
 
     def own(self, x: Tensor) -> Tensor:
-        """Take what belongs to this rank's classes, in the last dimension."""
+        """Return the elements of this rank's classes, in the last dimension."""
         return x.index_select(-1, self.begin + torch.arange(self.length, device=x.device))
 
     def check_length(self, what: str, x: Tensor, hint: str) -> None:
-        """See that there is something for each class, in the last dimension."""
+        """Check that the last dimension has an element for each class."""
         raise_or_nan(self.number != x.size(-1), self.largest, lambda: misfit(
             what, x, int(self.number), hint))
 
@@ -52,10 +52,10 @@ class Classes(NamedTuple):
 
 
 def exchange(logits: Tensor, dtype: torch.dtype, target: Tensor, group: ProcessGroup) -> Classes:
-    """Let ranks tell each other what they have; raise if they have different targets.
+    """Exchange facts about classes between ranks; raise if they have different targets.
 
     Args:
-        logits: Those of this rank, of shape (N, classes of this rank).
+        logits: The logits of this rank, of shape (N, classes of this rank).
         dtype: The type of sums.
         target: The targets, of any shape.
         group: The ranks.
@@ -81,7 +81,7 @@ def exchange(logits: Tensor, dtype: torch.dtype, target: Tensor, group: ProcessG
 
 
 def misfit(what: str, x: Tensor, classes: int, hint: str) -> ValueError:
-    """Return the error for what has not something for each class."""
+    """Return the error for a tensor that does not have an element for each class."""
     return ValueError(f'{what} of shape {tuple(x.shape)} do not fit {classes} classes{hint}')
 
 

@@ -1,8 +1,8 @@
 """The cross entropy of each row of logits whose classes are split over a group of ranks.
 
-A row has a share `a` of each class `c`: the weight of the class times the probability that the
-target gives it. Each rank has some of the classes. Two all-reduces bring some numbers per row
-together, the first of them before (see :mod:`torchgpipe.shard.nn.classes`)::
+A row has a share `a` of each class `c`: the weight of the class times its probability in the
+target. Each rank has some of the classes. Two all-reduces combine some numbers per row, the first
+of them before (see :mod:`torchgpipe.shard.nn.classes`)::
 
         forward                                            backward
     1   m = max of x[c]                ── maximum over ranks
@@ -11,7 +11,7 @@ together, the first of them before (see :mod:`torchgpipe.shard.nn.classes`)::
     4   A = Σ a[c]                     ─┘
     5   loss = A log s - t             ─────────────────▶  g (A exp(x[c] - m) / s - a[c])
 
-Backward needs nothing of other ranks: `g`, the gradient of the loss, is the same on each.
+Backward needs no data of other ranks: `g`, the gradient of the loss, is the same on each.
 """
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -24,28 +24,28 @@ from torchgpipe.shard.collectives import all_reduce
 
 __all__ = ['RowLosses', 'Shares']
 
-#: Many logits are worked on in so many blocks of rows: what is needed besides them and their
-#: gradient is a part of them, and operations are not many more.
+#: The number of blocks of rows into which many logits are split. Blocks reduce the further memory,
+#: besides logits and gradient, for a few more operations.
 BLOCKS = 8
 
-#: So many logits are few, and one block.
+#: The largest number of logits in a single block.
 FEW = 1 << 20
 
 
 class Shares(NamedTuple):
     """The shares of this rank's classes in some rows."""
 
-    #: Either the one class that each row has, by its place among this rank's classes, or -1 if
-    #: it is elsewhere, of shape (N, 1); or the probability of each class, of shape (N, classes).
+    #: The place of each row's class among this rank's classes, or -1 if it is elsewhere, of shape
+    #: (N, 1). Or the probability of each class, of shape (N, classes).
     target: Tensor
     #: The weights of this rank's classes.
     weight: Tensor | None
-    #: What is left of the target's share after smoothing, and what each class gets instead.
+    #: The rest of the target's share after smoothing, and the smoothed share of each class.
     kept: float
     even: Tensor | None
 
     def of(self, rows: slice) -> 'Shares':
-        """Take some rows."""
+        """Return the shares in some rows."""
         return self._replace(target=self.target[rows])
 
     def probabilities(self, dtype: torch.dtype) -> Tensor:
@@ -54,14 +54,14 @@ class Shares(NamedTuple):
         return target if self.weight is None else target * self.weight
 
     def weights(self, like: Tensor) -> Tensor:
-        """Return the weight of each row's class, shape (N, 1), and 0 where that is elsewhere."""
+        """Return the weight of each row's class, shape (N, 1); 0 if the class is elsewhere."""
         found = (torch.ones_like(like[:, :1]) if self.weight is None
                  else self.weight[self.places])
         return found.masked_fill(self.target < 0, 0)
 
     @property
     def places(self) -> Tensor:
-        """Return the place of each row's class, and any one where that is elsewhere."""
+        """The place of each row's class; any place if the class is elsewhere."""
         return self.target.clamp(min=0)
 
 
@@ -71,7 +71,7 @@ class RowLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, largest: Tensor, group: ProcessGroup, target: Tensor,
                 weight: Tensor | None, kept: float, even: Tensor | None) -> Tensor:
-        """Take logits of shape (N, this rank's classes), `m`, and what `Shares` are made of."""
+        """Take logits of shape (N, this rank's classes), `m`, and the fields of `Shares`."""
         shares = Shares(target, weight, kept, even)
         sums = largest.new_empty(3, len(logits))
         for rows in _blocks(logits):
@@ -91,7 +91,7 @@ class RowLosses(torch.autograd.Function):
         logits, largest, factor, target, weight = ctx.saved_tensors
         shares = Shares(target, weight, *ctx.shares)
         result = torch.empty_like(logits)
-        # A block is its own place in the result, unless that has a type too coarse for sums.
+        # A block is computed in the result itself, unless its type is too coarse for sums.
         exact = result.dtype == largest.dtype
         with torch.no_grad():
             for rows in _blocks(logits):
@@ -108,7 +108,7 @@ class RowLosses(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """Refuse to differentiate the gradient, which does depend on the logits."""
+    """Raise if the gradient is differentiated, because it does depend on the logits."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, logits: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Raise an error that says what is not there."""
+        """Raise an error, because there is no second derivative."""
         raise RuntimeError(
             'the gradient of parallel_cross_entropy cannot be differentiated again: gather the '
             'logits, ts.distributed.gather(logits), and use torch.nn.functional.cross_entropy')
@@ -139,7 +139,7 @@ def _weighted(block: Tensor, shares: Shares) -> tuple[Tensor, Tensor]:
         t, total = (a * block).sum(1), a.sum(1)
     else:
         a = shares.weights(block)
-        # Not even infinite logits count, where the class is elsewhere.
+        # Even infinite logits do not count if the class is elsewhere.
         t = (block.gather(1, shares.places) * a).masked_fill(shares.target < 0, 0).view(-1)
         total = a.view(-1)
     t, total = shares.kept * t, shares.kept * total

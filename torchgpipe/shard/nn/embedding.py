@@ -20,19 +20,19 @@ class ParallelEmbedding(ParallelModule):
     Args:
         num_embeddings: The number of rows of the full table.
         embedding_dim: The number of its columns.
-        padding_idx: A row that is zero at first, and gets no gradient.
+        padding_idx: A row that starts at zero, and gets no gradient.
         max_norm: Rows that are looked up are scaled, in place, to at most this norm.
         norm_type: The p of that norm.
         scale_grad_by_freq: Whether a row's gradient is divided by how often it was looked up.
         sparse: Whether the gradient of the weight is a sparse tensor.
-        _weight: The full table, to start from.
-        dim: What is split: 0 the rows, 1 or -1 the columns, None nothing.
-        device: Where the weight shall be; on the meta device it takes no memory.
-        dtype: The type of its numbers.
+        _weight: The initial full table.
+        dim: The parallel dimension: 0 splits the rows, 1 or -1 the columns, None nothing.
+        device: The device of the weight; on the meta device it takes no memory.
+        dtype: The type of the weight.
 
     Raises:
-        ValueError: ``dim`` is another one, ``padding_idx`` is not in the table, or the weight has
-            another shape.
+        ValueError: ``dim`` has another value, ``padding_idx`` is not in the table, or the weight
+            has another shape.
         RuntimeError: There are no parallel groups.
     """
 
@@ -60,7 +60,7 @@ class ParallelEmbedding(ParallelModule):
                              f'and not of {tuple(_weight.shape)}')
 
     def reset_parameters(self) -> None:
-        """Set initial values: this rank's shard of those of ``nn.Embedding``."""
+        """Set initial values: this rank's shard of the values of ``nn.Embedding``."""
         shard_init_helper_(nn.init.normal_, self.weight)
         row = self.padding_idx
         if row is not None and self.dim == 0:
@@ -76,7 +76,7 @@ class ParallelEmbedding(ParallelModule):
                          self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
 
     def extra_repr(self) -> str:
-        """Return its sizes and options, those that are not as usual."""
+        """Return its sizes, and its options if they differ from the defaults."""
         usual = {'padding_idx': None, 'max_norm': None, 'norm_type': 2.,
                  'scale_grad_by_freq': False, 'sparse': False}
         options = [f'{name}={getattr(self, name)}' for name, value in usual.items()
@@ -86,7 +86,7 @@ class ParallelEmbedding(ParallelModule):
 
     @classmethod
     def convert_parallel_embedding(cls, module: nn.Module, dim: int | None = None) -> nn.Module:
-        """Put sharded tables in the place of all ``nn.Embedding`` of a module, or of one itself.
+        """Replace each ``nn.Embedding`` in a module, or the module itself, by a sharded table.
 
         They have the same values, type, device, mode, hooks and options. All ranks get
         the values of the first one.
@@ -94,13 +94,14 @@ class ParallelEmbedding(ParallelModule):
         Args:
             module: It stays as it is if it is an ``nn.Embedding`` itself; otherwise its layers are
                 replaced. Layers of classes derived from ``nn.Embedding`` are left alone.
-            dim: What is split.
+            dim: The parallel dimension.
 
         Returns:
             The sharded table, or the module.
 
         Raises:
-            ValueError: ``dim`` is none, or a weight belongs to another layer, too.
+            ValueError: ``dim`` is not a parallel dimension, or a weight also belongs to another
+                layer.
         """
         return convert(module, nn.Embedding, cls, dim)
 
@@ -109,7 +110,7 @@ class ParallelEmbedding(ParallelModule):
 
 
 def _checked(padding_idx: int | None, number: int) -> int | None:
-    """Return the number of the row that stands for padding, counted from the first one."""
+    """Return the number of the row for padding, counted from the first row."""
     if padding_idx is None:
         return None
     if not -number <= padding_idx < number:

@@ -6,8 +6,8 @@
                                 ├ to all ┤                 ├ to all ┤
     rank 1    tokens ── router ─┘        └─▶ experts 2, 3 ─┘        └─▶ × gate ──▶ output
 
-Each expert sees its tokens of all ranks, so its gradient is the sum over all of their losses, and
-no other rank has anything of it to add.
+Each expert gets its tokens from all ranks. So its gradient is the sum over all of their losses,
+and no other rank has a term to add.
 """
 from collections.abc import Callable
 from math import sqrt
@@ -26,15 +26,15 @@ from torchgpipe.shard.nn.routing import routes, top
 __all__ = ['Experts']
 
 
-#: The parameters whose first dimension is that of experts, but for the router's.
+#: The parameters with experts in their first dimension, except the router.
 _OF_EXPERTS = ('up', 'up_bias', 'down', 'down_bias')
 
 
 class Experts(nn.Module):
-    """Networks of two linear maps, of which each token uses those that a router chooses for it.
+    """Networks of two linear maps, of which each token uses the ones that a router chooses for it.
 
-    As of GShard, Switch Transformer and ST-MoE. It gives a pair: the output, of the shape of the
-    input, and an auxiliary loss for each token. The mean of that belongs to the loss::
+    The layer follows GShard, Switch Transformer and ST-MoE. It returns a pair: the output, of the
+    shape of the input, and an auxiliary loss for each token. Add the mean of that to the loss::
 
         y, aux = self.experts(x)
         ...
@@ -43,30 +43,31 @@ class Experts(nn.Module):
     In one process it has all experts. :class:`~torchgpipe.distributed.DistributedGPipe` spreads
     them over the ranks along its data axis, and :meth:`spread` does so elsewhere. Ranks may have
     any number of tokens, or none, and experts need not be divisible by ranks. Outputs, gradients
-    and losses are those of one process that has the tokens of all ranks, one after the other.
+    and losses equal the results of one process with the tokens of all ranks, one after the other.
 
-    A call is about the tokens of all ranks *in this call*: under a pipeline, of one micro-batch.
-    Capacity and shares are theirs. Tokens stand in line by choice (first, second, …), then by
-    rank along the data axis, then as they are in the memory of the input; those beyond the
-    capacity of an expert get nothing from it. Of equal scores, the first expert has the larger.
+    Capacity and shares refer to the tokens of all ranks *in one call*: under a pipeline, of one
+    micro-batch. Tokens are ordered by choice (first, second, …), then by rank along the data axis,
+    then by their place in the memory of the input. Tokens beyond the capacity of an expert get no
+    output from it. Among equal scores, the first expert is preferred.
 
     Args:
         width: The number of features of a token: the last dimension of the input.
-        hidden: That within an expert.
-        experts: How many experts there are, on all ranks together.
-        k: How many of them each token uses. With 1, the output of an expert is multiplied by its
-            probability; else by its part of the probabilities of those k, dropped or not.
+        hidden: The number of features within an expert.
+        experts: The number of experts, on all ranks together.
+        k: The number of experts that each token uses. With 1, the output of an expert is
+            multiplied by its probability. Otherwise it is multiplied by its part of the
+            probabilities of the k experts, dropped or not.
         capacity: An expert takes at most ``ceil(capacity · k · tokens / experts)``; None: all.
         balance: The weight of the loss that balances the load. For a token it is ``experts · Σ
-            share · probability``, with the shares of all choices that experts have, so 1 where
-            these are even.
+            share · probability``, with each expert's share of all choices. It is 1 if shares are
+            even.
         z: The weight of the loss that keeps scores small: ``logsumexp(scores) ** 2``.
         activation: The function between the two linear maps.
-        device: Where parameters shall be.
+        device: The device of the parameters.
         dtype: Their type.
 
     Raises:
-        ValueError: There are not that many experts, or ``capacity`` has room for nothing.
+        ValueError: ``k`` is not from 1 to ``experts``, or ``capacity`` is not positive and finite.
     """
 
     def __init__(self, width: int, hidden: int, experts: int, k: int = 2, *,
@@ -99,25 +100,25 @@ class Experts(nn.Module):
 
     @property
     def _group(self) -> ProcessGroup | None:
-        """The ranks that have the experts, which the weights know."""
+        """The ranks that have the experts, by the mesh of the weights."""
         mesh = getattr(self.up, 'device_mesh', None)
         return None if mesh is None else mesh.get_group()
 
     def reset_parameters(self) -> None:
-        """Set initial values: those of ``nn.Linear``, for each expert and the router."""
+        """Set initial values, as ``nn.Linear`` does, for each expert and the router."""
         for x, inputs in ((self.router, self.width), (self.up, self.width),
                           (self.up_bias, self.width), (self.down, self.hidden),
                           (self.down_bias, self.hidden)):
             nn.init.uniform_(x, -1 / sqrt(inputs), 1 / sqrt(inputs))
 
     def spread(self, mesh: DeviceMesh) -> 'Experts':
-        """Keep this rank's experts only: consecutive ones, as ``torch.chunk`` cuts.
+        """Keep this rank's experts only: consecutive ones, as ``torch.chunk`` splits them.
 
         All ranks of the mesh call it, before an optimizer is made. They get the values of the
-        first one. Weights of experts are DTensors then; the router stays whole on each rank. The
+        first one. Then weights of experts are DTensors; the router stays whole on each rank. The
         gradient of a spread weight is the sum over the losses of all ranks, complete on the rank
         that has it. So for the loss of one process, add up the losses of ranks and the gradients
-        of what is not spread; or let :func:`ts.average_gradients` take the mean of both.
+        of other parameters; or let :func:`ts.average_gradients` take the mean of both.
 
         Args:
             mesh: The ranks, along one axis, such as ``mesh['data']``.
@@ -140,14 +141,14 @@ class Experts(nn.Module):
         return self
 
     def spread_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that :meth:`spread` spreads."""
+        """Return the parameters that :meth:`spread` splits over ranks."""
         return [getattr(self, name) for name in _OF_EXPERTS]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output, and the auxiliary loss of each token: ``x.shape[:-1]``.
 
         Raises:
-            ValueError: The input has another width; or scores of a rank are not finite.
+            ValueError: The input has another width, or scores of a rank are not finite.
         """
         if x.size(-1) != self.width:
             raise ValueError(f'these experts take tokens of {self.width} features, in the last '
@@ -163,20 +164,20 @@ class Experts(nn.Module):
         aux = self.balance * balance + self.z * scores.logsumexp(-1).square()
 
         own = self._at_experts(_cast(tokens)[found.pairs // self.k], found.admitted, group)
-        # Each pair has a row of its own, so that nothing is added up in an order of chance.
+        # Each pair has its own row, so that no sum depends on a random order.
         rows = own.new_zeros(gates.numel(), self.width).index_copy(0, found.pairs, own)
         y = (rows.view(-1, self.k, self.width) * gates.to(own.dtype)[..., None]).sum(1)
         return y.view(x.shape), aux.view(x.shape[:-1])
 
     def _at_experts(self, rows: Tensor, admitted: Tensor, group: ProcessGroup | None) -> Tensor:
-        """Return what experts make of rows, in the order of experts, wherever these are."""
+        """Return the experts' outputs for rows in the order of experts, on any rank."""
         if group is None:
             return self._run(rows, admitted[:, 0].tolist())
         parts = admitted.split(sizes.lengths(self.experts, group.size()))
         own, rank = parts[group.rank()], group.rank()
         send, receive = [int(part[:, rank].sum()) for part in parts], own.sum(0).tolist()
         there = _exchange(rows, send, receive, group)
-        # They have come by rank, then by expert, and are needed by expert, then by rank.
+        # Rows are received by rank, then by expert, and are needed by expert, then by rank.
         numbers = torch.arange(len(own), device=rows.device).repeat(group.size())
         order = numbers.repeat_interleave(
             own.t().reshape(-1).to(rows.device), output_size=len(there)).argsort(stable=True)
@@ -184,9 +185,9 @@ class Experts(nn.Module):
         return _exchange(y[order.argsort()], receive, send, group)
 
     def _run(self, rows: Tensor, numbers: list[int]) -> Tensor:
-        """Apply the experts of this rank to so many rows each."""
+        """Apply each expert of this rank to its number of rows."""
         weights = [_local(x) for x in self.spread_parameters()]
-        if not numbers:  # What has no elements has a gradient, too.
+        if not numbers:  # Weights without elements also need a gradient.
             return rows + sum(x.sum() for x in weights)
         return torch.cat([
             F.linear(self.activation(F.linear(x, up, up_bias)), down, down_bias)
@@ -200,14 +201,14 @@ class Experts(nn.Module):
 
 
 def _scores(tokens: Tensor, router: Tensor) -> Tensor:
-    """Return the scores of experts for tokens, in float32 at least, as choices hang on them."""
+    """Return the scores of experts for tokens, in float32 at least, because choices need it."""
     dtype = torch.promote_types(tokens.dtype, torch.float32)
     with torch.autocast(tokens.device.type, enabled=False):
         return F.linear(tokens.to(dtype), router.to(dtype))
 
 
 def _cast(x: Tensor) -> Tensor:
-    """Return what a linear map would make of its input under autocast, before it is sent."""
+    """Cast a tensor to the type of a linear map under autocast, before it is sent."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(kind))
@@ -215,20 +216,20 @@ def _cast(x: Tensor) -> Tensor:
 
 
 def _local(x: Tensor) -> Tensor:
-    """Return this rank's part of a weight, which leads back to it."""
+    """Return this rank's part of a weight, connected to it in the graph."""
     local: Tensor = x.to_local() if hasattr(x, 'to_local') else x
     return local
 
 
 def _exchange(x: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
-    """Send rows to all ranks of a group, and return those that they have sent here, in order."""
+    """Send rows to all ranks of a group, and return the received rows, in order."""
     received: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
         x, send, receive, group)
     return received
 
 
 class _Exchange(torch.autograd.Function):
-    """Exchange rows; gradients go the way back."""
+    """Exchange rows; backward exchanges gradients in the other direction."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: ProcessGroup

@@ -17,22 +17,22 @@ __all__ = ['parallel_cross_entropy', 'parallel_embedding', 'parallel_linear', 's
 
 def parallel_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None,
                     dim: int | None = None) -> Tensor:
-    """Apply a linear map of which each rank has a shard, as its weight's tag or a dimension says.
+    """Apply a linear map split over ranks, by the tag of its weight or by ``dim``.
 
     Args:
-        input: Of shape (…, inputs). It is full, but where the weight's inputs are split it may be
-            this rank's shard, tagged -1.
+        input: A tensor of shape (…, inputs). It is full; if the weight's inputs are split, it may
+            also be this rank's shard, tagged -1.
         weight: This rank's shard: of shape (outputs / n, inputs) with the parallel dimension 1 or
-            -1, (outputs, inputs / n) with 0, and all of it with None.
-        bias: This rank's shard of it in the first case, and all of it otherwise.
-        dim: The parallel dimension of a weight without a tag. None leaves it to the tag; without
-            either, the weight is full.
+            -1, (outputs, inputs / n) with 0, and the full weight with None.
+        bias: This rank's shard of the bias in the first case, and the full bias otherwise.
+        dim: The parallel dimension of a weight without a tag. None uses the tag; without either,
+            the weight is full.
 
     Returns:
         A tensor of shape (…, outputs), full; or (…, outputs / n), tagged -1, in the first case.
 
     Raises:
-        ValueError: The input is not what the weight takes, or the weight has another ``dim``.
+        ValueError: The input does not fit the weight, or the weight has another ``dim``.
     """
     storage = _storage(weight, dim, 0, 'parallel_linear')
     return linear(input, weight, bias, None if storage is None else 1 - storage, None,
@@ -54,7 +54,7 @@ def _storage(weight: Tensor, dim: int | None, order: int, name: str) -> int | No
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dim: int | None,
            in_features: int | None, name: object) -> Tensor:
-    """Do what :func:`parallel_linear` does; errors name the layer."""
+    """Apply a linear map, as :func:`parallel_linear` does; errors name the layer."""
     if dim == 0:
         world = current()
         x = _shard_of_input(x, weight, in_features, world, name)
@@ -76,7 +76,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dim: int | None,
 
 def _shard_of_input(x: Tensor, weight: Tensor, in_features: int | None, world: World,
                     name: object) -> Tensor:
-    """Return this rank's shard of an input that is full, or is the shard already."""
+    """Return this rank's shard of an input that is full, or that is the shard already."""
     length = weight.size(1)
     if is_split(x):
         if x.size(-1) != length:
@@ -101,28 +101,28 @@ def parallel_embedding(input: Tensor, weight: Tensor, padding_idx: int | None = 
                        max_norm: float | None = None, norm_type: float = 2.,
                        scale_grad_by_freq: bool = False, sparse: bool = False,
                        num_embeddings: int | None = None, dim: int | None = None) -> Tensor:
-    """Look numbers up in a table of which each rank has a shard, as its tag or a dimension says.
+    """Look up rows of a table split over ranks, by the tag of its weight or by ``dim``.
 
     Args:
         input: Numbers of rows of the full table, the same on all ranks of the group.
         weight: This rank's shard: some rows with the parallel dimension 0, some columns with 1 or
-            -1, and all of it with None.
+            -1, and the full table with None.
         padding_idx: A row of the full table that gets no gradient.
         max_norm: Rows that are looked up are scaled, in place, to at most this norm.
         norm_type: The p of that norm.
         scale_grad_by_freq: Whether a row's gradient is divided by how often it was looked up.
         sparse: Whether the gradient of the weight is a sparse tensor.
-        num_embeddings: The number of rows of the full table. A sharded layer's weight knows it;
-            another one that is split along its rows has to be told.
-        dim: The parallel dimension of a weight without a tag. None leaves it to the tag; without
-            either, the weight is full.
+        num_embeddings: The number of rows of the full table. The weight of a sharded layer has
+            it; it is required for other weights that are split along their rows.
+        dim: The parallel dimension of a weight without a tag. None uses the tag; without either,
+            the weight is full.
 
     Returns:
-        What was looked up, full on each rank, of shape (…, features) for an input of shape (…).
+        The rows, full on each rank, of shape (…, features) for an input of shape (…).
 
     Raises:
-        IndexError: A number is not that of a row.
-        ValueError: The weight has another ``dim``, or is no such shard of ``num_embeddings`` rows.
+        IndexError: A number is out of range.
+        ValueError: The weight has another ``dim``, or does not fit ``num_embeddings`` rows.
     """
     storage = _storage(weight, dim, 1, 'parallel_embedding')
     return embedding(input, weight, _table(weight, storage, num_embeddings), storage, padding_idx,
@@ -130,7 +130,7 @@ def parallel_embedding(input: Tensor, weight: Tensor, padding_idx: int | None = 
 
 
 def _table(weight: Tensor, dim: int | None, number: int | None) -> tuple[int, int]:
-    """Return the shape of the full table, for whose rows this rank's shard has to fit."""
+    """Return the shape of the full table; raise if this rank's shard does not fit its rows."""
     rows, columns = weight.shape
     if dim is None or knows_shape(weight):
         rows, columns = global_shape(weight)
@@ -158,7 +158,7 @@ def _table(weight: Tensor, dim: int | None, number: int | None) -> tuple[int, in
 def embedding(ids: Tensor, weight: Tensor, shape: tuple[int, ...], dim: int | None,
               padding_idx: int | None, max_norm: float | None, norm_type: float,
               scale_grad_by_freq: bool, sparse: bool) -> Tensor:
-    """Do what :func:`parallel_embedding` does, with a table split along a dimension in memory."""
+    """Look up rows, as :func:`parallel_embedding` does; ``dim`` is a dimension in memory."""
     rows, columns = shape
     if padding_idx is not None and padding_idx < 0:
         padding_idx += rows
@@ -175,12 +175,12 @@ def embedding(ids: Tensor, weight: Tensor, shape: tuple[int, ...], dim: int | No
 def _of_some_rows(ids: Tensor, weight: Tensor, number: int, padding_idx: int | None,
                   max_norm: float | None, norm_type: float, scale_grad_by_freq: bool,
                   sparse: bool) -> Tensor:
-    """Look up in a table of whose rows each rank has some: zeros stand for the others."""
+    """Look up in a table with rows split over ranks; each rank uses zeros for other rows."""
     wrong = ids[(ids < 0) | (ids >= number)]
     if len(wrong):
         raise IndexError(f'{int(wrong[0])} is not the number of a row in a table of {number}')
     begin, length = sizes.own(number)
-    # Only those that are here: others would count as looked up, for `max_norm` and the frequency.
+    # Only rows of this rank: others would count as looked up, for `max_norm` and the frequency.
     flat = ids.reshape(-1)
     here = ((flat >= begin) & (flat < begin + length)).nonzero()[:, 0]
     padding = None if padding_idx is None else sizes.find(padding_idx, number)
@@ -193,7 +193,7 @@ def _of_some_rows(ids: Tensor, weight: Tensor, number: int, padding_idx: int | N
 @torch.no_grad()
 def _scale_rows(ids: Tensor, weight: Tensor, columns: int, max_norm: float,
                 norm_type: float) -> None:
-    """Scale rows that are looked up to a norm at most: that of all columns."""
+    """Scale looked-up rows to at most a norm, over all columns."""
     group = current().tensor_group
     rows = ids.unique()
     full = all_gather(weight[rows], group, 1, sizes.lengths(columns, group.size()))

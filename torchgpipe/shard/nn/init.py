@@ -1,9 +1,8 @@
 """Initial values: each rank gets its shard of the values of a single process.
 
-A random number depends on all that were drawn before it. So each rank draws those of the full
-tensor, a block at a time, and keeps its own. How a method of ``torch.nn.init`` sets values is
-found out on a tensor of the full shape without memory: which operations it calls in place, in
-which order.
+A random number depends on all numbers drawn before it. So each rank draws the numbers of the full
+tensor, a block at a time, and keeps its own. A run of the ``torch.nn.init`` method on a tensor of
+the full shape, without memory, records the operations that it calls in place, and their order.
 """
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
@@ -21,35 +20,36 @@ from torchgpipe.shard.world import needed_by
 
 __all__ = ['shard_init_helper_']
 
-#: So many random numbers are drawn at a time, or up to twice as many.
+#: How many random numbers are drawn at a time; the last block has up to twice as many.
 BLOCK = 1 << 16
 
-#: Operations that draw, on the CPU, the same numbers in blocks as at once. `normal_` draws them by
-#: sixteens, and the last sixteen once more: so a block is a multiple of that, the last one larger.
+#: Operations that draw, on the CPU, the same numbers in blocks as in one call. `normal_` draws 16
+#: at a time, and the last 16 again. So a block is a multiple of 16, and the last one is larger.
 _DRAWING = ('uniform_', 'normal_')
 
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 def shard_init_helper_(init_method: Callable[..., Any], tensor: Tensor, **kwargs: Any) -> Tensor:
-    """Set initial values of a sharded parameter: this rank's shard of what one process would draw.
+    """Set initial values of a sharded parameter: this rank's shard of one process's values.
 
-    All ranks of all groups have to call it, as replicas have the same values. They draw from the
-    state of the first rank's generator. Where the others' are in the same state, they all are
-    afterwards where they would be in one process; a rank whose own was in another state finds it
-    as it was. Without parallel groups, a parameter that is full gets values as any other.
+    All ranks of all groups have to call it, because replicas have the same values. They draw from
+    the state of the first rank's generator. Ranks whose generators are in the same state end in
+    the same state as one process. On other ranks, the generator's state is restored. Without
+    parallel groups, a full parameter gets values like any other parameter.
 
     Methods that draw by ``uniform_`` or ``normal_`` and change each value by itself, such as
     ``kaiming_uniform_``, ``xavier_normal_`` and ``constant_``, never have the full tensor in
     memory. For others, such as ``orthogonal_`` and ``trunc_normal_``, each rank makes it.
 
-    Numbers are drawn on the CPU, and copied to where the parameter is: what a layer has that is
-    made there and moved. On the meta device, and where there are no elements, nothing is done.
+    Numbers are drawn on the CPU, and copied to the parameter's device. These are the values of a
+    layer that is made on the CPU and moved. Tensors on the meta device, or without elements, stay
+    as they are.
 
     Args:
-        init_method: One of ``torch.nn.init``, or another that sets a tensor in place.
-        tensor: A parameter of a sharded layer, or of a plain one, of which each rank has all.
-        kwargs: What the method is called with beside the tensor.
+        init_method: A method of ``torch.nn.init``, or another that sets a tensor in place.
+        tensor: A parameter of a sharded layer; or of a plain layer, full on each rank.
+        kwargs: Further arguments of the method.
 
     Returns:
         The tensor.
@@ -74,7 +74,7 @@ def shard_init_helper_(init_method: Callable[..., Any], tensor: Tensor, **kwargs
 
 def _set(shard: Tensor, init_method: Callable[..., Any], shape: Sequence[int], dim: int | None,
          kwargs: dict[str, Any]) -> None:
-    """Set this rank's shard of what a method sets in a tensor of some shape."""
+    """Set this rank's shard of the values that a method sets in a tensor of some shape."""
     size = 1 if dim is None else shape[dim]
     begin, length = (0, 1) if dim is None else sizes.own(size)
     calls = _calls(init_method, shape, shard.dtype, kwargs)
@@ -83,7 +83,7 @@ def _set(shard: Tensor, init_method: Callable[..., Any], shape: Sequence[int], d
         init_method(full, **kwargs)
         shard.copy_(full if dim is None else full.narrow(dim, begin, length))
         return
-    # In memory, the full tensor is made of rows, and this rank has the same elements of each.
+    # In memory, the full tensor consists of rows, and this rank has the same elements of each.
     row = prod(shape[dim or 0:])
     element = row // size
     mine = range(begin * element, (begin + length) * element)
@@ -96,7 +96,7 @@ def _set(shard: Tensor, init_method: Callable[..., Any], shape: Sequence[int], d
 
 def _draw(shard: Tensor, number: int, row: int, mine: range,
           draw: Callable[[Tensor], Any]) -> None:
-    """Draw all numbers, block by block, and keep those that lie within a range of each row."""
+    """Draw all numbers, block by block, and keep the ones within a range of each row."""
     kept = shard.view(-1)
     starts = [k * BLOCK for k in range(max(number // BLOCK, 1))]
     for start, stop in zip(starts, [*starts[1:], number]):
@@ -108,9 +108,9 @@ def _draw(shard: Tensor, number: int, row: int, mine: range,
 
 
 def _within(block: Tensor, first: int, row: int, mine: range) -> Iterator[Tensor]:
-    """Return those elements of a block that lie within a range of each row, in their order.
+    """Yield the elements of a block within a range of each row, in order.
 
-    The block begins somewhere in a row, goes on with whole rows, and ends with a part of one.
+    The block begins with a part of a row, continues with whole rows, and ends with a part of one.
     """
     head, rest = block.tensor_split([row - first])
     yield head[max(mine.start - first, 0):max(mine.stop - first, 0)]
@@ -119,15 +119,15 @@ def _within(block: Tensor, first: int, row: int, mine: range) -> Iterator[Tensor
     yield tail[mine.start:mine.stop]
 
 
-# --- what a method does
+# --- the operations of a method
 # -----------------------------------------------------------------------------
 
 
 def _calls(init_method: Callable[..., Any], shape: Sequence[int], dtype: torch.dtype,
            kwargs: dict[str, Any]) -> list[_Call] | None:
-    """Return the operations that a method calls, each in place on the full tensor, if any.
+    """Return the in-place operations of a method, if all of them work on shards; or None.
 
-    Those are the ones that draw in blocks as at once, and those that change each value by itself.
+    Such operations draw the same numbers in blocks as in one call, or change each value by itself.
     """
     recorder = _Recorder(shape, dtype)
     try:
@@ -135,12 +135,12 @@ def _calls(init_method: Callable[..., Any], shape: Sequence[int], dtype: torch.d
         with recorder:
             init_method(tensor, **kwargs)
     except Exception:
-        return None  # If it is an error, it will be raised again where there are values.
+        return None  # A real error will be raised again on a tensor with values.
     return recorder.calls
 
 
 class _Recorder(DispatchMode):
-    """Write down the operations on a full tensor, which has no values."""
+    """Record the operations on a full tensor, which has no values."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -148,13 +148,13 @@ class _Recorder(DispatchMode):
         self.calls: list[_Call] = []
 
     def full(self) -> Tensor:
-        """Return that tensor. It is not on the meta device, which methods leave as it is."""
+        """Return that tensor. It is not on the meta device, where methods do nothing."""
         return on_cpu_without_memory(_Full, self.shape, self.dtype)
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        first, *rest = *args, *kwargs.values()  # raises, too, where there is nothing
+        first, *rest = *args, *kwargs.values()  # This also raises if there is no argument.
         if not isinstance(first, _Full) or any(isinstance(each, Tensor) for each in rest):
             raise NotImplementedError(operation)
         if _name(operation) == 'detach':
@@ -166,7 +166,7 @@ class _Recorder(DispatchMode):
 
 
 class _Full(Tensor):
-    """A tensor without values; the recorder sees what is called on it first."""
+    """A tensor without values; the recorder handles its operations first."""
 
     @classmethod
     def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> Any:

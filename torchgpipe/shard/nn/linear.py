@@ -30,13 +30,13 @@ class ParallelLinear(ParallelModule):
     Args:
         in_features: The number of inputs, of the full tensor.
         out_features: The number of outputs, of the full tensor.
-        bias: Whether there is one.
-        dim: What is split: 1 or -1 the outputs, 0 the inputs, None nothing.
-        device: Where the weight shall be; on the meta device it takes no memory.
-        dtype: The type of its numbers.
+        bias: Whether there is a bias.
+        dim: The parallel dimension: 1 or -1 splits the outputs, 0 the inputs, None nothing.
+        device: The device of the weight; on the meta device it takes no memory.
+        dtype: The type of the weight.
 
     Raises:
-        ValueError: ``dim`` is another one.
+        ValueError: ``dim`` has another value.
         RuntimeError: There are no parallel groups.
     """
 
@@ -57,14 +57,14 @@ class ParallelLinear(ParallelModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set initial values: this rank's shard of those of ``nn.Linear``."""
+        """Set initial values: this rank's shard of the values of ``nn.Linear``."""
         shard_init_helper_(nn.init.kaiming_uniform_, self.weight, a=sqrt(5))
         if self.bias is not None:
             bound = 1 / sqrt(self.in_features) if self.in_features else 0
             shard_init_helper_(nn.init.uniform_, self.bias, a=-bound, b=bound)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply it: see :func:`ts.nn.functional.parallel_linear`."""
+        """Apply the layer: see :func:`ts.nn.functional.parallel_linear`."""
         return linear(input, self.weight, self.bias, self.dim, self.in_features, self)
 
     def extra_repr(self) -> str:
@@ -74,7 +74,7 @@ class ParallelLinear(ParallelModule):
 
     @classmethod
     def convert_parallel_linear(cls, module: nn.Module, dim: int | None = None) -> nn.Module:
-        """Put sharded layers in the place of all ``nn.Linear`` of a module, or of one itself.
+        """Replace each ``nn.Linear`` in a module, or the module itself, by a sharded layer.
 
         They have the same values, type, device, mode, hooks and options. All ranks get
         the values of the first one.
@@ -82,13 +82,14 @@ class ParallelLinear(ParallelModule):
         Args:
             module: It stays as it is if it is an ``nn.Linear`` itself; otherwise its layers are
                 replaced. Layers of classes derived from ``nn.Linear`` are left alone.
-            dim: What is split.
+            dim: The parallel dimension.
 
         Returns:
             The sharded layer, or the module.
 
         Raises:
-            ValueError: ``dim`` is none, or a weight belongs to another layer, too.
+            ValueError: ``dim`` is not a parallel dimension, or a weight also belongs to another
+                layer.
         """
         return convert(module, nn.Linear, cls, dim)
 

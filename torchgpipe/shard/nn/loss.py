@@ -49,30 +49,31 @@ def parallel_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None 
                            label_smoothing: float = 0.0) -> Tensor:
     """Compute the cross entropy between logits, full or a shard of them, and targets.
 
-    The last dimension of logits is that of the classes: (C,), (N, C), (N, d, C) and so on. What
-    :func:`torch.nn.functional.cross_entropy` takes as (N, C, d) is ``logits.movedim(1, -1)`` here.
+    Classes are the last dimension of logits: (C,), (N, C), (N, d, C) and so on. For logits of
+    shape (N, C, d), as in :func:`torch.nn.functional.cross_entropy`, pass
+    ``logits.movedim(1, -1)``.
 
-    Logits with the tag 1 or -1 are this rank's classes, of any number, after those of the ranks
-    before it. The loss is the same on all ranks of the group, and the gradient is this rank's
-    shard of that of one process. No rank gets logits of another one, or has a tensor of all
-    classes: the ranks exchange some numbers for each row. Memory is needed for the logits, for
-    their gradient, and for some rows at a time. Sums are computed in float32 at least. The loss
-    has the type that it has without shards: that of the logits, or float32 under autocast.
+    Logits with the tag 1 or -1 have this rank's classes, of any number, after the classes of the
+    ranks before it. The loss is the same on all ranks of the group, and the gradient is this
+    rank's shard of the gradient in one process. No rank gets logits of another one, or has a
+    tensor of all classes: the ranks exchange some numbers for each row. Memory is needed for the
+    logits, for their gradient, and for some rows at a time. Sums are computed in float32 at least.
+    The loss has the same type as without shards: the logits' type, or float32 under autocast.
 
-    Ranks compare class numbers with each other, and with the number of classes, in what they
-    exchange anyway. The host does not wait for that: on the CPU an error is raised; on
-    accelerators the loss and gradients become NaN, and in the debug mode,
-    ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, an error says why. The debug mode also compares shapes and
-    types. Without it, ranks that have other ones may wait for each other until the ``timeout`` of
-    their group, and with gloo a process may end.
+    The same collectives compare class numbers between ranks, and with the number of classes. The
+    host does not wait for the result. On the CPU an error is raised. On accelerators the loss and
+    gradients become NaN, and in the debug mode, ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, an error
+    explains why. The debug mode also compares shapes and types. Without it, ranks with different
+    ones may wait for each other until the ``timeout`` of their group, and with gloo a process may
+    end.
 
     Args:
-        input: Logits of shape (…, C); or of shape (…, classes of this rank), tagged. If they have
-            no tag, they are full, which is checked as far as it can be seen: autograd has
-            recorded no shard that they follow from, and ranks see in a collective of its own that
-            they have the same ones. :func:`ts.register_parallel_dim` of None spares both.
+        input: Logits of shape (…, C); or of shape (…, classes of this rank), tagged. Without a
+            tag, they are full. Two checks can detect shards without a tag: autograd has recorded
+            that the logits result from a shard, or ranks find, in a further collective, that
+            their logits differ. :func:`ts.register_parallel_dim` of None skips both checks.
         target: Class numbers of shape (…), counted over all ranks, the same on each of them. Or
-            probabilities, either full, of shape (…, C), or a tagged shard as that of the logits.
+            probabilities, either full, of shape (…, C), or a tagged shard like the logits.
         weight: The weights of all classes, shape (C,), on each rank.
         size_average: Deprecated by PyTorch in favour of `reduction`.
         ignore_index: A class number that does not count. Probabilities have none.
@@ -137,7 +138,7 @@ def _check_tensors(input: Tensor, target: Tensor, ignore_index: int) -> None:
 
 def _check_numbers(target: Tensor, classes: int | Tensor, ignore_index: int, numbers: Tensor,
                    hint: str = '') -> None:
-    """See that class numbers are in range: name the first that is not, or make its row NaN."""
+    """Check that class numbers are in range: name the first wrong one, or make its row NaN."""
     wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
 
     def error() -> IndexError:
@@ -150,7 +151,7 @@ def _check_numbers(target: Tensor, classes: int | Tensor, ignore_index: int, num
 
 
 def _check_length(what: str, tensor: Tensor, classes: int, hint: str) -> None:
-    """Check what has to have a number for each class."""
+    """Check that a tensor has an element for each class."""
     if tensor.size(-1) != classes:
         raise misfit(what, tensor, classes, hint)
 
@@ -172,7 +173,7 @@ def _of_full(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index:
         _check_length('probabilities', target, classes, '')
         target = target.movedim(-1, 1) if target.dim() > 1 else target
     else:
-        if is_read(target):  # PyTorch looks elsewhere.
+        if is_read(target):  # Otherwise PyTorch checks them on the device.
             _check_numbers(target, classes, ignore_index, target, '' if factor is None else
                            f'; these logits have no tag, and count as full. {_LOST}')
         target = target.long()
@@ -183,10 +184,10 @@ def _of_full(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index:
 
 
 def _check_untagged(input: Tensor, group: ProcessGroup) -> Tensor:
-    """See that logits of which nobody says what they are may be full: the same on all ranks.
+    """Check that logits without a tag may be full: they are the same on all ranks.
 
-    Shards may be that, too, as those of weights that are zero; the graph knows their origin.
-    Return what the loss is to be multiplied by: 1, or NaN where the host does not look.
+    Shards may also be equal, such as shards of weights that are zero; the graph has their origin.
+    Return a factor for the loss: 1, or NaN for an error on a device that the host does not read.
     """
     if is_made_of_shards(input):
         raise RuntimeError("logits without a tag follow from this rank's shard of a layer, and no "
@@ -202,20 +203,20 @@ def _check_untagged(input: Tensor, group: ProcessGroup) -> Tensor:
     return factor.to(input.dtype)
 
 
-# --- logits of which each rank has some
+# --- logits with classes split over ranks
 # ----------------------------------------------------------------------------------
 
 
 def _of_shards(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int,
                reduction: str, label_smoothing: float, world: World) -> Tensor:
-    """Compute the loss of logits of which each rank has some classes."""
+    """Compute the loss of logits with classes split over ranks."""
     _check_gradients(target, weight)
     group, logits = world.tensor_group, _as_rows(input)
     probable = target.is_floating_point()
     dtype = torch.promote_types(input.dtype, target.dtype) if probable else input.dtype
     sums = torch.promote_types(dtype, torch.float32)
     rows = ', '.join([*map(str, input.shape[:-1]), 'classes'])
-    # What ranks exchange are sums, of a type of their own.
+    # The sums that ranks exchange have another type, so this compares the types of the inputs.
     compare(f'parallel_cross_entropy: logits of {input.dtype} and shape ({rows}), targets of '
             f'{target.dtype}', group)
     classes = exchange(logits.detach(), sums, target, group)
@@ -235,7 +236,7 @@ def _of_shards(input: Tensor, target: Tensor, weight: Tensor | None, ignore_inde
 
 
 def _check_gradients(target: Tensor, weight: Tensor | None) -> None:
-    """Raise if more than the logits needs a gradient."""
+    """Raise if targets or weights need a gradient."""
     if torch.is_grad_enabled() and (target.requires_grad
                                     or weight is not None and weight.requires_grad):
         raise ValueError('sharded logits get a gradient, but not their targets or weights: '
@@ -259,7 +260,7 @@ def _probabilities(target: Tensor, classes: Classes) -> Tensor:
 
 def _reduce(losses: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int,
             reduction: str) -> Tensor:
-    """Leave out what is ignored, and reduce."""
+    """Leave out ignored rows, and reduce."""
     counts = torch.ones_like(losses)
     if not target.is_floating_point():
         ignored = target == ignore_index

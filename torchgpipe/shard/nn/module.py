@@ -1,7 +1,7 @@
 """Modules with sharded parameters: the base class, and the conversion of plain layers.
 
-A copy, another device or a checkpoint may put another parameter in the place of a shard, so the
-module that has it tags it again.
+A copy, another device or a checkpoint may replace a shard by another parameter. So the module
+that has it tags it again.
 """
 from collections import Counter
 from typing import Any
@@ -20,9 +20,9 @@ __all__ = ['ParallelModule', 'convert']
 
 
 class ParallelModule(nn.Module):
-    """A module that has a shard of some parameters, as those of this package.
+    """A module that has a shard of some parameters, such as the layers of this package.
 
-    Derive from it to write a layer of your own::
+    Derive from it to write your own layer::
 
         class Scale(ts.nn.ParallelModule):
             def __init__(self, features):
@@ -46,7 +46,7 @@ class ParallelModule(nn.Module):
 
     def register_part(self, name: str, shape: tuple[int, ...], dim: int | None, order: int = 0,
                       device: Any = None, dtype: torch.dtype | None = None) -> None:
-        """Add a parameter of which each rank has a shard; its values are yet to be set.
+        """Add a parameter of which each rank has a shard, without initial values.
 
         Args:
             name: Its name.
@@ -54,8 +54,8 @@ class ParallelModule(nn.Module):
             dim: The parallel dimension: see :func:`ts.register_parallel_attribute`.
             order: 0 for a weight of shape (out, in), or a bias; 1 for one of shape (number,
                 features).
-            device: Where it shall be.
-            dtype: The type of its numbers.
+            device: Its device.
+            dtype: Its type.
         """
         self._layouts[name] = layout = Layout(shape, dim, order)
         self.register_parameter(name, nn.Parameter(
@@ -72,7 +72,7 @@ class ParallelModule(nn.Module):
         raise NotImplementedError
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Add a parameter, or put another one in the place of one.
+        """Add or replace a parameter.
 
         Raises:
             ValueError: It does not have the shape of this rank's shard.
@@ -84,13 +84,13 @@ class ParallelModule(nn.Module):
         self._tag()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it, unless its shards were taken for something else."""
+        """Call the module, after a check that its shards are treated as shards."""
         check_wrapped()
         self._check_shards()
         return super().__call__(*args, **kwargs)
 
     def _check_shards(self) -> None:
-        """Raise if somebody computes a shard, or has put another parameter in its place."""
+        """Raise if a shard is computed, or was replaced by another parameter."""
         for name in self._layouts:
             what = f'the {name} of {type(self).__name__}'
             if name not in self._parameters:
@@ -113,8 +113,8 @@ class ParallelModule(nn.Module):
             if parameter is not None:
                 layout.tag(parameter)
 
-    # What else puts other parameters in their place: another device or type, a copy or what comes
-    # out of a pickle, and loading where set_swap_module_params_on_conversion was called.
+    # Further events replace parameters: another device or type, a copy, unpickling, and loading
+    # after set_swap_module_params_on_conversion was called.
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -137,7 +137,7 @@ class ParallelModule(nn.Module):
 
 
 def _shard_of_first(full: Tensor, layout: Layout) -> Tensor:
-    """Return this rank's shard of what the first rank of all has; one shard at a time is sent."""
+    """Return this rank's shard of the first rank's full tensor; one shard at a time is sent."""
     dim = layout.storage
     world = needed_by(dim)
     if full.is_meta:
@@ -162,7 +162,7 @@ def convert(module: nn.Module, kind: type[nn.Module], new: type[ParallelModule],
             dim: int | None) -> nn.Module:
     """Replace all layers of a kind within a module, or the module if it is one itself.
 
-    A layer that stands in several places stays one; a parameter of several layers is refused.
+    A layer in several places stays one layer; a parameter of several layers raises an error.
     """
     check_dim(dim)
     plain = [each for each in module.modules() if type(each) is kind]
@@ -191,7 +191,7 @@ def _refuse_shared(module: nn.Module, plain: list[nn.Module]) -> None:
 
 
 def _like(plain: nn.Module, kind: type[ParallelModule], dim: int | None) -> ParallelModule:
-    """Return the sharded layer for a plain one: with its options, its mode and its hooks."""
+    """Return the sharded layer for a plain one, with its options, its mode and its hooks."""
     new = kind.__new__(kind)
     new.__dict__.update(plain.__getstate__(), dim=dim)
     new._parameters, new._layouts = {}, {}

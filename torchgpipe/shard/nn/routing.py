@@ -1,13 +1,13 @@
 """Routing: the tokens of all ranks that fit each expert's capacity, in one order at all scales.
 
-Tokens stand in line at the experts that they chose: first choices before second ones, and then in
-the order of ranks, and of tokens on a rank::
+Tokens queue at the experts that they chose: first choices before second ones, then in the order of
+ranks, and of tokens on a rank::
 
     expert 3    1st choices of rank 0, of rank 1, …    2nd choices of rank 0, …  │  dropped
                 ◀────────────────────────── capacity ──────────────────────────▶ │
 
-Ranks tell each other how many they have for each expert, so that each finds the places of its own
-by itself: experts × k numbers of each rank, in one collective.
+Ranks exchange their numbers of tokens for each expert, and each rank computes the places of its
+own tokens. This takes experts × k numbers of each rank, in one collective.
 """
 from fractions import Fraction
 from math import ceil
@@ -23,13 +23,13 @@ __all__ = ['Routes', 'routes', 'top']
 
 
 class Routes(NamedTuple):
-    """Where the tokens of this rank go, and how many of other ranks go where.
+    """The experts of this rank's tokens, and the numbers of other ranks' tokens.
 
     Args:
-        pairs: Those pairs of a token and one of its choices that have room, as
-            ``token * k + choice``, in the order of experts.
-        admitted: How many of them each expert gets of each rank, (experts, ranks), on the host.
-        share: The part of all choices that each expert has, with those that are dropped.
+        pairs: The admitted pairs of a token and one of its choices, as ``token * k + choice``, in
+            the order of experts.
+        admitted: The number of pairs of each expert and rank, (experts, ranks), on the host.
+        share: The share of each expert in all choices, including dropped ones.
     """
 
     pairs: Tensor
@@ -38,24 +38,25 @@ class Routes(NamedTuple):
 
 
 def top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest scores of each row, and where they are: of equal ones the first."""
+    """Return the k largest scores of each row and their places; ties prefer the first."""
     values, places = scores.sort(dim=-1, descending=True, stable=True)
     return values[:, :k], places[:, :k]
 
 
 def routes(chosen: Tensor, experts: int, capacity: float | None, is_wrong: Tensor,
            group: ProcessGroup | None) -> Routes:
-    """Return where tokens go, after ranks have told each other what they have.
+    """Return the routes of tokens, after an exchange of numbers between ranks.
 
     Args:
         chosen: The experts that each token chose, (tokens, k), the first choice first.
-        experts: How many experts there are.
-        capacity: How many times its even share of all choices an expert takes; None takes all.
-        is_wrong: Whether scores are not finite, and the choices mean nothing.
+        experts: The number of experts.
+        capacity: An expert's largest share of all choices, in multiples of an even share; None
+            takes all.
+        is_wrong: Whether scores are not finite, so that the choices are invalid.
         group: The ranks; None if there are no others.
 
     Raises:
-        ValueError: On all ranks: scores of one are not finite.
+        ValueError: Scores of a rank are not finite. All ranks raise this error.
     """
     k, rank = chosen.size(1), 0 if group is None else group.rank()
     keys = (chosen * k + torch.arange(k, device=chosen.device)).reshape(-1)
@@ -63,7 +64,7 @@ def routes(chosen: Tensor, experts: int, capacity: float | None, is_wrong: Tenso
     told = torch.cat([counts, is_wrong.to(counts).view(1)])[None]
     if group is not None:
         told = all_gather(told, group, 0, [1] * group.size())
-    table = told.cpu()  # The one time that the host waits: it has to know what it gets.
+    table = told.cpu()  # The only wait of the host: it needs the sizes of the tensors to receive.
     if table[:, -1].any():
         raise _not_finite(table[:, -1].nonzero()[:, 0].tolist())
     line = table[:, :-1].view(-1, experts, k).permute(1, 2, 0)
@@ -77,10 +78,10 @@ def routes(chosen: Tensor, experts: int, capacity: float | None, is_wrong: Tenso
 
 
 def _admitted(line: Tensor, capacity: float | None) -> Tensor:
-    """Return how many have room, of so many that stand in line: (experts, choices, ranks)."""
+    """Return the numbers of admitted tokens from the queued ones: (experts, choices, ranks)."""
     if capacity is None:
         return line
-    # As it is written: 1.1 · 50 are 55 places, and a little more in floating point.
+    # In exact decimals: 1.1 · 50 are 55 places, and a little more in floating point.
     room = ceil(Fraction(str(capacity)) * int(line.sum()) / len(line))
     flat = line.flatten(1)
     before = (flat.cumsum(1) - flat).view_as(line)

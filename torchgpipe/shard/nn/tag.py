@@ -11,16 +11,16 @@ __all__ = ['ParallelDropout', 'RegisterParallelDim']
 
 
 class RegisterParallelDim(nn.Identity):  # A layer of PyTorch's, which conversions leave whole.
-    """Say of an activation whether it is full, or its last dimension this rank's shard.
+    """Tag an activation as full, or as this rank's shard in its last dimension.
 
-    Its output is the input, or the tuple of its inputs, in the same memory; each tensor of it is a
-    new one, with the tag.
+    Its output is the input, or the tuple of its inputs, in the same memory. Each tensor in it is a
+    new object, with the tag.
 
     Args:
         dim: None for full activations, -1 or 1 for shards.
 
     Raises:
-        ValueError: ``dim`` is another one.
+        ValueError: ``dim`` has another value.
     """
 
     def __init__(self, dim: int | None = None) -> None:
@@ -44,16 +44,16 @@ class RegisterParallelDim(nn.Identity):  # A layer of PyTorch's, which conversio
 
 
 class ParallelDropout(nn.Module):
-    """``nn.Dropout``: one mask on all ranks where activations are full, another on each else.
+    """``nn.Dropout`` with one mask on all ranks for full activations, and one per rank for shards.
 
-    Masks follow from ``torch.manual_seed``, also in a recomputation. Where activations are full,
-    and all ranks have the same seed, it is the mask that one process draws.
+    Masks depend on ``torch.manual_seed``, also in a recomputation. If activations are full, and
+    all ranks have the same seed, the mask is the same as in one process.
 
     Args:
         p: The probability of zero.
         inplace: Whether the input is changed in place.
-        dim: None for full activations, -1 or 1 for this rank's shard; by default the tag of the
-            input says which. The output is tagged so.
+        dim: None for full activations, -1 or 1 for this rank's shard; by default, the tag of the
+            input. The output gets the same tag.
 
     Raises:
         ValueError: In training, the input has no tag, and ``dim`` was left out.
