@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.devices import cpu_only
-from torchgpipe.ending import THREADS
+from torchgpipe.shard.world import THREADS
 
 pytestmark = [
     cpu_only('gloo is on the CPU'),
@@ -55,10 +55,11 @@ def test_a_thread_of_gloo_comes_to_its_end(before):
 @pytest.mark.slow
 def test_nobody_waits_for_longer_than_the_limit():
     start = time.monotonic()
-    assert run(MESH + '; import torchgpipe.ending; torchgpipe.ending.LIMIT = .1', 10 ** 6) == b''
+    assert run(MESH + '; import torchgpipe.shard.world; torchgpipe.shard.world.LIMIT = .1',
+               10 ** 6) == b''
     assert time.monotonic() - start < 60
 
 
 @pytest.mark.slow
 def test_a_process_without_such_groups_does_not_wait():
-    assert run('assert "torchgpipe.ending" not in sys.modules', 10 ** 6) == b''
+    assert run('assert "torchgpipe.shard.world" not in sys.modules', 10 ** 6) == b''

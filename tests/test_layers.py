@@ -60,7 +60,7 @@ def test_sharded_layers_stand_beside_the_rest():
         if within(name, 'distributed'):
             continue
         others = {other for other in imported if within(other, 'shard') != within(name, 'shard')}
-        below = {'base.context', 'base.devices', 'base.private', 'base.structure', 'ending'}
+        below = {'base.context', 'base.devices', 'base.private', 'base.structure'}
         assert others <= (below if within(name, 'shard') else set()), name
 
 

@@ -8,7 +8,7 @@ from benchmarks.harness.experiment import Setting
 from benchmarks.harness.job import Job
 from torchgpipe.base.devices import synchronize
 from torchgpipe.engine.streams import current_stream
-from torchgpipe.timeline.marks import Stamp, seconds, stamp
+from torchgpipe.timeline.recorder import Stamp, seconds, stamp
 
 __all__ = ['steps_of_an_epoch', 'time_epochs']
 

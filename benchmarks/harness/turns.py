@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchgpipe import is_recomputing
 from torchgpipe.base.context import context
-from torchgpipe.timeline.marks import nodes_between, producers
+from torchgpipe.timeline.recorder import nodes_between, producers
 
 __all__ = ['Turns']
 

@@ -13,7 +13,7 @@ from tests import accelerator
 from tests.devices import ACCELERATOR
 from tests.shard.processes import Failure, end_idle, outcomes, run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-from torchgpipe.distributed.ties import Ties
+from torchgpipe.distributed.layers import Ties
 
 pytestmark = pytest.mark.accelerator
 

@@ -15,15 +15,13 @@ from torch.nn import functional as F
 
 from torchgpipe import NoChunk
 from torchgpipe.distributed import DistributedGPipe, init_mesh, load_checkpoint, save_checkpoint
-from torchgpipe.distributed.comparison import Shared
+from torchgpipe.distributed.agreement import Facts, NotBegun, Shared, together
+from torchgpipe.distributed.layers import Ties, check_plan, tie_again
 from torchgpipe.distributed.mesh import Axis, axis_of
-from torchgpipe.distributed.messages import Header, Messages, outline
 from torchgpipe.distributed.rank import Rank
-from torchgpipe.distributed.replicas import Replicas, like
-from torchgpipe.distributed.start import Facts, NotBegun, together
+from torchgpipe.distributed.reduction import Replicas, like
 from torchgpipe.distributed.steps import check_alike, check_counts, check_losses, check_same_losses
-from torchgpipe.distributed.tensor import check_plan, tie_again
-from torchgpipe.distributed.ties import Ties
+from torchgpipe.distributed.transport import Header, Messages, outline
 from torchgpipe.distributed.watch import Watch
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.lowering import Send

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from tests.devices import cpu_only
 from tests.distributed.models import batch, unet
 from tests.shard.processes import run
-from torchgpipe.distributed import DistributedGPipe, clocks, init_mesh
+from torchgpipe.distributed import DistributedGPipe, agreement, init_mesh
 from torchgpipe.timeline import record
 
 pytestmark = cpu_only('processes meet by gloo')
@@ -56,4 +56,4 @@ def test_a_rank_records_its_own_lane_without_the_others():
 
 
 def test_one_rank_has_its_own_clock():
-    assert clocks.merge([], 3., None, torch.device('cpu')) == []
+    assert agreement.merge([], 3., None, torch.device('cpu')) == []

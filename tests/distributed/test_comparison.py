@@ -14,7 +14,7 @@ from tests.devices import cpu_only
 from tests.shard.processes import outcomes, run
 from torchgpipe import Arguments, NoChunk
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-from torchgpipe.distributed.comparison import digests
+from torchgpipe.distributed.agreement import digests
 
 pytestmark = cpu_only('processes meet by gloo')
 

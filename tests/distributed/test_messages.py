@@ -9,7 +9,7 @@ from tests.devices import cpu_only
 from tests.distributed.models import batch, perceptron, unet
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, init_mesh, steps
-from torchgpipe.distributed.messages import AHEAD, Messages, outline
+from torchgpipe.distributed.transport import AHEAD, Messages, outline
 
 pytestmark = cpu_only('processes meet by gloo')
 

@@ -16,7 +16,7 @@ from tests.distributed.saving import World, adam, fresh, made, same, steps, valu
 from tests.shard.processes import Failure, outcomes, run
 from tests.whole import first
 from torchgpipe.distributed import load_checkpoint, save_checkpoint
-from torchgpipe.distributed.states import check_model, check_optimizer
+from torchgpipe.distributed.checkpoint import check_model, check_optimizer
 
 pytestmark = cpu_only('processes meet by gloo')
 

@@ -11,8 +11,8 @@ from tests.distributed.models import MODELS, Block, batch, full, train
 from tests.distributed.test_model import alone, check, part
 from tests.shard.processes import outcomes, run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-from torchgpipe.distributed.replicas import like
-from torchgpipe.distributed.tensor import check_plan
+from torchgpipe.distributed.layers import check_plan
+from torchgpipe.distributed.reduction import like
 
 pytestmark = cpu_only('processes meet by gloo')
 

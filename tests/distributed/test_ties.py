@@ -9,7 +9,7 @@ from tests.devices import cpu_only
 from tests.distributed.models import Block, Head, batch, tied
 from tests.shard.processes import outcomes, run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-from torchgpipe.distributed.ties import Ties
+from torchgpipe.distributed.layers import Ties
 
 pytestmark = cpu_only('processes meet by gloo')
 

@@ -18,8 +18,8 @@ from tests.distributed.saving import OFFLOAD, PLAN
 from tests.distributed.test_model import alone, check, trained
 from tests.shard.processes import Failure, outcomes, run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.distributed.reduction import Unit, grouped
 from torchgpipe.distributed.steps import Steps
-from torchgpipe.distributed.units import Unit, grouped
 
 pytestmark = cpu_only('processes meet by gloo')
 

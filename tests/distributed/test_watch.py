@@ -17,10 +17,10 @@ from tests.distributed.models import Block, batch
 from tests.shard.processes import run
 from tests.whole import first
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-from torchgpipe.distributed import watcher as watchers
-from torchgpipe.distributed.records import Record, blame
-from torchgpipe.distributed.watcher import EXIT, GRACE, SILENCE, Own, Watcher
-from torchgpipe.distributed.whereabouts import Whereabouts, whereabouts
+from torchgpipe.distributed import watch as watchers
+from torchgpipe.distributed.reports import Record, blame
+from torchgpipe.distributed.watch import (EXIT, GRACE, SILENCE, Own, Watcher, Whereabouts,
+                                          whereabouts)
 from torchgpipe.timeline import record
 
 pytestmark = cpu_only('processes meet by gloo')

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchgpipe.shard as ts
 from tests.shard.processes import run
 from torchgpipe.shard import collectives
-from torchgpipe.shard.tags import is_tagged
+from torchgpipe.shard.parameter import is_tagged
 from torchgpipe.shard.world import current
 
 SIZES = [1, 2, 5, 7, 8, 31]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torchgpipe.shard as ts
 from tests.shard.processes import Failure, outcomes, run
 from tests.whole import first
-from torchgpipe.shard import failures
+from torchgpipe.shard import collectives
 
 
 class Raises(torch.autograd.Function):
@@ -25,7 +25,7 @@ class Raises(torch.autograd.Function):
 
 def fails(where, who):
     """Take some steps, in which a rank raises."""
-    failures.GRACE = datetime.timedelta(seconds=3)
+    collectives.GRACE = datetime.timedelta(seconds=3)
     ts.distributed.init_process_group(timeout=datetime.timedelta(seconds=60))
     for step in range(3):
         x = torch.ones(8, requires_grad=True)
@@ -79,12 +79,12 @@ def together():
     group = ts.distributed.get_group()
     for _ in range(2):
         with pytest.raises(RuntimeError, match='on all others') as caught:
-            failures.complete(Fails, group, True)
+            collectives.complete(Fails, group, True)
         assert 'as on all ranks' in str(caught.value.__cause__)
-        failures.complete(Slow, group, True)
+        collectives.complete(Slow, group, True)
         assert ts.distributed.reduce(torch.ones(1)) == 2
     with pytest.raises(RuntimeError, match='^at the start$'):
-        failures.complete(start_fails, group, True)
+        collectives.complete(start_fails, group, True)
 
 
 def start_fails():
@@ -99,7 +99,7 @@ def test_a_failure_of_all_ranks_is_over_when_they_go_on():
 
 def absent():
     """Keep away from a collective, and live on."""
-    failures.GRACE = datetime.timedelta(seconds=1)
+    collectives.GRACE = datetime.timedelta(seconds=1)
     ts.distributed.init_process_group(timeout=datetime.timedelta(seconds=2))
     if dist.get_rank() == 1:
         store = dist.distributed_c10d._get_default_store()

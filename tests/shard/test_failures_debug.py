@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import torchgpipe.shard as ts
 from tests.shard.processes import run
-from torchgpipe.shard.failures import is_read
+from torchgpipe.shard.collectives import is_read
 
 
 def other_shapes():
@@ -110,6 +110,6 @@ def test_nothing_more_is_exchanged_without_it():
 
 def test_the_host_reads_what_is_elsewhere_in_the_debug_mode_alone(monkeypatch):
     assert is_read(torch.empty(1)) and not is_read(torch.empty(1, device='meta'))
-    monkeypatch.setattr('torchgpipe.shard.failures.get_debug_level',
+    monkeypatch.setattr('torchgpipe.shard.collectives.get_debug_level',
                         lambda: dist.DebugLevel.DETAIL)
     assert is_read(torch.empty(1, device='meta'))

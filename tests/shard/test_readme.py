@@ -8,7 +8,7 @@ from torch import nn
 import torchgpipe.shard as ts
 from tests.shard.nn.oracle import close, cut
 from tests.shard.processes import run
-from torchgpipe.shard.tags import storage_dim
+from torchgpipe.shard.parameter import storage_dim
 
 
 def snippet():

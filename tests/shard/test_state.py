@@ -13,7 +13,7 @@ import torchgpipe.shard as ts
 from benchmarks.harness.live import LiveTensors
 from tests.shard.plain import give_gradients, pair, whole
 from tests.shard.processes import Failure, outcomes, run
-from torchgpipe.shard import state
+from torchgpipe.shard import state_dict
 
 
 class Net(nn.Module):
@@ -249,7 +249,7 @@ def fails(how):
         elif how == 'keys':
             del mine['row.weight']
         elif how == 'within':
-            state.torch = Failing()
+            state_dict.torch = Failing()
         elif how == 'optimizer':
             optimizer = torch.optim.SGD([sharded.row.weight])
         elif how == 'absent':

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 import torchgpipe.shard as ts
-from torchgpipe.shard.tags import is_split, is_tagged, storage_dim
+from torchgpipe.shard.parameter import is_split, is_tagged, storage_dim
 
 
 def test_a_tag_is_an_attribute_of_one_tensor():

@@ -8,7 +8,7 @@ from tests.timeline.test_timeline import timed, two
 from torchgpipe.plan import Costs, StageCosts, simulate
 from torchgpipe.schedule import make
 from torchgpipe.timeline import Copied, Timeline, compare
-from torchgpipe.timeline.picture import LEGEND
+from torchgpipe.timeline.timeline import LEGEND
 
 
 def words(path):

@@ -172,7 +172,7 @@ def test_inference(devices):
 def clock(monkeypatch):
     """Let the recorder look at a clock that the layers move."""
     clock = Clock()
-    monkeypatch.setattr(import_module('torchgpipe.timeline.marks'), 'time', clock)
+    monkeypatch.setattr(import_module('torchgpipe.timeline.recorder'), 'time', clock)
     return clock
 
 

@@ -1,4 +1,4 @@
-"""The layers of one rank: created on this rank only, with values independent of the mesh.
+"""The layers of one rank: created on it alone, split over ranks by names, or tied to others.
 
 ::
 
@@ -6,21 +6,99 @@
     layers       0 1       2 3       4         5
     rank 0       0 1                 4                    one by one: layer i from (seed, i),
     rank 1                 2 3                 5          then cut into shards, then the next one
+
+Each rank has its own copy, which starts with the value in the first stage. In each step, it gets
+the sum of all gradients, so all copies stay equal to a single tensor::
+
+    stage 0, rank 0      gradient ◀── gradient of rank 3
+                           └─ sum ──▶ rank 3
+    stage 3, rank 3      gradient ──▶ rank 0,  sum ◀── rank 0
 """
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
+from torchgpipe.distributed.reduction import Gradients, like, local
 from torchgpipe.engine.partition import named_slots
 from torchgpipe.model.materialize import materialize, seeded
 from torchgpipe.model.weights import Weights, open_weights
 from torchgpipe.sequential.parts import to_own_names
+from torchgpipe.shard.collectives import gathered
 
-__all__ = ['Tie', 'fill', 'shared_in', 'skeleton_of', 'ties_of']
+__all__ = ['Tie', 'Ties', 'check_plan', 'fill', 'layout_of', 'shared_in', 'skeleton_of',
+           'split_apart', 'split_layer', 'tie_again', 'ties_of']
+
+
+def check_plan(plan: Mapping[str, Any], module: nn.Module, size: int) -> None:
+    """Check that each line of a plan matches a module, and that a tensor axis has a plan.
+
+    Raises:
+        ValueError: A line matches no module, or there is no plan for several ranks.
+    """
+    names = [name for name, _ in module.named_modules() if name]
+    for pattern in plan:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f'tensor_plan names {pattern!r}, but no module is called that; '
+                             f'names like it: {get_close_matches(pattern, names, 5, 0.3)}')
+    if size > 1 and not plan:
+        raise ValueError(f'the mesh has {size} ranks along its tensor axis, but tensor_plan says '
+                         "of no layer how it is split: tensor_plan={'*.linear': ColwiseParallel()}"
+                         ' of torch.distributed.tensor.parallel')
+
+
+def split_layer(name: str, layer: nn.Module, plan: Mapping[str, Any], mesh: DeviceMesh | None
+                ) -> None:
+    """Split a layer of a model as a plan says.
+
+    Args:
+        name: The name of the layer in the model.
+        layer: The layer.
+        plan: Styles by the names of modules in the model.
+        mesh: The ranks to split it over; ``None`` if there are no others.
+    """
+    if mesh is not None:
+        for path, module in [*layer.named_modules(prefix=name)]:
+            for pattern, style in plan.items():
+                if fnmatchcase(path, pattern):
+                    parallelize_module(module, mesh, style)
+                    break
+
+
+def layout_of(x: object) -> str:
+    """Return a description of how a parameter is split."""
+    return str(x.placements) if isinstance(x, DTensor) else 'whole'
+
+
+def split_apart(layouts: Mapping[str, str]) -> ValueError:
+    """Return the error for one parameter that is split in several ways, by its names."""
+    return ValueError(f'one parameter has several names, and tensor_plan splits it in other ways '
+                      f'there: {dict(layouts)}; let all of them be split alike')
+
+
+def tie_again(shared: Sequence[Sequence[tuple[str, nn.Module, str]]]) -> None:
+    """Tie a parameter again that was split in each of its places.
+
+    Raises:
+        ValueError: It was split in different ways.
+    """
+    for places in shared:
+        tensors = [getattr(module, name) for _, module, name in places]
+        layouts = {full: layout_of(x) for (full, _, _), x in zip(places, tensors)}
+        if len({*layouts.values()}) > 1:
+            raise split_apart(layouts)
+        for _, module, name in places[1:]:
+            setattr(module, name, tensors[0])
+
 
 #: A tensor in several places: the stage of each, and its name there; in the order of stages.
 Tie = tuple[tuple[int, str], ...]
@@ -157,3 +235,148 @@ def ties_of(model: nn.Sequential, stages: Sequence[Iterable[str]]) -> list[Tie]:
     owners = {name: j for j, names in enumerate(stages) for name in names}
     return [tuple((owners[full.partition('.')[0]], full) for full, _, _ in places)
             for places in shared_in({name: model.get_submodule(name) for name in owners})]
+
+
+class Ties:
+    """The parameters and buffers of this rank that other ranks also have.
+
+    Buffers are only compared: a layer that changes one makes ranks differ.
+
+    Args:
+        layers: The layers of this rank, by their names in the whole model.
+        ties: The stages and names of each.
+        ranks: The rank of each stage.
+        group: The ranks of the pipeline.
+
+    Attributes:
+        names: The names of this rank's copies, each with the name in the first stage.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module], ties: Sequence[Tie], ranks: Sequence[int],
+                 group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        #: The modules and names by which this rank has them, and all ranks that do.
+        self._ties: list[tuple[nn.Module, str, list[int]]] = []
+        #: By the name in the first stage, the name on this rank and the layout here.
+        self._layouts: dict[str, tuple[str, str]] = {}
+        self.names: dict[str, str] = {}
+        #: The places of parameters and buffers, their names in the first stage, and how many
+        #: other ranks have them, or -1 on all but the first.
+        self._slots: list[tuple[nn.Module, str, str, int]] = []
+        self._known: list[Any] = []
+        for tie in ties:
+            own = [name for j, name in tie if ranks[j] == dist.get_rank()]
+            owners = [*dict.fromkeys(ranks[j] for j, _ in tie)]
+            if own and len(owners) > 1:
+                path, _, name = own[0].rpartition('.')
+                layer, _, rest = path.partition('.')
+                module, first = layers[layer].get_submodule(rest), tie[0][1]
+                x = getattr(module, name)
+                others = len(owners) - 1 if owners[0] == dist.get_rank() else -1
+                self._slots.append((module, name, first, others))
+                if isinstance(x, nn.Parameter):
+                    self._ties.append((module, name, owners))
+                    self._layouts[first] = own[0], layout_of(x)
+                    self.names.update(dict.fromkeys(own, first))
+
+    @property
+    def shared(self) -> dict[int, tuple[str, int]]:
+        """The name and the number of other ranks of each tensor, by its number: `comparison`."""
+        return {id(getattr(module, name, None)): (first, others)
+                for module, name, first, others in self._slots}
+
+    def remember(self) -> None:
+        """Record the parameters with which the model is made."""
+        self._known = [module._parameters[name] for module, name, _ in self._ties]
+
+    def check(self) -> None:
+        """Check that the parameters are the same as when the model was made.
+
+        Raises:
+            ValueError: A parameter was replaced, so it may not be tied any more.
+        """
+        for (module, name, ranks), x in zip(self._ties, self._known):
+            if module._parameters.get(name) is not x:
+                raise ValueError(f"'{name}' of a {type(module).__name__}, which stages on ranks "
+                                 f'{ranks} share, was replaced after this model was made: change '
+                                 'its values in place, or replace it in the module before')
+
+    @torch.no_grad()
+    def spread(self, device: torch.device) -> None:
+        """Copy the values in the first stage to all copies.
+
+        Args:
+            device: The device of this rank, from which it sends; parameters may be on the host.
+
+        Raises:
+            ValueError: The copies are split in different ways.
+        """
+        self._check_layouts()
+        for module, name, (first, *others) in self._ties:
+            x = local(module._parameters[name])  # type: ignore[arg-type]
+            if dist.get_rank() == first:
+                for rank in others:
+                    dist.send(x.contiguous().to(device), rank, self._group)
+            else:
+                value = torch.empty_like(x, device=device, memory_format=torch.contiguous_format)
+                dist.recv(value, first, self._group)
+                x.copy_(value)
+
+    def _check_layouts(self) -> None:
+        if self._group is None:
+            return
+        found: list[dict[str, tuple[str, str]]] = gathered(self._layouts, self._group)
+        for first in dict.fromkeys(key for each in found for key in each):
+            layouts = dict(each[first] for each in found if first in each)
+            if len({*layouts.values()}) > 1:
+                raise split_apart(layouts)
+
+    def together(self, gradients: Gradients) -> Gradients:
+        """Return gradients, summed over all ranks for parameters that other ranks have.
+
+        Raises:
+            RuntimeError: A parameter is frozen on some of them.
+        """
+        own = {id(module._parameters[name]) for module, name, _ in self._ties}
+        grads = {id(x): grad for x, grad in gradients if id(x) in own}
+        found = [(x, grad) for x, grad in gradients if id(x) not in own]
+        for module, name, ranks in self._ties:
+            x = module._parameters[name]
+            assert x is not None
+            grad, there, learning = self._sum(x, grads.get(id(x)), ranks)
+            if 0 < learning < len(ranks):
+                raise RuntimeError(
+                    f"'{name}' of a {type(module).__name__}, which stages on ranks {ranks} share, "
+                    f'requires grad on {learning} of them; freeze it on all, or on none')
+            if there:
+                found.append((x, grad))
+        return found
+
+    def _sum(self, x: Tensor, grad: Tensor | None, ranks: Sequence[int]
+             ) -> tuple[Tensor, int, int]:
+        """Return the sum of ranks' gradients, the number of gradients, and of trained copies.
+
+        Gradients are added up in the order of ranks, and the first rank sends the sum to all.
+        """
+        result = like(x, grad)
+        said = local(result).new_tensor([grad is not None, x.requires_grad])
+        total, (first, *others) = torch.cat([local(result).reshape(-1), said]), ranks
+        if dist.get_rank() == first:
+            for rank in others:
+                part = torch.empty_like(total)
+                dist.recv(part, rank, self._group)
+                total += part
+            for rank in others:
+                dist.send(total, rank, self._group)
+        else:
+            dist.send(total, first, self._group)
+            dist.recv(total, first, self._group)
+        local(result).copy_(total[:-2].view_as(local(result)))
+        there, learning = total[-2:].tolist()
+        return result, int(there), int(learning)
+
+    @property
+    def copies(self) -> set[int]:
+        """The numbers of this rank's parameters that the rank of an earlier stage has."""
+        return {id(module._parameters[name]) for module, name, ranks in self._ties
+                if ranks[0] != dist.get_rank()}

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu
-from torchgpipe.ending import wait_at_exit
+from torchgpipe.shard.world import wait_at_exit
 
 __all__ = ['AXES', 'Axis', 'alike', 'axis_of', 'device_of', 'init_mesh', 'lines_of', 'whole_group']
 

@@ -18,14 +18,11 @@ from torchgpipe.base.private import uncompiled
 from torchgpipe.base.settings import Checkpoint, Settings
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.distributed import checkpoint as checkpoints
-from torchgpipe.distributed.clipping import clip
-from torchgpipe.distributed.clocks import merge
-from torchgpipe.distributed.layers import skeleton_of
+from torchgpipe.distributed.agreement import Facts, digest, merge
+from torchgpipe.distributed.layers import check_plan, skeleton_of
 from torchgpipe.distributed.rank import Rank
-from torchgpipe.distributed.replicas import DATA
-from torchgpipe.distributed.start import Facts, digest
+from torchgpipe.distributed.reduction import DATA, clip
 from torchgpipe.distributed.steps import Steps
-from torchgpipe.distributed.tensor import check_plan
 from torchgpipe.distributed.watch import Watch, watched
 from torchgpipe.engine.partition import Engine
 from torchgpipe.gpipe import Placed

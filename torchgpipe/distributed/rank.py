@@ -13,19 +13,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from torchgpipe.base.devices import is_cpu, rng_states, set_rng_states
-from torchgpipe.distributed.comparison import Shared, details, differ, differences, numbers_of
-from torchgpipe.distributed.layers import fill, shared_in, ties_of
+from torchgpipe.distributed.agreement import (Facts, Shared, details, differ, differences, digest,
+                                              numbers_of, together)
+from torchgpipe.distributed.layers import Ties, fill, shared_in, split_layer, tie_again, ties_of
 from torchgpipe.distributed.mesh import alike, axis_of, device_of, lines_of, whole_group
-from torchgpipe.distributed.replicas import Replicas, local, split_axes, take_first
-from torchgpipe.distributed.start import Facts, digest, together
-from torchgpipe.distributed.tensor import split_layer, tie_again
-from torchgpipe.distributed.ties import Ties
-from torchgpipe.distributed.units import Unit, grouped
+from torchgpipe.distributed.reduction import Replicas, Unit, grouped, local, split_axes, take_first
 from torchgpipe.engine.cell import Sequential
 from torchgpipe.engine.partition import Engine, named_slots
 from torchgpipe.model.materialize import seeded
 from torchgpipe.model.weights import Weights
-from torchgpipe.shard.failures import gathered
+from torchgpipe.shard.collectives import gathered
 from torchgpipe.shard.nn.experts import Experts
 from torchgpipe.skip.layout import inspect_skip_layout
 from torchgpipe.skip.skippable import Skippable

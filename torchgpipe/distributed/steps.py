@@ -5,7 +5,7 @@
     cut the input ──▶ facts ──▶ count the target ──▶ facts ──▶ row ──▶ facts: the loss
     on the first                on the last                messages    from the last
 
-The exchanged facts are a few numbers: :mod:`torchgpipe.distributed.start`.
+The exchanged facts are a few numbers: :mod:`torchgpipe.distributed.agreement`.
 """
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +21,10 @@ from torch import Tensor
 from torchgpipe.base.context import ThreadState
 from torchgpipe.base.settings import checkpoint_stops
 from torchgpipe.base.structure import Arguments, flatten_nested
-from torchgpipe.distributed.comparison import digests
-from torchgpipe.distributed.messages import Header, Messages
+from torchgpipe.distributed.agreement import Facts, digest, digests
 from torchgpipe.distributed.rank import Rank
-from torchgpipe.distributed.replicas import Gradients, added
-from torchgpipe.distributed.start import Facts, digest
-from torchgpipe.distributed.transport import Evaluation, Training, Way
+from torchgpipe.distributed.reduction import Gradients, added
+from torchgpipe.distributed.transport import Evaluation, Header, Messages, Training, Way
 from torchgpipe.engine.microbatches import Batch, check_arguments, cut, fit_rule, gather
 from torchgpipe.engine.run import Run
 from torchgpipe.gpipe import Placed

@@ -13,7 +13,7 @@ from typing import Any
 #: Old paths, each with the path that has its names now.
 PATHS = {f'torchgpipe.{old}': f'torchgpipe.{new}' for old, new in {
     'balance.blockpartition': 'plan.balance',
-    'checkpoint': 'legacy.checkpoint', 'copy': 'engine.streams', 'dependency': 'engine.streams',
+    'checkpoint': 'legacy.checkpointing', 'copy': 'engine.streams', 'dependency': 'engine.streams',
     'microbatch': 'legacy.microbatch', 'phony': 'engine.streams',
     'pipeline': 'legacy.pipeline', 'skip.namespace': 'skip.tracker',
     'skip.portal': 'legacy.portal', 'stream': 'engine.streams',

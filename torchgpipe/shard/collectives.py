@@ -1,18 +1,182 @@
-"""Collectives in place, or without a gradient: sums, and values of other ranks.
+"""Collectives without a gradient, and errors of one rank that are raised on all ranks.
+
+Where no rank communicates, ranks ask each other whether one has raised
+(:func:`raise_on_all_ranks`). In a collective, the others wait for a rank that has raised. When its
+process ends, the ranks that are connected with it get an error that names an address, and the
+others wait for these in turn. So each rank that fails leaves a note in the group's store, and each
+rank that waits for long looks for such notes. A rank without a note after a while is the one that
+blocked all others::
+
+    rank 0    collective ── fails ── note ─┐
+    rank 1    raises, ends                 ├─▶ 0, 2, 3 have left a note: it was 1
+    rank 2    collective ── fails ── note ─┤
+    rank 3    collective ── waits ── note ─┘
+
+On accelerators a collective is only put into a queue. There NCCL's watchdog ends a process whose
+collective does not end.
 
 All ranks of a group have to call the same collectives in the same order.
 """
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import (DebugLevel, ProcessGroup,  # type: ignore[attr-defined]
+                               get_debug_level)
 
-from torchgpipe.shard.failures import compare, complete
-from torchgpipe.shard.world import World
+from torchgpipe.base.context import check_order
+from torchgpipe.shard.world import World, current
 
-__all__ = ['all_gather', 'all_reduce', 'all_sizes', 'all_to_all', 'broadcast', 'from_first']
+__all__ = ['all_gather', 'all_reduce', 'all_sizes', 'all_to_all', 'broadcast', 'compare',
+           'complete', 'differences', 'from_first', 'gathered', 'is_read', 'raise_on_all_ranks']
+
+#: How long a rank waits for the others before it looks for their notes.
+LOOK = timedelta(seconds=0.5)
+
+#: How long a rank waits for the notes of the others, which look for its note every ``LOOK``.
+GRACE = timedelta(seconds=5)
+
+#: How many collectives of a group have failed on this rank. Ranks may continue after a failure
+#: on all of them; the next failure has its own notes.
+_failures: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+
+
+@contextmanager
+def raise_on_all_ranks(task: str, group: ProcessGroup | None = None) -> Iterator[None]:
+    """Raise on all ranks of a group if one of them raises in a block without communication.
+
+    The message has the task, the rank that has raised, and its error.
+    """
+    group = group or current().tensor_group
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:  # Also an interrupt: the others would wait for this rank.
+        error = raised
+    failed = torch.tensor(float(error is not None), device=current().mesh.device_type)
+    complete(lambda: dist.all_reduce(failed, dist.ReduceOp.MAX, group, async_op=True), group,
+             failed.is_cpu)
+    reason = None if error is None else f'{type(error).__name__}: {error}'
+    reasons = gathered(reason, group) if failed else []
+    if error is not None:
+        raise error
+    for rank, reason in zip(dist.get_process_group_ranks(group), reasons):
+        if reason is not None:
+            raise RuntimeError(f'{task} failed on rank {rank}, so it ended here, too: {reason}')
+
+
+def gathered(value: Any, group: ProcessGroup) -> list[Any]:
+    """Return the values of all ranks of a group, which can be anything that can be pickled."""
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+# --- collectives
+# ----------------------------------------------------------------------------------
+
+
+def complete(start: Callable[[], Any], group: ProcessGroup, on_cpu: bool) -> None:
+    """Start a collective, and wait for it.
+
+    Args:
+        start: Starts it, and returns its work.
+        group: The ranks that take part.
+        on_cpu: Whether its tensors are on the CPU.
+
+    Raises:
+        RuntimeError: It failed, and the message names the ranks that did not take part; or this
+            is a cell of a pipeline whose collectives have no order.
+    """
+    check_order()
+    work = start()
+    try:
+        if on_cpu:
+            _wait(work, group)
+        else:
+            work.wait()
+    except RuntimeError as error:
+        raise RuntimeError(_message(group)) from error
+
+
+def _wait(work: Any, group: ProcessGroup) -> None:
+    """Wait for the work of a collective, but not if it cannot end any more."""
+    while True:
+        try:
+            work.wait(LOOK)
+            return
+        except RuntimeError:
+            if work.is_completed() or group.get_group_store().check([_note(group)]):
+                raise
+
+
+def _note(group: ProcessGroup) -> str:
+    return f'torchgpipe.shard/failed/{_failures.get(group, 0)}'
+
+
+def _message(group: ProcessGroup) -> str:
+    """Leave a note, wait for the notes of others, and return a message about ranks without one."""
+    store, ranks = group.get_group_store(), dist.get_process_group_ranks(group)
+    note = _note(group)
+    store.set(f'{note}/{group.rank()}', '')
+    store.set(note, '')
+    _failures[group] = _failures.get(group, 0) + 1
+    missing: list[int] = []
+    for i, rank in enumerate(ranks):
+        try:
+            store.wait([f'{note}/{i}'], timedelta(0) if missing else GRACE)
+        except RuntimeError:
+            missing.append(rank)
+    where = f'a collective of the group of ranks {ranks} failed on rank {ranks[group.rank()]}'
+    if not missing:
+        return f'{where}, and on all others, for the reason above'
+    names = ('rank ' if len(missing) == 1 else 'ranks ') + ', '.join(map(str, missing))
+    return (f'{where}: {names} did not take part. There, an error was raised before, or the '
+            'process was ended, or other layers were called: look at what it has printed. '
+            'TORCH_DISTRIBUTED_DEBUG=DETAIL lets ranks compare what they are about to do')
+
+
+# --- the debug mode: TORCH_DISTRIBUTED_DEBUG=DETAIL, which PyTorch reads when it is imported
+# ----------------------------------------------------------------------------------
+
+
+def compare(facts: str, group: ProcessGroup) -> None:
+    """Raise on all ranks of a group, in the debug mode, if their facts differ.
+
+    In that mode PyTorch compares the collectives that ranks call, and the shapes and types of the
+    sent tensors. This function compares further facts.
+
+    Raises:
+        RuntimeError: Facts differ. The message names the ranks.
+    """
+    if get_debug_level() != DebugLevel.DETAIL:
+        return
+    said = gathered(facts, group)
+    if len({*said}) > 1:
+        raise RuntimeError(
+            f'the ranks of a group do not do the same: {differences(said, group)}. Let all of '
+            'them call the same layers in the same order, on tensors that fit together')
+
+
+def is_read(x: Tensor) -> bool:
+    """Return whether the host reads values: on the CPU, or in the debug mode."""
+    return x.is_cpu or get_debug_level() == DebugLevel.DETAIL
+
+
+def differences(facts: Sequence[object], group: ProcessGroup) -> str:
+    """Return a text of facts and the ranks that have them, the rarest fact first."""
+    ranks = dist.get_process_group_ranks(group)
+    said = []
+    for fact, count in reversed(Counter(facts).most_common()):
+        who = ', '.join(str(rank) for rank, each in zip(ranks, facts) if each == fact)
+        said.append(f'rank {who} has {fact}' if count == 1 else f'ranks {who} have {fact}')
+    return '; '.join(said)
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup,

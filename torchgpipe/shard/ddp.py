@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchgpipe.base.private import active_ddp, ignore_in_ddp
 from torchgpipe.base.structure import flatten
 from torchgpipe.shard.collectives import broadcast
-from torchgpipe.shard.tags import sharded_parameters, storage_dim
+from torchgpipe.shard.parameter import sharded_parameters, storage_dim
 from torchgpipe.shard.world import current
 
 __all__ = ['check_wrapped', 'counted', 'of_own_rows', 'register_ddp_gathered_features',

@@ -29,7 +29,7 @@ from torchgpipe.base.private import is_transformed
 from torchgpipe.shard import sizes
 from torchgpipe.shard.collectives import all_gather, all_reduce, all_sizes
 from torchgpipe.shard.ddp import counted, of_own_rows
-from torchgpipe.shard.tags import register_parallel_dim, tagged_full
+from torchgpipe.shard.parameter import register_parallel_dim, tagged_full
 from torchgpipe.shard.world import (destroy_process_group, get_data_group, get_data_rank,
                                     get_group, get_group_size, get_mesh, get_rank, get_world_size,
                                     init_process_group, is_initialized)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchgpipe.base.devices import is_cpu
 from torchgpipe.shard.collectives import broadcast, from_first
-from torchgpipe.shard.tags import check_dim
+from torchgpipe.shard.parameter import check_dim
 from torchgpipe.shard.world import World, needed_by
 
 __all__ = ['draws', 'same_draws']

@@ -13,9 +13,9 @@ from torchgpipe.base.distance import arbitrary_loss
 from torchgpipe.base.errors import add_note
 from torchgpipe.base.text import table
 from torchgpipe.engine.split import parse_balance
-from torchgpipe.testing.differences import Comparison, Difference, compare, quiet
-from torchgpipe.testing.reasons import ways_out, why_of_micro_batches, why_of_the_pipeline
-from torchgpipe.testing.training import RESULTS, InParts, Setup, Whole, Wrapped
+from torchgpipe.testing.differences import (Comparison, Difference, compare, quiet, ways_out,
+                                            why_of_micro_batches, why_of_the_pipeline)
+from torchgpipe.testing.runs import RESULTS, InParts, Setup, Whole, Wrapped
 
 __all__ = ['Comparison', 'Difference', 'Parity', 'check_parity']
 

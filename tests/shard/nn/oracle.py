@@ -4,8 +4,7 @@ import itertools
 import torch
 
 import torchgpipe.shard as ts
-from torchgpipe.shard.parameter import global_shape
-from torchgpipe.shard.tags import storage_dim
+from torchgpipe.shard.parameter import global_shape, storage_dim
 
 __all__ = ['close', 'cut', 'double', 'over_groups', 'same_gradients', 'same_parameters',
            'same_start', 'seeded']

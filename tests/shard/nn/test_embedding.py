@@ -10,7 +10,7 @@ from tests.shard.nn.oracle import (close, cut, double, over_groups, same_gradien
                                    same_parameters, same_start)
 from tests.shard.processes import run
 from tests.whole import first
-from torchgpipe.shard.tags import is_tagged
+from torchgpipe.shard.parameter import is_tagged
 
 OPTIONS = [{}, {'padding_idx': 0}, {'padding_idx': 3}, {'padding_idx': -1},
            {'max_norm': .8}, {'max_norm': .8, 'norm_type': 1.}, {'max_norm': .3, 'norm_type': 0.},

@@ -10,7 +10,7 @@ import torchgpipe.shard as ts
 from tests.shard.nn.oracle import cut
 from tests.shard.processes import run
 from torchgpipe.shard.nn import init
-from torchgpipe.shard.tags import storage_dim
+from torchgpipe.shard.parameter import storage_dim
 
 SHAPES = [(5, 7), (31, 7), (5, 1), (1, 40), (64, 64), (2, 8), (40,), (0, 5), (5, 0),
           (0,)]

@@ -15,8 +15,7 @@ from tests.shard.nn.oracle import (close, cut, double, over_groups, same_gradien
                                    same_parameters, same_start, seeded)
 from tests.shard.processes import run
 from tests.whole import first
-from torchgpipe.shard.parameter import global_shape
-from torchgpipe.shard.tags import is_tagged, storage_dim
+from torchgpipe.shard.parameter import global_shape, is_tagged, storage_dim
 
 SIZES = [5, 7, 31]
 

@@ -340,8 +340,8 @@ def test_infinite_logits():
 
 def blocks():
     """Work on more than one block of rows, with a rest."""
-    from torchgpipe.shard.nn import cross_entropy
-    cross_entropy.FEW = 8
+    from torchgpipe.shard.nn import loss
+    loss.FEW = 8
     for kind in ('numbers', 'probabilities'):
         for rows in (3, 8, 19):
             check(*draw(7, (rows,), kind), label_smoothing=.1, weight=weights(7))
@@ -605,7 +605,7 @@ class Unread(TorchDispatchMode):
 
 def exchanged():
     """Count collectives of a step, and let the host read nothing, as on an accelerator."""
-    from torchgpipe.shard.nn import classes, loss
+    from torchgpipe.shard.nn import loss
     logits, target = draw(7, (2, 3), 'numbers')
     probabilities = logits.softmax(-1)
     counts = []
@@ -628,8 +628,7 @@ def exchanged():
         for options in ({}, {'weight': weights(7), 'label_smoothing': .1, 'reduction': 'none'}):
             expected = list(steps(**options))
             with pytest.MonkeyPatch.context() as inner, Unread():
-                for module in (classes, loss):
-                    inner.setattr(module, 'is_read', lambda x: False)
+                inner.setattr(loss, 'is_read', lambda x: False)
                 found = list(steps(**options))
             assert [count for count, *_ in expected] == [2, 2, 0, 1]
             for these, those in zip(found, expected):
@@ -644,7 +643,7 @@ def test_a_step_has_two_collectives_and_the_host_waits_for_none():
 
 def wrong_unread():
     """Pass mismatched arguments, where the host reads nothing."""
-    from torchgpipe.shard.nn import classes, loss
+    from torchgpipe.shard.nn import loss
     logits, target = draw(7, (2, 3), 'numbers')
     rank = ts.distributed.get_rank()
     others, high, low = target.clone(), target.clone(), target.clone()
@@ -655,15 +654,13 @@ def wrong_unread():
     for given, options, rows in cases:
         x = sharded(logits).requires_grad_()
         with pytest.MonkeyPatch.context() as patch, Unread():
-            for module in (classes, loss):
-                patch.setattr(module, 'is_read', lambda x: False)
+            patch.setattr(loss, 'is_read', lambda x: False)
             value = parallel_cross_entropy(x, given, **options)
             value.backward()
         assert value.isnan() and x.grad.view(6, -1)[rows].isnan().all()
     x = (sharded(logits) + 0).requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (classes, loss):
-            patch.setattr(module, 'is_read', lambda x: False)
+        patch.setattr(loss, 'is_read', lambda x: False)
         value = parallel_cross_entropy(x, target.clamp(max=2))
         value.backward()
     assert value.isnan() and x.grad.isnan().all()

@@ -8,7 +8,7 @@ from torch import nn
 import torchgpipe.shard as ts
 from tests.shard.processes import run
 from torchgpipe.sequential import to_sequential
-from torchgpipe.shard.tags import is_tagged
+from torchgpipe.shard.parameter import is_tagged
 
 Pair = namedtuple('Pair', 'a b')
 

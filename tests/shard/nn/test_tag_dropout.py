@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import torchgpipe.shard as ts
 from tests.shard.processes import run
-from torchgpipe.shard.tags import is_tagged
+from torchgpipe.shard.parameter import is_tagged
 
 
 def tagged(dim, *shape):

@@ -4,8 +4,7 @@ from torchgpipe.shard.nn.embedding import ParallelEmbedding
 from torchgpipe.shard.nn.experts import Experts
 from torchgpipe.shard.nn.linear import ParallelLinear
 from torchgpipe.shard.nn.loss import ParallelCrossEntropyLoss
-from torchgpipe.shard.nn.module import ParallelModule
-from torchgpipe.shard.nn.tag import ParallelDropout, RegisterParallelDim
+from torchgpipe.shard.nn.module import ParallelDropout, ParallelModule, RegisterParallelDim
 
 __all__ = ['Experts', 'ParallelCrossEntropyLoss', 'ParallelDropout', 'ParallelEmbedding',
            'ParallelLinear', 'ParallelModule', 'RegisterParallelDim', 'functional', 'init']

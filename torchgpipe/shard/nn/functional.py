@@ -7,9 +7,9 @@ from torchgpipe.shard import sizes
 from torchgpipe.shard.collectives import all_gather, all_sizes
 from torchgpipe.shard.distributed import copy, gather, reduce_, scatter
 from torchgpipe.shard.nn.loss import parallel_cross_entropy
-from torchgpipe.shard.parameter import global_shape, knows_shape
-from torchgpipe.shard.tags import (check_dim, is_split, is_tagged, register_parallel_dim,
-                                   set_attribute, storage_dim, tagged_full, to_storage)
+from torchgpipe.shard.parameter import (check_dim, global_shape, is_split, is_tagged, knows_shape,
+                                        register_parallel_dim, set_attribute, storage_dim,
+                                        tagged_full, to_storage)
 from torchgpipe.shard.world import World, current
 
 __all__ = ['parallel_cross_entropy', 'parallel_embedding', 'parallel_linear', 'set_attribute']

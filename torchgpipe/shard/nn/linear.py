@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torchgpipe.shard.nn.functional import linear
 from torchgpipe.shard.nn.init import shard_init_helper_
 from torchgpipe.shard.nn.module import ParallelModule, convert
-from torchgpipe.shard.parameter import Layout
-from torchgpipe.shard.tags import check_dim
+from torchgpipe.shard.parameter import Layout, check_dim
 
 __all__ = ['ParallelLinear']
 

@@ -1,18 +1,263 @@
-"""Cross entropy over logits whose last dimension may be a shard, with all options of PyTorch."""
+"""Cross entropy over logits whose last dimension may be a shard, with all options of PyTorch.
+
+Ranks exchange the largest logit of each row. The same collective has further facts behind these,
+as numbers that each type of sums represents exactly::
+
+    N largest logits │ rank 0: number of its classes, checksum of its targets │ rank 1: …
+
+All of it stays on the device, so that the host does not wait for it. On the CPU, where the host
+does not have to wait, a mismatch raises an error. On other devices, the loss and gradients become
+NaN, and the debug mode reports why.
+
+A row has a share `a` of each class `c`: the weight of the class times its probability in the
+target. Each rank has some of the classes. Two all-reduces combine some numbers per row, the first
+of them before (see :mod:`torchgpipe.shard.nn.loss`)::
+
+        forward                                            backward
+    1   m = max of x[c]                ── maximum over ranks
+    2   s = Σ exp(x[c] - m)            ─┐
+    3   t = Σ a[c] (x[c] - m)           ├ sum over ranks
+    4   A = Σ a[c]                     ─┘
+    5   loss = A log s - t             ─────────────────▶  g (A exp(x[c] - m) / s - a[c])
+
+Backward needs no data of other ranks: `g`, the gradient of the loss, is the same on each.
+"""
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from torchgpipe.shard.collectives import all_reduce
-from torchgpipe.shard.failures import compare, is_read
-from torchgpipe.shard.nn.classes import Classes, exchange, misfit, raise_or_nan
-from torchgpipe.shard.nn.cross_entropy import RowLosses
-from torchgpipe.shard.tags import get_parallel_dim, is_made_of_shards, is_split, is_tagged
+from torchgpipe.shard.collectives import all_reduce, compare, differences, is_read
+from torchgpipe.shard.parameter import get_parallel_dim, is_made_of_shards, is_split, is_tagged
 from torchgpipe.shard.world import World, needed_by
 
-__all__ = ['ParallelCrossEntropyLoss', 'parallel_cross_entropy']
+__all__ = ['Classes', 'ParallelCrossEntropyLoss', 'RowLosses', 'Shares', 'exchange', 'misfit',
+           'parallel_cross_entropy', 'raise_or_nan']
+
+#: A number is sent as two, of so many bits each, which float32 represents exactly.
+BITS = 24
+
+
+class Classes(NamedTuple):
+    """A rank's facts about all classes, on the device, after the exchange between ranks."""
+
+    #: The largest logit of each row, shape (N, 1).
+    largest: Tensor
+    #: The numbers of all classes, of classes before this rank's, and of this rank's classes.
+    number: Tensor
+    begin: Tensor
+    length: int
+
+    def own(self, x: Tensor) -> Tensor:
+        """Return the elements of this rank's classes, in the last dimension."""
+        return x.index_select(-1, self.begin + torch.arange(self.length, device=x.device))
+
+    def check_length(self, what: str, x: Tensor, hint: str) -> None:
+        """Check that the last dimension has an element for each class."""
+        raise_or_nan(self.number != x.size(-1), self.largest, lambda: misfit(
+            what, x, int(self.number), hint))
+
+    def places(self, target: Tensor) -> Tensor:
+        """Return the place of each target among this rank's classes, -1 if elsewhere: (N, 1)."""
+        places = target.reshape(-1, 1).long() - self.begin
+        return places.masked_fill((places < 0) | (places >= self.length), -1)
+
+
+def exchange(logits: Tensor, dtype: torch.dtype, target: Tensor, group: ProcessGroup) -> Classes:
+    """Exchange facts about classes between ranks; raise if they have different targets.
+
+    Args:
+        logits: The logits of this rank, of shape (N, classes of this rank).
+        dtype: The type of sums.
+        target: The targets, of any shape.
+        group: The ranks.
+    """
+    (rows, length), rank = logits.shape, group.rank()
+    sent = logits.new_full((rows + 4 * group.size(),), -torch.inf, dtype=dtype)
+    if length:
+        sent[:rows] = logits.amax(1)
+    table = sent[rows:].view(-1, 4)
+    checksum = _checksum(target)
+    numbers: list[Any] = [length, checksum]
+    for i, number in enumerate(numbers):
+        table[rank, 2 * i], table[rank, 2 * i + 1] = number >> BITS, number % (1 << BITS)
+    all_reduce(sent, group, dist.ReduceOp.MAX)
+    high, low = table.long().view(-1, 2, 2).unbind(-1)
+    lengths, checksums = ((high << BITS) + low).unbind(-1)
+    largest = sent[:rows, None]
+    raise_or_nan(checksums.ne(checksum).any(), largest, lambda: RuntimeError(
+        'the ranks of a group have different targets, by their checksums: '
+        f'{differences(checksums.tolist(), group)}. Shards of logits belong to the same samples: '
+        'let all ranks of a group read the same batch'))
+    return Classes(largest, lengths.sum(), lengths[:rank].sum(), length)
+
+
+def misfit(what: str, x: Tensor, classes: int, hint: str) -> ValueError:
+    """Return the error for a tensor that does not have an element for each class."""
+    return ValueError(f'{what} of shape {tuple(x.shape)} do not fit {classes} classes{hint}')
+
+
+def _checksum(target: Tensor) -> Tensor:
+    """Return a number of twice as many bits for class numbers in this order, or probabilities."""
+    if target.is_floating_point():
+        return torch.zeros((), dtype=torch.long, device=target.device)
+    odd = torch.arange(target.numel(), device=target.device) * 2 + 1
+    return (target.reshape(-1) * odd).sum() % (1 << 2 * BITS)
+
+
+def raise_or_nan(wrong: Tensor, numbers: Tensor, error: Callable[[], Exception]) -> None:
+    """Raise an error if anything is wrong, or make numbers NaN where it is, in place."""
+    if not is_read(wrong):
+        numbers.masked_fill_(wrong, torch.nan)
+    elif wrong.any():
+        raise error()
+
+
+#: The number of blocks of rows into which many logits are split. Blocks reduce the further memory,
+#: besides logits and gradient, for a few more operations.
+BLOCKS = 8
+
+#: The largest number of logits in a single block.
+FEW = 1 << 20
+
+
+class Shares(NamedTuple):
+    """The shares of this rank's classes in some rows."""
+
+    #: The place of each row's class among this rank's classes, or -1 if it is elsewhere, of shape
+    #: (N, 1). Or the probability of each class, of shape (N, classes).
+    target: Tensor
+    #: The weights of this rank's classes.
+    weight: Tensor | None
+    #: The rest of the target's share after smoothing, and the smoothed share of each class.
+    kept: float
+    even: Tensor | None
+
+    def of(self, rows: slice) -> 'Shares':
+        """Return the shares in some rows."""
+        return self._replace(target=self.target[rows])
+
+    def probabilities(self, dtype: torch.dtype) -> Tensor:
+        """Return probabilities times weights."""
+        target = self.target.to(dtype)
+        return target if self.weight is None else target * self.weight
+
+    def weights(self, like: Tensor) -> Tensor:
+        """Return the weight of each row's class, shape (N, 1); 0 if the class is elsewhere."""
+        found = (torch.ones_like(like[:, :1]) if self.weight is None
+                 else self.weight[self.places])
+        return found.masked_fill(self.target < 0, 0)
+
+    @property
+    def places(self) -> Tensor:
+        """The place of each row's class; any place if the class is elsewhere."""
+        return self.target.clamp(min=0)
+
+
+class RowLosses(torch.autograd.Function):
+    """The cross entropy of each row: shape (N,), in the type that sums are computed in."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, largest: Tensor, group: ProcessGroup, target: Tensor,
+                weight: Tensor | None, kept: float, even: Tensor | None) -> Tensor:
+        """Take logits of shape (N, this rank's classes), `m`, and the fields of `Shares`."""
+        shares = Shares(target, weight, kept, even)
+        sums = largest.new_empty(3, len(logits))
+        for rows in _blocks(logits):
+            block = logits[rows] - largest[rows]
+            sums[1, rows], sums[2, rows] = _weighted(block, shares.of(rows))
+            sums[0, rows] = block.exp_().sum(1)
+            del block  # before there is the next one
+        s, t, a = all_reduce(sums, group)
+        ctx.save_for_backward(logits, largest, a / s, target, weight)
+        ctx.shares = kept, even
+        losses: Tensor = a * s.log() - t
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Write the gradient of the logits into one buffer."""
+        logits, largest, factor, target, weight = ctx.saved_tensors
+        shares = Shares(target, weight, *ctx.shares)
+        result = torch.empty_like(logits)
+        # A block is computed in the result itself, unless its type is too coarse for sums.
+        exact = result.dtype == largest.dtype
+        with torch.no_grad():
+            for rows in _blocks(logits):
+                g = gradients[0][rows, None]
+                block = torch.sub(logits[rows], largest[rows], out=result[rows] if exact else None)
+                block.exp_().mul_(factor[rows, None] * g)
+                _subtract(block, shares.of(rows), g)
+                if not exact:
+                    result[rows] = block
+                del block
+        if torch.is_grad_enabled():
+            result = _Once.apply(result, logits)  # type: ignore[no-untyped-call]
+        return result, None, None, None, None, None, None
+
+
+class _Once(torch.autograd.Function):
+    """Raise if the gradient is differentiated, because it does depend on the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, logits: Tensor) -> Tensor:
+        """Return the gradient."""
+        return gradient
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Raise an error, because there is no second derivative."""
+        raise RuntimeError(
+            'the gradient of parallel_cross_entropy cannot be differentiated again: gather the '
+            'logits, ts.distributed.gather(logits), and use torch.nn.functional.cross_entropy')
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    rows = len(logits)
+    step = rows if logits.numel() <= FEW else -(-rows // BLOCKS)
+    for start in range(0, rows, max(step, 1)):
+        yield slice(start, start + step)
+
+
+def _weighted(block: Tensor, shares: Shares) -> tuple[Tensor, Tensor]:
+    """Return this rank's part of `t` and `A` for a block of `x - m`."""
+    if not block.size(1):
+        return block.sum(1), block.sum(1)
+    if shares.target.is_floating_point():
+        a = shares.probabilities(block.dtype)
+        t, total = (a * block).sum(1), a.sum(1)
+    else:
+        a = shares.weights(block)
+        # Even infinite logits do not count if the class is elsewhere.
+        t = (block.gather(1, shares.places) * a).masked_fill(shares.target < 0, 0).view(-1)
+        total = a.view(-1)
+    t, total = shares.kept * t, shares.kept * total
+    if shares.even is not None:
+        weight = shares.weight
+        t += shares.even * (block if weight is None else block * weight).sum(1)
+        total += shares.even * (block.size(1) if weight is None else weight.sum())
+    return t, total
+
+
+def _subtract(block: Tensor, shares: Shares, g: Tensor) -> None:
+    """Subtract `g a` from a block, in place."""
+    if not block.size(1):
+        return
+    if shares.target.is_floating_point():
+        block.addcmul_(shares.probabilities(block.dtype), g, value=-shares.kept)
+    else:
+        places, a = shares.places, shares.kept * g * shares.weights(block)
+        block.scatter_(1, places, block.gather(1, places) - a)
+    if shares.even is not None:
+        if shares.weight is None:
+            block -= shares.even * g
+        else:
+            block.addr_((shares.even * g).view(-1), shares.weight, alpha=-1)
+
 
 _LOST = ('If they are shards, an operation has lost their tag: put ts.nn.RegisterParallelDim(-1) '
          'before the loss. If they are full, or each rank has samples of its own, say so by '

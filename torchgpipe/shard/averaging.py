@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchgpipe.base.private import Scaler
 from torchgpipe.shard.collectives import all_reduce
 from torchgpipe.shard.nn.experts import Experts
-from torchgpipe.shard.tags import storage_dim
+from torchgpipe.shard.parameter import storage_dim
 from torchgpipe.shard.world import current
 
 __all__ = ['GradScaler', 'average_gradients', 'clip_grad_norm_']

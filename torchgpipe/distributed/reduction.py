@@ -1,4 +1,22 @@
-"""Replicas: reduction of the gradients of several ranks, once per step.
+"""Reduction of gradients over replicas, once per step; units of FSDP, and clipping by the norm.
+
+::
+
+    on the device      one unit for all stages    gather ──▶ step ──▶ reduce-scatter, free
+    on the host        a unit for each stage      one of them is gathered at a time
+
+                    ┌────────────── actions of stage j, one after the other ──────────────┐
+    shard (host) ─copy─▶ shard ─gather─▶ parameters ─▶ 0F0 0F1 … ─▶ free (of another stage next)
+    shard (host) ─copy─▶ shard ─gather─▶ parameters ─▶ 0B1 0B0 … ─▶ gradients ─┐
+    .grad (host) ◀─copy─ shard ◀──────── free, reduce-scatter ◀────────────────┘
+
+So a device has the parameters of one stage. It has gradients of a stage from its first backward to
+its last action; the schedule determines which stages these are.
+
+[Note: FSDP sees one call] FSDP reduces gradients when backward has passed a call of its module. A
+step calls layers once for each micro-batch, and runs backward in between. So a step gathers and
+frees parameters itself. At the end it makes one call, whose backward returns gradients that are
+already known.
 
 ::
 
@@ -13,7 +31,7 @@
 Losses are weighted by the count of the whole mini-batch. So gradients are summed over replicas,
 and replicas may have different numbers of samples.
 """
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -22,16 +40,98 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 
-from torchgpipe.distributed.comparison import digests
+from torchgpipe.distributed.agreement import digests
 from torchgpipe.distributed.mesh import Axis
-from torchgpipe.distributed.units import Gradients, Unit
-from torchgpipe.engine.gradients import give
+from torchgpipe.engine.gradients import Give, give
 from torchgpipe.engine.partition import named_slots
 
-__all__ = ['DATA', 'Gradients', 'Replicas', 'added', 'like', 'local', 'split_axes', 'take_first']
+__all__ = ['DATA', 'Gradients', 'Replicas', 'Unit', 'added', 'clip', 'grouped', 'is_counted',
+           'like', 'local', 'split_axes', 'take_first']
+
+#: Pairs of a tensor and its gradient.
+Gradients = list[tuple[Tensor, Tensor]]
+
+
+class Unit(nn.Module):
+    """Some stages whose parameters are sharded over replicas.
+
+    Args:
+        stages: The stages.
+        ignored: Parameters of them that stay as they are.
+        late: Whether gradients are reduced at the end of the step.
+        options: The options of ``fully_shard``: the mesh and policies.
+    """
+
+    def __init__(self, stages: Iterable[nn.Module], ignored: set[nn.Parameter], late: bool,
+                 options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.late = late
+        self.stages = nn.ModuleList(stages)
+        # A layer may get further parameters later, which FSDP does not have.
+        self._slots = [(module, key) for _, (module, key), x in named_slots(self.stages)
+                       if isinstance(x, nn.Parameter) and x not in ignored]
+        fully_shard(self, **options, reshard_after_forward=False, ignored_params=ignored)
+        assert isinstance(self, FSDPModule)
+        self.set_gradient_divide_factor(1.)  # a sum
+        self.set_force_sum_reduction_for_comms(True)  # not NCCL's product with 1 and sum
+
+    @property
+    def own(self) -> list[nn.Parameter]:
+        """The parameters that FSDP manages, in their current form: whole ones, or shards."""
+        return [*{id(x): x for module, key in self._slots
+                  if (x := module._parameters.get(key)) is not None}.values()]
+
+    def gather(self) -> None:
+        """Gather whole parameters on the device."""
+        assert isinstance(self, FSDPModule)
+        self.unshard()
+
+    def free(self) -> None:
+        """Free whole parameters, and keep the shards."""
+        assert isinstance(self, FSDPModule)
+        self.reshard()
+
+    def add(self, gradients: Gradients) -> None:
+        """Free the parameters, and add gradients, summed over replicas, to the shards' ``.grad``.
+
+        Args:
+            gradients: The gradients of whole parameters. The list is emptied, so that they are
+                freed.
+        """
+        if gradients:
+            tensors, grads = ([*each] for each in zip(*gradients))
+            gradients.clear()
+            # FSDP would add its own node behind each tensor that it sees.
+            known = partial(Give.apply, grads, *tensors)
+            self(torch.zeros((), requires_grad=True), known).backward()
+
+    def forward(self, phony: Tensor, known: Callable[[], Tensor]) -> Tensor:
+        """Return a tensor whose backward returns gradients: [Note: FSDP sees one call]."""
+        return known()
+
+
+def grouped(stages: Mapping[int, nn.Module], late: Collection[int] = ()) -> list[list[int]]:
+    """Return the numbers of stages in groups; stages that share a parameter are in one group.
+
+    Args:
+        stages: The stages.
+        late: Stages that are in one group in any case.
+    """
+    owners: dict[int, set[int]] = {0: {*late}}
+    for j, stage in stages.items():
+        for x in stage.parameters():
+            owners.setdefault(id(x), set()).add(j)
+    groups = [[j] for j in stages]
+    for each in owners.values():
+        found = [group for group in groups if not each.isdisjoint(group)]
+        if len(found) > 1:
+            groups = [group for group in groups if group not in found]
+            groups.append(sorted(sum(found, [])))
+    return groups
+
 
 #: The uses of parameters along the data axis.
 DATA = ('replicate', 'shard')
@@ -405,3 +505,58 @@ def split_axes(x: Tensor) -> set[str]:
 def local(x: Tensor) -> Tensor:
     """Return this rank's part of a tensor."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def is_counted(grad: Tensor, places: Mapping[str, int]) -> bool:
+    """Return whether this rank counts its part of a gradient.
+
+    Of several ranks with the same part, only the first one counts it.
+
+    Args:
+        grad: The gradient.
+        places: The number of this rank along each axis of the mesh along which other ranks have
+            the same gradient or parts of it.
+    """
+    split = split_axes(grad)
+    return not any(place for axis, place in places.items() if axis not in split)
+
+
+@torch.no_grad()
+def clip(gradients: Sequence[Tensor], copies: Sequence[Tensor], places: Mapping[str, int],
+         max_norm: float, norm_type: float, group: dist.ProcessGroup | None, device: torch.device
+         ) -> Tensor:
+    """Scale gradients, in place, to a norm; return their previous norm.
+
+    Args:
+        gradients: The gradients of this rank.
+        copies: Further gradients of this rank, which another rank counts.
+        places: See :func:`is_counted`.
+        max_norm: The largest norm that they may have.
+        norm_type: The type of the norm; ``inf`` for the largest value.
+        group: All ranks.
+        device: The device of this rank.
+    """
+    power = 1. if norm_type == float('inf') else norm_type
+    norms = [torch.zeros((), dtype=torch.float64, device=device)]
+    for grad in map(_over_ranks, gradients):
+        if is_counted(grad, places) and local(grad).numel():  # An empty tensor has no maximum.
+            norm = torch.linalg.vector_norm(local(grad), norm_type)
+            norms.append(norm.to(device, torch.float64) ** power)
+    stacked = torch.stack(norms)
+    total = stacked.amax() if norm_type == float('inf') else stacked.sum()
+    if group is not None:
+        operation = dist.ReduceOp.MAX if norm_type == float('inf') else dist.ReduceOp.SUM
+        dist.all_reduce(total, operation, group)
+    total = total ** (1 / power)
+    scale = (max_norm / (total + 1e-6)).clamp(max=1)
+    for grad in (*gradients, *copies):
+        local(grad).mul_(scale.to(local(grad).device))  # It may wait on the host.
+    return total
+
+
+def _over_ranks(grad: Tensor) -> Tensor:
+    """Return a gradient without partial placements: no rank has a summand only."""
+    if isinstance(grad, DTensor) and any(each.is_partial() for each in grad.placements):
+        return grad.redistribute(placements=[
+            Replicate() if each.is_partial() else each for each in grad.placements])
+    return grad

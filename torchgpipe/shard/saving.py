@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchgpipe.shard.entries import Named, by_names, check_names, is_tensor, local, under, views
-from torchgpipe.shard.failures import raise_on_all_ranks
-from torchgpipe.shard.parameter import place
-from torchgpipe.shard.tags import storage_dim
+from torchgpipe.shard.collectives import raise_on_all_ranks
+from torchgpipe.shard.parameter import place, storage_dim
+from torchgpipe.shard.state_dict import (Named, by_names, check_names, is_tensor, local, under,
+                                         views)
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
