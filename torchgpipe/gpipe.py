@@ -11,15 +11,15 @@ layer. Over processes a rank has the layers of its own stages only; its other pa
 What a plain call does not use, such as steps and losses, is imported where it is used.
 """
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.base.devices import Device, is_cpu, memory_of
+from torchgpipe.base.devices import Device
 from torchgpipe.base.private import hooks_of, uncompiled
 from torchgpipe.base.settings import (Checkpoint, Settings, checkpoint_stops, parse_checkpoint,
                                       stops_of_mode)
@@ -29,19 +29,17 @@ from torchgpipe.engine.microbatches import (Batch, check_arguments, check_rules,
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.plain_call import Pipeline
 from torchgpipe.engine.split import (parse_balance, parse_chunks, parse_devices, split,
-                                     still_shared, verify_layers, verify_module, verify_shared,
-                                     verify_source)
+                                     verify_layers, verify_module, verify_shared, verify_source)
+from torchgpipe.model.sequence import LayerSequence
 from torchgpipe.model.weights import Weights
 from torchgpipe.schedule import ScheduleLike
 from torchgpipe.schedule.generators import PLAIN_CALL
 from torchgpipe.skip.skippable import verify_skippables
 
-__all__ = ['GPipe', 'Placed', 'verify', 'verify_module']
-
-TPlaced = TypeVar('TPlaced', bound='Placed')
+__all__ = ['GPipe', 'PipelineModule', 'verify', 'verify_module']
 
 
-class Placed(nn.Module):
+class PipelineModule(LayerSequence):
     """A pipeline as a module; a subclass moves micro-batches through it.
 
     Attributes:
@@ -54,15 +52,10 @@ class Placed(nn.Module):
         devices (list[torch.device]): One per partition.
     """
 
-    devices: list[torch.device]
-    balance: list[int]
-    chunks: int
-    checkpoint: Checkpoint
     batch_dim: Any
     gather: Any
     offload: bool
     _engine: Any
-    _names: tuple[str, ...]
     _known: tuple[nn.Module | None, ...]
     _schedule: str | None
 
@@ -296,136 +289,10 @@ class Placed(nn.Module):
             self._known = tuple(layers.values())
         return partitions
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # A pickle of an earlier version has no rules for batches.
-        known = tuple(map(state['_modules'].get, state['_names']))
-        super().__setstate__({  # type: ignore[no-untyped-call]
-            'batch_dim': 0, 'gather': None, 'offload': False, '_known': known, '_schedule': None,
-            **state})
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter([layer for layer in self._layers() if layer is not None])
-
-    def __getitem__(self, index: int) -> Any:
-        layer = self._layers()[index]
-        if layer is None:
-            raise IndexError(f"layer {index}, '{self._names[index]}', is on another rank")
-        return layer
-
-    def _layers(self) -> list[nn.Module | None]:
-        self.partitions  # Raises if one of them has other layers.
-        return [self._modules.get(name) for name in self._names]
-
-    def get_submodule(self, target: str) -> nn.Module:
-        """Return a module by its name, also a layer that has the name of an attribute of this.
-
-        >>> from collections import OrderedDict
-        >>> from torchgpipe import GPipe
-        >>> model = nn.Sequential(OrderedDict(chunks=nn.Linear(2, 2)))
-        >>> GPipe(model, [1], devices=['cpu']).get_parameter('chunks.bias').shape
-        torch.Size([2])
-        """
-        name, _, rest = target.partition('.')
-        layer = self._modules.get(name)
-        return super().get_submodule(target) if layer is None else layer.get_submodule(rest)
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile each partition, with the arguments of :func:`torch.compile`.
-
-        ``torch.compile(model)`` compiles nothing by itself, as a pipeline hands micro-batches to
-        other threads. What was compiled before, partitions or layers, stays so in it.
-        """
-        for partition in self.partitions:
-            partition.compile(*args, **kwargs)
-
-    def train(self: TPlaced, mode: bool = True) -> TPlaced:
-        """Set training or evaluation mode."""
-        super().train(mode)
-        self.partitions.train(mode)
-        return self
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
-                        assign: bool = False) -> Any:
-        """Load a state dict; what layers share stays shared, also where tensors are assigned."""
-        with still_shared(self):
-            return super().load_state_dict(state_dict, strict, assign)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # Keys of 0.0.7 are `partitions.<j>.<layer>.…`, from any balance.
-        old = prefix + 'partitions.'
-        for key in [key for key in state_dict if key.startswith(old)]:
-            name = key[len(old):].partition('.')[2]
-            if name.partition('.')[0] in self._names:
-                state_dict.setdefault(prefix + name, state_dict.pop(key))
-        from torchgpipe.sequential.parts import to_own_names  # no plain call needs it
-        to_own_names(state_dict, prefix, self._modules)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def extra_repr(self) -> str:
-        """Say how the layers below are distributed."""
-        devices = [str(device) for device in self.devices]
-        return (f'balance={self.balance}, devices={devices}, chunks={self.chunks}, '
-                f'checkpoint={self.checkpoint!r}')
-
-    def cuda(self: TPlaced, device: Any = None) -> TPlaced:
-        """Raise :exc:`TypeError`: the devices were chosen at construction."""
-        raise _denied()
-
-    def cpu(self: TPlaced) -> TPlaced:
-        """Raise :exc:`TypeError`: the devices were chosen at construction."""
-        raise _denied()
-
-    def to(self: TPlaced, *args: Any, **kwargs: Any) -> TPlaced:
-        """Change the dtype of parameters and buffers; to move them is a :exc:`TypeError`.
-
-        The device where all of them are already is none to move to.
-
-        >>> from torchgpipe import GPipe
-        >>> model = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=['cpu'])
-        >>> model.to('cpu', torch.float64)[0].weight.dtype
-        torch.float64
-        """
-        if any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
-            raise _denied()
-        asked = args[0] if args else kwargs.get('device')
-        if asked is not None and not isinstance(asked, torch.dtype):
-            try:
-                device = torch.device(asked)
-            except RuntimeError as error:  # a device that this machine does not have
-                raise _denied() from error
-            if not self._is_all_on(device):
-                raise _denied()
-        return super().to(*args, **kwargs)
-
-    def _is_all_on(self, device: torch.device) -> bool:
-        if {device.type} != {own.type for own in self.devices}:
-            return False
-        # All CPU devices share one memory; and without a number it is the current device.
-        return is_cpu(device) or {torch.empty(0, device=device).device} == {*self.devices}
-
-    def _apply(self: TPlaced, fn: Any, recurse: bool = True) -> TPlaced:
-        # A module that has this one as its child moves it without asking any method above.
-        for device in {*map(memory_of, self.devices)}:
-            probe = torch.empty(1, device=device)
-            if fn(probe).device != probe.device:
-                raise _denied()
-        with still_shared(self):
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
-
 
 def _left_out(what: str) -> RuntimeError:
     return RuntimeError(f'{what} does not call this model as a whole, so it would leave out the '
                         'hooks that are registered on it; register them on its layers')
-
-
-def _denied() -> TypeError:
-    return TypeError('denied to move parameters and buffers, because GPipe should manage device '
-                     'placement; name the devices when you make it: GPipe(module, balance, '
-                     'devices=…), or the mesh of a DistributedGPipe')
 
 
 def _not_sequential(module: object) -> TypeError:
@@ -442,7 +309,7 @@ def verify(module: nn.Sequential) -> None:
     verify_skippables(module)
 
 
-class GPipe(Placed):
+class GPipe(PipelineModule):
     """Run a sequential module on several devices, micro-batch by micro-batch (GPipe, 2019).
 
     Outputs, gradients, running statistics and ``state_dict`` are those of the module itself. It is

@@ -19,7 +19,7 @@ from tests.whole import first
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.distributed import watch as watchers
 from torchgpipe.distributed.reports import Record, blame
-from torchgpipe.distributed.watch import (EXIT, GRACE, SILENCE, Own, Watcher, Whereabouts,
+from torchgpipe.distributed.watch import (EXIT, GRACE, SILENCE, Own, WatchThread, Whereabouts,
                                           whereabouts)
 from torchgpipe.timeline import record
 
@@ -408,7 +408,7 @@ class Room:
             self.turning, self.now))
         for rank in range(ranks):
             self.turning = rank
-            self.watchers[rank] = Watcher(self.own[rank], None, self.limit)
+            self.watchers[rank] = WatchThread(self.own[rank], None, self.limit)
             self.own[rank].begin('a step')
 
     def turn(self, seconds, period=1.):

@@ -3,7 +3,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchgpipe.base.structure import copy_of, is_among, share_memory, size_of, versions
+from torchgpipe.base.private import versions
+from torchgpipe.base.structure import copy_of, is_among, share_memory, size_of
 
 
 def test_versions_count_changes_in_place_but_for_those_in_inference_mode():

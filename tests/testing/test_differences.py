@@ -6,7 +6,7 @@ import torch
 
 from tests.cases import cases
 from torchgpipe.base.distance import default_tolerance, distance
-from torchgpipe.testing.differences import Comparison, Difference
+from torchgpipe.testing.differences import Difference, Differences
 
 NAN, INF = math.nan, math.inf
 
@@ -26,14 +26,14 @@ def test_what_is_zero_but_for_rounding_does_not_differ():
     expected = {('gradients', name): torch.tensor([size]) for name, size in
                 (('a', 1e-4), ('b', 1e-20), ('c', 2e-4))}
     actual = {key: x + 1e-19 for key, x in expected.items()}
-    comparison = Comparison(1e-10)
+    comparison = Differences(1e-10)
     comparison.add(0, expected, actual)
     assert comparison.differences == [] and comparison.tensors['gradients'] == 3
     assert 0 < comparison.largest['gradients'] < 1e-10
 
 
 def test_the_first_difference_of_each_tensor():
-    comparison = Comparison(1e-10)
+    comparison = Differences(1e-10)
     one, two = torch.ones(2), torch.full((2,), 2.)
     comparison.add(0, {('buffers', 'a'): one, ('outputs', 'b'): one},
                    {('buffers', 'a'): one, ('outputs', 'b'): two})

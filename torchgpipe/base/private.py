@@ -7,7 +7,7 @@ something public takes its place, slower; or what needs it raises when it is use
 ``docs/private-names.md`` says where each lives in PyTorch.
 """
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from operator import attrgetter
@@ -28,7 +28,7 @@ __all__ = ['APPLY', 'BatchNorm', 'DISPATCH_MODES', 'DeviceContext', 'DispatchMod
            'is_compiled_module', 'is_full_backward_hook', 'is_transformed', 'name_of_call',
            'on_cpu_without_memory', 'own_context', 'proxy_mode', 'raise_missing', 'retains_graph',
            'schema_of', 'tree_flatten', 'tree_flatten_with_path', 'tree_leaves', 'tree_map_only',
-           'tree_unflatten', 'uncompiled', 'unseen', 'untraced']
+           'tree_unflatten', 'uncompiled', 'unseen', 'untraced', 'versions']
 
 #: The releases of PyTorch that the whole suite has passed on, oldest and newest.
 TESTED = '2.11', '2.15'
@@ -331,6 +331,16 @@ def schema_of(operation: Any) -> Any:
 
 # --- saved tensors, the autograd graph, and the memory of tensors
 # ----------------------------------------------------------------------------------
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Count the changes in place that were made to tensors, or to their memory through others.
+
+    Those that were made in inference mode are not counted.
+    """
+    try:
+        return [x._version for x in tensors]
+    except RuntimeError:
+        return [0 if x.is_inference() else x._version for x in tensors]
 
 
 #: Pack and unpack of ``torch.autograd.graph.saved_tensors_hooks``.

@@ -28,7 +28,7 @@ from torchgpipe.base.private import tree_flatten, tree_flatten_with_path, tree_u
 __all__ = ['Arguments', 'Kind', 'Leaf', 'Memories', 'NoChunk', 'Path', 'Repeated', 'Structure',
            'attributes', 'bare', 'call', 'check_nested', 'copy_of', 'flatten', 'flatten_nested',
            'is_among', 'is_leaf', 'is_object', 'is_plain', 'leaves_of', 'once', 'path_name',
-           'share_memory', 'size_of', 'storage_id', 'versions', 'view_of']
+           'share_memory', 'size_of', 'storage_id', 'view_of']
 
 #: Copies of memories, by :func:`storage_id` of what they were copied from.
 Memories = dict[int, Tensor]
@@ -40,17 +40,6 @@ def storage_id(tensor: Tensor) -> int:
     A memory has one Python object for as long as it lives. ``data_ptr()`` is 0 for those.
     """
     return id(tensor.untyped_storage())
-
-
-def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Count the changes in place that were made to tensors, or to their memory through others.
-
-    Those that were made in inference mode are not counted.
-    """
-    try:
-        return [x._version for x in tensors]
-    except RuntimeError:
-        return [0 if x.is_inference() else x._version for x in tensors]
 
 
 def share_memory(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:

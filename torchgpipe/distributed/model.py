@@ -25,14 +25,14 @@ from torchgpipe.distributed.reduction import DATA, clip
 from torchgpipe.distributed.steps import Steps
 from torchgpipe.distributed.watch import Watch, watched
 from torchgpipe.engine.partition import Engine
-from torchgpipe.gpipe import Placed
+from torchgpipe.gpipe import PipelineModule
 from torchgpipe.model.weights import Weights
 from torchgpipe.schedule import ScheduleLike, Timed
 
 __all__ = ['DistributedGPipe']
 
 
-class DistributedGPipe(Placed):
+class DistributedGPipe(PipelineModule):
     """Run a sequential model on the processes of a mesh: data × pipe × tensor.
 
     Each process makes the layers of its own stages only. Loss, gradients and running statistics
@@ -164,9 +164,9 @@ class DistributedGPipe(Placed):
             layers.items(), self._known) if layer is not known})
         self._engine = self._rank.engine
 
-    step = watched('a step')(Placed.step)
-    evaluate = watched('an evaluation')(Placed.evaluate)
-    forward = uncompiled(watched('a call')(Placed.forward))
+    step = watched('a step')(PipelineModule.step)
+    evaluate = watched('an evaluation')(PipelineModule.evaluate)
+    forward = uncompiled(watched('a call')(PipelineModule.forward))
 
     def _call(self, input: Any) -> Any:
         return self._steps.call(input)

@@ -27,7 +27,7 @@ from torchgpipe.distributed.reduction import Gradients, added
 from torchgpipe.distributed.transport import Evaluation, Header, Messages, Training, Way
 from torchgpipe.engine.microbatches import Batch, check_arguments, cut, fit_rule, gather
 from torchgpipe.engine.run import Run
-from torchgpipe.gpipe import Placed
+from torchgpipe.gpipe import PipelineModule
 from torchgpipe.schedule import Action, Schedule
 from torchgpipe.schedule.lowering import Message, Row, with_messages
 from torchgpipe.training.losses import (Losses, LossMonitor, count_functions, counts_of,
@@ -75,7 +75,7 @@ class Steps:
         compare_every: The number of steps between comparisons of shared tensors; 0 for never.
     """
 
-    def __init__(self, rank: Rank, model: Placed,
+    def __init__(self, rank: Rank, model: PipelineModule,
                  at: Callable[[Action | Message | None], None], compare_every: int) -> None:
         self._rank = rank
         self._model = model

@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from torchgpipe.base.devices import is_cpu
-from torchgpipe.base.structure import Kind, bare, leaves_of, versions
+from torchgpipe.base.private import versions
+from torchgpipe.base.structure import Kind, bare, leaves_of
 from torchgpipe.distributed.reduction import Replicas
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.recomputation import Recomputation

@@ -37,8 +37,8 @@ from torchgpipe.engine.cell import Sequential
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.lowering import Message
 
-__all__ = ['EXIT', 'GRACE', 'Own', 'Watch', 'Watcher', 'Whereabouts', 'is_from_others', 'watched',
-           'whereabouts']
+__all__ = ['EXIT', 'GRACE', 'Own', 'Watch', 'WatchThread', 'Whereabouts', 'is_from_others',
+           'watched', 'whereabouts']
 
 #: Modules that wait for other ranks if they have the innermost frame, and modules in these that
 #: compute on shards.
@@ -187,7 +187,7 @@ class Own:
         self.inside, self.now = False, None
 
 
-class Watcher:
+class WatchThread:
     """The work of a watch's thread.
 
     Args:
@@ -378,9 +378,9 @@ class Watch:
         self._depth = 0
         self._limit, self._failed = (timeout or _LIMIT).total_seconds(), False
         self._own = own = Own()
-        self._watcher: Watcher | None = None
+        self._watcher: WatchThread | None = None
         if mesh.size() > 1 and mesh.get_coordinate() is not None:
-            self._watcher = watcher = Watcher(own, mesh, self._limit)
+            self._watcher = watcher = WatchThread(own, mesh, self._limit)
             thread = threading.Thread(target=watcher.loop, name='torchgpipe watch', daemon=True)
             thread.start()
             # Also at exit: a thread must not be in a call of the store when Python ends.
@@ -455,7 +455,7 @@ def watched(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorate
 
 
-def _stop(watcher: Watcher, thread: threading.Thread, process: int) -> None:
+def _stop(watcher: WatchThread, thread: threading.Thread, process: int) -> None:
     # A forked child does not have the thread, and may have a lock that is never released.
     if process == os.getpid():
         watcher.stop()

@@ -46,7 +46,8 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.base.context import MicroBatch, MiniBatch, ThreadState, context, generator_lock
-from torchgpipe.base.structure import is_among, share_memory, versions
+from torchgpipe.base.private import versions
+from torchgpipe.base.structure import is_among, share_memory
 from torchgpipe.engine.cell import Cell, Cells
 from torchgpipe.engine.checkpoint.random import DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation

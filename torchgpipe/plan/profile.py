@@ -36,7 +36,8 @@ from torch.nn.parameter import UninitializedBuffer
 
 from torchgpipe.base.devices import Device, accelerator, forked_rng, has_data, synchronize
 from torchgpipe.base.errors import add_note
-from torchgpipe.base.structure import Value, call, flatten, size_of, versions
+from torchgpipe.base.private import versions
+from torchgpipe.base.structure import Value, call, flatten, size_of
 from torchgpipe.engine.checkpoint.state import substituted
 from torchgpipe.engine.compiled import has_compiled
 from torchgpipe.engine.gradients import DeferredWork, Leaves

@@ -13,11 +13,11 @@ from torchgpipe.base.distance import arbitrary_loss
 from torchgpipe.base.errors import add_note
 from torchgpipe.base.text import table
 from torchgpipe.engine.split import parse_balance
-from torchgpipe.testing.differences import (Comparison, Difference, compare, quiet, ways_out,
+from torchgpipe.testing.differences import (Difference, Differences, compare, quiet, ways_out,
                                             why_of_micro_batches, why_of_the_pipeline)
-from torchgpipe.testing.runs import RESULTS, InParts, Setup, Whole, Wrapped
+from torchgpipe.testing.runs import RESULTS, InParts, Setup, Unwrapped, Wrapped
 
-__all__ = ['Comparison', 'Difference', 'Parity', 'check_parity']
+__all__ = ['Difference', 'Differences', 'Parity', 'check_parity']
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Parity:
         reasons: The reasons of differences, and further notes.
     """
 
-    mini_batch: Comparison | None
-    micro_batches: Comparison
+    mini_batch: Differences | None
+    micro_batches: Differences
     reasons: list[str]
     title: str
 
@@ -52,7 +52,7 @@ class Parity:
         return '\n'.join([self.title, '', found, *([''] if why else []), *why])
 
 
-def _rows(form: str, comparison: Comparison | None) -> Iterator[list[str]]:
+def _rows(form: str, comparison: Differences | None) -> Iterator[list[str]]:
     if comparison is None:
         yield [f'on the {form}', *['?'] * 5]
         return
@@ -155,7 +155,7 @@ def _check(setup: Setup, steps: int, tolerance: float) -> Parity:
     parts = compare(InParts(setup), Wrapped(setup), steps, tolerance)
     whole, reasons = None, []
     if not loud:
-        whole = compare(Whole(still), Wrapped(still), steps, tolerance)
+        whole = compare(Unwrapped(still), Wrapped(still), steps, tolerance)
     if still.quiet:
         names = ', '.join(map(repr, sorted(still.quiet)))
         reasons.append('random numbers are drawn by ' + names + ', which were in evaluation mode '
@@ -167,7 +167,7 @@ def _check(setup: Setup, steps: int, tolerance: float) -> Parity:
     if parts.differences:
         reasons += why_of_the_pipeline(setup, parts.differences)
     if whole is not None and whole.differences:
-        apart = compare(Whole(still), InParts(still), steps, tolerance).differences
+        apart = compare(Unwrapped(still), InParts(still), steps, tolerance).differences
         if apart:
             reasons += why_of_micro_batches(still, apart)
         elif not parts.differences:

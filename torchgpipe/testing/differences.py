@@ -15,10 +15,10 @@ from torchgpipe.base.distance import apart, close, split_dim, together
 from torchgpipe.base.private import BatchNorm
 from torchgpipe.base.structure import Arguments, Path, leaves_of, path_name
 from torchgpipe.engine.microbatches import cut
-from torchgpipe.testing.runs import RESULTS, InParts, Record, Setup, Whole, Wrapped
+from torchgpipe.testing.runs import RESULTS, InParts, Record, Setup, Unwrapped, Wrapped
 
-__all__ = ['Comparison', 'Difference', 'compare', 'culprit', 'quiet', 'recorded_calls', 'ways_out',
-           'where_in_backward', 'where_in_the_pipeline', 'why_of_micro_batches',
+__all__ = ['Difference', 'Differences', 'compare', 'culprit', 'quiet', 'recorded_calls',
+           'ways_out', 'where_in_backward', 'where_in_the_pipeline', 'why_of_micro_batches',
            'why_of_the_pipeline']
 
 
@@ -40,7 +40,7 @@ class Difference(NamedTuple):
     distance: float
 
 
-class Comparison:
+class Differences:
     """All differences in some steps.
 
     Attributes:
@@ -72,13 +72,13 @@ class Comparison:
                 self._found.setdefault((kind, name), Difference(kind, name, step + 1, found))
 
 
-def compare(expected: Whole, actual: Whole, steps: int, tolerance: float) -> Comparison:
+def compare(expected: Unwrapped, actual: Unwrapped, steps: int, tolerance: float) -> Differences:
     """Train two models in parallel, and compare all results of each step.
 
     Raises:
         ValueError: The loss of the first model is not finite, so there is nothing to compare.
     """
-    comparison = Comparison(tolerance)
+    comparison = Differences(tolerance)
     for step in range(steps):
         record = expected.step(step)
         loss = record['outputs', 'loss']
@@ -157,7 +157,7 @@ def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(some, others))
 
 
-def _trace(form: Callable[[Setup], Whole], setup: Setup, step: int = 0) -> list[ModuleCall]:
+def _trace(form: Callable[[Setup], Unwrapped], setup: Setup, step: int = 0) -> list[ModuleCall]:
     """Return the calls of modules in the forward pass of a step, counted from 0."""
     trained = form(setup)
     for before in range(step):
@@ -174,7 +174,7 @@ def quiet(setup: Setup) -> tuple[Setup, list[str]]:
         The setup with these modules, and the names of modules that still draw.
     """
     while True:
-        names = {call.name for call in _trace(Whole, setup) if call.drew}
+        names = {call.name for call in _trace(Unwrapped, setup) if call.drew}
         if names <= setup.quiet:
             return setup, sorted(names)
         setup = replace(setup, quiet=setup.quiet | names)
@@ -183,7 +183,7 @@ def quiet(setup: Setup) -> tuple[Setup, list[str]]:
 def culprit(setup: Setup, step: int) -> list[str]:
     """Return the first module with different outputs for the same inputs, and the reason."""
     sizes = cut(setup.input(), int(setup.options['chunks']), setup.options.get('batch_dim', 0))[1]
-    calls = _trace(Whole, setup, step), _trace(InParts, setup, step)
+    calls = _trace(Unwrapped, setup, step), _trace(InParts, setup, step)
     for call, outputs in _wrong(*calls, sizes):
         return [f'{_first(call)}: {_why(call, outputs)}']
     return []
@@ -268,7 +268,7 @@ def _why(call: ModuleCall, outputs: Apart) -> str:
             'or a mean over the batch, or over a dimension that it takes for another one?')
 
 
-Form = Callable[[Setup], Whole]
+Form = Callable[[Setup], Unwrapped]
 
 #: Options to try, and the reason to report if the numbers are right with them.
 WayOut = tuple[dict[str, Any], str]
@@ -306,7 +306,7 @@ class Forms(NamedTuple):
 def why_of_micro_batches(setup: Setup, differences: Sequence[Difference]) -> list[str]:
     """Return why the layers have other numbers on micro-batches than on the mini-batch."""
     steps, first = _first_of(differences)
-    forms = Forms(setup, Whole, InParts, steps)
+    forms = Forms(setup, Unwrapped, InParts, steps)
     return (forms.repeat() or forms.try_all(_other_dimensions(setup))
             or culprit(setup, steps - 1) or _buffers(first)
             or ['every module gives the same on micro-batches, but something in backward does '
@@ -338,7 +338,7 @@ def ways_out(setup: Setup, steps: int) -> list[str]:
     simpler = ((options, 'with ' + ', '.join(f'{name}={x!r}' for name, x in options.items())
                 + ' it does not raise and the numbers are right')
                for options, _ in _less_machinery(setup))
-    return (Forms(setup, Whole, InParts, steps).try_all(_other_dimensions(setup))
+    return (Forms(setup, Unwrapped, InParts, steps).try_all(_other_dimensions(setup))
             or Forms(setup, InParts, Wrapped, steps).try_all(simpler))
 
 

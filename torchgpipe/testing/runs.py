@@ -2,7 +2,7 @@
 
 Three forms of one model, from the same state, sample and seeds::
 
-    Whole       layer after layer, on the mini-batch
+    Unwrapped   layer after layer, on the mini-batch
     InParts     layer after layer, on one micro-batch after the other
     Wrapped     a GPipe
 """
@@ -26,7 +26,7 @@ from torchgpipe.engine.split import Sequential
 from torchgpipe.gpipe import GPipe
 from torchgpipe.skip.tracker import Namespace, SkipTracker, use_skip_tracker
 
-__all__ = ['InParts', 'RESULTS', 'Record', 'Setup', 'Whole', 'Wrapped']
+__all__ = ['InParts', 'RESULTS', 'Record', 'Setup', 'Unwrapped', 'Wrapped']
 
 #: The kinds of tensors that a step results in.
 RESULTS = ('outputs', 'gradients', 'buffers', 'parameters')
@@ -95,7 +95,7 @@ class Setup:
         return memory_of(self.options['devices'][j])
 
 
-class Whole:
+class Unwrapped:
     """The unwrapped model on the mini-batch."""
 
     name = 'the unwrapped model'
@@ -151,7 +151,7 @@ class Whole:
         return record
 
 
-class InParts(Whole):
+class InParts(Unwrapped):
     """The layers of the unwrapped model on micro-batches, in one thread, without recomputation.
 
     Each partition runs on its device in a pipeline, because each device has its own random
@@ -226,7 +226,7 @@ class _Carrier(SkipTracker):
         return None if tensor is None else self.carry(tensor)
 
 
-class Wrapped(Whole):
+class Wrapped(Unwrapped):
     """The model in a GPipe."""
 
     name = 'the wrapped model'

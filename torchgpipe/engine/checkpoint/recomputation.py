@@ -48,8 +48,8 @@ from torchgpipe.base.context import ThreadState, context
 from torchgpipe.base.errors import add_note, changed_input, nested, other_path
 from torchgpipe.base.private import (APPLY, Hooks, PythonNode, at_end_of_backward, backward_pass,
                                      compiled_code, current_node, retains_graph, uncompiled,
-                                     unseen)
-from torchgpipe.base.structure import Kind, Tensors, check_nested, once, versions
+                                     unseen, versions)
+from torchgpipe.base.structure import Kind, Tensors, check_nested, once
 from torchgpipe.engine.checkpoint.random import Draws
 from torchgpipe.engine.checkpoint.results import Results
 from torchgpipe.engine.checkpoint.state import CellState, run_on

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.base.errors import add_note, other_path
-from torchgpipe.base.private import innermost_hooks, name_of_call, unseen, untraced
+from torchgpipe.base.private import innermost_hooks, name_of_call, unseen, untraced, versions
 from torchgpipe.base.structure import (PLAIN, Kind, Memories, check_nested, copy_of, flatten,
-                                       leaves_of, share_memory, versions)
+                                       leaves_of, share_memory)
 from torchgpipe.engine.checkpoint.random import Draws, Generator
 from torchgpipe.engine.checkpoint.state import entry, substituted
 from torchgpipe.engine.streams import get_phony

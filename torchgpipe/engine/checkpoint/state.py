@@ -51,9 +51,9 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.base.context import context
-from torchgpipe.base.private import HOOKS, generator_key, unseen
+from torchgpipe.base.private import HOOKS, generator_key, unseen, versions
 from torchgpipe.base.structure import (Memories, Slot, copy_of, is_plain, size_of, storage_id,
-                                       versions, view_of)
+                                       view_of)
 from torchgpipe.engine.checkpoint.random import Recorder, operation_of
 from torchgpipe.engine.streams import no_context
 
