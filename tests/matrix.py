@@ -19,13 +19,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 #: The tests that depend most on PyTorch, in less than three minutes.
-CORE = ['tests/test_private.py', 'tests/test_compile.py', 'tests/test_gpipe.py',
-        'tests/test_batchnorm.py', 'tests/test_materialize.py',
-        'tests/engine/test_interpreter.py', 'tests/engine/test_stepping_numbers.py',
-        'tests/engine/checkpoint/test_draws.py', 'tests/engine/checkpoint/test_layer_state.py',
-        'tests/engine/test_thread_state.py',
+CORE = ['tests/base/test_private.py', 'tests/engine/test_compiled.py', 'tests/test_gpipe.py',
+        'tests/test_batchnorm.py', 'tests/model/test_materialize.py',
+        'tests/engine/test_workers_interpreter.py', 'tests/engine/test_scheduled_numbers.py',
+        'tests/engine/checkpoint/test_random.py', 'tests/engine/checkpoint/test_state.py',
+        'tests/base/test_context_thread_state.py',
         'tests/schedule/test_schedule.py', 'tests/sequential/test_record.py',
-        'tests/shard/test_gradients_scaler.py', 'tests/skip/test_gpipe_gradients.py']
+        'tests/shard/test_averaging_scaler.py', 'tests/skip/test_gpipe_gradients.py']
 
 #: The next steps of a new user after the README's code.
 MORE = """

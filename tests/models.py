@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchgpipe
-from tests.test_docs import blocks
+from tests.project.test_docs import blocks
 from torchgpipe import Arguments, NoChunk
 from torchgpipe.skip import Namespace, pop, skippable, stash
 

@@ -25,7 +25,7 @@ class Pair(NamedTuple):
     y: torch.Tensor
 
 
-@cpu_only('about values, which tests/test_values.py takes through accelerators')
+@cpu_only('about values: test_microbatches_values.py takes them through accelerators')
 @pytest.mark.parametrize('mode', ['always', 'never'])
 @pytest.mark.parametrize('size', [1, 2, 5])
 @pytest.mark.parametrize('chunks', [1, 3])

@@ -3,7 +3,7 @@
 Nothing else in the package uses a private name of PyTorch's, and importing this never fails: each
 name is looked up by :func:`torchgpipe.base.private.find`. Where a release does not have it,
 something public takes its place, slower; or what needs it raises when it is used, and says so.
-``tests/test_private.py`` uses each of these by itself, and takes away one after the other;
+``tests/base/test_private.py`` uses each of these by itself, and takes away one after the other;
 ``docs/private-names.md`` says where each lives in PyTorch.
 """
 import sys

@@ -11,12 +11,12 @@ from torchgpipe.engine.microbatches import check_rules, cut, fit_rule
 from torchgpipe.sequential.check import check_conversion, check_mixing
 from torchgpipe.sequential.convert import convert, is_on_meta
 from torchgpipe.sequential.effects import UNKNOWN, copied, copied_value, without_grad
-from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.layer import called_with
 from torchgpipe.sequential.leaf_modules import LeafLike
 from torchgpipe.sequential.parts import (Converted, NamedLayer, Part, all_names, converted,
                                          optimizer_state, original_names, put, with_all_names)
 from torchgpipe.sequential.patches import watched
+from torchgpipe.sequential.refusals import ConversionError
 from torchgpipe.training.losses import counts_of, with_counts
 
 __all__ = ['ConversionError', 'from_stages', 'optimizer_state', 'original_names', 'to_sequential']

@@ -42,9 +42,9 @@ from torchgpipe.base.distance import (apart, arbitrary_loss, default_tolerance, 
 from torchgpipe.base.structure import Path, call, flatten, flatten_nested, leaves_of, path_name
 from torchgpipe.engine.microbatches import DEFAULT, Batch, gather, look_up
 from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers, without_grad
-from torchgpipe.sequential.errors import ConversionError
 from torchgpipe.sequential.parts import Converted, original_names
 from torchgpipe.sequential.patches import one_at_a_time
+from torchgpipe.sequential.refusals import ConversionError
 
 __all__ = ['Evaluated', 'NamedTensors', 'check_conversion', 'check_mixing', 'coarsest_tolerance',
            'compare_parts', 'differences', 'evaluated', 'first_of', 'tensors_of']

@@ -13,14 +13,14 @@ from torchgpipe.base.structure import call, flatten_nested, leaves_of, path_name
 from torchgpipe.sequential.cuts import GRAINS, blocks_among, cut_graph
 from torchgpipe.sequential.effects import (UNKNOWN, copied, copied_value, same_random_numbers,
                                            without_grad)
-from torchgpipe.sequential.errors import (ConversionError, NeedsLeaf, is_from_checkpoint,
-                                          line_of_error, refused)
 from torchgpipe.sequential.layer import Inputs, arguments_of, build, called_with
 from torchgpipe.sequential.leaf_modules import (LeafLike, LeafModules, holds_most, leaf_names,
                                                 modules_within)
 from torchgpipe.sequential.parts import Converted
 from torchgpipe.sequential.patches import one_at_a_time
 from torchgpipe.sequential.record import ForwardTracer, asks_for_all, widen
+from torchgpipe.sequential.refusals import (ConversionError, NeedsLeaf, is_from_checkpoint,
+                                            line_of_error, refused)
 
 __all__ = ['convert', 'is_on_meta', 'not_sequential']
 

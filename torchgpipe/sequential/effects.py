@@ -33,7 +33,7 @@ from torch import Tensor, fx, nn
 
 from torchgpipe.base.devices import autocast_types, forked_rng
 from torchgpipe.base.structure import flatten_nested
-from torchgpipe.sequential.errors import ConversionError, makes_a_message
+from torchgpipe.sequential.refusals import ConversionError, makes_a_message
 
 __all__ = ['GeneratorStates', 'TracedValue', 'UNKNOWN', 'UnknownValue', 'copied', 'copied_value',
            'has_values', 'held_beyond', 'ids_within', 'modes_now', 'name_of_holder', 'release',

@@ -29,7 +29,7 @@ from torchgpipe.base.structure import (PLAIN, Kind, Structure, flatten, flatten_
 from torchgpipe.sequential.effects import (UNKNOWN, GeneratorStates, TracedValue, UnknownValue,
                                            has_values, held_beyond, ids_within, name_of_holder,
                                            release, without_grad)
-from torchgpipe.sequential.errors import NO_CACHE, OF_HOOKS, in_one_line, line_of
+from torchgpipe.sequential.refusals import NO_CACHE, OF_HOOKS, in_one_line, line_of
 
 __all__ = ['Constant', 'StepTracer', 'apply', 'calls_in', 'compute', 'first_difference', 'form_of',
            'gives_no_tensor', 'guard', 'guard_ways', 'is_about', 'is_in_place', 'is_same',

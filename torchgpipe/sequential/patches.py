@@ -41,8 +41,8 @@ from torch import fx, nn
 from torch.autograd import Function
 from torch.overrides import is_tensor_method_or_property
 
-from torchgpipe.sequential.errors import is_of_others
 from torchgpipe.sequential.operations import apply
+from torchgpipe.sequential.refusals import is_of_others
 
 __all__ = ['followed', 'one_at_a_time', 'watched']
 

@@ -40,13 +40,13 @@ from torchgpipe.base.private import hooks_of
 from torchgpipe.engine.checkpoint.state import attributes_of, contents_of
 from torchgpipe.sequential.cuts import Call
 from torchgpipe.sequential.effects import TracedValue, modes_now, same_random_numbers
-from torchgpipe.sequential.errors import (OF_MASKS, ConversionError, NeedsLeaf, in_one_line,
-                                          is_of_torch, is_within, line_of, only_raises, refused)
 from torchgpipe.sequential.leaf_modules import LeafModules, modules_within
 from torchgpipe.sequential.operations import (Constant, StepTracer, calls_in, compute,
                                               first_difference, guard, guard_ways, is_same,
                                               same_constants, words)
 from torchgpipe.sequential.patches import followed
+from torchgpipe.sequential.refusals import (OF_MASKS, ConversionError, NeedsLeaf, in_one_line,
+                                            is_of_torch, is_within, line_of, only_raises, refused)
 
 __all__ = ['ForwardTracer', 'asks_for_all', 'widen']
 

@@ -16,7 +16,7 @@ import torchgpipe
 from benchmarks.harness.launch import launch
 from tests.cases import cases
 from tests.devices import cpu_only
-from tests.refusals import REFUSALS, UNWRAPPED
+from tests.project.refusals import REFUSALS, UNWRAPPED
 
 pytestmark = cpu_only('what the documentation shows runs on the CPU')
 

@@ -1,4 +1,4 @@
-"""Promises of every pipeline, as functions of a setting; `tests/test_surface.py` runs all of them.
+"""Promises of every pipeline, as functions of a setting; `test_surface.py` runs all of them.
 
 A promise compares with the unwrapped module, and raises where the two differ.
 """

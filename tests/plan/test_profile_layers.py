@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from tests.balance.models import MODELS, resnet
 from tests.devices import ACCELERATOR, cpu_only
+from tests.plan.models import MODELS, resnet
 from torchgpipe import GPipe
 from torchgpipe.balance import Profile, balance_by_size, balance_by_time, profile
 

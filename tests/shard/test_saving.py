@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchgpipe.shard as ts
 from tests.shard.plain import give_gradients, pair, whole
 from tests.shard.processes import outcomes, run
-from tests.shard.test_state import Net, optimizers, regroup, same, same_states, stepped
+from tests.shard.test_state_dict import Net, optimizers, regroup, same, same_states, stepped
 from tests.whole import first
 
 

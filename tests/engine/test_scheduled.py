@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.devices import DEVICES, cpu_only, cpus, devices, workers
 from tests.helpers import Layer, assert_same, gradients, in_two_memories
-from tests.refusals import REFUSALS
+from tests.project.refusals import REFUSALS
 from tests.skip.layers import Pop, Stash
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.base.structure import bare, leaves_of

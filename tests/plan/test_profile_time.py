@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.balance.models import frozen
 from tests.clock import Timed
 from tests.devices import cpu_only
+from tests.plan.models import frozen
 from torchgpipe.balance import balance_by_time, profile
 from torchgpipe.base.structure import bare
 from torchgpipe.engine.microbatches import Batch

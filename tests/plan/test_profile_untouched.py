@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import torchgpipe.balance
-from tests.balance.models import MODELS
 from tests.devices import cpu_only
+from tests.plan.models import MODELS
 from torchgpipe.balance import balance_by_size, profile
 from torchgpipe.plan.profile import layerwise_sandbox
 from torchgpipe.skip.tracker import current_skip_tracker

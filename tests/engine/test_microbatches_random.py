@@ -1,9 +1,11 @@
 """Values of random nesting through random layers, wrapped at random: as without a pipeline.
 
-Each case comes from a seed, which the error names: ``python -m tests.test_random_values 7`` runs
-case 7 by itself. The suite runs the first cases only. ``TORCHGPIPE_RANDOM_CASES=500`` in the
-environment lets it run so many; ``python -m tests.test_random_values 0 500`` does so, too, goes on
-after a failure, and tells all seeds that fail.
+Each case comes from a seed, and the error names it. The following command runs case 7 alone::
+
+    python -m tests.engine.test_microbatches_random 7
+
+The suite runs the first cases only; ``TORCHGPIPE_RANDOM_CASES=500`` in the environment sets their
+number. The same command with ``0 500`` runs as many, and lists all seeds that fail.
 """
 import copy
 import os
@@ -16,10 +18,10 @@ import torch
 from torch import nn
 
 from tests.devices import cpu_only, places
+from tests.engine.nestings import Bare, Color, Nest, Several
+from tests.engine.random_layers import (LENGTH, WIDTH, Branch, Drop, Forget, InPlace, Layer,
+                                        Normal, Pop, Stash, Sum, Use)
 from tests.helpers import MODES, assert_same, gradients
-from tests.nestings import Bare, Color, Nest, Several
-from tests.random_layers import (LENGTH, WIDTH, Branch, Drop, Forget, InPlace, Layer, Normal, Pop,
-                                 Stash, Sum, Use)
 from tests.whole import first
 from torchgpipe import Arguments, GPipe, NoChunk, no_recompute
 from torchgpipe.base.context import context

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from benchmarks.harness.live import LiveTensors
-from tests.balance.models import unet
 from tests.devices import cpu_only
+from tests.plan.models import unet
 from tests.skip.layers import Pop, StashLinear, popping, stashing
 from torchgpipe import GPipe
 from torchgpipe.balance import profile

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from tests.devices import cpu_only
 from tests.distributed.models import batch, perceptron
-from tests.distributed.test_tensor import plan
+from tests.distributed.test_layers_tensor import plan
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.distributed.reduction import clip

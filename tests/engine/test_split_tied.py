@@ -11,7 +11,7 @@ from torch import nn
 from tests.devices import cpu_only, devices, one_worker, places, workers
 from tests.helpers import (MODES, Spy, assert_same, call, gradients, in_two_memories,
                            micro_batches, modes)
-from tests.refusals import Pop, Stash
+from tests.project.refusals import Pop, Stash
 from torchgpipe import GPipe, no_recompute
 from torchgpipe.balance import balance_by_size, balance_by_time, profile
 from torchgpipe.batchnorm import DeferredBatchNorm

@@ -2,10 +2,10 @@
 import ast
 
 from tests.cases import cases
-from tests.test_layers import layers
+from tests.project.test_layers import layers
 
 #: Files that may ask. On the way of each micro-batch `engine.streams` asks for the CPU by itself.
-MAY_ASK = {'devices', 'engine.stream'}
+MAY_ASK = {'base.devices', 'engine.streams'}
 
 KINDS = {'cpu', 'cuda', 'meta', 'mps', 'xpu'}
 

@@ -2,7 +2,7 @@
 import torch
 from torch import nn
 
-from tests.nestings import Several
+from tests.engine.nestings import Several
 from torchgpipe import Arguments
 from torchgpipe.skip import pop, skippable, stash
 

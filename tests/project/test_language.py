@@ -8,7 +8,7 @@ import pytest
 
 from tests.cases import cases
 from tests.devices import cpu_only
-from tests.test_docs import BLOCK, PAGES, ROOT
+from tests.project.test_docs import BLOCK, PAGES, ROOT
 
 pytestmark = cpu_only('it reads files')
 

@@ -1,0 +1,1 @@
+"""Tests of the project itself: its documentation, structure, language and public names."""
