@@ -54,7 +54,7 @@ def compiled(layers: nn.Sequential, *args: Any, **kwargs: Any) -> Callable[..., 
         *args: The positional arguments of :func:`torch.compile`.
         **kwargs: The keyword arguments of :func:`torch.compile`.
     """
-    # PyTorch gives up a loop for one layer that it cannot compile.
+    # PyTorch does not compile a loop if it cannot compile one of its layers.
     is_left = [hasattr(layer.forward, '_torchdynamo_disable') for layer in layers]
     runs = [partial(torch.compile(_own_code(_run), *args, **kwargs), layers,
                     tuple([name for name, _ in group]))

@@ -162,7 +162,7 @@ def get_device(stream: AbstractStream) -> torch.device:
 
 
 def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
-    """Let ``source`` wait for the work that is queued on ``target`` by now.
+    """Make ``source`` wait for the work that is queued on ``target`` by now.
 
     The host waits only where the CPU has to wait for an accelerator's stream.
 
@@ -177,7 +177,7 @@ def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
 
 
 def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
-    """Tell the caching allocator that ``stream`` uses the tensor's memory.
+    """Record with the caching allocator that ``stream`` uses the tensor's memory.
 
     The allocator reuses freed memory on the stream that *allocated* it, regardless of other
     streams. So the use of a tensor on another stream must be recorded here. PyTorch records the
@@ -417,7 +417,7 @@ class Copy(torch.autograd.Function):
     def forward(ctx: Any, prev_stream: AbstractStream,
                 next_stream: AbstractStream, *input: Tensor) -> tuple[Tensor, ...]:
         ctx.streams = prev_stream, next_stream
-        # In backward, autograd's threads have current streams of their own.
+        # In backward, autograd's threads have their own current streams.
         ctx.prev_compute = current_stream(get_device(prev_stream))
         ctx.set_materialize_grads(False)
         compute = current_stream(get_device(next_stream))
@@ -434,7 +434,7 @@ class Copy(torch.autograd.Function):
 
 
 class Wait(torch.autograd.Function):
-    """Let one stream wait for another: ``Wait.apply(prev, next, *tensors)``.
+    """Make one stream wait for another: ``Wait.apply(prev, next, *tensors)``.
 
     In forward ``next`` waits for ``prev``, in backward ``prev`` waits for ``next``. The tensors
     only mark the place in the graph, and are returned as a tuple.

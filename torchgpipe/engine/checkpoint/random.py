@@ -167,7 +167,7 @@ class Draws:
         return {each: state_of(each) for each in self._before}
 
     def go_to(self, start: dict[Generator, Tensor], end: dict[Generator, Tensor]) -> None:
-        """Let the generators of a recomputation skip the draws of a marked layer.
+        """Make the generators of a recomputation skip the draws of a marked layer.
 
         Args:
             start: Their states in the first pass before the layer.

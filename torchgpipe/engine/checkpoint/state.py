@@ -8,8 +8,8 @@ this state, by the same rules on all devices::
     all other parameters and buffers                              compared by version
 
 Cells without copies share one state, as long as no parameter is written to. Attributes are kept if
-they are simple values such as numbers, tensors, or Python's containers of any nesting. The items
-of a container are kept, but not the state of these items.
+they are simple values such as numbers, tensors, or Python's containers of any nesting. Other
+objects in a container are kept as items, but not their state.
 
 A module does not show which tensors its forward will write to. So :class:`Watch`, a dispatch mode,
 watches the first cell of a partition in each mode, and :class:`Observed` keeps the results. Later
@@ -204,7 +204,7 @@ class Observed:
         self.generators: dict[int, torch.Generator] = {}
         #: Parameters and buffers that they write to.
         self.written: set[Slot] = set()
-        #: Modules whose other attributes they set, or are tensors.
+        #: Modules with other attributes that they set, or that are tensors.
         self.mutated: set[nn.Module] = set()
         #: Whether they ask for the pass, and so handle their attributes themselves.
         self.asks_phase = False
