@@ -1,8 +1,8 @@
 """Kinds of devices: the CPU, accelerators and devices without data.
 
-No file but this one and ``engine.streams`` asks for the type of a device; of a tensor, ``is_cpu``
-and ``is_meta`` tell it. An accelerator is whatever PyTorch takes for one and has streams: CUDA,
-XPU, or a backend of somebody else's. There is one kind of it in a process.
+Only this file and ``engine.streams`` check the type of a device. For tensors, other files use
+``is_cpu`` and ``is_meta``. An accelerator is a device that PyTorch treats as one and that has
+streams: CUDA, XPU, or another backend. A process has one kind of accelerator.
 """
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,14 +15,14 @@ __all__ = ['CPU', 'Device', 'accelerator', 'accelerators', 'autocast_types', 'cu
            'forked_rng', 'has_data', 'has_own_state', 'has_streams', 'is_cpu', 'memory_key',
            'memory_of', 'parse_device', 'rng_states', 'set_rng_states', 'synchronize']
 
-#: A device, or what names one.
+#: A device, or the name or index of one.
 Device = torch.device | int | str
 
 CPU = torch.device('cpu')
 
 
 def parse_device(device: Device) -> torch.device:
-    """Return the device that is named, be it there or not.
+    """Return the named device, whether or not it exists on this machine.
 
     Raises:
         ValueError: There is no such kind of device.
@@ -35,7 +35,7 @@ def parse_device(device: Device) -> torch.device:
 
 
 def is_cpu(device: Device) -> bool:
-    """Return whether a device is the CPU, which has done its work when a call returns.
+    """Return whether a device is the CPU, whose work is done when a call returns.
 
     >>> is_cpu('cpu:1'), is_cpu('cuda:0')
     (True, False)
@@ -59,14 +59,14 @@ def has_own_state(device: torch.device) -> bool:
 
 
 def accelerator() -> str | None:
-    """Return the type of device that has streams here, like ``'cuda'``, if there is one."""
-    # PyTorch also names an accelerator that it was built for and that is not there.
+    """Return the type of device that has streams here, such as ``'cuda'``, or ``None``."""
+    # PyTorch also names an accelerator that it was built for but that does not exist here.
     return _kind() if torch.accelerator.is_available() else None
 
 
 def _kind() -> str | None:
     device = torch.accelerator.current_accelerator()
-    # A Mac's GPU has one queue, and PyTorch no streams for it.
+    # A Mac's GPU has one queue, and PyTorch does not have streams for it.
     return None if device is None or device.type == 'mps' else device.type
 
 
@@ -83,7 +83,7 @@ def current_device() -> torch.device:
 
 
 def memory_key(device: torch.device) -> tuple[str, int]:
-    """Return in which memory a device works: all CPU devices have one.
+    """Return the key of a device's memory. All CPU devices share one memory.
 
     >>> memory_key(torch.device('cpu:1')), memory_key(torch.device('cuda'))
     (('cpu', 0), ('cuda', 0))
@@ -92,19 +92,21 @@ def memory_key(device: torch.device) -> tuple[str, int]:
 
 
 def memory_of(device: Device) -> torch.device:
-    """Return the device by which tensors name its memory: ``cpu`` for any CPU device."""
+    """Return the device of tensors in its memory: ``cpu`` for any CPU device."""
     return CPU if is_cpu(device) else torch.device(device)
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
-    """Wait until each device has done what is queued."""
+    """Wait until each device has finished its queued work."""
     for device in dict.fromkeys(devices):
         if has_own_state(device):
             torch.accelerator.synchronize(device)
 
 
 def forked_rng(devices: Sequence[torch.device] | None = None) -> AbstractContextManager[None]:
-    """Put the random generators of the CPU and of devices back, by default of all that are there.
+    """Restore the random generators of the CPU and of devices after the context.
+
+    By default, these are all devices on this machine.
 
     >>> with forked_rng():
     ...     _ = torch.manual_seed(0)
@@ -125,7 +127,7 @@ def rng_states(devices: Iterable[torch.device]) -> dict[str, Tensor]:
 
 
 def set_rng_states(devices: Iterable[torch.device], states: Mapping[str, Tensor]) -> None:
-    """Put the generators of the CPU and of devices into states, as far as there are some."""
+    """Set the generators of the CPU and of devices to the given states."""
     if 'cpu' in states:
         torch.set_rng_state(states['cpu'])
     for name, device in _own_generators(devices):
@@ -140,7 +142,7 @@ def _own_generators(devices: Iterable[torch.device]) -> Iterator[tuple[str, torc
 
 @cache
 def autocast_types(accelerator: torch.device | None) -> tuple[str, ...]:
-    """Return the types of devices that autocast knows, with that of the current accelerator."""
+    """Return the device types with autocast, including the current accelerator's type."""
     there = [] if accelerator is None else [accelerator.type]
     types = dict.fromkeys(['cpu', 'cuda', 'xpu', 'mps', *there])
     return tuple(type for type in types if torch.amp.is_autocast_available(type))

@@ -1,4 +1,4 @@
-"""The comparison of two runs: distances of tensors, rounding errors, and parts put together."""
+"""The comparison of two runs: distances of tensors, rounding errors, and concatenated parts."""
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ Name = TypeVar('Name', bound=Hashable)
 
 
 def default_tolerance(dtype: torch.dtype | None) -> float:
-    """Return what rounding may come to: 4e-11 for float64, 2e-5 for float32."""
+    """Return the expected size of rounding errors: 4e-11 for float64, 2e-5 for float32."""
     return float(torch.finfo(dtype or torch.get_default_dtype()).eps ** (2 / 3))
 
 
@@ -24,7 +24,7 @@ def distance(actual: Tensor, expected: Tensor, typical: float = 0.0) -> float:
 
     Args:
         actual: A tensor.
-        expected: One that should be the same.
+        expected: The expected tensor.
         typical: The size of a typical tensor of this kind.
     """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
@@ -49,15 +49,16 @@ def rounding(x: Tensor | None) -> float:
 
 
 def close(actual: Tensor, expected: Tensor) -> bool:
-    """Return whether two tensors are the same but for rounding."""
+    """Return whether two tensors are the same except for rounding."""
     return distance(actual, expected) <= rounding(expected)
 
 
 def apart(expected: Mapping[Name, Tensor], actual: Mapping[Name, Tensor],
           kind: Callable[[Name], Hashable] = lambda name: None) -> dict[Name, float]:
-    """Return the distances of the tensors of two runs, of those that are not the same.
+    """Return the distances between two runs, for all tensors that differ.
 
-    Where one is missing, it is infinite. Each is relative to the typical size of its kind.
+    If a tensor is missing, its distance is infinite. Each distance is relative to the typical size
+    of its kind.
     """
     found = {name: math.inf for name in {**expected, **actual}
              if name not in expected or name not in actual
@@ -69,7 +70,7 @@ def apart(expected: Mapping[Name, Tensor], actual: Mapping[Name, Tensor],
 
 
 def split_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
-    """Return the dimension along which parts, side by side, have the shape of a tensor."""
+    """Return the dimension along which the concatenated parts have the shape of a tensor."""
     def beside(x: Tensor, dim: int) -> list[int]:
         return [*x.shape[:dim], *x.shape[dim + 1:]]
 
@@ -80,12 +81,12 @@ def split_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
 
 
 def together(whole: Tensor, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    """Return the tensors that parts may make: side by side, or their weighted mean and their sum.
+    """Return the candidates for a whole tensor: parts concatenated, or their mean and their sum.
 
     Args:
-        whole: The tensor that they should make.
-        parts: Those of micro-batches.
-        sizes: How many samples these have.
+        whole: The whole tensor, to compare the shape.
+        parts: The tensors of micro-batches.
+        sizes: The number of samples in each part, which weights the mean.
     """
     dim = split_dim(whole, parts)
     if dim is not None:
@@ -97,21 +98,21 @@ def together(whole: Tensor, parts: Sequence[Tensor], sizes: Sequence[int]) -> li
 
 
 def is_real(x: Tensor) -> bool:
-    """Return whether a tensor has numbers that are rounded."""
+    """Return whether a tensor has values that are rounded."""
     return x.is_floating_point() or x.is_complex()
 
 
 def _size(x: Tensor) -> float:
-    """Return the largest element, of those that are finite."""
+    """Return the largest finite element."""
     finite = x[x.isfinite()].abs()
     return float(finite.max()) if finite.numel() else 0.0
 
 
 def typical_size(tensors: Iterable[Tensor]) -> float:
-    """Return the size that half of the tensors have.
+    """Return the median size of the tensors.
 
-    What is zero but for rounding, as the gradient of a bias before a normalisation, would be
-    another number each time relative to itself.
+    Some tensors are zero except for rounding, such as the gradient of a bias before a
+    normalisation. Their distance relative to themselves would not be meaningful.
     """
     sizes = sorted(_size(x) for x in tensors if is_real(x))
     return sizes[len(sizes) // 2] if sizes else 0.0

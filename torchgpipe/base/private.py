@@ -333,9 +333,9 @@ def schema_of(operation: Any) -> Any:
 # ----------------------------------------------------------------------------------
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Count the changes in place that were made to tensors, or to their memory through others.
+    """Return the number of changes in place of each tensor, including changes through views.
 
-    Those that were made in inference mode are not counted.
+    Changes in inference mode are not counted.
     """
     try:
         return [x._version for x in tensors]

@@ -6,15 +6,15 @@ from typing import Any
 
 __all__ = ['Checkpoint', 'Settings', 'checkpoint_stops', 'parse_checkpoint', 'stops_of_mode']
 
-#: A mode for all partitions, one for each of them, or a function from a partition's index to one.
+#: A mode for all partitions, a mode for each, or a function from a partition's index to a mode.
 Checkpoint = str | Sequence[str] | Callable[[int], str]
 
 
 def parse_checkpoint(checkpoint: Any, n: int) -> Checkpoint:
-    """Check what was given for ``n`` partitions, and give it back.
+    """Check the checkpoint option for ``n`` partitions, and return it.
 
     Raises:
-        ValueError: It is none of the modes, has another one in it, or is a list of another length.
+        ValueError: A mode is unknown, or the number of modes is not ``n``.
     """
     if not (callable(checkpoint) or isinstance(checkpoint, (list, tuple))):
         checkpoint = str(checkpoint)
@@ -23,7 +23,7 @@ def parse_checkpoint(checkpoint: Any, n: int) -> Checkpoint:
 
 
 def checkpoint_stops(checkpoint: Checkpoint, m: int, n: int) -> tuple[int, ...]:
-    """Return how many of ``m`` micro-batches, from the first one on, each partition checkpoints.
+    """Return the number of checkpointed micro-batches in each partition, from the first one on.
 
     >>> checkpoint_stops('except_last', m=4, n=2)
     (3, 3)
@@ -45,23 +45,23 @@ def checkpoint_stops(checkpoint: Checkpoint, m: int, n: int) -> tuple[int, ...]:
     return tuple([stops[mode] for mode in modes])
 
 
-#: The same for one mode of all partitions, which is the same in all steps of a training.
+#: The same for one mode of all partitions, cached because it does not change between steps.
 stops_of_mode = lru_cache(maxsize=64)(checkpoint_stops)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What ``GPipe(module, settings)`` takes in place of a balance, devices and the rest."""
+    """Settings for ``GPipe(module, settings)``, in place of a balance, devices and the rest."""
 
     #: The name of a schedule, or ``'plain call'``.
     schedule: str
     #: The number of layers in each partition.
     balance: tuple[int, ...]
-    #: Of each partition.
+    #: The device of each partition.
     devices: tuple[str, ...]
     #: The number of micro-batches.
     chunks: int
-    #: For all partitions.
+    #: The checkpoint mode of all partitions.
     checkpoint: str
-    #: Names and bytes of parameters of the layers that it is for.
+    #: The name of each layer that it was made for, and the bytes of the layer's parameters.
     layers: tuple[tuple[str, int], ...]

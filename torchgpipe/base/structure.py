@@ -7,9 +7,13 @@
           ▼                               │ structure(tensors)
     (tensor, tensor)  +  structure: {'x': ·, 'pair': (·, None), 'n': 3}
 
-What holds values is what PyTorch's pytree knows (tuples, lists, dicts and what is registered with
-it, as the outputs of models often are), and dataclasses. Leaves are tensors, ``None`` and plain
-Python values. Each time a value is put together anew, so a layer may change a dict that it gets.
+Containers are dataclasses and the types that PyTorch's pytree supports: tuples, lists, dicts and
+registered classes, such as the outputs of many models. Leaves (:func:`leaves_of`) are tensors,
+``None`` and plain Python values. :func:`flatten` returns the tensors and a :class:`Structure`,
+which makes new containers at each call. So a layer may change a dict that it gets.
+
+Other functions compare and copy the memory of tensors, such as :func:`share_memory` and
+:func:`copy_of`.
 """
 import enum
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -30,26 +34,29 @@ __all__ = ['Arguments', 'Kind', 'Leaf', 'Memories', 'NoChunk', 'Path', 'Repeated
            'is_among', 'is_leaf', 'is_object', 'is_plain', 'leaves_of', 'once', 'path_name',
            'share_memory', 'size_of', 'storage_id', 'view_of']
 
-#: Copies of memories, by :func:`storage_id` of what they were copied from.
+# Memory: identity, versions, sizes and copies.
+
+#: Copies of memories, by the :func:`storage_id` of their sources.
 Memories = dict[int, Tensor]
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Tell memories apart, also where they are empty or lie on the meta device.
+    """Return an id of a tensor's memory, even if it is empty or on the meta device.
 
-    A memory has one Python object for as long as it lives. ``data_ptr()`` is 0 for those.
+    A memory has one Python object for as long as it lives. ``data_ptr()`` is 0 for empty memories
+    and for the meta device.
     """
     return id(tensor.untyped_storage())
 
 
 def share_memory(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
-    """Return whether any of some tensors lies in the memory of any of the others."""
+    """Return whether any tensor lies in the memory of any of the others."""
     memories = {storage_id(x) for x in others if x.layout is torch.strided}
     return any(storage_id(x) in memories for x in some if x.layout is torch.strided)
 
 
 def is_among(x: Tensor, others: Iterable[Tensor]) -> bool:
-    """Return whether a tensor has the very same elements, in place, as one of the others."""
+    """Return whether a tensor has the same elements in memory as one of the others."""
     return any(x is y or _place(x) == _place(y) for y in others
                if x.layout is y.layout is torch.strided)
 
@@ -59,13 +66,13 @@ def _place(x: Tensor) -> tuple[object, ...]:
 
 
 def check_nested(x: Tensor) -> None:
-    """Refuse a nested tensor of the layout whose sizes cannot be asked for."""
+    """Raise if a nested tensor has the strided layout, whose sizes are not available."""
     if x.layout is torch.strided:
         raise nested()
 
 
 def size_of(x: Tensor) -> int:
-    """Return the bytes of a tensor's elements; of a sparse one, with those of their indices."""
+    """Return the bytes of a tensor's elements, including the indices of a sparse tensor."""
     if x.layout is torch.strided:
         return x.numel() * x.element_size()
     if x.layout is torch.sparse_coo:
@@ -74,7 +81,7 @@ def size_of(x: Tensor) -> int:
 
 
 def is_plain(x: Any) -> bool:
-    """Tell an ordinary tensor, whose memory can be had, from a sparse one or another type."""
+    """Return whether a value is an ordinary strided tensor, not a subclass."""
     return type(x) in (Tensor, nn.Parameter, Buffer) and x.layout is torch.strided
 
 
@@ -99,7 +106,7 @@ def copy_of(x: Tensor, memories: Memories) -> Tensor:
 
 
 def view_of(copy: Tensor, x: Tensor) -> Tensor:
-    """Return a tensor that lies in the memory of a copy as one lies in its own."""
+    """Return a view of a copy's memory, at the same place as ``x`` in its own memory."""
     return _view(copy.untyped_storage(), x)
 
 
@@ -113,7 +120,7 @@ Tensors = tuple[Tensor, ...]
 #: A tensor, or any structure of tensors: see :mod:`torchgpipe.base.structure`.
 Value = Any
 
-#: What a cell runs: a partition, or any callable from value to value.
+#: The function of a cell: a partition, or any callable from value to value.
 Function = Callable[[Value], Value]
 
 #: The place of a parameter or a buffer: a module and a name.
@@ -124,14 +131,14 @@ Slot = tuple[nn.Module, str]
 # ----------------------------------------------------------------------------------
 
 
-#: Where a leaf is: keys, indices and names of attributes, from the outside to the inside.
+#: The place of a leaf: keys, indices and names of attributes, from the outside to the inside.
 Path = tuple[Any, ...]
 
 
 class NoChunk:
     """Mark a part of an input that all micro-batches share: ``model(x, NoChunk(table))``.
 
-    What is inside, of any nesting, reaches the first layer as it is, without the mark. Its
+    The value inside, of any nesting, is passed to the first layer unchanged, without the mark. Its
     gradient is the sum over micro-batches.
 
     Args:
@@ -146,17 +153,17 @@ class NoChunk:
 
 
 def is_leaf(value: Any) -> bool:
-    """Return whether a value is a leaf that pytree would take apart."""
-    return isinstance(value, torch.Size)  # which would come back as a tuple
+    """Return whether a value is a leaf that pytree would flatten."""
+    return isinstance(value, torch.Size)  # which would be reconstructed as a tuple
 
 
 def is_object(value: Any) -> bool:
-    """Return whether a value is a dataclass, whose attributes are looked into."""
+    """Return whether a value is an instance of a dataclass, which is a container."""
     return is_dataclass(value) and not isinstance(value, type)
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of a dataclass, also those that are no fields."""
+    """Return the attributes of a dataclass instance, including attributes that are not fields."""
     names = dict.fromkeys([field.name for field in fields(value)])
     return {name: getattr(value, name) for name in (names | getattr(value, '__dict__', {}))
             if hasattr(value, name)}
@@ -166,8 +173,8 @@ class Leaf:
     """A leaf of a value.
 
     Attributes:
-        path: Where it is.
-        value: What is there.
+        path: The place of the leaf.
+        value: The tensor or the plain value.
         shared: Whether it is within :class:`NoChunk`.
     """
 
@@ -180,8 +187,7 @@ class Leaf:
 
 
 def leaves_of(value: Any, path: Path = (), shared: bool = False) -> list[Leaf]:
-    """Return all leaves of a value, with their paths, in the order of
-    :func:`torchgpipe.base.structure.flatten`.
+    """Return all leaves of a value, with their paths, in the order of :func:`flatten`.
 
     >>> [(path_name(leaf.path), leaf.value) for leaf in leaves_of({'n': (3, NoChunk([4]))})]
     [("['n'][0]", 3), ("['n'][1][0]", 4)]
@@ -209,14 +215,14 @@ class _Attribute(str):
 def _with_paths(value: Any) -> list[tuple[Path, Any]]:
     try:
         found, _ = tree_flatten_with_path(value, is_leaf=is_leaf)
-    except ValueError:  # A class is registered without names for what is in it.
+    except ValueError:  # A class is registered without names for its contents.
         leaves, _ = tree_flatten(value, is_leaf=is_leaf)
         return [((k,), leaf) for k, leaf in enumerate(leaves)]
     return [(tuple(_key(entry) for entry in path), leaf) for path, leaf in found]
 
 
 def _key(entry: Any) -> Any:
-    """Return a dict's key, a sequence's index or an attribute's name from a path of pytree's."""
+    """Return a dict's key, a sequence's index or an attribute's name from a pytree path."""
     for name in ('key', 'idx'):
         if hasattr(entry, name):
             return getattr(entry, name)
@@ -224,7 +230,7 @@ def _key(entry: Any) -> Any:
 
 
 def path_name(path: Path) -> str:
-    """Write a path as Python would: ``['labels'][0].x``."""
+    """Format a path as a Python expression: ``['labels'][0].x``."""
     return ''.join(f'.{key}' if isinstance(key, _Attribute) else f'[{key!r}]' for key in path)
 
 
@@ -232,27 +238,28 @@ def path_name(path: Path) -> str:
 # ----------------------------------------------------------------------------------
 
 
-#: Puts a value together from its tensors.
+#: Reconstructs a value from its tensors.
 Kind = Callable[[Sequence[Tensor]], Any]
 
 #: The kind of a value that is a tensor itself.
 bare: Kind = itemgetter(0)
 
-#: What may be a leaf beside tensors: it is the same for all micro-batches, and is not moved.
+#: Types of leaves other than tensors. They are the same for all micro-batches, and are not moved.
 PLAIN = (type(None), Number, str, bytes, enum.Enum, slice, range, torch.dtype,
          torch.device, torch.layout, torch.memory_format, torch.Size)
 
 
 class _TENSOR:
-    """Where a tensor goes, in a structure; a class, which a pickle leads back to."""
+    """The mark of a tensor's place in a structure. A class, so that pickling keeps its identity.
+    """
 
 
 @dataclass(init=False, eq=False)
 class Arguments:
     """Several arguments for a first layer: ``Arguments(ids, attention_mask=mask)``.
 
-    A :class:`~torchgpipe.GPipe` is called with them as they are. This stands for them where one
-    value is asked for, as for the sample that a balance is measured with.
+    A :class:`~torchgpipe.GPipe` is called with several arguments directly. This class replaces
+    them where one value is required, such as the sample for measuring a balance.
 
     >>> import torch
     >>> value = Arguments(torch.zeros(2), scale=3)
@@ -269,19 +276,19 @@ class Arguments:
 
 
 def call(function: Callable[..., Any], value: Any) -> Any:
-    """Call a function with a value, or with the several that :class:`Arguments` are."""
+    """Call a function with a value, or with several arguments from :class:`Arguments`."""
     if type(value) is Arguments:
         return function(*value.args, **value.kwargs)
     return function(value)
 
 
 class Structure:
-    """How a value of some nesting is put together from its tensors.
+    """The nesting of a value, which reconstructs the value from tensors.
 
     Args:
-        spec: The nesting, as pytree tells it.
-        leaves: What goes there: :data:`_TENSOR`, the structure of a part, or a plain value.
-        cls: A dataclass, if this is one; its attributes are what is nested then.
+        spec: The nesting, as a specification of pytree.
+        leaves: The leaves: :data:`_TENSOR`, the structure of a part, or a plain value.
+        cls: The class, if the value is a dataclass. The nesting contains its attributes then.
     """
 
     __slots__ = ('_cls', '_leaves', '_spec')
@@ -303,11 +310,11 @@ class Structure:
             return value
         made: Any = object.__new__(self._cls)
         for name, attribute in value.items():
-            object.__setattr__(made, name, attribute)  # also where it is frozen
+            object.__setattr__(made, name, attribute)  # even if it is frozen
         return made
 
     def __reduce__(self) -> Any:
-        # A specification of pytree's is not pickled without a warning, but what it describes is.
+        # Pickling a specification of pytree warns. Pickling an example of the value does not.
         example = tree_unflatten(range(len(self._leaves)), self._spec)
         return _restore, (example, self._leaves, self._cls)
 
@@ -322,10 +329,10 @@ def _restore(example: Any, leaves: list[Any], cls: type | None) -> Structure:
 
 @dataclass(frozen=True)
 class Repeated:
-    """The kind of a value in which a tensor stands in several places."""
+    """The kind of a value that contains a tensor in several places."""
 
     kind: Kind
-    #: By place, which tensor stands there.
+    #: By place, the index of its tensor.
     where: tuple[int, ...]
 
     def spread(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -333,7 +340,10 @@ class Repeated:
         return tuple([tensors[k] for k in self.where])
 
     def collect(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return of the tensors of all places those that are spread; all, if they are others."""
+        """Return each tensor once, from the tensors of all places.
+
+        If the number of places differs, return all tensors.
+        """
         if len(tensors) != len(self.where):
             return tuple(tensors)
         return tuple([tensors[self.where.index(k)] for k in range(max(self.where) + 1)])
@@ -344,12 +354,12 @@ class Repeated:
 
 def once(tensors: Sequence[Tensor], kind: Kind, keys: Iterable[Hashable] = ()
          ) -> tuple[tuple[Tensor, ...], Kind]:
-    """Take each of some tensors once, and return them with what puts their value together.
+    """Return each tensor once, and the kind that reconstructs the value from them.
 
     Args:
         tensors: The tensors.
-        kind: Puts the value together from them.
-        keys: What tells them apart, if not they themselves.
+        kind: Reconstructs the value from the tensors of all places.
+        keys: Keys that identify the tensors. By default, the tensors are compared by identity.
     """
     found: dict[Hashable, int] = {}
     where = tuple([found.setdefault(key, len(found)) for key in keys or map(id, tensors)])
@@ -360,7 +370,7 @@ def once(tensors: Sequence[Tensor], kind: Kind, keys: Iterable[Hashable] = ()
 
 
 def flatten(value: Any) -> tuple[tuple[Tensor, ...], Kind]:
-    """Take the tensors out of a value, and give what puts it together again.
+    """Return the tensors of a value, and the kind that reconstructs the value from tensors.
 
     >>> import torch
     >>> tensors, kind = flatten({'x': torch.zeros(1), 'n': 3})
@@ -368,7 +378,7 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Kind]:
     ((tensor([0.]),), {'x': tensor([1.]), 'n': 3})
 
     Raises:
-        TypeError: There is no tensor in it, or a leaf is neither a tensor nor a plain value.
+        TypeError: The value has no tensor, or a leaf is neither a tensor nor a plain value.
     """
     if isinstance(value, Tensor):
         return (value,), bare
@@ -383,12 +393,12 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Kind]:
 
 def flatten_nested(value: Any, marks: bool = True, takes: type = Tensor
                    ) -> tuple[tuple[Any, ...], Structure]:
-    """Do as :func:`flatten` does, also with a value that has marks in it, which it takes off.
+    """Flatten a value as :func:`flatten` does, and remove :class:`NoChunk` marks.
 
     Args:
         value: The value.
-        marks: Whether :class:`NoChunk` may be in it.
-        takes: The type of what is taken out.
+        marks: Whether the value may contain :class:`NoChunk`.
+        takes: The type of the extracted leaves.
     """
     tensors: list[Any] = []
     structure = _flatten(value, tensors, marks, takes)
@@ -398,7 +408,7 @@ def flatten_nested(value: Any, marks: bool = True, takes: type = Tensor
 
 
 def _flatten(value: Any, tensors: list[Any], marks: bool, takes: type) -> Structure | None:
-    """Append the tensors of a value to a list; give ``None`` if a leaf will not do."""
+    """Append the tensors of a value to a list; return ``None`` if a leaf is not allowed."""
     leaves, spec = tree_flatten(value, is_leaf=is_leaf)
     for k, leaf in enumerate(leaves):
         if isinstance(leaf, takes):

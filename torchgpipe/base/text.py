@@ -6,7 +6,7 @@ __all__ = ['duration', 'format_bytes', 'table']
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Align columns: the first to the left, numbers to the right."""
+    """Format rows in aligned columns: the first column to the left, the others to the right."""
     cells: list[list[str]] = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[k]) for row in cells) for k in range(len(header))]
     lines = ['  '.join(cell.ljust(width) if k == 0 else cell.rjust(width)
@@ -16,7 +16,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def format_bytes(number: float) -> str:
-    """Write a number of bytes with three digits.
+    """Format a number of bytes with three digits.
 
     >>> format_bytes(512), format_bytes(1536), format_bytes(22 * 2 ** 30)
     ('512 B', '1.50 KiB', '22.0 GiB')
@@ -31,7 +31,7 @@ def format_bytes(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write a duration with three digits.
+    """Format a duration with three digits.
 
     >>> duration(0.01234), duration(2.5), duration(0.0000042), duration(0)
     ('12.3 ms', '2.5 s', '4.2 µs', '0 s')

@@ -6,8 +6,8 @@
             │              │  ▲              │
     skips ──┴─▶ tracker ───┘  └── tracker ───┴──▶ skips
 
-A cell knows nothing of its neighbours. Whoever runs it brings its tensors, and takes what it gave
-to other cells (:mod:`torchgpipe.engine.run`). So cells may run in any order.
+A cell does not know its neighbours. The run (:mod:`torchgpipe.engine.run`) brings the tensors and
+passes the results on to other cells. Therefore cells may run in any order.
 """
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -35,10 +35,11 @@ __all__ = ['Cell', 'Cells', 'Sequential', 'compare_earlier', 'result_of']
 
 
 class Sequential(nn.Sequential):
-    """The layers of a partition, of which the first one may take several arguments."""
+    """The layers of a partition. The first layer may take several arguments."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call each layer with what the layer before gave, the first one with the arguments."""
+        """Call the first layer with the arguments, and each other layer with the previous result.
+        """
         first = True
         value: Any = None
         for module in self:
@@ -51,28 +52,28 @@ class Sequential(nn.Sequential):
         self.forward = compiled(self, *args, **kwargs)  # type: ignore[method-assign]
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is not compiled, as PyTorch has it with each module.
+        # A copy is not compiled, as for every module of PyTorch.
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         return {name: value for name, value in state.items() if name != 'forward'}
 
 
 class Cell:
-    """What a cell computes, now and in its recomputation.
+    """The computation of a cell, in the first pass and in its recomputation.
 
-    A graph may own it, through a recomputation, so it owns no tensor.
+    A graph may own it through a recomputation, so it owns no tensor.
 
     Args:
         partition: The partition.
-        layers: What to call: its layers, as the run has them.
-        i: The micro-batch.
-        m: How many there are.
-        kind: Puts the input together.
+        layers: The function to call: the partition's layers as the run prepares them.
+        i: The index of the micro-batch.
+        m: The number of micro-batches.
+        kind: Reconstructs the input from tensors.
 
     Attributes:
-        popped: The skips that come from other partitions, after the batch.
-        absent: Those of them that are ``None``, and no tensors.
-        kind: Puts the output together; of the input, before it was called.
-        stashed: The skips that stand after the output, once it was called.
+        popped: The skips from other partitions, which follow the batch.
+        absent: The skips from other partitions that are ``None``.
+        kind: Reconstructs the output from tensors, or the input before the call.
+        stashed: The skips that follow the output, after the call.
     """
 
     __slots__ = ('_i', '_input_kind', '_is_new', '_layers', '_m', '_partition', 'absent', 'kind',
@@ -91,10 +92,10 @@ class Cell:
         self.stashed: list[Key] = []
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Compute.
+        """Run the layers, and return the output and after it the skips.
 
         Args:
-            tensors: The batch and the skips. These are taken out of the list, so that they live no
+            tensors: The batch and the skips. Skips are removed from the list, so that they live no
                 longer than the layers need them.
         """
         partition = self._partition
@@ -106,7 +107,7 @@ class Cell:
         outside, context.skips = context.skips, tracker
         grad = torch.is_grad_enabled()
         try:
-            # By hand, not by `call`: each Python call counts here.
+            # Inlined, not by `call`: each Python call counts here.
             value = (self._layers(*value.args, **value.kwargs) if type(value) is Arguments
                      else self._layers(value))
             if torch.is_grad_enabled() is not grad:
@@ -127,7 +128,7 @@ class Cell:
         return [*output] if tracker is None else [*output, *self._skips_in(tracker)]
 
     def _tensors_of(self, value: Any) -> Sequence[Tensor]:
-        """Return the tensors that the layers gave, and in the first pass keep their kind."""
+        """Return the tensors of the layers' result, and keep its kind in the first pass."""
         try:
             if self._is_new:
                 output, self.kind = result_of(value)
@@ -137,11 +138,11 @@ class Cell:
             last = next(reversed(self._partition.layers._modules))
             add_culprit(error, self._partition, self._i, self._m, last)
             raise
-        # As in the first pass, whatever is one here.
+        # Repeated as in the first pass, even if other tensors are the same object here.
         return self.kind.collect(output) if isinstance(self.kind, Repeated) else output
 
     def _tracker(self, tensors: list[Tensor]) -> SkipTracker:
-        """Return a tracker with the skips that come in."""
+        """Return a tracker with the incoming skips."""
         tracker = SkipTracker()
         tracker.tensors.update(dict.fromkeys(self.absent))
         for key in reversed(self.popped):
@@ -149,7 +150,7 @@ class Cell:
         return tracker
 
     def _skips_in(self, tracker: SkipTracker) -> list[Tensor]:
-        """Return the skips that go out, with all changes in place since they were stashed."""
+        """Return the outgoing skips, with all changes in place since they were stashed."""
         found = {}
         for _, key in self._partition.outgoing:
             if key not in tracker.tensors:
@@ -161,16 +162,17 @@ class Cell:
 
 
 class Cells:
-    """The cells of one partition in one forward pass. One thread at a time runs any of them.
+    """The cells of one partition in one forward pass. Only one thread at a time runs them.
 
     Args:
         partition: The partition.
         checkpoint_stop: The first ``checkpoint_stop`` micro-batches are checkpointed.
-        state: The state of the thread that asked for the forward pass.
-        one_worker: Whether all partitions run on one worker, so none at the same time.
+        state: The state of the thread that called the forward pass.
+        one_worker: Whether all partitions run on one worker, and so never concurrently.
         held: The context in which a recomputation has the layers.
-        stream: Where they run.
-        host_stream: Carries inputs of checkpointed cells to the host, and back; none if they stay.
+        stream: The compute stream.
+        host_stream: Moves inputs of checkpointed cells to the host and back. By default, they
+            stay on the device.
     """
 
     def __init__(self, partition: Partition, checkpoint_stop: int, state: ThreadState,
@@ -187,29 +189,29 @@ class Cells:
         self._trainable = self._checkpoint_stop > 0 and any(
             parameter.requires_grad for parameter in partition.layers.parameters())
         self._modules = [*partition.layers.modules()]
-        #: Those that are kept out of recomputation.
+        #: The modules that are excluded from recomputation.
         self.no_recompute = [module for module in self._modules if MARK in module.__dict__] \
             if self._checkpoint_stop else []
-        #: What the layers were seen to do, where it matters.
+        #: The observed behaviour of the layers, where it matters.
         self.observed = None if one_worker and not self._checkpoint_stop else partition.observed[
             tuple([module.training for module in self._modules])]
-        #: The layers as the first of these cells that is checkpointed finds them.
+        #: The layers in the state that the first checkpointed cell finds.
         self._layers: Layers | None = None
-        #: Tells after the forward pass whether any layers drew that were not known to.
+        #: Detects after the forward pass whether layers drew that were not known to draw.
         self.monitor: DrawMonitor | None = None
-        #: Of cells with no generator to save.
+        #: The draws of cells without a generator to save.
         self._no_draws: Draws | None = None
 
     @property
     def draws(self) -> bool | None:
-        """Whether they draw from a random generator that other cells draw from, too.
+        """Whether they draw from a random generator that other cells also draw from.
 
-        ``None`` if that is not known yet, or does not matter.
+        ``None`` if it is not known yet, or does not matter.
         """
         return None if self.observed is None else self.observed.draws
 
     def watch_draws(self) -> None:
-        """Take note that someone drew while these ran, which were not known to."""
+        """Record a draw during these cells, whose layers were not known to draw."""
         assert self.observed is not None
         self.observed.watch_draws()
 
@@ -218,15 +220,15 @@ class Cells:
         """Run the cell of micro-batch ``i``.
 
         Args:
-            i: Its index.
-            cell: What it computes.
-            tensors: What it is called with.
+            i: The index of the micro-batch.
+            cell: The cell.
+            tensors: The batch and the skips.
 
         Returns:
-            The output, and what has to come before it in backward, if the cell is checkpointed.
+            The output, and the recomputation that backward runs first if the cell is checkpointed.
         """
         observed = self.observed
-        # A cell without anything to train has no graph, so there is nothing to save memory on.
+        # A cell without anything to train has no graph, so there is no memory to save.
         if observed is not None and i < self._checkpoint_stop and (
                 self._trainable or any([x.requires_grad for x in tensors])):
             return self._checkpoint(cell, tensors, observed)
@@ -239,12 +241,12 @@ class Cells:
 
     def _checkpoint(self, cell: Cell, tensors: list[Tensor], observed: Observed
                     ) -> tuple[list[Tensor], Recomputation]:
-        """Run it for the first time."""
+        """Run the first pass of a checkpointed cell."""
         watch = None if observed.watched and observed.draws is not None else Watch(self._modules)
         if self._layers is None:
             self._layers = Layers(self._modules, observed, self._held)
         found = self._layers.find(watch)
-        # Beside cells that draw, each one of those that do not is looked at by itself.
+        # If other cells draw, each cell that does not draw has its own monitor.
         alone = self.monitor is None and watch is None and observed.draws is False
         own_monitor = DrawMonitor() if alone else None
         draws = self._no_draws
@@ -281,7 +283,7 @@ class Cells:
 
 
 def compare_earlier(partition: Partition) -> None:
-    """Compare those outputs that can be compared by now with those of their first pass.
+    """Compare the outputs that are available by now with the outputs of their first pass.
 
     Raises:
         RuntimeError: They differ. The layers are watched from now on.
@@ -299,9 +301,9 @@ def _blame(partition: Partition, kind: Kind, tensors: Sequence[Tensor]) -> str:
 
 
 def result_of(value: Any) -> tuple[Tensors, Kind]:
-    """Return the tensors that layers gave, and what puts the value together again.
+    """Return the tensors of a layer's result, and the kind that reconstructs the value.
 
-    A tensor in several places goes on once.
+    A tensor in several places is passed on once.
 
     >>> import torch
     >>> x = torch.ones(2)

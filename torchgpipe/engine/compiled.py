@@ -1,8 +1,8 @@
 """Compiled layers: compile supported layers, and run their backward in several threads.
 
 Autograd has a thread for each accelerator, and gives all of them the same copy of the caller's
-context variables. Compiled code enters it in backward, which two threads cannot do at once:
-"cannot enter context". A pipeline is what lets them try.
+context variables. Compiled code enters this copy in backward, which two threads cannot do
+concurrently ("cannot enter context"). In a pipeline, two threads would do so.
 """
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -26,10 +26,10 @@ def has_compiled(partition: nn.Module) -> bool:
 
 
 def part_contexts(inputs: Iterable[Any], outputs: Iterable[Tensor]) -> None:
-    """Let compiled nodes have a context each.
+    """Give each compiled node its own context.
 
     Args:
-        inputs: The nodes at which the part of the graph begins that is looked at.
+        inputs: The nodes at which the searched part of the graph begins.
         outputs: The tensors with which it ends.
     """
     if not compiled_codes():
@@ -47,14 +47,14 @@ def part_contexts(inputs: Iterable[Any], outputs: Iterable[Tensor]) -> None:
 
 
 def compiled(layers: nn.Sequential, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """Return what calls layers one after the other, compiled together where they can be.
+    """Return a function that calls layers in order, compiled together where possible.
 
     Args:
         layers: The layers.
-        *args: Those of :func:`torch.compile`.
-        **kwargs: And these.
+        *args: The positional arguments of :func:`torch.compile`.
+        **kwargs: The keyword arguments of :func:`torch.compile`.
     """
-    # PyTorch gives up a loop for one layer that it cannot compile.
+    # PyTorch does not compile a loop if it cannot compile one of its layers.
     is_left = [hasattr(layer.forward, '_torchdynamo_disable') for layer in layers]
     runs = [partial(torch.compile(_own_code(_run), *args, **kwargs), layers,
                     tuple([name for name, _ in group]))
@@ -63,7 +63,7 @@ def compiled(layers: nn.Sequential, *args: Any, **kwargs: Any) -> Callable[..., 
 
 
 def _run(layers: nn.Sequential, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
-    """Do what the forward does, for some of the layers."""
+    """Run the forward of some of the layers."""
     name, *others = names
     value = layers._modules[name](*args, **kwargs)
     for name in others:
@@ -72,7 +72,7 @@ def _run(layers: nn.Sequential, names: tuple[str, ...], *args: Any, **kwargs: An
 
 
 def _own_code(function: Any) -> Callable[..., Any]:
-    """Copy a function: PyTorch counts how often it has compiled a code, and soon gives up."""
+    """Copy a function, because PyTorch limits how often it compiles the same code."""
     return FunctionType(function.__code__.replace(), function.__globals__)
 
 

@@ -1,13 +1,13 @@
 """The source of an error: its cell and layer, and the fix of errors caused by a pipeline.
 
-An error keeps its type and its traceback, which leads into the layer. What it lacks is which of
-the many cells it came from, so it gains a note (PEP 678)::
+An error keeps its type and its traceback, which leads into the layer. The traceback does not show
+the cell, so the error gains a note (PEP 678)::
 
     RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x8 and 9x9)
     in partition 1 on cuda:1, micro-batch 0 of 4, layer '3'
 
-And where PyTorch raises what would not be raised without a pipeline, another one says the way out.
-Such errors are told by what PyTorch says, and by where it says so: a layer may raise the same by
+If the pipeline causes the error, another note names the fix (:class:`Remedy`). Such errors are
+detected by PyTorch's message and by the place, because a layer may raise the same message by
 itself.
 """
 from collections.abc import Callable
@@ -27,11 +27,12 @@ __all__ = ['add_culprit', 'blame', 'left_grad_mode']
 
 
 class Remedy(NamedTuple):
-    """A way out."""
+    """The fix of an error that the pipeline causes."""
 
-    #: A part of what PyTorch says.
+    #: A part of PyTorch's message.
     message: str
-    #: Whether it comes of the pipeline, in partition ``j`` and one of ``m`` micro-batches.
+    #: Whether the error results from the pipeline, in partition ``j`` and one of ``m``
+    #: micro-batches.
     applies: Callable[[int, int], bool]
     note: str
 
@@ -56,14 +57,14 @@ REMEDIES = [
 
 def add_culprit(error: Exception, partition: Partition, i: int, m: int, layer: str | None = None
                 ) -> None:
-    """Add to an error of the layers of a partition, or of what they gave, where it comes from.
+    """Add the source to an error that a partition's layers or their result raised.
 
     Args:
         error: The error.
         partition: The partition.
-        i: The micro-batch.
-        m: How many there are.
-        layer: The layer; looked for if missing.
+        i: The index of the micro-batch.
+        m: The number of micro-batches.
+        layer: The name of the layer. By default, it is found in the traceback.
     """
     layer = layer or _failing_layer(partition.layers, error.__traceback__)
     where = f'in partition {partition.j} on {partition.device}, micro-batch {i} of {m}'
@@ -74,7 +75,7 @@ def add_culprit(error: Exception, partition: Partition, i: int, m: int, layer: s
 
 
 def left_grad_mode(grad: bool) -> RuntimeError:
-    """Put a grad mode back that layers have left, and say so."""
+    """Restore the grad mode that layers left changed, and return the error to raise."""
     torch.set_grad_enabled(grad)
     return RuntimeError(f'the layers of a partition left grad mode {"off" if grad else "on"}, as '
                         'torch.set_grad_enabled does. What runs after them, and in which thread, '
@@ -83,10 +84,10 @@ def left_grad_mode(grad: bool) -> RuntimeError:
 
 
 def blame(partition: Partition, value: Value) -> str:
-    """Say which layer changed the input of a checkpointed cell in place.
+    """Return an error message that names the layer which changed a checkpointed cell's input.
 
-    Where the input requires grad, autograd says so. Where it does not, a recomputation would get
-    what the first pass has changed.
+    If the input requires grad, autograd raises. Otherwise a recomputation would start from the
+    input as the first pass changed it.
     """
     layer = _changing_layer(partition.layers, value)
     name = 'a layer' if layer is None else f"layer '{layer}'"
@@ -98,7 +99,7 @@ def blame(partition: Partition, value: Value) -> str:
 
 
 def _failing_layer(partition: nn.Module, traceback: TracebackType | None) -> str | None:
-    """Find the layer that was running, in the frames of the error: free while all goes well."""
+    """Find the layer that was running, in the frames of the error. It costs nothing otherwise."""
     while traceback is not None:
         frame = traceback.tb_frame
         if frame.f_code.co_name == 'forward' and frame.f_locals.get('self') is partition:
@@ -108,13 +109,13 @@ def _failing_layer(partition: nn.Module, traceback: TracebackType | None) -> str
 
 
 def _name(partition: nn.Module, layer: Any) -> str | None:
-    # One layer may stand in several places, and the frame does not say in which it was running.
+    # One layer may be in several places, and the frame does not say in which one it was running.
     names = [name for name, child in partition._modules.items() if child is layer]
     return "' or '".join(names) if names else None
 
 
 def _changing_layer(partition: nn.Sequential, value: Value) -> str | None:
-    """Find the layer that changes the partition's input in place, by running them on a copy."""
+    """Find the layer that changes the partition's input in place: run the layers on a copy."""
     found, kind = flatten(value)
     tensors = tuple(x.detach().clone() for x in found)
     output = kind(tensors)

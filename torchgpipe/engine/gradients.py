@@ -1,20 +1,23 @@
 """Gradients in a step: leaves that accumulate them, and a backward split into halves.
 
-::
+A schedule may split backward into the actions ``I`` and ``W`` (Qi et al., "Zero Bubble Pipeline
+Parallelism", 2023). ``I`` computes the gradients that the previous partition waits for, and ``W``
+computes the gradients of weights::
 
     forward     x, weight, bias ──▶ y
     I           gradient of x ◀── gradient of y          x and the gradient of y are kept
-    W           weight.grad, bias.grad += …              from what was kept
+    W           weight.grad, bias.grad += …              from x and the gradient of y
 
-So ``I`` does what the partition before waits for, and ``W`` the rest (Qi et al., "Zero Bubble
-Pipeline Parallelism", 2023). A parameter tells by its type, :class:`Weight`, that its gradient may
-be put off; the layer that uses it is left as it is. Whatever else uses it computes its gradient in
-``I``: other functions, and these under autocast, whose casts stand between the two.
+A parameter of type :class:`Weight` marks that its gradient may be deferred, and its layer remains
+unchanged. Linear layers and convolutions defer it (``_SPLIT``). Other functions compute the
+gradient in ``I``. Under autocast, linear layers and convolutions do so as well, because a cast
+separates the parameter from the function.
 
-Who owns what: until ``W``, a list of the cell's owns the input and the gradient of the output of
-each of its calls. All of it is on the compute stream of the cell.
+Ownership: until ``W``, a list of the cell (:class:`DeferredWork`) owns the input and the output
+gradient of each call. All of these tensors are on the compute stream of the cell.
 
-::
+:class:`Leaves` replaces each parameter by a leaf during a step, and :func:`give` adds the
+accumulated gradients to the parameters at the end::
 
     parameter ──detach──▶ leaf          one for all places of a parameter
                             ├──▶ cell of micro-batch 0     backward: leaf.grad = g0
@@ -22,9 +25,9 @@ each of its calls. All of it is on the compute stream of the cell.
 
     at the end      leaf.grad ──▶ Give ──▶ hooks ──▶ parameter.grad
 
-So hooks of a parameter see its whole gradient, once in a step, and a step that fails leaves no
-part of it in ``parameter.grad``. What a layer keeps of a parameter in another place than its
-``_parameters`` is the parameter itself, and its gradient goes there at once.
+Therefore hooks of a parameter see its whole gradient, once in a step. A step that fails leaves no
+part of the gradient in ``parameter.grad``. A layer may also keep a parameter outside of its
+``_parameters``. That reference is the parameter itself, and its gradient is added there at once.
 """
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
@@ -41,37 +44,39 @@ from torchgpipe.engine.checkpoint.state import Swap, substituted
 
 __all__ = ['DeferredWork', 'Give', 'Leaves', 'Weight', 'edge_of', 'give', 'leaf_of', 'within']
 
-#: What computes some gradients of weights, and adds them up.
+#: Functions that compute some gradients of weights and accumulate them.
 Work = list[Callable[[], None]]
+
+# Split backward: deferred gradients of weights.
 
 
 class DeferredWork:
-    """Where calls in a partition put gradients of weights off to, if anywhere.
+    """The list to which calls in a partition defer gradients of weights, if there is one.
 
-    It is set for each action. A recomputation may run in a thread of autograd's, so it is not set
-    by thread.
+    It is set for each action. It is not thread-local, because a recomputation may run in a thread
+    of autograd.
     """
 
     work: Work | None = None
-    #: Whether the step goes back now. A layer may do so by itself, in its own forward.
+    #: Whether the step runs backward now. A layer may also run a backward in its own forward.
     splits = False
 
 
-#: Calls a function without asking classes of tensors what to do.
+#: Calls a function without a dispatch to ``__torch_function__`` of the arguments.
 _as_parameter: Any = nn.Parameter.__torch_function__
 
 
 class Weight(nn.Parameter):
-    """A parameter whose gradient may come later: a leaf that nobody looks at before the end."""
+    """A parameter whose gradient may be deferred: a leaf that is not read before the end."""
 
     deferred: DeferredWork
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function on it; split some."""
-        # PyTorch's functions in Python name plain tensors, too, as `torch.autograd.grad` does.
+        """Call a function, with a split backward where possible."""
+        # Python functions of PyTorch, such as `torch.autograd.grad`, also list plain tensors.
         if any(kind not in (cls, Tensor) for kind in types):
-            # Beside a tensor of another class it is a plain one, as a parameter would be.
+            # With a tensor of another class it is a plain one, as a parameter would be.
             args, kwargs = tree_map_only(cls, _plain, (args, kwargs or {}))
             return func(*args, **kwargs)
         if func in _SPLIT:
@@ -87,7 +92,7 @@ def _plain(weight: Weight) -> Tensor:
 
 
 def _splits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether a call puts its gradients of weights off."""
+    """Return whether a call defers its gradients of weights."""
     return (isinstance(weight, Weight) and weight.deferred.work is not None
             and torch.is_grad_enabled()
             and (isinstance(bias, Weight) or bias is None)
@@ -97,23 +102,23 @@ def _splits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _is_run_again_alike() -> bool:
-    """Return whether calls here see a :class:`Weight` in their recomputation, too, if any.
+    """Return whether a recomputation of this call, if any, also sees a :class:`Weight`.
 
-    What a layer checkpoints itself is run again in backward, where modules have their parameters.
+    A checkpoint within a layer recomputes in backward, when modules have their parameters back.
     """
     hooks = innermost_hooks()
     return hooks is None or getattr(hooks[0], '__module__', '').startswith('torchgpipe.')
 
 
 class _Split(torch.autograd.Function):
-    """A function of ``(function, *tensors)`` whose weights get their gradients late."""
+    """A function of ``(function, *tensors)`` with deferred gradients of weights."""
 
     @staticmethod
     def forward(ctx: Any, function: '_Linear | _Convolution', input: Tensor, weight: Weight,
                 bias: Weight | None) -> Tensor:
         ctx.function, ctx.deferred, ctx.work = function, weight.deferred, weight.deferred.work
-        ctx.set_materialize_grads(False)  # What nobody uses has no gradient, not one of zeros.
-        ctx.leaves = weight, bias  # What is unpacked may be another tensor.
+        ctx.set_materialize_grads(False)  # An unused output has no gradient, not one of zeros.
+        ctx.leaves = weight, bias  # An unpack hook may return another tensor.
         ctx.hooked = False
         ctx.save_for_backward(input, weight)
         return function(input, weight, bias).detach()  # [Note: Identity without a view]
@@ -122,7 +127,7 @@ class _Split(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return None, None, None, None
-        # As in PyTorch's own nodes, without `__torch_function__`, which takes 5 µs per access.
+        # Without `__torch_function__`, as in PyTorch's nodes: it takes 5 µs per access.
         return _as_parameter(_go_back, (), (ctx, grad))  # type: ignore[no-any-return]
 
 
@@ -131,14 +136,15 @@ def _go_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     input_grad = ctx.function.input_grad(grad, input, weight) if ctx.needs_input_grad[1] else None
     if ctx.hooked or not ctx.deferred.splits:
         return None, input_grad, *_weight_grads(ctx.function, grad, input, ctx.leaves)
-    # Detached, or nodes of the graph would own each other, unseen by the garbage collector.
+    # Detached: otherwise nodes of the graph would own each other, and the garbage collector
+    # would not see the cycle.
     finish = ctx.function, grad, input.detach(), ctx.leaves
     ctx.work.append(partial(_as_parameter, _finish, (), finish))
     return None, input_grad, None, None
 
 
 def _register_hook(ctx: Any, hook: Callable[..., Any]) -> Any:
-    """Let a hook of the user's on the node see, and change, gradients of weights, too."""
+    """Register a user's hook on the node, which may also see and change gradients of weights."""
     ctx.hooked = True
     return super(type(ctx), ctx).register_hook(hook)
 
@@ -164,7 +170,7 @@ def _weight_grads(function: '_Linear | _Convolution', grad: Tensor, input: Tenso
 
 def _finish(function: '_Linear | _Convolution', grad: Tensor, input: Tensor, leaves: WeightAndBias
             ) -> None:
-    """Do the second half of a call's backward."""
+    """Run the second half of a call's backward."""
     for leaf, found in zip(leaves, _weight_grads(function, grad, input, leaves)):
         if leaf is not None and found is not None:
             _add(leaf, found)
@@ -249,16 +255,19 @@ def _each(number: Any, dims: int) -> list[int]:
     return numbers * dims if len(numbers) == 1 else numbers
 
 
-#: What can be split, and how.
+#: The functions with a split backward.
 _SPLIT: dict[Any, Callable[..., Any]] = {
     F.linear: _linear, F.conv1d: _convolution, F.conv2d: _convolution, F.conv3d: _convolution}
+
+
+# Leaves: accumulation over micro-batches, in place of the parameters.
 
 
 class Leaves:
     """The leaves of one step.
 
     Args:
-        dtype: In which gradients of micro-batches are added up, if not in the parameter's.
+        dtype: The dtype in which gradients accumulate. By default, it is the parameter's dtype.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
@@ -267,12 +276,12 @@ class Leaves:
 
     def swaps(self, modules: Iterable[nn.Module], copies: Mapping[Slot, Tensor],
               deferred: DeferredWork | None = None) -> list[Swap]:
-        """Return how to put leaves in place of the parameters of some modules.
+        """Return the swaps that put leaves in place of the parameters of some modules.
 
         Args:
             modules: The modules.
-            copies: What has been put in the place of some of these parameters.
-            deferred: Where gradients of weights are put off to, if they are.
+            copies: The tensors that have replaced some of these parameters.
+            deferred: The list for deferred gradients of weights, if they are deferred.
         """
         found = [(module, name, copies.get((module, name), x)) for module in modules
                  for name, x in module._parameters.items() if x is not None]
@@ -298,21 +307,21 @@ class Leaves:
 
     @property
     def numbers(self) -> set[int]:
-        """The numbers of the leaves, by which `id` tells them."""
+        """The ``id`` of each leaf."""
         return {id(leaf) for _, leaf in self._leaves.values()}
 
     def take(self, only: Container[int] | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Return the parameters and copies that have a gradient, with that, and let go of it.
+        """Return parameters and copies with their gradients, and clear these in the leaves.
 
         Args:
-            only: The numbers of some parameters, by ``id``; by default all.
+            only: The ``id`` of each parameter to return. By default, all are returned.
         """
         found = []
         for x, leaf in self._leaves.values():
             if only is not None and id(x) not in only:
                 continue
             if x.layout is torch.strided and leaf.data_ptr() != x.data_ptr():
-                x.data = leaf.data  # A layer has put another tensor there.
+                x.data = leaf.data  # A layer has replaced the tensor.
             if leaf.grad is not None:
                 found.append((x, leaf.grad))
                 leaf.grad = None
@@ -320,7 +329,7 @@ class Leaves:
 
 
 def within(swaps: Sequence[Swap], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs with leaves in their places."""
+    """Return a function that runs with the leaves in place of the parameters."""
     return partial(_run_within, swaps, function)
 
 
@@ -331,20 +340,20 @@ def _run_within(swaps: Sequence[Swap], function: Callable[..., Any], *args: Any,
 
 
 def _put(module: nn.Module, name: str, new: Tensor, old: Tensor | None = None) -> None:
-    """Put a parameter in its place; if an old one is named, only in place of that."""
-    # In a recomputation, modules may have other dictionaries than when the step began. That of
-    # TorchScript is none; and the layer may have put another parameter there.
+    """Set a parameter of a module. If ``old`` is given, replace only this one."""
+    # In a recomputation, modules may have other dictionaries than when the step began. In
+    # TorchScript it is not a dictionary. And the layer may have set another parameter.
     parameters: Any = module._parameters
     if old is None or name in parameters and parameters[name] is old:
         parameters[name] = new
 
 
 def give(gradients: list[tuple[Tensor, Tensor]]) -> None:
-    """Add gradients to those of leaves, through their hooks; or send them on in their graphs.
+    """Run backward from tensors with given gradients, through the hooks of these tensors.
 
     Args:
-        gradients: Tensors that require grad, with a gradient of each. The list is emptied, so that
-            nobody but a parameter has its gradient, and autograd need not copy it.
+        gradients: Tensors that require grad, each with its gradient. The list is emptied, so that
+            only the parameter refers to its gradient, and autograd need not copy it.
     """
     if gradients:
         tensors = [x for x, _ in gradients]
@@ -354,7 +363,7 @@ def give(gradients: list[tuple[Tensor, Tensor]]) -> None:
 
 
 class Give(torch.autograd.Function):
-    """Return gradients that are known: ``Give.apply(gradients, *tensors)``."""
+    """Return the given gradients in backward: ``Give.apply(gradients, *tensors)``."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
@@ -369,11 +378,11 @@ class Give(torch.autograd.Function):
 
 
 def edge_of(y: Tensor) -> GradientEdge:
-    """Return where the gradient of a tensor enters its graph, and keep that graph alive."""
-    # PyTorch does so by a view, of which a sparse tensor has none.
+    """Return the edge at which a tensor's gradient enters its graph. It keeps the graph alive."""
+    # PyTorch does so by a view, which does not exist for a sparse tensor.
     return get_gradient_edge(y if y.layout is torch.strided or y.is_nested else y.clone())
 
 
 def leaf_of(x: Tensor) -> Tensor:
-    """Return a tensor as a leaf of another graph."""
+    """Return a tensor detached as a leaf of another graph."""
     return x.detach().requires_grad_(x.requires_grad)

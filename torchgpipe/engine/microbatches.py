@@ -3,12 +3,12 @@
 ::
 
     input      {'x': (8, 3), 'table': NoChunk((5, 2))}        batch dimension 0, 4 chunks
-    cut        {'x': (2, 3), 'table': (5, 2)}  × 4            views of it; a shared one is whole
+    cut        {'x': (2, 3), 'table': (5, 2)}  × 4            views; shared tensors are not split
     output     {'y': (2, 7), 'loss': ()}  × 4
     gather     {'y': (8, 7), 'loss': ()}        'y' put together, 'loss' by a rule
 
-A *rule* says something of each tensor of a value. Where it is a dict or a sequence, it goes by the
-keys of the value, as deep as it goes itself: ``{'mask': 1}`` is a rule for ``mask`` and all in it.
+A *rule* gives an option for each tensor of a value. A dict or a sequence is a rule by the keys of
+the value, to its own depth: ``{'mask': 1}`` is a rule for ``mask`` and all tensors in it.
 """
 import inspect
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -36,8 +36,8 @@ class Batch:
     (1, torch.Size([2, 3]))
 
     Args:
-        tensors: The tensors of a value, in the order in which they stand there.
-        kind: Puts a value like this one together from tensors.
+        tensors: The tensors of a value, in the order of the value.
+        kind: Reconstructs the value from tensors.
     """
 
     tensors: Tensors
@@ -45,7 +45,7 @@ class Batch:
 
     @property
     def value(self) -> Any:
-        """The value; what holds its tensors is made anew."""
+        """The value, in new containers."""
         return self.kind(self.tensors)
 
 
@@ -59,23 +59,23 @@ def cut(input: Any, chunks: int, batch_dim: Any = 0, what: str = 'input'
     ([3, 2, 2], torch.Size([3, 2]))
 
     Args:
-        input: A tensor of shape ``(batch, …)``, or a structure of such tensors. Scalars, and what
-            is in a :class:`~torchgpipe.NoChunk`, are the same for all micro-batches.
+        input: A tensor of shape ``(batch, …)``, or a structure of such tensors. Scalars and the
+            contents of a :class:`~torchgpipe.NoChunk` are the same for all micro-batches.
         chunks: The largest number of micro-batches.
-        batch_dim: The rule for the batch dimension, ``None`` for what is the same for all.
-        what: What errors call it.
+        batch_dim: The rule for the batch dimension; ``None`` for tensors that are not split.
+        what: The name of the input in errors.
 
     Returns:
         ``min(chunks, batch)`` batches, whose sizes differ by one at most, larger ones first; these
-        sizes; and the indices of tensors that all share.
+        sizes; and the indices of tensors that all micro-batches share.
 
     Raises:
-        TypeError: The input is not made of tensors and plain values.
+        TypeError: The input contains a leaf that is neither a tensor nor a plain value.
         ValueError: Batch sizes disagree, are zero, or there is no tensor to split.
     """
     tensors, kind, dims = _read(input, batch_dim)
     size = _batch_size(input, tensors, dims, what)
-    # A tensor in several places that is cut alike is one in each micro-batch, too.
+    # A tensor in several places with the same rule is also one tensor in each micro-batch.
     keys = [*zip(map(id, tensors), dims)]
     if len({*keys}) < len(keys):
         tensors, kind = once(tensors, kind, keys)
@@ -90,13 +90,13 @@ def cut(input: Any, chunks: int, batch_dim: Any = 0, what: str = 'input'
 
 
 def _read(input: Any, batch_dim: Any) -> tuple[Tensors, Kind, list[int | None]]:
-    """Return the tensors of a value, what puts it together, and the batch dimension of each."""
+    """Return the tensors of a value, its kind, and the batch dimension of each tensor."""
     if isinstance(input, Tensor):
         return (input,), bare, [batch_dim if isinstance(batch_dim, int) else 0]
     if isinstance(input, tuple) and not input:
         raise ValueError('the input is an empty tuple; a pipeline needs at least one tensor')
     tensors, kind = flatten_nested(input)
-    # Several arguments go by their positions and names.
+    # The paths of several arguments begin with their positions and names.
     start = 1 if isinstance(input, Arguments) else 0
     return tensors, kind, [
         _batch_dim(leaf, leaf.path[start:], batch_dim) for leaf in leaves_of(input)
@@ -160,7 +160,7 @@ DEFAULT = object()
 
 
 def look_up(rule: Any, path: Iterable[Any]) -> tuple[Any, bool]:
-    """Find what a rule says of a path, and whether it says so of this path by its keys."""
+    """Return the entry of a rule for a path, and whether the rule has keys of this path."""
     named = False
     for key in path:
         if isinstance(rule, Mapping):
@@ -174,15 +174,15 @@ def look_up(rule: Any, path: Iterable[Any]) -> tuple[Any, bool]:
 
 
 def fit_rule(rule: Any, input: Any, layers: Iterable[nn.Module]) -> Any:
-    """Say the rule for the batch dimension by the keys that an input has.
+    """Convert the rule for the batch dimension to the keys of an input.
 
     Args:
-        rule: The rule. For arguments, it goes by their positions or by their names.
-        input: What the model is called with.
-        layers: Its layers, the first one first.
+        rule: The rule. The keys for arguments are their positions or names.
+        input: The input of the model.
+        layers: The layers of the model, in order.
 
     Raises:
-        ValueError: Something in the rule is about nothing in the input.
+        ValueError: A key of the rule does not exist in the input.
     """
     if not isinstance(rule, (Mapping, list, tuple)):
         return rule
@@ -210,7 +210,7 @@ def check_arguments(name: str, layer: nn.Module, input: Arguments) -> None:
     """Check that a first layer takes several arguments."""
     try:
         signature = inspect.signature(layer.forward)
-    except ValueError:  # It is not Python's.
+    except ValueError:  # It is not a Python function.
         return
     try:
         signature.bind(*input.args, **input.kwargs)
@@ -224,10 +224,10 @@ def check_arguments(name: str, layer: nn.Module, input: Arguments) -> None:
 
 
 def _names_of_arguments(layer: nn.Module) -> list[str] | None:
-    """Name the arguments of a layer in order; ``None`` if it takes any."""
+    """Return the names of a layer's arguments in order; ``None`` if it takes any."""
     try:
         parameters = inspect.signature(layer.forward).parameters
-    except ValueError:  # It is not Python's.
+    except ValueError:  # It is not a Python function.
         return None
     kinds = {parameter.kind for parameter in parameters.values()}
     return None if kinds & {_ANY, _ANY_NAMED} else list(parameters)
@@ -237,7 +237,7 @@ _ANY, _ANY_NAMED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWO
 
 
 def _check_used(rule: Any, paths: Sequence[Path], where: str) -> None:
-    """Check that there is something in a value for each key of a rule."""
+    """Check that each key of a rule exists in a value."""
     if isinstance(rule, (Mapping, list, tuple)):
         entries = dict(rule) if isinstance(rule, Mapping) else dict(enumerate(rule))
         _check_known(entries, {path[0] for path in paths if path}, where)
@@ -254,10 +254,10 @@ def _check_known(entries: Mapping[Any, Any], known: Container[Any], where: str) 
 
 
 def check_rule(name: str, rule: Any, allowed: Sequence[Any], functions: bool = False) -> None:
-    """Check that a rule is made of integers, of some other values, and maybe of functions.
+    """Check that a rule consists of integers, allowed values and, optionally, functions.
 
     Raises:
-        ValueError: It says something else.
+        ValueError: It contains another value.
     """
     if isinstance(rule, Mapping):
         for each in rule.values():
@@ -273,10 +273,10 @@ def check_rule(name: str, rule: Any, allowed: Sequence[Any], functions: bool = F
 
 
 def value_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the one value that a pipeline is called with, or what stands for several."""
+    """Return the single argument of a pipeline's call, or :class:`Arguments` for several."""
     if len(args) == 1 and not kwargs:
         return args[0]
-    if not args and [*kwargs] == ['input']:  # as a sequential module calls its own
+    if not args and [*kwargs] == ['input']:  # the argument's name in `nn.Sequential.forward`
         return kwargs['input']
     return Arguments(*args, **kwargs)
 
@@ -285,12 +285,12 @@ def value_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 # ----------------------------------------------------------------------------------
 
 
-#: How tensors of micro-batches that have no batch dimension may become one.
+#: The reductions for tensors of micro-batches without a batch dimension.
 REDUCTIONS = ('mean', 'sum', 'stack')
 
 
 def check_rules(batch_dim: Any, gather: Any) -> None:
-    """Check what is said of the batch dimension, and of tensors of micro-batches."""
+    """Check the rules for the batch dimension and for gathering."""
     check_rule('batch_dim', batch_dim, [None])
     check_rule('gather', gather, [None, *REDUCTIONS], functions=True)
     if batch_dim is None:
@@ -300,7 +300,7 @@ def check_rules(batch_dim: Any, gather: Any) -> None:
 
 def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: Any = None,
            batch_dim: Any = 0, shared: Sequence[Tensor] = ()) -> Any:
-    """Put micro-batches together.
+    """Gather micro-batches into one value.
 
     >>> import torch
     >>> gather([Batch((torch.zeros(2, 3),), bare), Batch((torch.ones(1, 3),), bare)]).shape
@@ -308,15 +308,15 @@ def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: A
 
     Args:
         batches: At least one batch, all of one structure.
-        sizes: How many samples went into each, to check that as many came out.
-        rule: For tensors, by which dimension they are put together, or ``'mean'``, ``'sum'`` or
-            ``'stack'``, or a function of those of all micro-batches. Such a word or a function
-            alone is for scalars only.
-        batch_dim: The dimension for all others; a rule for the input means the first one.
-        shared: Tensors of the first one that are the same for all micro-batches.
+        sizes: The number of input samples in each batch. Outputs must have as many.
+        rule: The rule for gathering: a dimension, ``'mean'``, ``'sum'``, ``'stack'``, or a
+            function of the tensors of all micro-batches. A word or a function without keys
+            applies to scalars only.
+        batch_dim: The dimension for all other tensors. A rule by keys means dimension 0.
+        shared: Tensors of the first batch that are the same for all micro-batches.
 
     Returns:
-        A value of that structure, its tensors of shape ``(batch, …)``.
+        A value of the same structure, with tensors of shape ``(batch, …)``.
 
     Raises:
         ValueError: The number of samples or the structure changed within the pipeline, or there is
@@ -353,7 +353,7 @@ def _spread(batch: Batch) -> Batch:
 
 
 def _outline(batch: Batch) -> str:
-    """Write a value with the shapes of its tensors in their places."""
+    """Format a value, with shapes in place of its tensors."""
     return repr(batch.kind([tuple(x.shape) for x in batch.tensors]))  # type: ignore[misc]
 
 
@@ -366,7 +366,7 @@ def _rule_of(rule: Any, path: Path, x: Tensor, batch_dim: int) -> Any:
 
 
 def _join(xs: Sequence[Tensor], sizes: Sequence[int] | None, rule: Any, path: Path) -> Tensor:
-    """Put one tensor of all micro-batches together."""
+    """Gather one tensor from all micro-batches."""
     if isinstance(rule, int):
         for i, x in enumerate(xs):
             if not -x.dim() <= rule < x.dim() or (

@@ -1,18 +1,17 @@
 """Offload: tensors move to host memory, and return before they are needed.
 
-One stream of each device carries them, beside the one that computes::
+One stream of each device copies them, concurrently with the compute stream::
 
     compute        cell i ──▶ cell i+1 ──▶ …          … ──▶ backward of i+1 ──▶ recomputation of i
                      └wait┐                                                      ┌wait┘
     host stream           x ──▶ host                                 host ──▶ x'
 
-Who owns what: x is allocated on another stream than that which copies it, and x' on another one
-than that which computes with it, so both uses are recorded with the allocator. Memory of the host
-is pinned, or no copy would be late; PyTorch itself lets copies from it and to it end before it is
-used again.
+Ownership: x is copied on another stream than the one that allocated it, and so is x' used. Both
+uses are recorded with the allocator. Host memory is pinned, because copies are asynchronous only
+with pinned memory. PyTorch reuses pinned memory only after copies from it and to it have ended.
 
-Who changes x in place after the cell may do so before it was copied, or afterwards. As where it
-does not wait, that raises: an alias without memory tells the version of x.
+An operation that changes x in place after the cell may run before or after the copy. It raises in
+backward, as without offload: an alias without memory has the version of x.
 """
 import torch
 from torch import Tensor
@@ -26,10 +25,10 @@ __all__ = ['Offload']
 
 
 class Offload:
-    """Some tensors, which wait in the memory of the host.
+    """Tensors that are kept in host memory until they are needed.
 
     Args:
-        stream: The stream that carries them.
+        stream: The stream that copies them.
     """
 
     __slots__ = ('_moved', '_stream', 'aliases')
@@ -37,15 +36,15 @@ class Offload:
     def __init__(self, stream: AbstractStream) -> None:
         self._stream = stream
         self._moved: list[bool] = []
-        #: Tensors without memory that have the versions of those for which copies wait.
+        #: Tensors without memory that have the versions of the stored tensors.
         self.aliases: list[Tensor] = []
 
     def store(self, tensors: Tensors, compute: AbstractStream) -> Tensors:
-        """Return copies that wait; tensors that are not on the device of the stream stay.
+        """Return copies in host memory. Tensors on another device than the stream's stay.
 
         Args:
             tensors: The tensors, of any shapes.
-            compute: The stream on which they are by now.
+            compute: The stream that computes the tensors.
         """
         device = get_device(self._stream)
         self._moved = [x.device == device and is_plain(x) and x.numel() > 0 for x in tensors]
@@ -62,10 +61,10 @@ class Offload:
         return host.requires_grad_(x.requires_grad)
 
     def fetch(self, tensors: Tensors, compute: AbstractStream) -> Tensors:
-        """Return the tensors back for which these have waited.
+        """Return the tensors, copied back to the device.
 
         Args:
-            tensors: What :meth:`store` gave.
+            tensors: The result of :meth:`store`.
             compute: The stream that will use them.
         """
         with unseen(), use_stream(self._stream):
@@ -81,7 +80,7 @@ class Offload:
 
 
 def _without_memory(x: Tensor) -> Tensor:
-    """Return a tensor that has the version of another one, and nothing else of it."""
+    """Return a tensor that shares only the version with another one."""
     alias = x.detach()
     alias.data = torch.empty(0, dtype=x.dtype, device=x.device)
     return alias

@@ -1,7 +1,7 @@
 """Partitions: their modules and tensors, and the engine's state between forward passes.
 
-One module may stand in several places, and so may one parameter or one buffer. PyTorch tells that
-by identity, and so does this package.
+One module, parameter or buffer may be in several places. This package detects it by identity, as
+PyTorch does.
 """
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -26,12 +26,12 @@ __all__ = ['Engine', 'Partition', 'holder_of', 'is_pipeline', 'modules_of', 'nam
 
 
 def is_pipeline(module: nn.Module) -> bool:
-    """Tell a module that runs its layers itself, on workers and with locks of its own."""
+    """Return whether a module runs its layers itself, with its own workers and locks."""
     return '_engine' in module.__dict__
 
 
 def modules_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and all within, but for what pipelines among them run.
+    """Yield a module and all modules within, except the layers of pipelines among them.
 
     >>> [type(module).__name__ for module in modules_of(nn.Sequential(nn.ReLU()))]
     ['Sequential', 'ReLU']
@@ -47,19 +47,19 @@ def modules_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def holder_of(slot: Slot) -> Any:
-    """Return the dictionary in which a module has a parameter or a buffer."""
+    """Return the module's dictionary that contains a parameter or a buffer."""
     module, name = slot
     return module._parameters if name in module._parameters else module._buffers
 
 
 def tensor_of(slot: Slot) -> Any:
-    """Return the parameter or the buffer there, if there is one."""
+    """Return the parameter or the buffer at a slot; ``None`` if it does not exist."""
     holder, name = holder_of(slot), slot[1]
     return holder[name] if name in holder else None
 
 
 def named_slots(module: nn.Module, prefix: str = '') -> Iterator[tuple[str, Slot, Tensor]]:
-    """Yield the parameters and buffers of a module and of all within, each wherever it stands.
+    """Yield the parameters and buffers of a module and all modules within, at each place.
 
     >>> [name for name, _, _ in named_slots(nn.Sequential(nn.Linear(2, 2)), 'model')]
     ['model.0.weight', 'model.0.bias']
@@ -71,7 +71,7 @@ def named_slots(module: nn.Module, prefix: str = '') -> Iterator[tuple[str, Slot
 
 
 def shared_modules(partitions: Sequence[nn.Module]) -> dict[nn.Module, tuple[int, ...]]:
-    """Tell in which partitions each module stands, if in more than one.
+    """Return the modules in more than one partition, each with its partitions.
 
     >>> a = nn.ReLU()
     >>> shared_modules([nn.Sequential(a), nn.Sequential(nn.ReLU()), nn.Sequential(a)])
@@ -85,10 +85,10 @@ def shared_modules(partitions: Sequence[nn.Module]) -> dict[nn.Module, tuple[int
 
 
 def shared_slots(partitions: Sequence[nn.Module]) -> list[dict[Slot, bool]]:
-    """Give for each partition where it has parameters and buffers that an earlier one has, too.
+    """Return the slots of each partition whose tensors are also in an earlier partition.
 
     Returns:
-        For each of these places, whether another module has the same, in any partition.
+        For each of these slots, whether another module has the same tensor, in any partition.
     """
     owners: dict[int, tuple[Tensor, int, set[nn.Module]]] = {}
     found: list[list[tuple[Slot, Tensor]]] = [[] for _ in partitions]
@@ -104,10 +104,10 @@ def shared_slots(partitions: Sequence[nn.Module]) -> list[dict[Slot, bool]]:
 
 
 def only_computes(module: nn.Module) -> bool:
-    """Return whether a module is known not to change by being called.
+    """Return whether a module is known not to change when it is called.
 
-    So are layers of PyTorch's own that have no buffers, unless they write to a parameter, or a
-    hook does so, as that of a lazy layer. Of all others it is not known.
+    This holds for PyTorch's layers without buffers, unless they write to a parameter or have a
+    forward pre-hook, such as a lazy layer. For all other modules it is not known.
     """
     return (type(module).__module__.startswith('torch.nn.modules.')
             and 'forward' not in module.__dict__
@@ -123,10 +123,10 @@ class Partition:
     """One partition.
 
     Args:
-        j: Its index.
-        layers: Its layers.
-        device: Where they are.
-        skip_layout: Where skips come from and go to.
+        j: The index of the partition.
+        layers: The layers.
+        device: The device of the layers.
+        skip_layout: The source and destination partition of each skip.
     """
 
     def __init__(self, j: int, layers: nn.Sequential, device: torch.device, skip_layout: SkipLayout
@@ -134,42 +134,42 @@ class Partition:
         self.j = j
         self.layers = layers
         self.device = device
-        #: Who is told of each run of the layers, if anyone.
+        #: The observer of each run of the layers, if there is one.
         self.observer: Observer | None = None
-        #: The worker that runs it.
+        #: The key of the worker that runs the partition.
         self.worker = device_key(device)
         self.memory = memory_key(device)
-        #: Skips that come in and go out, with the partition at the other end.
+        #: Incoming and outgoing skips, each with the partition at the other end.
         self.incoming = skip_layout.incoming(j)
         self.outgoing = skip_layout.outgoing(j)
         self.has_skips = bool(self.incoming or self.outgoing)
         #: Whether the batch comes from another memory.
         self.moves = False
-        #: Whether anything comes from another memory, or goes to one.
+        #: Whether a batch or a skip comes from another memory, or goes to one.
         self.arrives = False
         self.departs = False
-        #: Held by whoever runs it: see :mod:`torchgpipe.base.context`.
+        #: Held while the layers run: see :mod:`torchgpipe.base.context`.
         self.lock: AbstractContextManager[Any] = no_context
-        #: Held by whoever gives its modules other attributes, as for a recomputation: no other
-        #: partition runs any of them meanwhile.
+        #: Held while the modules have other attributes, such as in a recomputation. No other
+        #: partition runs any of these modules meanwhile.
         self.lock_alone: AbstractContextManager[Any] = no_context
-        #: Whether a module of it is in another partition, too.
+        #: Whether another partition contains one of its modules.
         self.shares_modules = False
-        #: Whether there is another pipeline in it.
+        #: Whether it contains another pipeline.
         self.has_pipeline = any(map(is_pipeline, layers.modules()))
         #: Whether it has a module that communicates: [Note: Collectives] of
         #: :mod:`torchgpipe.base.context`.
         self.communicates = any(
             getattr(module, 'communicates', False) is True for module in modules_of(layers))
-        #: Whether cells run one after the other, since it communicates, or shares a module with
-        #: others that may change.
+        #: Whether cells run one after the other, because the partition communicates, or shares a
+        #: module that may change.
         self.serialized = self.communicates
-        #: Where it has parameters and buffers that an earlier partition has, too; and whether
-        #: another module has them.
+        #: The slots whose parameter or buffer is also in an earlier partition, and whether another
+        #: module has it.
         self.shared: dict[Slot, bool] = {}
-        #: Outputs that could not be compared yet with those of their recomputation.
+        #: Outputs of recomputations that could not be compared with the first pass yet.
         self.pending: deque[PendingComparison] = deque()
-        #: What its layers were seen to do, by mode.
+        #: The observed behaviour of its layers, by mode.
         self.observed: defaultdict[tuple[bool, ...], Observed] = defaultdict(Observed)
 
 
@@ -177,9 +177,10 @@ class Engine:
     """Partitions, and the threads and streams that run them.
 
     Args:
-        partitions: One after the other.
-        devices: One per partition; all on the CPU by default.
-        skip_layout: Which skips go from which partition to which; looked up if missing.
+        partitions: The layers of each partition, in order.
+        devices: The device of each partition. By default, all are on the CPU.
+        skip_layout: The source and destination partition of each skip. By default, it is found by
+            inspection.
     """
 
     def __init__(self, partitions: Iterable[nn.Sequential],
@@ -194,21 +195,21 @@ class Engine:
         self.workers = Workers()
         #: Whether the loss of a step was seen to draw random numbers; ``None`` if not known yet.
         self.loss_draws: bool | None = None
-        #: And whether the backward of any cell was, as that of an `autograd.Function` may.
+        #: Whether the backward of any cell was seen to draw, as an `autograd.Function` may do.
         self.backward_draws: bool | None = None
         #: Held by a forward pass or a step: see :mod:`torchgpipe.base.context`.
         self.lock = new_lock()
-        #: Held in a step by all that draws from the generator of the CPU, or may put it back.
+        #: Held in a step by actions that draw from the CPU's generator, or may restore its state.
         self.generator_lock = new_lock()
-        #: Who is told of actions, if anyone.
+        #: The observer of actions, if there is one.
         self.observer: Observer | None = None
-        #: On one device nothing can run at the same time, so a thread would only make its caller
-        #: wait, and cost as much as several small layers.
+        #: Whether all partitions are on one device. Then no two cells can run concurrently, so a
+        #: thread would only make its caller wait, and cost as much as several small layers.
         self.one_worker = len({partition.worker for partition in self.partitions}) <= 1
-        #: How many workers share the cores of the CPU.
+        #: The number of workers that share the cores of the CPU.
         self.cpu_workers = len({partition.worker for partition in self.partitions
                                 if is_cpu(partition.device)})
-        #: Whether what they share has to be copied, and autograd may run nodes in several threads.
+        #: Whether shared tensors have to be copied, and autograd may run nodes in several threads.
         self.several_memories = len({partition.memory for partition in self.partitions}) > 1
         for j, partition in enumerate(self.partitions):
             partition.moves = j > 0 and self.apart(j - 1, j)
@@ -222,7 +223,7 @@ class Engine:
         #: Whether some partitions on different workers share parameters or buffers.
         self.shares = not self.one_worker and any(each.shared for each in self.partitions)
         shared = shared_modules(layers)
-        #: The modules in several partitions that may change when they are called.
+        #: The modules that are in several partitions and may change when they are called.
         self.changing = [module for module in shared if not only_computes(module)]
         self._lock(shared)
 
@@ -237,7 +238,7 @@ class Engine:
         """The worker that communicates with other processes in a step, or may do so for the loss.
 
         Raises:
-            RuntimeError: There are several.
+            RuntimeError: Several workers communicate.
         """
         found = [partition for partition in self.partitions if partition.communicates]
         if len({partition.worker for partition in found}) > 1:
@@ -252,10 +253,10 @@ class Engine:
 
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """Tell somebody what is done within the context.
+        """Notify an observer of all actions, cells and copies within the context.
 
         Raises:
-            RuntimeError: Somebody else is told already.
+            RuntimeError: Another observer is active already.
         """
         if self.observer is not None:
             raise RuntimeError('this model is being recorded already; end one recording before '
@@ -274,9 +275,10 @@ class Engine:
             partition.observer = observer
 
     def _lock(self, shared: dict[nn.Module, tuple[int, ...]]) -> None:
-        """Let no two partitions run a module at the same time, unless it only computes.
+        """Set locks so that no two partitions run a module concurrently, unless it only computes.
 
-        If it does but may have copies in some of them, it does not matter which one comes first.
+        A module that only computes has a lock as well if partitions may have copies of its
+        parameters. Then its cells need no order.
         """
         alone: dict[tuple[int, ...], list[nn.Module]] = {}
         for module, js in shared.items():

@@ -1,22 +1,8 @@
 """A run of micro-batches through partitions: the common part of the plain call and a step.
 
-A change in place reaches whatever lies in the same memory. In a pipeline it may not, or may reach
-too far, and then it raises, in the plain call and in a step alike::
-
-    a tensor of the batch and           without a pipeline       here
-    a skip                              both change              the skip may be a copy by now
-    another tensor, before a boundary   both change              each has a history of its own
-    itself in other micro-batches       changes once             changes for each micro-batch
-    one that the layer keeps            changes in turn          may change before it was used
-
-So do changes of a skip in whose memory another skip lies.
-
-What all micro-batches share is also told from the rest where it comes out, by its place in memory.
-So it is followed through copies, and into skips and out of them.
-
-A cell starts when its partition is done with the micro-batch before, and the partition before with
-this one; so whoever runs a cell is the only one to touch its micro-batch. What differs is the
-transport, how tensors come from one cell to another: over edges of a graph
+:class:`Run` runs cells. A cell starts when its partition has finished the previous micro-batch and
+the previous partition has finished this one. So only one thread at a time uses a micro-batch.
+Subclasses define the transport, which moves tensors from cell to cell: over edges of a graph
 (:mod:`torchgpipe.engine.plain_call`), or as leaves and messages
 (:mod:`torchgpipe.engine.scheduled`)::
 
@@ -24,16 +10,31 @@ transport, how tensors come from one cell to another: over edges of a graph
     run            ──▶ cell, under the locks of its layers
     send           output, skips ──▶ wherever the next ones find them     transport
 
-[Note: Tensor ownership] A batch and a skip are the run's between cells. A cell takes a skip out
-of the list that it is given, so that it dies in the layer that pops it, unless a graph needs it.
+[Note: Tensor ownership] The run owns batches and skips between cells. A cell removes a skip from
+its list of inputs. So the skip is freed in the layer that pops it, unless a graph needs it.
 
-[Note: Changes in place] The layer that pops a skip gets it with all changes in place since its
-stash, as without a pipeline, as long as these come in the cell that stashes it. Later, a change
-would be seen or not, depending on whether the skip was copied, and its gradient would be wrong; so
-it raises. It is noticed by the skip's version; where other tensors lie in its memory,
-:class:`Aliasing` watches them. (Tensors of inference mode have no versions, so a
-change goes unnoticed there. Micro-batches are views of one tensor and have one version: to change
-the input of the model in place and then stash it raises needlessly.)
+:class:`Aliasing` follows tensors with a common memory. Without a pipeline, a change in place
+reaches all tensors in the same memory. In a pipeline it may not reach all, or too many, and then
+the plain call and the step raise::
+
+    a tensor of the batch and           without a pipeline       here
+    a skip                              both change              the skip may be a copy by now
+    another tensor, before a boundary   both change              each has a history of its own
+    itself in other micro-batches       changes once             changes for each micro-batch
+    one that the layer keeps            changes in turn          may change before it was used
+
+A change of a skip raises as well if another skip lies in its memory.
+
+Tensors that all micro-batches share are detected in the output by their place in memory. Therefore
+:class:`Aliasing` follows them through copies, and into and out of skips.
+
+[Note: Changes in place] The cell that stashes a skip may change it in place, and the layer that
+pops it sees the change, as without a pipeline. A later change raises: whether it is seen would
+depend on whether the skip was copied, and its gradient would be wrong. A change is detected by the
+skip's version. If other tensors lie in its memory, :class:`Aliasing` watches them. There are two
+exceptions. Tensors of inference mode have no versions, so changes are not detected. Micro-batches
+are views of one tensor with one version, so it raises needlessly to change the input of the model
+in place and then stash it.
 """
 import itertools
 import weakref
@@ -62,14 +63,17 @@ from torchgpipe.skip.tracker import Key
 __all__ = ['Aliasing', 'Run', 'Skip', 'changed_in_place']
 
 
+# Aliasing: changes in place of tensors with a common memory.
+
+
 class _Before(NamedTuple):
-    """What there was before a cell.
+    """The input of a cell, before it runs.
 
     Args:
-        batch: Its batch.
-        common: Those of its tensors that all micro-batches share.
-        aliased: Those of its skips in whose memory others lie.
-        watched: Tensors that it may not change, their versions, and what is wrong if it does.
+        batch: The batch.
+        common: The tensors that all micro-batches share.
+        aliased: The skips in whose memory other tensors lie.
+        watched: Tensors that the cell may not change, their versions, and the error if it does.
     """
 
     batch: list[Tensor]
@@ -79,45 +83,45 @@ class _Before(NamedTuple):
 
 
 class Aliasing:
-    """What to see to in the micro-batches of one forward pass.
+    """Tensors with a common memory in the micro-batches of one forward pass.
 
     Args:
         batches: The micro-batches.
         common: The indices of tensors that all micro-batches share.
-        transformed: Whether a transform of ``torch.func`` is at work.
+        transformed: Whether a transform of ``torch.func`` is active.
     """
 
     def __init__(self, batches: Sequence[Batch], common: Sequence[int],
                  transformed: bool = False) -> None:
         self._several = len(batches) > 1
-        #: Tensors of a transform of torch.func have no memory.
+        #: Whether to check outputs. Tensors of a ``torch.func`` transform do not have a memory.
         self._follows = self._several and not transformed
-        #: The tensors that all share, which is what a view of them changes.
+        #: The tensors that all micro-batches share. A change of a view changes them.
         self._shared = [batches[0].tensors[k] for k in common]
-        #: Of each micro-batch, those among its tensors that are these, or copies of them.
+        #: By micro-batch, its tensors that are shared, or copies of shared ones.
         self._common = {i: [batch.tensors[k] for k in common]
                         for i, batch in enumerate(batches)} if common else {}
-        #: And the skips that are such tensors.
+        #: By micro-batch, the skips that are such tensors.
         self._common_skips: defaultdict[int, set[Key]] = defaultdict(set)
-        #: And those that shared a memory before a boundary.
+        #: By micro-batch, the tensors that shared a memory before a boundary.
         self._once_shared: dict[int, list[Tensor]] = {}
-        #: And the skips in whose memory the batch lies; or lay, before one of both was copied.
+        #: By micro-batch, the skips in whose memory the batch lies, or lay before a copy.
         self._with_batch: defaultdict[int, set[Key]] = defaultdict(set)
-        #: And of each skip the others in whose memory it lies.
+        #: By micro-batch and skip, the other skips in whose memory it lies.
         self._with_skips: defaultdict[int, dict[Key, set[Key]]] = defaultdict(dict)
-        #: By partition and place in memory, what was handed on, and its version then.
+        #: By partition and place in memory, the storage and version of an output.
         self._handed_on: defaultdict[int, dict[Any, tuple[Any, int]]] = (
             defaultdict(dict))
-        #: The micro-batches in which there is anything to see to, also in cells without skips.
+        #: The micro-batches with tensors to follow, even in cells without skips.
         self.watched = {*self._common}
 
     def common(self, i: int) -> list[Tensor]:
-        """Return the tensors of a micro-batch that all share, or copies of them."""
+        """Return the tensors of a micro-batch that all micro-batches share, or copies of them."""
         return self._common.get(i, [])
 
     def cross(self, i: int, tensors: list[Tensor], copy: Callable[[list[Tensor]], list[Tensor]]
               ) -> list[Tensor]:
-        """Let tensors cross a boundary: return what comes of them behind it."""
+        """Copy tensors over a boundary between partitions, and follow those that share memory."""
         common = self.common(i)
         where = [k for k, x in enumerate(tensors) if is_among(x, common)] if common else []
         shares = i in self._once_shared or (len(tensors) > 1 and any(
@@ -131,7 +135,10 @@ class Aliasing:
         return copied
 
     def leave(self, i: int, tensors: Sequence[Tensor]) -> list[bool]:
-        """Return of what a cell hands on whether others lie in the memory of each, or lay."""
+        """Return for each tensor that a cell passes on whether another one shares its memory.
+
+        A memory that was shared before a boundary counts as well.
+        """
         if len(tensors) == 1 and i not in self.watched:
             return [False]
         before = self._once_shared.get(i, [])
@@ -139,17 +146,18 @@ class Aliasing:
             [x], [*before, *tensors[:k], *tensors[k + 1:]]) for k, x in enumerate(tensors)]
 
     def is_common(self, i: int, x: Tensor) -> bool:
-        """Return whether a tensor of a micro-batch is one that all share, or a copy of it."""
+        """Return whether a tensor of a micro-batch is shared by all, or a copy of such a tensor.
+        """
         return bool(self._shared) and is_among(x, self.common(i))
 
     def arrive(self, i: int, aliased: list[Tensor], common: list[Tensor], skips: set[Key]) -> None:
-        """Take note of what comes from another process.
+        """Record tensors that come from another process.
 
         Args:
-            i: The micro-batch.
-            aliased: The tensors of whose memory :meth:`leave` said so there.
-            common: Those that all micro-batches share.
-            skips: The skips that are such tensors.
+            i: The index of the micro-batch.
+            aliased: The tensors for which :meth:`leave` returned ``True`` in that process.
+            common: The tensors that all micro-batches share.
+            skips: The skips that all micro-batches share.
         """
         if aliased:
             self._once_shared[i] = [*self._once_shared.get(i, []), *aliased]
@@ -160,12 +168,12 @@ class Aliasing:
             self.watched.add(i)
 
     def before(self, i: int, j: int, cell: Cell, tensors: list[Tensor]) -> '_Before':
-        """Look at what a cell gets, in partition ``j``."""
+        """Record the input of a cell in partition ``j``."""
         number = len(tensors) - len(cell.popped)
         batch, common_skips = tensors[:number], self._common_skips[i]
         with_others = self._with_batch[i] | self._with_skips[i].keys()
         common, aliased = self.common(i), {}
-        # No other skips: they live no longer than the layers need them.
+        # Other skips are not kept, because they live no longer than the layers need them.
         for key, x in zip(cell.popped, tensors[number:]):
             if key in common_skips:
                 common = [*common, x]
@@ -177,10 +185,10 @@ class Aliasing:
 
     def after(self, i: int, partition: Partition, cell: Cell, before: '_Before',
               output: Sequence[Tensor]) -> None:
-        """See to what a cell has changed, and look at what it gave.
+        """Check whether a cell changed watched tensors, and record its output.
 
         Raises:
-            RuntimeError: It has changed something that lies elsewhere, too.
+            RuntimeError: The cell changed a tensor that is also used elsewhere.
         """
         batch, common, aliased, watched = before
         for tensors, version, error in watched:
@@ -198,20 +206,20 @@ class Aliasing:
         self.hand_on(partition.j, output)
 
     def hand_on(self, j: int, tensors: Iterable[Tensor]) -> None:
-        """See that a partition has not changed since what it handed on in another micro-batch.
+        """Raise if a partition modified a tensor after passing it on in another micro-batch.
 
         Raises:
-            RuntimeError: It has, as where it gives a buffer that it changes in place.
+            RuntimeError: It did, such as by returning a buffer that it changes in place.
         """
         handed_on = self._handed_on[j]
         for x in tensors if self._follows else ():
-            # Others have no memory of their own, or no versions.
+            # Other tensors do not have their own memory, or no versions.
             if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided \
                     or x.is_inference():
                 continue
             storage, now = x.untyped_storage(), x._version
             place = id(storage), x.storage_offset()
-            # Another memory may have the same number once this one is gone.
+            # Another memory may have the same `id` after this one is freed.
             found, version = handed_on.get(place, (_gone, now))
             if version != now and found() is storage:
                 raise RuntimeError(
@@ -222,7 +230,7 @@ class Aliasing:
 
     def _watched(self, i: int, j: int, batch: Sequence[Tensor], common: list[Tensor],
                  aliased: dict[Key, Tensor]) -> Iterator[tuple[Sequence[Tensor], str]]:
-        """Yield tensors that partition ``j`` may not change, and what is wrong if it does."""
+        """Yield tensors that partition ``j`` may not change, and the error message if it does."""
         if self._shared and self._several:
             yield [*self._shared, *common], (
                 f'partition {j} changed a tensor in place that all micro-batches share (a scalar, '
@@ -245,7 +253,7 @@ class Aliasing:
     def _follow_skips(self, i: int, batch: Sequence[Tensor], output: Sequence[Tensor],
                       popped: set[Key], aliased: dict[Key, Tensor], stashed: dict[Key, Tensor]
                       ) -> None:
-        """Note in which skips' memory the output of a cell lies, and skips in that of others."""
+        """Record the skips that share memory with the output of a cell or with other skips."""
         with_batch, with_skips = self._with_batch[i], self._with_skips[i]
         with_batch -= popped if share_memory(batch, output) else {*with_batch}
         for key, x in aliased.items():
@@ -263,7 +271,7 @@ class Aliasing:
 
 
 def changed_in_place(what: str) -> str:
-    """Say what is wrong with a change in place that a skip should have seen, and did not."""
+    """Return the error message for a change in place that a skip would have to see."""
     return (f'{what} was changed in place between its stash and its pop, in another partition '
             'than the one that stashed it. Without a pipeline, the layer that pops would see that '
             'change; here it cannot. Use an operation that is not in place, or stash a copy: '
@@ -271,20 +279,22 @@ def changed_in_place(what: str) -> str:
 
 
 def _gone() -> None:
-    """Answer as a dead weak reference does."""
+    """Return ``None``, as a dead weak reference does."""
 
+
+# The run: cells of all micro-batches in all partitions.
 
 _serial = itertools.count()
 
 
 class Skip(NamedTuple):
-    """A skip on its way.
+    """A skip between its stash and its pop.
 
     Args:
-        tensor: It, or ``None`` if that is what was stashed.
-        version: Its version then.
+        tensor: The tensor, or ``None`` if ``None`` was stashed.
+        version: The version of the tensor after the cell that stashed it.
         j: The partition that stashed it.
-        k: Which of the tensors it is that this gave.
+        k: The index of the tensor in the partition's output.
     """
 
     tensor: Tensor | None
@@ -297,19 +307,19 @@ class Run:
     """One pass of micro-batches through partitions (Huang et al., "GPipe", 2019).
 
     Args:
-        engine: The partitions, and what runs them.
+        engine: The engine, with the partitions.
         batches: The micro-batches; :meth:`run` replaces each by its output.
-        checkpoint_stops: How many micro-batches each partition checkpoints, from the first one on;
-            none if missing.
-        copy_streams: ``copy_streams[j][i]`` carries micro-batch ``i`` into or out of partition
-            ``j``; made by the workers if missing.
+        checkpoint_stops: The number of micro-batches that each partition checkpoints, from the
+            first one on. By default, it is 0.
+        copy_streams: ``copy_streams[j][i]`` copies micro-batch ``i`` into or out of partition
+            ``j``. By default, the workers make them.
         common: The indices of tensors that all micro-batches share.
-        offload: Whether what checkpoints keep waits in the memory of the host.
+        offload: Whether inputs of checkpointed cells are kept in host memory.
     """
 
-    #: Held beside the lock of the model, from start to end.
+    #: Held together with the lock of the model, from start to end.
     _steps: AbstractContextManager[Any] = no_context
-    #: Whether backward is a part of it, so that cells may give modules other parameters.
+    #: Whether the run includes backward, so that cells may replace parameters of modules.
     has_backward = False
 
     def __init__(self, engine: Engine, batches: list[Batch], checkpoint_stops: Sequence[int] = (),
@@ -317,10 +327,10 @@ class Run:
                  common: Sequence[int] = (), offload: bool = False) -> None:
         self._engine = engine
         self._batches = batches
-        #: Of each micro-batch, the skips that wait to be popped.
+        #: By micro-batch, the stashed skips that are not popped yet.
         self._skips: list[dict[Key, Skip]] = [{} for _ in batches]
         self._state = state = ThreadState.capture()
-        #: Intra-op threads of each worker, where several run at the same time.
+        #: The number of intra-op threads of each worker, if several run concurrently.
         self._share = max(1, state.num_threads // max(1, min(len(batches), engine.cpu_workers)))
         self._copy_streams = copy_streams or [
             engine.workers.copy_streams(partition.device, len(batches))
@@ -328,8 +338,8 @@ class Run:
         self._streams = [current_stream(partition.device) for partition in engine.partitions]
         stops = checkpoint_stops or [0] * len(engine.partitions)
         state.check(threads=self.has_backward or not engine.one_worker or any(stops))
-        # Hooks of the user's decide by themselves where what is saved waits, and would look at it
-        # while it is still on its way.
+        # The user's hooks decide where saved tensors are kept. They would also read a tensor while
+        # its copy to the host is not finished.
         offload = offload and state.hooks is None
         self._shared = SharedTensors(engine, len(batches)) if engine.shares else None
         self._cells = [
@@ -337,26 +347,26 @@ class Run:
                   self._hold(partition, partition.lock_alone), stream,
                   engine.workers.host_stream(partition.device) if offload else CPUStream)
             for partition, stop, stream in zip(engine.partitions, stops, self._streams)]
-        #: What cells call: the layers of each partition.
+        #: The functions that cells call: the layers of each partition.
         self._layers: list[Callable[..., Any]] = [each.layers for each in engine.partitions]
         #: The contexts in which cells have the layers of each partition.
         self._held = [
             self._hold(partition, partition.lock_alone
                        if self.has_backward or cells.no_recompute else partition.lock)
             for partition, cells in zip(engine.partitions, self._cells)]
-        #: Looks after all of this pass; or, where some partitions draw, after less than that.
+        #: Detects draws in the whole pass. If some partitions draw, cells have their own monitors.
         self._monitor = None if any(
             cells.draws is not False for cells in self._cells) else DrawMonitor()
         for cells in self._cells:
             cells.monitor = self._monitor
         outer = context.micro_batch
         self.mini_batch = MiniBatch() if outer is None else outer.mini_batch
-        #: Sees what losses within layers divide by, where that matters.
+        #: Records the normalizers of losses within layers, where they matter.
         self.losses: Any = None
         self.aliasing = Aliasing(batches, common, state.transformed)
 
     def wrap_last(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Let cells of the last partition call something around its layers."""
+        """Wrap the function that cells of the last partition call."""
         self._layers[-1] = wrap(self._layers[-1])
 
     def _hold(self, partition: Partition, lock: AbstractContextManager[Any]
@@ -367,8 +377,8 @@ class Run:
         """Run all cells; afterwards the batches hold the outputs.
 
         Raises:
-            BaseException: What a cell raised, the first one. No others were started since then,
-                and those that ran beside it have ended.
+            BaseException: The first error that a cell raised. No other cells were started since
+                then, and concurrent cells have ended.
         """
         if not self._engine.one_worker:
             self._engine.workers.check_caller()
@@ -402,25 +412,25 @@ class Run:
         raise NotImplementedError
 
     def _bring(self, i: int, j: int, popped: Sequence[Skip]) -> list[Tensor]:
-        """Return the batch, and after it skips, in the graph and the memory of a cell."""
+        """Return the batch and then the skips, in the graph and the memory of a cell."""
         raise NotImplementedError
 
     def _send(self, i: int, j: int, cell: Cell, output: list[Tensor],
               recomputation: Recomputation | None) -> None:
-        """Let what a cell gave leave it."""
+        """Pass the output of a cell on to the next cells."""
         raise NotImplementedError
 
     def _put_last(self, j: int, phony: Tensor) -> None:
-        """Let backward come to where a phony was taken when partition ``j`` has ended it."""
+        """Make backward reach the fork of a phony only after partition ``j`` has finished."""
 
     def _check_monitor(self, monitor: DrawMonitor, partitions: Iterable[int]) -> None:
-        """Let partitions that were thought not to draw be looked at again, if anyone drew."""
+        """Watch partitions again that were not known to draw, if the monitor detected a draw."""
         if monitor.anyone_drew():
             for j in partitions:
                 self._cells[j].watch_draws()
 
     def _run_cell(self, i: int, j: int) -> None:
-        """Take micro-batch ``i`` through partition ``j``."""
+        """Run micro-batch ``i`` in partition ``j``."""
         partition, m, outside = self._engine.partitions[j], len(self._batches), context.micro_batch
         cell = Cell(partition, self._layers[j], i, m, self._batches[i].kind)
         context.micro_batch = MicroBatch(i, m, j, next(_serial), self.mini_batch, partition.lock,
@@ -444,7 +454,7 @@ class Run:
             context.micro_batch = outside
 
     def _pop(self, i: int, partition: Partition, cell: Cell) -> list[Skip]:
-        """Return the skips that a cell pops, and let it know: [Note: Changes in place]."""
+        """Return the skips that a cell pops, and list them in it: [Note: Changes in place]."""
         found = []
         for _, key in partition.incoming:
             skip = self._skips[i].pop(key)
@@ -458,7 +468,7 @@ class Run:
         return found
 
     def _keep(self, i: int, j: int, cell: Cell, output: Sequence[Tensor]) -> None:
-        """Keep what a cell gave for those that take it."""
+        """Keep the output of a cell for the next cells."""
         number = len(output) - len(cell.stashed)
         for _, key in self._engine.partitions[j].outgoing:
             self._skips[i][key] = Skip(None)

@@ -1,16 +1,19 @@
 """A step: forward and backward of separate cells, in the order of a schedule.
 
-Every cell has a graph of its own. Between two of them the step carries what autograd carries in
-the plain call::
+Every cell has its own graph. Between cells, :class:`Step` moves the tensors and gradients that
+autograd moves in the plain call::
 
     cell (i, j)                                              cell (i, j+1)
     leaves ─▶ layers ─▶ y ──(Wait)──▶ detach ─▶ copy ─▶ leaf ─▶ layers ─▶ …       forward
     leaves ◀─ layers ◀─ y ◀─(Wait)── gradient ◀─ copy ◀─ leaf.grad ◀─ layers      backward
 
-Who owns what: an output's memory belongs to its graph, and to the leaf until the next cell ran;
-from then on to whatever layers have saved. The graph of a cell, its leaves and its gradient end
-with its backward. What is copied is recorded with the allocator on the stream that reads it, as in
-:mod:`torchgpipe.engine.streams`.
+Ownership: an output's graph owns its memory, and so does the leaf until the next cell has run.
+Afterwards, only tensors that layers have saved keep it alive. The graph of a cell, its leaves and
+its gradient are freed with its backward. Copies are recorded with the allocator on the stream that
+reads them, as in :mod:`torchgpipe.engine.streams`.
+
+:class:`Unordered` checks that modules which run out of order have not changed. :func:`beside`
+returns the error message for [Note: Collectives] of :mod:`torchgpipe.base.context`.
 """
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -41,7 +44,7 @@ __all__ = ['Loss', 'Step', 'Unordered', 'beside']
 
 
 def beside(j: int) -> str:
-    """Say why a collective in partition ``j`` is refused."""
+    """Return an error message for a collective in partition ``j``."""
     return (f'partition {j} communicates with other processes, or the loss does, while other '
             'workers may do so beside it: the ranks would not come to their collectives in the '
             'same order. Let modules that do so say it, communicates = True, and put them into '
@@ -50,11 +53,11 @@ def beside(j: int) -> str:
 
 
 class Unordered:
-    """Layers that run in another order than one micro-batch after the other, as they are now.
+    """The present state of layers that do not run one micro-batch after the other.
 
     Args:
         engine: The partitions.
-        rows: Those of the schedule.
+        rows: The rows of the schedule.
     """
 
     def __init__(self, engine: Engine, rows: Sequence[Sequence[Action]]) -> None:
@@ -67,10 +70,10 @@ class Unordered:
         self._before = [(module, state_of(module)) for module in modules]
 
     def check(self) -> None:
-        """See that none has changed since.
+        """Check that no layer has changed since.
 
         Raises:
-            RuntimeError: Some have.
+            RuntimeError: Some layers have changed.
         """
         names = sorted({type(module).__name__ for module, before in self._before
                         if not are_same(before, state_of(module))})
@@ -83,26 +86,26 @@ class Unordered:
 
 
 class Loss(Protocol):
-    """What backward starts from."""
+    """The loss, from which backward starts."""
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """The modules whose parameters it uses."""
+        """The modules whose parameters the loss uses."""
 
     def __call__(self, i: int, output: Any) -> Tensor:
-        """Return that of micro-batch ``i``."""
+        """Return the loss of micro-batch ``i``."""
 
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """Return what else has a gradient in the end, each with that."""
+        """Return other tensors that have a gradient in the end, each with its gradient."""
 
 
 class _Graph(NamedTuple):
     """The graph of a cell.
 
     Args:
-        roots: Where gradients enter it, by the numbers of what the cell gave.
-        leaves: Where they come out: the partition that gave a leaf, its number there, and it. The
-            input of the model is that of partition -1.
+        roots: The edges where gradients enter, each with the index of the cell's output.
+        leaves: The leaves where gradients come out, each with its source partition and its index
+            in the source's output. The source of the model's input is -1.
     """
 
     roots: list[tuple[int, GradientEdge]]
@@ -113,11 +116,11 @@ class Step(Run):
     """Forward and backward of a mini-batch.
 
     Args:
-        engine: The partitions, and what runs them.
+        engine: The engine, with the partitions.
         batches: The micro-batches; :meth:`run` replaces each by its output.
-        rows: Those of the schedule, whose stages are the partitions.
-        loss: Returns what backward starts from, for each micro-batch.
-        options: Those of :class:`~torchgpipe.engine.run.Run`.
+        rows: The rows of the schedule, whose stages are the partitions.
+        loss: Returns the loss of each micro-batch, from which backward starts.
+        options: The options of :class:`~torchgpipe.engine.run.Run`.
     """
 
     has_backward = True
@@ -128,17 +131,17 @@ class Step(Run):
         super().__init__(engine, batches, **options)
         self._losses = loss
         self._rows = rows
-        #: The one worker that may communicate with other processes, if there are others.
+        #: The only worker that may communicate with other processes.
         self._communicating: Hashable = None
         self._leaves = Leaves()
         self._loss: Callable[..., Any] = loss
         modules = {*loss.modules}
         with_loss = [partition for partition in engine.partitions
                      if not modules.isdisjoint(partition.layers.modules())]
-        #: Held where the loss has leaves in place of its parameters.
+        #: Held while the loss has leaves in place of its parameters.
         self._loss_lock = together(layer_lock(modules), *(
             partition.lock for partition in with_loss)) if modules else no_context
-        #: Partitions whose modules stand elsewhere, too: in another one, or in the loss.
+        #: Partitions whose modules are also in another partition, or in the loss.
         self._apart = {partition.j for partition in engine.partitions
                        if partition.shares_modules or partition in with_loss}
         self._steps = together(engine.step_lock, step_lock(modules)) if modules \
@@ -146,19 +149,19 @@ class Step(Run):
         self._input = [batch.tensors for batch in batches]
         batches[:] = [Batch(tuple(map(leaf_of, batch.tensors)), batch.kind)
                       for batch in batches]
-        #: By micro-batch and partition.
+        #: Graphs, gradients and recomputations, by micro-batch and partition.
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._grads: dict[tuple[int, int], dict[int, Tensor]] = {}
         self._recomputations: dict[tuple[int, int], Recomputation] = {}
-        #: What the second halves of backwards do; and where layers put it, by partition.
+        #: The second halves of backwards; and the lists to which layers defer them, by partition.
         self._work: dict[tuple[int, int], list[Callable[[], None]]] = {}
-        #: Held by forwards that draw from the generator of the CPU, and by all that goes back: a
-        #: layer may put the generator back to an earlier state there, as `torch.utils.checkpoint`
-        #: does, and what another one draws beside it would be lost, or drawn twice.
+        #: Held by forwards that draw from the generator of the CPU, and by backwards. In backward,
+        #: a layer may restore an earlier state of the generator, as `torch.utils.checkpoint` does.
+        #: Then concurrent draws would be lost or repeated.
         self._generator_lock = engine.generator_lock if not engine.one_worker and (
             engine.backward_draws is not False
             or any(map(self._may_draw, range(len(self._cells))))) else no_context
-        #: Looks at backwards, as long as it is not known whether they draw.
+        #: Watches backwards, as long as it is not known whether they draw.
         self._recorder = Recorder() if not engine.one_worker and engine.backward_draws is None \
             else None
         split = {action.stage for row in rows for action in row if action.kind == 'W'}
@@ -166,10 +169,10 @@ class Step(Run):
                           if not has_compiled(engine.partitions[j].layers)}
 
     def run(self) -> None:
-        """Run all actions; then add the gradients to those of parameters and of the input.
+        """Run all actions; then accumulate the gradients of parameters and of the input.
 
         Raises:
-            BaseException: What an action raised, the first one. Then no gradient was added.
+            BaseException: The first error that an action raised. Then no gradient was added.
         """
         self._communicating = self._engine.communicating_worker
         super().run()
@@ -178,7 +181,7 @@ class Step(Run):
     def _run_cells(self) -> None:
         """Run all actions."""
         engine = self._engine
-        # Whether anyone sees when cells run, also where these do not draw.
+        # Whether user code may see when cells run, even if they do not draw.
         all_ordered = engine.one_worker or self._state.is_serialized
         plan = Plan.of(self._rows, tuple([partition.device for partition in engine.partitions]),
                        frozenset([j for j, partition in enumerate(engine.partitions)
@@ -196,12 +199,12 @@ class Step(Run):
         """Make leaves of the parameters.
 
         Args:
-            partitions: The partitions; the last one includes the parameters of the loss.
-            each: Whether each cell puts them in place by itself, as in partitions whose
-                modules stand elsewhere, or that have copies of tensors in another memory.
+            partitions: The partitions. The last partition includes the parameters of the loss.
+            each: Whether each cell sets its leaves itself. Cells also do so if modules of their
+                partition are elsewhere, or the partition has copies of tensors.
 
         Returns:
-            How to put the others in place.
+            The swaps that set the other leaves.
         """
         found = []
         for partition in partitions:
@@ -218,9 +221,9 @@ class Step(Run):
         return found
 
     def _gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """Return what has a gradient in the end, with that, and let go of it."""
+        """Return tensors with their accumulated gradients, and release these here."""
         gradients = [*self._leaves.take(), *self._losses.gradients()]
-        # All others have been taken; and nobody but the list may have one of these.
+        # All others have been used. Only the list may refer to these gradients.
         gradients += [(self._input[i][k], grad) for (i, _), grads in self._grads.items()
                       for k, grad in grads.items()]
         self._grads.clear()
@@ -231,7 +234,7 @@ class Step(Run):
         j, kind, i = action
         deferred, before = self._deferred.get(j), context.no_order
         if deferred is not None:
-            # Where layers put gradients of weights off to, and `W` finds them.
+            # The list to which layers defer gradients of weights, for `W`.
             deferred.work, deferred.splits = self._work.setdefault((i, j), []), kind == 'I'
         if self._communicating not in (None, self._engine.partitions[j].worker):
             context.no_order = partial(beside, j)
@@ -265,7 +268,7 @@ class Step(Run):
 
     def _carry(self, i: int, j: int, sources: Sequence[tuple[int, int]],
                tensors: list[Tensor]) -> list[Tensor]:
-        """Return tensors in the graph of a cell, and keep where their gradients come out."""
+        """Return tensors as leaves of a cell's graph, and keep the leaves for their gradients."""
         if self._engine.partitions[j].arrives:
             tensors = [self._copied(i, j, prev_j, x) for (prev_j, _), x in zip(sources, tensors)]
             wait_stream(self._streams[j], self._copy_streams[j][i])
@@ -283,7 +286,8 @@ class Step(Run):
 
     def _send(self, i: int, j: int, cell: Cell, output: list[Tensor],
               recomputation: Recomputation | None) -> None:
-        """Keep what a cell gave, as leaves, and where its gradient enters its graph."""
+        """Keep the output of a cell as leaves, and the edges where its gradients enter its graph.
+        """
         if self._engine.partitions[j].departs:
             stream, departure = self._streams[j], self._copy_streams[j][i]
             output = [*Wait.apply(stream, departure, *output)]  # type: ignore[no-untyped-call]
@@ -305,9 +309,9 @@ class Step(Run):
             is_last and self._engine.loss_draws is not False)
 
     def _loss_of(self, i: int, output: Any) -> Tensor:
-        """Return the loss of micro-batch ``i``; where others draw, look whether it draws, too."""
+        """Return the loss of micro-batch ``i``, and record whether it draws if not known yet."""
         with self._loss_lock:
-            seen = self._engine.loss_draws  # And a monitor looks at it together with all cells.
+            seen = self._engine.loss_draws  # The monitor of all cells also covers the loss.
             if self._engine.one_worker or seen or (seen is False and self._monitor is not None):
                 return self._loss(i, output)  # type: ignore[no-any-return]
             recorder = Recorder()
@@ -316,12 +320,12 @@ class Step(Run):
             return loss
 
     def _recompute(self, i: int, j: int) -> None:
-        """Run a checkpointed cell again, while its gradient is on its way."""
+        """Run a checkpointed cell again, unless it was done before."""
         if (i, j) in self._recomputations:
             self._recomputations.pop((i, j)).prefetch()
 
     def _backward(self, i: int, j: int) -> None:
-        """Take the gradients of what a cell gave through its graph, and send on what comes out."""
+        """Run backward through the graph of a cell, and pass the gradients of its leaves on."""
         graph = self._graphs.pop((i, j))
         grads = self._grads.pop((i, j), {})
         roots = [(edge, grads[k]) for k, edge in graph.roots if k in grads]
@@ -335,7 +339,7 @@ class Step(Run):
                     i, j, prev_j, leaf.grad) if self._engine.partitions[j].arrives else leaf.grad
 
     def _finish(self, i: int, j: int) -> None:
-        """Compute the gradients of weights that backward has put off."""
+        """Compute the gradients of weights that backward has deferred."""
         work = self._work.pop((i, j), [])
         with torch.no_grad():
             while work:
@@ -344,7 +348,7 @@ class Step(Run):
     _ACTIONS = {'R': _recompute, 'B': _backward, 'I': _backward, 'W': _finish}
 
     def _send_back(self, i: int, j: int, prev_j: int, grad: Tensor) -> Tensor:
-        """Return a gradient where its tensor came from."""
+        """Copy a gradient to the source partition of its tensor."""
         if not self._engine.apart(prev_j, j):
             return grad
         prev_stream, next_stream = self._copy_streams[prev_j][i], self._copy_streams[j][i]

@@ -1,25 +1,25 @@
 """Shared tensors: each has one memory, and other devices have a copy for one forward pass.
 
-A parameter or a buffer that stands in partitions in different memories lives in that of the first
-one, its home. The others run with a copy in its place, in all of their cells and recomputations::
+A parameter or a buffer may be in partitions in different memories. It lives in the memory of the
+first partition, its home. The other partitions run with a copy in its place, in all of their cells
+and recomputations::
 
     home        parameter ──Wait──▶ Tie ──▶ copy stream ┐
                                      └phony             Copy     once in a forward pass
     elsewhere               copy ◀──Wait── copy stream ◀┘
                               ├──▶ cell 0  ├──▶ cell 1  …
 
-In backward, autograd adds up on the device what the cells there give as gradients of the copy, and
-takes the sum home, where it adds it to that of the other places. So the parameter is one to
-whoever looks at it between cells: the optimizer, hooks, the state dict. The phony goes to the
-output of micro-batch 0 at home, so that the device there waits for that sum when it has come back
-to its last micro-batch, and not before: all others would wait with it.
+In backward, autograd sums the gradients of a copy on its device. It copies the sum home and adds
+it to the gradient there. So the optimizer, hooks and the state dict see one parameter. The phony
+goes to the output of micro-batch 0 at home, which comes last in backward. Therefore the home
+device waits for the sum only then; earlier, all other micro-batches would wait as well.
 
 [Note: Writes to shared tensors]
-A copy is what the parameter or buffer was when the pass began. A change of either would be lost
-on the other, so it raises at the end of the pass. In one memory, modules that share a tensor may
-not change it either, if several workers run them: each would see the other's changes for some
-micro-batches. But a module that itself stands in several partitions may change what it has; these
-run in order, see [Note: Order of draws].
+A copy has the value of the parameter or buffer at the start of the pass. A change of either would
+be lost on the other, so it raises at the end of the pass. Modules that share a tensor in one
+memory may not change it either, if several workers run them. Each module would see the other's
+changes for some micro-batches only. But a module that is itself in several partitions may change
+its tensors, because these partitions run in order: see [Note: Order of draws].
 """
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -41,19 +41,19 @@ PutLast = Callable[[int, Tensor], None]
 
 
 class _Place(NamedTuple):
-    """Where a partition has a tensor that an earlier one has, too."""
+    """The slot of a tensor that an earlier partition also has."""
 
     slot: Slot
     partition: Partition
     #: The tensor, at home.
     tensor: Tensor
-    #: What the partition has in its place, if it is in another memory.
+    #: The copy in its place, if the partition is in another memory.
     copy: Tensor | None
     versions: list[int]
 
 
 class SharedTensors:
-    """What partitions share in one forward pass.
+    """The tensors that partitions share in one forward pass.
 
     Args:
         engine: The partitions.
@@ -64,17 +64,17 @@ class SharedTensors:
         self._engine = engine
         self._m = m
         self._places: list[_Place] = []
-        #: Of each partition, where it has copies.
+        #: By partition, the slots with copies, and the copies.
         self._copied: dict[int, list[tuple[Slot, Tensor]]] = {
             partition.j: [] for partition in engine.partitions
             if engine.several_memories and partition.shared}
-        #: Where a layer has put something else in place of a copy.
+        #: The slots in which a layer has replaced a copy.
         self._replaced: list[Slot] = []
-        #: Tensors and their copies, by both and the memory of these.
+        #: Tensors and their copies, by the tensor's ``id`` and the copy's memory.
         self._copies: dict[tuple[int, Any], tuple[Tensor, Tensor]] = {}
 
     def held(self, j: int, lock: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-        """Return a context in which a thread has the layers of a partition, and they the copies.
+        """Return a context that holds the layers of a partition, with copies in their places.
 
         Args:
             j: The partition.
@@ -84,18 +84,18 @@ class SharedTensors:
         return lock if copied is None else _Held(lock, copied, self._replaced)
 
     def copies(self, j: int) -> dict[Slot, Tensor]:
-        """Return the copies that a partition has, by their places."""
+        """Return the copies of a partition by slot."""
         return dict(self._copied.get(j, ()))
 
     def run(self, put_last: PutLast, function: Callable[[], None]) -> None:
         """Call a function that runs cells.
 
         Args:
-            put_last: Takes a partition and a phony, where backward is to come at its end.
+            put_last: Takes a partition and a phony, which backward must reach last.
             function: The function.
 
         Raises:
-            RuntimeError: Something was changed: [Note: Writes to shared tensors].
+            RuntimeError: A shared tensor was changed: [Note: Writes to shared tensors].
         """
         try:
             self._begin(put_last)
@@ -105,7 +105,7 @@ class SharedTensors:
         self._check()
 
     def _begin(self, put_last: PutLast) -> None:
-        """Copy what partitions use and have in another memory."""
+        """Copy the tensors that partitions use from another memory."""
         for partition in self._engine.partitions:
             for (slot, is_tied), tensor in zip(partition.shared.items(), _tensors_of(partition)):
                 if tensor is None:
@@ -122,7 +122,7 @@ class SharedTensors:
     def _copy_for(self, partition: Partition, tensor: Tensor, put_last: PutLast) -> Tensor:
         key = id(tensor), partition.memory
         if key not in self._copies:
-            # Not even in inference mode is it a tensor of that mode, so that changes are noticed.
+            # Not an inference tensor even in inference mode, so that changes are detected.
             with torch.inference_mode(False):
                 self._copies[key] = tensor, self._copy(tensor, partition.device, put_last)
         return self._copies[key][1]
@@ -136,7 +136,7 @@ class SharedTensors:
         return _apply(Wait, arriving, there, _apply(Copy, leaving, arriving, copy))
 
     def _return_late(self, home: torch.device, phony: Tensor, put_last: PutLast) -> None:
-        """Let a device go back through its cells before it waits for a gradient."""
+        """Make a device run backward through its cells before it waits for a gradient."""
         for partition in self._engine.partitions:
             if partition.departs and partition.memory == memory_key(home):
                 put_last(partition.j, phony)
@@ -147,7 +147,7 @@ class SharedTensors:
         return self._engine.workers.copy_streams(device, self._m + 1)[-1]
 
     def _end(self) -> None:
-        """Let whoever writes to what was copied come after that."""
+        """Make later writes to copied tensors wait for the copies."""
         for device in {tensor.device for tensor, _ in self._copies.values()}:
             wait_stream(current_stream(device), self._copy_stream(device))
 
@@ -162,7 +162,7 @@ class SharedTensors:
 
 
 def _tensors_of(partition: Partition) -> list[Tensor | None]:
-    """Return what a partition has in places that are shared, when no cell has put copies there."""
+    """Return the tensors in a partition's shared slots, while no cell has put copies there."""
     with partition.lock:
         return list(map(tensor_of, partition.shared))
 

@@ -1,4 +1,4 @@
-"""Verify a sequential module, and split it over devices."""
+"""The split: verify a sequential module, and distribute its layers over devices."""
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,9 +36,8 @@ def verify_module(module: nn.Module) -> None:
     """Check that a module can be partitioned.
 
     Raises:
-        TypeError: It is not an :class:`torch.nn.Sequential`, or has a forward of its own.
-        ValueError: It has parameters, buffers or hooks of its own, or a child has a name that it
-            cannot have.
+        TypeError: It is not an :class:`torch.nn.Sequential`, or has its own forward.
+        ValueError: It has its own parameters, buffers or hooks, or a child has a reserved name.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError('module must be nn.Sequential to be partitioned, but got '
@@ -50,7 +49,7 @@ def verify_module(module: nn.Module) -> None:
 
 
 def _verify_plain(module: nn.Sequential) -> None:
-    """Refuse what the layers alone would not do, since only they are run."""
+    """Raise if the module does more than its layers, because only the layers are run."""
     plain = nn.Sequential.forward, Sequential.forward
     if type(module).forward not in plain or 'forward' in module.__dict__:
         raise TypeError(f'module must be nn.Sequential to be partitioned, but '
@@ -70,18 +69,18 @@ def _verify_plain(module: nn.Sequential) -> None:
 
 
 def _verify_names(names: Iterable[str]) -> None:
-    # What goes from attribute to attribute would take the one for the other without an error.
+    # Code that goes through attributes would confuse the two without an error.
     if 'partitions' in names:
         raise ValueError("a layer to be partitioned cannot be called 'partitions', which is what "
                          'a GPipe calls its parts; give it another name')
 
 
 def verify_layers(module: nn.Sequential) -> None:
-    """Check that all modules within are ready to be run in a pipeline.
+    """Check that all modules within can run in a pipeline.
 
     Raises:
-        TypeError: One is a module of TorchScript.
-        ValueError: One is lazy, and has not seen its first input.
+        TypeError: A module is a TorchScript module.
+        ValueError: A module is lazy, and has not seen its first input.
     """
     for name, part in module.named_modules():
         if isinstance(part, ScriptModule):
@@ -95,11 +94,11 @@ def verify_layers(module: nn.Sequential) -> None:
 
 def verify_shared(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
                   ) -> None:
-    """Check that what layers share can be had by all of them.
+    """Check that all layers that share a tensor can use it.
 
     Raises:
-        ValueError: A parameter or a buffer cannot, on another device than that of its first
-            layer; or a layer of a GPipe among the layers stands elsewhere, too.
+        ValueError: A layer within another GPipe shares a tensor with another device, or is also
+            elsewhere in the module.
     """
     inner: set[nn.Module] = set()
     for pipeline in filter(is_pipeline, module.modules()):
@@ -117,7 +116,7 @@ def verify_shared(module: nn.Sequential, balance: Sequence[int], devices: Sequen
 
 
 def _verify_copied(what: str, slot: Slot, tensor: Tensor, within: bool) -> None:
-    """Check that a module can have a copy of what it shares, for each forward pass."""
+    """Check that a module can have a copy of a shared tensor in each forward pass."""
     rule = 'module with duplicate parameters in distinct children is not supported'
     if within:
         raise ValueError(f'{rule} on different devices within another GPipe: {what}; put both on '
@@ -125,9 +124,10 @@ def _verify_copied(what: str, slot: Slot, tensor: Tensor, within: bool) -> None:
 
 
 def _verify_alone(module: nn.Module, pipeline: nn.Module) -> None:
-    """See that the layers of a pipeline stand nowhere else: it has locks and workers of its own.
+    """Check that the layers of a pipeline are nowhere else in the module.
 
-    A cell around it would hold the lock for which a worker within waits.
+    The pipeline has its own locks and workers. A cell around it would hold the lock for which a
+    worker within waits.
     """
     outside = set(modules_of(module)) - {pipeline}
     for layer in outside.intersection(pipeline.modules()):
@@ -143,7 +143,7 @@ def parse_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
 
     Raises:
         ValueError: It is missing, does not add up to ``layers``, or has a number below 1.
-        TypeError: It is not made of integers.
+        TypeError: It contains a value that is not an integer.
     """
     if balance is None:
         raise ValueError('balance is required: the number of layers in each partition, which add '
@@ -173,10 +173,10 @@ def parse_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
 
 
 def verify_source(balance: Any, module: nn.Module) -> None:
-    """Check that a balance that says which layers it was made for is given these.
+    """Check that a balance with names of layers was made for this module.
 
     Raises:
-        ValueError: They have other names, or other sizes of parameters.
+        ValueError: The layers have other names, or other sizes of parameters.
     """
     expected = getattr(balance, 'layers', None)
     if not isinstance(expected, tuple):
@@ -235,7 +235,7 @@ def _resolve(device: Device) -> torch.device:
         return resolved
     there = accelerators()
     if there and resolved == torch.device(there[0].type):
-        # The device that is current now, not the one that will be at each call.
+        # The current device now, not at each call.
         return current_device()
     if resolved not in there:
         names = f"'{there[0]}' to '{there[-1]}'" if there else 'no accelerator'
@@ -248,8 +248,8 @@ def split(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch
           ) -> list[nn.Sequential]:
     """Split a verified module by a checked balance, and move each partition to its device.
 
-    Layers keep their names. What several of them share stays shared, and is where the first one
-    is. All CPU devices share one memory, so ``cpu:1`` moves nothing.
+    Layers keep their names. Tensors that several layers share stay shared, on the device of the
+    first one. All CPU devices share one memory, so ``cpu:1`` moves nothing.
     """
     layers = iter(module._modules.items())
     partitions: list[Any] = [Sequential(OrderedDict(next(layers) for _ in range(number)))
@@ -264,9 +264,9 @@ def split(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch
 
 @contextmanager
 def still_shared(module: nn.Module) -> Iterator[None]:
-    """Let tensors that modules share stay shared when they are moved or get another type.
+    """Keep tensors shared between modules while they are moved or get another type.
 
-    PyTorch makes several of a buffer that several modules have, as it takes one after the other.
+    PyTorch makes a new buffer for each module that has it, because it converts modules one by one.
     """
     places: dict[int, tuple[Tensor, list[Slot]]] = {}
     for _, slot, tensor in named_slots(module):

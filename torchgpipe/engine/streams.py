@@ -1,34 +1,34 @@
 """Streams of devices, and autograd functions: copies, waits, and the order of backward.
 
-Work on the CPU is done when the call returns. So a :data:`CPUStream` never has
-anything to wait for, and every function below does nothing where it meets one.
+All functions also take :data:`CPUStream`. Work on the CPU is done when the call returns, so a
+:data:`CPUStream` never has work to wait for, and they do nothing with it. Some functions here are
+for operations for which PyTorch does not have a generic form.
 
-What PyTorch has no generic form for, and the package needs, stands here too.
-
-Some nodes have no data. ``fork`` takes a phony off a tensor, ``join`` puts it onto another one. In
-backward, whatever comes before the fork waits until whatever comes after the join has been
-started::
+:func:`fork` and :func:`join` set the order of backward by edges without data. ``fork`` branches a
+phony off a tensor, and ``join`` merges it into another tensor. In backward, nodes before the fork
+wait until nodes after the join have been started::
 
     forward    a ──Tie──▶ a'           backward    a ◀──Tie◀── a'
                     └phony┐                             ▲phony (no gradient)
                b ─────────Tie──▶ b'                b ◀──┴─Tie◀── b'
 
-    1. The second one runs as soon as the gradient of b' is there.
-    2. The first one has to wait for it, also when the gradient of a' came first.
+    1. The second ``Tie`` runs as soon as the gradient of b' is available.
+    2. The first ``Tie`` waits for the second, even if the gradient of a' comes first.
 
-A phony is a tensor without elements: it carries the edge, and no data.
+A phony (:func:`get_phony`) is a tensor without elements, which carries only the edge.
 
-Two more nodes have a checkpointed call run again: one that is tied to an output, so that it comes
-before the gradient is there, and one behind which nothing can do without.
+:class:`Recompute` and :class:`Checkpoint` run a checkpointed call again. ``Recompute`` is tied to
+an output, so that it runs before the gradient is available. ``Checkpoint`` is in the path of every
+gradient, so it ensures that the call has run again.
 
-Others copy tensors between streams, and let one stream wait for another. Between partition ``j-1``
-on device A and partition ``j`` on device B, one micro-batch travels over a copy stream on each
-side, so that the compute streams go on computing::
+:class:`Copy` copies tensors between streams, and :class:`Wait` lets one stream wait for another.
+Let partition ``j-1`` be on device A and partition ``j`` on device B. A micro-batch passes through
+a copy stream on each side, so that the compute streams continue to compute::
 
     compute A ──Wait──▶ copy A ──Copy──▶ copy B ──Wait──▶ compute B        forward
     compute A ◀──Wait── copy A ◀──Copy── copy B ◀──Wait── compute B        backward
 
-Who owns what: the copy is allocated on copy stream B and read on compute stream B; its source is
+Ownership: the copy is allocated on copy stream B and read on compute stream B. Its source is
 allocated on compute stream A and read on the copy streams. Either may lose its last reference
 while the other stream still reads it, so both uses are recorded with the allocator.
 """
@@ -50,14 +50,17 @@ __all__ = ['AbstractStream', 'CPUStream', 'CPUStreamType', 'Checkpoint', 'Copy',
            'observers', 'record_stream', 'tie', 'use_device', 'use_stream', 'wait_stream']
 
 
+# Streams of devices.
+
+
 class CPUStreamType:
-    """The type of :data:`CPUStream`. It has no behaviour of its own."""
+    """The type of :data:`CPUStream`. It has no behaviour."""
 
     def __repr__(self) -> str:
         return 'CPUStream'
 
 
-#: Stands where a :class:`torch.Stream` would stand if the device had streams.
+#: Used in place of a :class:`torch.Stream` for devices without streams.
 CPUStream = CPUStreamType()
 
 AbstractStream = torch.Stream | CPUStreamType
@@ -67,7 +70,7 @@ no_context: AbstractContextManager[Any] = nullcontext()
 
 
 def is_accelerator(stream: AbstractStream) -> bool:
-    """Tell a stream of an accelerator, which need not be CUDA, from :data:`CPUStream`.
+    """Return whether a stream belongs to an accelerator (CUDA or another one).
 
     >>> is_accelerator(CPUStream)
     False
@@ -81,7 +84,7 @@ def as_accelerator(stream: AbstractStream) -> torch.Stream:
 
 
 def new_stream(device: torch.device) -> AbstractStream:
-    """Make a stream on an accelerator; :data:`CPUStream` for any other device.
+    """Create a stream on an accelerator; return :data:`CPUStream` for any other device.
 
     >>> new_stream(torch.device('cpu'))
     CPUStream
@@ -103,7 +106,7 @@ def current_stream(device: torch.device) -> AbstractStream:
 
 
 def default_stream(device: torch.device) -> AbstractStream:
-    """Return the default stream of a device; its current one, where a backend tells no default.
+    """Return the default stream of a device, or its current one if the backend has no default.
 
     >>> default_stream(torch.device('cpu'))
     CPUStream
@@ -130,8 +133,8 @@ def use_stream(stream: AbstractStream) -> AbstractContextManager[Any]:
 class _Current:
     """The context of :func:`use_stream`.
 
-    A stream is a context of its own, but it keeps on itself what was current before, and threads
-    share streams here.
+    A stream is itself a context, but it stores the previous stream on itself, and threads share
+    streams here.
     """
 
     __slots__ = ('_before', '_device', '_stream')
@@ -159,7 +162,7 @@ def get_device(stream: AbstractStream) -> torch.device:
 
 
 def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
-    """Let ``source`` wait for the work that is queued on ``target`` by now.
+    """Make ``source`` wait for the work that is queued on ``target`` by now.
 
     The host waits only where the CPU has to wait for an accelerator's stream.
 
@@ -174,54 +177,56 @@ def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
 
 
 def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
-    """Tell the caching allocator that ``stream`` uses the tensor's memory.
+    """Record with the caching allocator that ``stream`` uses the tensor's memory.
 
-    The allocator gives freed memory to the next taker on the stream that *allocated* it, without
-    a look at other streams. Whoever uses a tensor on another stream must say so here. PyTorch
-    records the whole storage, so a view that starts in its middle is safe too.
+    The allocator reuses freed memory on the stream that *allocated* it, regardless of other
+    streams. So the use of a tensor on another stream must be recorded here. PyTorch records the
+    whole storage, so a view that starts in its middle is also safe.
 
     >>> record_stream(torch.ones(2), CPUStream)  # does nothing
     """
     if is_accelerator(stream) and tensor.device.type == as_accelerator(stream).device.type:
         if tensor.is_conj() or tensor.is_neg():
-            # Of such a view PyTorch would record a copy, and write that copy back.
+            # For such a view, PyTorch would record a copy, and write that copy back.
             memory = tensor.untyped_storage()
             tensor = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
         tensor.record_stream(as_accelerator(stream))
 
 
-#: As torchgpipe 0.0.7 spelled them.
+#: The names in torchgpipe 0.0.7.
 is_cuda, as_cuda = is_accelerator, as_accelerator
 
 
 class Observer(Protocol):
-    """Whoever observes. It is called in the threads that do the work."""
+    """An observer of cells, actions and copies. It is called in the threads that run them."""
 
     def cell(self, i: int, m: int, j: int, value: Value, skips: Sequence[Tensor | None]
              ) -> Callable[[Value], None]:
-        """Take note that layers start, in a first pass or in a recomputation.
+        """Record the start of a cell's layers, in a first pass or in a recomputation.
 
         Args:
-            i: The micro-batch.
-            m: How many there are.
-            j: The partition.
+            i: The index of the micro-batch.
+            m: The number of micro-batches.
+            j: The index of the partition.
             value: The input.
-            skips: What comes in beside it.
+            skips: The incoming skips.
 
         Returns:
-            What to call with the output.
+            A function to call with the output.
         """
 
     def act(self, run: Callable[[Action], None], action: Action) -> None:
         """Run an action of a step by a schedule."""
 
     def copy(self, source: AbstractStream, target: AbstractStream) -> Callable[[], None]:
-        """Take note that a copy is about to be queued, and give what to call afterwards."""
+        """Record the start of a copy, and return a function to call when it is queued."""
 
 
-#: Those who are told of copies, whichever pipeline these are for.
+#: The observers of copies, in all pipelines.
 observers: list[Observer] = []
 
+
+# The order of backward: edges without data, and the nodes of a recomputation.
 
 # Filled once per device, never emptied, read-only afterwards.
 _phonies: dict[tuple[torch.device, bool], Tensor] = {}
@@ -235,8 +240,8 @@ def get_phony(device: torch.device, *, requires_grad: bool) -> Tensor:
     torch.Size([0])
 
     Args:
-        device: Where the tensor lies.
-        requires_grad: Whether an autograd function that takes it makes a node in the graph.
+        device: The device of the tensor.
+        requires_grad: Whether an autograd function with this argument makes a node in the graph.
 
     Returns:
         A tensor of shape ``(0,)``. It is shared, so detach it before it becomes an output of an
@@ -245,8 +250,8 @@ def get_phony(device: torch.device, *, requires_grad: bool) -> Tensor:
     key = (device, requires_grad)
     phony = _phonies.get(key)
     if phony is None:
-        # The caller's inference mode may not stick to a tensor that outlives the call. Its stream
-        # does not: a tensor without elements has no memory that an allocator would take back.
+        # The tensor outlives the call, so it must not be an inference tensor. The caller's stream
+        # does not matter, because a tensor without elements has no memory to free.
         with torch.inference_mode(False):
             phony = torch.empty(0, device=device, requires_grad=requires_grad)
         phony = _phonies.setdefault(key, phony)
@@ -254,19 +259,19 @@ def get_phony(device: torch.device, *, requires_grad: bool) -> Tensor:
 
 
 # [Note: Identity without a view]
-# The functions of this package that hand a tensor on return `tensor.detach()`. Autograd treats
-# that as a new tensor, not as a view, so that the next layer may change it in place; and it shares
-# its version counter with the input, so that autograd notices if such a change spoils what
+# The functions of this package that pass a tensor on return `tensor.detach()`. Autograd treats
+# the result as a new tensor, not as a view, so that the next layer may change it in place. The
+# result shares its version counter with the input. So autograd detects a change of a tensor that
 # an earlier layer has saved. Returning the input itself would forbid the change; `.data` would
 # hide it.
 
 
 def tie(input: Tensor, *phonies: Tensor) -> tuple[Tensor, Tensor]:
-    """Join a tensor with phonies, and branch another one off it, by one node.
+    """Join a tensor with phonies, and branch another phony off it, by one node.
 
     Args:
         input: A tensor of any shape.
-        phonies: What came of other tensors beside these.
+        phonies: Phonies that were branched off other tensors.
 
     Returns:
         The tensor, which requires grad if it or a phony does, and the phony of shape ``(0,)``.
@@ -293,8 +298,7 @@ def fork(input: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(input: Tensor, phony: Tensor) -> Tensor:
-    """Merge a phony into a tensor, which requires grad then if the phony does: see :func:`fork`.
-    """
+    """Merge a phony into a tensor: see :func:`fork`. It requires grad then if the phony does."""
     return tie(input, phony)[0]
 
 
@@ -315,10 +319,10 @@ class Tie(torch.autograd.Function):
 
 
 class Checkpoint(torch.autograd.Function):
-    """Mark the output of a checkpointed call; in backward, see that its graph is filled.
+    """Mark the output of a checkpointed call; in backward, ensure that its graph is filled.
 
-    Takes ``(recomputation, number, *phonies, *output)`` and gives the output and a phony. It is a
-    ``Tie`` as well: step 4 of the note "How checkpointing works".
+    Takes ``(recomputation, number, *phonies, *output)`` and returns the output and a phony. It is
+    a ``Tie`` as well: step 4 of the note "How checkpointing works".
     """
 
     @staticmethod
@@ -338,9 +342,9 @@ class Checkpoint(torch.autograd.Function):
 
 
 class Recompute(torch.autograd.Function):
-    """Run a checkpointed call again, before its gradient is there. In a step, `R` does so.
+    """Run a checkpointed call again before its gradient is available. In a step, `R` does so.
 
-    Takes ``(phony, recomputation)`` and gives a phony: step 2 of the note "How checkpointing
+    Takes ``(phony, recomputation)`` and returns a phony: step 2 of the note "How checkpointing
     works".
     """
 
@@ -356,15 +360,15 @@ class Recompute(torch.autograd.Function):
         return None, None
 
 
-#: As torchgpipe 0.0.7 named them.
+#: The names in torchgpipe 0.0.7.
 Fork = Join = Tie
 
 
 def find_grad(tensors: Sequence[Tensor]) -> int | None:
     """Return the index of the first tensor that requires grad, or ``None``.
 
-    One on the CPU comes last: so a node that is hung on the tensor runs in backward in the same
-    thread as the node that gave it beside others.
+    Tensors on the CPU come last. So a node on the tensor runs in backward in the same thread as
+    the node that returned it together with others.
     """
     found = [k for k, x in enumerate(tensors) if x.requires_grad]
     return next((k for k in found if not tensors[k].is_cpu), found[0] if found else None)
@@ -382,7 +386,7 @@ def copy_tensor(tensor: Tensor, source: AbstractStream, target: AbstractStream,
     """Copy a tensor to the device of ``target``, whose compute stream will read it."""
     ends = [observer.copy(source, target) for observer in observers]
     # Between two GPUs the copy runs on the source's current stream, and the target's current
-    # stream waits for it. To or from the CPU it is over when `to` returns.
+    # stream waits for it. To or from the CPU the copy is complete when `to` returns.
     with use_stream(source), use_stream(target):
         copied = tensor.to(get_device(target))
     record_stream(tensor, source)
@@ -393,7 +397,7 @@ def copy_tensor(tensor: Tensor, source: AbstractStream, target: AbstractStream,
 
 
 def _like(ctx: Any, input: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Let outputs require grad where their inputs do, not where any input does."""
+    """Make each output require grad only if its own input does."""
     ctx.mark_non_differentiable(*[y for x, y in zip(input, output) if not x.requires_grad])
     return output
 
@@ -401,8 +405,8 @@ def _like(ctx: Any, input: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> tu
 class Copy(torch.autograd.Function):
     """Copy tensors from one stream's device to another's: ``Copy.apply(prev, next, *tensors)``.
 
-    Takes tensors of any shapes, and gives a tuple of them. In backward, gradients are copied the
-    other way.
+    Takes tensors of any shapes, and returns a tuple of copies. In backward, gradients are copied
+    in the opposite direction.
 
     >>> from torchgpipe.engine.streams import CPUStream
     >>> Copy.apply(CPUStream, CPUStream, torch.ones(2))
@@ -413,11 +417,11 @@ class Copy(torch.autograd.Function):
     def forward(ctx: Any, prev_stream: AbstractStream,
                 next_stream: AbstractStream, *input: Tensor) -> tuple[Tensor, ...]:
         ctx.streams = prev_stream, next_stream
-        # In backward, autograd's threads have current streams of their own.
+        # In backward, autograd's threads have their own current streams.
         ctx.prev_compute = current_stream(get_device(prev_stream))
         ctx.set_materialize_grads(False)
         compute = current_stream(get_device(next_stream))
-        # A tensor that is there already is handed on: [Note: Identity without a view].
+        # A tensor on the target device is passed on: [Note: Identity without a view].
         return _like(ctx, input, tuple(
             copy_tensor(x, prev_stream, next_stream, compute).detach() for x in input))
 
@@ -430,10 +434,10 @@ class Copy(torch.autograd.Function):
 
 
 class Wait(torch.autograd.Function):
-    """Let one stream wait for another: ``Wait.apply(prev, next, *tensors)``.
+    """Make one stream wait for another: ``Wait.apply(prev, next, *tensors)``.
 
     In forward ``next`` waits for ``prev``, in backward ``prev`` waits for ``next``. The tensors
-    only mark the place in the graph, and are given back as a tuple.
+    only mark the place in the graph, and are returned as a tuple.
 
     >>> from torchgpipe.engine.streams import CPUStream
     >>> Wait.apply(CPUStream, CPUStream, torch.ones(2))
@@ -457,11 +461,11 @@ class Wait(torch.autograd.Function):
 
 
 def graph_leaves(nodes: list[Any]) -> list[Tensor]:
-    """Return the tensors that get gradients from a graph."""
+    """Return the tensors that receive gradients from a graph."""
     found, seen = [], {*nodes}
     while nodes:
         node = nodes.pop()
-        # Those without elements only tie nodes to each other.
+        # Phonies only tie nodes to each other.
         if hasattr(node, 'variable') and node.variable.numel():
             found.append(node.variable)
         new = {other for other, _ in node.next_functions if other is not None} - seen

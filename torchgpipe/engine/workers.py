@@ -1,15 +1,15 @@
 """Workers: one thread per device, and the order in which they run the actions of a schedule.
 
-A pipeline hands each worker the cells of its device, and the workers run them at the same time::
+:class:`Workers` submits functions to the threads of devices, which run concurrently::
 
     caller   submit ──▶ tasks                     result ◀── future
     worker                └──▶ function() ──────────────────────┘
 
-A worker holds a tensor only while it computes: between tasks its frame refers to nothing but its
-queue.
+A worker holds a tensor only while it computes. Between tasks its frame refers only to its queue.
 
-An action starts as soon as what it waits for is done. What another worker does is told by a
-message, once for each worker that waits for it::
+A :class:`Plan` has the actions of each worker, and :func:`interpret` runs them. An action starts
+as soon as its predecessors are done. After an action, its worker sends a message to each worker
+that waits for it::
 
     worker 0    0F0 ──▶ 0F1 ──────────▶ 0B0 ──▶ 0B1
                  │        │               ▲       ▲
@@ -34,12 +34,14 @@ __all__ = ['Future', 'Plan', 'Workers', 'device_key', 'interpret']
 
 T = TypeVar('T')
 
-#: Whether a function gave a value, and the value or the error.
+# Workers: threads and their queues.
+
+#: Whether a function returned, and its value or its error.
 Outcome = tuple[bool, Any]
 
 
 class Future(Generic[T]):
-    """What a worker will give: the value of a function, or the error that it raised."""
+    """The future outcome of a worker's task: the value of a function, or its error."""
 
     __slots__ = ('_outcomes', 'put')
 
@@ -55,15 +57,15 @@ class Future(Generic[T]):
         try:
             raise value
         finally:
-            del value  # or its traceback, this frame and the error would be a cycle
+            del value  # Otherwise its traceback, this frame and the error would be a cycle.
 
 
-#: Where an outcome goes, and what to call.
+#: A function that takes the outcome, and the function to call.
 Task = tuple[Callable[[Outcome], None], Callable[[], Any]]
 
 
 def device_key(device: Any) -> tuple[str, int]:
-    """Tell which worker serves a device: ``cpu`` is ``cpu:0``, ``cpu:1`` is another one."""
+    """Return the key of a device's worker. ``cpu`` is ``cpu:0``; ``cpu:1`` has another worker."""
     return device.type, device.index or 0
 
 
@@ -72,16 +74,16 @@ class Worker:
 
     Args:
         name: The thread's name.
-        owner: The id of the :class:`Workers` that it is one of.
+        owner: The id of its :class:`Workers`.
     """
 
     def __init__(self, name: str, owner: int) -> None:
         self.tasks: SimpleQueue[Task | None] = SimpleQueue()
-        # Whatever happens between here and the moment when someone keeps this object: a thread
-        # whose worker nobody has ends.
+        # The thread ends when this object is freed, even if an interrupt comes before the caller
+        # has stored it.
         weakref.finalize(self, self.tasks.put, None)
-        # A daemon, so that the interpreter does not wait for it before it runs exit handlers, of
-        # which `Workers` has one that stops it.
+        # A daemon, so that the interpreter does not wait for it before it runs exit handlers. The
+        # handler of `Workers` stops it.
         self.thread = threading.Thread(target=_work, args=(self.tasks, owner), name=name,
                                        daemon=True)
         self.thread.start()
@@ -92,7 +94,7 @@ def _work(tasks: 'SimpleQueue[Task | None]', owner: int) -> None:
     while (task := tasks.get()) is not None:
         put, function = task
         outcome = _outcome_of(function)
-        # What this frame refers to while it waits for the next task would stay alive.
+        # References in this frame would stay alive while it waits for the next task.
         del task, function
         put(outcome)
         del put, outcome
@@ -106,10 +108,10 @@ def _outcome_of(function: Callable[[], Any]) -> Outcome:
 
 
 class Workers:
-    """What a pipeline keeps from one forward pass to the next: threads and copy streams.
+    """The threads and copy streams that a pipeline keeps between forward passes.
 
-    Threads start when they are first asked for, and end when this object is collected. A copy,
-    also a pickled one, starts with none of its own.
+    Threads start at first use, and end when this object is collected. A copy, or a pickled one,
+    starts without threads.
     """
 
     def __init__(self) -> None:
@@ -123,9 +125,9 @@ class Workers:
         return Workers, ()
 
     def worker(self, device: Any) -> Worker:
-        """Return the worker of a device; start it if there is none, as after a fork.
+        """Return the worker of a device. Start it if it does not run, such as after a fork.
 
-        Whoever shares this object with other threads calls :meth:`submit`.
+        If several threads share this object, use :meth:`submit`.
         """
         key = device_key(device)
         worker = self._workers.get(key)
@@ -134,10 +136,10 @@ class Workers:
         return worker
 
     def check_caller(self) -> None:
-        """See that the calling thread is none for which these workers wait.
+        """Check that these workers do not wait for the calling thread.
 
         Raises:
-            RuntimeError: It is one, so they would wait for themselves.
+            RuntimeError: They do, so they would wait for themselves.
         """
         if id(self) in context.workers:
             raise RuntimeError(
@@ -146,32 +148,32 @@ class Workers:
                 "partitions on one device, as in devices=['cpu', 'cpu'].")
 
     def submit(self, tasks: Sequence[tuple[Any, Callable[[], T]]]) -> list[Future[T]]:
-        """Let the workers of devices call functions, which may wait for each other.
+        """Submit functions to the workers of devices. The functions may wait for each other.
 
-        All are handed over at once: if those of two callers came in another order to one worker
-        than to another, each caller's could wait for one that is behind the other's.
+        All are submitted under one lock. Otherwise two workers could get the functions of two
+        callers in different orders, which could then wait for each other forever.
         """
         futures: list[Future[T]] = [Future() for _ in tasks]
-        with self._lock:  # Never to one that has been told to end.
+        with self._lock:  # So that no worker is ending.
             for future, (device, function) in zip(futures, tasks):
                 self.worker(device).tasks.put((future.put, function))
         return futures
 
     def copy_streams(self, device: torch.device, m: int) -> list[AbstractStream]:
-        """Give ``m`` streams of a device to copy micro-batches on."""
-        # Threads that do this at the same time make more streams than needed, and get the same.
+        """Return ``m`` copy streams of a device, one for each micro-batch."""
+        # Concurrent threads make more streams than needed, and get the same ones.
         streams = self._copy_streams.setdefault(device_key(device), [])
         while len(streams) < m:
             streams.append(new_stream(device))
         return streams[:m]
 
     def index_of(self, stream: AbstractStream) -> int | None:
-        """Return the number of a copy stream among those of its device, if it is one of these."""
+        """Return the index of a copy stream on its device; ``None`` for any other stream."""
         streams = self._copy_streams.get(device_key(get_device(stream)), [])
         return next((i for i, each in enumerate(streams) if each is stream), None)
 
     def host_stream(self, device: torch.device) -> AbstractStream:
-        """Return the stream of a device on which tensors go to the host, and come back."""
+        """Return the stream of a device that copies tensors to the host and back."""
         with self._lock:
             key = device_key(device)
             if key not in self._host_streams:
@@ -179,31 +181,34 @@ class Workers:
             return self._host_streams[key]
 
     def stop(self) -> None:
-        """Let the tasks in flight end, then the threads; new ones start when needed."""
+        """End the threads after their submitted tasks. New threads start when needed."""
         _stop(self._workers, self._lock)
 
 
 def _stop(workers: dict[tuple[str, int], Worker], lock: Any) -> None:
     with lock:
         stopped = list(workers.values())
-        # Forgotten first: if an interrupt cuts the waiting short, the next forward starts with new
-        # threads, and these end by themselves.
+        # Removed first: if an interrupt ends the wait early, the next forward starts new threads,
+        # and these end by themselves.
         workers.clear()
         for worker in stopped:
             worker.tasks.put(None)
     for worker in stopped:
-        # The garbage collector may run this in the very thread that it ends.
+        # The garbage collector may run this in the thread that it ends.
         if worker.thread is not threading.current_thread():
             worker.thread.join()
 
 
+# Plans: the order of actions on the workers.
+
+
 class Plan(NamedTuple):
-    """The actions of each worker, and what each waits for.
+    """The actions of each worker, and their predecessors.
 
     Args:
         rows: By worker, its device and its actions.
-        waits: What an action waits for among those of other workers.
-        tells: Which other workers wait for an action.
+        waits: By action, the actions of other workers that it waits for.
+        tells: By action, the other workers that wait for it.
         order: The number of each action, in the order of the schedule's steps.
         last: The worker that has the last stage.
         in_order: Whether forwards can run micro-batch by micro-batch.
@@ -219,12 +224,12 @@ class Plan(NamedTuple):
     @staticmethod
     @lru_cache(maxsize=32)
     def of_forward(start: int, stop: int, devices: tuple[torch.device, ...]) -> 'Plan':
-        """Make that of the plain call: micro-batches go through one partition after the other.
+        """Return the plan of the plain call: micro-batches pass through partitions in order.
 
         Args:
             start: The first micro-batch.
-            stop: The one after the last.
-            devices: Where each partition is.
+            stop: The micro-batch after the last one.
+            devices: The device of each partition.
         """
         rows = [[Action(j, 'F', i) for i in range(start, stop)] for j in range(len(devices))]
         return _plan(steps(rows)[0], devices, forward_order(len(devices), start, stop))
@@ -233,13 +238,13 @@ class Plan(NamedTuple):
     @lru_cache(maxsize=32)
     def of(rows: tuple[tuple[Action, ...], ...], devices: tuple[torch.device, ...],
            ordered: frozenset[int]) -> 'Plan':
-        """Make it of a schedule.
+        """Return the plan of a schedule.
 
         Args:
-            rows: Those of the schedule.
-            devices: Where each stage is.
+            rows: The rows of the schedule.
+            devices: The device of each stage.
             ordered: The stages whose forwards run one after the other, micro-batch by micro-batch.
-                Where the schedule does not admit that, they run in the order of its own steps.
+                If the schedule does not allow this order, they run in the order of its own steps.
         """
         pairs, grid, in_order = _in_order(rows, ordered)
         return _plan(grid, devices, pairs)._replace(in_order=in_order)
@@ -247,7 +252,7 @@ class Plan(NamedTuple):
 
 def _plan(grid: Grid, devices: Sequence[torch.device], pairs: Iterable[tuple[Action, Action]]
           ) -> Plan:
-    """Make a plan of the steps of a schedule, and of pairs of which one waits for the other."""
+    """Return a plan of a schedule's steps and of pairs whose second action waits for the first."""
     merged: dict[Hashable, tuple[torch.device, list[Action]]] = {}
     owners: dict[Action, Hashable] = {}
     order: dict[Action, int] = {}
@@ -268,12 +273,12 @@ def _plan(grid: Grid, devices: Sequence[torch.device], pairs: Iterable[tuple[Act
 
 def _in_order(rows: Sequence[Sequence[Action]], ordered: frozenset[int]
               ) -> tuple[list[tuple[Action, Action]], Grid, bool]:
-    """Return pairs of forwards of which the second one waits for the first one, and all steps.
+    """Return pairs of forwards whose second one waits for the first, and all steps.
 
-    And whether the pairs are those of one micro-batch after the other.
+    The third result is whether the pairs follow the order of micro-batches.
 
-    Both come from one order of all forwards. It does not depend on which stages are ordered, as
-    draws of a stage make others beside it suspect for a while.
+    Pairs and steps result from one order of all forwards. It does not depend on the ordered
+    stages, because a draw in one stage may add other stages to them for a while.
     """
     forwards = [x for x in by_step(steps(rows)[0]) if x.kind == 'F']
     by_micro_batch = sorted(forwards, key=lambda action: (action.micro_batch, action.stage))
@@ -287,27 +292,27 @@ def _pairs(actions: Sequence[Action]) -> list[tuple[Action, Action]]:
 
 
 class _Shared(NamedTuple):
-    """What workers tell each other: actions that are done, and those that failed.
+    """The messages of workers: finished actions, and errors.
 
-    ``None`` in a queue says that something has failed.
+    ``None`` in a queue means that an action has failed.
     """
 
     queues: dict[Hashable, 'SimpleQueue[Action | None]']
-    #: With the numbers of actions; that of an interrupt comes before all.
+    #: Errors with the numbers of their actions. An interrupt has number -1, before all actions.
     errors: list[tuple[int, BaseException]]
 
     def fail(self, number: int, error: BaseException) -> None:
-        """Let actions after this one not start."""
+        """Record an error, so that later actions do not start."""
         self.errors.append((number if isinstance(error, Exception) else -1, error))
         for queue in self.queues.values():
             queue.put(None)
 
     def first_failure(self) -> tuple[int, BaseException]:
-        """Return the one that comes first in the schedule, whichever was first in time."""
+        """Return the error that comes first in the schedule, not in time."""
         return min(self.errors, key=lambda pair: pair[0])
 
     def stops(self, number: int) -> bool:
-        """Return whether an action is not to start, since another one has failed."""
+        """Return whether an action must not start, because an earlier one has failed."""
         return self.first_failure()[0] < number
 
 
@@ -316,15 +321,15 @@ def interpret(plan: Plan, run: Callable[[Action], None], workers: Workers,
     """Run the actions of a plan.
 
     Args:
-        plan: The plan. Where it is for one worker, the calling thread does its work.
+        plan: The plan. If it has one worker, the calling thread runs all actions.
         run: Runs an action.
         workers: The threads.
-        run_here: What the calling thread runs actions with, if it is to do the work of the worker
-            that has the last stage.
+        run_here: Runs an action in the calling thread, which then does the work of the worker
+            with the last stage. By default, that worker runs its actions.
 
     Raises:
-        BaseException: What an action raised, the first one in the order of steps, or an interrupt.
-            Actions after it were not started since then, and those under way have ended.
+        BaseException: The first error of an action in the order of steps, or an interrupt. Later
+            actions were not started since then, and running actions have ended.
     """
     shared = _Shared({key: SimpleQueue() for key in plan.rows}, [])
     if len(plan.rows) == 1:
@@ -341,7 +346,7 @@ def interpret(plan: Plan, run: Callable[[Action], None], workers: Workers,
         for future in futures:
             future.result()
     except BaseException as error:
-        # KeyboardInterrupt, most likely: what is under way has to end before anyone goes on.
+        # Most likely a KeyboardInterrupt. Running actions have to end before the caller continues.
         shared.fail(-1, error)
         workers.stop()
         shared.errors.clear()
@@ -350,12 +355,13 @@ def interpret(plan: Plan, run: Callable[[Action], None], workers: Workers,
         try:
             raise shared.first_failure()[1]
         finally:
-            shared.errors.clear()  # or its traceback, this frame and the error would be a cycle
+            # Otherwise its traceback, this frame and the error would be a cycle.
+            shared.errors.clear()
 
 
 def _follow(plan: Plan, key: Hashable, row: Sequence[Action], run: Callable[[Action], None],
             shared: _Shared) -> None:
-    """Go through the actions of one worker."""
+    """Run the actions of one worker."""
     get = shared.queues[key].get
     done: set[Action | None] = set()
     for action in row:

@@ -1,13 +1,32 @@
 """Checkpointing: keep a cell's input, and recompute its activations in backward.
 
+Terms of this folder:
+
+draw
+    The use of a random generator by a cell. A recomputation repeats the draws of the first pass.
+first pass
+    The forward of a checkpointed cell, whose graph is hollow.
+hollow graph
+    An autograd graph whose nodes save numbers in place of tensors.
+marked layer
+    A layer that is excluded from recomputation: its result is kept and reused.
+recomputation
+    The second run of a cell, in backward, whose saved tensors fill the hollow graph.
+sample
+    Some elements of an output, by which a recomputation is compared with the first pass.
+swap
+    A substitute for an attribute or a parameter of a module, and its restoration.
+watch
+    A dispatch mode that observes in a first pass which tensors and attributes layers change.
+
 [Note: How checkpointing works]
-The cell runs once, in grad mode, so its autograd graph is the one that the unwrapped model
-would have, only hollow: each tensor that a node would save is replaced by its number, through
-saved-tensor hooks, and freed. In backward the cell runs once more, to make these tensors again::
+The cell runs once, in grad mode, so it has the autograd graph of the unwrapped model, but hollow.
+Saved-tensor hooks replace each tensor that a node would save by its number, and the tensor is
+freed. In backward the cell runs once more, to make these tensors again::
 
     forward     x ──▶ [ layers, hollow ] ──▶ y ──Checkpoint──▶ (Wait) ──▶ Tie ──▶ y'
                                                                 Recompute ──┘
-    backward    1. Tie runs as soon as the gradient is on its way.
+    backward    1. Tie runs as soon as the gradient is queued.
                 2. Recompute runs the cell again; the tensors it saves fill the hollow graph.
                 3. Wait lets the compute stream wait for the gradient: only after the recomputation
                    has been queued, so the two overlap.
@@ -15,9 +34,9 @@ saved-tensor hooks, and freed. In backward the cell runs once more, to make thes
                    some gradients only and left Recompute out).
                 5. The layers' own nodes run; each takes its tensors out and so frees them.
 
-Since gradients flow through the layers' own graph, a parameter's gradient is complete, and
-its hooks are called, once per backward and not once per micro-batch; `torch.autograd.grad`
-works; and a recomputation that took another path than the first pass is found out.
+Gradients flow through the layers' own graph. So a parameter's gradient is complete, and its hooks
+are called, once per backward and not once per micro-batch. `torch.autograd.grad` works, and a
+recomputation that took another path than the first pass is detected.
 This is the non-reentrant variant of Chen et al., "Training Deep Nets with Sublinear Memory Cost"
 (2016), with the recomputation split off as in Kim et al., "torchgpipe" (2020).
 """

@@ -1,25 +1,26 @@
 """Random numbers of a cell's first pass, repeated in its recomputation.
 
-The state of each generator is saved when a cell starts. Its recomputation puts the generator back
-to that state, and afterwards to the present one::
+:class:`Draws` saves the state of each generator when a cell starts. The recomputation restores
+this state, and afterwards the present one::
 
     first pass       before ──▶ layers draw ──▶ after ── …
     recomputation    … now │ before ──▶ layers draw ──▶ after? │ now …
 
-This is the same on all devices. The generators are those of the partition's device, of the CPU if
-the layers were seen to draw from it, and those that the layers own.
+It is the same on all devices. The generators are the generator of the partition's device, the
+CPU's generator if the layers were seen to draw from it, and generators that the layers own.
 
 [Note: Generator of the CPU]
-All threads share it. So whoever draws from it in a cell, or puts it back, holds
-:data:`~torchgpipe.base.context.generator_lock`, and partitions that draw take turns: see
-[Note: Order of draws] of the pipeline. (A partition with a pipeline in it does not hold it in its
-cells, as the workers of that pipeline need it.) Another thread of the user's may draw in the
-middle of a cell nevertheless. The recomputation then ends in another state than the first pass,
-and raises.
+All threads share it. So cells and recomputations hold
+:data:`~torchgpipe.base.context.generator_lock` while they draw from it or restore its state.
+Partitions that draw take turns: see [Note: Order of draws] of the pipeline. (A partition with a
+pipeline in it does not hold the lock in its cells, because the inner workers need it.) A thread of
+the user may still draw in the middle of a cell. The recomputation then ends in another state than
+the first pass, and raises.
 
-A dispatch mode sees in the first cell of a partition whether its layers draw. It costs about 10 µs
-per operation, so later cells run without. Should layers begin to draw later, the state of the
-generator differs after the pass; their recomputation runs in the mode, and raises if it draws.
+A dispatch mode (:class:`Recorder`) shows in the first cell of a partition whether its layers draw.
+It costs about 10 µs per operation, so later cells run without it. If layers begin to draw later,
+the state of the generator differs after the pass (:class:`DrawMonitor`). Their recomputation then
+runs in the mode, and raises if it draws.
 """
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
@@ -49,7 +50,7 @@ class Generator(Protocol):
         """Return a copy of its state."""
 
     def set_state(self, state: Tensor) -> object:
-        """Put it into a state."""
+        """Set its state."""
 
 
 class _DeviceGenerator:
@@ -67,14 +68,14 @@ class _DeviceGenerator:
 
 @lru_cache(maxsize=None)
 def generators_of(device: torch.device) -> tuple[Generator, ...]:
-    """Return the default generator of a device, unless it is the CPU's, which threads share."""
+    """Return the default generator of a device, except the CPU's, which threads share."""
     return (_DeviceGenerator(device),) if has_own_state(device) else ()
 
 
-# PyTorch guards a generator with a mutex, which it takes while it holds the GIL; making the tensor
-# for the state may start Python's garbage collector, which may let go of the GIL. Two threads
-# could then wait for each other for ever. Who waits for a lock of Python's own lets go of the GIL.
-# Reentrant, since an object that the collector frees may draw.
+# PyTorch takes a generator's mutex while it holds the GIL. Making the tensor for the state may
+# start Python's garbage collector, which may release the GIL. Two threads could then wait for each
+# other forever. A thread that waits for a Python lock releases the GIL. Reentrant, because an
+# object that the collector frees may draw.
 _lock = new_lock()
 
 
@@ -94,10 +95,10 @@ class Draws:
     """The random numbers of one cell; of several cells, if there is no generator to save.
 
     Args:
-        generators: Those that it may draw from.
-        recorder: Watches its first pass.
-        monitor: Tells whether someone drew from the CPU's generator during the first pass, if
-            that is not among these.
+        generators: The generators that the cell may draw from.
+        recorder: Watches the first pass.
+        monitor: Detects draws from the CPU's generator during the first pass, if this generator is
+            not among ``generators``.
     """
 
     __slots__ = ('_before', '_generators', '_last', '_recorder', 'monitor', 'states')
@@ -107,11 +108,11 @@ class Draws:
         self._generators = (*generators, _cpu) if recorder else tuple(generators)
         self._recorder = recorder
         self.monitor = monitor
-        #: The states that the pass began with.
+        #: The states at the start of the first pass.
         self._before: dict[Generator, Tensor] = {}
-        #: The states that a recomputation has put generators into.
+        #: The states that a recomputation has set.
         self._last: dict[Generator, Tensor] = {}
-        #: Of the generators that moved, the states before and after the first pass.
+        #: The states before and after the first pass, for generators that were drawn from.
         self.states: dict[Generator, tuple[Tensor, Tensor]] = {}
 
     def first_pass(self, function: Callable[[], T]) -> T:
@@ -126,7 +127,7 @@ class Draws:
             recorder.before = before
             output = recorder.run(function)
             if not recorder.draws:
-                del before[_cpu]  # If it moved, another thread has drawn.
+                del before[_cpu]  # If its state changed, another thread has drawn.
         after = {each: state_of(each) for each in before}
         self.states = {each: (before[each], after[each]) for each in before
                        if not same(before[each], after[each])}
@@ -166,15 +167,15 @@ class Draws:
         return {each: state_of(each) for each in self._before}
 
     def go_to(self, start: dict[Generator, Tensor], end: dict[Generator, Tensor]) -> None:
-        """Let the generators of a recomputation skip the draws of a marked layer.
+        """Make the generators of a recomputation skip the draws of a marked layer.
 
         Args:
             start: Their states in the first pass before the layer.
-            end: And after it.
+            end: Their states in the first pass after the layer.
 
         Raises:
-            RuntimeError: They are in another state than in the first pass before the layer, as
-                another thread drew.
+            RuntimeError: They are in another state than in the first pass before the layer,
+                because another thread drew.
         """
         for each in self.states.keys() & end.keys():
             now = state_of(each)
@@ -202,9 +203,9 @@ def disturbed() -> RuntimeError:
 
 
 class DrawMonitor:
-    """Whether someone drew from the CPU's generator since this was made.
+    """A monitor of draws from the CPU's generator since its construction.
 
-    It may be cells that were not seen to draw before, or another thread.
+    The draws may come from cells that were not seen to draw before, or from another thread.
     """
 
     def __init__(self) -> None:
@@ -212,7 +213,7 @@ class DrawMonitor:
         self._before = state_of(_cpu)
 
     def anyone_drew(self) -> bool:
-        """Look whether the generator is where it was, and remember."""
+        """Return whether the generator's state has changed, and store the answer."""
         self.drawn = not same(self._before, state_of(_cpu))
         return self.drawn
 
@@ -224,15 +225,15 @@ class DrawMonitor:
 class Operation(NamedTuple):
     """Properties of an operation, as a dispatch mode sees it."""
 
-    #: Whether it may draw random numbers: one that is not PyTorch's own need not say so.
+    #: Whether it may draw random numbers. Operations of other libraries need not declare it.
     may_draw: bool
-    #: The place of its generator among its arguments, if it takes one.
+    #: The position of its generator among its arguments, if it takes one.
     generator: int | None
-    #: Places and names of the arguments that it writes to.
+    #: Positions and names of the arguments that it writes to.
     written: tuple[tuple[int, str], ...]
 
     def generator_of(self, args: Any, kwargs: Any) -> torch.Generator | None:
-        """Return the generator that a call was given."""
+        """Return the generator among the arguments of a call, if there is one."""
         if self.generator is None:
             return None
         given: torch.Generator | None = (
@@ -262,15 +263,15 @@ def operation_of(func: Any) -> Operation:
 
 
 class Recorder(DispatchMode):
-    """A mode that sees whether operations draw; under it compiled layers stay compiled."""
+    """A mode that detects whether operations draw. Compiled layers stay compiled in it."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        #: Whether any of them drew from the CPU's generator.
+        #: Whether any operation drew from the CPU's generator.
         self.draws = False
-        #: The generators that they were given, by keys; and the states of generators before.
+        #: The generator arguments of operations by key, and the states of generators before.
         self.generators: dict[int, torch.Generator] = {}
         self.before: dict[Generator, Tensor] = {}
 

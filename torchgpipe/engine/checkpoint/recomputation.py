@@ -1,37 +1,37 @@
 """Recomputation: repeat a checkpointed call, and pass its tensors to the first pass's graph.
 
-[Note: Samples of other devices] To look at a number on another device than the CPU is to wait for
-that device. So samples are copied to the CPU without waiting, and compared when they have come,
-which is noticed by an event. If they differ, the next forward pass raises::
+See [Note: How checkpointing works] in :mod:`torchgpipe.engine.checkpoint`.
+
+[Note: Samples of other devices] A read of an element on an accelerator waits for the accelerator.
+So :func:`keep` and :func:`compare` copy samples to the CPU without waiting. An event shows when
+the copies are complete, and then they are compared. The next forward pass raises if they differ::
 
     forward          sample ── copy ──▶ a
     recomputation    sample ── copy ──▶ b, then an event
     next forward     if the event has happened: compare a and b
 
-See [Note: How checkpointing works] in :mod:`torchgpipe.engine.checkpoint`.
-
 [Note: Ownership of a recomputation]
-Nodes of PyTorch's own are invisible to Python's garbage collector, so no cycle may lead through
-the graph. An arrow is a strong reference::
+PyTorch's own nodes are invisible to Python's garbage collector, so no cycle may lead through the
+graph. An arrow is a strong reference::
 
     Recompute, Checkpoint, layers' nodes ──▶ Recomputation ──▶ input ──▶ earlier nodes
 
-So the input can be recomputed from as long as any hollow node lives, even if only a gradient of a
-gradient still refers to it; and it is freed when Checkpoint has run for the last time. With it
-goes all else that a recomputation needs.
+So a recomputation is possible as long as any hollow node lives, even if only a gradient of a
+gradient still refers to it. The last run of Checkpoint frees the input and all other data of the
+:class:`Recomputation`.
 
 [Note: Lifetime of a recomputed tensor]
     run ──keep──▶ RecomputedTensors.tensors[k] ──take──▶ the node that saved it ──▶ freed
-Each backward pass has a fill of its own, since several threads may go through a graph that is
-retained. A node of PyTorch's own unpacks a tensor exactly once. A `torch.autograd.Function`
-unpacks all its tensors whenever its author says `ctx.saved_tensors`, so these stay until another
-node's turn. What no node asked for is dropped at the end of the pass.
+Each backward pass has its own fill. So several threads may run through a retained graph.
+PyTorch's own nodes unpack a tensor exactly once. A `torch.autograd.Function` unpacks all its
+tensors at each access of `ctx.saved_tensors`, so these stay until another node's turn. Tensors
+that no node unpacked are dropped at the end of the pass.
 
 [Note: Saved by compiled code]
 ``torch.compile`` keeps several codes for a layer and chooses by the input, the newest ones first.
-So where a recomputation runs, there may be a code that was not there in the first pass, as for
-another size of micro-batches. What a code saves, and in which order, is up to the compiler; and it
-is the code of the first pass whose backward will take it. Only the values tell.
+So a recomputation may run a code that did not exist in the first pass, such as for another size of
+micro-batches. The compiler decides which tensors a code saves, and in which order. But the
+backward of the first pass's code uses them. Only the values show whether they are the same.
 """
 import weakref
 from collections import deque
@@ -59,14 +59,14 @@ from torchgpipe.engine.streams import AbstractStream, Checkpoint, use_stream
 __all__ = ['PendingComparison', 'Recomputation', 'RecomputedTensors', 'Sample', 'Saved', 'agree',
            'compare', 'compare_pending', 'elements_of', 'keep']
 
-#: How many elements of an output are compared, about.
+#: The approximate number of elements of an output that are compared.
 NUMBER = 64
 
 DIFFERENCE = 'its output has other values'
 
 
 class Sample(NamedTuple):
-    """Type, shape and some elements of a tensor; no elements where they can't be looked at."""
+    """Type, shape and some elements of a tensor; no elements if they cannot be read."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -74,16 +74,16 @@ class Sample(NamedTuple):
 
 
 class PendingComparison(NamedTuple):
-    """Two samples that are still on their way from another device."""
+    """Two samples whose copies from another device are not complete yet."""
 
     now: Tensor
     before: Tensor
-    #: Whether they have come.
+    #: Whether the copies are complete.
     is_there: Callable[[], bool]
 
 
 def keep(output: Sequence[Tensor]) -> list[Sample]:
-    """Take samples of the tensors that a first pass gave, which outlive these."""
+    """Return samples of a first pass's output, which outlive the output."""
     with unseen():
         found = []
         for x in output:
@@ -96,17 +96,17 @@ def keep(output: Sequence[Tensor]) -> list[Sample]:
 
 
 def _values(x: Tensor) -> Tensor:
-    """Return the elements of a nested tensor, whose own shape is another one in each pass."""
+    """Return the elements of a nested tensor, whose own shape differs between passes."""
     check_nested(x)
     return x.detach().values()
 
 
 def elements_of(x: Tensor, every: bool = False) -> Tensor | None:
-    """Return some elements, in the memory of the tensor; ``None`` if they can't be looked at.
+    """Return some elements, in the memory of the tensor; ``None`` if they cannot be read.
 
     Args:
         x: The tensor.
-        every: Whether to look at one that can have no gradient, too.
+        every: Whether to read tensors of any dtype, such as integers.
     """
     x = x.detach()
     if x.is_meta or x.layout is not torch.strided:
@@ -120,7 +120,7 @@ def elements_of(x: Tensor, every: bool = False) -> Tensor | None:
 
 
 def _is_here(x: Tensor) -> bool:
-    """Return whether the elements of a tensor can be looked at without waiting."""
+    """Return whether the elements of a tensor can be read without waiting."""
     return x.is_cpu
 
 
@@ -129,14 +129,14 @@ def _to_host(elements: Tensor) -> Tensor:
 
 
 def compare(output: Sequence[Tensor], before: list[Sample]) -> list[PendingComparison]:
-    """Compare what a recomputation gave with what its first pass gave.
+    """Compare the output of a recomputation with the output of its first pass.
 
     Args:
-        output: What it gave.
-        before: What was kept of the first pass.
+        output: The output of the recomputation.
+        before: The samples of the first pass.
 
     Returns:
-        What can't be compared yet: [Note: Samples of other devices].
+        The samples that cannot be compared yet: [Note: Samples of other devices].
 
     Raises:
         RuntimeError: They differ.
@@ -162,7 +162,7 @@ def compare(output: Sequence[Tensor], before: list[Sample]) -> list[PendingCompa
 
 
 def compare_pending(late: deque[PendingComparison], j: int) -> None:
-    """Compare those samples of partition ``j`` that have come; the others stay.
+    """Compare the samples of partition ``j`` that are on the CPU by now; the others stay.
 
     Raises:
         RuntimeError: They differ.
@@ -183,17 +183,17 @@ def compare_pending(late: deque[PendingComparison], j: int) -> None:
 
 
 def _event(device: torch.device) -> Callable[[], bool]:
-    """Return what tells whether all that was queued so far on the current stream is done."""
+    """Return a function that returns whether the work queued so far on the stream is done."""
     return torch.accelerator.current_stream(device).record_event().query
 
 
 def agree(a: Tensor, b: Tensor) -> bool:
-    """Return whether elements are the same, but for rounding."""
+    """Return whether elements are the same except for rounding."""
     if torch.equal(a, b):
         return True
     if not a.is_floating_point():
         return False
-    # A kernel may add in another order, as where memory lies at another address.
+    # A kernel may add in another order, such as when memory is at another address.
     tolerance = torch.finfo(b.dtype).eps ** 0.5
     scale = b.abs().nan_to_num(0, 0, 0).max().item()
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
@@ -204,16 +204,16 @@ def agree(a: Tensor, b: Tensor) -> bool:
 
 
 class Saved(NamedTuple):
-    """What compiled code has saved in a first pass: which code, and some elements."""
+    """A tensor that compiled code saved in a first pass: the code, and some elements."""
 
     code: object
     elements: Tensor | None
 
     @staticmethod
     def of(code: object, tensor: Tensor) -> 'Saved':
-        """Take note of a tensor."""
+        """Record a tensor."""
         elements = elements_of(tensor, every=True)
-        # On its device, since it will hardly ever be looked at.
+        # On its device, because it will rarely be read.
         return Saved(code, None if elements is None else elements.clone())
 
 
@@ -221,8 +221,8 @@ class RecomputedTensors:
     """The tensors of one recomputation, for the nodes of one backward pass.
 
     Args:
-        saved: Fingerprints of what the first pass saved.
-        compiled: Those of compiled code.
+        saved: Fingerprints of the tensors that the first pass saved.
+        compiled: Records of the tensors that compiled code saved.
         hooks: The user's saved-tensor hooks, if any.
     """
 
@@ -232,7 +232,7 @@ class RecomputedTensors:
         self._saved = saved
         self._compiled = compiled
         self._hooks = hooks
-        #: How many have come.
+        #: The number of tensors saved so far.
         self.number = 0
         self._tensors: dict[int, tuple[Any, int | None]] = {}
         self._holder: Callable[[], Any] = _gone
@@ -252,14 +252,14 @@ class RecomputedTensors:
         code = compiled_code(frame) if APPLY is None or frame.f_code is APPLY else None
         if code is not None or k in self._compiled:
             _check_code(k, self._compiled.get(k), code, tensor)
-        # Detached, lest the recomputation's own graph, of no use, live as long as its tensors.
+        # Detached, so that the recomputation's own graph does not live as long as its tensors.
         alias = tensor.detach()
         hooks = self._hooks
         self._tensors[k] = (alias, alias._version) if hooks is None else (hooks[0](alias), None)
         return k
 
     def take(self, k: int) -> Tensor | None:
-        """Return a tensor, and let go of it; ``None`` if it was taken before."""
+        """Return a tensor, and release it here; ``None`` if it was taken before."""
         node = current_node()
         if self._held and self._holder() is not node:
             self._held = {}
@@ -284,14 +284,14 @@ class RecomputedTensors:
 
 
 def _gone() -> None:
-    """Answer as a dead weak reference does."""
+    """Return ``None``, as a dead weak reference does."""
 
 
 def _check_code(k: int, first: Saved | None, code: object | None, tensor: Tensor) -> None:
-    """Compare saved tensor ``k`` with that of the first pass: [Note: Saved by compiled code].
+    """Compare saved tensor ``k`` with the first pass: [Note: Saved by compiled code].
 
     Raises:
-        RuntimeError: Another code has saved something else.
+        RuntimeError: Another code has saved another tensor.
     """
     if code is (None if first is None else first.code):
         return
@@ -307,7 +307,7 @@ def _check_code(k: int, first: Saved | None, code: object | None, tensor: Tensor
 # ----------------------------------------------------------------------------------
 
 
-#: What is called again.
+#: The checkpointed function, which is called again.
 Call = Callable[[list[Tensor]], list[Tensor]]
 
 AGAIN = ('All outputs of a checkpointed micro-batch come of one recomputation, which has ended. '
@@ -316,18 +316,18 @@ AGAIN = ('All outputs of a checkpointed micro-batch come of one recomputation, w
 
 
 class Recomputation:
-    """What the nodes of one checkpointed call share: how to run it again, and what that gave.
+    """The recomputation of one checkpointed call, which all nodes of the call share.
 
     Args:
-        function: What is called, with a list of tensors; it gives another one.
+        function: The function. It takes a list of tensors and returns another list.
         state: The state of the calling thread.
-        draws: The random numbers that it draws.
-        layers: What it is made of, as it finds that.
-        stream: Where it runs.
-        blame: Says who changed the input in place, given that.
-        pending: Where to put outputs that can't be compared yet.
-        results: Those of layers that are not to run again, if any.
-        offload: Lets the input wait elsewhere, if it should.
+        draws: The random numbers that the function draws.
+        layers: The state of its layers at the start of the call.
+        stream: The stream on which it runs.
+        blame: Returns an error message for an input that was changed in place.
+        pending: The queue for outputs that cannot be compared yet.
+        results: The results of marked layers, if any.
+        offload: Keeps the input in host memory, if given.
     """
 
     __slots__ = ('_ahead', '_blame', '_changed', '_compiled', '_draws', '_fills', '_function',
@@ -349,7 +349,7 @@ class Recomputation:
         self._draws = draws
         self.layers = layers
         self._stream = stream
-        #: Puts inputs where they stood, of which one may be several.
+        #: Puts the inputs in their places, of which one input may have several.
         self._spread: Kind = list
         self._saved: list[int] = []
         self._compiled: dict[int, Saved] = {}
@@ -357,15 +357,15 @@ class Recomputation:
         self._ahead: RecomputedTensors | None = None
 
     def first_pass(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Call the function for the first time; its graph saves numbers in place of tensors.
+        """Call the function for the first time. Its graph saves numbers in place of tensors.
 
         Args:
-            tensors: What to call it with.
+            tensors: The arguments of the function.
 
         Returns:
             The function's output.
         """
-        # A skip may be a tensor of the batch: then it is one in the recomputation, too.
+        # A skip may be a tensor of the batch. Then they are also one in the recomputation.
         input: Tensors = tuple(tensors)
         if len(input) > 1:
             input, self._spread = once(tensors, list)
@@ -391,9 +391,9 @@ class Recomputation:
         return output
 
     def _keep(self, input: Tensors) -> None:
-        """Keep the input, as hooks of the user's pack it or where an offload puts it.
+        """Keep the input, packed by the user's hooks, or in host memory by an offload.
 
-        One that the first pass changed stays as it is: the recomputation has to raise.
+        An input that the first pass changed is kept as it is, because the recomputation raises.
         """
         self._input: Sequence[Any] = input
         self._requires_grad = [x.requires_grad for x in input]
@@ -407,16 +407,16 @@ class Recomputation:
 
     def mark(self, output: list[Tensor], before: Sequence[Tensor] = (), always: bool = False
              ) -> Tensor | None:
-        """Hang ``Checkpoint`` on the output, in place.
+        """Add a ``Checkpoint`` node to the output, in place.
 
         Args:
             output: The output of the first pass. Tensors that need no gradient stay out of the
                 graph, as they do without checkpointing.
             before: Phonies of nodes that run after this one in backward.
-            always: Whether to make the output require grad if nothing in it does.
+            always: Whether to make the output require grad if no tensor in it does.
 
         Returns:
-            A phony for the node that runs before; ``None`` if nothing requires grad.
+            A phony for the node that runs before; ``None`` if no tensor requires grad.
         """
         where = [k for k, y in enumerate(output) if y.requires_grad]
         if always and not where:
@@ -432,7 +432,7 @@ class Recomputation:
     @uncompiled
     def _number(self, tensor: Tensor) -> int:
         """Pack hook of the first pass: keep a number and a fingerprint, not the tensor."""
-        # An integer, since Python's garbage collector goes through whatever else a graph holds.
+        # An integer, because Python's garbage collector traverses other objects in a graph.
         if tensor.is_nested:
             check_nested(tensor)
         saved = self._saved
@@ -444,10 +444,10 @@ class Recomputation:
         return k
 
     def recompute(self, node: Any) -> None:
-        """Run again for the present backward pass, and let go of the rest if it is the last one.
+        """Run again for the present backward pass. If it is the last one, release all data.
 
         Args:
-            node: The node that asks for it.
+            node: The node that calls it.
         """
         if backward_pass() not in self._fills:
             if self._function is None:
@@ -457,7 +457,7 @@ class Recomputation:
             self.forget()
 
     def _refill(self) -> RecomputedTensors:
-        """Let the pass have new ones, and drop at its end what no node asked for."""
+        """Give the pass new tensors, and drop the rest at its end."""
         fill, self._ahead = self._ahead or self._run_again(), None
         number = backward_pass()
         self._fills[number] = fill
@@ -467,13 +467,14 @@ class Recomputation:
         return fill
 
     def prefetch(self) -> None:
-        """Run again before the one backward pass that will need it, and let go of the rest."""
+        """Run again before the only backward pass that will need it, and release all other data.
+        """
         self._ahead = self._run_again()
         self.forget()
 
     @uncompiled
     def _run_again(self) -> RecomputedTensors:
-        """Run the function again, and keep what its nodes save."""
+        """Run the function again, and keep the tensors that its nodes save."""
         if self._function is None:
             _raise_again()
         fill = RecomputedTensors(
@@ -490,7 +491,7 @@ class Recomputation:
                                      f'pass {len(self._saved)}')
                 self._pending.extend(compare(output, self._samples))
         except Exception:
-            if self.layers is not None:  # so that more was to be seen than was seen
+            if self.layers is not None:  # the watch may have missed a change
                 self.layers.layers.observed.watch_again()
             raise
         return fill
@@ -521,15 +522,14 @@ class Recomputation:
             function = partial(draws.replay, function)
         if self.layers is not None:
             function = partial(run_on, self.layers, function)
-        # What an interrupt leaves behind of these hooks is dropped by autograd when the backward
-        # pass ends.
+        # If an interrupt leaves these hooks active, autograd removes them at the end of the pass.
         outside = context.checkpointing, context.recomputing
         context.checkpointing, context.recomputing = False, True
         try:
             with torch.enable_grad(), saved_tensors_hooks(fill.keep, _own_gradient):
                 output = self._state.rerun(function, self._num_threads)
         except Exception:
-            # Most likely PyTorch's "a leaf Variable that requires grad …". It shows the line.
+            # Most likely PyTorch's "a leaf Variable that requires grad …", which shows the line.
             if self._changed:
                 raise RuntimeError(self._blame(self._spread(leaves)))
             raise
@@ -540,7 +540,7 @@ class Recomputation:
         return output
 
     def forget(self) -> None:
-        """Release the data that another run would need: [Note: Ownership of a recomputation]."""
+        """Release the data for another run: [Note: Ownership of a recomputation]."""
         self._function = None
         del self._draws, self.layers, self._state, self._blame, self._results, self._input
 
@@ -556,7 +556,7 @@ class Recomputation:
 
 
 def _raise_again(node: Any = None) -> None:
-    """Raise as PyTorch does, by a node whose graph was freed if there is one."""
+    """Raise PyTorch's error, from the node whose graph was freed if it is given."""
     try:
         if node is not None:
             node.saved_tensors

@@ -1,17 +1,17 @@
 """Results of layers that are excluded from recomputation: kept in the first pass, and reused.
 
-A marked layer has a forward of the pass's own for as long as a checkpointed cell runs::
+While a checkpointed cell runs, the forward of a marked layer is replaced::
 
     first pass       x ──▶ layer, its nodes save their tensors ──▶ y ──▶ next layers, hollow
                                                                    └─▶ a copy, kept
-    recomputation    x, used by nobody                   the copy ──▶ y ──▶ next layers
+    recomputation    x, not used                         the copy ──▶ y ──▶ next layers
 
-So its part of the first pass's graph is not hollow, and backward goes through it as it would
-without a checkpoint. The recomputation draws later random numbers as if it had drawn those of the
-layer, and its buffers and attributes are put back as all are.
+So the layer's part of the graph is not hollow, and backward runs through it as without a
+checkpoint. The recomputation skips the layer's random numbers, so that later draws are the same.
+The layer's buffers and attributes are restored as for all layers.
 
-What the layer does beside its result is not done again. Where another layer could see that (a
-change of its input, or of what lies in the memory of its result), it is refused.
+Side effects of the layer are not repeated. A side effect that another layer could see raises: a
+change of the layer's input, or of tensors that share memory with its result.
 """
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,28 +35,28 @@ T = TypeVar('T')
 
 TModule = TypeVar('TModule', bound=nn.Module)
 
-#: The attribute of a module that is kept out of recomputation.
+#: The attribute that marks a module.
 MARK = 'torchgpipe_no_recompute'
 
 
 def no_recompute(module: TModule) -> TModule:
-    """Mark a layer that checkpointing does not run again: its result is kept instead.
+    """Mark a layer that checkpointing does not run again. Its result is kept instead.
 
-    For a layer that takes long, or that must not be called twice. What its own backward needs is
-    saved as without checkpointing.
+    Use it for a layer that takes long, or that must not be called twice. Tensors for its own
+    backward are saved as without checkpointing.
 
     >>> layer = nn.Sequential(no_recompute(nn.Conv2d(3, 8, 3)), nn.BatchNorm2d(8), nn.ReLU())
 
     Args:
-        module: The layer, or any module within one. It may take any arguments, and give tensors in
-            values of any nesting. It must not change its input in place, and what it changes
-            beside its result should matter to itself only.
+        module: The layer, or any module within one. It may take any arguments, and return tensors
+            in values of any nesting. It must not change its input in place. Its side effects
+            should matter only to itself.
 
     Returns:
         The module.
 
     Raises:
-        TypeError: It is none, or it stashes or pops skip tensors.
+        TypeError: It is not a module, or it stashes or pops skip tensors.
     """
     if not isinstance(module, nn.Module):
         raise TypeError('a layer that is kept out of recomputation is an nn.Module, but this is '
@@ -64,28 +64,28 @@ def no_recompute(module: TModule) -> TModule:
     if any(hasattr(part, 'stashable_names') for part in module.modules()):
         raise TypeError('a layer that stashes or pops cannot be kept out of recomputation, as '
                         'that is done in each pass; mark modules within it')
-    module.__dict__[MARK] = True  # `torch.compile(module)` would set it on what it wraps
+    module.__dict__[MARK] = True  # `torch.compile(module)` would set it on the wrapped module
     return module
 
 
 class _Result(NamedTuple):
-    """What one call of a layer gave."""
+    """The result of one call of a layer."""
 
     module: nn.Module
     tensors: list[Tensor]
     requires_grad: list[bool]
     kind: Kind
-    #: The states of generators before and after it.
+    #: The states of generators before and after the call.
     start: dict[Generator, Tensor]
     end: dict[Generator, Tensor]
 
 
 class Results:
-    """What the marked layers of one cell gave, call by call.
+    """The results of the marked layers of one cell, in the order of calls.
 
     Args:
-        modules: Its modules, the partition first.
-        marked: The marked ones among them.
+        modules: The modules of the cell, the partition first.
+        marked: The marked modules among them.
         draws: The random numbers of the cell.
     """
 
@@ -97,15 +97,15 @@ class Results:
         self._results: list[_Result] = []
         self._next = 0
         self._inside = False
-        #: What lies in a memory with something else, and how many changes it had seen.
+        #: Results that share memory with other tensors, with their versions.
         self._shared: list[tuple[nn.Module, Tensor, list[int]]] = []
 
     def record(self, hooks: saved_tensors_hooks, function: Callable[[], T]) -> T:
         """Run a cell for the first time.
 
         Args:
-            hooks: Those that hollow its graph.
-            function: Runs it.
+            hooks: The hooks that hollow its graph.
+            function: Runs the cell.
         """
         output = self._with(partial(self._keep, hooks), function)
         for module, tensor, before in self._shared:
@@ -117,7 +117,7 @@ class Results:
         return output
 
     def replay(self, function: Callable[[], T]) -> T:
-        """Run it again, with the results in place of the layers."""
+        """Run a cell again, with the results in place of the layers."""
         self._next = 0
         output = self._with(self._give, function)
         if self._next != len(self._results):
@@ -126,9 +126,10 @@ class Results:
         return output
 
     def _with(self, call: Callable[..., Any], function: Callable[[], T]) -> T:
-        """Run a function while calls of the layers are calls of another function.
+        """Run a function while another function replaces the calls of marked layers.
 
-        That one is no part of a compiled layer around it; a compiled layer itself stays compiled.
+        The other function is not part of a compiled layer around it. A marked layer that is
+        compiled stays compiled.
         """
         names = [(module, name_of_call(module)) for module in self._marked]
         with substituted([entry(module.__dict__, name, untraced(
@@ -193,9 +194,9 @@ class Results:
 
 
 class _Again(torch.autograd.Function):
-    """Let tensors require grad that a later layer may change in place, as a leaf cannot be.
+    """Make tensors require grad. Unlike leaves, they may be changed in place by a later layer.
 
-    Takes ``(phony, *tensors)``; nothing goes back through it.
+    Takes ``(phony, *tensors)``. No gradient passes through it.
     """
 
     @staticmethod
@@ -214,7 +215,7 @@ def _flatten(output: Any) -> tuple[tuple[Tensor, ...], Kind]:
 
 
 def _without(hooks: saved_tensors_hooks, function: Callable[[], T]) -> T:
-    """Call a function without these hooks, unless others are in force within them."""
+    """Call a function without these hooks, unless others are active within them."""
     if innermost_hooks() != (hooks.pack_hook, hooks.unpack_hook):
         return function()
     hooks.__exit__()

@@ -1,36 +1,32 @@
 """State of layers: observed and kept in a cell's first pass, restored for its recomputation.
 
-An attribute can be put back if it is a number, a string and the like, a tensor, or one of Python's
-containers, of any nesting; of a container, which things it holds, but not what these are made of.
-
-::
-
-    with substituted(swaps):      put  ──▶ a copy, a leaf, a kept value, another forward
-        …                                  whoever looks at the module sees that
-                                  back ──▶ what was there, also after an error or Ctrl-C
-
-All who look at a module meanwhile see that. So it is done under the locks of all layers that have
-it: ``lock_alone`` of :mod:`torchgpipe.engine.partition`.
-
-Nobody can tell from a module whether it will. So the first cell of a partition in each mode is
-watched by a dispatch mode. Later cells save the states of the random generators that these layers
-use, and copy the tensors that they write to.
-
-A recomputation is exact only if it finds the state of the first pass. The rules are the same on
-all devices::
+A recomputation is exact only if it finds the state of the first pass. :class:`CellState` keeps
+this state, by the same rules on all devices::
 
     small buffers, and all that layers were seen to write to      copied when a cell starts
     other attributes that layers were seen to set                 copied when a cell starts
     all other parameters and buffers                              compared by version
 
-Cells without copies share one state, as long as no parameter is written to.
+Cells without copies share one state, as long as no parameter is written to. Attributes are kept if
+they are simple values such as numbers, tensors, or Python's containers of any nesting. Other
+objects in a container are kept as items, but not their state.
+
+A module does not show which tensors its forward will write to. So :class:`Watch`, a dispatch mode,
+watches the first cell of a partition in each mode, and :class:`Observed` keeps the results. Later
+cells only save the generators that these layers use, and copy the tensors that they write to.
 
 [Note: Tensors compared by version]
-An optimizer writes to parameters while the graph is still alive; to copy them would copy the whole
-model. So a tensor that no layer was seen to write to must still have the version that it had when
-the cell's first pass ended; otherwise backward raises, as autograd does without checkpoints.
+An optimizer writes to parameters while the graph is still alive. Copies of them would copy the
+whole model. So a tensor that no layer was seen to write to is compared by version. If the version
+has changed since the cell's first pass, backward raises, as autograd does without checkpoints.
 
-Changes by a recomputation must not persist. While it runs, each module therefore has another
+:class:`substituted` puts substitutes into modules for some time. All users of a module see them,
+so it requires the locks of all layers that have the module (``lock_alone`` of a partition)::
+
+    with substituted(swaps):      put  ──▶ a copy, a leaf, a kept value, another forward
+                                  back ──▶ the previous value, also after an error or Ctrl-C
+
+Changes by a recomputation must not persist. So in :func:`run_on`, each module has another
 dictionary of attributes::
 
                                first pass of the cell     later     recomputation       afterwards
@@ -61,10 +57,10 @@ __all__ = ['Attributes', 'CellState', 'Layers', 'OWN', 'Observed', 'SIMPLE', 'Sw
            'are_same', 'attributes_of', 'contents_of', 'copy_of_container', 'entry',
            'may_be_mutated', 'run_on', 'state_of', 'substituted', 'with_grad']
 
-#: Attributes of a module that are looked at by themselves.
+#: Attributes of a module that are handled separately.
 OWN = ('_buffers', '_parameters', 'training')
 
-#: What is put back as it was.
+#: Types of values that are restored unchanged.
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
@@ -73,17 +69,17 @@ _CONTAINERS = (list, set, deque, *_MAPPINGS)
 #: Values by their names.
 Attributes = dict[str, Any]
 
-# Hooks and children, which a module has anyway, are the user's to change.
+# Attributes of every module, such as hooks and children, which the user may change.
 _EVERY = frozenset(vars(nn.Module()))
 
 
 def attributes_of(module: nn.Module) -> Attributes:
-    """Return the attributes of a module but for its parameters and buffers."""
+    """Return the attributes of a module except its parameters, buffers and training flag."""
     return {name: value for name, value in module.__dict__.items() if name not in OWN}
 
 
 def contents_of(name: str, value: Any) -> list[Any] | None:
-    """Return what a container holds; ``None`` for all that is none."""
+    """Return the items of a container; ``None`` for other values."""
     if name in _EVERY:
         return None
     if type(value) not in _CONTAINERS:
@@ -94,12 +90,12 @@ def contents_of(name: str, value: Any) -> list[Any] | None:
 
 
 def copy_of_container(value: Any) -> Any:
-    """Copy a container, and those in it, but not what else they hold."""
+    """Copy a container and the containers in it, but not their other items."""
     return _copy(value, {}, [])
 
 
 def _copy(value: Any, copies: dict[int, Any], found: list[Any]) -> Any:
-    """Copy a container, once each; list all that is found."""
+    """Copy each container once, and append all items to a list."""
     if id(value) in copies:
         return copies[id(value)]
     copy = copies[id(value)] = value.copy()
@@ -112,12 +108,12 @@ def _copy(value: Any, copies: dict[int, Any], found: list[Any]) -> Any:
 
 
 def may_be_mutated(before: Attributes, contents: Attributes, after: Attributes) -> bool:
-    """Return whether attributes have changed, or may change in a way that can't be seen.
+    """Return whether attributes have changed, or may change in a way that cannot be detected.
 
     Args:
-        before: The attributes.
-        contents: What containers among them held.
-        after: The attributes now.
+        before: The previous attributes.
+        contents: The previous items of containers among them.
+        after: The present attributes.
     """
     if before.keys() != after.keys():
         return True
@@ -127,7 +123,7 @@ def may_be_mutated(before: Attributes, contents: Attributes, after: Attributes) 
 
 
 def state_of(module: nn.Module) -> list[Any]:
-    """Return what a module holds, with the versions of tensors: for :func:`are_same`, later."""
+    """Return a module's tensors and attributes, with versions, to compare by :func:`are_same`."""
     values = attributes_of(module)
     found = [*module._parameters.values(), *module._buffers.values(), *values.values()]
     found += [x for name, value in values.items() for x in contents_of(name, value) or ()]
@@ -135,10 +131,10 @@ def state_of(module: nn.Module) -> list[Any]:
 
 
 def are_same(a: list[Any] | None, b: list[Any] | None) -> bool:
-    """Return whether two lists hold the very same objects."""
+    """Return whether two lists contain identical objects."""
     if a is None or b is None:
         return a is b
-    # Indices are made anew each time.
+    # Indices are new objects each time.
     return len(a) == len(b) and all(x is y or (type(x) is int and x == y) for x, y in zip(a, b))
 
 
@@ -146,14 +142,14 @@ _MISSING = object()
 
 
 class Swap(NamedTuple):
-    """How to put a substitute into a place, and how to put back what was there."""
+    """A substitution: a function that puts a substitute, and one that restores the old value."""
 
     put: Callable[[], object]
     back: Callable[[], object]
 
 
 def entry(holder: Any, name: str, value: Any) -> Swap:
-    """Return how an entry of a dictionary gets another value."""
+    """Return the swap that sets an entry of a dictionary to another value."""
     own = holder[name] if name in holder else _MISSING
     back = partial(holder.pop, name, None) if own is _MISSING else partial(
         setitem, holder, name, own)
@@ -178,7 +174,7 @@ class substituted:
             raise
 
     def __exit__(self, *raised: object) -> None:
-        # What is put back may be put back again, so Ctrl-C waits until all is.
+        # A restoration may be repeated, so Ctrl-C waits until all are done.
         interrupt = None
         while True:
             try:
@@ -196,7 +192,7 @@ def _call_all(functions: Iterable[Callable[[], object]]) -> None:
 
 
 class Observed:
-    """What layers were seen to do in one mode, which the training flags of all modules tell."""
+    """Observations of layers in one mode, which is given by the training flags of all modules."""
 
     def __init__(self) -> None:
         #: Whether they draw from a generator that other threads may use; ``None`` if not known
@@ -204,25 +200,25 @@ class Observed:
         self.draws: bool | None = None
         #: Whether a checkpointed cell was watched. Others show only whether they draw.
         self.watched = False
-        #: Generators of their own, by keys.
+        #: The layers' own generators, by keys.
         self.generators: dict[int, torch.Generator] = {}
         #: Parameters and buffers that they write to.
         self.written: set[Slot] = set()
-        #: Modules of which they set other attributes, or that have tensors in them.
+        #: Modules with other attributes that they set, or that are tensors.
         self.mutated: set[nn.Module] = set()
-        #: Whether they ask which pass they are in, and so deal with their attributes themselves.
+        #: Whether they ask for the pass, and so handle their attributes themselves.
         self.asks_phase = False
         self._false_alarms = 0
 
     def learn(self, recorder: Recorder) -> None:
-        """Take note of the observations of a recorder."""
+        """Add the observations of a recorder."""
         self.draws = bool(self.draws or recorder.draws)
         self.generators.update(recorder.generators)
 
     def watch_draws(self) -> None:
-        """Take note that someone drew while these layers ran, which were seen not to.
+        """Record a draw during these layers, which were seen not to draw.
 
-        They are watched again; less and less often, for it may be another thread each time.
+        They are watched again, but less and less often, because another thread may have drawn.
         """
         if self.draws is False:
             self._false_alarms += 1
@@ -230,18 +226,18 @@ class Observed:
                 self.draws = None
 
     def watch_again(self) -> None:
-        """Let the next cell be watched as the first one was."""
+        """Watch the next cell, as the first one."""
         self.draws = None
         self.watched = False
 
 
 class Watch(Recorder):
-    """A recorder that also sees what a cell makes of its layers.
+    """A recorder that also detects changes of a cell's layers.
 
     It copies parameters and buffers before the first write to them.
 
     Args:
-        modules: The layers, and all within.
+        modules: The layers, and all modules within.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -269,39 +265,39 @@ class Watch(Recorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def mutated(self) -> set[nn.Module]:
-        """Return the modules whose attributes are others now, or are tensors."""
+        """Return the modules whose attributes have changed, or are tensors."""
         return {module for module, found in self._found.items()
                 if may_be_mutated(found, self._contents[module], attributes_of(module))}
 
 
 T = TypeVar('T')
 
-#: Gives what a recomputation uses, from what is there now and the memories copied for it.
+#: Returns the value for a recomputation, from the present value and the memories copied so far.
 Restore = Callable[[Any, Memories], Any]
 
 Restores = dict[nn.Module, dict[str, Restore]]
 
-#: Buffers of at most so many bytes are copied for every cell.
+#: Buffers of at most this number of bytes are copied for every cell.
 SMALL = 1 << 16
 
 
 def _as_it_is(now: Any, memories: Memories) -> Any:
-    """Restore what is there now."""
+    """Return the present value."""
     return now
 
 
 def _constant(value: Any, now: Any, memories: Memories) -> Any:
-    """Restore a value that does not change."""
+    """Return a value that does not change."""
     return value
 
 
 def _container(value: Any, now: Any, memories: Memories) -> Any:
-    """Restore one of Python's containers."""
+    """Return a copy of a Python container."""
     return copy_of_container(value)
 
 
 def _copied(value: Tensor, requires_grad: bool, now: Any, memories: Memories) -> Tensor:
-    """Restore a tensor that the recomputation may write to."""
+    """Return a copy of a tensor, which the recomputation may write to."""
     copy = copy_of(value, memories)
     if isinstance(now, nn.Parameter):
         return nn.Parameter(copy, requires_grad)
@@ -309,14 +305,14 @@ def _copied(value: Tensor, requires_grad: bool, now: Any, memories: Memories) ->
 
 
 class Layers:
-    """The layers of a partition, as the checkpointed cells of one forward pass find them all.
+    """The common state of a partition's layers in all checkpointed cells of one forward pass.
 
-    It is made in the first of these, when modules have what that computes with.
+    It is made in the first of these cells, when modules have the parameters of the pass.
 
     Args:
         modules: The partition, and all modules within.
-        observed: What they were seen to do so far in their modes.
-        lock: Held by whoever gives them other attributes.
+        observed: The observations of the layers so far in their modes.
+        lock: Held while the modules have other attributes.
     """
 
     def __init__(self, modules: Sequence[nn.Module], observed: Observed,
@@ -324,26 +320,26 @@ class Layers:
         self.modules = modules
         self.observed = observed
         self.lock = lock
-        #: With their modes.
+        #: The modules and their training flags.
         self.trainings = [(module, module.training) for module in modules]
         #: The parameters of each module in this forward pass, and whether they require grad.
-        #: Afterwards `torch.func.functional_call` takes back what it gave, and others are frozen.
+        #: Later, `torch.func.functional_call` removes its parameters, and others may be frozen.
         self.own = {module: {name: (parameter, parameter.requires_grad)
                              for name, parameter in module._parameters.items()
                              if parameter is not None}
                     for module in modules}
-        #: The state of cells of which nothing is copied, as long as any of them has it.
+        #: The common state of cells without copies, as long as any of them has it.
         self._same: Callable[[], CellState | None] = _gone
-        #: The hooks of modules when a first cell has ended.
+        #: The hooks of modules at the end of the first cell.
         self.hooks: dict[nn.Module, dict[str, Any]] = {}
 
     def find(self, watch: Watch | None) -> 'CellState':
-        """Return the layers as a cell finds them now.
+        """Return the present state of the layers, at the start of a cell.
 
         Args:
-            watch: What watches this cell, if it is the first one in its mode.
+            watch: The watch of this cell, if it is the first one in its mode.
         """
-        # A layer may have added some.
+        # A layer may have added buffers.
         buffered = [module for module in self.modules if module._buffers]
         same = self._same()
         if same is not None and watch is None and not buffered:
@@ -359,9 +355,9 @@ class Layers:
         return state
 
     def end(self, state: 'CellState', watch: Watch | None) -> 'CellState':
-        """Look what the first pass has changed, and return the state with that."""
-        if not self.hooks:  # as of now, since a hook may remove itself
-            # Not dicts, as the handle of a hook refers to what holds it weakly.
+        """Return the state, updated by the changes of the first pass."""
+        if not self.hooks:  # at this time, because a hook may remove itself
+            # Not as a dict, because the handle of a hook has a weak reference to its dictionary.
             self.hooks = {module: {name: module.__dict__[name].copy() for name in HOOKS}
                           for module in self.modules}
         after = versions(state.told)
@@ -385,15 +381,15 @@ class Layers:
 
 
 def _gone() -> None:
-    """Answer as a dead weak reference does."""
+    """Return ``None``, as a dead weak reference does."""
 
 
 class CellState:
-    """The layers of a partition as a cell finds them.
+    """The state of a partition's layers at the start of a cell.
 
     Args:
         layers: The layers.
-        is_first: Whether nothing is known of them yet.
+        is_first: Whether the layers were not observed yet.
     """
 
     __slots__ = ('__weakref__', '_is_first', '_memories', 'attributes', 'buffers', 'layers',
@@ -402,11 +398,11 @@ class CellState:
     def __init__(self, layers: Layers, is_first: bool = False) -> None:
         self.layers = layers
         self._is_first = is_first
-        #: Tensors compared by version, where they are, and these versions.
+        #: Tensors compared by version, their slots, and their versions.
         self.told: list[Tensor] = []
         self.places: list[Slot] = []
         self.versions: list[int] = []
-        #: What was written to, and has to be known.
+        #: The slot of a tensor that was written to and not copied before.
         self.lost: Slot | None = None
         #: How to restore parameters, buffers and other attributes, by module and name.
         self.parameters: Restores = {}
@@ -417,14 +413,14 @@ class CellState:
         for module, own in layers.own.items():
             for name, (x, _) in own.items():
                 slot = module, name
-                # A kernel may write to a frozen one, as to statistics, and not say so.
+                # A kernel may write to a frozen one, such as statistics, without a new version.
                 if slot in written or (is_first and not x.requires_grad and size_of(x) <= SMALL):
                     self.parameters.setdefault(module, {})[name] = self._copy(x)
                 else:
                     self._tell(slot, x)
 
     def keep(self, buffered: Iterable[nn.Module], mutated: Iterable[nn.Module]) -> None:
-        """Keep the buffers of some modules, and other attributes of some."""
+        """Keep the buffers of some modules, and the attributes of others."""
         for module in buffered:
             self.buffers[module] = {name: self._keep_buffer((module, name), buffer)
                                     for name, buffer in module._buffers.items()}
@@ -444,7 +440,7 @@ class CellState:
     def _keep_buffer(self, slot: Slot, buffer: Tensor | None) -> Restore:
         if buffer is None:
             return partial(_constant, None)
-        # One that carries a graph must not be kept alive.
+        # A buffer with a graph must not be kept alive.
         if self._is_first or buffer.requires_grad or size_of(buffer) <= SMALL \
                 or slot in self.layers.observed.written:
             return self._copy(buffer)
@@ -459,7 +455,7 @@ class CellState:
         return partial(_constant, value) if isinstance(value, SIMPLE) else _as_it_is
 
     def end_told(self, after: list[int], copies: Memories) -> None:
-        """Restore from a copy what was written to after all, if one was made before."""
+        """Use a copy for each tensor that was written to, if a copy was made before the write."""
         told = [*zip(self.places, self.told, self.versions, after)]
         self.places, self.told = [], []
         for slot, tensor, version, now in told:
@@ -488,7 +484,7 @@ class CellState:
 
 
 def _is_other(restore: Restore, now: Tensor | None) -> bool:
-    """Return whether a tensor has another value now than a copy that was kept of it."""
+    """Return whether a tensor has another value now than its kept copy."""
     if not isinstance(restore, partial):
         return True
     before = restore.args[0]
@@ -498,7 +494,7 @@ def _is_other(restore: Restore, now: Tensor | None) -> bool:
 
 
 def with_grad(tensor: Tensor, requires_grad: bool) -> Tensor:
-    """Return a tensor that requires grad or not, over the same memory."""
+    """Return a tensor with the given ``requires_grad``, over the same memory."""
     if tensor.requires_grad is requires_grad:
         return tensor
     if isinstance(tensor, nn.Parameter):
@@ -515,7 +511,7 @@ assign = object.__setattr__
 
 
 def run_on(state: CellState, function: Callable[[], T]) -> T:
-    """Run a recomputation with the state that the first pass found."""
+    """Run a recomputation with the state at the start of the first pass."""
     layers = state.layers
     with layers.lock:
         if state.lost is not None or versions(state.told) != state.versions:
@@ -555,7 +551,7 @@ def _raise_changed(state: CellState) -> None:
 
 
 def _name(layers: Layers, slot: Slot) -> str:
-    """Name a parameter or a buffer."""
+    """Return the name of a parameter or a buffer for errors."""
     prefix = next(name for name, module in layers.modules[0].named_modules() if module is slot[0])
     kind = 'parameter' if slot[1] in slot[0]._parameters else 'buffer'
     return f"{kind} '{prefix}.{slot[1]}'"
