@@ -1,13 +1,14 @@
 """The context of a thread: its cell and skips, its state in other threads, and its locks.
 
-::
+:data:`context` gives layers access to their micro-batch (:class:`MicroBatch`) and mini-batch
+(:class:`MiniBatch`)::
 
     mini-batch     ├─ micro-batch 0 ─┼─ micro-batch 1 ─┼─ … ─┤ end of forward: at_end
     partition 0       layer(x0)         layer(x1)
     partition 1                         …
 
-[Note: Collectives] Ranks have to come to their collectives in the same order. Workers that run
-beside each other come to theirs in any order::
+[Note: Collectives] Ranks have to reach their collectives in the same order. Concurrent workers
+reach their collectives in any order::
 
     rank 0    worker 0    collective of partition 0 ──────────────────────▶ waits for rank 1
               worker 1                      collective of partition 1
@@ -15,28 +16,28 @@ beside each other come to theirs in any order::
     rank 1    worker 0                      collective of partition 0
               worker 1    collective of partition 1 ──────────────────────▶ waits for rank 0
 
-So a module that communicates says so, ``communicates = True``, and the engine keeps an order.
-Where it keeps none, the context says so, and who is about to communicate looks there first.
+So a module that communicates declares it by ``communicates = True``, and the engine keeps an
+order. Otherwise ``context.no_order`` is set, and :func:`check_order` raises before a collective.
 
-PyTorch keeps much of what decides a result in thread-local variables: grad mode, autocast,
-saved-tensor hooks, modes, and more. A worker is another thread, and a recomputation happens in
-backward, later and often in yet another thread. :class:`ThreadState` carries that state to both::
+Results depend on thread-local variables of PyTorch: grad mode, autocast, saved-tensor hooks,
+modes, and more. A worker is another thread. A recomputation runs in backward, later and often in a
+third thread. :class:`ThreadState` transfers the state to both::
 
     caller      ThreadState.capture() ──┐
     worker                              ├──▶ state.run(cells)
     backward                            └──▶ state.rerun(cell)
 
-What may run beside what: a layer works in one thread at a time. A cell holds the locks of its
-layers from its start to its end, and so does a recomputation. So any number of threads may run and
-train the same model, or models that share layers; their cells are serialized. But a layer that
-only computes may run in several partitions of one memory at a time.
+Locks (:func:`layer_lock`, :func:`step_lock`) exclude concurrent use. A layer runs in one thread at
+a time, because a cell or a recomputation holds the locks of its layers from start to end. So any
+number of threads may run and train the same model, or models that share layers. Their cells are
+serialized. But a layer that only computes may run in several partitions of one memory at a time.
 
-A step puts other parameters into its layers for as long as it runs. So steps exclude each other,
-of whichever models, if they have layers in common; and a step excludes forward passes of the same
-model. A plain call of another model with the same layers is for the user to keep apart.
+A step replaces parameters of its layers while it runs. So steps of any models exclude each other
+if they have layers in common. A step also excludes forward passes of the same model. The user must
+keep plain calls of other models with the same layers apart.
 
-A child process has the thread that forked and none of the others, so a lock that another one held
-would never be released there.
+A child process has only the thread that forked. A lock that another thread held would never be
+released there, so the child reinitializes all locks of :func:`new_lock`.
 """
 import contextvars
 import os
@@ -61,32 +62,36 @@ __all__ = ['MicroBatch', 'MiniBatch', 'ThreadState', 'check_order', 'context', '
 T = TypeVar('T')
 
 
+# The cell of a thread.
+
+
 class MiniBatch:
-    """A mini-batch on its way through the outermost pipeline."""
+    """A mini-batch during its forward pass through the outermost pipeline."""
 
     def __init__(self) -> None:
-        #: Where replicas have other parts of it: returns what each of them has of a tensor.
+        #: Returns the parts of a tensor from all replicas, if replicas have other parts of the
+        #: mini-batch.
         self.gather: Callable[[Tensor], Sequence[Tensor]] | None = None
         self._at_end: list[tuple[Callable[[], None], AbstractContextManager[Any]]] = []
         self._values: dict[Hashable, object] = {}
 
     def value(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what a layer keeps for as long as this mini-batch is on its way."""
+        """Return a value that a layer keeps during the forward pass of this mini-batch."""
         if key not in self._values:
             self._values[key] = make()
         return self._values[key]  # type: ignore[return-value]
 
     def at_end(self, function: Callable[[], None], lock: AbstractContextManager[Any]) -> None:
-        """Call a function when all micro-batches have come through, and not if one fails.
+        """Call a function at the end of the forward pass, unless a micro-batch fails.
 
         Args:
             function: The function.
-            lock: To be held meanwhile.
+            lock: The lock to hold during the call.
         """
         self._at_end.append((function, lock))
 
     def end(self) -> None:
-        """Call what is to be called."""
+        """Call all functions of :meth:`at_end`."""
         for function, lock in self._at_end:
             with lock:
                 function()
@@ -95,8 +100,8 @@ class MiniBatch:
 class MicroBatch(NamedTuple):
     """Micro-batch ``i`` of ``m`` in partition ``j``.
 
-    ``cell`` is a number that no other cell has, for layers that are called twice in one. ``lock``
-    is the lock of the partition's layers. ``losses`` sees what losses divide by, if that matters.
+    ``cell`` is a unique number of the cell, for layers that are called twice in one cell. ``lock``
+    is the lock of the partition's layers. ``losses`` records the normalizers of losses, if needed.
     """
 
     i: int
@@ -111,24 +116,24 @@ class MicroBatch(NamedTuple):
 class _Context(threading.local):
 
     def __init__(self) -> None:
-        # Each thread has its own, which is what compiled code looks at again when it is called.
-        #: The cell that this thread works for; ``None`` outside of a pipeline.
+        # Each thread has its own instance, which compiled code checks again at each call.
+        #: The cell that this thread runs; ``None`` outside of a pipeline.
         self.micro_batch: MicroBatch | None = None
-        #: Whether it is in the first pass over a checkpointed cell, or in a recomputation.
+        #: Whether the thread is in the first pass of a checkpointed cell, or in a recomputation.
         self.checkpointing = False
         self.recomputing = False
-        #: Whether a layer has asked for that. Then it deals with its own attributes.
+        #: Whether a layer has asked for the pass. Then it handles its own attributes.
         self.asked = False
-        #: Where layers stash skips, and pop them: a :class:`~torchgpipe.skip.tracker.SkipTracker`.
+        #: The :class:`~torchgpipe.skip.tracker.SkipTracker` in which layers stash and pop skips.
         self.skips: Any = None
         #: The ids of the :class:`~torchgpipe.engine.workers.Workers` that wait for this thread, so
         #: that it must not wait for them.
         self.workers: frozenset[int] = frozenset()
-        #: Says why ranks would not meet where they would not: [Note: Collectives].
+        #: Returns the error message for a collective without an order: [Note: Collectives].
         self.no_order: Callable[[], str] | None = None
 
 
-#: Where the calling thread is.
+#: The context of the calling thread.
 context = _Context()
 
 
@@ -147,8 +152,9 @@ def is_checkpointing() -> bool:
 def is_recomputing() -> bool:
     """Return whether this thread is in a recomputation during backward.
 
-    A layer with a side effect asks this to have it once only. Its attributes are left as it sets
-    them then; those of layers in partitions where no one asks are put back, as buffers always are.
+    A layer calls it to have a side effect only once. Then attributes that layers of its partition
+    set are kept. If no layer calls it, they are restored after a recomputation. Buffers are always
+    restored.
 
     >>> is_recomputing()
     False
@@ -158,18 +164,20 @@ def is_recomputing() -> bool:
 
 
 def check_order() -> None:
-    """See that ranks come to a collective of the calling thread in the same order.
+    """Raise if ranks may reach a collective of the calling thread in different orders.
 
     Raises:
-        RuntimeError: They need not. The message says what to do.
+        RuntimeError: They may. The message names the fix.
     """
     if context.no_order is not None:
         raise RuntimeError(context.no_order())
 
 
+# The state of a thread, for workers and recomputations.
+
+
 class _Autocast(NamedTuple):
-    """Autocast as one thread sees it: ``(enabled, dtype)`` per device type, and the weight cache.
-    """
+    """Autocast of one thread: ``(enabled, dtype)`` per device type, and the weight cache."""
 
     devices: tuple[tuple[bool, torch.dtype], ...]
     cache: bool
@@ -184,9 +192,9 @@ class _Autocast(NamedTuple):
     def set(self) -> None:
         """Set this thread's flags, without the nesting count that ``torch.autocast`` keeps.
 
-        PyTorch's cache of cast weights is shared by all threads, and whoever leaves the outermost
-        ``torch.autocast`` empties it. A worker that only sets flags shares the caller's casts and
-        leaves the emptying to the caller: one cast per weight, not one per micro-batch.
+        All threads share PyTorch's cache of cast weights. A thread that leaves its outermost
+        ``torch.autocast`` empties it. A worker that only sets flags shares the caller's casts, and
+        the caller empties the cache: one cast per weight, not one per micro-batch.
         """
         types = autocast_types(torch.accelerator.current_accelerator())
         for type, (enabled, dtype) in zip(types, self.devices):
@@ -195,20 +203,20 @@ class _Autocast(NamedTuple):
         torch.set_autocast_cache_enabled(self.cache)
 
     def enter(self, stack: ExitStack) -> None:
-        """Do as ``torch.autocast`` does, which empties the cache when it is left."""
+        """Enter autocast as ``torch.autocast`` does, which empties the cache on exit."""
         stack.callback(_Autocast.capture().leave)
         torch.autocast_increment_nesting()
         self.set()
 
     def leave(self) -> None:
-        """Go back to these flags."""
+        """Restore these flags."""
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
         self.set()
 
 
 class _FreshThread(threading.local):
-    """Autocast as each thread finds it when it first asks, for a worker before its first task."""
+    """Autocast of each thread at its first access. For a worker, it is before its first task."""
 
     def __init__(self) -> None:
         self.autocast = _Autocast.capture()
@@ -226,19 +234,19 @@ class ThreadState(NamedTuple):
     #: The innermost ``(pack, unpack)`` of ``torch.autograd.graph.saved_tensors_hooks``.
     hooks: Hooks | None
     variables: contextvars.Context
-    #: Intra-op threads. OpenMP gives each thread a number of its own.
+    #: The number of intra-op threads. OpenMP keeps it for each thread.
     num_threads: int
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
     checkpointing: bool
     recomputing: bool
     workers: frozenset[int]
-    #: Whether a transform of `torch.func` is at work.
+    #: Whether a transform of `torch.func` is active.
     transformed: bool
-    #: Whether a thread that does nothing else is in this state, but for grad mode and autocast.
+    #: Whether the state is a new thread's state, except grad mode and autocast.
     plain: bool
-    #: Whether cells have to run in a certain order, since the user's code sees what they do. Hooks
-    #: may count what they pack, as ``torch.utils.checkpoint`` does, and modes may do anything.
+    #: Whether cells have to run in a certain order, because the user's code sees their operations.
+    #: Hooks may count tensors, as ``torch.utils.checkpoint`` does, and modes may run any code.
     is_serialized: bool
 
     @staticmethod
@@ -256,16 +264,16 @@ class ThreadState(NamedTuple):
                 isinstance(mode, DeviceContext) for mode in function])))
 
     def hooks_of_recomputation(self) -> Hooks | None:
-        """Return the hooks for what a recomputation saves: those of the user, if there are any.
+        """Return the user's hooks for the saved tensors of a recomputation, if there are any.
 
-        Those of a checkpoint around all of this have counted what the first pass saves; what a
-        recomputation saves belongs to the inner one.
+        Hooks of a checkpoint around the pipeline are excluded. They have counted the saved tensors
+        of the first pass; a recomputation's tensors belong to the inner checkpoint.
         """
         inner = self.hooks and getattr(self.hooks[0], '__module__', None) in _CHECKPOINTS
         return None if inner else self.hooks
 
     def check(self, threads: bool) -> None:
-        """Refuse contexts that follow a computation in a way that does not reach all of it here.
+        """Raise in contexts that do not cover the whole computation of a pipeline.
 
         Args:
             threads: Whether cells run in other threads, or will run again in backward.
@@ -292,29 +300,29 @@ class ThreadState(NamedTuple):
                 'copy made there')
 
     def repair(self) -> None:
-        """Put the calling thread back into this state.
+        """Restore this state in the calling thread.
 
-        A KeyboardInterrupt can hit a context manager when it has taken effect and before it counts
-        as entered, so that it is never left. Hooks and modes that stay behind would spoil all that
-        the thread does from then on.
+        A KeyboardInterrupt can hit a context manager after it took effect but before it counts as
+        entered, so that it is never exited. Its hooks or modes would affect all later work of the
+        thread.
         """
         while (top := innermost_hooks()) is not None and top != self.hooks:
-            # Leave a context that was not entered.
+            # Exit a context that was not entered.
             saved_tensors_hooks(Tensor.detach, Tensor.detach).__exit__()
         for stack, modes in ((FUNCTION_MODES, self.function_modes),
                              (DISPATCH_MODES, self.dispatch_modes)):
             if stack.read() != modes:
                 stack.write(modes)
         context.checkpointing, context.recomputing = self.checkpointing, self.recomputing
-        # It has it, but threads that are new to PyTorch begin with the number that was set last,
-        # and that was a worker's.
+        # This thread has the number already. But threads that are new to PyTorch begin with the
+        # number that was set last, which was a worker's.
         torch.set_num_threads(self.num_threads)
 
     def run(self, function: Callable[[], T], num_threads: int) -> T:
-        """Run a function in this state on a worker thread, with so many intra-op threads.
+        """Run a function in this state on a worker thread, with ``num_threads`` intra-op threads.
 
-        Context variables that the function sets stay with that call: one
-        :class:`contextvars.Context` can't be entered by two threads at once.
+        Context variables that the function sets are lost after the call, because two threads
+        cannot enter one :class:`contextvars.Context` at once.
         """
         return self.variables.copy().run(self._run, function, num_threads)
 
@@ -348,8 +356,7 @@ class ThreadState(NamedTuple):
                 context.checkpointing, context.recomputing, context.workers = state
 
     def run_backward(self, function: Callable[[], T]) -> T:
-        """Run backward with the context variables, and without autocast, which it does not want.
-        """
+        """Run backward with the context variables and without autocast."""
         # Between their cells, workers are not in autocast.
         if not any([enabled for enabled, _ in self.autocast.devices]):
             return self.variables.copy().run(function)
@@ -361,10 +368,9 @@ class ThreadState(NamedTuple):
             autocast.set()
 
     def rerun(self, function: Callable[[], T], num_threads: int) -> T:
-        """Run a function in this state again, in backward, with so many intra-op threads.
+        """Run a function in this state again, in backward, with ``num_threads`` intra-op threads.
 
-        Grad mode, saved-tensor hooks and the pass belong to the recomputation, which sets them
-        itself.
+        The recomputation itself sets grad mode, saved-tensor hooks and the pass.
         """
         return self.variables.copy().run(self._rerun, function, num_threads)
 
@@ -381,8 +387,8 @@ class ThreadState(NamedTuple):
             if not same_modes:
                 self._enter_modes(stack)
             if number != num_threads:
-                # Another number of threads adds in another order, and layers that normalise few
-                # values make much of the difference.
+                # Another number of threads adds in another order. Layers that normalise few values
+                # amplify the difference.
                 stack.callback(torch.set_num_threads, number)
                 torch.set_num_threads(num_threads)
             return function()
@@ -395,9 +401,10 @@ class ThreadState(NamedTuple):
 
 
 def _variables() -> contextvars.Context:
-    """Copy the context variables, without graphs: a graph will own this copy.
+    """Copy the context variables, with detached tensors, because a graph will own this copy.
 
-    A variable may hold an output of the step before, and that one's graph its own copy, and so on.
+    A variable may refer to an output of the previous step, whose graph owns another copy. Without
+    detaching, this chain would continue through all steps.
     """
     variables = contextvars.copy_context()
     for variable, value in variables.items():
@@ -406,9 +413,11 @@ def _variables() -> contextvars.Context:
     return variables
 
 
-#: Where hooks of checkpoints come from.
+#: The modules that define hooks of checkpoints.
 _CHECKPOINTS = ('torch.utils.checkpoint', 'torchgpipe.engine.checkpoint.recomputation')
 
+
+# Locks of layers and steps.
 
 _locks: 'weakref.WeakSet[Any]' = weakref.WeakSet()
 
@@ -418,7 +427,7 @@ _of_layers: 'weakref.WeakKeyDictionary[nn.Module, Any]' = weakref.WeakKeyDiction
 
 
 def new_lock() -> Any:
-    """Make a reentrant lock."""
+    """Create a reentrant lock."""
     lock = threading.RLock()
     _locks.add(lock)
     return lock
@@ -435,7 +444,7 @@ if hasattr(os, 'register_at_fork'):
 _lock = new_lock()
 
 #: Held by cells and recomputations that draw from the random generator of the CPU, which all
-#: threads share. Who holds it takes no other lock.
+#: threads share. A thread that holds it takes no other lock.
 generator_lock = new_lock()
 
 
@@ -449,19 +458,19 @@ def layer_lock(layers: Collection[nn.Module]) -> AbstractContextManager[Any]:
 
 
 def step_lock(modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
-    """Return a context in which no other step has any of these modules."""
+    """Return a context in which no other step uses any of these modules."""
     with _lock:
         return together(*{_of_steps.setdefault(module, new_lock()) for module in modules})
 
 
 def together(*contexts: Any) -> AbstractContextManager[Any]:
-    """Return a context in which a thread holds all that it would hold in each of several."""
+    """Return a context in which a thread holds the locks of several contexts."""
     locks = {lock for each in contexts for lock in getattr(each, 'locks', [each])}
     return locks.pop() if len(locks) == 1 else _Several(locks)
 
 
 class _Several:
-    """Several locks, always taken in one order, so that no two threads wait for each other."""
+    """Several locks, always acquired in one order, so that no two threads wait for each other."""
 
     def __init__(self, locks: Collection[Any]) -> None:
         self.locks = sorted(locks, key=id)

@@ -1,10 +1,10 @@
 """Private names of PyTorch that this package needs, each with its reason.
 
-Nothing else in the package uses a private name of PyTorch's, and importing this never fails: each
-name is looked up by :func:`torchgpipe.base.private.find`. Where a release does not have it,
-something public takes its place, slower; or what needs it raises when it is used, and says so.
-``tests/base/test_private.py`` uses each of these by itself, and takes away one after the other;
-``docs/private-names.md`` says where each lives in PyTorch.
+No other file of the package uses private names of PyTorch. The import of this file never fails,
+because :func:`find` looks up each name. If a release does not have a name, a slower public
+function replaces it, or the dependent function raises when it is used.
+``tests/base/test_private.py`` tests each name alone, and also its absence.
+``docs/private-names.md`` lists the place of each name in PyTorch.
 """
 import sys
 from collections.abc import Callable, Sequence
@@ -30,18 +30,17 @@ __all__ = ['APPLY', 'BatchNorm', 'DISPATCH_MODES', 'DeviceContext', 'DispatchMod
            'schema_of', 'tree_flatten', 'tree_flatten_with_path', 'tree_leaves', 'tree_map_only',
            'tree_unflatten', 'uncompiled', 'unseen', 'untraced', 'versions']
 
-#: The releases of PyTorch that the whole suite has passed on, oldest and newest.
+#: The oldest and the newest release of PyTorch with which the whole test suite has passed.
 TESTED = '2.11', '2.15'
 
 
 def find(name: str, use: str = '', otherwise: Any = None) -> Any:
-    """Return what PyTorch has under a private name.
+    """Return the object with a private name in PyTorch.
 
     Args:
         name: The module, a colon, and the name in it.
-        use: What needs it, for the error that is raised when that is used and PyTorch has no such
-            name.
-        otherwise: What takes its place then, if anything does.
+        use: The feature that needs the object, for the error if the name does not exist.
+        otherwise: The replacement if the name does not exist. By default, a function that raises.
     """
     try:
         return resolve_name(name)
@@ -68,10 +67,11 @@ _action = find('torch._C:_dynamo.eval_frame._FrameAction', otherwise=False)
 
 
 def uncompiled(function: TFunction, recursive: bool = True) -> TFunction:
-    """Keep ``torch.compile`` from a function, and from all that it calls if that is wanted.
+    """Exclude a function from ``torch.compile``, and if ``recursive`` all functions that it calls.
 
-    What was compiled for itself is called as it is. This is ``torch.compiler.disable``, but that
-    one imports the compiler, which takes longer than to import torch, and costs at each call.
+    Functions that were compiled separately stay compiled. ``torch.compiler.disable`` has the same
+    effect, but it imports the compiler, which takes longer than the import of torch. It also costs
+    time at each call.
     """
     if not (_set_strategy and _strategy and _action):
         return torch.compiler.disable(  # type: ignore[no-any-return]
@@ -83,7 +83,7 @@ def uncompiled(function: TFunction, recursive: bool = True) -> TFunction:
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let ``torch.compile`` leave a function alone; to import it for that would take seconds."""
+    """Exclude a function from ``torch.compile``, without an import of it, which takes seconds."""
     if 'torch._dynamo' not in sys.modules:
         return function
     return torch.compiler.disable(function)  # type: ignore[no-any-return]
@@ -98,13 +98,13 @@ _boxed = find('torch._functorch._aot_autograd.utils:make_boxed_func', otherwise=
 def _calls_apply() -> CodeType | None:
     if find_spec(_COMPILED) is None:
         return None
-    if isinstance(Function.apply, MethodType):  # before PyTorch 2.14, from where it is built in
+    if isinstance(Function.apply, MethodType):  # before PyTorch 2.14; later it is a builtin
         return Function.apply.__code__
     return _boxed(len).__code__ if _boxed else None
 
 
-#: The code in whose frame a pack hook is called for what compiled code saves: ``Function.apply``
-#: or, where that has no frame, what calls it. ``None`` if it is not known.
+#: The code in whose frame a pack hook is called for tensors that compiled code saves. It is
+#: ``Function.apply`` or, if this has no frame, its caller. ``None`` if it is not known.
 APPLY = _calls_apply()
 
 
@@ -112,11 +112,11 @@ def compiled_code(frame: FrameType) -> object | None:
     """Return the compiled code that saves a tensor, by the frame in which a pack hook is called.
 
     PyTorch may compile a layer several times and choose by the input, so that two passes over the
-    same layer save other tensors. It tells a pack hook the tensor and nothing else. Where it can't
-    be found out, each tensor is taken for one of other code, so that all values are compared.
+    same layer save other tensors. A pack hook gets only the tensor. If the code cannot be found,
+    each tensor is treated as one of other code, so that all values are compared.
 
     Args:
-        frame: One of :data:`APPLY`, or any if that is not known.
+        frame: A frame of :data:`APPLY`, or any frame if it is not known.
     """
     if APPLY is None:
         return object() if 'torch._dynamo' in sys.modules else None
@@ -126,12 +126,12 @@ def compiled_code(frame: FrameType) -> object | None:
 
 
 def compiled_codes() -> list[type]:
-    """Return all compiled codes of this process that can save tensors for backward."""
+    """Return all compiled code of this process that can save tensors for backward."""
     return [function for function in Function.__subclasses__() if function.__module__ == _COMPILED]
 
 
 def is_compiled(node: Any) -> bool:
-    """Return whether a node of a graph is that of compiled code."""
+    """Return whether a node of a graph belongs to compiled code."""
     function = getattr(type(node), '_forward_cls', None)
     return function is not None and function.__module__ == _COMPILED
 
@@ -143,29 +143,29 @@ _local = find('torch._C:_get_obj_in_tls', _USE_OF_CONTEXTS)
 
 
 def own_context(gradients: Any) -> None:
-    """Let the node before which autograd calls this run in a context that no other one enters.
+    """Give the next node its own copy of the context variables. Autograd calls this as a prehook.
 
-    Autograd puts the caller's context variables back before each node, so it lasts no longer.
+    The copy is used for one node only, because autograd restores the caller's context variables
+    before each node.
     """
     if _has_local('context'):
         _set_local('context', _local('context').copy())
 
 
 def _compiled_call(module: Any) -> Any:
-    """Return what ``module.compile()`` has made to be called, if it was."""
+    """Return the compiled call of a module, if ``module.compile()`` was called."""
     if not hasattr(module, '_compiled_call_impl') and 'torch._dynamo' in sys.modules:
         raise_missing('torch.nn:Module._compiled_call_impl', 'a step beside torch.compile')
     return getattr(module, '_compiled_call_impl', None)
 
 
 def is_compiled_module(module: torch.nn.Module) -> bool:
-    """Return whether ``torch.compile(module)`` gave a module, or ``module.compile()`` changed it.
-    """
+    """Return whether a module results from ``torch.compile(module)`` or ``module.compile()``."""
     return _compiled_call(module) is not None or hasattr(module, '_orig_mod')
 
 
 def name_of_call(module: Any) -> str:
-    """Return the attribute of a module that its call calls: another one once it is compiled."""
+    """Return the name of the attribute that a module's call runs. It differs after compilation."""
     return 'forward' if _compiled_call(module) is None else '_compiled_call_impl'
 
 
@@ -174,17 +174,18 @@ def name_of_call(module: Any) -> str:
 
 
 class ModeStack:
-    """One of the two stacks of modes that a thread is in, bottom first.
+    """One of the two stacks of a thread's modes, bottom first.
 
-    The public context managers push and pop one mode of their own. To carry the caller's modes to
-    a worker, or back into a recomputation, a stack has to be read and written; and entering a
-    ``TorchDispatchMode`` sets variables of the process, which threads that do so would spoil.
+    The public context managers only push and pop their own mode. To transfer the caller's modes to
+    a worker or a recomputation, a stack has to be read and written. Entering a
+    ``TorchDispatchMode`` also sets variables of the process, which concurrent threads would
+    corrupt.
     """
 
     def __init__(self, len: str, get: str, push: str, pop: str, *which: None) -> None:
         use = 'a pipeline, which carries the modes of its caller,'
         found = [find(name, use) for name in (get, push, pop)]
-        # Not one without the others, or modes of the caller might be lost.
+        # All or none of them, because otherwise modes of the caller might be lost.
         missing = [each for each in found if isinstance(each, partial)]
         self.len: Callable[[], int] = find(len, use)
         self._get: Callable[[int], Any] = missing[0] if missing else found[0]
@@ -197,8 +198,8 @@ class ModeStack:
         return tuple(map(self._get, range(number))) if number else ()
 
     def write(self, modes: tuple[Any, ...]) -> None:
-        """Put other modes there."""
-        # Some releases use a mode once more when it is popped, so it has to live that long.
+        """Replace the modes."""
+        # Some releases still use a mode while it is popped, so it has to live that long.
         held = self.read()
         for _ in held:
             self.pop()
@@ -207,16 +208,16 @@ class ModeStack:
 
 
 def generator_key(generator: torch.Generator) -> int:
-    """Tell generators apart: a mode is given a new Python object for one at each call."""
+    """Return an id of a generator. At each call, a mode gets a new Python object for it."""
     return getattr(generator, '_cdata', id(generator))
 
 
-#: Of ``torch.overrides.TorchFunctionMode``.
+#: The stack of ``torch.overrides.TorchFunctionMode``.
 FUNCTION_MODES = ModeStack(
     'torch._C:_len_torch_function_stack', 'torch._C:_get_function_stack_at',
     'torch._C:_push_on_torch_function_stack', 'torch._C:_pop_torch_function_stack')
 
-#: Of ``torch.utils._python_dispatch.TorchDispatchMode``.
+#: The stack of ``torch.utils._python_dispatch.TorchDispatchMode``.
 DISPATCH_MODES = ModeStack(
     'torch._C:_len_torch_dispatch_stack', 'torch._C:_get_dispatch_stack_at',
     'torch._C:_push_on_torch_dispatch_stack', 'torch._C:_pop_torch_dispatch_stack', None)
@@ -226,7 +227,7 @@ _len_of_function_modes, _len_of_dispatch_modes = FUNCTION_MODES.len, DISPATCH_MO
 
 
 class unseen:
-    """A context in which no mode sees what is done, since it is none of the user's operations."""
+    """A context in which no mode sees operations, because they are internal to the package."""
 
     __slots__ = ('_modes',)
 
@@ -247,15 +248,15 @@ _MODE_NAME = 'torch.utils._python_dispatch:TorchDispatchMode'
 
 
 class _NoMode:
-    """What stands in for a class of modes that PyTorch does not have; there is none of it."""
+    """The replacement of a mode class that PyTorch does not have. It has no instances."""
 
     def __init__(self) -> None:
         raise_missing(_MODE_NAME, 'what looks at each operation, as for random numbers,')
 
 
-# `DeviceContext` is what `torch.set_default_device` enters, and a worker has to tell it from a
-# mode of the user's: beside one of those, cells run one after the other. `TorchDispatchMode` is
-# the way to see all operations; PyTorch's documentation names it, but not where it is.
+# `torch.set_default_device` enters `DeviceContext`, which must be distinguished from the user's
+# modes: with a user's mode, cells run one after the other. `TorchDispatchMode` is the way to see
+# all operations. PyTorch's documentation names it, but not its module.
 if TYPE_CHECKING:
     from torch.utils._device import DeviceContext
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -267,8 +268,8 @@ else:
 class DispatchMode(TorchDispatchMode):
     """A mode whose ``__torch_dispatch__`` is never compiled.
 
-    That holds for each mode, but PyTorch imports the compiler for it at the first call: two
-    seconds in the first forward pass.
+    PyTorch never compiles it for any mode, but imports the compiler for this at the first call,
+    which takes two seconds in the first forward pass.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -282,7 +283,7 @@ class DispatchMode(TorchDispatchMode):
 
 
 class _Untransformed(Function):
-    """A function that transforms refuse, since they are not told what it keeps."""
+    """A function that raises in transforms, because it does not define ``setup_context``."""
 
     @staticmethod
     def forward(ctx: Any) -> None:
@@ -301,12 +302,12 @@ _interpreter: Callable[[], Any] = find(
 
 
 def is_transformed() -> bool:
-    """Return whether a transform of ``torch.func`` is at work, unknown to other threads."""
+    """Return whether a transform of ``torch.func`` is active in this thread."""
     return _interpreter() is not None
 
 
 def proxy_mode() -> Any:
-    """Return the mode in which ``make_fx`` or an export traces, if it does."""
+    """Return the mode of ``make_fx`` or an export, if it traces."""
     if not DISPATCH_MODES.len():
         return None
     from torch.fx.experimental.proxy_tensor import get_proxy_mode  # takes long to import
@@ -316,13 +317,13 @@ def proxy_mode() -> Any:
 def allows_mutation() -> bool:
     """Return whether this thread is in ``torch.autograd.graph.allow_mutation_on_saved_tensors()``.
 
-    The flag that PyTorch keeps of it is one for all threads.
+    PyTorch's own flag for it is common to all threads.
     """
     return any(type(mode).__module__ == 'torch.autograd.graph' for mode in DISPATCH_MODES.read())
 
 
 def schema_of(operation: Any) -> Any:
-    """Return what an operation says of its arguments, ``None`` for one of higher order."""
+    """Return the schema of an operation; ``None`` for a higher-order operation."""
     schema = getattr(operation, '_schema', None)
     if schema is None and hasattr(operation, 'overloadpacket'):
         raise_missing('torch._ops:OpOverload._schema', 'what looks at each operation')
@@ -350,7 +351,7 @@ _HOOKS_NAME = 'torch._C:_autograd._top_saved_tensors_default_hooks'
 
 
 def _no_hooks(ignore_is_tracing: bool) -> None:
-    """Return that there are no saved-tensor hooks; or raise, as which they are can't be told."""
+    """Return ``None`` if there are no saved-tensor hooks, or raise, because they are not known."""
     message = 'there are hooks'
     try:
         with disable_saved_tensors_hooks(message):
@@ -361,38 +362,38 @@ def _no_hooks(ignore_is_tracing: bool) -> None:
     raise_missing(_HOOKS_NAME, 'a pipeline within saved-tensor hooks')
 
 
-#: Return this thread's saved-tensor hooks that are in force, if any. A worker has to enter the
-#: hooks of its caller. The public context manager can only push its own.
+#: Return this thread's active saved-tensor hooks, if any. A worker has to enter the hooks of its
+#: caller. The public context manager can only push its own hooks.
 innermost_hooks: Callable[[], Hooks | None] = partial(find(_HOOKS_NAME, otherwise=_no_hooks), True)
 
 
-#: Return the number of the backward pass that this thread works for, -1 outside of one. What is
-#: recomputed belongs to one pass; a node is not told which pass it runs in.
+#: Return the number of this thread's backward pass, -1 outside of one. Recomputed tensors belong
+#: to one pass, and a node does not get its pass.
 backward_pass: Callable[[], int] = find(
     'torch._C:_current_graph_task_id', 'backward of a checkpointed cell, or of a skip')
 
-#: Return whether the present backward pass was called with ``retain_graph``. What a recomputation
-#: needs is let go of together with the tensors that the graph saved, or else with the graph.
+#: Return whether the present backward pass was called with ``retain_graph``. The data for a
+#: recomputation is released together with the graph's saved tensors, or otherwise with the graph.
 retains_graph: Callable[[], bool] = find(
     'torch._C:_autograd._get_current_graph_task_keep_graph', otherwise=lambda: True)
 
-#: Return the node that runs in this thread's backward pass. An unpack hook is not told for whom it
-#: unpacks. Where it can't know, a node that asks twice has its tensors computed twice.
+#: Return the node that runs in this thread's backward pass. An unpack hook does not get its node.
+#: If the node is not known, tensors that a node unpacks twice are computed twice.
 current_node: Callable[[], Any] = find(
     'torch._C:_current_autograd_node', otherwise=lambda: None)
 
 #: The type of the nodes of ``torch.autograd.Function``, which unpack their tensors at any time.
 PythonNode: type = BackwardCFunction
 
-#: Call a function when the present backward pass has ended; hooks of nodes come too early.
+#: Call a function at the end of the present backward pass; hooks of nodes run too early.
 at_end_of_backward: Callable[[Callable[[], None]], None] = find(
     'torch.autograd:Variable._execution_engine.queue_callback',
     'backward of a checkpointed cell, or of a skip')
 
 _run_engine: Any = find('torch.autograd.graph:_engine_run_backward', otherwise=False)
 
-#: Go back from edges, with gradients of the right shapes; both are tuples. The public function
-#: checks them first, which takes as long as a small layer.
+#: Run backward from edges, with gradients of the right shapes; both are tuples. The public
+#: function checks them first, which takes as long as a small layer.
 backward_from: Callable[[tuple[GradientEdge, ...], tuple[Tensor, ...]], object] = partial(
     _run_engine, keep_graph=False, create_graph=False, inputs=(), allow_unreachable=True,
     accumulate_grad=True) if _run_engine else torch.autograd.backward
@@ -401,9 +402,9 @@ _without_memory = find('torch:Tensor._make_wrapper_subclass', 'a tensor without 
 
 
 def on_cpu_without_memory(kind: type[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of a class that says it is on the CPU, and has no values.
+    """Return a tensor of a class with the CPU as its device and without values.
 
-    What is on the meta device says so, and methods that set initial values do nothing there.
+    A tensor on the meta device would not do, because methods that set initial values skip it.
     """
     return _without_memory(  # type: ignore[no-any-return]
         kind, shape, dtype=dtype, device=torch.device('cpu'))
@@ -413,8 +414,7 @@ def on_cpu_without_memory(kind: type[Tensor], shape: torch.Size, dtype: torch.dt
 # ----------------------------------------------------------------------------------
 
 
-# PyTorch has no public module for them, and no other functions know the classes that are
-# registered with these.
+# PyTorch has no public module for pytrees, and only these functions know the registered classes.
 
 _USE_OF_TREES = 'a value that is no tensor, or a context variable,'
 tree_flatten: Any = find('torch.utils._pytree:tree_flatten', _USE_OF_TREES)
@@ -424,28 +424,28 @@ tree_map_only: Any = find('torch.utils._pytree:tree_map_only', _USE_OF_TREES)
 tree_unflatten: Any = find('torch.utils._pytree:tree_unflatten', _USE_OF_TREES)
 
 
-#: How a module is asked to set the initial values of its tensors. ``nn.MultiheadAttention`` and
-#: ``nn.Transformer`` have no public way.
+#: The methods by which a module sets the initial values of its tensors.
+#: ``nn.MultiheadAttention`` and ``nn.Transformer`` do not have a public method.
 RESETS = ('reset_parameters', '_reset_parameters')
 
-# What all of `nn.BatchNorm1d`, `2d` and `3d` derive from, with the code that they share.
+# The common base class of `nn.BatchNorm1d`, `2d` and `3d`.
 if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 else:
     BatchNorm = torch.nn.BatchNorm1d.__base__
 
 
-#: Where a module has its forward hooks, and those that its call makes nodes in the graph of.
+#: The attributes of a module's forward hooks and backward hooks.
 HOOKS = ('_forward_hooks', '_forward_hooks_with_kwargs', '_forward_hooks_always_called',
          '_forward_pre_hooks', '_forward_pre_hooks_with_kwargs', '_backward_hooks',
          '_backward_pre_hooks')
 
 
-#: Return the hooks that a call of a module calls: if any is not empty, it has some.
+#: Return the collections of a module's hooks. A module has hooks if any is not empty.
 hooks_of: Callable[[torch.nn.Module], tuple[Any, ...]] = attrgetter(*HOOKS)
 
 
-#: The attribute in which a module keeps whether its backward hooks are full ones.
+#: The attribute of a module that is true if its backward hooks are full backward hooks.
 is_full_backward_hook = '_is_full_backward_hook'
 
 
@@ -457,9 +457,9 @@ _UNSCALE_NAME = 'torch.amp:GradScaler._unscale_grads_'
 
 
 class Scaler(torch.amp.GradScaler):
-    """A scaler that lets :meth:`found` say where gradients are not finite.
+    """A scaler that uses :meth:`found` to detect gradients that are not finite.
 
-    The public methods give no way to add what other processes found.
+    The public methods cannot add the results of other processes.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -469,7 +469,7 @@ class Scaler(torch.amp.GradScaler):
 
     def found(self, where: dict[torch.device, Tensor], scale: Tensor
               ) -> dict[torch.device, Tensor]:
-        """Return what was found on each device: 1 if some gradient is not finite, or 0."""
+        """Return by device 1 if some gradient is not finite, or 0."""
         return where
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor,
@@ -488,9 +488,9 @@ def _ignored_in_ddp(module: torch.nn.Module) -> list[str]:
 
 
 def ignore_in_ddp(module: torch.nn.Module, names: list[str]) -> None:
-    """Tell ``DistributedDataParallel`` to leave more parameters and buffers of a module alone.
+    """Add parameters and buffers of a module that ``DistributedDataParallel`` ignores.
 
-    It has no argument for it.
+    ``DistributedDataParallel`` does not have an argument for it.
     """
     _set_ignored(module, [*_ignored_in_ddp(module), *names])
     if not {*names} <= {*_ignored_in_ddp(module)}:
@@ -498,8 +498,8 @@ def ignore_in_ddp(module: torch.nn.Module, names: list[str]) -> None:
                       'shards beside DistributedDataParallel')
 
 
-#: Return the ``DistributedDataParallel`` whose forward pass runs, if one does. What is wrapped is
-#: not told.
+#: Return the ``DistributedDataParallel`` whose forward pass runs, if one does. The wrapped module
+#: does not know it.
 active_ddp: Callable[[], torch.nn.parallel.DistributedDataParallel | None] = find(
     'torch.nn.parallel:DistributedDataParallel._get_active_ddp_module',
     'sharded layers, which DistributedDataParallel would overwrite,')
