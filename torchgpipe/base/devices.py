@@ -54,7 +54,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 def has_own_state(device: torch.device) -> bool:
-    """Return whether a device has a queue and a random generator of its own."""
+    """Return whether a device has its own queue and random generator."""
     return not is_cpu(device) and has_data(device)
 
 

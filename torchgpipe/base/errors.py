@@ -24,7 +24,7 @@ def other_path(difference: str) -> RuntimeError:
 def changed_input(input: object) -> str:
     """Return the error message for a checkpointed call that changed its input in place.
 
-    It is used if the layer that did so is not known.
+    It is used if the layer is not known.
     """
     return ('the input of a checkpointed micro-batch, or a skip tensor that it popped, was '
             "changed in place; change a copy instead (inplace=False), or use checkpoint='never'")

@@ -127,8 +127,7 @@ Function = Callable[[Value], Value]
 Slot = tuple[nn.Module, str]
 
 
-# --- leaves, and where they are
-# ----------------------------------------------------------------------------------
+# Leaves and their paths.
 
 
 #: The place of a leaf: keys, indices and names of attributes, from the outside to the inside.
@@ -234,8 +233,7 @@ def path_name(path: Path) -> str:
     return ''.join(f'.{key}' if isinstance(key, _Attribute) else f'[{key!r}]' for key in path)
 
 
-# --- structures
-# ----------------------------------------------------------------------------------
+# Structures: extraction of tensors, and reconstruction.
 
 
 #: Reconstructs a value from its tensors.

@@ -8,7 +8,8 @@
     gather     {'y': (8, 7), 'loss': ()}        'y' put together, 'loss' by a rule
 
 A *rule* gives an option for each tensor of a value. A dict or a sequence is a rule by the keys of
-the value, to its own depth: ``{'mask': 1}`` is a rule for ``mask`` and all tensors in it.
+the value, to its own depth. For example, ``{'mask': 1}`` is a rule for ``mask`` and all tensors in
+it.
 """
 import inspect
 from collections.abc import Container, Iterable, Mapping, Sequence

@@ -6,9 +6,10 @@ One stream of each device copies them, concurrently with the compute stream::
                      └wait┐                                                      ┌wait┘
     host stream           x ──▶ host                                 host ──▶ x'
 
-Ownership: x is copied on another stream than the one that allocated it, and so is x' used. Both
-uses are recorded with the allocator. Host memory is pinned, because copies are asynchronous only
-with pinned memory. PyTorch reuses pinned memory only after copies from it and to it have ended.
+Ownership: x is allocated on the compute stream and read on the host stream. x' is allocated on
+the host stream and read on the compute stream. Both uses are recorded with the allocator. Host
+memory is pinned, because copies are asynchronous only with pinned memory. PyTorch reuses pinned
+memory only after copies from it and to it have ended.
 
 An operation that changes x in place after the cell may run before or after the copy. It raises in
 backward, as without offload: an alias without memory has the version of x.

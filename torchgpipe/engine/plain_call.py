@@ -48,8 +48,8 @@ Cells that draw from the CPU's random generator run in the order of the unwrappe
 micro-batch after the other. Therefore a seed gives the same random numbers as the unwrapped model,
 for any balance and devices. While these cells run, it could not be detected whether a concurrent
 cell begins to draw. So if any partition draws, all cells run one after the other, in the calling
-thread. They also do if a hook or a mode of the user sees their order, if they share a module that
-may change, and on one worker::
+thread. They also do on one worker, if they share a module that may change, or if a hook or a mode
+of the user sees their order::
 
     partition 0   0,0               1,0
     partition 1         0,1               1,1

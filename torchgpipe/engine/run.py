@@ -28,9 +28,9 @@ A change of a skip raises as well if another skip lies in its memory.
 Tensors that all micro-batches share are detected in the output by their place in memory. Therefore
 :class:`Aliasing` follows them through copies, and into and out of skips.
 
-[Note: Changes in place] The cell that stashes a skip may change it in place, and the layer that
-pops it sees the change, as without a pipeline. A later change raises: whether it is seen would
-depend on whether the skip was copied, and its gradient would be wrong. A change is detected by the
+[Note: Changes in place] The cell that stashes a skip may change it in place. The layer that pops
+it sees the change, as without a pipeline. A later change raises: whether it is seen would depend
+on whether the skip was copied, and its gradient would be wrong. A change is detected by the
 skip's version. If other tensors lie in its memory, :class:`Aliasing` watches them. There are two
 exceptions. Tensors of inference mode have no versions, so changes are not detected. Micro-batches
 are views of one tensor with one version, so it raises needlessly to change the input of the model

@@ -7,8 +7,8 @@ autograd moves in the plain call::
     leaves ─▶ layers ─▶ y ──(Wait)──▶ detach ─▶ copy ─▶ leaf ─▶ layers ─▶ …       forward
     leaves ◀─ layers ◀─ y ◀─(Wait)── gradient ◀─ copy ◀─ leaf.grad ◀─ layers      backward
 
-Ownership: an output's graph owns its memory, and so does the leaf until the next cell has run.
-Afterwards, only tensors that layers have saved keep it alive. The graph of a cell, its leaves and
+Ownership: an output's graph and the leaf own its memory until the next cell has run. Afterwards,
+only tensors that layers have saved keep it alive. The graph of a cell, its leaves and
 its gradient are freed with its backward. Copies are recorded with the allocator on the stream that
 reads them, as in :mod:`torchgpipe.engine.streams`.
 

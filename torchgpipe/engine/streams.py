@@ -374,8 +374,7 @@ def find_grad(tensors: Sequence[Tensor]) -> int | None:
     return next((k for k in found if not tensors[k].is_cpu), found[0] if found else None)
 
 
-# --- copies, and waits of streams
-# ----------------------------------------------------------------------------------
+# Copies, and waits of streams.
 
 
 Grads = tuple[Tensor | None, ...]

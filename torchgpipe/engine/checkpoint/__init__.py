@@ -38,5 +38,5 @@ Gradients flow through the layers' own graph. So a parameter's gradient is compl
 are called, once per backward and not once per micro-batch. `torch.autograd.grad` works, and a
 recomputation that took another path than the first pass is detected.
 This is the non-reentrant variant of Chen et al., "Training Deep Nets with Sublinear Memory Cost"
-(2016), with the recomputation split off as in Kim et al., "torchgpipe" (2020).
+(2016). The recomputation is split off as in Kim et al., "torchgpipe" (2020).
 """

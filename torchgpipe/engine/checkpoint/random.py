@@ -6,8 +6,8 @@ this state, and afterwards the present one::
     first pass       before ──▶ layers draw ──▶ after ── …
     recomputation    … now │ before ──▶ layers draw ──▶ after? │ now …
 
-It is the same on all devices. The generators are the generator of the partition's device, the
-CPU's generator if the layers were seen to draw from it, and generators that the layers own.
+It is the same on all devices. The generators are the device's generator, generators that the
+layers own, and the CPU's generator if the layers were seen to draw from it.
 
 [Note: Generator of the CPU]
 All threads share it. So cells and recomputations hold

@@ -199,8 +199,7 @@ def agree(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 
-# --- the tensors of one backward pass
-# ----------------------------------------------------------------------------------
+# The tensors of one backward pass.
 
 
 class Saved(NamedTuple):
@@ -303,8 +302,7 @@ def _check_code(k: int, first: Saved | None, code: object | None, tensor: Tensor
             'code compiled by now')
 
 
-# --- the call, and its repetition
-# ----------------------------------------------------------------------------------
+# The call, and its repetition.
 
 
 #: The checkpointed function, which is called again.

@@ -191,6 +191,9 @@ def _call_all(functions: Iterable[Callable[[], object]]) -> None:
         function()
 
 
+# Observations of the first cell.
+
+
 class Observed:
     """Observations of layers in one mode, which is given by the training flags of all modules."""
 
@@ -271,6 +274,8 @@ class Watch(Recorder):
 
 
 T = TypeVar('T')
+
+# The state at the start of a cell.
 
 #: Returns the value for a recomputation, from the present value and the memories copied so far.
 Restore = Callable[[Any, Memories], Any]
@@ -502,8 +507,7 @@ def with_grad(tensor: Tensor, requires_grad: bool) -> Tensor:
     return tensor.detach().requires_grad_(requires_grad)
 
 
-# --- a recomputation
-# ----------------------------------------------------------------------------------
+# A recomputation with a kept state.
 
 
 #: Sets an attribute of a module without the checks of `nn.Module`.
