@@ -42,11 +42,12 @@ from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.gradients import Leaves
 from torchgpipe.engine.microbatches import Batch
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.run import Run, Skip
+from torchgpipe.engine.run import Run
 from torchgpipe.engine.scheduled import Loss, Step
 from torchgpipe.engine.streams import graph_leaves
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.lowering import Message, Receive, Row, Send
+from torchgpipe.skip.transfer import Skip
 
 __all__ = ['Evaluation', 'Header', 'Messages', 'Outline', 'Training', 'Way', 'drive', 'outline']
 

@@ -29,7 +29,8 @@ from torchgpipe.engine.culprit import add_culprit, blame, left_grad_mode
 from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.partition import Partition
 from torchgpipe.engine.streams import AbstractStream, CPUStream
-from torchgpipe.skip.tracker import Key, SkipTracker
+from torchgpipe.skip.tracker import Key
+from torchgpipe.skip.transfer import arrive, leave
 
 __all__ = ['Cell', 'Cells', 'Sequential', 'compare_earlier', 'result_of']
 
@@ -99,7 +100,7 @@ class Cell:
                 longer than the layers need them.
         """
         partition = self._partition
-        tracker = self._tracker(tensors) if partition.has_skips else None
+        tracker = arrive(self.popped, self.absent, tensors) if partition.has_skips else None
         value: Any = self._input_kind(tensors)
         end = None if partition.observer is None else partition.observer.cell(
             self._i, self._m, partition.j, value,
@@ -125,7 +126,11 @@ class Cell:
         self._is_new = False
         if end is not None:
             end(value)
-        return [*output] if tracker is None else [*output, *self._skips_in(tracker)]
+        if tracker is None:
+            return [*output]
+        skips = leave(tracker, partition.outgoing)
+        self.stashed = [*skips]
+        return [*output, *skips.values()]
 
     def _tensors_of(self, value: Any) -> Sequence[Tensor]:
         """Return the tensors of the layers' result, and keep its kind in the first pass."""
@@ -140,25 +145,6 @@ class Cell:
             raise
         # Repeated as in the first pass, even if other tensors are the same object here.
         return self.kind.collect(output) if isinstance(self.kind, Repeated) else output
-
-    def _tracker(self, tensors: list[Tensor]) -> SkipTracker:
-        """Return a tracker with the incoming skips."""
-        tracker = SkipTracker()
-        tracker.tensors.update(dict.fromkeys(self.absent))
-        for key in reversed(self.popped):
-            tracker.tensors[key] = tensors.pop()
-        return tracker
-
-    def _skips_in(self, tracker: SkipTracker) -> list[Tensor]:
-        """Return the outgoing skips, with all changes in place since they were stashed."""
-        found = {}
-        for _, key in self._partition.outgoing:
-            if key not in tracker.tensors:
-                raise RuntimeError(f"'{key[1]}' must be stashed but have not")
-            if (x := tracker.tensors[key]) is not None:
-                found[key] = x
-        self.stashed = [*found]
-        return [*found.values()]
 
 
 class Cells:

@@ -80,11 +80,12 @@ from torchgpipe.engine.checkpoint.random import DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.microbatches import Batch
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.run import Run, Skip
+from torchgpipe.engine.run import Run
 from torchgpipe.engine.streams import (AbstractStream, Copy, Recompute, Wait, find_grad, fork,
                                        get_phony, tie, use_stream)
 from torchgpipe.engine.workers import Plan, interpret
 from torchgpipe.schedule.schedule import Action
+from torchgpipe.skip.transfer import Skip
 
 __all__ = ['Pipeline']
 

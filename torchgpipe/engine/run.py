@@ -27,14 +27,6 @@ A change of a skip raises as well if another skip lies in its memory.
 
 Tensors that all micro-batches share are detected in the output by their place in memory. Therefore
 :class:`Aliasing` follows them through copies, and into and out of skips.
-
-[Note: Changes in place] The cell that stashes a skip may change it in place. The layer that pops
-it sees the change, as without a pipeline. A later change raises: whether it is seen would depend
-on whether the skip was copied, and its gradient would be wrong. A change is detected by the
-skip's version. If other tensors lie in its memory, :class:`Aliasing` watches them. There are two
-exceptions. Tensors of inference mode have no versions, so changes are not detected. Micro-batches
-are views of one tensor with one version, so it raises needlessly to change the input of the model
-in place and then stash it.
 """
 import itertools
 import weakref
@@ -59,8 +51,9 @@ from torchgpipe.engine.shared import SharedTensors
 from torchgpipe.engine.streams import AbstractStream, CPUStream, current_stream, no_context
 from torchgpipe.schedule.schedule import Action
 from torchgpipe.skip.tracker import Key
+from torchgpipe.skip.transfer import Skip, changed_in_place, keep, take
 
-__all__ = ['Aliasing', 'Run', 'Skip', 'changed_in_place']
+__all__ = ['Aliasing', 'Run']
 
 
 # Aliasing: changes in place of tensors with a common memory.
@@ -270,14 +263,6 @@ class Aliasing:
                 with_skips[key] = others
 
 
-def changed_in_place(what: str) -> str:
-    """Return the error message for a change in place that a skip would have to see."""
-    return (f'{what} was changed in place between its stash and its pop, in another partition '
-            'than the one that stashed it. Without a pipeline, the layer that pops would see that '
-            'change; here it cannot. Use an operation that is not in place, or stash a copy: '
-            "stash('name', tensor.clone()).")
-
-
 def _gone() -> None:
     """Return ``None``, as a dead weak reference does."""
 
@@ -285,22 +270,6 @@ def _gone() -> None:
 # The run: cells of all micro-batches in all partitions.
 
 _serial = itertools.count()
-
-
-class Skip(NamedTuple):
-    """A skip between its stash and its pop.
-
-    Args:
-        tensor: The tensor, or ``None`` if ``None`` was stashed.
-        version: The version of the tensor after the cell that stashed it.
-        j: The partition that stashed it.
-        k: The index of the tensor in the partition's output.
-    """
-
-    tensor: Tensor | None
-    version: int = 0
-    j: int = 0
-    k: int = 0
 
 
 class Run:
@@ -454,24 +423,13 @@ class Run:
             context.micro_batch = outside
 
     def _pop(self, i: int, partition: Partition, cell: Cell) -> list[Skip]:
-        """Return the skips that a cell pops, and list them in it: [Note: Changes in place]."""
-        found = []
-        for _, key in partition.incoming:
-            skip = self._skips[i].pop(key)
-            if skip.tensor is None:
-                cell.absent.append(key)
-                continue
-            if versions([skip.tensor]) != [skip.version]:
-                raise RuntimeError(changed_in_place(f"the skip tensor '{key[1]}'"))
-            cell.popped.append(key)
-            found.append(skip)
-        return found
+        """Return the skips that a cell pops, and list them in it."""
+        skips, cell.popped, cell.absent = take(self._skips[i], partition.incoming)
+        return skips  # The caller keeps no reference to them (rule 5).
 
     def _keep(self, i: int, j: int, cell: Cell, output: Sequence[Tensor]) -> None:
         """Keep the output of a cell for the next cells."""
         number = len(output) - len(cell.stashed)
-        for _, key in self._engine.partitions[j].outgoing:
-            self._skips[i][key] = Skip(None)
-        for k, key in enumerate(cell.stashed, number):
-            self._skips[i][key] = Skip(output[k], versions([output[k]])[0], j, k)
+        if outgoing := self._engine.partitions[j].outgoing:
+            keep(self._skips[i], outgoing, j, cell.stashed, output)
         self._batches[i] = Batch(tuple(output[:number]), cell.kind)

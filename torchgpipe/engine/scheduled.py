@@ -34,11 +34,12 @@ from torchgpipe.engine.compiled import has_compiled
 from torchgpipe.engine.gradients import DeferredWork, Leaves, edge_of, give, leaf_of, within
 from torchgpipe.engine.microbatches import Batch
 from torchgpipe.engine.partition import Engine, Partition
-from torchgpipe.engine.run import Run, Skip
+from torchgpipe.engine.run import Run
 from torchgpipe.engine.streams import (CPUStream, Wait, copy_tensor, no_context, use_stream,
                                        wait_stream)
 from torchgpipe.engine.workers import Plan, interpret
 from torchgpipe.schedule.schedule import Action
+from torchgpipe.skip.transfer import Skip
 
 __all__ = ['Loss', 'Step', 'Unordered', 'beside']
 

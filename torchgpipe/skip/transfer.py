@@ -1,0 +1,110 @@
+"""The transfer of skips: from the cell that stashes, through the run, to the cell that pops.
+
+The run keeps a dictionary of waiting skips for each micro-batch::
+
+    cell that stashes    layers ─▶ tracker ── leave ──▶ output ── keep ──▶ waiting skips
+                                                                             │ take
+    cell that pops       layers ◀─ tracker ◀─ arrive ── input ◀─ transport ◀─┘
+
+The transport moves a skip directly between the two partitions: as an edge of the graph in the
+plain call, as a leaf in a step, as a message between processes.
+
+[Note: Changes in place] The cell that stashes a skip may change it in place, and the layer that
+pops it sees the change, as without a pipeline. A later change raises: whether it is seen would
+depend on whether the skip was copied, and its gradient would be wrong. A change is detected by the
+skip's version (rule 9). If other tensors lie in its memory,
+:class:`~torchgpipe.engine.run.Aliasing` watches them. There are two exceptions. Tensors of
+inference mode have no versions, so changes are not detected. Micro-batches are views of one tensor
+with one version, so it raises needlessly to change the input of the model in place and then stash
+it.
+"""
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from torchgpipe.base.private import versions
+from torchgpipe.skip.tracker import Key, SkipTracker
+
+__all__ = ['Skip', 'arrive', 'changed_in_place', 'keep', 'leave', 'take']
+
+
+class Skip(NamedTuple):
+    """A skip between its stash and its pop.
+
+    Args:
+        tensor: The tensor, or ``None`` if ``None`` was stashed.
+        version: The version of the tensor after the cell that stashed it.
+        j: The partition that stashed it.
+        k: The index of the tensor in the partition's output.
+    """
+
+    tensor: Tensor | None
+    version: int = 0
+    j: int = 0
+    k: int = 0
+
+
+def leave(tracker: SkipTracker, outgoing: Iterable[tuple[int, Key]]) -> dict[Key, Tensor]:
+    """Return the skips that leave a cell, with all changes in place since they were stashed.
+
+    Raises:
+        RuntimeError: A layer has not stashed a skip that it declares.
+    """
+    found = {}
+    for _, key in outgoing:
+        if key not in tracker.tensors:
+            raise RuntimeError(f"'{key[1]}' must be stashed but have not")
+        if (x := tracker.tensors[key]) is not None:
+            found[key] = x
+    return found
+
+
+def keep(waiting: dict[Key, Skip], outgoing: Iterable[tuple[int, Key]], j: int, stashed: list[Key],
+         output: Sequence[Tensor]) -> None:
+    """Keep the skips that left a cell of partition ``j``, the last tensors of its output."""
+    for _, key in outgoing:
+        waiting[key] = Skip(None)
+    for k, key in enumerate(stashed, len(output) - len(stashed)):
+        waiting[key] = Skip(output[k], versions([output[k]])[0], j, k)
+
+
+def take(waiting: dict[Key, Skip], incoming: Iterable[tuple[int, Key]]
+         ) -> tuple[list[Skip], list[Key], list[Key]]:
+    """Return the skips that a cell pops: those with a tensor, their keys, and keys of ``None``.
+
+    The cell then owns them (rule 5).
+
+    Raises:
+        RuntimeError: A skip was changed in place: [Note: Changes in place].
+    """
+    found: list[Skip] = []
+    popped: list[Key] = []
+    absent: list[Key] = []
+    for _, key in incoming:
+        skip = waiting.pop(key)
+        if skip.tensor is None:
+            absent.append(key)
+            continue
+        if versions([skip.tensor]) != [skip.version]:
+            raise RuntimeError(changed_in_place(f"the skip tensor '{key[1]}'"))
+        popped.append(key)
+        found.append(skip)
+    return found, popped, absent
+
+
+def arrive(popped: Sequence[Key], absent: Iterable[Key], tensors: list[Tensor]) -> SkipTracker:
+    """Return a tracker with the skips that a cell pops, removed from the end of its input."""
+    tracker = SkipTracker()
+    tracker.tensors.update(dict.fromkeys(absent))
+    for key in reversed(popped):
+        tracker.tensors[key] = tensors.pop()
+    return tracker
+
+
+def changed_in_place(what: str) -> str:
+    """Return the error message for a change in place that a skip would have to see."""
+    return (f'{what} was changed in place between its stash and its pop, in another partition '
+            'than the one that stashed it. Without a pipeline, the layer that pops would see that '
+            'change; here it cannot. Use an operation that is not in place, or stash a copy: '
+            "stash('name', tensor.clone()).")
