@@ -27,7 +27,7 @@ from torchgpipe.base.structure import Arguments, Value, flatten_nested
 from torchgpipe.engine.microbatches import (Batch, check_arguments, check_rules, cut, fit_rule,
                                             gather, value_of)
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.plain_call import Pipeline
+from torchgpipe.engine.plain_call import PlainCall
 from torchgpipe.engine.split import (parse_balance, parse_chunks, parse_devices, split,
                                      verify_layers, verify_module, verify_shared, verify_source)
 from torchgpipe.model.sequence import LayerSequence
@@ -420,7 +420,7 @@ class GPipe(PipelineModule):
             flatten_nested(input)
             return input
         batches, sizes, rule, options = self._cut(input)
-        pipeline = Pipeline(self._running_engine(), batches, **options)
+        pipeline = PlainCall(self._running_engine(), batches, **options)
         if rule is not None:
             from torchgpipe.training.losses import seen_means
             pipeline.losses = seen_means(rule, sizes)
@@ -453,7 +453,7 @@ class GPipe(PipelineModule):
         losses = Losses(loss_fn, target, sizes, target_dim, normalizer, None, False)
         if losses.counted is not None:
             losses.count_in(losses.counted, False)
-        pipeline = Pipeline(self._running_engine(), batches, **options)
+        pipeline = PlainCall(self._running_engine(), batches, **options)
         pipeline.losses = losses.monitor
         pipeline.wrap_last(partial(losses.behind, keeps=return_output))
         pipeline.run()

@@ -27,7 +27,7 @@ from benchmarks.harness.options import Options, experiment_options, take_options
 from benchmarks.harness.published import ACTIVATIONS, AMOEBANETD_MEMORY, MODEL, UNET_MEMORY
 from benchmarks.harness.turns import Turns
 from torchgpipe.base.devices import memory_of, synchronize
-from torchgpipe.engine.plain_call import Pipeline
+from torchgpipe.engine.plain_call import PlainCall
 from torchgpipe.engine.run import Skip
 
 __all__ = ['COMMANDS', 'measure', 'peaks_by_partition']
@@ -124,9 +124,9 @@ def peaks_by_partition(partitions: Sequence[nn.Module], run: Callable[[Turns], N
         partitions.
     """
     owners = _Owners(partitions)
-    bring = Pipeline._bring
+    bring = PlainCall._bring
 
-    def bring_and_hand_over(pipeline: Pipeline, i: int, j: int, popped: Sequence[Skip]
+    def bring_and_hand_over(pipeline: PlainCall, i: int, j: int, popped: Sequence[Skip]
                             ) -> list[Tensor]:
         place = pipeline._engine.partitions[j].device
         waiting = [*pipeline._batches[i].tensors,
@@ -136,7 +136,7 @@ def peaks_by_partition(partitions: Sequence[nn.Module], run: Callable[[Turns], N
         owners.hand_over(j, place, tensors)
         return tensors
     try:
-        with owners.live.watched(), patch.object(Pipeline, '_bring', bring_and_hand_over):
+        with owners.live.watched(), patch.object(PlainCall, '_bring', bring_and_hand_over):
             run(owners)
     finally:
         owners.close()

@@ -20,7 +20,7 @@ from torchgpipe import GPipe, is_recomputing
 from torchgpipe.base.context import ThreadState
 from torchgpipe.engine import plain_call
 from torchgpipe.engine.checkpoint import recomputation
-from torchgpipe.engine.plain_call import Pipeline
+from torchgpipe.engine.plain_call import PlainCall
 from torchgpipe.engine.streams import no_context
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.timeline import record
@@ -192,7 +192,7 @@ def test_with_skips(mode):
 
 def others_bring(which):
     """Let new threads copy the inputs of cells, and so number the nodes of these copies."""
-    copy = Pipeline._copy
+    copy = PlainCall._copy
 
     def copy_in_a_thread(pipeline, i, prev_j, next_j, tensors):
         if not which(prev_j, next_j):
@@ -203,7 +203,7 @@ def others_bring(which):
         thread.start()
         thread.join()
         return found[0]
-    return patch.object(Pipeline, '_copy', copy_in_a_thread)
+    return patch.object(PlainCall, '_copy', copy_in_a_thread)
 
 
 def others_bring_everything():
@@ -219,12 +219,12 @@ def others_bring_skips():
 @contextmanager
 def host_waits_for_cells():
     """Serialize cells, and let the host wait for each."""
-    send = Pipeline._send
+    send = PlainCall._send
 
     def send_and_wait(pipeline, i, j, *args):
         send(pipeline, i, j, *args)
         torch.accelerator.synchronize(j)
-    with patch.object(Pipeline, '_send', send_and_wait), \
+    with patch.object(PlainCall, '_send', send_and_wait), \
             patch.object(ThreadState, 'is_serialized', True):
         yield
 

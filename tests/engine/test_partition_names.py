@@ -10,7 +10,7 @@ from torchgpipe.base.context import layer_lock
 from torchgpipe.engine.microbatches import cut
 from torchgpipe.engine.partition import (Engine, modules_of, only_computes, shared_modules,
                                          shared_slots)
-from torchgpipe.engine.plain_call import Pipeline
+from torchgpipe.engine.plain_call import PlainCall
 
 pytestmark = cpu_only('what stands where is the same on any device')
 
@@ -121,7 +121,7 @@ def test_a_module_that_is_kept_out_of_recomputation_is_for_one_at_a_time():
                     [torch.device('cpu:0'), torch.device('cpu:1')])
     first = engine.partitions[0]
     for lock in (first.lock, first.lock_alone):
-        pipeline = Pipeline(engine, cut(torch.rand(2, 2), chunks=2)[0], [2, 2])
+        pipeline = PlainCall(engine, cut(torch.rand(2, 2), chunks=2)[0], [2, 2])
         assert pipeline._held[0] is lock
         no_recompute(known)
 

@@ -10,9 +10,9 @@ from tests.helpers import Spy, in_a_new_thread, modes, nodes
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.base.structure import bare
 from torchgpipe.engine.microbatches import Batch
-from torchgpipe.engine.plain_call import Pipeline
+from torchgpipe.engine.plain_call import PlainCall
 from torchgpipe.engine.streams import Tie
-from torchgpipe.engine.workers import Plan
+from torchgpipe.engine.workers import WorkerPlan
 
 
 @one_worker
@@ -50,7 +50,7 @@ def test_no_partition_runs_far_ahead_of_the_next_one():
 
 @cpu_only('about what workers tell each other')
 def test_what_a_cell_waits_for_on_other_workers():
-    plan = Plan.of_forward(0, 4, (torch.device('cpu:0'), torch.device('cpu:1')))
+    plan = WorkerPlan.of_forward(0, 4, (torch.device('cpu:0'), torch.device('cpu:1')))
     waits = {str(action): sorted(map(str, before)) for action, before in plan.waits.items()}
     assert waits == {'0F0': [], '0F1': [], '0F2': ['1F0'], '0F3': ['1F1'],
                      '1F0': ['0F0'], '1F1': ['0F1'], '1F2': ['0F2'], '1F3': ['0F3']}
@@ -131,7 +131,7 @@ def test_backward_takes_the_last_micro_batch_first(devices, mode, loss):
     checkpoint_stop = {'always': 3, 'except_last': 2, 'never': 0}[mode]
     for _ in range(5):
         batches = [Batch((torch.rand(i + 1, 2, device=devices.first),), bare) for i in range(3)]
-        Pipeline(gpipe._running_engine(), batches, [checkpoint_stop] * 3).run()
+        PlainCall(gpipe._running_engine(), batches, [checkpoint_stop] * 3).run()
         loss([batch.value for batch in batches]).backward()
         for j in range(3):
             assert [size for size, where in log['backward'] if where == j] == [3, 2, 1]
@@ -157,7 +157,7 @@ def test_an_output_has_an_edge_to_that_of_the_micro_batch_before(devices, mode):
     batches = [Batch((torch.rand(i + 1, 2, device=devices.first),), bare) for i in range(3)]
     checkpoint_stop = {'always': 3, 'except_last': 2, 'never': 0}[mode]
     gpipe = GPipe(model, [1] * 3, devices=devices(3))
-    Pipeline(gpipe._running_engine(), batches, [checkpoint_stop] * 3).run()
+    PlainCall(gpipe._running_engine(), batches, [checkpoint_stop] * 3).run()
     for batch in batches:
         see(3)(batch.value)
     for j in range(3):

@@ -23,7 +23,7 @@ from torchgpipe.base.structure import Arguments, Kind, Repeated, Tensors, bare, 
 from torchgpipe.engine.checkpoint.random import DrawMonitor, Draws, Recorder, generators_of
 from torchgpipe.engine.checkpoint.recomputation import Recomputation, compare_pending
 from torchgpipe.engine.checkpoint.results import MARK, Results
-from torchgpipe.engine.checkpoint.state import Layers, Observed, Watch
+from torchgpipe.engine.checkpoint.state import LayerRecorder, Layers, Observed
 from torchgpipe.engine.compiled import compiled
 from torchgpipe.engine.culprit import add_culprit, blame, left_grad_mode
 from torchgpipe.engine.offload import Offload
@@ -228,7 +228,8 @@ class Cells:
     def _checkpoint(self, cell: Cell, tensors: list[Tensor], observed: Observed
                     ) -> tuple[list[Tensor], Recomputation]:
         """Run the first pass of a checkpointed cell."""
-        watch = None if observed.watched and observed.draws is not None else Watch(self._modules)
+        watch = (None if observed.watched and observed.draws is not None
+                 else LayerRecorder(self._modules))
         if self._layers is None:
             self._layers = Layers(self._modules, observed, self._held)
         found = self._layers.find(watch)
@@ -253,7 +254,7 @@ class Cells:
             observed.watch_draws()
         return output, recomputation
 
-    def _draws(self, observed: Observed, watch: Watch | None, monitor: DrawMonitor | None
+    def _draws(self, observed: Observed, watch: LayerRecorder | None, monitor: DrawMonitor | None
                ) -> Draws:
         if watch is not None:
             watch.generators.update(observed.generators)

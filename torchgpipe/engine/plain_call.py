@@ -83,21 +83,21 @@ from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run
 from torchgpipe.engine.streams import (AbstractStream, Copy, Recompute, Wait, find_grad, fork,
                                        get_phony, tie, use_stream)
-from torchgpipe.engine.workers import Plan, interpret
+from torchgpipe.engine.workers import WorkerPlan, interpret
 from torchgpipe.schedule.schedule import Action
 from torchgpipe.skip.transfer import Skip
 
-__all__ = ['Pipeline']
+__all__ = ['PlainCall']
 
 
-class Pipeline(Run):
+class PlainCall(Run):
     """A forward pass, whose graph defines the backward pass.
 
     >>> from torch import nn
     >>> from torchgpipe.engine.microbatches import gather
     >>> from torchgpipe.engine.microbatches import cut
     >>> batches, _, _ = cut(torch.ones(4, 2), chunks=2)
-    >>> Pipeline(Engine([nn.Sequential(nn.Flatten()), nn.Sequential(nn.ReLU())]), batches).run()
+    >>> PlainCall(Engine([nn.Sequential(nn.Flatten()), nn.Sequential(nn.ReLU())]), batches).run()
     >>> gather(batches).shape
     torch.Size([4, 2])
 
@@ -138,7 +138,7 @@ class Pipeline(Run):
         """Run the cells on their workers, each as soon as its predecessors are done."""
         engine = self._engine
         devices = tuple([partition.device for partition in engine.partitions])
-        plan = Plan.of_forward(start, stop, devices)
+        plan = WorkerPlan.of_forward(start, stop, devices)
         self._as_worker(partial(interpret, plan, self._act, engine.workers, self._act_here),
                         self._share)
 

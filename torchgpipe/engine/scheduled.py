@@ -37,7 +37,7 @@ from torchgpipe.engine.partition import Engine, Partition
 from torchgpipe.engine.run import Run
 from torchgpipe.engine.streams import (CPUStream, Wait, copy_tensor, no_context, use_stream,
                                        wait_stream)
-from torchgpipe.engine.workers import Plan, interpret
+from torchgpipe.engine.workers import WorkerPlan, interpret
 from torchgpipe.schedule.schedule import Action
 from torchgpipe.skip.transfer import Skip
 
@@ -184,9 +184,10 @@ class Step(Run):
         engine = self._engine
         # Whether user code may see when cells run, even if they do not draw.
         all_ordered = engine.one_worker or self._state.is_serialized
-        plan = Plan.of(self._rows, tuple([partition.device for partition in engine.partitions]),
-                       frozenset([j for j, partition in enumerate(engine.partitions)
-                                  if all_ordered or partition.serialized or self._may_draw(j)]))
+        ordered = frozenset([j for j, partition in enumerate(engine.partitions)
+                             if all_ordered or partition.serialized or self._may_draw(j)])
+        devices = tuple([partition.device for partition in engine.partitions])
+        plan = WorkerPlan.of(self._rows, devices, ordered)
         run = self._act if engine.observer is None else partial(engine.observer.act, self._act)
         watch = None if plan.in_order else Unordered(engine, self._rows)
         with substituted(self._put_leaves(engine.partitions)):

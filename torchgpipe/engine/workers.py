@@ -7,9 +7,9 @@
 
 A worker holds a tensor only while it computes. Between tasks its frame refers only to its queue.
 
-A :class:`Plan` has the actions of each worker, and :func:`interpret` runs them. An action starts
-as soon as its predecessors are done. After an action, its worker sends a message to each worker
-that waits for it::
+A :class:`WorkerPlan` has the actions of each worker, and :func:`interpret` runs them. An action
+starts as soon as its predecessors are done. After an action, its worker sends a message to each
+worker that waits for it::
 
     worker 0    0F0 ──▶ 0F1 ──────────▶ 0B0 ──▶ 0B1
                  │        │               ▲       ▲
@@ -30,7 +30,7 @@ from torchgpipe.engine.streams import AbstractStream, get_device, new_stream
 from torchgpipe.schedule.generators import forward_order
 from torchgpipe.schedule.schedule import Action, Grid, by_step, steps, waits_for
 
-__all__ = ['Future', 'Plan', 'Workers', 'device_key', 'interpret']
+__all__ = ['Future', 'WorkerPlan', 'Workers', 'device_key', 'interpret']
 
 T = TypeVar('T')
 
@@ -202,7 +202,7 @@ def _stop(workers: dict[tuple[str, int], Worker], lock: Any) -> None:
 # Plans: the order of actions on the workers.
 
 
-class Plan(NamedTuple):
+class WorkerPlan(NamedTuple):
     """The actions of each worker, and their predecessors.
 
     Args:
@@ -223,7 +223,7 @@ class Plan(NamedTuple):
 
     @staticmethod
     @lru_cache(maxsize=32)
-    def of_forward(start: int, stop: int, devices: tuple[torch.device, ...]) -> 'Plan':
+    def of_forward(start: int, stop: int, devices: tuple[torch.device, ...]) -> 'WorkerPlan':
         """Return the plan of the plain call: micro-batches pass through partitions in order.
 
         Args:
@@ -237,7 +237,7 @@ class Plan(NamedTuple):
     @staticmethod
     @lru_cache(maxsize=32)
     def of(rows: tuple[tuple[Action, ...], ...], devices: tuple[torch.device, ...],
-           ordered: frozenset[int]) -> 'Plan':
+           ordered: frozenset[int]) -> 'WorkerPlan':
         """Return the plan of a schedule.
 
         Args:
@@ -251,7 +251,7 @@ class Plan(NamedTuple):
 
 
 def _plan(grid: Grid, devices: Sequence[torch.device], pairs: Iterable[tuple[Action, Action]]
-          ) -> Plan:
+          ) -> WorkerPlan:
     """Return a plan of a schedule's steps and of pairs whose second action waits for the first."""
     merged: dict[Hashable, tuple[torch.device, list[Action]]] = {}
     owners: dict[Action, Hashable] = {}
@@ -268,7 +268,7 @@ def _plan(grid: Grid, devices: Sequence[torch.device], pairs: Iterable[tuple[Act
         before -= {each for each in before if owners[each] == owners[action]}
         for each in before:
             tells[each].add(owners[action])
-    return Plan(merged, waits, tells, order, device_key(devices[-1]))
+    return WorkerPlan(merged, waits, tells, order, device_key(devices[-1]))
 
 
 def _in_order(rows: Sequence[Sequence[Action]], ordered: frozenset[int]
@@ -316,7 +316,7 @@ class _Shared(NamedTuple):
         return self.first_failure()[0] < number
 
 
-def interpret(plan: Plan, run: Callable[[Action], None], workers: Workers,
+def interpret(plan: WorkerPlan, run: Callable[[Action], None], workers: Workers,
               run_here: Callable[[Action], None] | None = None) -> None:
     """Run the actions of a plan.
 
@@ -359,7 +359,7 @@ def interpret(plan: Plan, run: Callable[[Action], None], workers: Workers,
             shared.errors.clear()
 
 
-def _follow(plan: Plan, key: Hashable, row: Sequence[Action], run: Callable[[Action], None],
+def _follow(plan: WorkerPlan, key: Hashable, row: Sequence[Action], run: Callable[[Action], None],
             shared: _Shared) -> None:
     """Run the actions of one worker."""
     get = shared.queues[key].get

@@ -13,7 +13,7 @@ from torch import nn
 from torchgpipe.base.context import ThreadState
 from torchgpipe.engine.microbatches import Batch as EngineBatch
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.plain_call import Pipeline as EnginePipeline
+from torchgpipe.engine.plain_call import PlainCall
 from torchgpipe.engine.streams import AbstractStream, use_stream
 from torchgpipe.engine.workers import device_key
 from torchgpipe.legacy.microbatch import Batch, check, gather, scatter
@@ -31,7 +31,7 @@ InQueue = SimpleQueue['Task | None']
 OutQueue = SimpleQueue[Result]
 
 
-class Pipeline(EnginePipeline):
+class Pipeline(PlainCall):
     """One pass of micro-batches through partitions (Huang et al., "GPipe", 2019).
 
     >>> from torchgpipe.microbatch import gather, scatter

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
-from torchgpipe.engine.plain_call import Pipeline
+from torchgpipe.engine.plain_call import PlainCall
 from torchgpipe.engine.streams import current_stream
 
 __all__ = ['without']
@@ -27,7 +27,7 @@ def without(off: Collection[str]) -> Iterator[None]:
     with ExitStack() as stack:
         if 'dependency' in off:
             never = property(lambda self: False, lambda self, value: None)
-            stack.enter_context(patch.object(Pipeline, '_orders', never, create=True))
+            stack.enter_context(patch.object(PlainCall, '_orders', never, create=True))
         if 'streams' in off:
             stack.enter_context(patch('torchgpipe.engine.workers.new_stream', current_stream))
         yield

@@ -14,7 +14,7 @@ from torchgpipe.base.context import generator_lock
 from torchgpipe.engine.checkpoint.random import DrawMonitor, Draws, Recorder
 from torchgpipe.engine.microbatches import cut
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.plain_call import Pipeline
+from torchgpipe.engine.plain_call import PlainCall
 
 cpu = torch.device('cpu')
 
@@ -116,8 +116,8 @@ def test_a_recorder_is_let_go_of_when_it_has_recorded():
 def test_no_cell_runs_beside_one_that_draws(before, after, expected, monkeypatch):
     """It could begin to draw, and the generator would not tell."""
     partitions = [nn.Sequential(nn.Identity()), nn.Sequential(nn.Identity())]
-    pipeline, log = Pipeline(Engine(partitions, [cpu, torch.device('cpu:1')]),
-                             cut(torch.ones(3, 2), 3)[0]), []
+    pipeline, log = PlainCall(Engine(partitions, [cpu, torch.device('cpu:1')]),
+                              cut(torch.ones(3, 2), 3)[0]), []
 
     def note(how, *which):
         log.append((how, *which))

@@ -11,9 +11,10 @@ Cells without copies share one state, as long as no parameter is written to. Att
 they are simple values such as numbers, tensors, or Python's containers of any nesting. Other
 objects in a container are kept as items, but not their state.
 
-A module does not show which tensors its forward will write to. So :class:`Watch`, a dispatch mode,
-watches the first cell of a partition in each mode, and :class:`Observed` keeps the results. Later
-cells only save the generators that these layers use, and copy the tensors that they write to.
+A module does not show which tensors its forward will write to. So :class:`LayerRecorder`, a dispatch
+mode, watches the first cell of a partition in each mode, and :class:`Observed` keeps the results.
+Later cells only save the generators that these layers use, and copy the tensors that they write
+to.
 
 [Note: Tensors compared by version]
 An optimizer writes to parameters while the graph is still alive. Copies of them would copy the
@@ -53,8 +54,8 @@ from torchgpipe.base.structure import (Memories, Slot, copy_of, is_plain, size_o
 from torchgpipe.engine.checkpoint.random import Recorder, operation_of
 from torchgpipe.engine.streams import no_context
 
-__all__ = ['Attributes', 'CellState', 'Layers', 'OWN', 'Observed', 'SIMPLE', 'Swap', 'Watch',
-           'are_same', 'attributes_of', 'contents_of', 'copy_of_container', 'entry',
+__all__ = ['Attributes', 'CellState', 'LayerRecorder', 'Layers', 'OWN', 'Observed', 'SIMPLE',
+           'Swap', 'are_same', 'attributes_of', 'contents_of', 'copy_of_container', 'entry',
            'may_be_mutated', 'run_on', 'state_of', 'substituted', 'with_grad']
 
 #: Attributes of a module that are handled separately.
@@ -234,7 +235,7 @@ class Observed:
         self.watched = False
 
 
-class Watch(Recorder):
+class LayerRecorder(Recorder):
     """A recorder that also detects changes of a cell's layers.
 
     It copies parameters and buffers before the first write to them.
@@ -338,7 +339,7 @@ class Layers:
         #: The hooks of modules at the end of the first cell.
         self.hooks: dict[nn.Module, dict[str, Any]] = {}
 
-    def find(self, watch: Watch | None) -> 'CellState':
+    def find(self, watch: LayerRecorder | None) -> 'CellState':
         """Return the present state of the layers, at the start of a cell.
 
         Args:
@@ -359,7 +360,7 @@ class Layers:
         state.versions = versions(state.told)
         return state
 
-    def end(self, state: 'CellState', watch: Watch | None) -> 'CellState':
+    def end(self, state: 'CellState', watch: LayerRecorder | None) -> 'CellState':
         """Return the state, updated by the changes of the first pass."""
         if not self.hooks:  # at this time, because a hook may remove itself
             # Not as a dict, because the handle of a hook has a weak reference to its dictionary.
