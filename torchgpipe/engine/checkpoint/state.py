@@ -11,10 +11,10 @@ Cells without copies share one state, as long as no parameter is written to. Att
 they are simple values such as numbers, tensors, or Python's containers of any nesting. Other
 objects in a container are kept as items, but not their state.
 
-A module does not show which tensors its forward will write to. So :class:`LayerRecorder`, a dispatch
-mode, watches the first cell of a partition in each mode, and :class:`Observed` keeps the results.
-Later cells only save the generators that these layers use, and copy the tensors that they write
-to.
+A module does not show which tensors its forward will write to. So a dispatch mode,
+:class:`LayerRecorder`, watches the first cell of a partition in each mode, and :class:`Observed`
+keeps the results. Later cells only save the generators that these layers use, and copy the tensors
+that they write to.
 
 [Note: Tensors compared by version]
 An optimizer writes to parameters while the graph is still alive. Copies of them would copy the
