@@ -24,7 +24,7 @@ from torchgpipe.base.private import hooks_of, uncompiled
 from torchgpipe.base.settings import (Checkpoint, Settings, checkpoint_stops, parse_checkpoint,
                                       stops_of_mode)
 from torchgpipe.base.structure import Arguments, Value, flatten_nested
-from torchgpipe.engine.microbatches import (Batch, check_arguments, check_rules, cut, fit_rule,
+from torchgpipe.engine.microbatches import (Chunk, check_arguments, check_rules, cut, fit_rule,
                                             gather, value_of)
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.plain_call import PlainCall
@@ -467,7 +467,7 @@ class GPipe(PipelineModule):
             self._engine = Engine([*partitions], self.devices)
         return self._engine
 
-    def _cut(self, input: Value) -> tuple[list[Batch], list[int], Any, dict[str, Any]]:
+    def _cut(self, input: Value) -> tuple[list[Chunk], list[int], Any, dict[str, Any]]:
         """Return the micro-batches of an input, their sizes, what gathers, and their options."""
         if isinstance(input, Arguments):
             check_arguments(self._names[0], self[0], input)

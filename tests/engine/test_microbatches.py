@@ -7,14 +7,14 @@ import torch
 from tests.cases import cases
 from torchgpipe import Arguments, NoChunk
 from torchgpipe.base.structure import flatten
-from torchgpipe.engine.microbatches import Batch, check_rule, cut, gather, value_of
+from torchgpipe.engine.microbatches import Chunk, check_rule, cut, gather, value_of
 
 JAGGED = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
 
 
 def batch_of(value):
     """Return a value as a micro-batch."""
-    return Batch(*flatten(value))
+    return Chunk(*flatten(value))
 
 
 def scatter(input, chunks, rule=0):

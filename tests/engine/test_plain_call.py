@@ -9,7 +9,7 @@ from tests.devices import cpu_only, cpus, devices, one_worker
 from tests.helpers import Spy, in_a_new_thread, modes, nodes
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.base.structure import bare
-from torchgpipe.engine.microbatches import Batch
+from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.engine.plain_call import PlainCall
 from torchgpipe.engine.streams import Tie
 from torchgpipe.engine.workers import WorkerPlan
@@ -130,7 +130,7 @@ def test_backward_takes_the_last_micro_batch_first(devices, mode, loss):
     gpipe = GPipe(nn.Sequential(*[Noted(log, j) for j in range(3)]), [1] * 3, devices=devices(3))
     checkpoint_stop = {'always': 3, 'except_last': 2, 'never': 0}[mode]
     for _ in range(5):
-        batches = [Batch((torch.rand(i + 1, 2, device=devices.first),), bare) for i in range(3)]
+        batches = [Chunk((torch.rand(i + 1, 2, device=devices.first),), bare) for i in range(3)]
         PlainCall(gpipe._running_engine(), batches, [checkpoint_stop] * 3).run()
         loss([batch.value for batch in batches]).backward()
         for j in range(3):
@@ -154,7 +154,7 @@ def test_an_output_has_an_edge_to_that_of_the_micro_batch_before(devices, mode):
         return look
 
     model = nn.Sequential(*[nn.Sequential(Spy(see(j)), nn.Linear(2, 2)) for j in range(3)])
-    batches = [Batch((torch.rand(i + 1, 2, device=devices.first),), bare) for i in range(3)]
+    batches = [Chunk((torch.rand(i + 1, 2, device=devices.first),), bare) for i in range(3)]
     checkpoint_stop = {'always': 3, 'except_last': 2, 'never': 0}[mode]
     gpipe = GPipe(model, [1] * 3, devices=devices(3))
     PlainCall(gpipe._running_engine(), batches, [checkpoint_stop] * 3).run()

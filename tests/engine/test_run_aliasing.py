@@ -10,7 +10,7 @@ from tests.engine.steps import loss_of
 from tests.helpers import Layer, assert_same, gradients, memory_of
 from tests.skip.layers import Pop
 from torchgpipe import Arguments, GPipe, NoChunk
-from torchgpipe.engine.microbatches import Batch
+from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.engine.run import Aliasing
 from torchgpipe.skip import skippable, stash
 
@@ -31,7 +31,7 @@ class Way:
     """The way of micro-batch 0 through cells, as a run leads it."""
 
     def __init__(self, shared=(), several=True):
-        self.aliasing = Aliasing([Batch((torch.ones(1), *shared), tuple)] * (1 + several),
+        self.aliasing = Aliasing([Chunk((torch.ones(1), *shared), tuple)] * (1 + several),
                                  range(1, 1 + len(shared)))
         self.j = 0
 

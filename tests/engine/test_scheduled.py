@@ -14,7 +14,7 @@ from tests.skip.layers import Pop, Stash
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.base.structure import bare, leaves_of
 from torchgpipe.engine.gradients import Leaves
-from torchgpipe.engine.microbatches import Batch
+from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.engine.run import Aliasing
 from torchgpipe.engine.workers import _in_order
 from torchgpipe.schedule import make
@@ -278,7 +278,7 @@ def test_what_does_not_change_or_is_another_one_each_time_may_be_handed_on(devic
 
 
 def test_another_tensor_may_have_the_number_of_one_that_is_gone():
-    aliasing = Aliasing([Batch((torch.ones(1),), bare)] * 2, [])
+    aliasing = Aliasing([Chunk((torch.ones(1),), bare)] * 2, [])
     for k in range(100):
         x = torch.zeros(2)
         if k % 2:

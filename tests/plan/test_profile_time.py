@@ -10,7 +10,7 @@ from tests.devices import cpu_only
 from tests.plan.models import frozen
 from torchgpipe.balance import balance_by_time, profile
 from torchgpipe.base.structure import bare
-from torchgpipe.engine.microbatches import Batch
+from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.plan.profile import profile_bytes
 
 pytestmark = cpu_only('the clock that a test moves is that of the host')
@@ -86,7 +86,7 @@ def test_halves_of_backward(clock):
 
 
 def test_no_halves_without_times():
-    layer, = profile_bytes(nn.Sequential(nn.Linear(4, 4)), Batch((torch.rand(8, 4),), bare), 8,
+    layer, = profile_bytes(nn.Sequential(nn.Linear(4, 4)), Chunk((torch.rand(8, 4),), bare), 8,
                            'cpu').layers
     assert (layer.input_share, layer.weight_share) == (None, None)
 

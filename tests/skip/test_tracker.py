@@ -9,11 +9,11 @@ from tests.devices import one_worker
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe
 from torchgpipe.base.structure import bare
-from torchgpipe.engine.microbatches import Batch
+from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.engine.streams import CPUStream
 from torchgpipe.skip.tracker import SkipTracker, current_skip_tracker, use_skip_tracker
 
-batch = Batch((torch.ones(1),), bare)
+batch = Chunk((torch.ones(1),), bare)
 
 
 def test_each_thread_has_a_plain_tracker_of_its_own():

@@ -25,7 +25,7 @@ from torchgpipe.distributed.agreement import Facts, digest, digests
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.distributed.reduction import Gradients, added
 from torchgpipe.distributed.transport import Evaluation, Header, Messages, Training, Way
-from torchgpipe.engine.microbatches import Batch, check_arguments, cut, fit_rule, gather
+from torchgpipe.engine.microbatches import Chunk, check_arguments, cut, fit_rule, gather
 from torchgpipe.engine.run import Run
 from torchgpipe.gpipe import PipelineModule
 from torchgpipe.schedule import Action, Schedule
@@ -57,7 +57,7 @@ class _Start(NamedTuple):
         counts: The counts of functions of ``gather``, on ranks with the first stage.
     """
 
-    batches: list[Batch]
+    batches: list[Chunk]
     sizes: list[int]
     common: list[int]
     kind: Any
@@ -205,7 +205,7 @@ class Steps:
                                f'from a checkpoint. It had raised {self._failed}')
         rank, model = self._rank, self._model
         rank.draw_alike()
-        cuts: list[tuple[list[Batch], list[int], list[int]]] = []
+        cuts: list[tuple[list[Chunk], list[int], list[int]]] = []
         counts: list[Any] = []
         schedule: list[Any] = []
         autocast = ThreadState.capture().autocast
@@ -240,7 +240,7 @@ class Steps:
             precision = rank.replicas.precision
             if precision.param_dtype is not None and precision.cast_forward_inputs:
                 cast: dict[int, Tensor] = {}  # A shared tensor stays one.
-                batches[:] = [Batch(tuple([
+                batches[:] = [Chunk(tuple([
                     cast.setdefault(id(x), _cast(x, precision.param_dtype))
                     for x in batch.tensors]), batch.kind) for batch in batches]
             counts[:] = counts_of(model.gather, batches) if gathers else []
@@ -259,7 +259,7 @@ class Steps:
         own = [said[each]._replace(numbers=(0, 0, 0), given=0) for each in rank.pipe.ranks]
         first = said[rank.ranks[0]]
         sizes = [first.size // first.m + (i < first.size % first.m) for i in range(first.m)]
-        batches, _, common = cuts[0] if cuts else ([Batch((), tuple) for _ in sizes], sizes, [])
+        batches, _, common = cuts[0] if cuts else ([Chunk((), tuple) for _ in sizes], sizes, [])
         return _Start(batches, sizes, common, (what, *own), schedule[0], counts)
 
     def _is_due(self, what: str) -> bool:
@@ -275,7 +275,7 @@ class Steps:
         self._rank.replicas.looks = self._due
         return self._due
 
-    def _given(self, batches: Sequence[Batch]) -> int:
+    def _given(self, batches: Sequence[Chunk]) -> int:
         """Return a number for the samples of this rank, if other ranks share them; 0 otherwise."""
         if self._rank.tensor.group is None or not batches:
             return 0

@@ -40,7 +40,7 @@ from torchgpipe.distributed.reduction import Replicas
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.gradients import Leaves
-from torchgpipe.engine.microbatches import Batch
+from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run
 from torchgpipe.engine.scheduled import Loss, Step
@@ -259,7 +259,7 @@ def _cell_of(action: Action, stage: int) -> tuple[int, bool, int]:
 class _OnRanks(Run):
     """A run in which other ranks have some of the stages."""
 
-    def __init__(self, engine: Engine, batches: list[Batch], way: Way, *args: Any, **options: Any
+    def __init__(self, engine: Engine, batches: list[Chunk], way: Way, *args: Any, **options: Any
                  ) -> None:
         super().__init__(engine, batches, *args, **options)
         self._way = way
@@ -318,7 +318,7 @@ class _OnRanks(Run):
         if size:
             kind = None if batch.kind is bare else batch.kind
             varies = kind is not None and _has_numbers(batch.value)
-            self._batches[i] = Batch((), tuple)  # The batch can be freed when it is sent.
+            self._batches[i] = Chunk((), tuple)  # The batch can be freed when it is sent.
         aliased = self._aliased[i, j]
         outlines = tuple([outline(k, x, aliased[k], self.aliasing.is_common(i, x))
                           for k, x in zip(numbers, tensors)])
@@ -336,7 +336,7 @@ class _OnRanks(Run):
                              {key for key, k in zip(keys, header.skips)
                               if k is not None and header.outlines[k].common})
         if header.size:
-            self._batches[i] = Batch(tuple(tensors[:header.size]),
+            self._batches[i] = Chunk(tuple(tensors[:header.size]),
                                      bare if header.kind is None else header.kind)
         for key, k in zip(keys, header.skips):
             self._skips[i][key] = Skip(None) if k is None else Skip(
@@ -364,7 +364,7 @@ class Training(_OnRanks, Step):
         options: The options of :class:`~torchgpipe.engine.run.Run`.
     """
 
-    def __init__(self, engine: Engine, batches: list[Batch], way: Way, loss: Loss,
+    def __init__(self, engine: Engine, batches: list[Chunk], way: Way, loss: Loss,
                  dtype: Any = None, **options: Any) -> None:
         own = tuple([each for each in way.row if isinstance(each, Action)])
         super().__init__(engine, batches, way, (own,), loss, **options)

@@ -22,17 +22,17 @@ from torch import Tensor, nn
 from torchgpipe.base.structure import (Arguments, Kind, Leaf, Path, Repeated, Tensors, bare,
                                        flatten_nested, is_among, leaves_of, once, path_name)
 
-__all__ = ['Batch', 'DEFAULT', 'REDUCTIONS', 'check_arguments', 'check_rule', 'check_rules',
+__all__ = ['Chunk', 'DEFAULT', 'REDUCTIONS', 'check_arguments', 'check_rule', 'check_rules',
            'cut', 'fit_rule', 'gather', 'look_up', 'value_of']
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class Chunk:
     """One micro-batch.
 
     >>> import torch
     >>> from torchgpipe.base.structure import flatten
-    >>> batch = Batch(*flatten((torch.zeros(2, 3), None)))
+    >>> batch = Chunk(*flatten((torch.zeros(2, 3), None)))
     >>> len(batch.tensors), batch.value[0].shape
     (1, torch.Size([2, 3]))
 
@@ -51,7 +51,7 @@ class Batch:
 
 
 def cut(input: Any, chunks: int, batch_dim: Any = 0, what: str = 'input'
-        ) -> tuple[list[Batch], list[int], list[int]]:
+        ) -> tuple[list[Chunk], list[int], list[int]]:
     """Split a mini-batch along its batch dimension.
 
     >>> import torch
@@ -85,9 +85,9 @@ def cut(input: Any, chunks: int, batch_dim: Any = 0, what: str = 'input'
     sizes = [size // m + (i < size % m) for i in range(m)]
     shared = [k for k, dim in enumerate(dims) if dim is None]
     if m == 1:
-        return [Batch(tensors, kind)], sizes, shared
+        return [Chunk(tensors, kind)], sizes, shared
     parts = [(x,) * m if dim is None else x.split(sizes, dim) for x, dim in zip(tensors, dims)]
-    return [Batch(xs, kind) for xs in zip(*parts)], sizes, shared
+    return [Chunk(xs, kind) for xs in zip(*parts)], sizes, shared
 
 
 def _read(input: Any, batch_dim: Any) -> tuple[Tensors, Kind, list[int | None]]:
@@ -299,12 +299,12 @@ def check_rules(batch_dim: Any, gather: Any) -> None:
                          'dimension, or those of parts: batch_dim={\'table\': None}')
 
 
-def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: Any = None,
+def gather(batches: Sequence[Chunk], sizes: Sequence[int] | None = None, rule: Any = None,
            batch_dim: Any = 0, shared: Sequence[Tensor] = ()) -> Any:
     """Gather micro-batches into one value.
 
     >>> import torch
-    >>> gather([Batch((torch.zeros(2, 3),), bare), Batch((torch.ones(1, 3),), bare)]).shape
+    >>> gather([Chunk((torch.zeros(2, 3),), bare), Chunk((torch.ones(1, 3),), bare)]).shape
     torch.Size([3, 3])
 
     Args:
@@ -347,13 +347,13 @@ def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: A
     return first.kind(found)
 
 
-def _spread(batch: Batch) -> Batch:
+def _spread(batch: Chunk) -> Chunk:
     """Return a batch with a tensor for each place of the value."""
     kind = batch.kind
-    return Batch(kind.spread(batch.tensors), kind.kind) if isinstance(kind, Repeated) else batch
+    return Chunk(kind.spread(batch.tensors), kind.kind) if isinstance(kind, Repeated) else batch
 
 
-def _outline(batch: Batch) -> str:
+def _outline(batch: Chunk) -> str:
     """Format a value, with shapes in place of its tensors."""
     return repr(batch.kind([tuple(x.shape) for x in batch.tensors]))  # type: ignore[misc]
 

@@ -78,7 +78,7 @@ from torchgpipe.base.context import context
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.random import DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
-from torchgpipe.engine.microbatches import Batch
+from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run
 from torchgpipe.engine.streams import (AbstractStream, Copy, Recompute, Wait, find_grad, fork,
@@ -107,7 +107,7 @@ class PlainCall(Run):
         options: The options of :class:`~torchgpipe.engine.run.Run`.
     """
 
-    def __init__(self, engine: Engine, batches: list[Batch], *args: Any, **options: Any) -> None:
+    def __init__(self, engine: Engine, batches: list[Chunk], *args: Any, **options: Any) -> None:
         super().__init__(engine, batches, *args, **options)
         #: Whether there are edges of order.
         self._orders = self._state.grad and len(batches) > 1 and not self._state.transformed

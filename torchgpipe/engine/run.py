@@ -45,7 +45,7 @@ from torchgpipe.engine.cell import Cell, Cells
 from torchgpipe.engine.checkpoint.random import DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.compiled import part_contexts
-from torchgpipe.engine.microbatches import Batch
+from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.engine.partition import Engine, Partition
 from torchgpipe.engine.shared import SharedTensors
 from torchgpipe.engine.streams import AbstractStream, CPUStream, current_stream, no_context
@@ -84,7 +84,7 @@ class Aliasing:
         transformed: Whether a transform of ``torch.func`` is active.
     """
 
-    def __init__(self, batches: Sequence[Batch], common: Sequence[int],
+    def __init__(self, batches: Sequence[Chunk], common: Sequence[int],
                  transformed: bool = False) -> None:
         self._several = len(batches) > 1
         #: Whether to check outputs. Tensors of a ``torch.func`` transform do not have a memory.
@@ -291,7 +291,7 @@ class Run:
     #: Whether the run includes backward, so that cells may replace parameters of modules.
     has_backward = False
 
-    def __init__(self, engine: Engine, batches: list[Batch], checkpoint_stops: Sequence[int] = (),
+    def __init__(self, engine: Engine, batches: list[Chunk], checkpoint_stops: Sequence[int] = (),
                  copy_streams: Sequence[Sequence[AbstractStream]] | None = None,
                  common: Sequence[int] = (), offload: bool = False) -> None:
         self._engine = engine
@@ -432,4 +432,4 @@ class Run:
         number = len(output) - len(cell.stashed)
         if outgoing := self._engine.partitions[j].outgoing:
             keep(self._skips[i], outgoing, j, cell.stashed, output)
-        self._batches[i] = Batch(tuple(output[:number]), cell.kind)
+        self._batches[i] = Chunk(tuple(output[:number]), cell.kind)

@@ -32,7 +32,7 @@ from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.checkpoint.state import Swap, are_same, state_of, substituted
 from torchgpipe.engine.compiled import has_compiled
 from torchgpipe.engine.gradients import DeferredWork, Leaves, edge_of, give, leaf_of, within
-from torchgpipe.engine.microbatches import Batch
+from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.engine.partition import Engine, Partition
 from torchgpipe.engine.run import Run
 from torchgpipe.engine.streams import (CPUStream, Wait, copy_tensor, no_context, use_stream,
@@ -127,7 +127,7 @@ class Step(Run):
     has_backward = True
     _give = staticmethod(give)
 
-    def __init__(self, engine: Engine, batches: list[Batch], rows: tuple[tuple[Action, ...], ...],
+    def __init__(self, engine: Engine, batches: list[Chunk], rows: tuple[tuple[Action, ...], ...],
                  loss: Loss, **options: Any) -> None:
         super().__init__(engine, batches, **options)
         self._losses = loss
@@ -148,7 +148,7 @@ class Step(Run):
         self._steps = together(engine.step_lock, step_lock(modules)) if modules \
             else engine.step_lock
         self._input = [batch.tensors for batch in batches]
-        batches[:] = [Batch(tuple(map(leaf_of, batch.tensors)), batch.kind)
+        batches[:] = [Chunk(tuple(map(leaf_of, batch.tensors)), batch.kind)
                       for batch in batches]
         #: Graphs, gradients and recomputations, by micro-batch and partition.
         self._graphs: dict[tuple[int, int], _Graph] = {}

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from torchgpipe.base.structure import Function, Kind, Tensors, bare, flatten
 from torchgpipe.engine.cell import result_of
-from torchgpipe.engine.microbatches import Batch as EngineBatch
-from torchgpipe.engine.microbatches import cut
+from torchgpipe.engine.microbatches import Chunk, cut
 from torchgpipe.engine.microbatches import gather as engine_gather
 from torchgpipe.engine.streams import find_grad
 
@@ -157,7 +156,7 @@ def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: A
     >>> gather([Batch(torch.zeros(2, 3)), Batch(torch.ones(1, 3))]).shape
     torch.Size([3, 3])
     """
-    return engine_gather([EngineBatch(tuple(batch), batch.kind) for batch in batches],
+    return engine_gather([Chunk(tuple(batch), batch.kind) for batch in batches],
                          sizes, rule, batch_dim, shared)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchgpipe.base.context import ThreadState
-from torchgpipe.engine.microbatches import Batch as EngineBatch
+from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.plain_call import PlainCall
 from torchgpipe.engine.streams import AbstractStream, use_stream
@@ -58,7 +58,7 @@ class Pipeline(PlainCall):
                  skip_layout: SkipLayout | None = None, checkpoint_stop: int = 0) -> None:
         engine = Engine(partitions, devices, skip_layout)
         self._given = batches
-        super().__init__(engine, [EngineBatch(tuple(batch), batch.kind) for batch in batches],
+        super().__init__(engine, [Chunk(tuple(batch), batch.kind) for batch in batches],
                          [checkpoint_stop] * len(engine.partitions), copy_streams)
 
     def run(self) -> None:

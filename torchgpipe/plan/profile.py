@@ -41,7 +41,7 @@ from torchgpipe.base.structure import Value, call, flatten, size_of
 from torchgpipe.engine.checkpoint.state import substituted
 from torchgpipe.engine.compiled import has_compiled
 from torchgpipe.engine.gradients import DeferredWork, Leaves
-from torchgpipe.engine.microbatches import Batch, cut, fit_rule
+from torchgpipe.engine.microbatches import Chunk, cut, fit_rule
 from torchgpipe.engine.split import verify_module
 from torchgpipe.engine.streams import get_phony, graph_leaves, join, use_device
 from torchgpipe.plan.balance import Profile
@@ -91,7 +91,7 @@ class _Saved:
 class Flow:
     """What goes from layer to layer: the batch, and skips that have been stashed."""
 
-    def __init__(self, sample: Batch, device: torch.device, size: int) -> None:
+    def __init__(self, sample: Chunk, device: torch.device, size: int) -> None:
         with torch.inference_mode(False):
             self.values = [LayerInput(x.detach().to(device).clone(), x.requires_grad,
                                       ResultMemory(None, size_of(x))) for x in sample.tensors]
@@ -128,18 +128,18 @@ class Measurement:
         self.buffer_bytes = sum(map(size_of, self.module.buffers()))
         del self.module, self.inputs, self.pops
 
-    def _start(self) -> tuple[Batch, SkipTracker]:
+    def _start(self) -> tuple[Chunk, SkipTracker]:
         tensors = tuple(value.fresh() for value in self.inputs)
         tracker = SkipTracker()
         for key, (_, value) in self.pops.items():
             tracker.tensors[key] = None if value is None else value.fresh()
-        return Batch(tensors, self.kind), tracker
+        return Chunk(tensors, self.kind), tracker
 
-    def _forward(self, input: Batch, tracker: SkipTracker) -> Batch:
+    def _forward(self, input: Chunk, tracker: SkipTracker) -> Chunk:
         with use_skip_tracker(tracker):
-            return Batch(*flatten(call(self.module, input.value)))
+            return Chunk(*flatten(call(self.module, input.value)))
 
-    def _results(self, output: Batch, tracker: SkipTracker) -> list[Tensor]:
+    def _results(self, output: Chunk, tracker: SkipTracker) -> list[Tensor]:
         """Return all that the layer gave: outputs, and what it stashed."""
         stashed = [tracker.tensors[key] for key in self.stashes]
         return [*output.tensors, *(x for x in stashed if x is not None)]
@@ -155,7 +155,7 @@ class Measurement:
         forward = time.perf_counter() - start
         return forward, self._backward(output, tracker)
 
-    def _backward(self, output: Batch, tracker: SkipTracker) -> float:
+    def _backward(self, output: Chunk, tracker: SkipTracker) -> float:
         roots = [x for x in self._results(output, tracker) if x.requires_grad]
         grads = [torch.ones_like(x) for x in roots]
         synchronize([self.flow.device])
@@ -228,7 +228,7 @@ class Measurement:
             memory.kept = True
         self._inner_bytes = sum(x.nbytes() for x in alive - known.keys() - own)
 
-    def _forward_results(self, output: Batch, tracker: SkipTracker,
+    def _forward_results(self, output: Chunk, tracker: SkipTracker,
                          known: dict[Any, ResultMemory], own: set[Any]) -> None:
         def value(x: Tensor) -> LayerInput:
             storage = x.untyped_storage()
@@ -309,7 +309,7 @@ def profile(module: nn.Sequential, sample: Value, *, device: Device | None = Non
     return _measure(module, samples, resolved, timeout)
 
 
-def profile_bytes(module: nn.Sequential, sample: Batch, size: int, device: Device | None
+def profile_bytes(module: nn.Sequential, sample: Chunk, size: int, device: Device | None
                   ) -> Profile:
     """Measure memory only; on the ``meta`` device too, where there is none."""
     return _measure(module, [(sample, size)], _take_device(device), None)
@@ -392,7 +392,7 @@ def _take_device(device: Device | None) -> torch.device:
                          "is, as in device='cpu'") from None
 
 
-def _check(module: nn.Sequential, sample: Batch, device: torch.device) -> None:
+def _check(module: nn.Sequential, sample: Chunk, device: torch.device) -> None:
     verify_skippables(module)
     if has_data(device) and any(x.is_meta for x in sample.tensors):
         raise ValueError(f"the sample is on 'meta', without data to run the layers on '{device}'")
@@ -402,7 +402,7 @@ def _check(module: nn.Sequential, sample: Batch, device: torch.device) -> None:
                              'training, or after module.zero_grad(set_to_none=True)')
 
 
-def _measure(module: nn.Sequential, samples: list[tuple[Batch, int]], device: torch.device,
+def _measure(module: nn.Sequential, samples: list[tuple[Chunk, int]], device: torch.device,
              timeout: float | None) -> Profile:
     sample, size = samples[0]
     _check(module, sample, device)

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torchgpipe.base.distance import (apart, arbitrary_loss, default_tolerance, distance, is_real,
                                       rounding, together)
 from torchgpipe.base.structure import Path, call, flatten, flatten_nested, leaves_of, path_name
-from torchgpipe.engine.microbatches import DEFAULT, Batch, gather, look_up
+from torchgpipe.engine.microbatches import DEFAULT, Chunk, gather, look_up
 from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers, without_grad
 from torchgpipe.sequential.parts import Converted, original_names
 from torchgpipe.sequential.patches import one_at_a_time
@@ -301,7 +301,7 @@ def _compare_halves(whole: NamedTensors, halves: Sequence[NamedTensors], sizes: 
     joined = {}
     for name, rule in rules.items():
         if rule != 'stack':  # which keeps numbers of micro-batches apart
-            batches = [Batch(*flatten({name: outputs[name]})) for outputs in halves]
+            batches = [Chunk(*flatten({name: outputs[name]})) for outputs in halves]
             joined[name] = gather(batches, sizes, {name: rule})[name]
     others, *parts = ({name: x for name, x in outputs.items() if name not in rules}
                       for outputs in (whole, *halves))

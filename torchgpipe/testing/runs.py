@@ -21,7 +21,7 @@ from torchgpipe.base.distance import default_tolerance, is_real
 from torchgpipe.base.errors import add_note
 from torchgpipe.base.structure import call, flatten, flatten_nested, is_among, leaves_of, path_name
 from torchgpipe.batchnorm import DeferredBatchNorm
-from torchgpipe.engine.microbatches import Batch, cut, gather
+from torchgpipe.engine.microbatches import Chunk, cut, gather
 from torchgpipe.engine.split import Sequential
 from torchgpipe.gpipe import GPipe
 from torchgpipe.skip.tracker import Namespace, SkipTracker, use_skip_tracker
@@ -184,7 +184,7 @@ class InParts(Unwrapped):
         return gather(outputs, sizes, options.get('gather'),
                       batch_dim if isinstance(batch_dim, int) else 0, carrier.shared)
 
-    def _run(self, batch: Batch, carrier: '_Carrier') -> Batch:
+    def _run(self, batch: Chunk, carrier: '_Carrier') -> Chunk:
         """Run a micro-batch through all partitions."""
         for j, partition in enumerate(self._partitions):
             carrier.device = self.setup.device_of(j)
@@ -192,7 +192,7 @@ class InParts(Unwrapped):
             if carrier.device != self.setup.device_of(0):
                 run = partial(_call, partition, {
                     name: x.to(carrier.device) for name, x in partition.named_parameters()})
-            batch = Batch(*flatten(call(run, batch.kind([*map(carrier.carry, batch.tensors)]))))
+            batch = Chunk(*flatten(call(run, batch.kind([*map(carrier.carry, batch.tensors)]))))
         return batch
 
 
@@ -220,7 +220,7 @@ class _Carrier(SkipTracker):
             self.shared.append(y)
         return y
 
-    def load(self, batch: Batch, ns: Namespace | None, name: str) -> Tensor | None:
+    def load(self, batch: Chunk, ns: Namespace | None, name: str) -> Tensor | None:
         """Return a skip tensor on the current device, and release it."""
         tensor = super().load(batch, ns, name)
         return None if tensor is None else self.carry(tensor)

@@ -29,7 +29,7 @@ from torchgpipe.base.errors import add_note
 from torchgpipe.base.private import is_transformed
 from torchgpipe.base.structure import call, leaves_of
 from torchgpipe.engine.gradients import leaf_of
-from torchgpipe.engine.microbatches import Batch, cut
+from torchgpipe.engine.microbatches import Chunk, cut
 
 __all__ = ['Known', 'LossMonitor', 'Losses', 'count_functions', 'counts_of', 'itself',
            'no_mean_in_the_model', 'no_mean_over_samples', 'normalizer_of', 'seen_means',
@@ -300,7 +300,7 @@ class Losses:
         #: Of micro-batches.
         self.targets = _scatter(target, sizes, batch_dim)
         #: The same as leaves, each of which has a graph of its own above it.
-        self._leaves = [Batch(tuple(map(leaf_of, batch.tensors)), batch.kind)
+        self._leaves = [Chunk(tuple(map(leaf_of, batch.tensors)), batch.kind)
                         for batch in self.targets]
         module, known = itself(function), Known.of(function)
         #: The modules that it is made of.
@@ -402,11 +402,11 @@ class Losses:
                 for x, leaf in zip(batch.tensors, leaves.tensors) if leaf.grad is not None]
 
 
-def _scatter(target: Any, sizes: Sequence[int], batch_dim: Any) -> list[Batch]:
+def _scatter(target: Any, sizes: Sequence[int], batch_dim: Any) -> list[Chunk]:
     """Cut a target as the input was cut."""
     if not (isinstance(target, Tensor) or any(
             isinstance(leaf.value, Tensor) for leaf in leaves_of(target))):
-        return [Batch((), lambda tensors: target)] * len(sizes)
+        return [Chunk((), lambda tensors: target)] * len(sizes)
     batches, own, _ = cut(target, len(sizes), batch_dim, 'target')
     if own != list(sizes):
         raise ValueError(f'the target has {sum(own)} samples, but the input has {sum(sizes)}; '
@@ -415,7 +415,7 @@ def _scatter(target: Any, sizes: Sequence[int], batch_dim: Any) -> list[Batch]:
     return batches
 
 
-def counts_of(rule: Any, batches: Sequence[Batch]) -> list[Any]:
+def counts_of(rule: Any, batches: Sequence[Chunk]) -> list[Any]:
     """Return the counts of each function in a rule of ``gather``, one for each micro-batch.
 
     Args:

@@ -5,7 +5,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from torchgpipe.engine.microbatches import Batch
+from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.scheduled import Step
 from torchgpipe.schedule import Schedule, ScheduleLike, make
@@ -83,7 +83,7 @@ def _check_fit(schedule: Schedule, workers: tuple[Any, ...], m: int) -> None:
 _recomputing = lru_cache(maxsize=32)(Schedule.recomputing)
 
 
-def run_step(engine: Engine, batches: list[Batch], losses: Losses, schedule: ScheduleLike,
+def run_step(engine: Engine, batches: list[Chunk], losses: Losses, schedule: ScheduleLike,
              checkpoint_stops: tuple[int, ...], **options: Any) -> Step:
     """Run a step; afterwards the batches hold the outputs."""
     workers = [partition.worker for partition in engine.partitions]
