@@ -14,7 +14,7 @@ from typing import Any
 PATHS = {f'torchgpipe.{old}': f'torchgpipe.{new}' for old, new in {
     'balance.blockpartition': 'plan.balance',
     'checkpoint': 'legacy.checkpointing', 'copy': 'engine.streams', 'dependency': 'engine.streams',
-    'microbatch': 'legacy.microbatch', 'phony': 'engine.streams',
+    'microbatch': 'legacy.pipeline', 'phony': 'engine.streams',
     'pipeline': 'legacy.pipeline', 'skip.namespace': 'skip.tracker',
     'skip.portal': 'legacy.portal', 'stream': 'engine.streams',
     'worker': 'legacy.pipeline'}.items()}

@@ -15,7 +15,7 @@ from torchgpipe.engine.checkpoint.random import Draws, Recorder, generators_of
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.streams import (Checkpoint, Recompute, current_stream, find_grad, get_phony,
                                        join)
-from torchgpipe.legacy.microbatch import Batch
+from torchgpipe.legacy.pipeline import Batch
 
 __all__ = ['Checkpoint', 'Checkpointing', 'Recompute', 'checkpoint', 'enable_checkpointing',
            'enable_recomputing', 'is_checkpointing', 'is_recomputing']

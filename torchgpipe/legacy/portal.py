@@ -24,7 +24,7 @@ from torch import Tensor
 from torchgpipe.base.context import context
 from torchgpipe.engine.streams import (AbstractStream, copy_tensor, current_stream, get_device,
                                        get_phony)
-from torchgpipe.legacy.microbatch import Batch
+from torchgpipe.legacy.pipeline import Batch
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.tracker import Key, Namespace, SkipTracker
 
