@@ -146,3 +146,11 @@ def test_notes_are_where_the_design_page_says():
 def cited(path):
     """Return the titles of notes in a file."""
     return {re.sub(r'\s+(# )?', ' ', note) for note in NOTE.findall(path.read_text())}
+
+
+def test_the_code_cites_each_rule_of_the_engine():
+    rules = layers.PAGE.read_text().partition('## Rules of the engine')[2].partition('\n## ')[0]
+    numbers = {*map(int, re.findall(r'^(\d+)\. ', rules, re.M))}
+    assert numbers == {*range(1, len(numbers) + 1)} and len(numbers) > 10
+    assert numbers == {int(number) for path in layers.FILES.values()
+                       for number in re.findall(r'\brule (\d+)\b', path.read_text())}

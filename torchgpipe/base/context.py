@@ -7,8 +7,8 @@
     partition 0       layer(x0)         layer(x1)
     partition 1                         …
 
-[Note: Collectives] Ranks have to reach their collectives in the same order. Concurrent workers
-reach their collectives in any order::
+[Note: Collectives] Ranks have to reach their collectives in the same order (rule 4). Concurrent
+workers reach their collectives in any order::
 
     rank 0    worker 0    collective of partition 0 ──────────────────────▶ waits for rank 1
               worker 1                      collective of partition 1
@@ -444,7 +444,7 @@ if hasattr(os, 'register_at_fork'):
 _lock = new_lock()
 
 #: Held by cells and recomputations that draw from the random generator of the CPU, which all
-#: threads share. A thread that holds it takes no other lock.
+#: threads share. A thread that holds it takes no other lock (rule 15).
 generator_lock = new_lock()
 
 
@@ -458,7 +458,7 @@ def layer_lock(layers: Collection[nn.Module]) -> AbstractContextManager[Any]:
 
 
 def step_lock(modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
-    """Return a context in which no other step uses any of these modules."""
+    """Return a context in which no other step uses any of these modules (rule 16)."""
     with _lock:
         return together(*{_of_steps.setdefault(module, new_lock()) for module in modules})
 
@@ -470,7 +470,7 @@ def together(*contexts: Any) -> AbstractContextManager[Any]:
 
 
 class _Several:
-    """Several locks, always acquired in one order, so that no two threads wait for each other."""
+    """Several locks, acquired in one order (rule 14), so that no threads wait for each other."""
 
     def __init__(self, locks: Collection[Any]) -> None:
         self.locks = sorted(locks, key=id)

@@ -154,7 +154,7 @@ class PlainCall(Run):
             context.no_order = before
 
     def _run_in_order(self, start: int, stop: int) -> None:
-        """Run one cell after the other in the calling thread: [Note: Order of draws]."""
+        """Run one cell after the other in the calling thread (rule 3): [Note: Order of draws]."""
         for i in range(start, stop):
             for j, cells in enumerate(self._cells):
                 # If some cells draw, each cell that does not draw has its own monitor.
@@ -234,10 +234,10 @@ class PlainCall(Run):
         k = find_grad(output)
         if k is None:
             return
-        phonies = self._phonies(i, j)  # 4
+        phonies = self._phonies(i, j)  # 4: rule 1
         if recomputation is not None:
             phonies = (Recompute.apply(  # type: ignore[no-untyped-call]
-                get_phony(output[k].device, requires_grad=True), recomputation), *phonies)  # 3
+                get_phony(output[k].device, requires_grad=True), recomputation), *phonies)  # 3: rule 2
         if phonies or self._orders:
             output[k], phony = tie(output[k], *phonies)
             self._before[j] = [phony]

@@ -10,11 +10,11 @@ Subclasses define the transport, which moves tensors from cell to cell: over edg
     run            ──▶ cell, under the locks of its layers
     send           output, skips ──▶ wherever the next ones find them     transport
 
-[Note: Tensor ownership] The run owns batches and skips between cells. A cell removes a skip from
+[Note: Tensor ownership] The run owns batches and skips between cells (rule 5). A cell removes a skip from
 its list of inputs. So the skip is freed in the layer that pops it, unless a graph needs it.
 
-:class:`Aliasing` follows tensors with a common memory. Without a pipeline, a change in place
-reaches all tensors in the same memory. In a pipeline it may not reach all, or too many, and then
+:class:`Aliasing` follows tensors with a common memory (rule 8). Without a pipeline, a change in
+place reaches all tensors in the same memory. In a pipeline it may not reach all, or too many, and then
 the plain call and the step raise::
 
     a tensor of the batch and           without a pipeline       here
@@ -318,7 +318,7 @@ class Run:
             for partition, stop, stream in zip(engine.partitions, stops, self._streams)]
         #: The functions that cells call: the layers of each partition.
         self._layers: list[Callable[..., Any]] = [each.layers for each in engine.partitions]
-        #: The contexts in which cells have the layers of each partition.
+        #: The contexts in which cells have the layers of each partition (rule 14).
         self._held = [
             self._hold(partition, partition.lock_alone
                        if self.has_backward or cells.no_recompute else partition.lock)

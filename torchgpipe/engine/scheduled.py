@@ -354,5 +354,5 @@ class Step(Run):
         if not self._engine.apart(prev_j, j):
             return grad
         prev_stream, next_stream = self._copy_streams[prev_j][i], self._copy_streams[j][i]
-        wait_stream(next_stream, self._streams[j])
+        wait_stream(next_stream, self._streams[j])  # rule 12
         return copy_tensor(grad, next_stream, prev_stream, self._streams[prev_j])

@@ -2,7 +2,7 @@
 
 A parameter or a buffer may be in partitions in different memories. It lives in the memory of the
 first partition, its home. The other partitions run with a copy in its place, in all of their cells
-and recomputations::
+and recomputations (rule 10)::
 
     home        parameter ──Wait──▶ Tie ──▶ copy stream ┐
                                      └phony             Copy     once in a forward pass

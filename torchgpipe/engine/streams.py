@@ -263,7 +263,7 @@ def get_phony(device: torch.device, *, requires_grad: bool) -> Tensor:
 # the result as a new tensor, not as a view, so that the next layer may change it in place. The
 # result shares its version counter with the input. So autograd detects a change of a tensor that
 # an earlier layer has saved. Returning the input itself would forbid the change; `.data` would
-# hide it.
+# hide it. This is rule 11.
 
 
 def tie(input: Tensor, *phonies: Tensor) -> tuple[Tensor, Tensor]:
@@ -388,7 +388,7 @@ def copy_tensor(tensor: Tensor, source: AbstractStream, target: AbstractStream,
     # stream waits for it. To or from the CPU the copy is complete when `to` returns.
     with use_stream(source), use_stream(target):
         copied = tensor.to(get_device(target))
-    record_stream(tensor, source)
+    record_stream(tensor, source)  # rule 13
     record_stream(copied, compute)
     for end in ends:
         end()

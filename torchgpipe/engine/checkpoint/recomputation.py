@@ -12,13 +12,13 @@ the copies are complete, and then they are compared. The next forward pass raise
 
 [Note: Ownership of a recomputation]
 PyTorch's own nodes are invisible to Python's garbage collector, so no cycle may lead through the
-graph. An arrow is a strong reference::
+graph (rule 6). An arrow is a strong reference::
 
     Recompute, Checkpoint, layers' nodes ──▶ Recomputation ──▶ input ──▶ earlier nodes
 
 So a recomputation is possible as long as any hollow node lives, even if only a gradient of a
 gradient still refers to it. The last run of Checkpoint frees the input and all other data of the
-:class:`Recomputation`.
+:class:`Recomputation` (rule 7).
 
 [Note: Lifetime of a recomputed tensor]
     run ──keep──▶ RecomputedTensors.tensors[k] ──take──▶ the node that saved it ──▶ freed

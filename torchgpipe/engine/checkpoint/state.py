@@ -19,7 +19,8 @@ that they write to.
 [Note: Tensors compared by version]
 An optimizer writes to parameters while the graph is still alive. Copies of them would copy the
 whole model. So a tensor that no layer was seen to write to is compared by version. If the version
-has changed since the cell's first pass, backward raises, as autograd does without checkpoints.
+has changed since the cell's first pass, backward raises, as autograd does without checkpoints
+(rule 9).
 
 :class:`substituted` puts substitutes into modules for some time. All users of a module see them,
 so it requires the locks of all layers that have the module (``lock_alone`` of a partition)::
