@@ -236,8 +236,8 @@ class PlainCall(Run):
             return
         phonies = self._phonies(i, j)  # 4: rule 1
         if recomputation is not None:
-            phonies = (Recompute.apply(  # type: ignore[no-untyped-call]
-                get_phony(output[k].device, requires_grad=True), recomputation), *phonies)  # 3: rule 2
+            phonies = (Recompute.apply(  # type: ignore[no-untyped-call]  # 3: rule 2
+                get_phony(output[k].device, requires_grad=True), recomputation), *phonies)
         if phonies or self._orders:
             output[k], phony = tie(output[k], *phonies)
             self._before[j] = [phony]

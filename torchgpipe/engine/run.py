@@ -10,12 +10,13 @@ Subclasses define the transport, which moves tensors from cell to cell: over edg
     run            ──▶ cell, under the locks of its layers
     send           output, skips ──▶ wherever the next ones find them     transport
 
-[Note: Tensor ownership] The run owns batches and skips between cells (rule 5). A cell removes a skip from
-its list of inputs. So the skip is freed in the layer that pops it, unless a graph needs it.
+[Note: Tensor ownership] The run owns batches and skips between cells (rule 5). A cell removes a
+skip from its list of inputs. So the skip is freed in the layer that pops it, unless a graph needs
+it.
 
 :class:`Aliasing` follows tensors with a common memory (rule 8). Without a pipeline, a change in
-place reaches all tensors in the same memory. In a pipeline it may not reach all, or too many, and then
-the plain call and the step raise::
+place reaches all tensors in the same memory. In a pipeline it may not reach all, or too many, and
+then the plain call and the step raise::
 
     a tensor of the batch and           without a pipeline       here
     a skip                              both change              the skip may be a copy by now
