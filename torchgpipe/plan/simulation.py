@@ -141,8 +141,7 @@ def simulate(schedule: Schedule, costs: Costs, pairs: Iterable[tuple[Action, Act
 
 
 def _seconds(schedule: Schedule, costs: Costs) -> dict[Action, float]:
-    """Return the seconds of each action; a backward includes its recomputation if there is no R.
-    """
+    """Return the seconds of each action; a backward includes a recomputation that has no R."""
     kinds = [{kind: stage.seconds(kind) for kind in KINDS} for stage in costs.stages]
     stops = costs.stops
     seconds = {action: kinds[action.stage][action.kind] for row in schedule.rows for action in row}
