@@ -1,8 +1,8 @@
 """The schedules of the literature, each with its paper, and the plain call as a schedule.
 
-:func:`make` makes a schedule by its name. Schedules differ in three ways: the number of
-micro-batches in flight on a device (its *warm-up*, and so its memory), the number of stages on a
-device, and whether backward is split into gradients of inputs and gradients of weights.
+:func:`make` makes a schedule by its name. Schedules differ in the number of micro-batches in
+flight on a device (its *warm-up*, and so its memory) and in the number of its stages. Some split
+backward into gradients of inputs and gradients of weights.
 
 :func:`plain_call` returns the plain call, which is fill and drain. In forward, a partition that is
 faster than the next one waits for it, because its outputs take memory. On the CPU, one thread runs
