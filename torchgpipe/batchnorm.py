@@ -1,8 +1,8 @@
 """Batch normalization whose running statistics see the mini-batch, not the micro-batches.
 
-Each micro-batch is normalised by its own statistics, there is no way around that; but its mean and
-variance are merged with those of the other micro-batches, and the running statistics move
-once per mini-batch, to where plain batch normalization on the whole mini-batch would move them::
+Each micro-batch has to be normalised by its own statistics. Mean and variance are merged over all
+micro-batches. The running statistics change once per mini-batch, as they would in plain batch
+normalization of the whole mini-batch::
 
     micro-batch     0          1          2          end of forward     0, recomputed
     normalise by    own        own        own                           own
@@ -25,15 +25,16 @@ __all__ = ['DeferredBatchNorm']
 TModule = TypeVar('TModule', bound=nn.Module)
 
 
-#: Returns what each replica has of a tensor.
+#: Returns the tensors of all replicas.
 Gather = Callable[[Tensor], Sequence[Tensor]]
 
 
 class _Moments(NamedTuple):
     """Number, mean and sum of squared deviations of the values seen, per channel.
 
-    Merged as in Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing
-    Sample Variances" (1979): without E[x²] - E[x]², which cancels where the mean is large.
+    They are merged as in Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for
+    Computing Sample Variances" (1979). The method avoids E[x²] - E[x]², which cancels if the mean
+    is large.
     """
 
     number: int
@@ -48,7 +49,7 @@ class _Moments(NamedTuple):
                         + delta.square() * (self.number * other.number / number))
 
     def of_all(self, gather: Gather) -> '_Moments':
-        """Merge them with those of all replicas, in their order."""
+        """Return the merged moments of all replicas, in the order of replicas."""
         number = torch.full_like(self.mean, self.number, dtype=torch.float64)
         own = torch.stack([number, self.mean, self.deviation])
         first, *others = [_Moments(int(number[0]), mean, deviation)
@@ -59,9 +60,9 @@ class _Moments(NamedTuple):
 
 
 class _Statistics:
-    """What a layer saw of a mini-batch: moments for each call within the cells of a partition.
+    """A layer's statistics of a mini-batch: moments by partition and call within a cell.
 
-    A layer that is called twice moves its running statistics twice.
+    A layer that is called twice updates its running statistics twice.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,7 @@ class _Statistics:
         self.moments: dict[tuple[int, int], _Moments] = {}
 
     def add(self, j: int, cell: int, moments: _Moments) -> None:
-        """Merge the moments of a call with those of the same call in other micro-batches."""
+        """Merge the moments of a call with the same call's moments in other micro-batches."""
         self._call = self._call + 1 if cell == self._cell else 0
         self._cell = cell
         before = self.moments.get((j, self._call))
@@ -81,7 +82,7 @@ class _Statistics:
 class DeferredBatchNorm(BatchNorm):
     """Batch normalization for micro-batches: running statistics once per mini-batch.
 
-    In a :class:`~torchgpipe.GPipe` the pipeline says when the mini-batch ends, also if some
+    In a :class:`~torchgpipe.GPipe`, the pipeline determines the end of a mini-batch, even if some
     micro-batches skip this layer. Elsewhere, every ``chunks`` calls make a mini-batch. Means and
     variances of micro-batches are merged as in Chan, Golub and LeVeque (1979).
 
@@ -115,7 +116,7 @@ class DeferredBatchNorm(BatchNorm):
         self._statistics = _Statistics()
 
     def __getstate__(self) -> dict[str, Any]:
-        # What an interrupted mini-batch left behind does not travel.
+        # Copies have no statistics of an interrupted mini-batch.
         return {**self.__dict__, '_calls': 0, '_statistics': _Statistics()}
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -128,8 +129,8 @@ class DeferredBatchNorm(BatchNorm):
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
-        # With momentum 1, PyTorch's own kernel leaves the statistics of this micro-batch in what
-        # it takes for the running ones: no second pass over the input.
+        # With momentum 1, PyTorch's kernel writes the statistics of this micro-batch to its
+        # running statistics. Therefore no second pass over the input is needed.
         mean = torch.zeros_like(cast(Tensor, self.running_mean))
         var = torch.zeros_like(cast(Tensor, self.running_var))
         output = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
@@ -154,7 +155,7 @@ class DeferredBatchNorm(BatchNorm):
             self._commit(statistics)
 
     def _begin(self) -> _Statistics:
-        """Begin with a mini-batch of a pipeline."""
+        """Begin a mini-batch of a pipeline."""
         here, statistics = context.micro_batch, _Statistics()
         assert here is not None
         gather = here.mini_batch.gather
@@ -167,7 +168,7 @@ class DeferredBatchNorm(BatchNorm):
             self._move(moments if gather is None else moments.of_all(gather))
 
     def _move(self, moments: _Moments) -> None:
-        """Move the running statistics by one mini-batch."""
+        """Update the running statistics by one mini-batch."""
         cast(Tensor, self.num_batches_tracked).add_(1)
         factor = self.momentum
         if factor is None:
@@ -178,7 +179,7 @@ class DeferredBatchNorm(BatchNorm):
             tensor.lerp_(new.to(tensor), factor)  # from another partition, maybe on its device
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # Buffers of 0.0.7 in which it kept an unfinished mini-batch.
+        # In version 0.0.7, these buffers held an unfinished mini-batch.
         for name in ('sum', 'sum_squares'):
             state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -187,9 +188,9 @@ class DeferredBatchNorm(BatchNorm):
     def convert_deferred_batch_norm(cls, module: TModule, chunks: int = 1) -> TModule:
         """Replace every batch normalization in a module by a deferred one, in place.
 
-        Weights, biases and running statistics are shared with the layer that is replaced. Layers
-        without running statistics have nothing to defer and stay, and so do those with a forward
-        of their own, such as :class:`torch.nn.SyncBatchNorm`.
+        Weights, biases and running statistics are shared with the replaced layer. Layers without
+        running statistics are not replaced, because they have nothing to defer. Layers with their
+        own forward, such as :class:`torch.nn.SyncBatchNorm`, are not replaced either.
 
         >>> model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
         >>> DeferredBatchNorm.convert_deferred_batch_norm(model)[1].num_features
@@ -200,7 +201,7 @@ class DeferredBatchNorm(BatchNorm):
             chunks: Number of micro-batches in a mini-batch, outside of a pipeline.
 
         Returns:
-            The module, or what replaces it.
+            The module, or its replacement.
 
         Raises:
             ValueError: A lazy layer has not seen its first input, or a layer has
@@ -211,7 +212,7 @@ class DeferredBatchNorm(BatchNorm):
     @classmethod
     def _convert_all(cls, module: nn.Module, chunks: int, done: dict[nn.Module, nn.Module]
                      ) -> nn.Module:
-        # A layer that stands in two places is replaced by one layer in both.
+        # A layer in two places is replaced by one layer in both.
         if module not in done:
             done[module] = module
             if isinstance(module, BatchNorm):

@@ -1,8 +1,8 @@
 """Balances: the number of layers in each partition.
 
 - :func:`balance_by_time` makes partitions equally fast, :func:`balance_by_size` equally large.
-- :func:`profile` measures the layers once; :meth:`Profile.balance` then gives the fastest balance
-  for any number of partitions, micro-batches and memory limits, and says what to expect of it.
+- :func:`profile` measures the layers once. :meth:`Profile.balance` then returns the fastest
+  balance for any number of partitions, micro-batches and memory limits, with predictions.
 """
 import sys
 from math import inf
@@ -21,7 +21,7 @@ from torchgpipe.plan.profile import layerwise_sandbox, profile, profile_bytes
 __all__ = ['Balance', 'LayerProfile', 'Profile', 'SkipProfile', 'balance_by_size',
            'balance_by_time', 'profile']
 
-# torchgpipe 0.0.7 had a module of the name of the function. Both ways lead to its contents.
+# torchgpipe 0.0.7 had a module with the name of the function. Both imports work.
 sys.modules[f'{__name__}.profile'] = sys.modules[layerwise_sandbox.__module__]
 setattr(profile, 'layerwise_sandbox', layerwise_sandbox)
 
@@ -42,8 +42,8 @@ def balance_by_time(partitions: int, module: nn.Sequential, sample: Value, *,
         module: The model. It is left as it is.
         sample: A mini-batch, as the model would be called with one: a tensor of shape
             ``(batch, …)``, a structure of such, or :class:`~torchgpipe.Arguments`.
-        timeout: Seconds to spend, about.
-        device: Where to measure, one layer at a time; by default on the accelerator.
+        timeout: Approximate time in seconds.
+        device: The device to measure on, one layer at a time; by default the accelerator.
         batch_dim: Where the batch is: see :class:`~torchgpipe.GPipe`.
 
     Returns:
@@ -52,7 +52,7 @@ def balance_by_time(partitions: int, module: nn.Sequential, sample: Value, *,
     Raises:
         TypeError: The module is not sequential, or the sample is not made of tensors.
         ValueError: There are fewer layers than partitions, a parameter already has a gradient, or
-            the device or the sample will not do.
+            the device or the sample is invalid.
     """
     verify_module(module)
     check_partitions(module, partitions)
@@ -79,8 +79,8 @@ def balance_by_size(partitions: int, module: nn.Sequential, input: Value, *,
         chunks: Number of micro-batches.
         param_scale: Bytes for a trainable parameter, its gradient and the optimizer's state,
             relative to the parameter: SGD 2–3, Adam 4–5, Adadelta 4, Adagrad 3, RMSprop 3–5.
-        device: Where to run the layers, one at a time; by default on the accelerator. On
-            ``'meta'`` it takes no memory.
+        device: The device to run the layers on, one at a time; by default the accelerator. On
+            ``'meta'`` they take no memory.
         batch_dim: Where the batch is: see :class:`~torchgpipe.GPipe`.
 
     Returns:
@@ -89,7 +89,7 @@ def balance_by_size(partitions: int, module: nn.Sequential, input: Value, *,
     Raises:
         TypeError: The module is not sequential, or the input is not made of tensors.
         ValueError: There are fewer layers than partitions, a parameter already has a gradient, or
-            the device, the input, ``chunks`` or ``param_scale`` will not do.
+            the device, the input, ``chunks`` or ``param_scale`` is invalid.
     """
     verify_module(module)
     check_partitions(module, partitions)
@@ -105,5 +105,5 @@ def balance_by_size(partitions: int, module: nn.Sequential, input: Value, *,
 
 
 def _cut(measured: Profile, costs: list[float], partitions: int) -> list[int]:
-    # Without checkpoints it may work.
+    # Without checkpoints, cuts at other edges may work.
     return even_cuts(costs, edges_for(measured, partitions, 'never'), partitions)

@@ -1,4 +1,4 @@
-"""A model whose forward runs in its pipeline, while its other methods stay its own.
+"""A model whose forward runs in its pipeline, while its other methods stay unchanged.
 
 ::
 
@@ -24,13 +24,13 @@ from torchgpipe.sequential.parts import NamedLayer
 
 __all__ = ['run_by']
 
-#: In the attributes of a model, where no state dict looks, and a copy of the model has a copy.
+#: The attribute of a model with its pipeline. It is in no state dict, and copies have a copy.
 _PIPELINE = '_run_by_pipeline'
 
 
 @contextmanager
 def run_by(pipeline: Any, model: nn.Module) -> Iterator[None]:
-    """Let the forward of a model be that of a pipeline: see ``GPipe.in_place_of``."""
+    """Replace the forward of a model by its pipeline: see ``GPipe.in_place_of``."""
     if 'forward' in model.__dict__:
         raise ValueError(f'this {type(model).__name__} has another forward than its class: '
                          'that of a pipeline, or what prepare() of a tool made of it; prepare it '
@@ -51,7 +51,7 @@ def run_by(pipeline: Any, model: nn.Module) -> Iterator[None]:
 
 
 def _forward_of(model: nn.Module) -> Any:
-    """Return a method with the signature of the model's, which tools ask for."""
+    """Return a method with the signature of the model's forward, which tools inspect."""
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         pipeline, layers, parts = self.__dict__[_PIPELINE]
         _check_shared(pipeline, self, layers)
@@ -70,13 +70,16 @@ def _forward_of(model: nn.Module) -> Any:
         tensors, structure = flatten_nested(output)
         return structure([x if x.dim() else x.to(home) for x in tensors])
 
-    # Not by functools.wraps: Accelerate goes by `__wrapped__` to what is behind autocast.
+    # Not by functools.wraps: Accelerate follows `__wrapped__` to the function below autocast.
     forward.__dict__['__signature__'] = inspect.signature(type(model).forward)
     return MethodType(forward, model)
 
 
 def _device_map(pipeline: Any) -> dict[str, Any]:
-    """Return what tells Accelerate and transformers not to move a model, nor to replicate it."""
+    """Return a device map, which keeps Accelerate and Transformers from moving the model.
+
+    It keeps them from replicating the model as well.
+    """
     devices = [device for number, device in zip(pipeline.balance, pipeline.devices)
                for _ in range(number)]
     return dict(zip(pipeline._modules, devices))
@@ -84,7 +87,10 @@ def _device_map(pipeline: Any) -> dict[str, Any]:
 
 def _parts(pipeline: Any, model: nn.Module, layers: dict[str, str]
            ) -> list[tuple[nn.Module, nn.Module]]:
-    """Return all of a pipeline that is not the model's own, each with what its mode is that of."""
+    """Return the modules of a pipeline that the model does not have.
+
+    Each comes with the module of the model whose training mode it follows.
+    """
     wholes = dict(model.named_modules(remove_duplicate=False))
     found = [(each, model) for each in (pipeline, pipeline.partitions, *pipeline.partitions)]
     for number, prefix in layers.items():
@@ -96,10 +102,10 @@ def _parts(pipeline: Any, model: nn.Module, layers: dict[str, str]
 
 
 def _share(pipeline: Any, model: nn.Module, layers: dict[str, str]) -> None:
-    """Let a model have the parameters and buffers of a pipeline.
+    """Replace the parameters and buffers of a model by the pipeline's.
 
-    They are the same, but for buffers that were moved to a device, parameters that cannot be
-    moved as they are, and those of a model on the meta device.
+    Most are the same objects. The exceptions are buffers that were moved to a device, parameters
+    that cannot be moved in place, and tensors of a model on the meta device.
     """
     own, slots = _own(pipeline, layers), [*named_slots(model)]
     foreign = [name for name, _, x in slots if name not in own or own[name] is not x and (
@@ -115,7 +121,7 @@ def _share(pipeline: Any, model: nn.Module, layers: dict[str, str]) -> None:
 
 
 def _check_shared(pipeline: Any, model: nn.Module, layers: dict[str, str]) -> None:
-    """Check that nobody has replaced, added or taken away a tensor of the model since then."""
+    """Check that no tensor of the model was replaced, added or removed since then."""
     own = _own(pipeline, layers)
     slots = {name: x for name, _, x in named_slots(model)}
     known = {*map(id, slots.values())}

@@ -1,6 +1,6 @@
 """Initialize a model on the meta device layer by layer, and put each layer on its device.
 
-::
+:func:`materialize` gives values to one layer after the other::
 
                             by reset_parameters()              from weights
     built on meta           names and shapes, no memory        the same
@@ -11,23 +11,25 @@
     5. the next layer
 
 Initial values are drawn on the CPU, so they depend neither on devices nor on the balance.
-(Generators of two devices with one seed would give layers on both the same numbers.) Modules are
-reset as constructors do it, those within a module first. Where weights are given, only what a
-state dict leaves out is reset, as buffers that are not persistent.
+(Generators of two devices with one seed would give layers on both the same values.) Modules are
+reset in the order of constructors, inner modules first. If weights are given, only tensors outside
+of the state dict are reset, such as buffers that are not persistent.
 
 [Note: Values of the constructor]
 A constructor may change values after its parts have reset theirs. Then resets alone give other
-values than the constructor, without an error. Three rules prevent that:
+values than the constructor, without an error. Three rules prevent this:
 
 1. A function of the user, ``init``, runs for each module after the resets.
-2. Without one, ``_init_weights`` of the Transformers model that a module is in runs, which is how
-   these models draw theirs. A converted model is dissolved, so its layers keep a copy of it on the
-   meta device; the function sees that copy, with the tensors of one layer in their places.
-3. Otherwise, a tensor is refused that the constructor has not written to as often as the resets:
-   PyTorch counts writes to tensors on the meta device as to any other. More writes are other
-   values; fewer are a copy, or a parameter that took the place of the first one. So is a module of
-   Transformers without its model. (Writes to ``x.data`` are not counted, so they go unnoticed.)
-   With rule 2, tensors are refused that were written to after the model's constructor.
+2. Without ``init``, a module of a Transformers model is initialized by the model's
+   ``_init_weights``, as Transformers does. A converted model is dissolved, so its layers keep a
+   copy of the model on the meta device. The function sees this copy, with the tensors of one layer
+   in their places.
+3. Otherwise, a tensor is refused if the constructor has not written to it as often as the resets.
+   PyTorch counts writes to tensors on the meta device as to any other. More writes mean other
+   values. Fewer writes mean a copy, or a parameter that replaced the first one. A module of
+   Transformers without its model is refused as well. Writes to ``x.data`` are not counted, so they
+   are not detected. With rule 2, a tensor is refused if it was written to after the model's
+   constructor.
 """
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,14 +52,15 @@ __all__ = ['materialize', 'seeded']
 
 
 class Slot(NamedTuple):
-    """The place of a parameter or a buffer, and what is there."""
+    """The place of a parameter or a buffer, and the tensor there."""
 
     module: nn.Module
     name: str
     tensor: Tensor
 
 
-#: Where each tensor of the meta device is first, by its id, which stays its own as it is here.
+#: The first slot of each meta tensor, by the tensor's id. The slot keeps the tensor alive, so that
+#: its id is not reused.
 Made = dict[int, Slot]
 
 
@@ -65,18 +68,17 @@ def materialize(module: nn.Sequential, devices: Sequence[torch.device],
                 weights: Weights | None = None,
                 around: Callable[[str, nn.Module], AbstractContextManager[Any]] | None = None,
                 init: Callable[[nn.Module], Any] | None = None) -> None:
-    """Give values to what is on the meta device, and to everything if there are weights.
+    """Give values to tensors on the meta device, and to all tensors if there are weights.
 
     Args:
         module: The layers.
-        devices: Where each of them will live.
+        devices: The device of each layer.
         weights: See :func:`~torchgpipe.model.weights.open_weights`.
-        around: The context in which a layer of some name gets its values, before the next one.
-        init: Called with each module of a layer, those within a module first, after the resets.
+        around: Returns, for a name and its layer, the context in which the layer gets its values.
+        init: Called with each module of a layer after the resets, inner modules first.
 
     Raises:
-        ValueError: A tensor has no value and no way to get one, or the weights are not those of
-            the module.
+        ValueError: A tensor cannot get a value, or the weights do not match the module.
     """
     loader = None if weights is None else _Loader(open_weights(weights), module)
     made: Made = {}
@@ -100,13 +102,13 @@ def materialize(module: nn.Sequential, devices: Sequence[torch.device],
 
 @contextmanager
 def seeded(seed: int, i: int, device: torch.device = CPU) -> Iterator[Callable[[], bool]]:
-    """Draw the random numbers of layer ``i``, whatever other layers draw.
+    """Draw the random numbers of layer ``i`` independently of other layers.
 
     Yields:
-        A function that returns whether any were drawn on the CPU or the device.
+        A function that returns whether the layer drew any on the CPU or the device.
     """
     before = rng_states([device])
-    # Seeds of neighbours are far from each other, as streams of a generator would be.
+    # The seeds of consecutive layers are far apart, like separate streams of a generator.
     number = (seed * 0x9E3779B97F4A7C15 + i * 0xD1B54A32D192ED03) % (1 << 63)
     torch.default_generator.manual_seed(number)
     if len(before) > 1:
@@ -188,14 +190,14 @@ def _other_values(module: nn.Module, slots: list[Slot]) -> ValueError:
 
 
 def _slots(module: nn.Module, recurse: bool = True) -> Iterator[Slot]:
-    """Yield the parameters and buffers of a module, with the places that they are in."""
+    """Yield the parameters and buffers of a module, with their places."""
     for part in module.modules() if recurse else [module]:
         for tensors in (part._parameters, part._buffers):
             yield from (Slot(part, name, x) for name, x in tensors.items() if x is not None)
 
 
 def _allocate(slots: Iterable[Slot], device: torch.device) -> None:
-    """Return memory to each place, also to several of one tensor, as constructors do."""
+    """Allocate memory for each slot, even if several have one tensor, as constructors do."""
     for module, name, x in slots:
         value = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
         _memory(value).fill_(_blank(x))
@@ -203,15 +205,16 @@ def _allocate(slots: Iterable[Slot], device: torch.device) -> None:
 
 
 def _blank(x: Tensor) -> int:
-    """Return what each byte of a tensor is before anything is written: zero in buffers.
+    """Return the byte that fills a tensor before any write.
 
-    A module may leave out a buffer that weights do not have. A parameter has NaN.
+    It is zero in buffers, because a module may leave out a buffer that weights do not have. It
+    makes parameters NaN.
     """
     return 0xFF if isinstance(x, nn.Parameter) else 0
 
 
 def _is_blank(x: Tensor) -> bool:
-    """Return whether nothing was written to a tensor, also where PyTorch does not count it."""
+    """Return whether a tensor has no values yet, even from writes that PyTorch does not count."""
     least, greatest = _memory(x).aminmax()
     return int(least) == int(greatest) == _blank(x)
 
@@ -222,7 +225,7 @@ def _memory(x: Tensor) -> Tensor:
 
 
 def _move(slots: Iterable[Slot], device: torch.device, made: Made) -> None:
-    """Move what was made; let a tensor of several places be one again, that of the first place."""
+    """Move tensors to a device; slots that shared a tensor get the first slot's tensor again."""
     for slot in slots:
         module, name, x = slot
         first = made.setdefault(id(x), slot)
@@ -233,19 +236,19 @@ def _move(slots: Iterable[Slot], device: torch.device, made: Made) -> None:
 
 
 def _like(x: Tensor, value: Tensor) -> Tensor:
-    """Make a value what a parameter or a buffer was."""
+    """Return a value as a parameter or buffer, with the attributes of an earlier one."""
     new = nn.Parameter(value, x.requires_grad) if isinstance(x, nn.Parameter) else value
     new.__dict__.update(x.__dict__)
     return new
 
 
 class _Plan:
-    """Which modules of a layer to reset, for which of its tensors.
+    """The modules of a layer to reset, and the tensors that need a reset.
 
     Args:
-        layer: The layer, maybe on the meta device.
-        loaded: What will be loaded.
-        made: What has got a value in an earlier layer.
+        layer: The layer, possibly on the meta device.
+        loaded: The tensors that will be loaded.
+        made: The tensors that have got a value in an earlier layer.
     """
 
     def __init__(self, layer: nn.Module, loaded: Iterable[Any], made: Made) -> None:
@@ -258,9 +261,9 @@ class _Plan:
         self._foreign = {id(slot.tensor) for part in layer.modules()
                          if self.needed and _is_of_transformers(type(part).__module__)
                          for slot in _slots(part)}
-        #: What to call, that of parts first.
+        #: The functions to call, inner modules first.
         self.resets: list[Callable[[], object]] = []
-        #: What nothing gives a value to.
+        #: Tensors that cannot get a value.
         self.helpless: list[Slot] = []
         for module in _parts_first(layer):
             self._add(module)
@@ -268,7 +271,7 @@ class _Plan:
     def _add(self, module: nn.Module) -> None:
         reset = next((getattr(module, name) for name in RESETS if hasattr(module, name)), None)
         below = [slot.tensor for slot in _slots(module)]
-        # It may reset its parts as well, so there must be nothing that has a value.
+        # It may reset its parts as well, so none of their tensors may have a value.
         if reset and any(id(x) in self._ids for x in below) and all(map(self._is_free, below)):
             self.resets.append(reset)
         else:
@@ -280,11 +283,11 @@ class _Plan:
         return is_plain(x) and (id(x) in self._ids or id(x) in self._loaded)
 
     def reset(self, more: Iterable[Callable[[], object]]) -> tuple[list[Slot], list[Slot]]:
-        """Reset them when they have memory, and make more calls.
+        """Reset the modules after their memory is allocated, and make more calls.
 
         Returns:
-            The tensors that were not written to; and those to which the constructor has given
-            other values: [Note: Values of the constructor].
+            The tensors that were not written to, and the tensors to which the constructor has
+            given other values: [Note: Values of the constructor].
         """
         fresh = [(slot, now, now._version) for slot in self.needed
                  if (now := getattr(slot.module, slot.name)).numel()]
@@ -305,7 +308,7 @@ class _Plan:
 
 
 def _writes(x: Tensor) -> int:
-    """Return how often a tensor was written to."""
+    """Return the number of writes to a tensor."""
     return 0 if x.is_inference() else x._version
 
 
@@ -320,7 +323,7 @@ def _is_of_transformers(name: str) -> bool:
 
 
 def _loaded(loader: '_Loader | None', name: str, layer: nn.Module) -> list[Any]:
-    """Return what of a layer will be loaded: all that is in its state dict, and maybe more."""
+    """Return the tensors of a layer that will be loaded: the state dict, and maybe buffers."""
     return [] if loader is None else [*layer.state_dict(keep_vars=True).values(), *(
         layer.get_buffer(own) for own in loader.buffers.get(name, ()))]
 
@@ -336,12 +339,12 @@ def _parts_first(module: nn.Module, done: set[nn.Module] | None = None) -> Itera
 
 
 class _Loader:
-    """Load layers from weights, and see in the end that these are those of the module."""
+    """Loads layers from weights, and finally checks that the weights match the module."""
 
     def __init__(self, source: Mapping[str, Any], module: nn.Sequential) -> None:
         self._source = source
         keys = {key: key for key in source}
-        #: Of each layer the buffers that are in no state dict and in the source all the same.
+        #: By layer, the buffers that are in the source, although they are in no state dict.
         self.buffers = {
             name: {own: key for own in _transient(layer) for key in (
                 f'{name}.{own}', *([own] if isinstance(layer, NamedLayer) else [])) if key in keys}
@@ -349,7 +352,7 @@ class _Loader:
         for key in {key for found in self.buffers.values() for key in found.values()}:
             del keys[key]
         to_own_names(keys, '', module._modules)
-        #: The names in each layer, and in the source.
+        #: By layer, its names with their names in the source.
         self._keys: dict[str, dict[str, str]] = {}
         for name, key in keys.items():
             layer, _, rest = name.partition('.')
@@ -374,9 +377,9 @@ class _Loader:
         self._unexpected += [f'{name}.{key}' for key in unexpected]
 
     def check(self) -> None:
-        """Check that nothing was missing and nothing left, when all layers are loaded.
+        """Check that no weights are missing or left over, after all layers are loaded.
 
-        A tensor that has several names needs one of them only.
+        A tensor that has several names needs only one of them.
         """
         missing = [name for name, x in self._missing if id(x) not in self._loaded]
         unexpected = [*self._unexpected,

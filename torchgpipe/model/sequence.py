@@ -55,7 +55,7 @@ class LayerSequence(nn.Module):
         return [self._modules.get(name) for name in self._names]
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Return a module by its name, also a layer that has the name of an attribute of this.
+        """Return a module by its name, including a layer with the name of an attribute.
 
         >>> from collections import OrderedDict
         >>> from torchgpipe import GPipe
@@ -70,8 +70,9 @@ class LayerSequence(nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile each partition, with the arguments of :func:`torch.compile`.
 
-        ``torch.compile(model)`` compiles nothing by itself, as a pipeline hands micro-batches to
-        other threads. What was compiled before, partitions or layers, stays so in it.
+        ``torch.compile(model)`` compiles nothing by itself, because a pipeline passes
+        micro-batches to other threads. Partitions and layers that were compiled before stay
+        compiled.
         """
         for partition in self.partitions:
             partition.compile(*args, **kwargs)
@@ -84,7 +85,7 @@ class LayerSequence(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
                         assign: bool = False) -> Any:
-        """Load a state dict; what layers share stays shared, also where tensors are assigned."""
+        """Load a state dict; shared tensors stay shared, even if tensors are assigned."""
         with still_shared(self):
             return super().load_state_dict(state_dict, strict, assign)
 
@@ -100,7 +101,7 @@ class LayerSequence(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        """Say how the layers below are distributed."""
+        """Return the distribution of the layers as text."""
         devices = [str(device) for device in self.devices]
         return (f'balance={self.balance}, devices={devices}, chunks={self.chunks}, '
                 f'checkpoint={self.checkpoint!r}')
@@ -114,9 +115,9 @@ class LayerSequence(nn.Module):
         raise _denied()
 
     def to(self: TSequence, *args: Any, **kwargs: Any) -> TSequence:
-        """Change the dtype of parameters and buffers; to move them is a :exc:`TypeError`.
+        """Change the dtype of parameters and buffers, or raise a :exc:`TypeError` for a device.
 
-        The device where all of them are already is none to move to.
+        The device that already has all of them is allowed.
 
         >>> from torchgpipe import GPipe
         >>> model = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=['cpu'])
@@ -138,11 +139,11 @@ class LayerSequence(nn.Module):
     def _is_all_on(self, device: torch.device) -> bool:
         if {device.type} != {own.type for own in self.devices}:
             return False
-        # All CPU devices share one memory; and without a number it is the current device.
+        # All CPU devices share one memory. A device without an index is the current device.
         return is_cpu(device) or {torch.empty(0, device=device).device} == {*self.devices}
 
     def _apply(self: TSequence, fn: Any, recurse: bool = True) -> TSequence:
-        # A module that has this one as its child moves it without asking any method above.
+        # A parent module moves this one without a call of any method above.
         for device in {*map(memory_of, self.devices)}:
             probe = torch.empty(1, device=device)
             if fn(probe).device != probe.device:

@@ -18,15 +18,16 @@ def open_weights(weights: Weights) -> Mapping[str, Any]:
     """Return tensors by their names, without reading them yet.
 
     Args:
-        weights: A mapping, which is given back; a file of ``torch.save``, which is mapped into
-            memory; or, of the package `safetensors <https://huggingface.co/docs/safetensors>`_, a
-            file ``….safetensors`` or the index ``….safetensors.index.json`` of several. Or a
-            folder with one of these, as ``save_pretrained`` of Transformers writes it.
+        weights: A mapping, which is returned as it is, or a path. A file of ``torch.save`` is
+            mapped into memory. A file ``….safetensors``, or the index
+            ``….safetensors.index.json`` of several such files, needs the package `safetensors
+            <https://huggingface.co/docs/safetensors>`_. A folder has one of these, as
+            ``save_pretrained`` of Transformers writes it.
 
     Raises:
-        TypeError: It is something else, or the file holds something else.
+        TypeError: The argument is neither a mapping nor a path, or the file holds no mapping.
         FileNotFoundError: The folder has no weights.
-        ValueError: It has several.
+        ValueError: The folder has several files of weights and no index.
     """
     if isinstance(weights, Mapping):
         return weights
@@ -62,7 +63,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 class _SafeTensors(Mapping[str, Any]):
-    """Tensors in files of safetensors: which name is in which file."""
+    """Tensors in files of safetensors, with the file of each name."""
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         self._files = files
@@ -73,7 +74,7 @@ class _SafeTensors(Mapping[str, Any]):
             return _SafeTensors(dict.fromkeys(file.keys(), path))
 
     def __getitem__(self, name: str) -> Any:
-        # Opened for one tensor at a time, so that what was read of others can leave the memory.
+        # The file is opened for one tensor at a time, so that memory of the others is freed.
         with _open(self._files[name]) as file:
             return file.get_tensor(name)
 

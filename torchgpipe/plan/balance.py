@@ -1,16 +1,19 @@
 """Balances: split a sequence of costs into partitions, by a profile of the layers.
 
-A block may have to end early, where memory is limited. Which places the end of block ``j`` can
-have, given a bound on every block's cost, follows from those of block ``j-1``: each start ``a``
-reaches all ends up to a furthest one. The *bottleneck* is the smallest bound for which the last
-block reaches the end of the sequence; it is found by bisection, in integers, so it is exact::
+:class:`Profile` holds the measured layers, and :meth:`Profile.balance` makes a :class:`Balance`.
+
+:func:`solve`, :func:`even_cuts` and :func:`bounded_cuts` cut a sequence of costs. Limited memory
+may force a block to end early. Given a bound on every block's cost, the possible ends of block
+``j`` follow from the possible ends of block ``j-1``. Each start ``a`` reaches all ends up to a
+furthest one. The *bottleneck* is the smallest bound for which the last block reaches the end of
+the sequence. It is exact, because the bisection that finds it uses integers::
 
     costs     3  1  2  2  4        the first block has room for two layers, the second for three
     ends      ·  1  1  ·  ·  ·     of block 0, with bound 8
               ·  ·  ·  ·  1  1     of block 1: the bound can be kept
 
-Of all cuts that keep it, the one with the least sum of squares is taken, which is the most even
-one, since the mean is given; and of those the one whose blocks have the most even lengths::
+Among all cuts that keep the bottleneck, the result has the least sum of squares. It is the most
+even cut, because all cuts have the same mean. Ties are broken by the most even lengths::
 
     costs                1  1  1  0  0  4        three blocks
     bottleneck           4
@@ -18,11 +21,12 @@ one, since the mean is given; and of those the one whose blocks have the most ev
                          1 1 | 1 0 0 | 4    squares 4 + 1 + 16, lengths 2 3 1   ◀── this one
                          1 1 1 | 0 0 | 4    squares 9 + 0 + 16                  …
 
-The cost of a block as a function of its ends satisfies the quadrangle inequality, also where it is
-infinite since the block is too large. So a shorter sequence has its last cut no later than a
-longer one, and dynamic programming by divide and conquer takes O(partitions × layers × log
-layers): Galil and Park, "Dynamic programming with convexity, concavity and sparsity" (1992). This
-holds unless a block that starts later has to end earlier; then the cut is one of the even ones.
+The cost of a block as a function of its ends satisfies the quadrangle inequality. It also does
+where the cost is infinite, because the block is too large. So a shorter sequence has its last cut
+no later than a longer one. Dynamic programming by divide and conquer then takes O(partitions ×
+layers × log layers): Galil and Park, "Dynamic programming with convexity, concavity and sparsity"
+(1992). If a block that starts later has to end earlier, the cut is even, but there may be a more
+even one.
 """
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence, Sized
@@ -45,11 +49,12 @@ __all__ = ['Balance', 'Profile', 'bounded_cuts', 'check_partitions', 'edges_for'
 Number = int | float
 Cost = TypeVar('Cost', int, float)
 
-#: By block, the places that its end can have, in ascending order; before them the start of all.
+#: By block, its possible ends in ascending order, after a first entry with the start of the
+#: sequence.
 Ends = list[list[int]]
 
-#: By block and start, the furthest end that it can have, or the start if there is none; whatever
-#: ends before it fits as well.
+#: By block and start, the furthest possible end, or the start if there is none. Blocks that end
+#: earlier fit as well.
 Furthest = Sequence[Sequence[int]]
 
 
@@ -59,16 +64,16 @@ def solve(sequence: Sequence[Cost], partitions: int = 1) -> list[list[Cost]]:
     >>> solve([1, 2, 3, 4, 5, 6], partitions=2)
     [[1, 2, 3, 4], [5, 6]]
 
-    By bisection, then dynamic programming as in Galil and Park, "Dynamic programming with
-    convexity, concavity and sparsity" (1992).
+    The method is bisection, then dynamic programming as in Galil and Park, "Dynamic programming
+    with convexity, concavity and sparsity" (1992).
 
     Args:
         sequence: Costs, in any unit, none of them negative.
         partitions: Number of blocks, each of which gets one item at least.
 
     Returns:
-        The blocks. Ties are broken as evenly as possible, by the sum of squares of the blocks'
-        sums, then by that of their lengths.
+        The blocks. Ties are broken by the least sum of squares of the blocks' sums, then of the
+        blocks' lengths.
 
     Raises:
         ValueError: There are fewer than 1 partitions or fewer items than partitions, or a cost is
@@ -82,22 +87,22 @@ def solve(sequence: Sequence[Cost], partitions: int = 1) -> list[list[Cost]]:
 
 
 def even_cuts(costs: Sequence[float], edges: Sequence[int], partitions: int) -> list[int]:
-    """Cut costs at some edges only; return the number of layers of each partition."""
+    """Cut costs at the given edges only, and return the number of layers of each partition."""
     number = len(edges) - 1
     return bounded_cuts(costs, edges, [[number] * number] * partitions) or []
 
 
 def bounded_cuts(costs: Sequence[float], edges: Sequence[int], furthest: Furthest
                  ) -> list[int] | None:
-    """Cut costs at some edges only, into blocks that fit.
+    """Cut costs at the given edges only, into blocks that fit.
 
     >>> bounded_cuts([1, 1, 1, 1], [0, 1, 3, 4], furthest=[[1, 2, 3], [3, 3, 3]])
     [1, 3]
 
     Args:
-        costs: Of the layers, none of them negative.
-        edges: Where blocks may start and end, in ascending order.
-        furthest: By block.
+        costs: Costs of the layers, none of them negative.
+        edges: Places where blocks may start and end, in ascending order.
+        furthest: By block and start, the furthest possible end.
 
     Returns:
         The number of layers of each block, or ``None`` if there is no such cut.
@@ -120,7 +125,7 @@ def bounded_cuts(costs: Sequence[float], edges: Sequence[int], furthest: Furthes
 
 
 def positive(number: int, what: str) -> int:
-    """Return a number as an integer, or raise if it is none, or not above zero."""
+    """Return a number as an integer, or raise if it is not a positive integer."""
     if isinstance(number, bool) or not hasattr(number, '__index__'):
         raise TypeError(f'{what} must be an integer, but is {number!r}')
     if number < 1:
@@ -129,7 +134,7 @@ def positive(number: int, what: str) -> int:
 
 
 def check_partitions(sequence: Sized, partitions: int) -> None:
-    """Raise if a number of partitions is none, or a sequence is too short for it."""
+    """Raise if the number of partitions is not a positive integer, or the sequence is shorter."""
     if len(sequence) < positive(partitions, 'partitions'):
         raise ValueError(f'sequence is shorter than intended partitions: {len(sequence)} layers '
                          f'cannot be cut into {partitions} partitions of one layer at least; '
@@ -142,7 +147,7 @@ def integers(sequence: Sequence[Number]) -> list[int]:
     for index, cost in enumerate(sequence):
         if not 0 <= cost < inf:
             raise ValueError(f'costs must be finite and not negative, but item {index} is {cost}')
-    # NumPy's and PyTorch's numbers as Python's.
+    # Convert numbers of NumPy and PyTorch to Python's.
     plain: list[Any] = [cost.item() if hasattr(cost, 'item') else cost for cost in sequence]
     exact = [Fraction(cost) for cost in plain]
     scale = lcm(*(cost.denominator for cost in exact))
@@ -150,19 +155,19 @@ def integers(sequence: Sequence[Number]) -> list[int]:
 
 
 def reachable(prefix: Sequence[int], furthest: Furthest, bound: int) -> Ends:
-    """Return the ends that each block can have if the rest keeps the bound as well.
+    """Return the possible ends of each block, with which the rest can keep the bound as well.
 
     Args:
         prefix: Sums of the costs before each edge.
-        furthest: By block.
-        bound: Of the cost of a block.
+        furthest: By block and start, the furthest possible end.
+        bound: The largest cost of a block.
     """
     last = len(prefix) - 1
     stops = [bisect_right(prefix, total + bound, a) - 1 for a, total in enumerate(prefix)]
     rows: Ends = [[0]]
     for left, limits in zip(range(len(furthest) - 1, -1, -1), furthest):
         ends: list[int] = []
-        # The blocks that are left have room for so much.
+        # The end of this block has to be after this edge, or the rest would exceed the bound.
         reached = bisect_left(prefix, prefix[-1] - left * bound) - 1 if left else last - 1
         for a in rows[-1]:
             if a < last:
@@ -177,7 +182,7 @@ def reachable(prefix: Sequence[int], furthest: Furthest, bound: int) -> Ends:
 
 
 def _most_even(prefix: Sequence[int], furthest: Furthest, bound: int, rows: Ends) -> list[int]:
-    """Choose from the ends the cuts that keep the bound and have the least sum of squares."""
+    """Return the cuts that keep the bound and have the least sum of squares."""
     for starts, ends, limits in zip(rows[-2::-1], rows[:0:-1], furthest[::-1]):
         starts[:] = [a for a in starts if a < ends[-1] and (
             b := ends[bisect_right(ends, a)]) <= limits[a] and prefix[b] - prefix[a] <= bound]
@@ -197,15 +202,15 @@ def _choose(prefix: Sequence[int], bound: int, points: Sequence[tuple[int, int, 
             ends: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
     """Add a block ``a`` to ``b``: find the best start for each end.
 
-    It costs ``weight * (S[b] - S[a])² + (b - a)²``, which is ``square(b) + square(a)`` less
+    The block costs ``weight * (S[b] - S[a])² + (b - a)²``, which is ``square(b) + square(a)`` less
     ``2 * weight * S[b] * S[a] + 2 * b * a``.
 
     Args:
         prefix: Sums ``S`` of the costs before each edge.
-        bound: Of the cost of a block.
+        bound: The largest cost of a block.
         points: By start ``a``: itself, ``S[a]``, the least cost of all blocks before it with
             ``square(a)`` added, and the furthest end.
-        ends: Where it may end; each of these is reached from one of the starts.
+        ends: Possible ends ``b``, each of which can be reached from a start.
 
     Returns:
         The least costs by ``b``, with ``square(b)`` added, and the starts that give them.
@@ -222,7 +227,8 @@ def _choose(prefix: Sequence[int], bound: int, points: Sequence[tuple[int, int, 
         first = bisect_left(points, (bisect_left(prefix, prefix[b] - bound),))
         last = bisect_left(points, (b,))
         factor, twice = 2 * weight * prefix[b], 2 * b
-        # The best start lies between those of ends on either side, or else it may be anywhere.
+        # The best start lies between the best starts of the ends on both sides. If no start there
+        # is possible, it may be anywhere.
         for one, other in ((max(first, low), min(last, high)), (first, last)):
             if values := [(cost - factor * total - twice * a, a)
                           for a, total, cost, end in points[one:other] if end >= b]:
@@ -239,10 +245,10 @@ T = TypeVar('T')
 
 
 class Balance(list[int]):
-    """The number of layers of each partition, for ``GPipe(balance=…)``, and what it predicts.
+    """The number of layers of each partition, for ``GPipe(balance=…)``, with predictions.
 
-    Made by :meth:`Profile.balance`. It is a list of integers that also knows the layers that it is
-    for; ``list(balance)`` forgets them.
+    :meth:`Profile.balance` makes it. It is a list of integers, with the layers that they are for.
+    ``list(balance)`` drops the layers and predictions.
 
     >>> layers = LayerProfile('a', 1, 2, 8, 0, 0, 4, 4), LayerProfile('b', 1, 1, 8, 0, 0, 4, 4)
     >>> profile = Profile(layers, (), batch_size=16, input_bytes=4, device='cpu')
@@ -253,20 +259,22 @@ class Balance(list[int]):
 
     #: Seconds of each partition for one training step on one mini-batch, waiting not counted.
     seconds: list[float]
-    #: Bytes of each partition at the peak of a training step, apart from what a layer needs for
-    #: itself while it runs, and from what an allocator adds.
+    #: Bytes of each partition at the peak of a training step. Memory that a layer needs only while
+    #: it runs is not counted, nor the overhead of an allocator.
     bytes: list[int]
     #: The part of the devices' time in a step in which they wait, from 0 to 1.
     bubble: float
-    #: How much faster than the unwrapped model on one device, if that could hold it.
+    #: The speed relative to the unwrapped model on one device, if one device could hold it.
     speed_up: float
-    #: Names and bytes of parameters of the layers that it is for.
+    #: Names of the layers that the balance is for, and bytes of their parameters.
     layers: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What the layers of a sequential module cost: made by :func:`torchgpipe.plan.profile`.
+    """Time and memory of the layers of a sequential module.
+
+    :func:`torchgpipe.plan.profile` makes it.
 
     Times are medians in seconds, sizes are in bytes, all for one training step on the whole
     sample, without checkpoints. ``print(profile)`` shows a table.
@@ -284,15 +292,15 @@ class Profile:
     16 samples on cpu
     """
 
-    #: In the order of the model.
+    #: The layers, in the order of the model.
     layers: tuple[LayerProfile, ...]
-    #: All skips between them.
+    #: All skips between layers.
     skips: tuple[SkipProfile, ...]
     #: The batch size of the sample.
     batch_size: int
-    #: Of the sample.
+    #: Size of the sample.
     input_bytes: int
-    #: Where it was measured.
+    #: The device of the measurement.
     device: str
 
     def __post_init__(self) -> None:
@@ -314,7 +322,7 @@ class Profile:
                 + f'\n\n{self.batch_size} samples on {self.device}')
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as what JSON can hold: dictionaries, lists, strings and numbers.
+        """Return the profile in types that JSON supports: dictionaries, lists, strings, numbers.
 
         >>> profile = Profile((LayerProfile('0', 1.0, 2.0, 8, 0, 0, 4, 4),), (), 16, 4, 'cpu')
         >>> Profile.from_dict(profile.to_dict()) == profile
@@ -325,16 +333,16 @@ class Profile:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> 'Profile':
-        """Read what :meth:`to_dict` gave.
+        """Return a profile from the result of :meth:`to_dict`.
 
         Args:
-            data: That, also after a way through JSON.
+            data: The dictionary, possibly after a round trip through JSON.
 
         Returns:
             The profile.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The dictionary is not a profile.
         """
         if not isinstance(data, dict) or data.get('version') != 1 or data['version'] is True:
             raise ValueError("this is not a profile: it has no 'version': 1, as Profile.to_dict() "
@@ -347,7 +355,7 @@ class Profile:
         return _make(Profile, rest)
 
     def scaled(self, batch_size: int) -> 'Profile':
-        """Return the profile of another batch, as if all but overheads grew with it.
+        """Return the profile for another batch size, if all costs but overheads scale with it.
 
         >>> layer = LayerProfile('0', 1.0, 2.0, 8, 0, 0, 4, 4, forward_overhead=0.5)
         >>> profile = Profile((layer,), (), batch_size=16, input_bytes=4, device='cpu')
@@ -357,7 +365,7 @@ class Profile:
         ratio = batch_size / self.batch_size
 
         def seconds(all: float, overhead: float) -> float:
-            overhead = min(overhead, all)  # Of a small batch, more may have been measured.
+            overhead = min(overhead, all)  # Measurements of a small batch may be inconsistent.
             return overhead + (all - overhead) * ratio
 
         layers = tuple(replace(
@@ -373,8 +381,8 @@ class Profile:
                 param_scale: float = 2.0, checkpoint: str = 'except_last') -> Balance:
         """Find the balance whose slowest partition is as fast as possible.
 
-        That is exact for the measured times. Ties are broken as evenly as possible, where that
-        keeps the limits of memory.
+        The result is exact for the measured times. Ties are broken as evenly as possible within
+        the memory limits.
 
         >>> layers = [LayerProfile(str(k), k, 2 * k, 8, 0, 0, 4, 4) for k in range(1, 7)]
         >>> profile = Profile(tuple(layers), (), 16, 4, 'cpu')
@@ -392,7 +400,7 @@ class Profile:
             checkpoint: As for :class:`~torchgpipe.GPipe`.
 
         Returns:
-            The balance, with what it predicts.
+            The balance, with predictions.
 
         Raises:
             ValueError: An argument is wrong, or no balance keeps the limits.
@@ -414,7 +422,7 @@ class Profile:
         return self._predicted(lengths, blocks, checkpoint)
 
     def _predicted(self, lengths: list[int], blocks: Blocks, checkpoint: str) -> Balance:
-        """Return a balance that says what to expect of it, if devices work by themselves."""
+        """Return a balance with predictions, for devices that do not slow each other down."""
         parts = [(end - length, end) for end, length in zip(accumulate(lengths), lengths)]
         seconds, peak = blocks.seconds(checkpoint), _peak(blocks, len(parts), checkpoint)
         costs = Costs.of(self, lengths, blocks.m, checkpoint)
@@ -430,16 +438,19 @@ class Profile:
         return balance
 
     def blocks(self, chunks: int, param_scale: float) -> Blocks:
-        """Return what blocks of the layers take as stages, in so many micro-batches at most."""
+        """Return time and memory of blocks of the layers as stages.
+
+        There are at most ``chunks`` micro-batches.
+        """
         return Blocks(self.layers, self.skips, self.input_bytes, min(chunks, self.batch_size),
                       param_scale)
 
     def edges(self) -> list[int]:
         """Return the places where partitions may start and end.
 
-        A layer that changes in place what another one gave belongs into its partition. A
-        checkpointed partition must not change its own input, and elsewhere the change may come too
-        late for a skip.
+        A layer that changes the result of another layer in place belongs to the same partition. A
+        checkpointed partition must not change its own input. Without checkpoints, the change may
+        come too late for a skip.
         """
         forbidden: set[int] = set()
         for index, layer in enumerate(self.layers):
@@ -449,17 +460,17 @@ class Profile:
 
 
 def fastest(profile: Profile, blocks: Blocks, partitions: int, checkpoint: str) -> list[int]:
-    """Return the balance whose slowest partition is as fast as possible, in any memory."""
+    """Return the balance whose slowest partition is as fast as possible, with unlimited memory."""
     costs = blocks.seconds(checkpoint)
     check_partitions(costs, partitions)
     return even_cuts(costs, edges_for(profile, partitions, checkpoint), partitions)
 
 
 def edges_for(profile: Profile, partitions: int, checkpoint: str) -> list[int]:
-    """Return the edges of a profile, or all where these are too few and it may work all the same.
+    """Return the edges of a profile, or all edges if these are too few for the partitions.
 
     Raises:
-        ValueError: They are too few, and partitions are checkpointed.
+        ValueError: The edges are too few, and partitions are checkpointed.
     """
     edges, number = profile.edges(), len(profile.layers)
     if len(edges) > partitions:
@@ -474,7 +485,7 @@ def edges_for(profile: Profile, partitions: int, checkpoint: str) -> list[int]:
 
 
 def _peak(blocks: Blocks, partitions: int, checkpoint: str) -> Peak:
-    """Return what each partition holds at its peak in the plain call."""
+    """Return the micro-batches that each partition holds at its peak in the plain call."""
     return peaks(plain_call(partitions, blocks.m)[0], checkpoint, is_plain_call=True)[0]
 
 
@@ -492,15 +503,15 @@ def _make(cls: type[T], data: Any) -> T:
 
 def _why_not(names: Sequence[str], blocks: Blocks, edges: Sequence[int], peak: Peak,
              limits: Sequence[int | None], furthest: Sequence[Sequence[int]]) -> str:
-    """Return which layers do not fit, or that all of them together do not.
+    """Return a message about the layers that do not fit.
 
     Args:
-        names: Of the layers.
-        blocks: What they take.
-        edges: Where partitions may start and end.
-        peak: What a partition holds.
-        limits: By partition, in bytes.
-        furthest: The furthest ends of partitions, by their places in ``edges``.
+        names: Names of the layers.
+        blocks: Time and memory of the layers.
+        edges: Places where partitions may start and end.
+        peak: Numbers of micro-batches that a partition holds.
+        limits: Limits of partitions, in bytes.
+        furthest: The furthest ends of partitions, as indices of ``edges``.
     """
     largest = inf if None in limits else max(limit or 0 for limit in limits)
     room = inf if None in limits else sum(limit or 0 for limit in limits)
@@ -522,7 +533,7 @@ def _why_not(names: Sequence[str], blocks: Blocks, edges: Sequence[int], peak: P
 
 def _stuck(names: Sequence[str], blocks: Blocks, edges: Sequence[int], peak: Peak,
            limits: Sequence[int | None], furthest: Sequence[Sequence[int]]) -> str:
-    """Return at which partition each balance that keeps the limits so far comes to an end."""
+    """Return a message about the partition that no balance within the limits gets past."""
     number = len(edges) - 1
     rows = reachable([0] * len(edges), furthest, 0)  # with no bound on the time
     j = next(j for j, ends in enumerate(rows[1:]) if not ends)

@@ -1,4 +1,9 @@
-"""Time and memory of layers, of blocks of layers, and of the stages of a schedule."""
+"""Time and memory of layers, of blocks of layers, and of the stages of a schedule.
+
+:class:`LayerProfile` and :class:`SkipProfile` hold measurements of layers, for the whole sample.
+:class:`Blocks` adds them up for any block of layers. :class:`Costs` holds the costs of a step for
+given stages, for one micro-batch, with the links between devices.
+"""
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +26,11 @@ def check_numbers(record: Any, unlimited: str = '') -> None:
     """Check that the numbers in a dataclass are finite, and not below zero.
 
     Args:
-        record: What has been made.
-        unlimited: The field that may be infinite, and not zero.
+        record: The dataclass instance.
+        unlimited: The field that may be infinite, but not zero.
 
     Raises:
-        ValueError: One is something else.
+        ValueError: A number is out of range.
     """
     for field in fields(record):
         value = getattr(record, field.name)
@@ -43,7 +48,7 @@ def check_numbers(record: Any, unlimited: str = '') -> None:
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """What one layer costs in a training step on the sample, by itself.
+    """Time and memory of one layer by itself, in a training step on the sample.
 
     Times are medians in seconds, sizes are in bytes.
 
@@ -51,32 +56,32 @@ class LayerProfile:
     1.0
     """
 
-    #: In the sequential module.
+    #: The name in the sequential module.
     name: str
-    #: Of the forward.
+    #: Time of the forward.
     forward_seconds: float
-    #: Of the backward.
+    #: Time of the backward.
     backward_seconds: float
-    #: Of all parameters.
+    #: Size of all parameters.
     parameter_bytes: int
-    #: Of those among them that require no gradient.
+    #: Size of the parameters that require no gradient.
     frozen_bytes: int
-    #: Of all buffers.
+    #: Size of all buffers.
     buffer_bytes: int
     #: Memory that the forward made and autograd keeps for the backward of this or later layers.
     activation_bytes: int
-    #: What crosses the boundary if a partition ends here, skips not counted.
+    #: Size of the tensors that leave a partition which ends here, skips not counted.
     output_bytes: int
-    #: The layer, by index, whose result this one changes in place, if any; the first such.
+    #: Index of the first layer whose result this layer changes in place, if any.
     changes: int | None = None
     #: The part of ``forward_seconds`` that does not shrink with the batch, and so is spent once
     #: per micro-batch.
     forward_overhead: float = 0.0
     #: The same part of ``backward_seconds``.
     backward_overhead: float = 0.0
-    #: The parts of ``backward_seconds`` that a split backward takes: gradients
-    #: of what the layer was given, and of its weights. Splitting costs what makes them more than
-    #: one together. ``None`` if that was not measured.
+    #: The parts of ``backward_seconds`` that a split backward takes, for the gradients of inputs
+    #: and for the gradients of weights. Their sum may exceed 1, because splitting has a cost.
+    #: ``None`` if not measured.
     input_share: float | None = None
     weight_share: float | None = None
 
@@ -96,7 +101,7 @@ class SkipProfile:
     source: int
     #: The layer that pops it.
     target: int
-    #: Of the tensor.
+    #: Size of the tensor.
     bytes: int
 
     def __post_init__(self) -> None:
@@ -104,21 +109,21 @@ class SkipProfile:
 
 
 class Peak(NamedTuple):
-    """Of how many micro-batches a stage holds what, at its peak."""
+    """Numbers of micro-batches whose tensors a stage holds at its peak, by kind of tensor."""
 
-    #: What came in: of all that are in flight.
+    #: Inputs: all micro-batches in flight.
     inputs: int
-    #: Activations: of these, or where they are recomputed, of those that are going back.
+    #: Activations: the micro-batches in flight, or with recomputation only the ones in backward.
     activations: int
     #: Skips that wait to be popped by another stage.
     skips: int
-    #: Of the whole mini-batch, in the last stage: what came out, and in the plain call its
-    #: gradient, which is there before backward.
+    #: Multiples of the mini-batch's output in the last stage: the output, and in the plain call
+    #: its gradient, which exists before backward.
     outputs: int
 
 
 def peaks(schedule: Schedule, checkpoint: str, is_plain_call: bool = False) -> list[Peak]:
-    """Return what each stage of a schedule holds at its peak."""
+    """Return, for each stage of a schedule, the micro-batches that it holds at its peak."""
     numbers = in_flight(schedule)
     alive = numbers if checkpoint == 'never' else in_flight(schedule, 'BI')
     return [Peak(number, alive[j], min(number, max(1, len(numbers) - 1)), 1 + is_plain_call)
@@ -126,19 +131,19 @@ def peaks(schedule: Schedule, checkpoint: str, is_plain_call: bool = False) -> l
 
 
 class Blocks:
-    """What the layers ``a`` to ``b-1`` take as a stage of a step.
+    """Time and memory of the layers ``a`` to ``b-1`` as a stage of a step.
 
     At its peak, in backward, a stage holds
 
     1. parameters, gradients, optimizer state and buffers;
-    2. the input and the skips from other stages, of the micro-batches that are in flight;
-    3. activations: of one micro-batch, or without checkpoints of these;
-    4. of one micro-batch, what the backward of a layer takes and gives;
-    5. skips that wait to be popped, of as many micro-batches as there are stages after it;
-    6. the last stage: the outputs, and in the plain call their gradients.
+    2. the input and the skips from other stages, for the micro-batches in flight;
+    3. activations, for one micro-batch, or without checkpoints for the micro-batches in flight;
+    4. gradients of the inputs and outputs of one layer, for one micro-batch;
+    5. skips that wait to be popped, for as many micro-batches as there are stages after it;
+    6. the outputs, and in the plain call their gradients, in the last stage.
 
-    That is an upper bound but for what a layer needs for itself while it runs. Of the input of the
-    first stage, all micro-batches are there from the start.
+    This is an upper bound, except for memory that a layer needs only while it runs. The first
+    stage holds the input of all micro-batches from the start.
     """
 
     def __init__(self, layers: Sequence[LayerProfile], skips: Sequence[SkipProfile],
@@ -156,7 +161,7 @@ class Blocks:
             int((x.parameter_bytes - x.frozen_bytes) * param_scale)
             + x.frozen_bytes + x.buffer_bytes for x in layers)]
         self.activations = [0, *accumulate(x.activation_bytes for x in layers)]
-        #: What goes through each edge, and what each layer takes and gives.
+        #: Size of the tensors that cross each edge, and of each layer's input and output together.
         self.inputs = [input_bytes, *(x.output_bytes for x in layers)]
         self.passing = [a + b for a, b in zip(self.inputs, self.inputs[1:])]
 
@@ -167,7 +172,7 @@ class Blocks:
                 for forward, backward in zip(self.forward, self.backward)]
 
     def bytes(self, a: int, b: int, peak: Peak) -> int:
-        """Return the most bytes at a time; more layers at the end never take less."""
+        """Return the bytes of a stage at its peak; more layers at the end never take less."""
         inputs = self.inputs[a]
         rest = ((self.activations[b] - self.activations[a]) * peak.activations
                 + max(self.passing[a:b]))
@@ -180,7 +185,7 @@ class Blocks:
 
     def furthest(self, edges: Sequence[int], peak: Peak, limit: float | None, is_last: bool
                  ) -> list[int]:
-        """Return the furthest edge at which a stage can end, by the one where it starts."""
+        """Return, for each edge where a stage starts, the furthest edge where it can end."""
         number = len(edges) - 1
         if limit is None:
             return [number] * number
@@ -189,7 +194,7 @@ class Blocks:
                     for a in range(number)]
 
         def end(k: int, a: int) -> int:
-            # Not further than with parameters alone, whose sum is quick to tell.
+            # The parameters alone give a bound that is quick to find.
             stop = bisect_right(edges, limit + self.resident[a], k + 1,
                                 key=self.resident.__getitem__)
             return bisect_right(edges, limit, k + 1, stop,
@@ -202,14 +207,14 @@ def memory_limits(limit: MemoryLimit, number: int, what: str) -> list[int | None
     """Return the limit of each device or partition.
 
     Raises:
-        ValueError: There are others than so many, or one is no number of bytes.
+        ValueError: The number of limits is wrong, or a limit is not a number of bytes.
     """
     limits: list[Any] = [*limit] if isinstance(limit, (list, tuple)) else [limit] * number
     if len(limits) != number:
         raise ValueError(f'memory_limit has {len(limits)} entries for {number} {what}; give one '
                          'number for all, or one for each')
     for each in limits:
-        # NumPy's integers are real numbers, too.
+        # NumPy's integers are real numbers as well.
         if each is not None and not (isinstance(each, Real) and float(each) >= 0):
             raise ValueError('memory_limit must be a number of bytes, zero or more, but is '
                              f'{each!r}')
@@ -218,7 +223,7 @@ def memory_limits(limit: MemoryLimit, number: int, what: str) -> list[int | None
 
 @dataclass(frozen=True)
 class Link:
-    """What a copy from one device to another takes; it goes beside what the devices compute.
+    """The time of a copy from one device to another, which runs concurrently with computation.
 
     >>> Link(latency=0.001, bandwidth=1e9).seconds(2_000_000)
     0.003
@@ -233,11 +238,11 @@ class Link:
         check_numbers(self, unlimited='bandwidth')
 
     def seconds(self, bytes: float) -> float:
-        """Return the seconds for so many bytes."""
+        """Return the seconds of a copy."""
         return self.latency + bytes / self.bandwidth
 
 
-#: The same between any two devices; or by the device that sends, and the one that gets.
+#: One link for any two devices, or links by source and destination device.
 Links = Link | Sequence[Sequence[Link]]
 
 
@@ -256,19 +261,19 @@ class StageCosts:
     backward: float
     #: Seconds of ``W``: half of backward if not given.
     weight_backward: float | None = None
-    #: Seconds of ``I``, without a recomputation: what ``W`` leaves of backward if not given.
+    #: Seconds of ``I``, without a recomputation: backward less ``W`` if not given.
     input_backward: float | None = None
-    #: Seconds of ``R``, or of the same within ``B`` or ``I``: those of ``F`` if not given.
+    #: Seconds of a recomputation, in ``R`` or within ``B`` or ``I``: as ``F`` if not given.
     recomputation: float | None = None
-    #: Of how many micro-batches, from the first one on, forward gives up the activations.
+    #: The number of micro-batches, from the first one on, whose activations forward discards.
     recomputed: int = 0
-    #: What forward makes for backward.
+    #: Size of the tensors that forward saves for backward.
     activation_bytes: float = 0.0
-    #: What ``B`` or ``I`` needs while it runs.
+    #: Memory that ``B`` or ``I`` needs while it runs.
     backward_bytes: float = 0.0
-    #: What goes to the next stage, or out of the last one.
+    #: Size of the output, for the next stage or of the model.
     output_bytes: float = 0.0
-    #: What is there from start to end, as parameters and all that goes with them; for all
+    #: Memory in use throughout the step, such as parameters and optimizer state; for all
     #: micro-batches.
     resident_bytes: float = 0.0
 
@@ -295,26 +300,26 @@ class Measured(Protocol):
 
     @property
     def layers(self) -> Sequence[LayerProfile]:
-        """What each layer costs."""
+        """The profile of each layer."""
 
     def blocks(self, chunks: int, param_scale: float) -> Blocks:
-        """Return what blocks of the layers take."""
+        """Return time and memory of blocks of the layers."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a step costs: its stages, and what goes between them.
+    """Costs of a step: its stages, the skips between them, and the links between devices.
 
     >>> costs = Costs([StageCosts(forward=1.0, backward=2.0)] * 4, links=Link(latency=0.1))
     >>> len(costs.stages)
     4
     """
 
-    #: By stage.
+    #: The costs of each stage.
     stages: Sequence[StageCosts]
-    #: From which stage to which one, and bytes of one micro-batch.
+    #: Skips by source and target stage, in bytes of one micro-batch.
     skips: Sequence[SkipProfile] = ()
-    #: Between devices, which are the rows of a schedule.
+    #: The links between devices, which are the rows of a schedule.
     links: Links = Link()
 
     def __post_init__(self) -> None:
@@ -328,12 +333,12 @@ class Costs:
     def of(profile: Measured, balance: Sequence[int], chunks: int,
            checkpoint: Checkpoint = 'except_last', *, param_scale: float = 2.0,
            links: Links = Link(), overhead: Mapping[str, float] | None = None) -> 'Costs':
-        """Take them from what layers cost.
+        """Compute the costs of stages from the profile of the layers.
 
-        Where a profile does not know how backward is split, it follows by a rule: gradients of
-        weights take half of it in a layer with parameters to train, as they do in matrix products
-        and convolutions; in the first such layer all of it, as what comes before it needs no
-        gradient; in layers without such parameters nothing.
+        If a profile does not have the shares of a split backward, they follow a rule. In a layer
+        with trainable parameters, gradients of weights take half of backward, as they do in matrix
+        products and convolutions. In the first such layer they take all of it, because its input
+        needs no gradient. In layers without trainable parameters they take nothing.
 
         >>> from torchgpipe.balance import Profile
         >>> layers = [LayerProfile(str(k), 2.0, 4.0, 8, 0, 0, 4, 4) for k in range(4)]
@@ -343,14 +348,14 @@ class Costs:
         [(1.0, 2.0, 1.5, 3), (1.0, 2.0, 1.0, 3)]
 
         Args:
-            profile: Of the layers, by :func:`torchgpipe.plan.profile`.
+            profile: The profile of the layers, by :func:`torchgpipe.plan.profile`.
             balance: The number of layers of each stage.
             chunks: The number of micro-batches, which count as equally large.
             checkpoint: As for :class:`~torchgpipe.GPipe`.
             param_scale: Bytes for a trainable parameter, its gradient and the optimizer's state,
                 relative to the parameter.
-            links: See above.
-            overhead: Seconds that an action takes beside its layers, by its kind.
+            links: The links between devices.
+            overhead: Seconds that an action takes in addition to its layers, by kind.
 
         Raises:
             ValueError: The balance is for other layers, or an argument is wrong.
@@ -383,14 +388,14 @@ class Costs:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """Of how many micro-batches each stage gives up its activations, from the first one on."""
+        """By stage, the number of first micro-batches whose activations forward discards."""
         return tuple(stage.recomputed for stage in self.stages)
 
     def check_links(self, devices: int) -> None:
-        """Check that there is a link between each two of so many devices.
+        """Check that there is a link between any two of the devices.
 
         Raises:
-            ValueError: There is none, or there are others.
+            ValueError: A link is missing, or there are links for more devices.
         """
         links = self.links
         if isinstance(links, Link):
@@ -402,12 +407,12 @@ class Costs:
                              f'device; for {devices} devices, there are rows of {shape}')
 
     def link(self, source: int, target: int) -> Link:
-        """Return that between two devices."""
+        """Return the link from one device to another."""
         return self.links if isinstance(self.links, Link) else self.links[source][target]
 
 
 def _shares(layers: Sequence[LayerProfile]) -> Iterator[tuple[float, float]]:
-    """Yield for each layer which shares of its backward ``I`` and ``W`` take."""
+    """Yield for each layer the shares of its backward that ``I`` and ``W`` take."""
     is_first = True
     for x in layers:
         is_trained = x.parameter_bytes > x.frozen_bytes

@@ -1,8 +1,11 @@
 """Measure copies between devices, and the overhead of an action.
 
-Workers on the CPU share the interpreter, so an action of one keeps others waiting. That is
-measured where nothing else takes time: in steps of a model with one number for each layer, of few
-and of many micro-batches. What one more of them takes on each device is
+:func:`measure_links` times small and large copies between devices.
+
+:func:`measure_overhead` measures the time that an action takes in addition to its layers. Workers
+on the CPU share the interpreter, so an action of one worker delays the others. The measurement
+runs steps with few and with many micro-batches. Each layer of their model has one number, so that
+nothing else takes time. The time of one more micro-batch on each device is
 
     =================  =================================
     1f1b               F + B
@@ -11,7 +14,7 @@ and of many micro-batches. What one more of them takes on each device is
     the layers alone   their part, which is not counted
     =================  =================================
 
-An accelerator is told ahead what to do and does it beside the host: there it is nothing.
+The host queues the work of an accelerator ahead of time, so an accelerator has no overhead.
 """
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,15 +34,15 @@ from torchgpipe.training.step import run_step
 
 __all__ = ['measure_links', 'measure_overhead']
 
-#: Bytes of the copies that are timed: what a small one takes is all latency.
+#: Bytes of the copies that are timed. The time of a small copy is all latency.
 SMALL, LARGE = 4, 2 ** 24
 
-#: How often each is timed; medians count.
+#: The number of times that each copy is timed; the median counts.
 COPIES = 5
 
 
 def measure_links(devices: Sequence[Device]) -> tuple[tuple[Link, ...], ...]:
-    """Measure what copies between each two devices take, one after the other.
+    """Measure latency and bandwidth of copies between any two devices, one pair at a time.
 
     Workers of the CPU share its memory, so nothing is copied between them.
 
@@ -47,10 +50,10 @@ def measure_links(devices: Sequence[Device]) -> tuple[tuple[Link, ...], ...]:
     Link(latency=0.0, bandwidth=inf)
 
     Args:
-        devices: The devices, all of which are there.
+        devices: The devices, all on this machine.
 
     Returns:
-        By the place of the device that sends, and of the one that gets.
+        The links, by the index of the source and of the destination device.
     """
     places = [memory_of(x) for x in devices]
     return tuple(tuple(_measure(one, other) for other in places) for one in places)
@@ -65,7 +68,7 @@ def _measure(source: torch.device, target: torch.device) -> Link:
 
 
 def _seconds(tensor: torch.Tensor, target: torch.device) -> float:
-    tensor.to(target)  # not counted: memory is allocated, and the way is opened
+    tensor.to(target)  # not counted: allocates memory and connects the devices
     times = []
     for _ in range(COPIES):
         synchronize((tensor.device, target))
@@ -79,19 +82,20 @@ def _seconds(tensor: torch.Tensor, target: torch.device) -> float:
 #: Micro-batches in the steps that are timed.
 FEW, MANY = 2, 10
 
-#: How often each is timed. The fastest counts: whatever else runs beside can only make it longer.
+#: The number of times that each step is timed. The fastest counts, because other work on the
+#: machine can only make it longer.
 REPEATS = 7
 
 
 def measure_overhead(devices: Sequence[Device]) -> Mapping[str, float]:
-    """Measure what an action takes beside its layers, in seconds by its kind.
+    """Measure the time of an action in addition to its layers, in seconds by kind.
 
     >>> sorted(measure_overhead(['cpu:0', 'cpu:1']))
     ['B', 'F', 'I', 'R', 'W']
 
     Args:
-        devices: The devices, all of which are there. If one of them is an accelerator, there is
-            nothing to measure.
+        devices: The devices, all on this machine. If one of them is an accelerator, nothing is
+            measured, and the result is empty.
     """
     if not all(map(is_cpu, devices)):
         return {}
@@ -110,7 +114,7 @@ def measure_overhead(devices: Sequence[Device]) -> Mapping[str, float]:
 
 def _step(devices: Sequence[Device], schedule: str, checkpoint: str
           ) -> Callable[[Tensor], object]:
-    """Return a step by a schedule: of a layer on each device, and as many chunks as samples."""
+    """Return a function that runs a step: one layer on each device, as many chunks as samples."""
     places = [parse_device(device) for device in devices]
     engine = Engine([nn.Sequential(nn.Linear(1, 1)) for _ in places], places)
 

@@ -1,21 +1,22 @@
 """Measure the time and memory of each layer of a sequential module, one layer at a time.
 
-[Note: Ownership of an activation]
-What autograd saves in a forward counts as far as the graph of the results has it, and so do the
-leaves of that graph, unless they lie in parameters or buffers. The output is a case of its own: it
-may be saved by this layer, by the next one or a later one, or by none. So its memory is followed
-from layer to layer, and counts for the layer that made it.
-
-So a model that is larger than the device can be profiled on it. A layer is a copy; it sees
-what the layers before gave, with their skips, and runs several times::
+:func:`profile` holds only one layer on the device at a time. Therefore a device can profile a
+model that does not fit on it. :class:`Measurement` runs a copy of the layer several times, on the
+outputs and skips of the previous layers, which :class:`Flow` holds::
 
     warm-up      forward, backward     not counted: kernels are chosen, lazy layers get their shape
     memory       forward               which of the tensors that it makes autograd saves
-    time         forward, backward     again and again; medians
-    split        forward, backward     beside that, with a backward that is split; medians
+    time         forward, backward     repeated; medians
+    split        forward, backward     in turn with these, with a split backward; medians
 
-All of that happens with the sample, and with a quarter of it: from both times follows how much of
-a layer's time does not shrink with the batch, and so is spent once per micro-batch.
+All phases run with the sample and with a quarter of it. The two times determine the part of a
+layer's time that does not shrink with the batch. This part is spent once per micro-batch.
+
+[Note: Ownership of an activation]
+A tensor that autograd saves in forward counts if the graph of the results holds it. The leaves of
+this graph count as well, unless they are parameters or buffers. The output is a special case: this
+layer, a later layer, or no layer may save it. So its memory is tracked from layer to layer, and
+counts for the layer that made it.
 """
 import copy
 import math
@@ -55,7 +56,7 @@ __all__ = ['Flow', 'Measurement', 'layerwise_sandbox', 'profile', 'profile_bytes
 
 @dataclass
 class ResultMemory:
-    """The memory of what a layer gave: which layer made it, if any, and who keeps it."""
+    """The memory of a layer's result, the layer that made it, and whether autograd keeps it."""
 
     maker: int | None
     bytes: int
@@ -64,14 +65,14 @@ class ResultMemory:
 
 @dataclass
 class LayerInput:
-    """A tensor between layers: a copy, so that a layer may change what it gets."""
+    """A tensor between layers: a copy, so that a layer may change its input."""
 
     tensor: Tensor
     requires_grad: bool
     memory: ResultMemory
 
     def fresh(self) -> Tensor:
-        """Return a tensor to run a layer with, whose graph ends here."""
+        """Return a copy of the tensor as a layer's input, without earlier history."""
         tensor = self.tensor.clone()
         if not self.requires_grad:
             return tensor
@@ -89,7 +90,7 @@ class _Saved:
 
 
 class Flow:
-    """What goes from layer to layer: the batch, and skips that have been stashed."""
+    """The tensors that go from layer to layer: the batch and stashed skips."""
 
     def __init__(self, sample: Chunk, device: torch.device, size: int) -> None:
         with torch.inference_mode(False):
@@ -112,7 +113,7 @@ class Measurement:
         self.memories: list[ResultMemory] = []
 
     def start(self, module: nn.Module) -> None:
-        """Take what the layers before gave."""
+        """Take the results of the previous layers as inputs."""
         self.module: Any = module
         self.inputs, self.kind = self.flow.values, self.flow.kind
         declared = module if isinstance(module, DeclaresSkips) else None
@@ -121,7 +122,7 @@ class Measurement:
         self.pops = {key: self.flow.stashed.pop(key) for key in poppable}
 
     def stop(self) -> None:
-        """Note sizes, which a lazy layer does not know earlier, and let go of all the rest."""
+        """Record sizes, which a lazy layer does not know earlier, and release the layer."""
         parameters = list(self.module.parameters())
         self.parameter_bytes = sum(map(size_of, parameters))
         self.frozen_bytes = sum(size_of(x) for x in parameters if not x.requires_grad)
@@ -140,12 +141,12 @@ class Measurement:
             return Chunk(*flatten(call(self.module, input.value)))
 
     def _results(self, output: Chunk, tracker: SkipTracker) -> list[Tensor]:
-        """Return all that the layer gave: outputs, and what it stashed."""
+        """Return the layer's outputs and the skips that it stashed."""
         stashed = [tracker.tensors[key] for key in self.stashes]
         return [*output.tensors, *(x for x in stashed if x is not None)]
 
     def train(self) -> tuple[float, float]:
-        """Run forward and backward, and take the time."""
+        """Run forward and backward, and return their times."""
         input, tracker = self._start()
         device = self.flow.device
         synchronize([device])
@@ -166,10 +167,10 @@ class Measurement:
         return time.perf_counter() - start if roots else 0.0
 
     def train_split(self) -> bool:
-        """Run forward and a backward that is split, and take the time of both parts.
+        """Run forward and a split backward, and record the times of its parts.
 
         Returns:
-            Whether it can be split.
+            Whether the backward can be split.
         """
         input, tracker = self._start()
         deferred = DeferredWork()
@@ -191,7 +192,7 @@ class Measurement:
         return True
 
     def watch(self) -> None:
-        """Run forward; see which memory autograd saves, and forward the results."""
+        """Run forward, detect the memory that autograd saves, and pass the results on."""
         saved: list[weakref.ref[_Saved]] = []
 
         def pack(x: Tensor) -> _Saved:
@@ -215,7 +216,7 @@ class Measurement:
                if x.layout is torch.strided}
         before = versions([x for x, _ in given])
         output = self._forward(input, tracker)
-        # What lies in the memory of the sample binds all layers up to this one, as layer 0 would.
+        # A change in the sample's memory binds all layers up to this one to layer 0.
         changed = [value.memory.maker or 0 for (x, value), version in zip(given, before)
                    if versions([x]) != [version]]
         self.changes = min(changed, default=None)
@@ -248,14 +249,14 @@ class Measurement:
                             for source, skip in self.pops.values() if skip is not None]
 
     def activation_bytes(self) -> int:
-        """Return what this layer made and autograd keeps, once later layers have shown theirs."""
+        """Return the bytes that this layer made and autograd keeps, after later layers ran."""
         return self._inner_bytes + sum(memory.bytes for memory in self.memories if memory.kept)
 
 
-#: How often a layer is timed at least.
+#: The least number of times that a layer is timed.
 REPEATS = 3
 
-#: The smallest batch of which a quarter is timed too; batch normalization needs two samples.
+#: The smallest batch whose quarter is timed as well; batch normalization needs two samples.
 SMALLEST = 8
 
 
@@ -263,12 +264,12 @@ def profile(module: nn.Sequential, sample: Value, *, device: Device | None = Non
             timeout: float = 1.0, batch_dim: Any = 0) -> Profile:
     """Measure time and memory of each layer of a sequential module.
 
-    The module itself is left as it is: its mode, buffers, gradients, hooks, the device that it is
-    on; so are the random states of PyTorch, Python and NumPy.
+    The module does not change: mode, buffers, gradients, hooks and device stay the same. Neither
+    do the random states of PyTorch, Python and NumPy.
 
-    Activations are tensors that autograd saves. Those that a ``Function`` keeps otherwise than by
-    ``save_for_backward`` are not counted, nor those within a layer that uses a transform of
-    ``torch.func``, which refuses saved-tensor hooks.
+    Activations are tensors that autograd saves. Tensors that a ``Function`` keeps otherwise than
+    by ``save_for_backward`` are not counted. Neither are tensors within a layer that uses a
+    transform of ``torch.func``, which refuses saved-tensor hooks.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> costs = profile(model, torch.rand(16, 8), device='cpu', timeout=0.01)
@@ -279,19 +280,19 @@ def profile(module: nn.Sequential, sample: Value, *, device: Device | None = Non
 
     Args:
         module: The model.
-        sample: A mini-batch, as the model would be called with one: a tensor of shape
-            ``(batch, …)``, a structure of such, or :class:`~torchgpipe.Arguments`.
-        device: Where to measure, by default on the accelerator.
-        timeout: Seconds to spend, about; each layer runs a few times in any case. More make
-            better medians.
-        batch_dim: Where the batch is: see :class:`~torchgpipe.GPipe`.
+        sample: A mini-batch, as an input of the model: a tensor of shape ``(batch, …)``, a
+            structure of such tensors, or :class:`~torchgpipe.Arguments`.
+        device: The device to measure on, by default the accelerator.
+        timeout: Approximate time in seconds. Each layer runs a few times in any case. More time
+            gives better medians.
+        batch_dim: The batch dimension: see :class:`~torchgpipe.GPipe`.
 
     Returns:
-        What each layer costs, for the whole sample.
+        Time and memory of each layer, for the whole sample.
 
     Raises:
         TypeError: The module is not sequential, or the sample is not made of tensors.
-        ValueError: A parameter already has a gradient, or the device or the sample will not do.
+        ValueError: A parameter already has a gradient, or the device or the sample is invalid.
     """
     if not (math.isfinite(timeout) and timeout >= 0):
         raise ValueError(f'timeout must be a number of seconds, zero or more, but is {timeout}')
@@ -311,23 +312,23 @@ def profile(module: nn.Sequential, sample: Value, *, device: Device | None = Non
 
 def profile_bytes(module: nn.Sequential, sample: Chunk, size: int, device: Device | None
                   ) -> Profile:
-    """Measure memory only; on the ``meta`` device too, where there is none."""
+    """Measure memory only, which is possible on the ``meta`` device as well."""
     return _measure(module, [(sample, size)], _take_device(device), None)
 
 
 def layerwise_sandbox(module: nn.Sequential, device: torch.device) -> Iterator[nn.Module]:
     """Yield copies of a module's layers, in training mode, each on the device while it is used.
 
-    Hooks are left out, apart from those by which PyTorch itself makes weights, such as
-    :func:`torch.nn.utils.weight_norm`: those of users may keep what they see.
+    The copies have no hooks of users, because these may keep the tensors that they get. Hooks by
+    which PyTorch makes weights, such as :func:`torch.nn.utils.weight_norm`, are copied.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU()).eval()
     >>> [layer.training for layer in layerwise_sandbox(model, torch.device('cpu'))]
     [True, True]
 
     Args:
-        module: The model. It is left as it is.
-        device: Where the copies are.
+        module: The model. It does not change.
+        device: The device of the copies.
 
     Yields:
         One copy per layer.
@@ -345,10 +346,10 @@ def layerwise_sandbox(module: nn.Sequential, device: torch.device) -> Iterator[n
 
 
 def _copy(layer: nn.Module) -> nn.Module:
-    """Copy a layer deeply, also where tensors do not allow that by themselves."""
+    """Copy a layer deeply, including tensors that do not support deep copies."""
     memo: dict[int, Any] = {}
     for m in layer.modules():
-        # Not even copied, since they may refer to anything.
+        # Users' hooks are not even copied, because they may refer to anything.
         memo.update((id(hook), hook) for hooks in _hooks(m) for hook in hooks.values()
                     if not _is_pytorchs(hook))
         # Weights that a hook made, and outputs that a layer keeps, have a graph.
@@ -427,7 +428,7 @@ def _measure(module: nn.Sequential, samples: list[tuple[Chunk, int]], device: to
 
 @contextmanager
 def _random_states(device: torch.device) -> Iterator[None]:
-    """Put random states back that a layer may draw from."""
+    """Restore the random states that a layer may draw from."""
     numpy: Any = sys.modules.get('numpy')
     states = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
@@ -440,7 +441,7 @@ def _random_states(device: torch.device) -> Iterator[None]:
 
 
 def _run(module: nn.Module, layers: list[Measurement], budget: float | None) -> None:
-    """Take one layer through the three phases, with each of the flows."""
+    """Measure one layer in all phases, with each of the flows."""
     for layer in layers:
         layer.start(module)
         layer.train()
@@ -458,7 +459,7 @@ def _run(module: nn.Module, layers: list[Measurement], budget: float | None) -> 
 
 
 def _result(name: str, layers: list[Measurement]) -> LayerProfile:
-    """Make the profile, once later layers have shown what they keep."""
+    """Make the profile of a layer, after later layers ran."""
     full = layers[0]
     (forward, forward_overhead), (backward, backward_overhead) = (
         _line(layers, [median(times[part] for times in layer.seconds or [(0.0, 0.0)])
@@ -470,7 +471,7 @@ def _result(name: str, layers: list[Measurement]) -> LayerProfile:
 
 
 def _shares(layer: Measurement, backward: float) -> tuple[float | None, float | None]:
-    """Return which shares of a backward I and W take; it is all in I if not split."""
+    """Return the shares of a backward that I and W take; I takes all if it is not split."""
     if not layer.seconds:
         return None, None
     if not (layer.split_seconds and backward):
@@ -480,7 +481,7 @@ def _shares(layer: Measurement, backward: float) -> tuple[float | None, float | 
 
 
 def _line(layers: list[Measurement], seconds: list[float]) -> tuple[float, float]:
-    """Return the time of the whole sample, and that of none, on the line through two points."""
+    """Return the time of the whole sample, and the time at size zero by a linear fit."""
     if len(layers) == 1:
         return seconds[0], 0.0
     (full, quarter), (size, quarter_size) = seconds, [layer.flow.size for layer in layers]

@@ -1,18 +1,19 @@
 """Search a plan: balance, chunks, checkpoints, schedule and virtual stages, within memory.
 
-How much a stage holds at its peak depends on the schedule: by how many micro-batches are in flight
-in it. From that follows how far a stage can reach, which is what a bounded cut needs. By how much
-a device is simulated to hold more than its stages by themselves, or less, as they have their peaks
-at different times, that much less or more it may have, and the cut is made again.
-
-For each schedule, all numbers of chunks, modes of checkpointing and numbers of stages are tried
-with the balance whose stages are equally fast, and simulated. Then, from the fastest one on, it is
-looked whether it fits; if not, another balance is made for it that does, which takes its place
-among them by its own time. The first one that fits is the best of its schedule::
+For each schedule, :func:`plan` simulates all numbers of chunks, modes of checkpointing and numbers
+of stages, with the balance whose stages are equally fast. Then it checks whether these plans fit
+into memory, the fastest first. A plan that does not fit gets another balance that does. The new
+plan joins the others at the place of its own time. The first plan that fits is the best of its
+schedule::
 
     never, 8 chunks      too much    ▶ 0.9 s with another balance ┐
     except_last, 16      fits        ◀── the best                 │
     never, 4 chunks                                           ◀───┘
+
+:func:`fit` makes the other balance. A stage's memory at its peak depends on the number of its
+micro-batches in flight, and so on the schedule. It determines the furthest end of a stage for a
+bounded cut. A device may need more or less memory than the sum of its stages, because they have
+their peaks at different times. The difference corrects the device's limit for the next cut.
 """
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -54,25 +55,25 @@ def schedule_of(name: str, devices: int, m: int, virtual: int, stops: tuple[int,
 
 @dataclass(frozen=True)
 class Plan(Settings):
-    """How a model is to be run, and what that is predicted to take; :func:`plan` makes it.
+    """The settings to run a model with, and predictions of time and memory.
 
-    ``GPipe(module, plan)`` takes it as it is, and then ``model.step(…, schedule='auto')`` its
-    schedule. ``print(plan)`` shows a table. Predictions are those of one training step, of all but
-    the loss and the optimizer.
+    :func:`plan` makes it. ``GPipe(module, plan)`` uses its settings, and then
+    ``model.step(…, schedule='auto')`` its schedule. ``print(plan)`` shows a table. Predictions are
+    for one training step, without the loss and the optimizer.
     """
 
     #: Samples in a mini-batch.
     batch_size: int
-    #: Of the unwrapped model, on one device.
+    #: Time of the unwrapped model, on one device.
     sequential_seconds: float
-    #: What the stages cost, for one micro-batch.
+    #: The costs of the stages, for one micro-batch.
     costs: Costs
     #: The best plan for each other schedule, the fastest one first.
     runners_up: tuple['Plan', ...] = ()
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The step as it is predicted, with each action and memory over time."""
+        """The predicted step, with each action and with memory over time."""
         m, n = min(self.chunks, self.batch_size), len({*self.devices})
         if self.schedule == PLAIN_CALL and all(map(is_cpu, self.devices)):
             schedule, pairs = plain_call(n, m, one_thread=True)
@@ -87,7 +88,7 @@ class Plan(Settings):
 
     @property
     def speed_up(self) -> float:
-        """How much faster than the unwrapped model on one device, if that could hold it."""
+        """The speed relative to the unwrapped model on one device, if one device could hold it."""
         return self.sequential_seconds / self.seconds if self.seconds else 1.0
 
     @property
@@ -114,15 +115,15 @@ class Plan(Settings):
                 'these schedules')
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as what JSON can hold: dictionaries, lists, strings and numbers."""
+        """Return the plan in types that JSON supports: dictionaries, lists, strings, numbers."""
         return {'version': 1, **_unlimited(asdict(self), inf, None)}
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> 'Plan':
-        """Read what :meth:`to_dict` gave, also after a way through JSON.
+        """Return a plan from the result of :meth:`to_dict`, possibly after a trip through JSON.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The dictionary is not a plan.
         """
         try:
             if data['version'] != 1:
@@ -134,7 +135,7 @@ class Plan(Settings):
 
 
 def _unlimited(data: Any, old: float | None, new: float | None) -> Any:
-    """Write an unlimited bandwidth in another way: JSON has no infinity."""
+    """Replace the value that stands for unlimited bandwidth, because JSON has no infinity."""
     if isinstance(data, dict):
         return {key: new if key == 'bandwidth' and value == old else _unlimited(value, old, new)
                 for key, value in data.items()}
@@ -157,14 +158,14 @@ def _plan(data: dict[str, Any]) -> Plan:
     for name in ('balance', 'devices'):
         data[name] = tuple(data[name])
     plan = Plan(**data)
-    plan.simulation  # or what is wrong would only show later
+    plan.simulation  # raises if the data is inconsistent
     return plan
 
 
-#: How often a balance is made again.
+#: The number of times that a balance is made again.
 ROUNDS = 4
 
-#: How finely times are distinguished, of all layers together.
+#: The number of units into which the time of all layers together is divided.
 UNITS = 20000
 
 #: By device, bytes or no limit.
@@ -172,7 +173,7 @@ Limits = Sequence[float | None]
 
 
 def excess(bytes: Sequence[float], limits: Limits) -> list[float]:
-    """Return by how much each device is above its limit."""
+    """Return the bytes by which each device exceeds its limit."""
     return [0.0 if limit is None else max(0.0, size - limit)
             for size, limit in zip(bytes, limits)]
 
@@ -194,20 +195,20 @@ def neighbours(balance: Sequence[int], edges: Sequence[int]) -> Iterator[list[in
 
 def fit(plan: Plan, blocks: Blocks, edges: Sequence[int], limits: Limits,
         planned: Callable[[list[int]], Plan]) -> Plan | None:
-    """Return a plan that keeps the limits, if one is found, with stages as equal as can be.
+    """Return a plan that keeps the limits, if one is found, with stages as equal as possible.
 
     Args:
-        plan: One that does not keep them.
-        blocks: What layers take.
-        edges: Where stages may start and end.
-        limits: By device.
+        plan: A plan that exceeds the limits.
+        blocks: Time and memory of the layers.
+        edges: Places where stages may start and end.
+        limits: The limit of each device.
         planned: Makes a plan of another balance.
     """
     n = len(limits)
     schedule = schedule_of(plan.schedule, n, blocks.m, len(plan.balance) // n)
     peak = peaks(schedule, plan.checkpoint, plan.schedule == PLAIN_CALL)
     last = len(peak) - 1
-    # As whole numbers: quicker, and closer than any measurement.
+    # Whole numbers are faster, and more precise than any measurement.
     seconds = blocks.seconds(plan.checkpoint)
     unit = (sum(seconds) or 1.0) / UNITS
     costs = [round(cost / unit) for cost in seconds]
@@ -229,10 +230,10 @@ def fit(plan: Plan, blocks: Blocks, edges: Sequence[int], limits: Limits,
     return None
 
 
-#: How many chunks are tried at most: so many, or so many for each device.
+#: The most chunks that are tried: the larger of a total number and a number for each device.
 MOST_CHUNKS, MOST_CHUNKS_PER_DEVICE = 64, 8
 
-#: How many balances are tried near the closest ones, where nothing else keeps the limits.
+#: The number of balances that are tried near the closest ones, if no other keeps the limits.
 TRIES = 100
 
 
@@ -244,8 +245,8 @@ def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequ
          timeout: float = 1.0, batch_dim: Any = 0) -> Plan:
     """Find the fastest way to train a model on several devices, within their memory.
 
-    It measures the layers, one at a time on the first device, copies between devices, and what an
-    action takes by itself; it simulates the rest.
+    Measurements are made of the layers, one at a time on the first device, of copies between
+    devices, and of the overhead of an action. The rest is simulated.
 
     >>> from torchgpipe import GPipe
     >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
@@ -255,8 +256,9 @@ def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequ
 
     Args:
         module: The model, or its profile by :func:`torchgpipe.plan.profile`.
-        sample: A mini-batch, as the model would be called with one; with a profile, nothing.
-        devices: Each device once. All of them are used. With a profile they need not be there.
+        sample: A mini-batch, as an input of the model. Leave it out with a profile.
+        devices: Each device once. All of them are used. With a profile, this machine need not have
+            them.
         batch: Samples in a mini-batch, if other than in the sample.
         memory_limit: Bytes of each device: one number for all of them, or one for each, where
             ``None`` is no limit.
@@ -267,22 +269,23 @@ def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequ
             devices.
         checkpoints: Modes, as for :class:`~torchgpipe.GPipe`.
         virtual: The most partitions on a device.
-        links: What copies from device to device take, by their places in ``devices``. By default
-            measured; with a profile, nothing.
-        overhead: Seconds that an action takes beside its layers, by its kind: ``'F'``, ``'B'``,
-            ``'I'``, ``'W'``, ``'R'``. By default measured; with a profile, nothing.
-        timeout: Seconds to spend on measurements, about.
-        batch_dim: Where the batch is: see :class:`~torchgpipe.GPipe`.
+        links: The links from device to device, by their indices in ``devices``. By default they
+            are measured; with a profile, copies take no time.
+        overhead: Seconds that an action takes in addition to its layers, by kind: ``'F'``,
+            ``'B'``, ``'I'``, ``'W'``, ``'R'``. By default they are measured; with a profile,
+            there is no overhead.
+        timeout: Approximate time in seconds for the measurement of layers.
+        batch_dim: The batch dimension: see :class:`~torchgpipe.GPipe`.
 
     Returns:
-        The fastest plan, with the best one of each other schedule; of plans that are equally fast,
-        that which takes less memory.
+        The fastest plan, with the best plan of each other schedule. Among plans that are equally
+        fast, the plan that takes less memory is preferred.
 
     Raises:
         TypeError: The module is not sequential, the sample is not made of tensors, or a number is
-            no integer.
-        ValueError: An argument is wrong, there are fewer layers than devices, or nothing keeps the
-            limits of memory; then it says by how much.
+            not an integer.
+        ValueError: An argument is wrong, there are fewer layers than devices, or no plan keeps the
+            memory limits. The message then has the missing bytes.
     """
     names = _names(devices)
     costs = module if isinstance(module, Profile) else _as_a_worker(names, partial(
@@ -327,14 +330,13 @@ class _Search:
         self._overhead = overhead
         self._seconds = sum(x.forward_seconds + x.backward_seconds for x in costs.layers)
         self._balances: dict[tuple[int, int, str], list[int]] = {}
-        #: Of each schedule the plan that came closest to the limits, and by how many bytes it is
-        #: above one of them.
+        #: By schedule, the plan closest to the limits, and the bytes by which it exceeds one.
         self._closest: dict[str, tuple[float, Plan]] = {}
         self._error = ValueError('there is nothing to choose from: name schedules, chunks and '
                                  'checkpoints')
 
     def check_parameters(self) -> None:
-        """Raise if not even what is there all the time has room."""
+        """Raise if the limits are too small even for the memory in use all the time."""
         if None in self._limits:
             return
         size = self._profile.blocks(1, self._param_scale).resident[-1]
@@ -349,7 +351,7 @@ class _Search:
     def best(self, name: str, chunks: Sequence[int], checkpoints: Sequence[str], virtual: int
              ) -> Plan | None:
         """Return the fastest plan of a schedule that keeps the limits, if there is one."""
-        number = count()  # Of two that are equally fast, the first one comes first.
+        number = count()  # Equally fast plans keep their order.
         heap = [(_about(each.seconds), next(number), each)
                 for each in self._each(name, chunks, checkpoints, virtual)]
         heapify(heap)
@@ -364,7 +366,7 @@ class _Search:
 
     def _each(self, name: str, chunks: Sequence[int], checkpoints: Sequence[str], virtual: int
               ) -> Iterator[Plan]:
-        """Yield all ways of a schedule, with stages that are equally fast."""
+        """Yield all plans of a schedule whose stages are equally fast."""
         n, (_, most) = len(self._devices), stages_per_device(name)
         least = min(2, most)  # One of several would be another schedule.
         for v in range(least, min(most, virtual) + 1) if n > 1 or least == 1 else ():
@@ -389,7 +391,7 @@ class _Search:
                          links=self._links, overhead=self._overhead)
         n = len(self._devices)
         if name == PLAIN_CALL:
-            # The gradient of the whole output is there before backward.
+            # The gradient of the whole output exists before backward.
             *others, last = costs.stages
             last = replace(last, resident_bytes=last.resident_bytes + m * last.output_bytes)
             costs = replace(costs, stages=(*others, last))
@@ -407,11 +409,11 @@ class _Search:
         return above == 0
 
     def _missing(self, plan: Plan) -> list[float]:
-        """Return by how much each device is above its limit."""
+        """Return the bytes by which each device exceeds its limit."""
         return excess([*plan.bytes.values()], self._limits)
 
     def _fitted(self, plan: Plan) -> Plan | None:
-        """Return a plan like one that does not fit, with another balance."""
+        """Return the plan with another balance that fits, if one is found."""
         def planned(balance: list[int]) -> Plan:
             found = self._plan(plan.schedule, balance, plan.chunks, plan.checkpoint)
             self._fits(found)
@@ -421,7 +423,7 @@ class _Search:
                    self._profile.edges(), self._limits, planned)
 
     def nearby(self) -> Plan | None:
-        """Look for a plan that fits near those that came closest, layer by layer."""
+        """Search for a plan that fits near the closest plans, layer by layer."""
         tries = TRIES
         for _, plan in sorted(self._closest.values(), key=lambda each: each[0]):
             better: Plan | None = plan
@@ -441,7 +443,7 @@ class _Search:
         return None
 
     def error(self) -> ValueError:
-        """Return why there is no plan, and how much is missing."""
+        """Return the error that no plan fits, with the missing bytes."""
         if not self._closest:
             return self._error
         missing, plan = min(self._closest.values(), key=lambda each: each[0])
@@ -456,7 +458,7 @@ class _Search:
 
 
 def _as_a_worker(devices: Sequence[str], measure: Callable[[], Profile]) -> Profile:
-    """Measure with the intra-op threads that a worker of the CPU has, as these divide them."""
+    """Measure with as many intra-op threads as a worker of the CPU has."""
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // max(1, sum(map(is_cpu, devices)))))
     try:
@@ -466,7 +468,7 @@ def _as_a_worker(devices: Sequence[str], measure: Callable[[], Profile]) -> Prof
 
 
 def _about(seconds: float) -> float:
-    """Round, so that what is equally fast but for rounding compares equal."""
+    """Round a time, so that rounding errors do not affect comparisons."""
     return float(f'{seconds:.6g}')
 
 

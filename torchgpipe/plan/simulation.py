@@ -1,26 +1,27 @@
 """Simulate a step: actions and memory of devices over time, given the costs of stages.
 
-Each device goes through its row. It starts an action as soon as what that waits for has ended, on
-another device and arrived from there; copies go beside the computation, however many at a time::
+:func:`simulate` runs each device through its row of the schedule. An action starts as soon as its
+predecessors have ended and their results have arrived. Any number of copies run concurrently with
+the computation::
 
     device 0    0F0 ─────▶ 0F1 ───────▶ 0B0
                   ╲ copy                 ╱ copy
     device 1       ▶ 1F0 ─────▶ 1B0 ────╱
 
-So times depend on no choice, and devices may be followed in any order: each as far as it gets, and
-once more when what it waits for is known.
+So the times do not depend on the order in which devices are simulated. Each device runs until a
+predecessor's time is unknown, and continues when it is known.
 
-For one micro-batch a device holds::
+For one micro-batch, :func:`bytes_over_time` counts on a device::
 
-    F ─────────────────────────▶ B or W     activations; where they are given up, from R on
-    F of the stage before ─────▶ B or W     what came in, from another device or given up there;
+    F ─────────────────────────▶ B or W     activations; if recomputed, from R on
+    F of the stage before ─────▶ B or W     the input, from another device or recomputed there;
                                             a skip waits there, and is here from its F on
-          B of the next stage ─▶ B          the gradient of what went out
-                              B ──▶ B       what a backward needs while it runs
-    F ───────────────────────────▶ end      what comes out of the last stage
+          B of the next stage ─▶ B          the gradient of the output
+                              B ──▶ B       temporary memory of a backward
+    F ───────────────────────────▶ end      the output of the last stage
 
-While a stage keeps its activations, what it gave is among them. What goes to the next device waits
-there, since copies wait for nobody.
+While a stage keeps its activations, its output is one of them. Copies start at once, so an input
+waits on the device that receives it.
 """
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -33,19 +34,19 @@ from torchgpipe.schedule.schedule import KINDS, WAITS, Action, Schedule, Timed
 
 __all__ = ['Simulation', 'bytes_over_time', 'simulate']
 
-#: From which second on a device holds how many bytes.
+#: Pairs of a second and the bytes that a device holds from then on.
 Line = tuple[tuple[float, float], ...]
 
 #: When each action runs, by stage, kind and micro-batch.
 Times = dict[tuple[int, str, int], Timed]
 
-#: By stage and kind: other stages and kinds, and seconds after the end of these.
+#: By stage and kind of an action, its predecessors: their stages, kinds and delays in seconds.
 Waits = dict[tuple[int, str], list[tuple[int, str, float]]]
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A step as it is predicted; :func:`simulate` makes it.
+    """A predicted step; :func:`simulate` makes it.
 
     >>> from torchgpipe.plan import StageCosts, simulate
     >>> from torchgpipe.schedule import make
@@ -57,7 +58,7 @@ class Simulation:
 
     #: When each action starts and ends, row after row of the schedule.
     actions: tuple[Timed, ...]
-    #: What the stages cost.
+    #: The costs of the stages.
     costs: Costs
     #: The number of devices, rows of the schedule.
     devices: int
@@ -69,7 +70,7 @@ class Simulation:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """For how many seconds each device has something to do."""
+        """The seconds for which each device runs actions."""
         busy = [0.0] * self.devices
         for timed in self.actions:
             busy[timed.device] += timed.end - timed.start
@@ -77,15 +78,15 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """The part of the devices' time in which they have nothing to do, from 0 to 1."""
+        """The part of the devices' time in which they are idle, from 0 to 1."""
         return 1 - sum(self.busy) / (self.devices * self.seconds) if self.seconds else 0.0
 
     @property
     def bubble_rate(self) -> float:
         """The bubble as Qi et al., "Zero Bubble Pipeline Parallelism" (2023), count it.
 
-        It is the part of a device's time from its first start to its last end that is no work, for
-        the device where that time is longest; the work is that of the device that has most of it.
+        A device's span is the time from its first start to its last end. The rate is one minus the
+        work of the device with the most work, relative to the longest span of a device.
         """
         spans: dict[int, tuple[float, float]] = {}
         for timed in self.actions:
@@ -96,7 +97,7 @@ class Simulation:
 
     @cached_property
     def bytes(self) -> tuple[Line, ...]:
-        """What each device holds over time, as pairs of a second and bytes from then on."""
+        """The memory of each device over time, as pairs of a second and bytes from then on."""
         return bytes_over_time(self.actions, self.costs, self.devices)
 
     @cached_property
@@ -116,12 +117,12 @@ def simulate(schedule: Schedule, costs: Costs, pairs: Iterable[tuple[Action, Act
     ['0F0 0-1', '0B0 6-8', '1F0 1-3', '1B0 3-6']
 
     Args:
-        schedule: One that :meth:`~torchgpipe.schedule.Schedule.validate` accepts.
-        costs: Of its stages.
-        pairs: Actions of which the second one waits for the first one as well.
+        schedule: A schedule that :meth:`~torchgpipe.schedule.Schedule.validate` accepts.
+        costs: Costs of its stages.
+        pairs: Additional pairs of actions, the second of which waits for the first.
 
     Raises:
-        ValueError: The costs are for another number of stages, or the schedule cannot go on.
+        ValueError: The costs are for another number of stages, or the schedule deadlocks.
     """
     if not any(schedule.rows):
         raise ValueError('the schedule is empty')
@@ -140,7 +141,7 @@ def simulate(schedule: Schedule, costs: Costs, pairs: Iterable[tuple[Action, Act
 
 
 def _seconds(schedule: Schedule, costs: Costs) -> dict[Action, float]:
-    """Return the seconds of each action; a backward recomputes where nothing else does."""
+    """Return the seconds of each action; a backward includes a recomputation that has no R."""
     kinds = [{kind: stage.seconds(kind) for kind in KINDS} for stage in costs.stages]
     stops = costs.stops
     seconds = {action: kinds[action.stage][action.kind] for row in schedule.rows for action in row}
@@ -154,7 +155,7 @@ def _seconds(schedule: Schedule, costs: Costs) -> dict[Action, float]:
 
 
 def _waits(costs: Costs, places: dict[int, int]) -> Waits:
-    """Return what an action of a stage and a kind waits for, and for how long after its end."""
+    """Return the predecessors of actions by stage and kind, with the delays after their end."""
     waits: Waits = {(stage, kind): [] for stage in places for kind in KINDS}
 
     def add(stage: int, kind: str, other: int, what: str, bytes: float) -> None:
@@ -177,7 +178,7 @@ def _waits(costs: Costs, places: dict[int, int]) -> Waits:
 
 def _run(schedule: Schedule, seconds: dict[Action, float], waits: Waits,
          pairs: Iterable[tuple[Action, Action]]) -> dict[Action, tuple[float, float]] | None:
-    """Follow the devices; return when each action starts and ends, or ``None`` if they stop."""
+    """Return the start and end of each action, or ``None`` if the devices deadlock."""
     also: dict[Action, list[Action]] = defaultdict(list)
     for one, later in pairs:
         also[later].append(one)
@@ -211,7 +212,7 @@ def _run(schedule: Schedule, seconds: dict[Action, float], waits: Waits,
 
 
 class _Hold(NamedTuple):
-    """What a device holds from one time to another."""
+    """Memory that a device holds from one time to another."""
 
     device: int
     start: float
@@ -220,7 +221,7 @@ class _Hold(NamedTuple):
 
 
 def bytes_over_time(actions: Iterable[Timed], costs: Costs, devices: int) -> tuple[Line, ...]:
-    """Add up what each device holds."""
+    """Return the memory that each device holds over time."""
     times: Times = {x.action: x for x in actions}
     resident = [0.0] * devices
     for stage, device in {action[0]: x.device for action, x in times.items()}.items():
@@ -240,9 +241,9 @@ def bytes_over_time(actions: Iterable[Timed], costs: Costs, devices: int) -> tup
 
 
 def _holds(times: Times, costs: Costs) -> Iterator[_Hold]:
-    """Yield what is not there all the time."""
+    """Yield the memory that is not in use throughout the step."""
     end = max(x.end for x in times.values())
-    #: By stage, what comes in: from where, how many bytes, and whether it waits there.
+    #: By stage, its inputs: source stage, bytes, and whether the input waits at the source.
     edges: list[list[tuple[int, float, bool]]] = [[] for _ in costs.stages]
     for stage, each in enumerate(costs.stages[:-1], 1):
         edges[stage].append((stage - 1, each.output_bytes, False))
@@ -260,7 +261,7 @@ def _holds(times: Times, costs: Costs) -> Iterator[_Hold]:
 
 def _of_forward(times: Times, costs: Costs, edges: Iterable[tuple[int, float, bool]], stage: int,
                 i: int) -> Iterator[_Hold]:
-    """Yield what is held from a forward on, and gradients of what came in."""
+    """Yield the memory that is held from a forward on, and the gradients of its inputs."""
     each, forward = costs.stages[stage], times[stage, 'F', i]
     backward = _backward(times, stage, i)
     last = times.get((stage, 'W', i), backward) or forward

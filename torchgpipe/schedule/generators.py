@@ -1,11 +1,13 @@
-"""The schedules of the literature, each with its paper; and the plain call as a schedule.
+"""The schedules of the literature, each with its paper, and the plain call as a schedule.
 
-They differ in how many micro-batches are in flight on a device (its *warm-up*, and so its memory),
-in how many stages it has, and in whether backward is split into those of inputs and of weights.
+:func:`make` makes a schedule by its name. Schedules differ in the number of micro-batches in
+flight on a device (its *warm-up*, and so its memory) and in the number of its stages. Some split
+backward into gradients of inputs and gradients of weights.
 
-Fill and drain. In forward, a partition that is faster than the next one waits for it, since what
-it gives takes memory. On the CPU one thread goes through the backward of all partitions, whichever
-workers they have; on accelerators recomputations do not wait for gradients::
+:func:`plain_call` returns the plain call, which is fill and drain. In forward, a partition that is
+faster than the next one waits for it, because its outputs take memory. On the CPU, one thread runs
+the backward of all partitions, regardless of their workers. On accelerators, recomputations do not
+wait for gradients::
 
     accelerators    0F0 0F1             0R0     0B1 0B0
                         1F0 1F1 1B1 1R0 1B0
@@ -56,7 +58,7 @@ def make(name: str, devices: int, micro_batches: int, virtual: int | None = None
 
 
 def stages_per_device(name: str) -> tuple[int, int]:
-    """Return how many stages a device can have in a schedule, at least and at most.
+    """Return the least and the most stages that a device can have in a schedule.
 
     >>> stages_per_device('1f1b'), stages_per_device('zb-v')
     ((1, 1), (2, 2))
@@ -86,7 +88,8 @@ def _zb_h1(n: int, m: int, v: int) -> Rows:
 
 
 def _zb_h2(n: int, m: int, v: int) -> Rows:
-    """Zero bubble, handcrafted, in about twice the memory: the same paper. It warms up longer."""
+    """Zero bubble, handcrafted, in about twice the memory: the same paper. Its warm-up is longer.
+    """
     return [_alternate(s, m, warm_up=2 * (n - s) - 1, delay=2 * s) for s in range(n)]
 
 
@@ -96,8 +99,8 @@ def _alternate(stage: int, m: int, warm_up: int, delay: int | None = None) -> li
     Args:
         stage: The stage.
         m: The number of micro-batches.
-        warm_up: How many forwards come first.
-        delay: By how many micro-batches W is deferred, if backward is split.
+        warm_up: The number of forwards that come first.
+        delay: The number of micro-batches by which W is deferred, if backward is split.
     """
     row = [Action(stage, 'F', i) for i in range(min(warm_up, m))]
     for i in range(m):
@@ -115,8 +118,8 @@ def _interleaved(n: int, m: int, v: int) -> Rows:
     """1F1B over several stages per device: Narayanan et al., "Efficient Large-Scale Language Model
     Training on GPU Clusters" (2021). Groups of ``n`` micro-batches go through a device's stages.
 
-    The paper needs ``n`` to divide ``m``. Otherwise it is that of the next larger number, without
-    those that are not there: what is left out keeps nobody from going on.
+    The paper needs ``n`` to divide ``m``. Otherwise, the result is the schedule for the next
+    larger multiple, without the surplus micro-batches. No other action waits for these.
     """
     full = -(-m // n) * n
     units = [(k, i) for first in range(0, full, n) for k in range(v)
@@ -146,8 +149,8 @@ def _zb_v(n: int, m: int, v: int) -> Rows:
     """Zero bubble in the memory of 1F1B: Qi et al., "Pipeline Parallelism with Controllable
     Memory" (2024), there ZB-V. Device ``d`` has stages ``d`` and ``2n - 1 - d``, there and back.
 
-    It takes ``2n - 1`` micro-batches to fill the pipeline. With fewer, it is that of so many,
-    without those that are not there.
+    It takes ``2n - 1`` micro-batches to fill the pipeline. With fewer, the result is the schedule
+    for ``2n - 1``, without the surplus micro-batches.
     """
     full = max(m, 2 * n - 1)
     return [[action for action in _there_and_back(d, n, full) if action.micro_batch < m]
@@ -173,7 +176,7 @@ def _there_and_back(d: int, n: int, m: int) -> list[Action]:
             do((a, 'F'))
         do((a, 'I'), (a, 'W'), (b, 'F'), (b, 'I'), (b, 'W'))
     do(*[(a, 'I'), (b, 'I')] * d)
-    for stage in (b, a):  # What is left of W goes where I has to wait.
+    for stage in (b, a):  # The remaining W run where I has to wait.
         while count[stage, 'W'] < m:
             do(*[(a, 'I')] * (count[a, 'I'] < m), (stage, 'W'))
     return row
@@ -185,22 +188,22 @@ NAMES: dict[str, Callable[[int, int, int], Rows]] = {
     'zb-h1': _zb_h1, 'zb-h2': _zb_h2, 'zb-v': _zb_v}
 
 
-#: What forward and ``loss.backward()`` are called among schedules.
+#: The name of forward and ``loss.backward()`` among schedules.
 PLAIN_CALL = 'plain call'
 
-#: Actions of which the second one waits for the first one, beside what a schedule says.
+#: Pairs of actions, the second of which waits for the first, in addition to a schedule.
 Pairs = list[tuple[Action, Action]]
 
 
 @lru_cache(maxsize=64)
 def plain_call(partitions: int, m: int, stops: tuple[int, ...] = (), one_thread: bool = False
                ) -> tuple[Schedule, Pairs]:
-    """Return the plain call of as many devices as partitions, and what else its actions wait for.
+    """Return the plain call with one device per partition, and additional pairs of its actions.
 
     Args:
-        partitions: Their number.
+        partitions: The number of partitions.
         m: The number of micro-batches.
-        stops: How many micro-batches each partition recomputes, from the first one on.
+        stops: By partition, the number of micro-batches to recompute, from the first one on.
         one_thread: Whether all devices are workers of the CPU.
     """
     schedule = make('gpipe', partitions, m)
@@ -210,27 +213,28 @@ def plain_call(partitions: int, m: int, stops: tuple[int, ...] = (), one_thread:
 
 
 def forward_order(partitions: int, start: int, stop: int) -> Pairs:
-    """Return pairs of forwards of which the second one waits for the first one.
+    """Return pairs of forwards, the second of which waits for the first.
 
-    Since what a partition gives takes memory, none starts a micro-batch before the next one is
-    done with the last but one. A device may be at work later than the thread that waits for it.
+    The output of a partition takes memory. Therefore a partition does not start micro-batch ``i``
+    before the next partition is done with micro-batch ``i - 2``. Only threads wait in this way; a
+    device may run later.
 
     >>> [f'{one} {other}' for one, other in forward_order(2, 0, 4)]
     ['1F0 0F2', '1F1 0F3']
 
     Args:
-        partitions: Their number.
+        partitions: The number of partitions.
         start: The first micro-batch.
-        stop: The one after the last.
+        stop: The micro-batch after the last one.
     """
     return [(Action(j + 1, 'F', i - 2), Action(j, 'F', i))
             for j in range(partitions - 1) for i in range(start + 2, stop)]
 
 
 def one_by_one(schedule: Schedule) -> Pairs:
-    """Return pairs of backwards of which the second one waits for the first one: of all of them.
+    """Return pairs of all backwards, the second of which waits for the first.
 
-    Autograd takes the reverse of the order in which forward has made the cells.
+    Autograd runs backward in the reverse of the order in which forward made the cells.
 
     >>> [f'{one} {other}' for one, other in one_by_one(make('gpipe', 2, 2))]
     ['1B1 1B0', '1B0 0B1', '0B1 0B0']

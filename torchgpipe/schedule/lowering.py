@@ -1,19 +1,19 @@
 """Messages of a schedule whose stages are on several ranks: senders, receivers and order.
 
-What an action computed goes to the stages that need it: a forward's batch to the next stage, its
-skips straight to the stages that pop them; and backwards each gradient to where its tensor came
-from. All actions stand in one order, that of the schedule's steps. A message stands in the rows of
-both its ends at the place where its content is computed in that order::
+The result of an action goes to the stages that need it. A forward sends its batch to the next
+stage, and its skips directly to the stages that pop them. A backward sends each gradient to the
+stage that its tensor came from. The steps of the schedule give one order of all actions. In the
+rows of sender and receiver, a message has the place at which this order computes its content::
 
     order       0F0         0F1          1F0          2F0    …
     rank 0      0F0 0F0>1   0F1 0F1>1
     rank 1          0F0>1       0F1>1    1F0 1F0>2
     rank 2                                   1F0>2    2F0    …
 
-So two ranks have the messages between them in the same order, as NCCL asks for; and as that order
-could be run by one rank alone, nothing is stuck, also where a send waits for its receive. It would
-be where a receive stands right before its use: the rank that sends may wait for another message
-meanwhile.
+So two ranks have the messages between them in the same order, as NCCL requires. There is no
+deadlock, even if a send waits for its receive, because one rank alone could run this order. There
+could be one if each receive came directly before its use. The sender might wait for another
+message at that time.
 """
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -24,15 +24,15 @@ __all__ = ['Message', 'Receive', 'Row', 'Send', 'with_messages']
 
 
 class Message(NamedTuple):
-    """What an action computed for another stage.
+    """The result of an action, for another stage.
 
     >>> str(Message(Action(0, 'F', 3), 2))
     '0F3>2'
     """
 
-    #: What computes it.
+    #: The action that computes it.
     action: Action
-    #: The stage that it is for.
+    #: The stage that receives it.
     stage: int
 
     def __str__(self) -> str:
@@ -40,18 +40,18 @@ class Message(NamedTuple):
 
 
 class Send(Message):
-    """A message that leaves."""
+    """A message that the rank sends."""
 
     __slots__ = ()
 
 
 class Receive(Message):
-    """A message that comes in."""
+    """A message that the rank receives."""
 
     __slots__ = ()
 
 
-#: What a rank does: it computes, sends and receives.
+#: The actions, sends and receives of a rank, in order.
 Row = tuple[Action | Send | Receive, ...]
 
 
@@ -67,8 +67,8 @@ def with_messages(schedule: Schedule, skips: Iterable[tuple[int, int]] = (),
 
     Args:
         schedule: The schedule.
-        skips: Pairs of stages of which the first one stashes a skip that the second one pops. It
-            goes along with the batch where that is the next one.
+        skips: Pairs of stages. The first stashes a skip that the second pops. If the second is the
+            next stage, the skip is part of the batch's message.
         ranks: The rank of each stage; by default, a rank has the stages of a row.
     """
     stages = [stage for row in schedule.stages for stage in row]
@@ -93,7 +93,7 @@ def with_messages(schedule: Schedule, skips: Iterable[tuple[int, int]] = (),
 
 def _receivers(action: Action, readers: dict[int, set[int]], writers: dict[int, set[int]]
                ) -> set[int]:
-    """Return the stages that need what an action computes."""
+    """Return the stages that need the result of an action."""
     if action.kind == 'F':
         return readers[action.stage]
     return writers[action.stage] if action.kind in 'BI' else set()

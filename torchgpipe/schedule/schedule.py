@@ -1,6 +1,8 @@
 """A schedule: the actions of each device in order, as data and as text, with validation.
 
-What an action waits for, beside the action before it on its device::
+:class:`Schedule` has a row of actions for each device. It reads and writes CSV. Its method
+:meth:`~Schedule.validate` checks that it is complete and can run. An action waits for the previous
+action on its device, and for these actions (:data:`WAITS`)::
 
     0F0 ──▶ 1F0 ──▶ 2F0           forward of the stage before
                      │
@@ -21,7 +23,7 @@ from typing import NamedTuple
 __all__ = ['Action', 'Grid', 'KINDS', 'Schedule', 'ScheduleLike', 'Timed', 'WAITS', 'by_step',
            'in_flight', 'steps', 'waits_for']
 
-#: The kinds of actions. A whole backward is ``B``; or it is split into ``I`` and ``W``.
+#: The kinds of actions. A backward is ``B``, or it is split into ``I`` and ``W``.
 KINDS = {
     'F': 'forward',
     'R': 'recomputation of the activations that forward did not keep',
@@ -34,7 +36,7 @@ _TEXT = re.compile(r'(\d+)([A-Z]+)(\d+)')
 
 
 class Action(NamedTuple):
-    """What is done, as PyTorch's pipelining writes it: stage, kind, micro-batch.
+    """An action in the notation of PyTorch's pipelining: stage, kind, micro-batch.
 
     >>> Action.parse('2F10')
     Action(stage=2, kind='F', micro_batch=10)
@@ -48,7 +50,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> 'Action':
-        """Read an action; :exc:`ValueError` if it is none."""
+        """Return an action from its text, or raise a :exc:`ValueError`."""
         match = _TEXT.fullmatch(text.strip())
         if match is None or match[2] not in KINDS:
             kinds = ', '.join(f'{kind} ({what})' for kind, what in KINDS.items())
@@ -61,26 +63,26 @@ class Action(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """An action, and when it ran: as a simulation predicts it, or as a recorder measured it.
+    """An action and its time, as predicted by a simulation or measured by a recorder.
 
     >>> timed = Timed(0, Action(0, 'F', 1), 0.25, 0.75)
     >>> str(timed.action), timed.end - timed.start
     ('0F1', 0.5)
     """
 
-    #: Whose it is: a row of the schedule, a lane of a timeline.
+    #: The device: a row of the schedule, or a lane of a timeline.
     device: int
     action: Action
-    #: In seconds, from the start of the step.
+    #: Seconds from the start of the step.
     start: float
-    #: In seconds, from the start of the step.
+    #: Seconds from the start of the step.
     end: float
 
 
-#: What stands in a grid: an action that starts in a step, or nothing.
+#: By device and step, the action that starts, or nothing.
 Grid = list[list[Action | None]]
 
-#: What a kind of action waits for, as far as it is there: how many stages on, and which kind.
+#: By kind of an action, its predecessors, as far as they exist: offset of the stage, and kind.
 WAITS = {
     'F': ((-1, 'F'),),
     'R': ((0, 'F'),),
@@ -92,7 +94,7 @@ WAITS = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who does what, in which order.
+    """The actions of each device, in order.
 
     >>> schedule = Schedule.parse('0F0,0B0\\n1F0,1B0')
     >>> schedule.stages, schedule.micro_batches
@@ -110,7 +112,7 @@ class Schedule:
 
     @property
     def stages(self) -> tuple[tuple[int, ...], ...]:
-        """The stages that each device owns, ascending; several are called virtual stages."""
+        """The stages of each device, in ascending order; several are called virtual stages."""
         return tuple(tuple(sorted({action.stage for action in row})) for row in self.rows)
 
     @property
@@ -120,10 +122,10 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> 'Schedule':
-        """Read what :meth:`to_csv` has written, or PyTorch's pipelining; empty cells are skipped.
+        """Read the CSV of :meth:`to_csv` or of PyTorch's pipelining, and skip empty cells.
 
         Raises:
-            ValueError: A cell is no action; the message names its row and column.
+            ValueError: A cell is not an action; the message names its row and column.
         """
         rows = []
         for number, line in enumerate(csv.reader(io.StringIO(text)), 1):
@@ -145,16 +147,17 @@ class Schedule:
         return ''.join(','.join(map(str, row)) + '\n' for row in self.rows)
 
     def recomputing(self, stops: Sequence[int]) -> 'Schedule':
-        """Return the same with recomputations, each right before the backward that needs it.
+        """Return the schedule with recomputations, each directly before its backward.
 
-        There it starts while the gradient is on its way, and no activations are there any sooner
-        than on a device that had been waiting for it. What is there already stays.
+        At that place, a recomputation starts while the gradient is still on its way. Its
+        activations exist no earlier than on a device that had waited for the gradient.
+        Recomputations that the schedule already has keep their places.
 
         >>> Schedule.parse('0F0,0F1,0B0,0B1').recomputing([1]).to_csv()
         '0F0,0F1,0R0,0B0,0B1\\n'
 
         Args:
-            stops: How many micro-batches each stage recomputes, from the first one on.
+            stops: By stage, the number of micro-batches to recompute, from the first one on.
         """
         there = self._all()
 
@@ -167,11 +170,11 @@ class Schedule:
             tuple(x for action in row for x in (*before(action), action)) for row in self.rows))
 
     def validate(self) -> None:
-        """Check that it can be run, and does all that has to be done.
+        """Check that the schedule is complete and can run.
 
         Raises:
-            ValueError: Something is missing, is there twice, is on two devices, or comes before
-                what it waits for. The message says what, and draws it.
+            ValueError: An action is missing, occurs twice, or comes before an action that it waits
+                for, or a stage is on two devices. The message names it and draws the schedule.
         """
         if not any(self.rows):
             raise ValueError('the schedule is empty')
@@ -255,7 +258,7 @@ ScheduleLike = str | os.PathLike[str] | Schedule
 
 
 def waits_for(action: Action, actions: Collection[Action]) -> list[Action]:
-    """Return what an action waits for, of all that there are.
+    """Return the predecessors of an action among the given actions.
 
     >>> waits_for(Action(0, 'B', 3), {Action.parse(x) for x in ('0F3', '1I3', '0B3', '1F3')})
     [Action(stage=0, kind='F', micro_batch=3), Action(stage=1, kind='I', micro_batch=3)]
@@ -266,14 +269,14 @@ def waits_for(action: Action, actions: Collection[Action]) -> list[Action]:
 
 def steps(rows: Sequence[Sequence[Action]], pairs: Iterable[tuple[Action, Action]] = ()
           ) -> tuple[Grid, list[Action]]:
-    """Run a schedule in steps, of which each action takes one.
+    """Run a schedule in steps, with one step per action.
 
     Args:
         rows: The actions of each device.
-        pairs: Actions of which the second one waits for the first one as well.
+        pairs: Additional pairs of actions, the second of which waits for the first.
 
     Returns:
-        What each device does in each step, and the actions at which devices are stuck, if any.
+        The action of each device in each step, and the actions at which devices block, if any.
     """
     actions = {action for row in rows for action in row}
     queues = [list(reversed(row)) for row in rows]
@@ -295,7 +298,7 @@ def steps(rows: Sequence[Sequence[Action]], pairs: Iterable[tuple[Action, Action
 
 
 def by_step(grid: Grid) -> Iterator[Action]:
-    """Yield the actions of a schedule, those of its first step first."""
+    """Yield the actions of a schedule, in the order of its steps."""
     for column in zip_longest(*grid):
         yield from filter(None, column)
 
@@ -308,7 +311,7 @@ def in_flight(schedule: Schedule, start: str = 'F') -> dict[int, int]:
 
     Args:
         schedule: The schedule.
-        start: The kinds of actions from which on they count, to ``B`` or ``W``.
+        start: The kinds of actions at which a micro-batch starts to count, until ``B`` or ``W``.
     """
     now: dict[int, int] = {}
     most: dict[int, int] = {}
@@ -321,7 +324,7 @@ def in_flight(schedule: Schedule, start: str = 'F') -> dict[int, int]:
 
 
 def _draw(grid: Sequence[Sequence[Action | None]], marked: Collection[Action] = ()) -> str:
-    """Draw a row for each device; what is marked stands between arrows."""
+    """Draw a row for each device, with marked actions between arrows."""
     cells = [[f'>{action}<' if action in marked else str(action or '') for action in row]
              for row in grid]
     width = max((len(cell) for row in cells for cell in row), default=0)

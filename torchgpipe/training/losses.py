@@ -1,16 +1,17 @@
 """The loss of a mini-batch from the losses of its micro-batches, and the normalizer of a loss.
 
-Losses of PyTorch's say what they give by their settings, ``reduction``, ``ignore_index`` and
-``weight``. So do others that have settings of these names, but what they do with them is theirs.
-What a function does not say is seen where it calls a loss of PyTorch's.
-
-::
+:class:`Losses` adds up the losses of micro-batches by the normalizer::
 
     normalizer          loss_fn gives           the loss is
     None                a mean over samples     Σ loss · samples / all samples
-    a function          a mean over what that   Σ loss · counted / all counted
-                        counts in a target
+    a function          a mean over its count   Σ loss · counted / all counted
+                        in a target
     a number            a sum                   Σ loss / number
+
+:class:`Known` holds the settings of a loss: ``reduction``, ``ignore_index`` and ``weight``. For
+PyTorch's own losses, they determine the result. Other losses may have settings with these names,
+but may use them in another way. If a function does not have such settings, :class:`LossMonitor`
+detects the divisor where the function calls one of PyTorch's losses.
 """
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,17 +36,17 @@ __all__ = ['Known', 'LossMonitor', 'Losses', 'count_functions', 'counts_of', 'it
            'no_mean_in_the_model', 'no_mean_over_samples', 'normalizer_of', 'seen_means',
            'watches', 'with_counts']
 
-#: What is known of a loss, if it has it.
+#: The settings that are read from a loss, if it has them.
 SETTINGS = ('reduction', 'ignore_index', 'weight')
 
-#: The losses of PyTorch's, each with its signature.
+#: PyTorch's losses, each with its signature.
 LOSSES = {function: signature for function in vars(F).values() if inspect.isfunction(function)
           if 'reduction' in (signature := inspect.signature(function)).parameters}
 
-#: Those whose mean is a sum divided by that of ``weight``, which has the shape of the input.
+#: Losses whose mean is divided by the sum of ``weight``, which has the shape of the input.
 BY_WEIGHT = (F.mse_loss, F.l1_loss)
 
-#: What divides a tensor, as the operator does.
+#: Functions that divide a tensor, as the operator ``/`` does.
 DIVISIONS = {getattr(place, name) for place in (torch, Tensor)
              for name in ('div', 'div_', 'divide', 'divide_', 'true_divide', 'true_divide_')
              if hasattr(place, name)}
@@ -60,18 +61,18 @@ def itself(loss: Any) -> Any:
 
 
 class Known(NamedTuple):
-    """What is known of a loss by its settings."""
+    """The settings of a loss."""
 
-    #: By the names that those of PyTorch's have.
+    #: The settings, by the names that PyTorch's losses use.
     settings: Mapping[str, Any]
     reduction: Any
-    #: Whether it is one of PyTorch's, which does what its settings say.
+    #: Whether it is one of PyTorch's losses, which follow their settings.
     is_of_pytorch: bool
     name: str
 
     @classmethod
     def of(cls, loss: Any) -> 'Known':
-        """Look at a loss."""
+        """Return the settings of a loss."""
         what, settings = itself(loss), {}
         if isinstance(what, nn.Module):
             code = getattr(what.forward, '__func__', None)
@@ -82,7 +83,7 @@ class Known(NamedTuple):
                 bound = inspect.signature(loss).bind(None, None)
                 bound.apply_defaults()
                 settings = bound.arguments
-            except (TypeError, ValueError):  # It is not Python's, or takes something else.
+            except (TypeError, ValueError):  # It has no signature, or other arguments.
                 pass
         is_torch = str(getattr(code, '__module__', '')).startswith('torch.nn.')
         return cls(settings, _reduction(settings), is_torch and 'reduction' in settings,
@@ -90,7 +91,7 @@ class Known(NamedTuple):
 
 
 def watches(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of a layer, in which a pipeline sees what losses divide by."""
+    """Return a layer's function in which a pipeline records the divisors of losses."""
     def call(*given: Any) -> Any:
         cell = None if torch.compiler.is_compiling() else context.micro_batch
         if cell is None or cell.losses is None:
@@ -101,7 +102,7 @@ def watches(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _reduction(settings: Mapping[str, Any]) -> Any:
     legacy = settings.get('size_average'), settings.get('reduce')
-    if 'size_average' in settings and legacy != (None, None):  # PyTorch lets it come first.
+    if 'size_average' in settings and legacy != (None, None):  # has precedence in PyTorch
         return nn.L1Loss(*legacy).reduction
     return settings.get('reduction', 'mean')
 
@@ -110,8 +111,8 @@ def normalizer_of(loss: Known, given: Any, targets: Sequence[Any]) -> Any:
     """Return the normalizer of a loss: the given one, or its own; ``None`` for samples.
 
     Raises:
-        ValueError: It is known to be no mean and no scalar, or a mean over something else, and not
-            how that is counted.
+        ValueError: The settings show that the loss is a sum without a number to divide by, is not
+            a scalar, or is a mean with an unknown count.
     """
     if loss.reduction == 'none' and loss.is_of_pytorch:
         raise ValueError("the loss is one of each sample (reduction='none'), and a step takes a "
@@ -134,8 +135,8 @@ def normalizer_of(loss: Known, given: Any, targets: Sequence[Any]) -> Any:
 
 
 def _counted(ignored: int | None, weight: Tensor | None, target: Tensor) -> Any:
-    """Count as PyTorch's losses of classes do: each class by its weight."""
-    if target.is_floating_point():  # Probabilities all count, and as many for each sample.
+    """Count a target as PyTorch's classification losses do, each class by its weight."""
+    if target.is_floating_point():  # All probabilities count, equally many for each sample.
         return target.numel()
     kept = target != (-100 if ignored is None else ignored)
     return kept.sum() if weight is None else (
@@ -143,23 +144,23 @@ def _counted(ignored: int | None, weight: Tensor | None, target: Tensor) -> Any:
 
 
 class LossMonitor(TorchFunctionMode):
-    """Sees what losses of PyTorch's that a function calls divide by, and whether it returns a sum.
+    """Records the divisors of PyTorch's losses in a function, and detects that it returns a sum.
 
-    Not in what is compiled or transformed: values there are none that stay.
+    It ignores compiled and transformed code, because values there do not persist.
     """
 
     def __init__(self, sizes: Sequence[int], where: str = 'loss_fn') -> None:
         super().__init__()
         self._sizes = sizes
         self._where = where
-        #: By micro-batch, of each division: whose it is, of how many, and by what. The last is on
-        #: the device: nobody waits for it there.
+        #: By micro-batch, its divisions: source, number of samples or elements, and divisor. The
+        #: divisor stays on the device, so that no thread waits for it.
         self._divisions: list[list[tuple[str, int, Any]]] = [[] for _ in sizes]
-        #: Of the micro-batch that is on: each sum, its version, and of how many elements it is.
+        #: The sums of the current micro-batch, with their versions and numbers of elements.
         self._sums: list[tuple[Tensor, int, int]] = []
 
     def call(self, i: int, function: Callable[..., Any], *given: Any) -> Any:
-        """Call a function for micro-batch ``i``; refuse a sum that it returns as it is."""
+        """Call a function for micro-batch ``i``, and raise if it returns an unchanged sum."""
         self._i = i
         try:
             with self:
@@ -171,8 +172,8 @@ class LossMonitor(TorchFunctionMode):
             self._sums = []  # They hold graphs.
 
     def see(self, i: int, function: Callable[..., Any], *given: Any) -> Any:
-        """Call a function of a layer for micro-batch ``i``; see what losses in it divide by."""
-        own = LossMonitor(self._sizes, 'a layer')  # Others may be at work beside it.
+        """Call a layer's function for micro-batch ``i``, and record the divisors of losses."""
+        own = LossMonitor(self._sizes, 'a layer')  # Other layers may run concurrently.
         own._i = i
         with own:
             result = function(*given)
@@ -218,23 +219,23 @@ class LossMonitor(TorchFunctionMode):
                                         for each, _, elements in self._sums if each is dividend)
 
     def check(self, error: Callable[[str], Exception] | None = None) -> None:
-        """Raise if a mean is none over samples."""
-        nothing = [('', 0, 0)]  # Where no loss of classes is called, nothing counts.
+        """Raise if a mean is not over samples."""
+        nothing = [('', 0, 0)]  # A micro-batch without divisions counts nothing.
         for divisions in zip(*(each or nothing for each in self._divisions)):
             names, elements, divisors = zip(*divisions)
             counts = [float(each) for each in divisors]
             if len({*zip(elements, counts)}) == 1:
-                continue  # The same of each micro-batch, as of parameters.
+                continue  # Equal for all micro-batches, as for a loss of parameters.
             whole = sum(counts)
             if any(abs(count * sum(self._sizes) - size * whole) > 1e-5 * size * abs(whole)
                    for count, size in zip(counts, self._sizes)):
                 raise (error or no_mean_over_samples)(max(names))
 
     def summary(self) -> tuple[float, float]:
-        """Return in two numbers what this process divides by, to compare it with others.
+        """Return two numbers that summarize the divisors, for comparison with other processes.
 
-        The first one is the same where each micro-batch anywhere divides by the same, the second
-        one where all divide in proportion to their samples.
+        The first is equal in all processes if all micro-batches have the same divisors. The second
+        is equal in all processes if all divisors are proportional to the samples.
         """
         same, ratio = 0., 0.
         for k, divisions in enumerate(zip(*self._divisions), 1):
@@ -245,7 +246,7 @@ class LossMonitor(TorchFunctionMode):
 
 
 def _weight_of_l1_loss() -> Any:
-    """Return the ``weight`` that ``F.l1_loss`` has got: PyTorch does not hand it on to modes."""
+    """Return the ``weight`` argument of ``F.l1_loss``, which PyTorch does not pass on to modes."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not F.l1_loss.__code__:
         frame = frame.f_back
@@ -259,7 +260,7 @@ def _sum() -> ValueError:
 
 
 def no_mean_in_the_model(_: str) -> ValueError:
-    """Return the error of a ``gather='mean'`` that would weigh micro-batches wrongly."""
+    """Return the error for a ``gather='mean'`` that would weight micro-batches wrongly."""
     return ValueError(
         'a loss in the model divides by what it counts in labels (ignore_index, class weights), '
         "not by the number of samples, so gather='mean' is not the loss of the mini-batch; let a "
@@ -277,19 +278,20 @@ def no_mean_over_samples(name: str) -> ValueError:
 
 
 class Losses:
-    """The loss of each micro-batch, and what it counts in the whole.
+    """The loss of each micro-batch, and its weight in the loss of the mini-batch.
 
     Args:
         function: ``loss_fn(output, target)``.
         target: A value of any nesting, or ``None``.
         sizes: The numbers of samples of micro-batches.
         batch_dim: The rule for the target.
-        normalizer: See above.
-        scale: Makes another loss of one for backward, as ``GradScaler.scale``.
+        normalizer: ``None``, a function or a number: see the table of this module.
+        scale: Scales a loss for backward, as ``GradScaler.scale`` does.
         alone: Whether this process has all of the mini-batch. Otherwise :meth:`count_in` follows.
 
     Raises:
-        ValueError: The target has another number of samples, or the loss is known to be no mean.
+        ValueError: The target has another number of samples, or the loss is known not to be a
+            mean.
     """
 
     def __init__(self, function: Callable[[Any, Any], Tensor], target: Any, sizes: Sequence[int],
@@ -297,44 +299,45 @@ class Losses:
                  alone: bool = True) -> None:
         self._function = function
         self._scale = scale
-        #: Of micro-batches.
+        #: The targets of micro-batches.
         self.targets = _scatter(target, sizes, batch_dim)
-        #: The same as leaves, each of which has a graph of its own above it.
+        #: The targets with leaves in place of tensors, at which the graphs of losses end.
         self._leaves = [Chunk(tuple(map(leaf_of, batch.tensors)), batch.kind)
                         for batch in self.targets]
         module, known = itself(function), Known.of(function)
-        #: The modules that it is made of.
+        #: The modules of the loss function.
         self.modules = [*module.modules()] if isinstance(module, nn.Module) else []
-        #: What the loss of each micro-batch counts.
+        #: The count of each micro-batch.
         self.counts, self._whole = _counts(
             known, [batch.value for batch in self._leaves], sizes, normalizer)
         #: The count of the mini-batch in this process, and after :meth:`count_in` in all
-        #: processes; ``None`` where the loss is over a number.
+        #: processes; ``None`` if the normalizer is a number.
         self.counted = None if self._whole else sum(self.counts)
         if alone and self.counted is not None:
             self._whole = self.counted or _nothing()
         self._losses: list[Tensor] = []
         self._learns = False
         is_known = normalizer is not None or known.is_of_pytorch
-        #: Sees what losses in the function, or in layers, divide by.
+        #: Records the divisors of losses in the function or in layers.
         self.monitor = None if is_known else LossMonitor(sizes)
 
     @property
     def divisors(self) -> tuple[float, float]:
-        """What the loss divides by in this process: :meth:`LossMonitor.summary`."""
+        """The divisors of the loss in this process, as :meth:`LossMonitor.summary` returns them.
+        """
         return self.monitor.summary() if self.monitor else (0., 0.)
 
     def count_in(self, whole: float, trains: bool = True) -> None:
         """Set the count of the whole mini-batch, of which other processes may have parts.
 
         Raises:
-            ValueError: It is nothing, and there is a backward.
+            ValueError: The count is zero, and there is a backward.
         """
         self.counted, self._whole = whole, whole or (_nothing() if trains else 1.)
 
     def __call__(self, i: int, output: Any) -> Tensor:
-        """Compute that of micro-batch ``i``, and give what its backward starts from."""
-        if self.counts[i] == 0:  # The mean of nothing is no number.
+        """Compute the loss of micro-batch ``i``, and return the tensor to start its backward."""
+        if self.counts[i] == 0:  # The mean of nothing is NaN.
             return torch.zeros((), requires_grad=True)
         try:
             given = output, self._leaves[i].value
@@ -354,15 +357,15 @@ class Losses:
         if self.monitor and len(self._losses) == len(self.targets):
             self.monitor.check()
         self._learns |= scaled.requires_grad
-        # A micro-batch may have nothing to learn from.
+        # The loss of a single micro-batch may not require grad.
         return scaled if scaled.requires_grad else scaled.detach().requires_grad_()
 
     def behind(self, layers: Callable[..., Any], keeps: bool) -> Callable[..., Any]:
-        """Return layers that give the loss of a micro-batch, so that their output is freed.
+        """Return layers that return the loss of a micro-batch, so that their output is freed.
 
         Args:
             layers: The layers of the last partition.
-            keeps: Whether to give the output instead, after the loss was computed.
+            keeps: Whether to return the output instead, after the loss was computed.
         """
         def call(*args: Any, **kwargs: Any) -> Any:
             output = layers(*args, **kwargs)
@@ -383,7 +386,7 @@ class Losses:
             trains: Whether there is a backward.
 
         Raises:
-            RuntimeError: There is, but in none of its micro-batches did the loss require grad.
+            RuntimeError: There is a backward, but the loss of no micro-batch requires grad.
         """
         if trains and self._losses and not self._learns:
             raise RuntimeError('the loss does not require grad, so there is nothing to train: '
@@ -393,11 +396,11 @@ class Losses:
 
     @property
     def inputs(self) -> list[Tensor]:
-        """What it takes in place of the tensors of the target."""
+        """The leaves in place of the tensors of the target."""
         return [x for batch in self._leaves for x in batch.tensors]
 
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the parts of the target that have a gradient, each with that."""
+        """Return the tensors of the target that have a gradient, each with its gradient."""
         return [(x, leaf.grad) for batch, leaves in zip(self.targets, self._leaves)
                 for x, leaf in zip(batch.tensors, leaves.tensors) if leaf.grad is not None]
 
@@ -423,7 +426,8 @@ def counts_of(rule: Any, batches: Sequence[Chunk]) -> list[Any]:
         batches: The input. Functions are called as the model is.
 
     Returns:
-        Lists of counts; or errors, since the output may not have that part, as without labels.
+        For each function, a list of counts or an error. The error is not raised, because the
+        output may not have this part, such as a loss without labels.
     """
     found: list[Any] = []
     for function in filter(callable, _words(rule)):
@@ -437,7 +441,7 @@ def counts_of(rule: Any, batches: Sequence[Chunk]) -> list[Any]:
 
 
 def count_functions(rule: Any) -> int:
-    """Return how many functions a rule of ``gather`` has."""
+    """Return the number of functions in a rule of ``gather``."""
     return sum(map(callable, _words(rule)))
 
 
@@ -460,7 +464,7 @@ def with_counts(rule: Any, counts: Iterator[Any]) -> Any:
 
 
 def seen_means(rule: Any, sizes: Sequence[int]) -> LossMonitor | None:
-    """Return what sees whether means are over samples, if a rule of ``gather`` takes them so."""
+    """Return a monitor, if a rule of ``gather`` treats all parts as means over samples."""
     words = {each for each in _words(rule) if isinstance(each, str) or callable(each)}
     return LossMonitor(sizes) if words == {'mean'} else None
 
@@ -478,7 +482,7 @@ def _raise(error: Exception, _: Any) -> NoReturn:
 
 
 def _mean_of(counts: Sequence[float], whole: float, xs: Sequence[Tensor]) -> Tensor:
-    # The mean of nothing is no number.
+    # The mean of nothing is NaN.
     return torch.stack([x * (count / whole) for count, x in zip(counts, xs) if count]).sum(0)
 
 
@@ -490,7 +494,7 @@ def _check(loss: Any, name: str) -> None:
 
 
 def _outline(value: Any) -> str:
-    """Write what something is in a few words."""
+    """Describe a value in a few words."""
     if isinstance(value, Tensor):
         grad = ' that requires grad' if value.requires_grad else ''
         return f'a tensor of {value.dtype} of shape {tuple(value.shape)}{grad}'
@@ -499,9 +503,9 @@ def _outline(value: Any) -> str:
 
 def _counts(loss: Known, targets: Sequence[Any], sizes: Sequence[int], normalizer: Any
             ) -> tuple[list[float], float]:
-    """Return what the loss of each micro-batch counts; and out of what, where that is a number.
+    """Return the count of each micro-batch, and the normalizer if it is a number, else 0.
 
-    Numbers are Python's, which are exact, and on no device.
+    The results are Python's numbers, which are exact and on no device.
     """
     normalizer = normalizer_of(loss, normalizer, targets)
     if normalizer is None:
@@ -517,7 +521,7 @@ def _counts(loss: Known, targets: Sequence[Any], sizes: Sequence[int], normalize
 
 def _count(function: Callable[[Any], Any], values: Sequence[Any], name: str, what: str
            ) -> list[float]:
-    """Return what a function counts in each value."""
+    """Return the count of a function in each value."""
     given = [function(value) for value in values]
     counts = [count for each in given if (count := _number(each)) is not None]
     if len(counts) < len(given):
@@ -535,7 +539,7 @@ def _nothing(name: str = 'normalizer, or the loss by itself,', what: str = 'targ
 
 
 def _number(value: Any) -> float | None:
-    """Return a number that can be a count; ``None`` for what cannot be one."""
+    """Return a value as a number, or ``None`` if it cannot be a count."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < inf:

@@ -20,7 +20,7 @@ def find_schedule(schedule: ScheduleLike, workers: Sequence[Hashable], m: int) -
 
     Args:
         schedule: A schedule, its name, or the path of a CSV file.
-        workers: What runs each partition, a pair of a kind and a number.
+        workers: The worker of each partition, a pair of a kind and a number.
         m: The number of micro-batches.
 
     Raises:
@@ -40,7 +40,7 @@ def find_schedule(schedule: ScheduleLike, workers: Sequence[Hashable], m: int) -
 
 
 def _stages_per_device(name: str, n: int, devices: int) -> int:
-    """Return how many of ``n`` partitions a schedule takes to be on one device.
+    """Return the number of partitions per device that a schedule needs, out of ``n``.
 
     One worker can do the work of several devices, so there may be fewer.
     """
@@ -52,7 +52,7 @@ def _stages_per_device(name: str, n: int, devices: int) -> int:
     return v
 
 
-@lru_cache(maxsize=32)  # The same in all steps of a training.
+@lru_cache(maxsize=32)  # All steps of a training use the same schedule.
 def _named(name: str, n: int, devices: int, m: int) -> Schedule:
     v = _stages_per_device(name, n, devices)
     return make(name, n // v, m, v)
@@ -85,10 +85,10 @@ _recomputing = lru_cache(maxsize=32)(Schedule.recomputing)
 
 def run_step(engine: Engine, batches: list[Chunk], losses: Losses, schedule: ScheduleLike,
              checkpoint_stops: tuple[int, ...], **options: Any) -> Step:
-    """Run a step; afterwards the batches hold the outputs."""
+    """Run a step, and replace the batches by the outputs."""
     workers = [partition.worker for partition in engine.partitions]
     found = find_schedule(schedule, workers, len(batches))
-    if not engine.one_worker:  # Otherwise it never waits for a gradient.
+    if not engine.one_worker:  # A single worker never waits for a gradient.
         found = _recomputing(found, checkpoint_stops)
     step = Step(engine, batches, found.rows, losses, checkpoint_stops=checkpoint_stops, **options)
     step.losses = losses.monitor
