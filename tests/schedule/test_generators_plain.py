@@ -2,14 +2,14 @@
 import pytest
 import torch
 
-from torchgpipe.engine.workers import Plan
+from torchgpipe.engine.workers import WorkerPlan
 from torchgpipe.schedule import Action, make
 from torchgpipe.schedule.generators import forward_order, one_by_one, plain_call
 
 
 @pytest.mark.parametrize('start, stop, n', [(0, 5, 3), (2, 6, 2), (0, 1, 3), (0, 4, 1)])
 def test_the_engine_runs_one_cell_ahead_and_no_more(start, stop, n):
-    plan = Plan.of_forward(start, stop, tuple(torch.device('cpu', j) for j in range(n)))
+    plan = WorkerPlan.of_forward(start, stop, tuple(torch.device('cpu', j) for j in range(n)))
     assert [row for _, row in plan.rows.values()] == [
         [Action(j, 'F', i) for i in range(start, stop)] for j in range(n)]
     for action, before in plan.waits.items():
