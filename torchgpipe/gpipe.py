@@ -1,14 +1,15 @@
 """``GPipe``: a module that runs a sequential model on several devices, and the base of pipelines.
 
 [Note: Two views of the layers]
-The layers are registered as children under their own names, so that all that goes by names speaks
-those of the module, whatever the balance. Partitions are a second view of the same layers, and no
-child. They follow where a child is replaced, as tools do that go by names; the children cannot
-follow, as nobody asks before he takes parameters from them. Where a layer has the name of an
-attribute of the class, `model.name` is the attribute, and what takes names as strings finds the
-layer. Over processes a rank has the layers of its own stages only; its other partitions are empty.
+The layers are registered as children under their own names. All tools that use names therefore
+see the module's names, for any balance. Partitions are a second view of the same layers, and not
+children. If a tool replaces a child, partitions follow. A change in a partition raises, because
+the children cannot follow it: their parameters may be read at any time. If a layer has the name of
+an attribute of the class, `model.name` is the attribute, and functions that take names as strings
+find the layer. Over processes a rank has only the layers of its own stages; its other partitions
+are empty.
 
-What a plain call does not use, such as steps and losses, is imported where it is used.
+Modules that a plain call does not use, such as steps and losses, are imported in functions.
 """
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -119,10 +120,10 @@ class PipelineModule(LayerSequence):
         tensor(0.)
 
         Args:
-            *args: The arguments of the first layer, mostly one value: a tensor of shape
-                ``(batch, …)``; or tuples, lists, dicts and dataclasses of any nesting with such
-                tensors, ``None`` and plain Python values. Scalars, plain values and the content of
-                a :class:`~torchgpipe.NoChunk` are the same for all micro-batches.
+            *args: The arguments of the first layer, usually one value: a tensor of shape
+                ``(batch, …)``, or tuples, lists, dicts and dataclasses of any nesting. These have
+                such tensors, ``None`` and plain Python values. Scalars, plain values and the
+                content of a :class:`~torchgpipe.NoChunk` are the same for all micro-batches.
             **kwargs: The keyword arguments of the first layer.
 
         Returns:
@@ -171,10 +172,10 @@ class PipelineModule(LayerSequence):
                 take them for virtual stages; so does ``'zb-v'`` with ``devices=[0, 1, 1, 0]``.
             target_dim: The batch dimension of the target, a rule as ``batch_dim`` is for the
                 input; if that is an integer, it is the default.
-            normalizer: The divisor of the loss: a number above zero, if ``loss_fn`` gives sums (1
-                leaves it a sum); a function that counts in the target of a micro-batch, if
-                ``loss_fn`` gives means over such a count, for example of tokens. Counts are summed
-                over all replicas.
+            normalizer: The divisor of the loss. If ``loss_fn`` returns sums, it is a number above
+                zero (1 keeps the sum). If ``loss_fn`` returns means over a count, such as the
+                number of tokens, it is a function that counts in the target of a micro-batch.
+                Counts are summed over all replicas.
             scale: Scales the loss before backward: ``scaler.scale`` of a
                 :class:`torch.amp.GradScaler`.
             return_output: Whether to return the output as well, without a graph.
@@ -312,8 +313,8 @@ def verify(module: nn.Sequential) -> None:
 class GPipe(PipelineModule):
     """Run a sequential module on several devices, micro-batch by micro-batch (GPipe, 2019).
 
-    Outputs, gradients, running statistics and ``state_dict`` are those of the module itself. It is
-    a sequence of the layers: ``len(model)``, ``model[0]`` and ``for layer in model`` work.
+    Outputs, gradients, running statistics and ``state_dict`` equal the module's. The model is a
+    sequence of the layers: ``len(model)``, ``model[0]`` and ``for layer in model`` work.
 
     >>> import torch
     >>> from torch import nn
@@ -341,20 +342,19 @@ class GPipe(PipelineModule):
         deferred_batch_norm: Whether batch normalization updates its running statistics once per
             mini-batch, as without micro-batches, by converting ``module`` to
             :class:`~torchgpipe.batchnorm.DeferredBatchNorm` layers in place.
-        batch_dim: The dimension of the batch in the tensors of the input and the output; or, for
-            parts of the input, a dict or a sequence by its keys, like ``{'mask': 1}``, where
-            ``None`` is for what all micro-batches share, and others are split along dimension 0.
-        gather: What becomes of the tensors of micro-batches in the output: the dimension by which
-            they are put together, if that is another one; for scalars ``'mean'``, which is right
-            for means over samples only, ``'sum'`` or ``'stack'``; or, for means over something
-            else, a function that counts that in a micro-batch, and is called as the model is. By
-            keys of the output, these may be said of parts.
-        weights: The values of parameters and buffers by their names in ``module.state_dict()``:
-            a mapping; or the path of a file, of ``torch.save`` or, if that package is there, of
-            safetensors (``….safetensors``, ``….safetensors.index.json``); or a folder of them, as
-            ``save_pretrained`` of Transformers writes it. They are read layer by
-            layer. Without them, a module on the meta device gets initial values layer by layer:
-            the values of its constructor, by ``reset_parameters()`` of the modules in it, and by
+        batch_dim: The batch dimension of the tensors in the input and the output. For parts of the
+            input, it is a dict or a sequence by its keys, such as ``{'mask': 1}``: ``None`` marks
+            values that all micro-batches share, and other tensors are split along dimension 0.
+        gather: The rule for tensors of micro-batches in the output. An integer is the dimension
+            of their concatenation, if it is not ``batch_dim``. Scalars take ``'mean'``, which is
+            exact for means over samples only, ``'sum'`` or ``'stack'``. For means over other
+            counts, it is a function that is called like the model and counts in a micro-batch. A
+            dict or a sequence has rules by keys of the output.
+        weights: The values of parameters and buffers, by their names in ``module.state_dict()``.
+            They are a mapping, a file of ``torch.save`` or safetensors (``….safetensors``,
+            ``….safetensors.index.json``), or a folder of them, such as ``save_pretrained`` of
+            Transformers writes. They are read layer by layer. By default, a module on the meta
+            device is initialized layer by layer, by ``reset_parameters()`` of its modules and
             ``_init_weights`` of a Transformers model.
         init: ``init(module)`` initializes a module. It is called for all modules of each layer,
             the modules within a module first, as by ``module.apply(init)``. A model on the meta
@@ -378,10 +378,9 @@ class GPipe(PipelineModule):
     Raises:
         TypeError: The module is not sequential, the balance is not made of integers, or stashes
             and pops of its layers do not match.
-        ValueError: The balance, ``chunks`` or ``checkpoint`` is wrong, a device is unknown, the
-            balance comes from a profile of another module, the weights are those of another one,
-            a tensor on the meta device gets no value, or layers on several devices share what
-            only one of them can have.
+        ValueError: The balance, ``chunks`` or ``checkpoint`` is wrong, or a device is unknown. The
+            balance or the weights belong to another module. A tensor on the meta device gets no
+            value. Layers on several devices share an object that only one of them can have.
         IndexError: There are fewer devices than partitions.
     """
 
@@ -468,7 +467,7 @@ class GPipe(PipelineModule):
         return self._engine
 
     def _cut(self, input: Value) -> tuple[list[Chunk], list[int], Any, dict[str, Any]]:
-        """Return the micro-batches of an input, their sizes, what gathers, and their options."""
+        """Return the micro-batches of an input, their sizes, their gather rule and options."""
         if isinstance(input, Arguments):
             check_arguments(self._names[0], self[0], input)
         rule = self.batch_dim
@@ -499,9 +498,9 @@ class GPipe(PipelineModule):
     def in_place_of(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which the model that was converted is run by this pipeline.
 
-        Its names, ``state_dict``, configuration and methods stay its own, and so do its parameters
-        and buffers, which are those of the layers. So what trains, saves and loads that model does
-        so with the pipeline. Afterwards the model runs itself.
+        The model keeps its names, ``state_dict``, configuration and methods. Its parameters and
+        buffers are the same objects as the layers'. So tools that train, save and load the model
+        use the pipeline. Afterwards the model runs itself.
 
         >>> from torchgpipe.sequential import to_sequential
         >>> import torch
@@ -520,16 +519,16 @@ class GPipe(PipelineModule):
         >>> [*net.state_dict()][0], net.first.weight.grad is model[0].first.weight.grad
         ('first.weight', True)
 
-        Its tensors are not replaced meanwhile, only changed in place, as by an optimizer. What is
-        no tensor is that of the conversion: numbers that its forward reads, as of a configuration,
-        and the hooks of submodules that were cut into layers.
-        Training and evaluation mode are those of the model, and of its submodules. Numbers without
-        dimensions in the output, as a loss, are on the first device. ``hf_device_map`` says to
-        Accelerate and transformers that the model has its devices.
+        In this context, tensors of the model may be changed in place, such as by an optimizer, but
+        not replaced. Other values are the values at the time of the conversion: numbers that its
+        forward reads, such as of a configuration, and the hooks of submodules that were cut into
+        layers. Training and evaluation mode of the model and its submodules apply to the pipeline.
+        Tensors without dimensions in the output, such as a loss, are on the first device.
+        ``hf_device_map`` tells Accelerate and transformers that the model is on its devices.
 
         Raises:
-            ValueError: The pipeline has other parameters, as of another model, or of this one
-                before some were added; or the model has another forward than that of its class.
+            ValueError: The pipeline has other parameters than the model. Or the model's forward is
+                not the forward of its class.
             RuntimeError: In a call: tensors of the model were replaced, added or removed.
         """
         from torchgpipe.model.in_place_of import run_by

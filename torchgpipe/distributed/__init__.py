@@ -1,6 +1,29 @@
 """Pipelines over processes: the same models and steps on a mesh of data × pipe × tensor.
 
 It needs ``torch.distributed``, which ``import torchgpipe`` does not import.
+
+Terms of this folder:
+
+agreement
+    The exchange of facts by which all ranks start the same step, or raise the same error.
+mesh
+    The ranks as an array with the axes data, pipe and tensor.
+message
+    Tensors of one micro-batch that go from one stage to another, with metadata if it is new.
+rank
+    One process of the mesh, with its own stages.
+reduction
+    The sum or mean of gradients over replicas, once per step.
+replica
+    The ranks with the same position on the data axis: they train on one part of a mini-batch.
+stage
+    A partition of the model on one rank, or on the ranks of one tensor axis.
+tie
+    A parameter in stages of several ranks, with one value and one gradient.
+unit
+    The layers whose parameters FSDP gathers and frees together.
+watch
+    The thread of a rank that reports its state and detects ranks that block the others.
 """
 from torchgpipe.distributed.checkpoint import load_checkpoint, save_checkpoint
 from torchgpipe.distributed.mesh import init_mesh

@@ -1,4 +1,22 @@
-"""Tensor-sharded layers: layers too large for one device, split over the processes of a group."""
+"""Tensor-sharded layers: layers too large for one device, split over the processes of a group.
+
+Terms of this folder:
+
+group
+    The ranks that have the shards of one layer.
+layout
+    The shape of the full tensor and the split dimension of a sharded parameter.
+parallel dimension
+    The dimension of a tensor that is split over a group; ``None`` for a full tensor.
+replica
+    One of the groups that train on different samples.
+shard
+    The part of a tensor on one rank: a separate tensor, not a view of the full one.
+tag
+    An attribute of a tensor with its parallel dimension.
+world
+    All ranks as a mesh of replicas and groups.
+"""
 from torchgpipe.shard import distributed, nn
 from torchgpipe.shard.averaging import GradScaler, average_gradients, clip_grad_norm_
 from torchgpipe.shard.ddp import register_ddp_gathered_features, register_ddp_parameters_to_ignore

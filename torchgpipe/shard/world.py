@@ -1,9 +1,9 @@
 """The world: the processes as a mesh of replicas and parallel groups, and their end.
 
-A thread of gloo holds what it has sent until after it has said that it is done, and may be the
-last that does. A tensor of Python's is let go under the lock of the interpreter. If there is none
-any more, the thread is ended in a destructor, and the process with it: ``terminate called without
-an active exception``, and ``torchrun`` reports that a training failed which had come to its end::
+A thread of gloo holds a sent tensor until after it has reported the end of the operation. It may
+be the last owner. To free a tensor of Python, a thread takes the interpreter's lock. If the
+interpreter has ended, this ends the thread in a destructor, and the process with it: ``terminate
+called without an active exception``. ``torchrun`` then reports a failure of a finished training::
 
     main thread        wait ── loss.item() ── the script ends ── the interpreter ends ──
     thread of gloo     done ┘ ·············· not scheduled ··············· let go ✗
@@ -36,7 +36,7 @@ __all__ = ['World', 'current', 'destroy_process_group', 'get_data_group', 'get_d
            'get_group', 'get_group_size', 'get_mesh', 'get_rank', 'get_world_size',
            'init_process_group', 'is_initialized', 'needed_by']
 
-#: What the system calls the threads of this process. Where there is none, nobody can look.
+#: The directory of the threads of this process. Some systems do not have it.
 THREADS = Path('/proc/self/task')
 
 #: For how many seconds the end of a process waits at most.

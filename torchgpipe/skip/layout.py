@@ -60,8 +60,7 @@ class SkipLayout:
         return prev_j != next_j
 
     def copy_policy(self, next_j: int) -> Iterator[tuple[int, Namespace | None, str]]:
-        """Yield ``(source, namespace, name)`` of what comes into a partition, sources ascending.
-        """
+        """Yield ``(source, namespace, name)`` of skips into a partition, by ascending sources."""
         for prev_j, (ns, name) in self._incoming[next_j]:
             yield prev_j, ns, name
 
@@ -85,7 +84,7 @@ def inspect_skip_layout(partitions: Iterable[nn.Module]) -> SkipLayout:
         partitions: Sequential modules; the layers that stash or pop are their children.
 
     Returns:
-        The layout. Skips that nobody pops are not in it.
+        The layout. Skips that no layer pops are not in it.
 
     Raises:
         TypeError: A layer within a child has a skip like one that goes to another partition.

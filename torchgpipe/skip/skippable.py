@@ -2,14 +2,14 @@
 
 [Note: The level called module]
 In torchgpipe 0.0.7 a skippable layer was a wrapper around the layer, its child ``module``. Here it
-is the layer itself, of a class derived from the decorated one. Names keep that level all the same,
-in ``state_dict``, ``named_modules`` and ``named_parameters``, and the attribute ``module`` leads
-from it to the layer, so checkpoints and code that go by names fit.
+is the layer itself, of a class derived from the decorated one. Names still have that level, in
+``state_dict``, ``named_modules`` and ``named_parameters``. The attribute ``module`` returns the
+layer. So checkpoints and code that use names of 0.0.7 still work.
 
-A skippable layer's ``forward`` is a generator. It yields what it wants done, and is resumed with
-the answer; what it returns at last is the layer's output::
+A skippable layer's ``forward`` is a generator. It yields requests and is resumed with the results.
+Its return value is the layer's output::
 
-    forward            who runs it
+    forward            the caller
     yield stash(…) ──▶ tracker.save
                   ◀──  None
     yield pop(…)   ──▶ tracker.load
@@ -47,12 +47,12 @@ class stash:
     ...         yield stash('residual', input)
     ...         return input * 2
 
-    It raises :exc:`RuntimeError` where it is yielded if the layer has not declared the name or has
-    stashed it already, and :exc:`TypeError` for what is no tensor.
+    The ``yield`` raises :exc:`RuntimeError` if the layer has not declared the name or has stashed
+    it already, and :exc:`TypeError` for a value that is not a tensor.
 
     Args:
         name: A name that the layer declares as stashable.
-        tensor: What the later layer will get, a tensor of any shape or ``None``.
+        tensor: The tensor for the later layer, of any shape, or ``None``.
     """
 
     __slots__ = ('name', 'tensor')
@@ -63,7 +63,7 @@ class stash:
 
 
 class pop:
-    """Yield it to get what an earlier layer stashed: ``tensor = yield pop('name')``.
+    """Yield it to get the tensor of an earlier layer: ``tensor = yield pop('name')``.
 
     >>> from torch import nn
     >>> from torchgpipe.skip import skippable
@@ -86,22 +86,22 @@ class pop:
         self.name = name
 
 
-#: What to annotate the ``forward`` of a skippable layer with: ``-> SkipGenerator``.
+#: The annotation for the ``forward`` of a skippable layer: ``-> SkipGenerator``.
 SkipGenerator = Generator[stash | pop, Any, Any]
 
 
 def run_generator(generator: Any, namespaced: Callable[[str], Key], stashable: frozenset[str],
                   poppable: frozenset[str]) -> Any:
-    """Run the generator that a forward is, and do what it asks for.
+    """Run a forward that is a generator, and handle its requests.
 
     Args:
-        generator: What the forward gave; anything but a generator is the output itself.
+        generator: The result of the forward; any value but a generator is the output itself.
         namespaced: Gives a name together with its namespace.
         stashable: The names that the layer stashes.
         poppable: The names that it pops.
 
     Returns:
-        What the generator returned.
+        The return value of the generator.
     """
     to_stash, to_pop = set(stashable), set(poppable)
     output = generator
@@ -172,7 +172,7 @@ TSkippable = TypeVar('TSkippable', bound='Skippable')
 
 
 class Skippable(nn.Module):
-    """What :func:`skippable` adds to a class.
+    """The base class that :func:`skippable` adds to a class.
 
     A class may name it as its base by itself, for type checkers, which see a decorated class as
     it was before.
@@ -284,7 +284,7 @@ def _rename(state_dict: dict[str, Any], names: dict[str, str]) -> None:
 
 
 def _find(cls: type) -> Any:
-    """Return what the name of a class leads to."""
+    """Return the object with the name of a class."""
     found: Any = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split('.'):
         found = getattr(found, name, None)

@@ -1,8 +1,8 @@
 """Trackers: a thread's storage of stashed skip tensors, by name and namespace.
 
-Each thread has a tracker at any time. It is a dictionary, and that is all that a model without a
-pipeline needs. In a pipeline each cell has one, with the skips that it pops; what is left in it in
-the end goes on from there (:mod:`torchgpipe.engine.cell`).
+Each thread has a tracker. Without a pipeline it is one dictionary for all layers. In a pipeline
+each cell has its own tracker with the skips that it pops. Skips that are left at the end of the
+cell go on to later cells (:mod:`torchgpipe.skip.transfer`).
 """
 import uuid
 from abc import ABCMeta
@@ -37,7 +37,7 @@ class Namespace(metaclass=ABCMeta):
 # The default namespace.
 Namespace.register(type(None))
 
-#: What tells a skip tensor from all others of a model: its namespace and its name.
+#: The unique key of a skip tensor in a model: its namespace and its name.
 Key = tuple[Namespace | None, str]
 
 

@@ -6,8 +6,8 @@ The run keeps a dictionary of waiting skips for each micro-batch::
                                                                              │ take
     cell that pops       layers ◀─ tracker ◀─ arrive ── input ◀─ transport ◀─┘
 
-The transport moves a skip directly between the two partitions: as an edge of the graph in the
-plain call, as a leaf in a step, as a message between processes.
+The transport moves a skip directly between the two partitions. The plain call uses an edge of the
+graph, a step uses a leaf, and processes use a message.
 
 [Note: Changes in place] The cell that stashes a skip may change it in place, and the layer that
 pops it sees the change, as without a pipeline. A later change raises: whether it is seen would

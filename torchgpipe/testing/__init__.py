@@ -1,4 +1,16 @@
-"""Compare a model in a pipeline with the unwrapped model: differences, sizes and reasons."""
+"""Compare a model in a pipeline with the unwrapped model: differences, sizes and reasons.
+
+Terms of this folder:
+
+culprit
+    The first module whose output or gradient differs.
+form
+    The way in which a copy of the model is trained: unwrapped, in parts, or wrapped.
+in parts
+    The unwrapped layers on one micro-batch after the other, in one thread.
+parity
+    The comparison of all forms, with the differences and their reasons.
+"""
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial

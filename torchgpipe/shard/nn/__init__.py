@@ -1,4 +1,14 @@
-"""Sharded layers."""
+"""Sharded layers.
+
+Terms of this folder:
+
+capacity
+    The largest number of tokens that an expert takes from a mini-batch.
+column, row parallel
+    A linear layer whose outputs, or whose inputs, are split over the group.
+expert
+    A module that processes only the tokens that are routed to it.
+"""
 from torchgpipe.shard.nn import functional, init
 from torchgpipe.shard.nn.embedding import ParallelEmbedding
 from torchgpipe.shard.nn.experts import Experts
