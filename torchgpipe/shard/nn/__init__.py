@@ -3,7 +3,7 @@
 Terms of this folder:
 
 capacity
-    The largest number of tokens that an expert takes from a mini-batch.
+    An expert's largest share of all choices, in multiples of an even share.
 column, row parallel
     A linear layer whose outputs, or whose inputs, are split over the group.
 expert
