@@ -95,18 +95,18 @@ def to_sequential(module: nn.Module, sample: Any = None, *, grain: str = 'block'
         batch_dim: The batch dimension of the sample: see :class:`~torchgpipe.GPipe`.
         gather: The rule for :class:`~torchgpipe.GPipe`, for scalars in the output such as losses.
             Its result for halves is compared with the module.
-        check_sample: Whether to compare outputs, gradients and buffers with the module's, in
-            training and in evaluation mode, for the sample and for a micro-batch of it. It also
-            checks that samples are not mixed. Outputs for halves of the sample must be halves of
-            the output. A loss must be the mean or the sum of the halves' losses, or follow
-            ``gather``.
+        check_sample: Whether to compare outputs, gradients and buffers with the module's. The
+            comparison runs in training and in evaluation mode, for the sample and for a
+            micro-batch of it. It also checks that samples are not mixed. Outputs for halves of the
+            sample must be halves of the output. A loss must be the mean or the sum of the halves'
+            losses, or follow ``gather``.
 
     Returns:
-        The sequential module, for any batch size. If the program of the module depends on other
-        sizes, on types or on plain values, a guard raises :exc:`ValueError` unless these are as
-        for the sample. The attribute ``wholes`` has the modules that were not
-        looked into, the largest first. Each has its share of the parameters, its share of the time
-        of one forward, and the reason. A module with most of the parameters gives a warning.
+        The sequential module, for any batch size. The program of the module may depend on other
+        sizes, on types or on plain values. Then a guard raises :exc:`ValueError` unless these are
+        as for the sample. The attribute ``wholes`` has the modules that were not looked into, the
+        largest first. Each has its share of the parameters, its share of the time of one forward,
+        and the reason. A module with most of the parameters gives a warning.
 
     Raises:
         ConversionError: The forward cannot be followed; the message shows the line and the fix.

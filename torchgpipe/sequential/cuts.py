@@ -19,14 +19,15 @@ blocks.
           after the pool fewer elements go on    before the norm x alone goes on, and then
                                                  both x and norm(x)
 
-A call with weights calls a leaf that the user named, a layer with a weight of two dimensions or
-more, or a function with such a weight. All other steps are cheap, and join the call before or
-after them. Only tensors and plain values may cross a cut. If possible, there is no cut between a
-tensor and a step that changes it in place.
+A call with weights is a call of a leaf that the user named, or of a layer or function with a
+weight of two dimensions or more. All other steps are cheap, and join the call before or after
+them. Only tensors and plain values may cross a cut. If possible, there is no cut between a tensor
+and a step that changes it in place.
 
-This is the grain of layers. With the grain of blocks, cuts are only made between blocks, or after
-a step at the begin of a block that changes its input in place. With the grain of operations, there
-are also cuts between any two steps that return tensors, but not before a change in place.
+This is the grain of layers. With the grain of blocks, cuts are only made between blocks. A cut may
+also follow the first steps of a block, if these change its input in place. With the grain of
+operations, there are also cuts between any two steps that return tensors, but not before a change
+in place.
 
 :func:`routes` forwards a value to the next layer, or lets it skip layers that do not use it::
 

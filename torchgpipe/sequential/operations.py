@@ -263,9 +263,8 @@ class StepTracer(fx.Tracer):
 
     Attributes:
         graph: The recorded graph. In ``meta``, each node has its ``kind`` (``'tensor'``,
-            ``'plain'`` or ``'object'``), its ``bytes`` and ``memory``, whether it depends on the
-            ``input``, and the nodes that it ``writes`` to. Nodes that were computed have their
-            ``seconds``.
+            ``'plain'`` or ``'object'``), ``bytes`` and ``memory``. It has whether it depends on
+            the ``input``, and the nodes that it ``writes`` to. Computed nodes have ``seconds``.
         constants: The constants of the graph, by name.
         runs: Whether the forward runs, and not a step.
         put_back: Restores replaced functions for a time.

@@ -66,8 +66,7 @@ one_at_a_time = threading.RLock()
 
 
 class Watcher(Protocol):
-    """Observes the calls of modules in a forward and reads of their attributes, with the results.
-    """
+    """Handles a forward's calls of modules and reads of attributes, and returns the results."""
 
     @property
     def watches(self) -> bool: ...
